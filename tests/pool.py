@@ -1,0 +1,121 @@
+"""Ranks for distributed tests: one set of gloo processes per world size, started once and kept.
+
+Importing torch costs seconds and starting a rank from a fork server that has imported it 0.05 s, so a test pays only
+for what it runs. A rank that fails leaves its peers inside a collective; then the whole set is killed and the next
+test gets a fresh one.
+"""
+
+import atexit
+import importlib
+import os
+import random
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from typing import Any
+
+PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "tests.pool"]
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+DEFAULT_LIMIT = 180.0
+
+_context = get_context("forkserver")
+_context.set_forkserver_preload(PRELOAD)
+_pools: dict[int, "RankPool"] = {}
+
+
+class RankFailed(AssertionError):
+    """A function raised on some rank, or did not come back in time. The message holds the ranks' tracebacks."""
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit: float = DEFAULT_LIMIT) -> list[Any]:
+    """Run `function(*args)`, a module-level function, on every rank; the results in rank order."""
+    pool = _pools.get(world_size)
+    if pool is None:
+        pool = _pools[world_size] = RankPool(world_size)
+    try:
+        return pool.run(function, args, limit)
+    except BaseException:
+        _pools.pop(world_size).kill()
+        raise
+
+
+class RankPool:
+    def __init__(self, world_size: int):
+        self.folder = tempfile.mkdtemp(prefix="ranks-")
+        self.pipes: list[connection.Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_serve, args=(rank, world_size, self.folder, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], limit: float) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((function.__module__, function.__qualname__, args))
+        deadline = time.monotonic() + limit
+        answers: dict[int, tuple[bool, Any]] = {}
+        while len(answers) < len(self.pipes):
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers}
+            ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                answers |= {rank: (False, f"no answer within {limit:.0f} s") for rank in waiting.values()}
+            for pipe in ready:
+                rank = waiting[pipe]
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = (False, f"process ended with exit code {self.processes[rank].exitcode}")
+                if not answers[rank][0]:  # its peers may wait for it for ever; give them a moment to fail by themselves
+                    deadline = min(deadline, time.monotonic() + 5)
+        failed = {rank: text for rank, (ok, text) in sorted(answers.items()) if not ok}
+        if failed:
+            raise RankFailed("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in failed.items()))
+        return [answers[rank][1] for rank in range(len(self.pipes))]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(10)
+        for pipe in self.pipes:
+            pipe.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _serve(rank: int, world_size: int, folder: str, pipe: connection.Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    while True:
+        try:
+            module, name, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        random.seed(0)
+        torch.manual_seed(0)
+        try:
+            function: Any = importlib.import_module(module)
+            for part in name.split("."):
+                function = getattr(function, part)
+            answer = (True, function(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+
+
+@atexit.register
+def close_pools() -> None:
+    for pool in _pools.values():
+        pool.kill()
+    _pools.clear()

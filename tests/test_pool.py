@@ -1,0 +1,29 @@
+"""The harness itself: results in order, failures named by rank, a fresh set of ranks after a failure."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import RankFailed, run_ranks
+
+
+def sum_of_ranks(offset):
+    value = torch.tensor(float(dist.get_rank() + offset))
+    dist.all_reduce(value)
+    return dist.get_rank(), value.item()
+
+
+def fail_on_rank_one():
+    if dist.get_rank() == 1:
+        raise ValueError("planted")
+    dist.barrier()
+
+
+def test_every_rank_answers_in_order():
+    assert run_ranks(2, sum_of_ranks, 10) == [(0, 21.0), (1, 21.0)]
+
+
+def test_a_failing_rank_is_named_and_the_next_test_gets_fresh_ranks():
+    with pytest.raises(RankFailed, match=r"rank 1 ---[\s\S]*planted"):
+        run_ranks(2, fail_on_rank_one)
+    assert run_ranks(2, sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)]

@@ -1,0 +1,271 @@
+"""Every kind of tokenizer: equal to its library, reversible, safe on any text, and clear about a bad file."""
+
+import argparse
+import base64
+import hashlib
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tiktoken
+import tokenizers
+
+from torchtitan.datasets.tokenizer import TokenizerError, build_tokenizer
+from torchtitan.datasets.tokenizer import base as tokenizer_base
+from torchtitan.datasets.tokenizer import tiktoken_bpe
+
+ASSETS = Path(__file__).parent / "assets/tokenizer"
+KINDS = ["bytes", str(ASSETS / "tiktoken.model"), str(ASSETS / "sentencepiece.model"), str(ASSETS / "tokenizer.json")]
+TEXTS = {
+    "empty": "",
+    "code": "def f(x: int) -> str:\n    return f'{x:>8}'  # eight\n\n\nclass A:\n\tpass\n",
+    "unicode": "Grüße, 你好, мир, 👩‍👩‍👧 e\u0301 \u200b\ufeff ﷽",
+    "blanks": "  \n\n\t  \r\n a   b    c\n" + " " * 300 + "\n" * 300 + "x ",
+    "control": "\x00\x01\x7f\x85",
+    "special": "<s></s><|begin_of_text|><|end_of_text|><unk><0x0A><|reserved_special_token_0|>",
+}
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda path: Path(path).name)
+def tokenizer(request):
+    return build_tokenizer(request.param)
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_round_trip(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= i < tokenizer.vocab_size for i in ids)
+    # Text never becomes a special token, and special tokens never become text.
+    assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
+    framed = tokenizer.encode(text, bos=True, eos=True)
+    assert framed == [tokenizer.bos_id, *ids, tokenizer.eos_id]
+    assert tokenizer.decode(framed) == text
+
+
+def test_contract(tokenizer):
+    assert tokenizer.bos_id != tokenizer.eos_id
+    assert max(tokenizer.bos_id, tokenizer.eos_id) < tokenizer.vocab_size <= 2048
+    assert len(tokenizer.fingerprint) == 64 and int(tokenizer.fingerprint, 16) >= 0
+    assert all(type(i) is int for i in tokenizer.encode("plain integers"))
+    # Loader workers may be started by spawn, which pickles the tokenizer.
+    assert pickle.loads(pickle.dumps(tokenizer)).encode("import os") == tokenizer.encode("import os")
+
+
+def test_text_that_is_not_unicode(tokenizer):
+    assert tokenizer.decode(tokenizer.encode("a\ud800b\udc00")) == "a\ufffdb\ufffd"
+
+
+def test_ids_outside_the_vocabulary_show(tokenizer):
+    ids = tokenizer.encode("ok")
+    assert tokenizer.decode([*ids, tokenizer.vocab_size, -1]) == "ok\ufffd\ufffd"
+
+
+def test_equal_to_tiktoken():
+    path = ASSETS / "tiktoken.model"
+    ranks = {base64.b64decode(t): int(r) for t, r in (line.split() for line in path.read_bytes().splitlines())}
+    reference = tiktoken.Encoding("llama3", pat_str=tiktoken_bpe.PATTERN, mergeable_ranks=ranks, special_tokens={})
+    ours = build_tokenizer(str(path))
+    for text in TEXTS.values():
+        assert ours.encode(text) == reference.encode_ordinary(text)
+
+
+def test_equal_to_sentencepiece():
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(ASSETS / "sentencepiece.model"))
+    ours = build_tokenizer(str(ASSETS / "sentencepiece.model"))
+    assert (ours.vocab_size, ours.bos_id, ours.eos_id) == (2048, 1, 2)  # Llama 2's ids
+    for text in TEXTS.values():
+        assert ours.encode(text) == reference.encode(text)
+
+
+def test_equal_to_hugging_face():
+    reference = tokenizers.Tokenizer.from_file(str(ASSETS / "tokenizer.json"))
+    ours = build_tokenizer(str(ASSETS / "tokenizer.json"))
+    for name, text in TEXTS.items():
+        if name != "special":
+            assert ours.encode(text) == reference.encode(text, add_special_tokens=False).ids
+
+
+def test_llama3_numbering():
+    """Llama 3 numbers its specials after the ranks: 128000 begins, 128001 ends, 128009 ends a turn, 128256 in all."""
+    specials = tiktoken_bpe.SPECIAL_TOKENS
+    assert len(set(specials)) == 256
+    assert [specials.index(f"<|{name}|>") for name in ("begin_of_text", "end_of_text", "eot_id")] == [0, 1, 9]
+    assert specials[2] == "<|reserved_special_token_0|>" and specials[-1] == "<|reserved_special_token_250|>"
+    ours = build_tokenizer(str(ASSETS / "tiktoken.model"))
+    assert (ours.vocab_size, ours.bos_id, ours.eos_id) == (2048, 1792, 1793)
+
+
+def test_small_vocabularies_compress():
+    text = Path(argparse.__file__).read_text()
+    for path in KINDS[1:]:
+        assert len(text) / len(build_tokenizer(path).encode(text)) > 2.7
+        assert Path(path).stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("unit", [" ", "\n", "a", ".", " \n", "\t "], ids=repr)
+def test_long_runs_are_safe(tokenizer, unit):
+    """tiktoken by itself panics on a million blanks."""
+    text = unit * (1_000_000 // len(unit))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_pieces_do_not_change_the_ids():
+    """Cut after newlines, a long text has the ids of the uncut one; the library is asked once a piece, not more."""
+    ours = build_tokenizer(str(ASSETS / "tiktoken.model"))
+    text = "".join(f"    line {i}\n\n# über {i}\n" for i in range(60_000))
+    pieces = list(tiktoken_bpe._pieces(text))
+    assert "".join(pieces) == text
+    assert len(pieces) == -(-len(text) // tiktoken_bpe.MAX_PIECE)
+    assert ours.encode(text) == ours._encoding.encode_ordinary(text)
+
+
+def test_pieces_bound_runs():
+    text = "word " * 10_000 + " " * 40_000 + "x" * 40_000 + " end"
+    pieces = list(tiktoken_bpe._pieces(text))
+    assert "".join(pieces) == text
+    assert max(len(run) for piece in pieces for run in piece.split()) <= 2 * tiktoken_bpe.RUN
+    assert max(len(piece) - len(piece.strip()) for piece in pieces) <= 2 * tiktoken_bpe.RUN
+
+
+def write(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def test_kind_is_read_from_the_content(tmp_path):
+    for path in KINDS[1:]:
+        same = build_tokenizer(shutil.copy(path, tmp_path / "tokenizer.model"))
+        original = build_tokenizer(path)
+        assert type(same) is type(original) and same.fingerprint == original.fingerprint
+
+
+def test_folder(tmp_path):
+    with pytest.raises(TokenizerError, match="no tokenizer"):
+        build_tokenizer(str(tmp_path))
+    shutil.copy(ASSETS / "tiktoken.model", tmp_path / "llama.tiktoken")
+    assert build_tokenizer(str(tmp_path)).bos_id == 1792
+    shutil.copy(ASSETS / "tiktoken.model", tmp_path / "other.tiktoken")
+    with pytest.raises(TokenizerError, match="several tokenizers.*llama.tiktoken, other.tiktoken.*give one"):
+        build_tokenizer(str(tmp_path))
+    shutil.copy(ASSETS / "tokenizer.json", tmp_path)
+    assert build_tokenizer(str(tmp_path)).bos_id == 0
+
+
+def test_fingerprints():
+    prints = {path: build_tokenizer(path).fingerprint for path in KINDS}
+    assert len(set(prints.values())) == 4
+    content = (ASSETS / "tiktoken.model").read_bytes()
+    assert prints[KINDS[1]] == hashlib.sha256(content).hexdigest()
+
+
+def test_bos_and_eos_of_tokenizer_config(tmp_path):
+    path = shutil.copy(ASSETS / "tokenizer.json", tmp_path)
+    plain = build_tokenizer(path)
+    config = tmp_path / "tokenizer_config.json"
+    write(config, json.dumps({"bos_token": {"content": "a"}, "eos_token": "b"}))
+    other = build_tokenizer(path)
+    assert [other.bos_id, other.eos_id] == plain.encode("a") + plain.encode("b")
+    assert other.fingerprint != plain.fingerprint
+    write(config, json.dumps({"bos_token": None}))  # as in Qwen's
+    assert build_tokenizer(path).bos_id == plain.bos_id
+    for bad, message in {
+        '{"bos_token": "<nowhere>"}': "names '<nowhere>' as bos_token.*same model",
+        '{"eos_token": 7}': "names 7 as eos_token",
+        "[1]": "a list instead of an object",
+        "{": "not JSON",
+        " ": "empty",
+    }.items():
+        write(config, bad)
+        with pytest.raises(TokenizerError, match=message):
+            build_tokenizer(path)
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
+    reference = tokenizers.Tokenizer.from_file(str(ASSETS / "tokenizer.json"))
+    reference.enable_truncation(4)
+    reference.enable_padding(length=8)
+    reference.save(str(tmp_path / "tokenizer.json"))
+    text = "one two three four five six"
+    expected = build_tokenizer(str(ASSETS / "tokenizer.json")).encode(text)
+    assert build_tokenizer(str(tmp_path)).encode(text) == expected
+
+
+def tiktoken_lines(ranks: int = 300) -> list[str]:
+    return (ASSETS / "tiktoken.model").read_text().splitlines()[:ranks]
+
+
+BAD_FILES = {
+    "empty": ("", "the file is empty"),
+    "blank": (" \n", "the file is empty"),
+    "garbage": (b"\x89PNG\r\n\x1a\n0000", "neither tiktoken ranks.*it begins b'.x89PNG"),
+    "prose": ("Once upon a time", "neither tiktoken ranks"),
+    "lfs": ("version https://git-lfs.github.com/spec/v1\noid sha256:0", "Git LFS pointer.*git lfs pull"),
+    "tiktoken bytes missing": ("\n".join(tiktoken_lines(255)) + "\n", "1 of the 256 single bytes.*0xff"),
+    "tiktoken cut in a line": ("\n".join(tiktoken_lines()) + "\nIGlu", "line 301 is b'IGlu'.*fetch"),
+    "tiktoken cut in a rank": ("\n".join(tiktoken_lines())[:-1], "line 300.*rank 29, expected 299"),
+    "tiktoken repeats": ("\n".join([*tiktoken_lines(), "AA== 300"]), "line 301 repeats"),
+    "tiktoken not base64": ("\n".join([*tiktoken_lines(), "A! 300"]), "line 301 is b'A! 300'"),
+    "sentencepiece cut": ((ASSETS / "sentencepiece.model").read_bytes()[:20_000], "truncated or damaged"),
+    "sentencepiece flipped": (b"\n\x80" + (ASSETS / "sentencepiece.model").read_bytes()[2:], "truncated or damaged"),
+    "sentencepiece hollow": (b"\n\x03\n\x01a\x12\x00\x1a\x00", "not a sentencepiece model"),
+    "json cut": ((ASSETS / "tokenizer.json").read_bytes()[:20_000], "not a complete tokenizer.json.*fetch"),
+    "json of another kind": ('{"a": 1}', "not a complete tokenizer.json"),
+    "json not utf-8": (b'{"a": "\xff"}', "not a complete tokenizer.json"),
+}
+
+
+@pytest.mark.parametrize("content, message", BAD_FILES.values(), ids=BAD_FILES)
+def test_bad_file(tmp_path, content, message):
+    path = write(tmp_path / "my.model", content)
+    with pytest.raises(TokenizerError, match=message) as caught:
+        build_tokenizer(path)
+    assert path in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_sentencepiece_cut_between_pieces(tmp_path):
+    """The library takes such a file for a smaller vocabulary."""
+    content = (ASSETS / "sentencepiece.model").read_bytes()
+    at = 0
+    for _ in range(1000):
+        at += 2 + content[at + 1]  # tag, length, piece
+    assert sentencepiece.SentencePieceProcessor(model_proto=content[:at]).vocab_size() == 1000
+    with pytest.raises(TokenizerError, match="truncated"):
+        build_tokenizer(write(tmp_path / "my.model", content[:at]))
+
+
+def test_sentencepiece_without_begin_and_end(tmp_path):
+    lines = ["one two three four five"] * 20
+    prefix = str(tmp_path / "m")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=prefix, vocab_size=14, bos_id=-1, eos_id=-1, minloglevel=2
+    )
+    with pytest.raises(TokenizerError, match="no id for document begin or end.*bos -1, eos -1"):
+        build_tokenizer(prefix + ".model")
+
+
+def test_json_without_begin_and_end(tmp_path):
+    bare = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
+    bare.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(TokenizerError, match="no bos_token.*tokenizer_config.json"):
+        build_tokenizer(str(tmp_path))
+
+
+def test_missing_and_too_large(tmp_path, monkeypatch):
+    with pytest.raises(TokenizerError, match="nowhere.model: No such file.*or the word bytes"):
+        build_tokenizer(str(tmp_path / "nowhere.model"))
+    monkeypatch.setattr(tokenizer_base, "MAX_BYTES", 1000)
+    with pytest.raises(TokenizerError, match="more than any tokenizer"):
+        build_tokenizer(KINDS[1])
+
+
+def test_import_is_light():
+    """`torchtitan check` must answer at once."""
+    code = "import sys, torchtitan.datasets.tokenizer; print(sorted(sys.modules))"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not [m for m in ("'torch'", "'tiktoken'", "'tokenizers'", "'sentencepiece'", "'numpy'") if m in modules]

@@ -1,0 +1,183 @@
+"""Config -> parts. The only reader of the whole config; the trainer, the command line and the tests build by it."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.config import JobConfig, Training, Validation
+from torchtitan.datasets.loader import Loader, build_loader
+from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.initialization import initialize
+from torchtitan.loss import SummedCrossEntropy, auto_chunks
+from torchtitan.lr_scheduling import LRSchedule, LRSchedulers, build_lr_schedulers
+from torchtitan.models import SIZES
+from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import ModelSpec
+from torchtitan.optimizers import Optimizers, build_optimizers
+from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize, uses_fully_shard
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dims(config: JobConfig, world_size: int) -> ParallelDims:
+    degrees = config.parallelism
+    return ParallelDims(
+        world_size=world_size,
+        dp_replicate=degrees.data_parallel_replicate_degree,
+        dp_shard=degrees.data_parallel_shard_degree,
+        cp=degrees.context_parallel_degree,
+        tp=degrees.tensor_parallel_degree,
+        pp=degrees.pipeline_parallel_degree,
+    )
+
+
+def tokenizer(config: JobConfig) -> Tokenizer:
+    return build_tokenizer(config.model.tokenizer_path)
+
+
+def model_args(config: JobConfig) -> Any:
+    """The family's frozen dataclass of sizes, with the job's overrides."""
+    return dataclasses.replace(SIZES[config.model.name][config.model.flavor], **config.model.overrides)
+
+
+def model_spec(config: JobConfig) -> ModelSpec:
+    return MODELS[config.model.name]
+
+
+def parallel_options(config: JobConfig) -> ParallelOptions:
+    recompute, compile_ = config.activation_checkpoint, config.compile
+    # under a dtype of bfloat16 there is nothing to mix
+    compute = "bfloat16" if config.training.dtype == "bfloat16" else config.training.mixed_precision_param
+    return ParallelOptions(
+        param_dtype=DTYPES[compute],
+        reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
+        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward != "never",
+        prefetch=config.parallelism.fsdp_prefetch,
+        cpu_offload=config.training.enable_cpu_offload,
+        recompute=recompute.mode,
+        selective_option=recompute.selective_ac_option,
+        memory_budget=recompute.memory_budget,
+        preserve_rng_state=recompute.preserve_rng_state,
+        early_stop=recompute.early_stop,
+        compile_model=compile_.enable and "model" in compile_.components,
+        compile_loss=compile_.enable and "loss" in compile_.components,
+        compile_scope=compile_.scope,
+        compile_backend=compile_.backend,
+    )
+
+
+def meta_model(config: JobConfig) -> nn.Module:
+    """The plain model of the job, without values, its loss attached."""
+    args, training = model_args(config), config.training
+    chunks = training.loss_chunks or auto_chunks(training.local_batch_size * training.seq_len, args.vocab_size)
+    with torch.device("meta"):
+        built = model_spec(config).build(args)
+    built.loss = SummedCrossEntropy(chunks)
+    built.set_attention_backend(config.model.attention_backend)
+    return built
+
+
+def model(config: JobConfig, mesh: DeviceMesh, plan: ParallelDims, device: torch.device) -> nn.Module:
+    """The job's model, parallel and with its initial weights, a function of seed and parameter name."""
+    built = meta_model(config).to(DTYPES[config.training.dtype])
+    options = parallel_options(config)
+    parallelize(built, mesh, plan, model_spec(config).plan, options)
+    built.to_empty(device="cpu" if options.cpu_offload else device)
+    initialize(built, config.debug.seed, built.init_rule)
+    return built.train()
+
+
+def autocast(config: JobConfig, plan: ParallelDims, device: torch.device) -> torch.autocast:
+    """Mixed precision where fully_shard, which does it otherwise, does not wrap the model."""
+    options = parallel_options(config)
+    mixed = config.training.dtype == "float32" and options.param_dtype == torch.bfloat16
+    return torch.autocast(device.type, torch.bfloat16, enabled=mixed and not uses_fully_shard(plan, options))
+
+
+def optimizers(config: JobConfig, built: nn.Module) -> Optimizers:
+    options = config.optimizer
+    return build_optimizers(
+        [built],
+        name=options.name,
+        lr=options.lr,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        decay_norms_and_biases=options.decay_norms_and_biases,
+        implementation=options.implementation,
+        in_backward=options.early_step_in_backward,
+    )
+
+
+def lr_schedule(config: JobConfig) -> LRSchedule:
+    shape = config.lr_scheduler
+    return LRSchedule(
+        total_steps=shape.total_steps or config.training.steps,
+        warmup_steps=shape.warmup_steps,
+        decay_ratio=shape.decay_ratio,
+        decay_type=shape.decay_type,
+        num_cycles=shape.num_cycles,
+        min_lr_factor=shape.min_lr_factor,
+    )
+
+
+def lr_schedulers(config: JobConfig, built: Optimizers) -> LRSchedulers:
+    return build_lr_schedulers(built.optimizers, lr_schedule(config))
+
+
+def global_batch_size(config: JobConfig, plan: ParallelDims) -> int:
+    """Samples of one optimizer step over all ranks."""
+    asked = config.training.global_batch_size
+    return asked if asked > 0 else config.training.local_batch_size * plan.dp
+
+
+def training_loader(
+    config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims, state: dict[str, Any] | None = None
+) -> Loader:
+    batch = global_batch_size(config, plan)
+    return _loader(config, config.training, vocabulary, dp_rank, plan, batch, config.training.seq_len, state)
+
+
+def validation_loader(config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims) -> Loader:
+    """Always the same batches: its own data set, from the start."""
+    part = config.validation
+    batch = part.local_batch_size * plan.dp
+    return _loader(config, part, vocabulary, dp_rank, plan, batch, part.seq_len or config.training.seq_len, None)
+
+
+def _loader(
+    config: JobConfig,
+    part: Training | Validation,
+    vocabulary: Tokenizer,
+    dp_rank: int,
+    plan: ParallelDims,
+    batch: int,
+    seq_len: int,
+    state: dict[str, Any] | None,
+) -> Loader:
+    workers = config.training.dataloader
+    return build_loader(
+        dataset=part.dataset,
+        dataset_path=part.dataset_path,
+        text_field=config.training.text_field,
+        tokenizer=vocabulary,
+        seq_len=seq_len,
+        local_batch_size=part.local_batch_size,
+        global_batch_size=batch,
+        dp_rank=dp_rank,
+        dp_size=plan.dp,
+        seed=config.debug.seed,
+        shuffle=config.training.shuffle,
+        document_mask=config.training.document_mask,
+        on_bad_data=config.training.on_bad_data,
+        num_workers=workers.num_workers,
+        persistent_workers=workers.persistent_workers,
+        pin_memory=workers.pin_memory,
+        prefetch_factor=workers.prefetch_factor,
+        state=state,
+    )

@@ -1,0 +1,228 @@
+"""What a checkpoint is on disk and how one is found and judged. Needs no torch, and executes nothing that it reads.
+
+    checkpoint/step-00000500/    published by one rename, never written again
+        __0_0.distcp ...         tensors, by torch.distributed.checkpoint, a file a rank
+        .metadata                where each tensor lies in them
+        state.json               everything that is not a tensor
+        manifest.json            written last: what the others must be; without it the folder is no checkpoint
+    checkpoint/.tmp-NAME-NONCE/    being written, or left over from a crash
+    checkpoint/.aside-NAME-NONCE/  was in the way of a save: kept for its owner to look at, never read
+"""
+
+import hashlib
+import json
+import re
+import stat
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+FORMAT = 1
+MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
+MODEL, OPTIMIZER = "model.", "optimizer."
+"""Prefixes of the tensors' names."""
+
+_STEP = re.compile(r"step-([0-9]{8,})")
+_FILE = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+_STRICT = ConfigDict(extra="forbid", strict=True)
+_HASH_BLOCK = 1 << 20
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written or read. The message names folder, file or tensor, and the remedy."""
+
+
+class NothingLoadable(CheckpointError):
+    """There are checkpoints and none can be used: the run must not start afresh in silence (exit code 3)."""
+
+
+@dataclass(config=_STRICT, frozen=True)
+class FileEntry:
+    size: int
+    sha256: str
+
+
+@dataclass(config=_STRICT, frozen=True)
+class TensorEntry:
+    dtype: str
+    shape: list[int]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}"
+
+
+@dataclass(config=_STRICT, frozen=True)
+class Manifest:
+    format: int
+    kind: Literal["full", "model"]
+    """full: resumable; model: an export of the weights alone."""
+    step: int
+    world_size: int
+    versions: dict[str, str]
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+
+
+@dataclass(frozen=True)
+class Refused:
+    folder: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.folder.name}: {self.reason}"
+
+
+_MANIFEST = TypeAdapter(Manifest)
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a folder name as `step_name` writes it; None for anything else."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
+def step_folders(root: Path) -> list[tuple[int, Path]]:
+    """Everything under `root` named like a step, newest first, complete or not."""
+    if not root.is_dir():
+        return []
+    found = [(step, path) for path in root.iterdir() if (step := step_of(path.name)) is not None]
+    return sorted(found, reverse=True)
+
+
+def complete_steps(root: Path) -> tuple[list[Path], list[Refused]]:
+    """Step folders that are complete by their manifest and the sizes of their files, newest first; and the others."""
+    complete, refused = [], []
+    for step, folder in step_folders(root):
+        try:
+            if check_complete(folder).step != step:
+                raise CheckpointError("its manifest belongs to another step")
+            complete.append(folder)
+        except CheckpointError as error:
+            refused.append(Refused(folder, str(error)))
+    return complete, refused
+
+
+def newest_complete(root: Path) -> tuple[Path | None, list[Refused]]:
+    """The folder that a resume takes, and the folders that are no complete checkpoints, with reasons."""
+    complete, refused = complete_steps(root)
+    return (complete[0] if complete else None), refused
+
+
+def check_complete(folder: Path) -> Manifest:
+    """The manifest of a folder whose files are all there at their listed size. Raises `CheckpointError`."""
+    if folder.is_symlink() or not folder.is_dir():
+        raise CheckpointError("it is not a folder of its own (a file or a symbolic link)")
+    manifest = read_manifest(folder)
+    for name, entry in manifest.files.items():
+        try:
+            status = (folder / name).lstat()
+        except OSError as error:
+            raise CheckpointError(f"{name} cannot be read ({error.strerror})") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{name} is not a regular file")
+        if status.st_size != entry.size:
+            raise CheckpointError(f"{name} has {status.st_size} bytes instead of {entry.size}")
+    return manifest
+
+
+def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """Those of the files whose content is not what was written."""
+    return [name for name in names if sha256_of(folder / name) != manifest.files[name].sha256]
+
+
+def resolve(path: Path) -> Path:
+    """A checkpoint or export itself, or the newest complete step of a folder that holds some.
+
+    Raises `NothingLoadable` where there is neither, saying what was found.
+    """
+    if (path / MANIFEST).exists():
+        return path
+    newest, refused = newest_complete(path)
+    if newest is None:
+        found = "; ".join(map(str, refused)) or ("no step-* folders in it" if path.is_dir() else "no such folder")
+        raise NothingLoadable(
+            f"{path}: no complete checkpoint ({found}); give a step-* folder, a folder that holds some, or an export"
+        )
+    return newest
+
+
+def manifest_text(manifest: Manifest) -> str:
+    body = asdict(manifest)
+    return dump_json({**body, "sha256": _seal(body)})
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Parse and judge `manifest.json`. Raises `CheckpointError`."""
+    path = folder / MANIFEST
+    if not path.exists():
+        raise CheckpointError(f"it has no {MANIFEST}, so it was never finished")
+    body = read_json(path)
+    if body.get("format") != FORMAT:
+        raise CheckpointError(f"{MANIFEST}: format {body.get('format')!r} is unknown (known: {FORMAT})")
+    if body.pop("sha256", None) != _seal(body):
+        raise CheckpointError(f"{MANIFEST} is damaged: its own checksum does not match")
+    try:
+        manifest = _MANIFEST.validate_json(json.dumps(body))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    for name in manifest.files:
+        if not _FILE.fullmatch(name) or name in (".", "..", MANIFEST):
+            raise CheckpointError(f"{MANIFEST}: {name!r} is not a plain file name")
+    if not {STATE, METADATA} <= manifest.files.keys():
+        raise CheckpointError(f"{MANIFEST} does not list {STATE} and {METADATA}")
+    return manifest
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What `state.json` holds: step, trainer (the trainer's state), ranks (a list), optimizer (values), versions."""
+    state = read_json(folder / STATE)
+    if not (isinstance(state.get("trainer"), dict) and isinstance(state.get("ranks"), list)):
+        raise CheckpointError(f"{folder / STATE}: no `trainer` table and `ranks` list in it")
+    return state
+
+
+def dump_json(value: Any) -> str:
+    """JSON text; numbers that JSON does not know (NaN, infinities) raise `ValueError`."""
+    return json.dumps(value, indent=1, allow_nan=False) + "\n"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, refusing duplicate keys and non-numbers. Raises `CheckpointError`."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            raise ValueError("a key occurs twice")
+        return table
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        value = json.loads(path.read_bytes(), object_pairs_hook=unique, parse_constant=refuse)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path.name} is not a JSON object")
+    return value
+
+
+def sha256_of(path: Path) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(_HASH_BLOCK)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+    return digest.hexdigest()
+
+
+def _seal(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

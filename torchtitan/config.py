@@ -1,0 +1,354 @@
+"""The job: one dataclass per TOML section. Pure data, so this file imports neither torch nor the rest of the project.
+
+The text under a field is its help (`torchtitan check --help-config` prints it). Types and ranges that one field can
+check by itself are checked here; what takes several fields, files or the model's sizes is checked in `check.py`.
+"""
+
+from dataclasses import field, fields, is_dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+DegreeOrRest = Annotated[int, Field(ge=-1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Precision = Literal["float32", "bfloat16"]
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Job:
+    config_file: list[str] = field(default_factory=list)
+    """TOML files, merged in order (later ones win). Repeat the option for several."""
+    dump_folder: str = "./outputs"
+    """Everything that the run writes goes here. Started again with the same folder, a job with checkpoints resumes."""
+    description: str = "default job"
+    """Free text, shown at the start and kept in the run's config.toml."""
+    print_config: bool = False
+    """Print the resolved job as TOML before anything else."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Profiling:
+    enable_profiling: bool = False
+    """Record torch profiler traces (Chrome format)."""
+    save_traces_folder: str = "profile_traces"
+    """Folder of the traces, inside job.dump_folder."""
+    profile_freq: Positive = 10
+    """A trace window every this many steps."""
+    profiler_active: Positive = 1
+    """Steps recorded in a window."""
+    profiler_warmup: NonNegative = 3
+    """Steps of a window that warm the profiler up and are thrown away."""
+    enable_memory_snapshot: bool = False
+    """Write the CUDA allocator's history at the same steps (GPU only)."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the snapshots, inside job.dump_folder."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Metrics:
+    log_freq: Positive = 10
+    """Log every this many steps (the first and the last step are always logged)."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard events, with the tags torchtitan's users know."""
+    save_tb_folder: str = "tb"
+    """Folder of the events, inside job.dump_folder."""
+    enable_wandb: bool = False
+    """Log to Weights & Biases (needs `pip install 'torchtitan-toml[wandb]'`)."""
+    disable_color_printing: bool = False
+    """Plain console lines. Colour is off anyway when the output is not a terminal."""
+    save_for_all_ranks: bool = False
+    """TensorBoard events of every rank, not of rank 0 alone."""
+    log_lr: bool = True
+    """Show the learning rate in each console line."""
+    log_lr_schedule: bool = True
+    """State the learning-rate schedule in one line at the start."""
+    plot: bool = True
+    """Draw loss and learning rate into training.png at the end of the run."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Model:
+    name: str = "llama3"
+    """Model family: a key of torchtitan.models.SIZES."""
+    flavor: str = "debugmodel"
+    """Size within the family."""
+    tokenizer_path: str = "./tests/assets/tokenizer/tiktoken.model"
+    """Tokenizer: a tiktoken .model (Llama 3), a sentencepiece .model (Llama 2), a Hugging Face tokenizer.json (the
+    file or its folder), or the word `bytes`."""
+    overrides: dict[str, int | float | bool] = field(default_factory=dict)
+    """Sizes to change in the flavor, by the field names of the family's arguments, e.g. {n_layers = 4}."""
+    attention_backend: Literal["auto", "sdpa", "flex"] = "auto"
+    """Attention kernel. auto: flex attention for document masks on a GPU, scaled_dot_product_attention else."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Optimizer:
+    name: str = "AdamW"
+    """A key of torchtitan.optimizers.OPTIMIZERS."""
+    lr: Annotated[float, Field(gt=0)] = 8e-4
+    """Peak learning rate."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled in AdamW, added to the gradient in Adam (as in torch)."""
+    decay_norms_and_biases: bool = True
+    """Whether weight decay also acts on one-dimensional parameters (norm weights, biases)."""
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """Which of torch's implementations runs the update."""
+    early_step_in_backward: bool = False
+    """Step each parameter as soon as its gradient is ready, then free the gradient. Saves memory; excludes clipping
+    (set training.max_norm = 0) and gradient accumulation."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class LRScheduler:
+    warmup_steps: NonNegative | None = None
+    """Steps of linear warmup. Unset: 10 % of the total, at least 2."""
+    total_steps: Positive | None = None
+    """Length of the schedule. Unset: training.steps. The rate stays at its floor after it."""
+    decay_ratio: Fraction | None = None
+    """Share of the total spent decaying, at its end; what lies between warmup and decay stays at the peak
+    (warmup-stable-decay). Unset: decay starts right after warmup."""
+    decay_type: Literal["linear", "sqrt", "cosine", "constant", "cosine_restarts"] = "linear"
+    """Shape of the decay."""
+    num_cycles: Positive = 1
+    """Cycles of cosine_restarts."""
+    min_lr_factor: Fraction = 0.1
+    """The floor, as a fraction of optimizer.lr, reached exactly at the last step."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class DataLoader:
+    num_workers: NonNegative = 0
+    """Processes that read, tokenize and pack beside the trainer; 0 does it in the trainer's process."""
+    persistent_workers: bool = False
+    """Keep the workers between passes."""
+    pin_memory: bool = False
+    """Page-locked batches, for faster copies to a GPU."""
+    prefetch_factor: Positive | None = None
+    """Batches that each worker holds ready (needs num_workers > 0)."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Training:
+    dataset: str = "python_stdlib"
+    """A key of torchtitan.datasets.DATASETS."""
+    dataset_path: str | None = None
+    """File, folder or glob for dataset = "text" and "tokens"; a local copy or another name for a Hugging Face set."""
+    text_field: str = "text"
+    """The field that holds the text in .jsonl, .parquet and Hugging Face datasets."""
+    document_mask: bool = False
+    """Keep attention inside documents that are packed into one sample."""
+    shuffle: bool = True
+    """Shuffle documents, by debug.seed and the epoch."""
+    on_bad_data: Literal["stop", "skip"] = "stop"
+    """What to do with a record that cannot be read: stop with its place named, or skip and count it."""
+    local_batch_size: Positive = 8
+    """Samples per data-parallel rank and forward pass."""
+    global_batch_size: Annotated[int, Field(ge=-1)] = -1
+    """Samples per optimizer step over all ranks; gradients are accumulated to reach it. -1: local_batch_size times
+    the data-parallel degree."""
+    seq_len: Positive = 2048
+    """Tokens per sample."""
+    max_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Clip the gradient's global 2-norm to this; 0 turns clipping off (the norm is still logged)."""
+    steps: Positive = 10000
+    """Optimizer steps."""
+    loss_chunks: NonNegative = 0
+    """Pieces in which the output head and the cross-entropy run, to keep the logits small. 0: as many as keep a
+    piece's float32 logits under 512 MiB."""
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory (FSDP)."""
+    dtype: Precision = "float32"
+    """Type of the parameters and of the optimizer's state."""
+    mixed_precision_param: Precision = "bfloat16"
+    """Type in which forward and backward compute."""
+    mixed_precision_reduce: Precision = "float32"
+    """Type in which gradients are reduced."""
+    gc_freq: Positive = 50
+    """Collect Python's garbage every this many steps, on all ranks together."""
+    gc_debug: bool = False
+    """Collect after every step and log what was found, to look for reference cycles."""
+    dataloader: DataLoader = field(default_factory=DataLoader)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Parallelism:
+    data_parallel_replicate_degree: Positive = 1
+    """Copies of the (sharded) model. Alone it is DDP; with a shard degree it is HSDP."""
+    data_parallel_shard_degree: DegreeOrRest = -1
+    """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2). -1: all that are left."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free the gathered parameters of a block after its forward. default: always, unless pipeline parallel."""
+    fsdp_prefetch: NonNegative = 0
+    """Blocks whose parameters are gathered ahead in forward and backward. 0 leaves it to FSDP2 (implicit prefetch)."""
+    tensor_parallel_degree: Positive = 1
+    """Ranks over which each weight matrix is split."""
+    disable_loss_parallel: bool = False
+    """Gather the logits instead of keeping the vocabulary split over tensor-parallel ranks in the loss."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap tensor-parallel collectives with matrix products."""
+    pipeline_parallel_degree: Positive = 1
+    """Ranks over which the layers are cut."""
+    module_fqns_per_model_part: list[list[str]] | None = None
+    """Module names of each pipeline stage. Unset: cut by cost."""
+    pipeline_parallel_first_stage_less_layers: NonNegative = 1
+    """Layers fewer on the first stage, which has the embedding."""
+    pipeline_parallel_last_stage_less_layers: NonNegative = 1
+    """Layers fewer on the last stage, which has the output head."""
+    pipeline_parallel_layers_per_stage: Positive | None = None
+    """Layers of a stage; decides the number of stages per rank."""
+    pipeline_parallel_schedule: str = "1F1B"
+    """Schedule of the pipeline, by torch's name."""
+    pipeline_parallel_schedule_csv: str | None = None
+    """A schedule of your own, from a CSV file."""
+    pipeline_parallel_microbatch_size: Positive = 1
+    """Samples in a pipeline microbatch."""
+    pipeline_parallel_expert_parallel_overlap: bool = True
+    """Overlap expert-parallel communication of one microbatch with the computation of another (DualPipeV)."""
+    context_parallel_degree: Positive = 1
+    """Ranks over which the sequence is split."""
+    context_parallel_load_balancer: Literal["headtail"] | None = "headtail"
+    """How causal attention's work is levelled over context-parallel ranks."""
+    context_parallel_rotate_method: Literal["allgather", "alltoall", "ring", "ulysses"] = "allgather"
+    """How keys and values reach the other ranks."""
+    expert_parallel_degree: Positive = 1
+    """Ranks over which the experts are split."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Checkpoint:
+    enable: bool = False
+    """Save checkpoints, and resume from the newest complete one in the folder."""
+    folder: str = "checkpoint"
+    """Folder of the checkpoints, inside job.dump_folder."""
+    interval: Positive = 500
+    """Distance between saves, in interval_type."""
+    interval_type: Literal["steps", "seconds"] = "steps"
+    """Unit of interval. The last step is always saved."""
+    initial_load_path: str | None = None
+    """A checkpoint to start from when the folder holds none of its own."""
+    initial_load_model_only: bool = True
+    """Take only the weights from initial_load_path; false also takes optimizer, schedule and data position."""
+    initial_load_in_hf: bool = False
+    """initial_load_path is a folder of Hugging Face safetensors."""
+    last_save_model_only: bool = False
+    """Also write the weights alone after the last step (beside the full checkpoint, never instead of it)."""
+    last_save_in_hf: bool = False
+    """Write those weights as Hugging Face safetensors."""
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    """Type of the weights written by last_save_model_only."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Write in the background; the loop waits only for the copy out of the live tensors."""
+    keep_latest_k: NonNegative = 10
+    """Keep this many checkpoints, at least 2; 0 keeps all."""
+    load_step: Annotated[int, Field(ge=-1)] = -1
+    """Resume from this step instead of the newest one (-1)."""
+    exclude_from_loading: list[Literal["optimizer", "lr_scheduler", "dataloader", "rng"]] = field(default_factory=list)
+    """Parts that keep their fresh state when a full checkpoint is loaded."""
+    enable_first_step_checkpoint: bool = False
+    """Also save after the first step, to see that saving works."""
+    load_only: bool = False
+    """Load, but never save."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class ActivationCheckpoint:
+    mode: Literal["none", "full", "selective", "memory_budget"] = "selective"
+    """What is recomputed in backward instead of kept: nothing, every block, some (selective_ac_option), or what
+    fits memory_budget (needs compile)."""
+    selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9]\d*)$")] = "2"
+    """"op": keep matrix products and attention, recompute the rest; a number n: recompute every n-th block."""
+    memory_budget: Fraction = 0.5
+    """0 recomputes everything, 1 nothing; between, the compiler keeps what is dearest to recompute."""
+    preserve_rng_state: bool = True
+    """Restore the random state for recompute, so that dropout repeats itself."""
+    early_stop: bool = False
+    """Stop recomputing once everything that backward needs is there."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Compile:
+    enable: bool = False
+    """torch.compile."""
+    scope: Literal["block", "model"] = "block"
+    """Each transformer block by itself (composes with FSDP, compiles once for all blocks), or the whole model with
+    its loss (fastest; one rank only)."""
+    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
+    """What is compiled."""
+    backend: str = "inductor"
+    """A backend of torch.compile."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Comm:
+    init_timeout_seconds: Positive = 300
+    """Longest wait in a collective until the first step is done."""
+    train_timeout_seconds: Positive = 100
+    """Longest wait in a collective after it."""
+    trace_buf_size: NonNegative = 20000
+    """Entries of torch's flight recorder; 0 turns it off."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Validation:
+    enable: bool = False
+    """Measure the loss on held-out data."""
+    dataset: str = "python_stdlib_validation"
+    """A key of torchtitan.datasets.DATASETS."""
+    dataset_path: str | None = None
+    """As training.dataset_path."""
+    local_batch_size: Positive = 8
+    """Samples per data-parallel rank and forward pass."""
+    seq_len: Positive | None = None
+    """Tokens per sample. Unset: training.seq_len."""
+    freq: Positive = 10
+    """Every this many steps, and after the last."""
+    steps: Positive = 10
+    """Batches per validation; always the same ones."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Debug:
+    seed: NonNegative = 0
+    """Of initial weights, data order and random numbers."""
+    deterministic: bool = False
+    """Only deterministic kernels; a run then repeats bit for bit on the same machine."""
+    deterministic_warn_only: bool = False
+    """Warn instead of failing where a kernel has no deterministic form."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class JobConfig:
+    job: Job = field(default_factory=Job)
+    profiling: Profiling = field(default_factory=Profiling)
+    metrics: Metrics = field(default_factory=Metrics)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    comm: Comm = field(default_factory=Comm)
+    validation: Validation = field(default_factory=Validation)
+    debug: Debug = field(default_factory=Debug)
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """Nested plain dictionaries, in the order of the fields; unset (None) fields are left out, as TOML has no null."""
+    return {
+        f.name: as_dict(value) if is_dataclass(value) else value
+        for f in fields(config)
+        if (value := getattr(config, f.name)) is not None
+    }

@@ -1,0 +1,80 @@
+"""What every tokenizer offers, and how a tokenizer file is read: one error type that names file, cause and remedy."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+
+# The largest vocabularies in use take 40 MB as JSON. What is larger is another kind of file (weights, data).
+MAX_BYTES = 128 * 2**20
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be used; the message names the file, the cause and the remedy."""
+
+    def __init__(self, path: str | Path, cause: str, remedy: str) -> None:
+        super().__init__(f"tokenizer {path}: {cause}; {remedy}")
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    Any Python string can be encoded: text that looks like a special token is encoded as the text it is, and lone
+    surrogates (which JSON can smuggle in) become U+FFFD. Ids are below vocab_size.
+    """
+
+    vocab_size: int
+    """The largest id plus one: the least number of embedding rows a model needs."""
+    bos_id: int
+    eos_id: int
+    fingerprint: str
+    """sha256 in hexadecimal over what decides the ids; data tokenized with another fingerprint is not compatible."""
+
+    def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
+        """Ids of the text, between the ids of document begin and end if asked for. No text, no ids."""
+        ids = self._encode(_without_lone_surrogates(text))
+        return [self.bos_id] * bos + ids + [self.eos_id] * eos
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids. Special tokens are left out; ids outside the vocabulary (a model may have spare rows) and
+        bytes that are not UTF-8 show as U+FFFD."""
+        runs = groupby((int(i) for i in ids), key=lambda i: 0 <= i < self.vocab_size)
+        return "".join(self._decode(list(run)) if known else "\ufffd" * len(list(run)) for known, run in runs)
+
+    @abstractmethod
+    def _encode(self, text: str) -> list[int]: ...
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str: ...
+
+
+def read_content(path: Path) -> bytes:
+    """The bytes of a tokenizer file; TokenizerError if there is no file, or an empty, unreadable or far too large one."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise TokenizerError(
+                path,
+                f"{size / 2**20:.0f} MiB, more than any tokenizer ({MAX_BYTES // 2**20} MiB allowed)",
+                "give the tokenizer file itself",
+            )
+        content = path.read_bytes()
+    except OSError as error:
+        remedy = "give an existing tokenizer file or folder, or the word bytes"
+        raise TokenizerError(path, error.strerror or str(error), remedy) from None
+    if not content.strip():
+        raise TokenizerError(path, "the file is empty", "fetch it again")
+    return content
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _without_lone_surrogates(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -1,0 +1,122 @@
+"""Llama 2, 3, 3.1 and 3.2: the arguments and the published sizes. No torch here, so `torchtitan check` stays quick."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the rotary frequencies, so that a model trained on `original_max_seq_len` reads further.
+
+    Wavelengths above original_max_seq_len / low_freq_factor become `factor` times longer, those below
+    original_max_seq_len / high_freq_factor stay, and those between are blended.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+
+@dataclass(frozen=True)
+class LlamaArgs:
+    dim: int = 4096
+    n_layers: int = 32
+    n_heads: int = 32
+    n_kv_heads: int | None = None  # None: as many as n_heads
+    vocab_size: int = 32000
+    multiple_of: int = 256  # the feed-forward width is rounded up to a multiple of this
+    ffn_dim_multiplier: float | None = None
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tied_embeddings: bool = False  # the output head is the embedding matrix
+    max_seq_len: int = 4096  # what the family was trained for; nothing in the model depends on it
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if self.dim % self.n_heads or self.head_dim % 2:
+            raise ValueError(
+                f"dim = {self.dim} with n_heads = {self.n_heads}: dim must be a multiple of n_heads, and dim / n_heads "
+                f"even (rotary embeddings turn pairs). Change either"
+            )
+        if self.num_kv_heads < 1 or self.n_heads % self.num_kv_heads:
+            raise ValueError(
+                f"n_kv_heads = {self.n_kv_heads} with n_heads = {self.n_heads}: every key/value head serves the same "
+                f"number of query heads, so n_kv_heads must divide n_heads"
+            )
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        """Two thirds of 4 dim (SwiGLU has three matrices where a plain MLP has two), scaled, rounded up."""
+        width = int(2 * 4 * self.dim / 3)
+        if self.ffn_dim_multiplier is not None:
+            width = int(self.ffn_dim_multiplier * width)
+        return -(-width // self.multiple_of) * self.multiple_of
+
+    @property
+    def num_matmul_parameters(self) -> int:
+        """Weights that a token is multiplied with: the layers' matrices and the output head (tied or not)."""
+        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.num_kv_heads)
+        return self.n_layers * (attention + 3 * self.dim * self.ffn_dim) + self.dim * self.vocab_size
+
+    @property
+    def num_parameters(self) -> int:
+        norms = (2 * self.n_layers + 1) * self.dim
+        embedding = 0 if self.tied_embeddings else self.vocab_size * self.dim
+        return self.num_matmul_parameters + norms + embedding
+
+
+LLAMA2 = {
+    "debugmodel": LlamaArgs(dim=256, n_layers=6, n_heads=16, vocab_size=2048),
+    "7B": LlamaArgs(dim=4096, n_layers=32, n_heads=32),
+    "13B": LlamaArgs(dim=5120, n_layers=40, n_heads=40),
+    "70B": LlamaArgs(
+        dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096
+    ),
+}
+
+
+def _llama3(**sizes: object) -> LlamaArgs:
+    return LlamaArgs(**{"vocab_size": 128256, "rope_theta": 500000.0, "max_seq_len": 8192} | sizes)
+
+
+def _llama31(**sizes: object) -> LlamaArgs:
+    return _llama3(**{"max_seq_len": 131072, "rope_scaling": RopeScaling()} | sizes)
+
+
+def _llama32(**sizes: object) -> LlamaArgs:
+    return _llama31(rope_scaling=RopeScaling(factor=32.0), tied_embeddings=True, **sizes)
+
+
+_DEBUG = dict(dim=256, n_layers=6, n_heads=16, vocab_size=2048)
+_8B = dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=1024)
+_70B = dict(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096)
+_405B = dict(dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, ffn_dim_multiplier=1.2, multiple_of=4096)
+
+LLAMA3 = {
+    "debugmodel": _llama3(**_DEBUG),
+    "8B": _llama3(**_8B),
+    "70B": _llama3(**_70B),
+    "405B": _llama31(**_405B),  # published with 3.1 only; under this name too, as torchtitan's users know it
+}
+LLAMA31 = {
+    "debugmodel": _llama31(**_DEBUG, n_kv_heads=8),
+    "8B": _llama31(**_8B),
+    "70B": _llama31(**_70B),
+    "405B": _llama31(**_405B),
+}
+LLAMA32 = {
+    "debugmodel": _llama32(**_DEBUG, n_kv_heads=8),
+    "1B": _llama32(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5),
+    "3B": _llama32(dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, ffn_dim_multiplier=1.0),
+}

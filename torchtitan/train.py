@@ -1,0 +1,86 @@
+"""`torchtitan train`: load the job, refuse what cannot work, train, close.
+
+Under torchrun this is every rank's program. The job is checked before torch is imported, so a typo costs no more than
+a second; hence the one late import of the trainer.
+"""
+
+import logging
+import signal
+import sys
+
+from torchtitan import config_manager
+from torchtitan.check import check
+from torchtitan.config import JobConfig
+from torchtitan.ranks import Ranks, likely_device, read_ranks, set_up_logging
+
+logger = logging.getLogger(__name__)
+
+REFUSED, NOTHING_LOADABLE, NON_FINITE, INTERRUPTED = 2, 3, 4, 130
+
+
+def load_job(argv: list[str], world_size: int, explain: bool = True) -> JobConfig | None:
+    """The checked job, or None after its faults have been printed to stderr, one line each."""
+    try:
+        config = config_manager.load(argv)
+        faults = check(config, world_size, likely_device())
+    except config_manager.ConfigError as error:
+        faults = error.faults
+    if not faults:
+        return config
+    if explain:
+        print("\n".join(map(str, faults)), file=sys.stderr)
+        print(f"{len(faults)} fault{'s' if len(faults) > 1 else ''} in the job; nothing was started", file=sys.stderr)
+    return None
+
+
+def main(argv: list[str]) -> int:
+    ranks = read_ranks()
+    config = load_job(argv, ranks.world_size, explain=ranks.is_main)
+    if config is None:
+        return REFUSED
+    set_up_logging(ranks)
+    if config.job.print_config and ranks.is_main:
+        print(config_manager.to_toml(config))
+    return run(config, ranks)
+
+
+def run(config: JobConfig, ranks: Ranks) -> int:
+    """Train the job on this rank; the process's exit code (README, "Exit codes")."""
+    from torchtitan import trainer as training
+    from torchtitan.checkpoint import CheckpointError, NothingLoadable
+
+    stopped_by: list[int] = []
+    trainer = None
+
+    def request_stop(number: int, frame: object) -> None:
+        if stopped_by or trainer is None:  # a second request, or nothing to save yet
+            raise KeyboardInterrupt
+        stopped_by.append(number)
+        trainer.stop_requested = True
+        logger.info("stopping after this step (once more to stop at once)")
+
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
+    try:
+        trainer = training.Trainer(config, ranks)
+        finished = trainer.train()
+        trainer.close()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except training.PeerStopped:
+        return REFUSED
+    except NothingLoadable as error:
+        logger.error("%s", error)
+        return NOTHING_LOADABLE
+    except training.NonFiniteError as error:
+        if ranks.is_main:
+            logger.error("%s", error)
+        return NON_FINITE
+    except (ValueError, CheckpointError) as error:
+        logger.error("%s", error)
+        return REFUSED
+    return 0 if finished or not stopped_by else 128 + stopped_by[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,232 @@
+"""The loop and the step. Nothing here is specific to a model, an optimizer or a vendor.
+
+One step: fetch microbatches | agree on the global number of valid tokens | forward, loss, backward of each | norm and
+clip | optimizer, schedule | log, validate, save. The host waits for the device only when it logs, validates or saves.
+"""
+
+import gc
+import logging
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan import build, distributed
+from torchtitan.checkpoint import rng_state, set_rng_state
+from torchtitan.config import JobConfig
+from torchtitan.datasets import DataError
+from torchtitan.datasets.loader import merge_states
+from torchtitan.loss import IGNORE_INDEX
+from torchtitan.parallelisms.data_parallel import set_last_microbatch
+from torchtitan.parallelisms.gradients import clip_gradients
+from torchtitan.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, torch.Tensor]
+
+
+class NonFiniteError(ArithmeticError):
+    """Loss or gradient is NaN or infinite. No checkpoint is written after it."""
+
+
+class PeerStopped(RuntimeError):
+    """Another rank cannot go on and has said why; this one stops with it."""
+
+
+class Trainer:
+    def __init__(self, config: JobConfig, ranks: Ranks):
+        self.config, self.ranks = config, ranks
+        self.device = distributed.init(ranks, config.comm.init_timeout_seconds, config.comm.trace_buf_size)
+        if config.debug.deterministic:
+            distributed.set_deterministic(config.debug.deterministic_warn_only)
+        self.dims = build.dims(config, ranks.world_size)
+        self.mesh = self.dims.build_mesh(self.device.type)
+        self.dp_rank = self.dims.dp_rank(self.mesh)
+        distributed.set_seed(config.debug.seed, self.dp_rank)
+        self.tokenizer = build.tokenizer(config)
+        self.model = build.model(config, self.mesh, self.dims, self.device)
+        self.autocast = build.autocast(config, self.dims, self.device)
+        self.optimizers = build.optimizers(config, self.model)
+        self.schedulers = build.lr_schedulers(config, self.optimizers)
+
+        samples = build.global_batch_size(config, self.dims)
+        self.accumulation = samples // (config.training.local_batch_size * self.dims.dp)
+        self.tokens_per_step = samples * config.training.seq_len
+        self.folder = Path(config.job.dump_folder)
+        self.step, self.tokens = 0, 0
+        self.stop_requested = False  # set by a signal handler on any rank; all ranks agree in fetch()
+        self.data_state: dict[str, Any] | None = None
+
+        self.checkpointer = build.checkpointer(
+            config, self.model, self.optimizers, self.trainer_state, self.rank_state, self.load_state
+        )
+        self.resumed_from = self.checkpointer.load() if self.checkpointer else None
+        self.loader = build.training_loader(config, self.tokenizer, self.dp_rank, self.dims, self.data_state)
+        self.metrics = build.metrics(config, self.dims, self.device, ranks, self.resumed_from)
+        self.profiler = build.profiler(config, ranks)
+
+    # What a checkpoint holds beside tensors
+
+    def trainer_state(self) -> dict[str, Any]:
+        return {"step": self.step, "tokens": self.tokens, "lr_scheduler": self.schedulers.state_dict()}
+
+    def rank_state(self) -> dict[str, Any]:
+        return {"rng": rng_state(), "dataloader": self.loader.state_dict()}
+
+    def load_state(self, trainer: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+        """Continue what was saved on any number of ranks; parts excluded from loading are absent."""
+        self.step, self.tokens = trainer["step"], trainer["tokens"]
+        if "lr_scheduler" in trainer:
+            self.schedulers.load_state_dict(trainer["lr_scheduler"])
+        if all("dataloader" in state for state in ranks):
+            self.data_state = merge_states([state["dataloader"] for state in ranks])
+        if len(ranks) == self.ranks.world_size and "rng" in ranks[self.ranks.rank]:
+            set_rng_state(ranks[self.ranks.rank]["rng"])
+        else:  # another number of ranks: nobody's generator is ours, but do not repeat the numbers of step 0 either
+            distributed.set_seed(self.config.debug.seed + self.step, self.dp_rank)
+
+    # The loop
+
+    def train(self) -> bool:
+        """Train up to `training.steps`; False when it stopped before because it was asked to."""
+        last = self.config.training.steps
+        batches = iter(self.loader)
+        self.metrics.start()
+        first = True
+        gc.disable()  # a collection on one rank makes all others wait: do it on all together, every gc_freq steps
+        try:
+            with self.profiler:
+                while self.step < last and not self.stop_requested:
+                    self.train_step(batches)
+                    done = self.step == last or self.stop_requested
+                    self.maybe_validate(done)
+                    self.maybe_save(done)
+                    self.profiler.step()
+                    self.collect_garbage()
+                    if first:
+                        distributed.set_timeout(self.config.comm.train_timeout_seconds)
+                        first = False
+        finally:
+            gc.enable()
+        if self.checkpointer:
+            self.checkpointer.finish()
+        return self.step == last
+
+    def train_step(self, batches: Iterator[Batch]) -> None:
+        """One optimizer step over `global_batch_size` samples."""
+        started = time.perf_counter()
+        microbatches, valid_tokens = self.fetch(batches)
+        data_seconds = time.perf_counter() - started
+        loss = torch.zeros((), device=self.device)
+        for index, batch in enumerate(microbatches):
+            set_last_microbatch(self.model, index == len(microbatches) - 1, self.dims.dp_replicate > 1)
+            share = self.loss_sum(batch) / valid_tokens
+            share.backward()
+            loss += share.detach()
+        grad_norm = None
+        if not self.config.optimizer.early_step_in_backward:  # there, gradients are gone by now
+            grad_norm = clip_gradients(self.model.parameters(), self.config.training.max_norm)
+            if self.device.type == "cpu":  # looking costs nothing there, so a bad step never reaches the weights
+                self.refuse_non_finite("gradient norm", grad_norm)
+        lr = self.schedulers.last_lr
+        self.optimizers.step()
+        self.schedulers.step()
+        self.optimizers.zero_grad()
+        self.step += 1
+        self.tokens += self.tokens_per_step
+        self.log(loss, grad_norm, lr, data_seconds)
+
+    def fetch(self, batches: Iterator[Batch]) -> tuple[list[Batch], int]:
+        """This rank's microbatches of the next step, and the valid tokens of all ranks together.
+
+        The same small reduction carries two flags, so that all ranks stop at the same step: somebody has no data,
+        somebody was asked to stop (after this step).
+        """
+        microbatches, failure = [], None
+        try:
+            microbatches = list(islice(batches, self.accumulation))
+        except DataError as error:
+            failure = error
+        if failure is None and len(microbatches) < self.accumulation:
+            failure = DataError(f"the data ended before training.steps = {self.config.training.steps}")
+        valid = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in microbatches)
+        valid, failed, stop = distributed.sum_over_ranks(valid, failure is not None, self.stop_requested)
+        if failed:
+            raise failure or PeerStopped("another rank has no data")
+        self.stop_requested = bool(stop)
+        return [self.to_device(batch) for batch in microbatches], max(valid, 1)
+
+    def to_device(self, batch: Batch) -> Batch:
+        if self.device.type == "cpu":
+            return batch
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def loss_sum(self, batch: Batch) -> torch.Tensor:
+        """Sum of the losses of a microbatch's valid tokens, a float32 scalar."""
+        document_mask = self.config.training.document_mask
+        with self.autocast:
+            return self.model(
+                batch["tokens"],
+                positions=batch["positions"] if document_mask else None,
+                document_ids=batch["document_ids"] if document_mask else None,
+                labels=batch["labels"],
+            )
+
+    # Between steps
+
+    def log(self, loss: torch.Tensor, grad_norm: torch.Tensor | None, lr: float, data_seconds: float) -> None:
+        if self.metrics.due(self.step):
+            if self.dims.dp > 1:
+                dist.all_reduce(loss, group=None)
+            if grad_norm is not None:
+                self.refuse_non_finite("gradient norm", grad_norm)
+            self.refuse_non_finite("loss", loss)
+        self.metrics.record(
+            self.step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=self.tokens_per_step, data_seconds=data_seconds
+        )
+
+    def refuse_non_finite(self, what: str, value: torch.Tensor) -> None:
+        if not torch.isfinite(value):
+            raise NonFiniteError(
+                f"the {what} is {value.item()} near step {self.step + 1}; the run stops and nothing is saved after it. "
+                "Usual remedies: a lower optimizer.lr, a longer lr_scheduler.warmup_steps, training.max_norm = 1.0, "
+                "float32 in training.mixed_precision_param; with checkpoints, start again to go on from the last one"
+            )
+
+    def maybe_validate(self, done: bool) -> None:
+        options = self.config.validation
+        if not options.enable or not (done or self.step % options.freq == 0):
+            return
+        total = torch.zeros((), device=self.device)
+        valid = 0
+        self.model.eval()
+        with torch.no_grad():
+            loader = build.validation_loader(self.config, self.tokenizer, self.dp_rank, self.dims)
+            for batch in islice(loader, options.steps):
+                valid += int((batch["labels"] != IGNORE_INDEX).sum())
+                total += self.loss_sum(self.to_device(batch))
+        self.model.train()
+        (valid,) = distributed.sum_over_ranks(valid)
+        if self.dims.dp > 1:
+            dist.all_reduce(total)
+        self.metrics.record_validation(self.step, (total / max(valid, 1)).item())
+
+    def maybe_save(self, done: bool) -> None:
+        if self.checkpointer and self.checkpointer.maybe_save(self.step, last=done):
+            self.metrics.mark("checkpoint")
+
+    def collect_garbage(self) -> None:
+        options = self.config.training
+        if options.gc_debug:
+            logger.info("garbage collection after step %d: %d objects were unreachable", self.step, gc.collect())
+        elif self.step % options.gc_freq == 0:
+            gc.collect(1)
+
+    def close(self) -> None:
+        self.metrics.close()
+        distributed.close()
