@@ -29,7 +29,8 @@ def apply_data_parallel(
     """
     # pinned memory needs an accelerator; without one, torch raises on the default
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    # inputs stay as they are: rotary angles must reach the blocks in float32, and activations have the right type
+    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     blocks = [block for _, block in match(model, plan.blocks)]
     for block in blocks:
         fully_shard(

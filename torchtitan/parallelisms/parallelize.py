@@ -68,8 +68,9 @@ def uses_fully_shard(dims: ParallelDims, options: ParallelOptions) -> bool:
 
 def apply_compile(model: nn.Module, plan: ParallelPlan, options: ParallelOptions) -> None:
     """Compile in place, which keeps parameter names. All blocks share one graph, so compile time is flat in depth."""
-    if options.recompute == "memory_budget":
-        torch._functorch.config.activation_memory_budget = options.memory_budget
+    # a process-wide setting of torch's; 1.0 is its default and keeps everything
+    budget = options.memory_budget if options.recompute == "memory_budget" else 1.0
+    torch._functorch.config.activation_memory_budget = budget
     if options.compile_model and options.compile_scope == "model":
         model.compile(backend=options.compile_backend)
         return

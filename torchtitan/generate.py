@@ -1,0 +1,123 @@
+"""`torchtitan generate FOLDER --prompt "..."`: continue a text from a checkpoint, to see what was learned.
+
+FOLDER is the job's dump_folder (newest complete checkpoint) or one of its step folders; the model and the tokenizer
+come from the config.toml that the run wrote. One device, whole weights. The context is read again for every new
+token, which keeps this file independent of the model.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from torchtitan import build, config_manager
+from torchtitan.checkpoint import load_model, newest_complete
+from torchtitan.config import JobConfig
+from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.distributed import device_type
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    config, step_folder = find_checkpoint(Path(options.folder), options.config)
+    tokenizer = build.tokenizer(config)
+    model = load(config, step_folder, torch.device(device_type()))
+    print(f"{config.model.name} {config.model.flavor}, {step_folder.name}", file=sys.stderr)
+    prompt = tokenizer.encode(options.prompt, bos=True)
+    print(options.prompt, end="", flush=True)
+    shown = options.prompt
+    generated = list(prompt)
+    for token in sample(
+        model,
+        prompt,
+        tokenizer,
+        max_new_tokens=options.max_new_tokens,
+        context=config.training.seq_len,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+    ):
+        generated.append(token)
+        text = tokenizer.decode(generated[1:])
+        if not text.endswith("\ufffd"):  # a character may need several tokens
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    print()
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="torchtitan generate", description="Continue a text from a checkpoint.")
+    parser.add_argument("folder", help="a run's dump_folder, or one of its checkpoint/step-... folders")
+    parser.add_argument("--prompt", default="", help="the text to continue (default: a document's beginning)")
+    parser.add_argument("--max_new_tokens", type=int, default=200, help="tokens to add (default 200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
+    parser.add_argument("--top_k", type=int, default=50, help="choose among this many tokens; 0: all (default 50)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice (default 0)")
+    parser.add_argument("--config", help="the job, when the folder has no config.toml")
+    options = parser.parse_args(argv)
+    for name, lowest in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0)):
+        if getattr(options, name) < lowest:
+            parser.error(f"--{name} {getattr(options, name)}: must be at least {lowest}")
+    return options
+
+
+def find_checkpoint(folder: Path, config_path: str | None) -> tuple[JobConfig, Path]:
+    """The job and the newest complete step folder of a run's folder, of its checkpoints, or of a step folder.
+
+    Raises:
+        ValueError: there is no config.toml, or no complete checkpoint.
+    """
+    homes = [folder, folder.parent, folder.parent.parent]
+    configs = [Path(config_path)] if config_path else [home / "config.toml" for home in homes]
+    found = next((path for path in configs if path.is_file()), None)
+    if found is None:
+        raise ValueError(f"no {' or '.join(map(str, configs))}: give the dump_folder of a run, or --config JOB.toml")
+    config = config_manager.load(["--job.config_file", str(found)])
+    for place in (folder.parent if folder.name.startswith("step-") else folder, folder / config.checkpoint.folder):
+        step_folder = newest_complete(place, only=folder.name if folder.name.startswith("step-") else None)
+        if step_folder is not None:
+            return config, step_folder
+    raise ValueError(
+        f"no complete checkpoint in {folder}: train with checkpoint.enable = true, or name the folder of a step"
+    )
+
+
+def load(config: JobConfig, step_folder: Path, device: torch.device) -> nn.Module:
+    model = build.meta_model(config).to(build.DTYPES[config.training.dtype]).to_empty(device=device)
+    load_model(step_folder, model)
+    return model.eval()
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module,
+    prompt: list[int],
+    tokenizer: Tokenizer,
+    *,
+    max_new_tokens: int,
+    context: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+) -> Iterator[int]:
+    """New token ids one by one, up to `max_new_tokens` or the end of the document."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    ids = torch.tensor([prompt], device=device)
+    for _ in range(max_new_tokens):
+        logits = model(ids[:, -context:])[0, -1, : tokenizer.vocab_size].float()
+        if temperature == 0:
+            choice = logits.argmax(keepdim=True)
+        else:
+            if 0 < top_k < len(logits):
+                logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+            choice = torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator)
+        token = int(choice)
+        if token == tokenizer.eos_id:
+            return
+        yield token
+        ids = torch.cat([ids, choice[None]], dim=1)

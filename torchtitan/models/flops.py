@@ -1,0 +1,43 @@
+"""Floating-point operations per token, forward and backward, in the one convention of this project.
+
+A multiply-add counts 2; a weight is used once forward and twice backward, so each of the N weights that tokens are
+multiplied with costs 6. N has the output head (also when tied) and neither the input embedding nor the norms.
+Attention adds 12 L A K: L layers, A = heads x head_dim, K the mean number of keys that a query looks at.
+Recompute never counts. No torch here.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Sizes(Protocol):
+    n_layers: int
+    n_heads: int
+    head_dim: int
+    num_matmul_parameters: int
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    full: float  # as if every query looked at all keys: what older tables print
+    causal: float  # what a causal kernel has to do
+
+
+def flops_per_token(sizes: Sizes, seq_len: int) -> FlopsPerToken:
+    return FlopsPerToken(full=with_keys(sizes, seq_len), causal=with_keys(sizes, causal_keys(seq_len)))
+
+
+def with_keys(sizes: Sizes, keys: float) -> float:
+    """`keys`: mean number of keys per query."""
+    return 6 * sizes.num_matmul_parameters + 12 * sizes.n_layers * sizes.n_heads * sizes.head_dim * keys
+
+
+def causal_keys(seq_len: int) -> float:
+    return (seq_len + 1) / 2
+
+
+def document_keys(lengths: Iterable[int]) -> float:
+    """Causal attention kept inside documents of these lengths: the mean over tokens of (position in document + 1)."""
+    lengths = list(lengths)
+    return sum(n * (n + 1) / 2 for n in lengths) / sum(lengths)

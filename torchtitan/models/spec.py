@@ -1,0 +1,20 @@
+"""What the rest of the project needs to know of a model family. A new family is one of these."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from torchtitan.models.flops import FlopsPerToken
+from torchtitan.parallelisms.plan import ParallelPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    sizes: Mapping[str, Any]  # flavor -> frozen dataclass of arguments
+    build: Callable[..., nn.Module]  # build(args, attention_backend="auto")
+    plan: ParallelPlan
+    hf: ModuleType  # to_hf, from_hf (state dicts), config_to_hf, config_from_hf, save_hf, load_hf
+    flops_per_token: Callable[[Any, int], FlopsPerToken]  # (args, seq_len)
