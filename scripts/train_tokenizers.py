@@ -1,8 +1,8 @@
-"""Train the three small vocabularies of tests/assets/tokenizer on the Python library's text.
+"""Train the three small vocabularies of tests/assets/tokenizer on `python_stdlib`.
 
 Each has 2048 ids in all, for the debug model. The result is a function of the library's text, which differs a little
 between Python versions, and of the trainers' versions; the files in the repository were made on Python 3.11 with the
-pins of constraints.txt. Prints the bytes per token on library files that were left out of the training.
+pins of constraints.txt. Prints the bytes per token on `python_stdlib_validation`.
 
 Usage: python scripts/train_tokenizers.py [folder]
 """
@@ -12,26 +12,22 @@ import io
 import json
 import os
 import sys
-import sysconfig
 from pathlib import Path
 
 import sentencepiece
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from torchtitan.datasets import DATASETS
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.tiktoken_bpe import NUM_SPECIAL, PATTERN
 
 VOCAB_SIZE = 2048
-HELD_OUT_EVERY = 50
 FOLDER = Path(__file__).parents[1] / "tests/assets/tokenizer"
-# Tables of numbers, which would take a good part of the vocabulary, and files that not every installation has.
-SKIPPED = {"site-packages", "test", "tests", "idle_test", "encodings"}
 
 
-def library_texts() -> list[str]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = [f for f in root.rglob("*.py") if not SKIPPED & set(f.relative_to(root).parts)]
-    return [f.read_text(encoding="utf-8", errors="ignore") for f in sorted(files)]
+def texts_of(dataset: str) -> list[str]:
+    source = DATASETS[dataset](None, "text")
+    return [source.get(i).text for i in range(len(source))]
 
 
 def byte_level_bpe(texts: list[str], vocab_size: int, special_tokens: list[str]) -> Tokenizer:
@@ -93,9 +89,7 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread: the same result every time
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    texts = library_texts()
-    held_out = texts[::HELD_OUT_EVERY]
-    del texts[::HELD_OUT_EVERY]
+    texts, held_out = texts_of("python_stdlib"), texts_of("python_stdlib_validation")
     size = sum(len(t.encode()) for t in held_out)
     makers = {"tiktoken.model": tiktoken_file, "sentencepiece.model": sentencepiece_file, "tokenizer.json": json_file}
     for name, make in makers.items():

@@ -50,7 +50,7 @@ class RankPool:
         self.processes = []
         for rank in range(world_size):
             ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(rank, world_size, self.folder, theirs), daemon=True)
+            process = _context.Process(target=_serve, args=(rank, world_size, self.folder, theirs))
             process.start()
             theirs.close()
             self.pipes.append(ours)

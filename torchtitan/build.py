@@ -1,26 +1,35 @@
 """Config -> parts. The only reader of the whole config; the trainer, the command line and the tests build by it."""
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.config import JobConfig, Training, Validation
+from torchtitan.checkpoint import Checkpointer
+from torchtitan.config import JobConfig, Training, Validation, as_dict
 from torchtitan.datasets.loader import Loader, build_loader
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.initialization import initialize
 from torchtitan.loss import SummedCrossEntropy, auto_chunks
-from torchtitan.lr_scheduling import LRSchedule, LRSchedulers, build_lr_schedulers
+from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
+from torchtitan.lr_shapes import LRSchedule
+from torchtitan.metrics import MetricsLogger, TensorBoard, WeightsAndBiases
 from torchtitan.models import SIZES
 from torchtitan.models.registry import MODELS
 from torchtitan.models.spec import ModelSpec
-from torchtitan.optimizers import Optimizers, build_optimizers
+from torchtitan.optimizers.build import Optimizers, build_optimizers
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize, uses_fully_shard
+from torchtitan.profiling import Profiler
+from torchtitan.ranks import Ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+DTYPES_TEXT = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dims(config: JobConfig, world_size: int) -> ParallelDims:
@@ -68,6 +77,13 @@ def parallel_options(config: JobConfig) -> ParallelOptions:
         compile_scope=compile_.scope,
         compile_backend=compile_.backend,
     )
+
+
+def describe_precision(config: JobConfig) -> str:
+    compute = DTYPES_TEXT[parallel_options(config).param_dtype]
+    if compute == config.training.dtype:
+        return compute
+    return f"{compute} with {config.training.dtype} parameters and {config.training.mixed_precision_reduce} reduction"
 
 
 def meta_model(config: JobConfig) -> nn.Module:
@@ -180,4 +196,78 @@ def _loader(
         pin_memory=workers.pin_memory,
         prefetch_factor=workers.prefetch_factor,
         state=state,
+    )
+
+
+def checkpointer(
+    config: JobConfig,
+    built: nn.Module,
+    built_optimizers: Optimizers,
+    trainer_state: Callable[[], dict[str, Any]],
+    rank_state: Callable[[], dict[str, Any]],
+    load_state: Callable[[dict[str, Any], list[dict[str, Any]]], None],
+) -> Checkpointer | None:
+    options = config.checkpoint
+    if not options.enable:
+        return None
+    return Checkpointer(
+        Path(config.job.dump_folder, options.folder),
+        model_parts=[built],
+        optimizers=built_optimizers.optimizers,
+        trainer_state=trainer_state,
+        rank_state=rank_state,
+        load_state=load_state,
+        interval=options.interval,
+        interval_type=options.interval_type,
+        keep_latest_k=options.keep_latest_k,
+        async_mode=options.async_mode,
+        load_step=options.load_step,
+        exclude_from_loading=options.exclude_from_loading,
+        enable_first_step_checkpoint=options.enable_first_step_checkpoint,
+        load_only=options.load_only,
+    )
+
+
+def metrics(
+    config: JobConfig, device: torch.device, ranks: Ranks, resumed_from: int | None, tokens_seen: int
+) -> MetricsLogger:
+    options, folder, args = config.metrics, Path(config.job.dump_folder), model_args(config)
+    trackers = []
+    if options.enable_tensorboard and (ranks.is_main or options.save_for_all_ranks):
+        events = folder / options.save_tb_folder
+        events = events / f"rank_{ranks.rank}" if options.save_for_all_ranks else events
+        trackers.append(TensorBoard(events, resumed_from))
+    if options.enable_wandb and ranks.is_main:
+        trackers.append(WeightsAndBiases(folder, resumed_from, config.job.description, as_dict(config)))
+    flops = model_spec(config).flops_per_token(args, config.training.seq_len)
+    return MetricsLogger(
+        folder,
+        writes=ranks.is_main,
+        log_freq=options.log_freq,
+        total_steps=config.training.steps,
+        device=device,
+        compute_dtype=parallel_options(config).param_dtype,
+        world_size=ranks.world_size,
+        num_parameters=args.num_parameters,
+        flops_per_token_full=flops.full,
+        flops_per_token_causal=flops.causal,
+        resume_step=resumed_from,
+        tokens_seen=tokens_seen,
+        trackers=trackers,
+        color=ranks.on_terminal and not options.disable_color_printing,
+        log_lr=options.log_lr,
+    )
+
+
+def profiler(config: JobConfig, device: torch.device, ranks: Ranks, resumed_from: int | None) -> Profiler:
+    options, folder = config.profiling, Path(config.job.dump_folder)
+    return Profiler(
+        traces=folder / options.save_traces_folder if options.enable_profiling else None,
+        snapshots=folder / options.save_memory_snapshot_folder if options.enable_memory_snapshot else None,
+        freq=options.profile_freq,
+        active=options.profiler_active,
+        warmup=options.profiler_warmup,
+        device=device,
+        rank=ranks.rank,
+        start_step=resumed_from or 0,
     )

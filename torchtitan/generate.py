@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torchtitan import build, config_manager
-from torchtitan.checkpoint import load_model, newest_complete
+from torchtitan.checkpoint import load_model_for_inference, resolve
 from torchtitan.config import JobConfig
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.distributed import device_type
@@ -66,29 +66,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def find_checkpoint(folder: Path, config_path: str | None) -> tuple[JobConfig, Path]:
-    """The job and the newest complete step folder of a run's folder, of its checkpoints, or of a step folder.
-
-    Raises:
-        ValueError: there is no config.toml, or no complete checkpoint.
-    """
-    homes = [folder, folder.parent, folder.parent.parent]
-    configs = [Path(config_path)] if config_path else [home / "config.toml" for home in homes]
-    found = next((path for path in configs if path.is_file()), None)
+    """The job, and the step folder: the folder itself or the newest complete one in it. ValueError without either."""
+    homes = (folder, folder.parent, folder.parent.parent)
+    candidates = [Path(config_path)] if config_path else [home / "config.toml" for home in homes]
+    found = next((path for path in candidates if path.is_file()), None)
     if found is None:
-        raise ValueError(f"no {' or '.join(map(str, configs))}: give the dump_folder of a run, or --config JOB.toml")
+        raise ValueError(
+            f"no job found ({', '.join(map(str, candidates))}): give the dump_folder of a run, or --config JOB.toml"
+        )
     config = config_manager.load(["--job.config_file", str(found)])
-    for place in (folder.parent if folder.name.startswith("step-") else folder, folder / config.checkpoint.folder):
-        step_folder = newest_complete(place, only=folder.name if folder.name.startswith("step-") else None)
-        if step_folder is not None:
-            return config, step_folder
-    raise ValueError(
-        f"no complete checkpoint in {folder}: train with checkpoint.enable = true, or name the folder of a step"
-    )
+    checkpoints = folder / config.checkpoint.folder
+    return config, resolve(checkpoints if checkpoints.is_dir() else folder)
 
 
 def load(config: JobConfig, step_folder: Path, device: torch.device) -> nn.Module:
     model = build.meta_model(config).to(build.DTYPES[config.training.dtype]).to_empty(device=device)
-    load_model(step_folder, model)
+    load_model_for_inference(step_folder, model)
     return model.eval()
 
 

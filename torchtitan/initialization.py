@@ -24,7 +24,7 @@ WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal with mean 0, cut off (not clamped) at 3 `std`; `std` is that before the cut, as in torch's trunc_normal_."""
+    """Normal with mean 0, cut off (not clamped) at 3 `std`; `std` is that before the cut, as in trunc_normal_."""
 
     std: float
 
@@ -52,14 +52,14 @@ def initialize(model: nn.Module, seed: int, rule: Callable[[str], Init]) -> None
         assert not parameter.is_meta, f"{wrapped_name} has no storage yet: call to_empty before initialize"
         name = clean_name(wrapped_name)
         init = rule(name)
-        local, shape, offset = _local_part(parameter)
+        local, shape, offset = local_part(parameter)
         if isinstance(init, Constant):
             local.fill_(init.value)
         elif local.numel():
             _draw(local, shape, offset, init.std, f"{seed}/{name}")
 
 
-def _local_part(parameter: nn.Parameter) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+def local_part(parameter: nn.Parameter) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
     """This rank's tensor, the global shape, and where in it this rank's tensor begins."""
     if not isinstance(parameter, DTensor):
         return parameter, tuple(parameter.shape), (0,) * parameter.dim()
@@ -71,7 +71,7 @@ def _local_part(parameter: nn.Parameter) -> tuple[torch.Tensor, tuple[int, ...],
 def _draw(local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...], std: float, key: str) -> None:
     row_shape = shape[1:]
     rows_per_block = max(1, BLOCK_ELEMENTS // math.prod(row_shape))
-    within_row = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:]))
+    within_row = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
     first, last = offset[0], offset[0] + local.shape[0]
     for block in range(first // rows_per_block, -(-last // rows_per_block)):
         start = block * rows_per_block
@@ -85,8 +85,8 @@ def _draw(local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...], 
 
 def _truncated_normal(shape: tuple[int, ...], std: float, key: str) -> torch.Tensor:
     """By the inverse of the normal's distribution function: erfinv of what is uniform between its values at +-3."""
-    digest = hashlib.sha256(key.encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))  # torch's CPU generator keeps 32 bits
+    digest = hashlib.sha256(key.encode()).digest()[:4]  # torch's CPU generator keeps 32 bits of a seed
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     edge = math.erf(TRUNCATE_AT / math.sqrt(2))
     values = torch.empty(shape, dtype=torch.float32).uniform_(-edge, edge, generator=generator)
     limit = TRUNCATE_AT * std  # erfinv's rounding at the edge

@@ -38,7 +38,7 @@ class SummedCrossEntropy(nn.Module):
         if self.num_chunks == 1:
             return _summed_loss(hidden, head, labels)
         if not torch.is_grad_enabled():
-            pieces = zip(hidden.chunk(self.num_chunks), labels.chunk(self.num_chunks))
+            pieces = zip(hidden.chunk(self.num_chunks), labels.chunk(self.num_chunks), strict=True)
             return torch.stack([_summed_loss(h, head, y) for h, y in pieces]).sum()
         weights = [p for p in head.parameters() if p.requires_grad]
         return _ChunkedLoss.apply(hidden, labels, head, self.num_chunks, *weights)
@@ -55,7 +55,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, labels, head, num_chunks, *weights):
         total, hidden_grads, weight_grads = None, [], None
-        for h, y in zip(hidden.chunk(num_chunks), labels.chunk(num_chunks)):
+        for h, y in zip(hidden.chunk(num_chunks), labels.chunk(num_chunks), strict=True):
             h = h.detach().requires_grad_()
             with torch.enable_grad():
                 loss = _summed_loss(h, head, y)
@@ -67,8 +67,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 weight_grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in w_grads]
             else:
                 total = total + loss.detach()
-                for grad, piece in zip(weight_grads, w_grads):
-                    grad += piece
+                for grad, piece in zip(weight_grads, w_grads, strict=True):
+                    pass
         ctx.save_for_backward(torch.cat(hidden_grads), *weight_grads)
         ctx.dtypes = [hidden.dtype, *(w.dtype for w in weights)]
         return total
@@ -76,5 +76,6 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, scale):
         # multiply in the loss's type: next to a bfloat16 tensor, torch would round `scale` itself to 3 digits
-        hidden_grad, *weight_grads = ((g.to(scale.dtype) * scale).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes))
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        hidden_grad, *weight_grads = ((grad.to(scale.dtype) * scale).to(dtype) for grad, dtype in pairs)
         return hidden_grad, None, None, None, *weight_grads

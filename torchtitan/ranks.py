@@ -24,6 +24,11 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def on_terminal(self) -> bool:
+        """Whether a person watches, who likes colour (https://no-color.org turns it off)."""
+        return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
 
 def read_ranks() -> Ranks:
     def number(name: str, default: int) -> int:

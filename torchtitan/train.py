@@ -7,15 +7,18 @@ a second; hence the one late import of the trainer.
 import logging
 import signal
 import sys
+import time
 
 from torchtitan import config_manager
 from torchtitan.check import check
+from torchtitan.checkpoint import NothingLoadable
 from torchtitan.config import JobConfig
 from torchtitan.ranks import Ranks, likely_device, read_ranks, set_up_logging
 
 logger = logging.getLogger(__name__)
 
 REFUSED, NOTHING_LOADABLE, NON_FINITE, INTERRUPTED = 2, 3, 4, 130
+PATIENCE_SECONDS = 3
 
 
 def load_job(argv: list[str], world_size: int, explain: bool = True) -> JobConfig | None:
@@ -47,8 +50,6 @@ def main(argv: list[str]) -> int:
 def run(config: JobConfig, ranks: Ranks) -> int:
     """Train the job on this rank; the process's exit code (README, "Exit codes")."""
     from torchtitan import trainer as training
-    from torchtitan.checkpoint import CheckpointError, NothingLoadable
-
     stopped_by: list[int] = []
     trainer = None
 
@@ -69,16 +70,14 @@ def run(config: JobConfig, ranks: Ranks) -> int:
         return INTERRUPTED
     except training.PeerStopped:
         return REFUSED
-    except NothingLoadable as error:
+    except (ValueError, training.NonFiniteError) as error:
+        if not ranks.is_main:
+            # what went wrong on all ranks is said by the first alone: its end ends this wait
+            time.sleep(PATIENCE_SECONDS)
         logger.error("%s", error)
-        return NOTHING_LOADABLE
-    except training.NonFiniteError as error:
-        if ranks.is_main:
-            logger.error("%s", error)
-        return NON_FINITE
-    except (ValueError, CheckpointError) as error:
-        logger.error("%s", error)
-        return REFUSED
+        if isinstance(error, NothingLoadable):
+            return NOTHING_LOADABLE
+        return NON_FINITE if isinstance(error, training.NonFiniteError) else REFUSED
     return 0 if finished or not stopped_by else 128 + stopped_by[0]
 
 

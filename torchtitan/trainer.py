@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torchtitan import build, distributed
 from torchtitan.checkpoint import rng_state, set_rng_state
 from torchtitan.config import JobConfig
-from torchtitan.datasets import DataError
+from torchtitan.config_manager import to_toml
+from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.loader import merge_states
 from torchtitan.loss import IGNORE_INDEX
 from torchtitan.parallelisms.data_parallel import set_last_microbatch
 from torchtitan.parallelisms.gradients import clip_gradients
+from torchtitan.plot import draw_training_curve
 from torchtitan.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -65,10 +67,33 @@ class Trainer:
         self.checkpointer = build.checkpointer(
             config, self.model, self.optimizers, self.trainer_state, self.rank_state, self.load_state
         )
-        self.resumed_from = self.checkpointer.load() if self.checkpointer else None
+        self.resumed_from = self.restore()
         self.loader = build.training_loader(config, self.tokenizer, self.dp_rank, self.dims, self.data_state)
-        self.metrics = build.metrics(config, self.dims, self.device, ranks, self.resumed_from)
-        self.profiler = build.profiler(config, ranks)
+        self.metrics = build.metrics(config, self.device, ranks, self.resumed_from, self.tokens)
+        self.profiler = build.profiler(config, self.device, ranks, self.resumed_from)
+        if ranks.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.toml").write_text(to_toml(config))
+        self.introduce()
+
+    def introduce(self) -> None:
+        """A few lines at the start: what runs, on what, on which data, and how the learning rate goes."""
+        config = self.config
+        logger.info("%s", config.job.description)
+        logger.info("model      %s %s: %s", config.model.name, config.model.flavor, self.metrics.header())
+        logger.info(
+            "plan       %s on %s, %s; %d samples of %d tokens a step%s",
+            self.dims.describe(),
+            self.device.type,
+            build.describe_precision(config),
+            self.tokens_per_step // config.training.seq_len,
+            config.training.seq_len,
+            f" (accumulated over {self.accumulation} passes)" if self.accumulation > 1 else "",
+        )
+        logger.info("data       %s, tokenizer of %d", config.training.dataset, self.tokenizer.vocab_size)
+        if config.metrics.log_lr_schedule:
+            logger.info("schedule   %s", self.schedulers.schedule.describe(config.optimizer.lr))
+        logger.info("folder     %s", self.folder.resolve())
 
     # What a checkpoint holds beside tensors
 
@@ -89,6 +114,42 @@ class Trainer:
             set_rng_state(ranks[self.ranks.rank]["rng"])
         else:  # another number of ranks: nobody's generator is ours, but do not repeat the numbers of step 0 either
             distributed.set_seed(self.config.debug.seed + self.step, self.dp_rank)
+
+    def restore(self) -> int | None:
+        """Resume the job of this folder, else start from `initial_load_path`. The step resumed from, if any."""
+        if self.checkpointer is None:
+            return None
+        options = self.config.checkpoint
+        path = options.initial_load_path
+        resumed = self.checkpointer.load()
+        if resumed is not None:
+            logger.info("resumed from step %d in %s", resumed, self.checkpointer.folder)
+            if path:
+                logger.info("checkpoint.initial_load_path = %s is not used: this folder's own checkpoints win", path)
+        elif path and options.initial_load_in_hf:
+            build.model_spec(self.config).hf.load_hf(path, self.model, build.model_args(self.config))
+            logger.info("started from the Hugging Face weights in %s", path)
+        elif path:
+            self.checkpointer.initial_load(Path(path), options.initial_load_model_only)
+            logger.info("started from %s", path)
+        return resumed
+
+    def export(self) -> None:
+        """After the last step, beside the full checkpoint: the weights alone, for other programs."""
+        options = self.config.checkpoint
+        if self.checkpointer is None or not options.last_save_model_only:
+            return
+        dtype = build.DTYPES[options.export_dtype]
+        if options.last_save_in_hf:
+            build.model_spec(self.config).hf.save_hf(
+                self.folder / "model_hf",
+                dict(self.model.named_parameters()),
+                build.model_args(self.config),
+                dtype=dtype,
+                write=self.ranks.is_main,
+            )
+        else:
+            self.checkpointer.export_model(self.folder / "model", dtype, self.step)
 
     # The loop
 
@@ -115,6 +176,8 @@ class Trainer:
             gc.enable()
         if self.checkpointer:
             self.checkpointer.finish()
+        if self.step == last:
+            self.export()
         return self.step == last
 
     def train_step(self, batches: Iterator[Batch]) -> None:
@@ -182,7 +245,7 @@ class Trainer:
     def log(self, loss: torch.Tensor, grad_norm: torch.Tensor | None, lr: float, data_seconds: float) -> None:
         if self.metrics.due(self.step):
             if self.dims.dp > 1:
-                dist.all_reduce(loss, group=None)
+                dist.all_reduce(loss)
             if grad_norm is not None:
                 self.refuse_non_finite("gradient norm", grad_norm)
             self.refuse_non_finite("loss", loss)
@@ -228,5 +291,15 @@ class Trainer:
             gc.collect(1)
 
     def close(self) -> None:
+        """End the run: say how it went and where things are, draw the picture, leave the world."""
         self.metrics.close()
+        if self.ranks.is_main:
+            places = {"metrics": self.metrics.path, "job": self.folder / "config.toml"}
+            if self.checkpointer and not self.config.checkpoint.load_only:
+                places["checkpoints"] = self.checkpointer.folder
+            picture = self.folder / "training.png"
+            title = f"{self.config.model.name} {self.config.model.flavor} on {self.config.training.dataset}"
+            if self.config.metrics.plot and draw_training_curve(self.metrics.path, picture, title):
+                places["picture"] = picture
+            logger.info("\n%s", self.metrics.summary(places))
         distributed.close()

@@ -69,25 +69,24 @@ def delete(folder: Path) -> None:
     shutil.rmtree(folder)  # refuses a symbolic link, and does not follow those inside
 
 
-def retain(root: Path, keep: int, protected: set[Path]) -> None:
+def retain(root: Path, keep: int, protected: set[Path | None]) -> None:
     """Delete complete step folders but the newest `keep` (at least 2; 0 keeps all) and the protected ones.
 
-    Folders that are not complete, are links, or are not named by us are neither counted nor touched. A folder that
-    cannot be deleted is reported and left.
+    Folders that are not complete, are links, or are not named by us are neither counted nor touched. Failing
+    to delete is reported and no more: the new checkpoint is safe by now.
     """
     if keep == 0:
         return
-    complete, _ = layout.complete_steps(root)
-    for folder in complete[max(keep, 2) :]:
-        if folder in protected:
-            continue
-        try:
-            unpublished = _beside(folder, "tmp")
-            folder.rename(unpublished)
-            sync_folder(root)
-            delete(unpublished)
-        except OSError as error:
-            logger.warning("%s is no longer needed and cannot be deleted: %s", folder, error)
+    try:
+        complete, _ = layout.complete_steps(root)
+        for folder in complete[max(keep, 2) :]:
+            if folder not in protected:
+                unpublished = _beside(folder, "tmp")
+                folder.rename(unpublished)
+                sync_folder(root)
+                delete(unpublished)
+    except OSError as error:
+        logger.warning("old checkpoints in %s cannot be deleted: %s", root, error)
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,12 +1,12 @@
 """What a checkpoint is on disk and how one is found and judged. Needs no torch, and executes nothing that it reads.
 
-    checkpoint/step-00000500/    published by one rename, never written again
-        __0_0.distcp ...         tensors, by torch.distributed.checkpoint, a file a rank
-        .metadata                where each tensor lies in them
-        state.json               everything that is not a tensor
-        manifest.json            written last: what the others must be; without it the folder is no checkpoint
-    checkpoint/.tmp-NAME-NONCE/    being written, or left over from a crash
-    checkpoint/.aside-NAME-NONCE/  was in the way of a save: kept for its owner to look at, never read
+checkpoint/step-00000500/      published by one rename, never written again
+    __0_0.distcp ...           tensors, by torch.distributed.checkpoint, a file a rank
+    .metadata                  where each tensor lies in them
+    state.json                 everything that is not a tensor
+    manifest.json              written last: what the others must be; without it the folder is no checkpoint
+checkpoint/.tmp-NAME-NONCE/    being written, or left over from a crash
+checkpoint/.aside-NAME-NONCE/  was in the way of a save: kept for its owner to look at, never read
 """
 
 import hashlib

@@ -13,7 +13,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 BACKENDS = ("auto", "sdpa", "flex")
 
-compiled_flex_attention = torch.compile(flex_attention)  # eager flex attention holds all scores in memory
+# In eager, flex attention writes all scores down and its mask all pairs of positions.
+compiled_flex_attention = torch.compile(flex_attention)
+compiled_create_block_mask = torch.compile(create_block_mask)
 
 
 class Rotary(nn.Module):
@@ -99,7 +101,8 @@ class AttentionKernel(nn.Module):
             def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
                 return (q >= k) & (document_ids[b, q] == document_ids[b, k])
 
-            return create_block_mask(visible, batch, None, length, length, device=document_ids.device)
+            create = compiled_create_block_mask if document_ids.is_cuda else create_block_mask
+            return create(visible, batch, None, length, length, device=document_ids.device)
         same_document = document_ids[:, :, None] == document_ids[:, None, :]
         return same_document.tril()[:, None]  # [B, 1, S, S], True = may look
 
@@ -114,9 +117,7 @@ class AttentionKernel(nn.Module):
             return self._in_float32(q, k, v, mask)
         return self._sdpa(q, k, v, mask)
 
-    def _sdpa(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         grouped = k.shape[1] != q.shape[1]
         # On CUDA only the flash kernel is sure to take grouped heads, and it takes neither masks nor float32; rather
         # than fall to the kernel that writes all scores down, repeat the heads. CPU's kernel takes them in any case.
@@ -125,9 +126,7 @@ class AttentionKernel(nn.Module):
             grouped = False
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
 
-    def _in_float32(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _in_float32(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         # The CPU kernel's bfloat16 backward is slow for narrow heads: at head_dim 16, 33.7 ms a call against 12.9 in
         # float32, half of a small model's step (torch 2.13, 2 cores). From 64 on, bfloat16 is the faster one.
         with torch.autocast("cpu", enabled=False):

@@ -50,7 +50,7 @@ class Tokenizer(ABC):
 
 
 def read_content(path: Path) -> bytes:
-    """The bytes of a tokenizer file; TokenizerError if there is no file, or an empty, unreadable or far too large one."""
+    """The bytes of a tokenizer file; TokenizerError if it is missing, unreadable, empty or far too large."""
     try:
         size = path.stat().st_size
         if size > MAX_BYTES:

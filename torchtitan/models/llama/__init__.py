@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the rotary frequencies, so that a model trained on `original_max_seq_len` reads further.
+    """Llama 3.1's stretching of rotary wavelengths: a model trained on `original_max_seq_len` tokens reads further.
 
     Wavelengths above original_max_seq_len / low_freq_factor become `factor` times longer, those below
     original_max_seq_len / high_freq_factor stay, and those between are blended.
@@ -80,9 +80,7 @@ LLAMA2 = {
     "debugmodel": LlamaArgs(dim=256, n_layers=6, n_heads=16, vocab_size=2048),
     "7B": LlamaArgs(dim=4096, n_layers=32, n_heads=32),
     "13B": LlamaArgs(dim=5120, n_layers=40, n_heads=40),
-    "70B": LlamaArgs(
-        dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096
-    ),
+    "70B": LlamaArgs(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096),
 }
 
 

@@ -1,0 +1,336 @@
+"""Saving and resuming on several ranks, on fewer and on more, and what one rank's misfortune does to the others."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+
+from tests.checkpoint_job import Job, TinyModel, rank, saved_steps, tensor_hash
+from tests.pool import RankFailed, run_ranks
+from torchtitan.checkpoint import CheckpointError, folders, layout, load_model_for_inference, saving, storage, tensors
+from torchtitan.checkpoint.agreement import Peers
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def train(folder: Path, kind: str, steps: int, options: dict) -> tuple[list[float], dict[str, str]]:
+    job = Job(folder, kind, **options)
+    job.checkpointer.load()
+    job.train(steps)
+    job.checkpointer.finish()
+    return job.losses, job.digest()
+
+
+def load(folder: Path, kind: str) -> tuple[int, dict[str, str], int]:
+    job = Job(folder, kind)
+    step = job.checkpointer.load()
+    return step, job.digest(), len(job.resumed_with[1])
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize(("kind", "world"), [("fsdp", 1), ("fsdp", 2), ("ddp", 2), ("hsdp", 4)])
+def test_a_resumed_run_is_bit_equal(tmp_path, kind, world, mode):
+    options = {"interval": 3, "async_mode": mode}
+    straight = run_ranks(world, train, tmp_path / "straight", kind, 6, {"interval": 100})
+    run_ranks(world, train, tmp_path / "run", kind, 4, options)
+    resumed = run_ranks(world, train, tmp_path / "run", kind, 3, options)
+    assert [losses for losses, _ in resumed] == [losses[3:] for losses, _ in straight]
+    assert [digest for _, digest in resumed] == [digest for _, digest in straight]
+    assert saved_steps(tmp_path / "run") == ["step-00000003", "step-00000006"]
+
+
+def test_a_checkpoint_loads_bit_equal_on_any_number_of_ranks_and_kind_of_sharding(tmp_path):
+    (_, expected), (_, same) = run_ranks(2, train, tmp_path, "fsdp", 2, {})
+    assert expected == same
+    for world, kind in [(1, "plain"), (1, "fsdp"), (2, "ddp"), (4, "fsdp"), (4, "hsdp")]:
+        assert run_ranks(world, load, tmp_path, kind) == [(2, expected, 2)] * world, (world, kind)
+
+
+def test_four_ranks_saved_one_and_two_resumed(tmp_path):
+    ((_, expected), *_) = run_ranks(4, train, tmp_path, "hsdp", 2, {"async_mode": "async"})
+    assert run_ranks(1, load, tmp_path, "plain") == [(2, expected, 4)]
+    assert run_ranks(2, load, tmp_path, "fsdp") == [(2, expected, 4)] * 2
+
+
+def names_of_torch(folder: Path, kind: str) -> None:
+    job = Job(folder, kind)
+    job.train(1)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    theirs = get_model_state_dict(job.model)
+    theirs.pop("output.weight")
+    theirs = {f"model.{name}": value for name, value in theirs.items()}
+    flat = get_optimizer_state_dict(job.model, job.optimizers, options=options)
+    theirs |= {f"optimizer.{name}": value for name, value in flat.items() if name.startswith("state.")}
+    ours = tensors.model_tensors([job.model]) | tensors.optimizer_state([job.model], job.optimizers)[0]
+    assert {n: tensor_hash(t) for n, t in ours.items()} == {n: tensor_hash(t) for n, t in theirs.items()}
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_names_are_those_of_torch(tmp_path, kind):
+    run_ranks(2, names_of_torch, tmp_path, kind)
+
+
+def export_and_infer(folder: Path) -> dict[str, str]:
+    job = Job(folder / "run", "fsdp")
+    job.train(2)
+    assert job.checkpointer.export_model(folder / "export", torch.bfloat16, job.step)
+    model = TinyModel()
+    assert load_model_for_inference(folder / "export", model) == 2
+    wanted = {name: value for name, value in job.digest().items() if "/" not in name}
+    exact = TinyModel()
+    load_model_for_inference(folder / "run", exact)
+    assert {name: tensor_hash(value.detach()) for name, value in exact.named_parameters()} == wanted
+    return {name: tensor_hash(value) for name, value in model.state_dict().items()}
+
+
+def infer(folder: Path) -> dict[str, str]:
+    model = TinyModel()
+    load_model_for_inference(folder / "export", model)
+    return {name: tensor_hash(value) for name, value in model.state_dict().items()}
+
+
+def test_an_export_of_two_ranks_is_read_by_one(tmp_path):
+    one, two = run_ranks(2, export_and_infer, tmp_path)
+    assert one == two == infer(tmp_path)
+
+
+# One clock, one decision
+
+
+def saves_by_seconds(folder: Path) -> list[int]:
+    """Rank 0's clock alone decides; the other's is a day ahead."""
+    now = [0.0 if rank() == 0 else 86400.0]
+    done = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now[0])
+        job = Job(folder, "fsdp", interval=10, interval_type="seconds")
+        for step in range(1, 7):
+            now[0] += 4 if rank() == 0 else 1000
+            if job.checkpointer.maybe_save(step):
+                done.append(step)
+    return done
+
+
+def test_the_clock_of_rank_0_decides(tmp_path):
+    assert run_ranks(2, saves_by_seconds, tmp_path) == [[3, 6], [3, 6]]
+
+
+# A failure on one rank is a failure on all, and leaves the older checkpoint
+
+
+def fail_on(failing_rank: int, module, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(module, name)
+
+    def failing(*args, **kwargs):
+        if rank() == failing_rank:
+            raise OSError(28, "No space left on device")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, failing)
+
+
+POINTS = [
+    (1, tensors, "model_tensors"),
+    (0, folders, "create_temporary"),
+    (1, storage, "write_tensors"),
+    (0, storage, "write_tensors"),
+    (1, layout, "sha256_of"),
+    (0, folders, "write_file"),
+    (0, folders, "publish"),
+]
+
+
+def failing_save(folder: Path, mode: str, number: int) -> tuple[list[str], int | None, bool]:
+    failing_rank, module, name = POINTS[number]
+    job = Job(folder, "fsdp", async_mode=mode)
+    job.train(2)
+    job.checkpointer.finish()
+    wanted = job.digest()
+    job.train(1)
+    raised = ""
+    with pytest.MonkeyPatch.context() as patch:
+        fail_on(failing_rank, module, name, patch)
+        try:
+            job.train(1)
+            job.checkpointer.finish()
+        except CheckpointError as error:
+            raised = str(error)
+    assert f"rank {failing_rank}: OSError: [Errno 28] No space left" in raised, raised
+    dist.barrier()
+    left = saved_steps(folder)
+    dist.barrier()
+    again = Job(folder, "fsdp")
+    step = again.checkpointer.load()
+    same = again.digest() == wanted
+    job.train(2)  # there is space again
+    job.checkpointer.finish()
+    dist.barrier()
+    assert saved_steps(folder) == ["step-00000002", "step-00000006"]
+    return left, step, same
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("number", range(len(POINTS)))
+def test_a_failing_rank_fails_the_save_on_all_and_the_next_one_works(tmp_path, mode, number):
+    assert run_ranks(2, failing_save, tmp_path, mode, number) == [(["step-00000002"], 2, True)] * 2
+
+
+def failure_is_seen_at_one_step(folder: Path) -> int:
+    """The ranks' threads end at different times; the error must still come at the same step."""
+    job = Job(folder, "fsdp", async_mode="async", interval=2)
+    with pytest.MonkeyPatch.context() as patch:
+        fail_on(1, storage, "write_tensors", patch)
+        job.train(2)
+        if rank() == 0:
+            job.checkpointer.running.join()
+        try:
+            job.checkpointer.interval = 10**6
+            while True:
+                job.train(1)
+        except CheckpointError:
+            return job.step
+
+
+def test_a_failure_in_the_background_is_raised_on_all_ranks_at_the_same_step(tmp_path):
+    first, second = run_ranks(2, failure_is_seen_at_one_step, tmp_path)
+    assert first == second
+
+
+def damage_seen_by_one_rank(folder: Path) -> tuple[int, str]:
+    job = Job(folder, "fsdp", interval=1)
+    job.train(2)
+    dist.barrier()
+    if rank() == 0:
+        shard = folder / "step-00000002" / "__1_0.distcp"
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+    dist.barrier()
+    step = Job(folder, "fsdp").checkpointer.load()
+    try:
+        Job(folder, "fsdp", load_step=2).checkpointer.load()
+    except CheckpointError as error:
+        return step, str(error)
+    raise AssertionError("a damaged shard was loaded")
+
+
+def test_all_ranks_fall_back_together(tmp_path):
+    answers = run_ranks(2, damage_seen_by_one_rank, tmp_path)
+    assert [step for step, _ in answers] == [1, 1]
+    assert all("damaged: __1_0.distcp" in text for _, text in answers)
+
+
+def inference_of_nothing(folder: Path) -> str:
+    with pytest.raises(layout.NothingLoadable) as caught:
+        load_model_for_inference(folder, TinyModel())
+    return str(caught.value)
+
+
+def test_nothing_to_load_is_told_on_all_ranks(tmp_path):
+    answers = run_ranks(2, inference_of_nothing, tmp_path / "absent")
+    assert all("no such folder" in text for text in answers)
+
+
+def another_disk(folder: Path) -> str:
+    """Rank 1 writes to a place that rank 0 does not see, as without a shared file system."""
+    job = Job(folder, "fsdp")
+    job.train(1)
+    original = saving._write
+
+    def hide(snapshot, temporary, peers):
+        share = original(snapshot, temporary, peers)
+        if rank() == 1:
+            (temporary / "__1_0.distcp").unlink()
+        return share
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "_write", hide)
+        with pytest.raises(CheckpointError) as caught:
+            job.train(1)
+    return str(caught.value)
+
+
+def test_a_folder_that_the_hosts_do_not_share_is_named(tmp_path):
+    assert all("a folder that all hosts share" in text for text in run_ranks(2, another_disk, tmp_path))
+
+
+def agreeing() -> list:
+    peers = Peers()
+    texts = []
+    for failing in ([1], [0, 1]):
+        try:
+            peers.agree("testing", lambda failing=failing: 1 / 0 if rank() in failing else 5)
+        except CheckpointError as error:
+            texts.append(str(error))
+
+    def refuse():
+        raise layout.NothingLoadable("the same everywhere")
+
+    with pytest.raises(layout.NothingLoadable, match="^the same everywhere$"):
+        peers.agree("testing", refuse)
+    return [*texts, peers.agree("testing", rank), peers.maximum(rank(), -rank())]
+
+
+def test_agreement_tells_who_failed():
+    expected = [
+        "testing failed on rank 1: ZeroDivisionError: division by zero",
+        "testing failed on rank 0, 1: ZeroDivisionError: division by zero",
+        [0, 1],
+        [1, 0],
+    ]
+    assert run_ranks(2, agreeing) == [expected, expected]
+
+
+# Killed between any two steps of a save
+
+KILLS = [
+    (0, folders, "create_temporary"),
+    (1, storage, "write_tensors"),
+    (0, storage, "write_tensors"),
+    (1, layout, "sha256_of"),
+    (0, saving, "_commit"),
+    (0, folders, "write_file"),
+    (0, layout, "manifest_text"),
+    (0, folders, "publish"),
+    (0, folders, "retain"),
+]
+
+
+def killed_save(folder: Path, mode: str, number: int, after: bool) -> None:
+    failing_rank, module, name = KILLS[number]
+    job = Job(folder, "fsdp", async_mode=mode)
+    job.train(2)
+    job.checkpointer.finish()
+    original = getattr(module, name)
+
+    def dying(*args, **kwargs):
+        if rank() == failing_rank:
+            if after:
+                original(*args, **kwargs)
+            os._exit(9)
+        return original(*args, **kwargs)
+
+    setattr(module, name, dying)
+    job.train(2)
+    job.checkpointer.finish()
+
+
+@pytest.mark.parametrize("number", range(len(KILLS)))
+def test_a_rank_killed_within_a_save_leaves_a_whole_checkpoint(tmp_path, number):
+    """Alternates inline and background, before and after the point, over the points."""
+    mode, after = ("disabled", "async")[number % 2], number % 3 == 0
+    reference = run_ranks(2, train, tmp_path / "reference", "fsdp", 2, {})[0][1]
+    with pytest.raises(RankFailed, match="exit code 9"):
+        run_ranks(2, killed_save, tmp_path / "run", mode, number, after)
+    published = KILLS[number][2] == "retain" or (KILLS[number][2] == "publish" and after)
+    step, digest, _ = run_ranks(1, load, tmp_path / "run", "plain")[0]
+    assert step == (4 if published else 2)
+    assert published or digest == reference
+    losses, _ = run_ranks(2, train, tmp_path / "run", "fsdp", 6 - step, {})[0]
+    assert len(losses) == 6 - step
+    assert [name for name in saved_steps(tmp_path / "run") if name.startswith(".")] == []
+    assert saved_steps(tmp_path / "run")[-1] == "step-00000006"

@@ -1,0 +1,147 @@
+"""The command `torchtitan`: what it dispatches to, and that no user's mistake ends in a traceback."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from torchtitan import cli
+from torchtitan.config_manager import ConfigError
+from torchtitan.options import Fault
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def torchtitan(*argv: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, as a user starts it."""
+    return subprocess.run(
+        [sys.executable, "-m", "torchtitan", *argv],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Makes `torchtitan check` run a function instead."""
+
+    def install(main):
+        monkeypatch.setattr(cli.importlib, "import_module", lambda name: SimpleNamespace(main=main))
+
+    return install
+
+
+def test_every_command_is_a_module_with_the_same_name():
+    assert [name for name in cli.COMMANDS if find_spec(f"torchtitan.{name}") is None] == []
+
+
+def test_usage(capsys):
+    assert cli.main([]) == 2
+    assert cli.main(["--help"]) == cli.main(["-h"]) == 0
+    out = capsys.readouterr().out
+    assert out == (cli.USAGE + "\n") * 3 and all(f"  {name} " in out for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("trian", "did you mean train?"),
+        ("xyz", "there are train, check, preview, prepare, generate"),
+        ("--job.config_file", "there are train, check, preview, prepare, generate"),
+    ],
+)
+def test_unknown_commands(name, hint, capsys):
+    assert cli.main([name]) == 2
+    assert capsys.readouterr().err == f"torchtitan: no command {name!r}; {hint}\n"
+
+
+def test_arguments_and_exit_codes_pass_through(command, monkeypatch):
+    seen = []
+    command(lambda argv: seen.append(argv) or 3)
+    assert cli.main(["check", "a b", "--x"]) == 3
+    monkeypatch.setattr(sys, "argv", ["torchtitan", "check", "c"])
+    assert cli.main() == 3
+    assert seen == [["a b", "--x"], ["c"]]
+
+
+def test_ctrl_c(command):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    command(interrupted)
+    assert cli.main(["check"]) == 130
+
+
+def test_a_users_mistake_is_a_line_and_not_a_traceback(command, capsys, monkeypatch):
+    def mistaken(argv):
+        raise ConfigError([Fault("job.toml", "a.b", "1", "2", "")])
+
+    command(mistaken)
+    assert cli.main(["check"]) == 2
+    assert capsys.readouterr().err == (
+        "job.toml: a.b: given 1; allowed: 2\n(TORCHTITAN_TRACEBACK=1 shows where this was raised)\n"
+    )
+    monkeypatch.setenv("TORCHTITAN_TRACEBACK", "1")
+    assert cli.main(["check"]) == 2
+    assert capsys.readouterr().err.startswith("Traceback (most recent call last)")
+
+
+def test_our_own_mistake_is_a_traceback(command):
+    def broken(argv):
+        raise TypeError("ours")
+
+    command(broken)
+    with pytest.raises(TypeError):
+        cli.main(["check"])
+
+
+@pytest.mark.parametrize("name", ["train", "check"])
+def test_a_bad_job_ends_with_2_and_one_line_a_fault_and_leaves_nothing(name, tmp_path):
+    job = tmp_path / "job.toml"
+    job.write_text('[job]\ndump_folder = "out"\n[training]\nstep = 1\nseq_len = 0\n[modl]\n')
+    files = ["--job.config_file", str(job)] if name == "train" else [str(job)]
+    done = torchtitan(name, *files, "--optimizer.lr", "nan", folder=tmp_path, PYTHONPROFILEIMPORTTIME="1")
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert done.returncode == 2 and done.stdout == ""
+    assert "pydantic" in imported and "torch" not in imported
+    assert [line.split(": given")[0] for line in said[:4]] == [
+        f"{job}: training.step",
+        f"{job}: modl",
+        f"{job}: training.seq_len",
+        "command line: optimizer.lr",
+    ]
+    assert len(said) == 5 and said[4].startswith("4 faults")
+    assert list(tmp_path.iterdir()) == [job]
+
+
+def test_a_job_that_cannot_work_leaves_nothing(tmp_path):
+    tokenizer = REPOSITORY / "tests/assets/tokenizer/tiktoken.model"
+    words = [f"--model.tokenizer_path={tokenizer}", "--parallelism.data_parallel_shard_degree=3"]
+    done = torchtitan("train", *words, folder=tmp_path)
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    assert "start 3 ranks" in done.stderr and list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [sys.executable, "-m", "torchtitan", "check", "--help-config"]
+    done = subprocess.run(words, cwd=REPOSITORY, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_lone_surrogates_and_control_characters_in_arguments_are_printed_safely(tmp_path):
+    odd = os.fsdecode(b"\xff\x1b[2J")
+    done = torchtitan("check", "--job.description", odd, odd, folder=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "\x1b" not in done.stderr and "2 faults" in done.stderr
+    done = torchtitan(odd, folder=tmp_path)
+    assert done.returncode == 2 and "\x1b" not in done.stderr

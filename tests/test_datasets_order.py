@@ -1,0 +1,195 @@
+"""The order of documents: permutations, lanes, and readers that start anywhere."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from torchtitan.datasets.lanes import BLOCK, EMPTY_EPOCHS, MAX_LANES, IndexedLanes, Place, StreamLanes
+from torchtitan.datasets.shuffle import key, permute
+from torchtitan.datasets.sources import DataError, Document, Indexed, Part, Stream
+
+# Permutations
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 16, 17, 100, 1023, 1024, 1025, 5000])
+def test_a_permutation_is_one(length):
+    shuffled = permute(np.arange(length), length, key(7, length))
+    assert sorted(shuffled.tolist()) == list(range(length))
+    # Any element can be had alone.
+    for i in range(0, length, max(1, length // 7)):
+        assert permute(np.array([i]), length, key(7, length))[0] == shuffled[i]
+
+
+def test_permutations_differ_by_key_and_look_random():
+    n = 4096
+    orders = [permute(np.arange(n), n, key(0, epoch)) for epoch in range(8)]
+    for a in range(8):
+        # Fixed points of a random permutation: 1 in the mean. Neighbours are no nearer than by chance.
+        assert (orders[a] == np.arange(n)).sum() <= 6
+        assert abs(np.abs(np.diff(orders[a])).mean() - n / 3) < n / 20
+        for b in range(a):
+            assert (orders[a] == orders[b]).sum() <= 8
+    # Where the first element goes is even over the range.
+    first = [int(permute(np.array([0]), 10, key(seed))[0]) for seed in range(1000)]
+    assert all(60 <= first.count(i) <= 145 for i in range(10))
+
+
+def test_permutations_are_the_same_everywhere():
+    """A change of the function would change the order of every job that resumes."""
+    assert permute(np.arange(10), 10, key(0, 0)).tolist() == [0, 1, 2, 9, 8, 3, 4, 7, 6, 5]
+    assert permute(np.array([0, 10**12]), 10**13, key(1, 2)).tolist() == [2832368748832, 4481810820455]
+
+
+# Sources made of numbers: document i has the text "i"
+
+
+class Numbers(Part):
+    def __init__(self, first, count, bad=(), size=1):
+        self.first, self.count, self.bad, self.size = first, count, bad, size
+        self.read_from = []
+
+    def __len__(self):
+        return self.count
+
+    def item(self, i):
+        number = self.first + i
+        return DataError(f"{number} is bad") if number in self.bad else Document(str(number), "")
+
+    def get(self, i):
+        item = self.item(i)
+        if isinstance(item, DataError):
+            raise item
+        return item
+
+    def probe(self):
+        pass
+
+    def read(self, start):
+        self.read_from.append(start)
+        return (self.item(i) for i in range(start, self.count))
+
+
+def indexed(count, **options):
+    return Indexed("numbers", {}, [Numbers(0, count // 2, **options), Numbers(count // 2, count - count // 2, **options)])
+
+
+def stream(*counts):
+    firsts = np.cumsum([0, *counts])
+    return Stream("numbers", {}, [Numbers(int(first), count, size=count) for first, count in zip(firsts, counts)])
+
+
+def take(reader, lane, count):
+    return [int(reader.next(lane)[1].text) for _ in range(count)]
+
+
+@pytest.mark.parametrize("documents, lanes", [(1, 1), (15, 1), (16, 2), (100, 8), (511, 32), (512, 64), (10**6, 64)])
+def test_number_of_lanes(documents, lanes):
+    assert IndexedLanes(indexed(documents), 0, True).count == lanes
+    assert StreamLanes(stream(documents), 0, True, True).count == lanes
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda s: IndexedLanes(indexed(67), 3, s),
+        lambda s: StreamLanes(stream(20, 0, 30, 17), 3, s, True),
+        lambda s: StreamLanes(stream(*[3] * 40), 3, s, True),
+        lambda s: StreamLanes(stream(BLOCK + 100, 2 * BLOCK, 5), 3, s, True),
+        lambda s: StreamLanes(stream(*[10] * 2 * MAX_LANES), 3, s, True),
+    ],
+)
+def test_every_epoch_has_every_document_once(build, shuffle):
+    lanes = build(shuffle)
+    first_epoch = [(lane, int(item.text)) for lane, item in lanes.first_epoch()]
+    total = len(first_epoch)
+    assert sorted(n for _, n in first_epoch) == list(range(total))
+    reader = lanes.reader({lane: Place() for lane in range(lanes.count)})
+    by_lane = {lane: [] for lane in range(lanes.count)}
+    epochs: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for lane in by_lane:
+        while True:
+            place, item = reader.next(lane)
+            if place.epoch > 2:
+                break
+            by_lane[lane].append((place, int(item.text)))
+            epochs[place.epoch].append(int(item.text))
+    for numbers in epochs.values():
+        assert sorted(numbers) == list(range(total))
+    for lane, items in by_lane.items():
+        assert [n for place, n in items if place.epoch == 0] == [n for own, n in first_epoch if own == lane]
+        assert [place for place, _ in items] == sorted(place for place, _ in items)
+    if shuffle:
+        assert epochs[0] != epochs[1] != epochs[2]
+
+    # A reader of some of the lanes, beginning anywhere, gives the same.
+    for skip in (0, 1, 5):
+        some = {lane: items[min(skip * (lane + 1), len(items) - 1) :] for lane, items in by_lane.items() if lane % 3 == 0}
+        other = build(shuffle).reader({lane: items[0][0] for lane, items in some.items()})
+        for lane in sorted(some, reverse=True):
+            assert take(other, lane, len(some[lane])) == [n for _, n in some[lane]]
+
+
+def test_lanes_of_an_indexed_source_are_dealt_in_turn():
+    reader = IndexedLanes(indexed(20), 0, False).reader({0: Place(), 1: Place()})
+    assert take(reader, 0, 12) == [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 0, 2]
+    assert take(reader, 1, 3) == [1, 3, 5]
+
+
+def test_a_stream_of_many_even_parts_gives_each_lane_its_own():
+    source = stream(*[10] * 2 * MAX_LANES)
+    lanes = StreamLanes(source, 0, True, True)
+    assert lanes.own_parts and lanes.count == MAX_LANES
+    take(lanes.reader({5: Place()}), 5, 20)
+    assert sum(bool(part.read_from) for part in source.parts) == 2  # the others were not touched
+
+
+def test_uneven_parts_are_dealt():
+    assert not StreamLanes(stream(*[10] * (MAX_LANES + 1)), 0, True, True).own_parts
+    assert not StreamLanes(stream(1000, *[10] * 2 * MAX_LANES), 0, True, True).own_parts
+    # As many even parts of another class are not comparable.
+    mixed = stream(*[10] * 2 * MAX_LANES)
+    mixed.parts[3] = type("Other", (Numbers,), {})(0, 10)
+    assert not StreamLanes(mixed, 0, True, True).own_parts
+
+
+def test_counting_and_resuming_a_stream_reads_no_more_than_needed():
+    source = stream(10 * BLOCK, 10 * BLOCK)
+    lanes = StreamLanes(source, 0, True, True)
+    assert source.parts[0].read_from == [0] and source.parts[1].read_from == []
+    place = Place(0, 1, 9 * BLOCK + 63)
+    assert lanes.reader({lanes.lane_of(place): place}).next(lanes.lane_of(place))[0] == place
+    second = lanes._parts(0, 0)[1]
+    assert source.parts[second].read_from[-1] == 9 * BLOCK
+
+
+def test_errors_keep_their_place():
+    for lanes in (
+        IndexedLanes(indexed(8, bad={3}), 0, False),
+        StreamLanes(Stream("s", {}, [Numbers(0, 8, bad={3})]), 0, False, stop=False),
+    ):
+        reader = lanes.reader({0: Place()})
+        items = [reader.next(0)[1] for _ in range(8)]
+        assert isinstance(items[3], DataError) and items[4].text == "4"
+    with pytest.raises(DataError, match="3 is bad"):
+        StreamLanes(Stream("s", {}, [Numbers(0, 8, bad={3})]), 0, False, stop=True)
+
+
+def test_a_stream_without_documents():
+    with pytest.raises(DataError, match="not one document"):
+        StreamLanes(stream(0, 0), 0, True, True)
+    # A lane that gets nothing, epoch after epoch, says so instead of waiting for ever.
+    lanes = StreamLanes(stream(*[1] * 16), 0, False, True)
+    lanes.lane_of = lambda place: 0
+    with pytest.raises(DataError, match=f"no text in {EMPTY_EPOCHS} epochs of lane 1 of 2"):
+        lanes.reader({1: Place()}).next(1)
+
+
+def test_what_waits_for_a_lane_that_is_through_is_dropped():
+    lanes = StreamLanes(stream(20), 0, False, True)
+    reader = lanes.reader({0: Place(), 1: Place()})
+    for _ in range(4):
+        take(reader, 0, 10), take(reader, 1, 10)
+    assert len(reader._streams) <= 2 and sum(map(len, reader._waiting.values())) <= 10
+    assert list(islice(reader._streams, 1))[0][1] >= 2

@@ -1,0 +1,145 @@
+"""Rotary positions and the attention kernel against formulas written out."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from torchtitan.models import layers
+from torchtitan.models.layers import AttentionKernel, Rotary, SwiGLU, rotate
+from torchtitan.models.llama import RopeScaling
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def test_rotation_is_a_complex_product_of_neighbours():
+    x = torch.randn(2, 5, 3, 8, dtype=torch.float64)
+    positions = torch.tensor([[0, 1, 2, 0, 1], [7, 8, 9, 10, 11]])
+    turned = rotate(x, Rotary(8, theta=100.0)(positions))
+    for pair in range(4):
+        angle = positions[:, :, None].double() * 100.0 ** (-2 * pair / 8)
+        expected = torch.polar(torch.ones_like(angle), angle) * torch.complex(x[..., 2 * pair], x[..., 2 * pair + 1])
+        # the angles themselves are float32: 11 radians at 2**-24
+        torch.testing.assert_close(turned[..., 2 * pair], expected.real, rtol=0, atol=5e-6)
+        torch.testing.assert_close(turned[..., 2 * pair + 1], expected.imag, rtol=0, atol=5e-6)
+
+
+def test_scores_depend_on_distance_only():
+    q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
+    rotary = Rotary(16, theta=10000.0)
+
+    def score(at_q, at_k):
+        return (rotate(q, rotary(torch.tensor([[at_q]]))) * rotate(k, rotary(torch.tensor([[at_k]])))).sum()
+
+    torch.testing.assert_close(score(3, 1), score(103, 101), rtol=0, atol=1e-4)
+    assert (score(3, 1) - score(3, 2)).abs() > 1e-3
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_stretched_frequencies_are_those_of_transformers(factor):
+    scaling = RopeScaling(factor=factor)
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=rope)
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config)
+    ours = Rotary(128, 500000.0, scaling).frequencies(torch.device("cpu"))
+    assert attention_factor == 1.0
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
+    plain = Rotary(128, 500000.0).frequencies(torch.device("cpu"))
+    assert torch.equal(ours[:8], plain[:8]) and torch.allclose(ours[-8:], plain[-8:] / factor)
+
+
+def test_rotation_keeps_the_type_and_computes_in_float32():
+    x = torch.randn(1, 300, 2, 8).bfloat16()
+    rotation = Rotary(8, 10000.0)(torch.arange(300)[None])
+    assert rotation.dtype == torch.complex64
+    turned = rotate(x, rotation)
+    assert turned.dtype == torch.bfloat16
+    torch.testing.assert_close(turned, rotate(x.double(), rotation).bfloat16(), rtol=2**-7, atol=1e-6)
+
+
+def test_compiled_rotation_is_real_arithmetic_with_the_same_result():
+    x = torch.randn(2, 6, 2, 8, requires_grad=True)
+    rotation = Rotary(8, 10000.0)(torch.arange(6)[None])
+    compiled = torch.compile(rotate, fullgraph=True, backend="aot_eager")
+    weight = torch.randn_like(x)
+    (eager_grad,) = torch.autograd.grad((rotate(x, rotation) * weight).sum(), x)
+    (compiled_grad,) = torch.autograd.grad((compiled(x, rotation) * weight).sum(), x)
+    torch.testing.assert_close(compiled(x, rotation), rotate(x, rotation), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(compiled_grad, eager_grad, rtol=1e-6, atol=1e-6)
+
+
+def test_gated_feed_forward_by_hand():
+    module = SwiGLU(4, 6).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    gate = x @ module.w1.weight.T
+    expected = (gate / (1 + torch.exp(-gate)) * (x @ module.w3.weight.T)) @ module.w2.weight.T
+    torch.testing.assert_close(module(x), expected)
+
+
+def plain_attention(q, k, v, visible):
+    """Scores written out; k and v repeated for grouped heads; visible [B, 1, S, S]."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    return scores.masked_fill(~visible, -math.inf).softmax(-1) @ v
+
+
+def heads(dtype, kv_heads=2, head_dim=16):
+    shapes = [(2, 4, 7, head_dim), (2, kv_heads, 7, head_dim), (2, kv_heads, 7, head_dim)]
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 9]])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["causal", "documents"])
+def test_kernel_equals_attention_written_out(kv_heads, documents):
+    inputs = heads(torch.float64, kv_heads)
+    visible = torch.ones(7, 7, dtype=torch.bool).tril().expand(2, 1, 7, 7)
+    if documents is not None:
+        visible = visible & (documents[:, None, :, None] == documents[:, None, None, :])
+    kernel = AttentionKernel()
+    ours, reference = kernel(*inputs, kernel.prepare(documents)), plain_attention(*inputs, visible)
+    torch.testing.assert_close(ours, reference)
+    weight = torch.randn_like(ours)
+    ours_grads, reference_grads = (torch.autograd.grad((y * weight).sum(), inputs) for y in (ours, reference))
+    torch.testing.assert_close(ours_grads, reference_grads)
+
+
+def test_flex_attention_masks_the_same(monkeypatch):
+    monkeypatch.setattr(layers, "compiled_flex_attention", flex_attention)  # compiling takes 10 s and changes no mask
+    q, k, v = (x.detach() for x in heads(torch.float32))
+    flex, sdpa = AttentionKernel("flex"), AttentionKernel("sdpa")
+    mask = flex.prepare(DOCUMENTS)
+    assert isinstance(mask, BlockMask) and isinstance(sdpa.prepare(DOCUMENTS), torch.Tensor)
+    with torch.no_grad():
+        torch.testing.assert_close(flex(q, k, v, mask), sdpa(q, k, v, sdpa.prepare(DOCUMENTS)))
+
+
+def test_without_documents_no_mask_is_made():
+    assert AttentionKernel("flex").prepare(None) is None and AttentionKernel("sdpa").prepare(None) is None
+
+
+def test_narrow_heads_in_bfloat16_are_computed_in_float32_on_a_cpu(monkeypatch):
+    seen = []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    record = lambda q, *args, **kwargs: seen.append(q.dtype) or sdpa(q, *args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(layers.F, "scaled_dot_product_attention", record)
+    kernel = AttentionKernel()
+    for head_dim, autocast in ((16, False), (16, True), (64, False)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = kernel(*heads(torch.bfloat16, head_dim=head_dim), None)
+        assert y.dtype == torch.bfloat16
+    assert seen == [torch.float32, torch.float32, torch.bfloat16]
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match="'fast'.*auto, sdpa, flex"):
+        AttentionKernel("fast")

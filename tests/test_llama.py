@@ -1,0 +1,262 @@
+"""The Llama of this project: published sizes, cutting, documents, tying, initial weights. See also test_hf."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from tests.pool import run_ranks
+from torchtitan.initialization import Constant, Normal, initialize
+from torchtitan.loss import SummedCrossEntropy
+from torchtitan.models import SIZES
+from torchtitan.models.layers import AttentionKernel
+from torchtitan.models.llama import LlamaArgs, RopeScaling
+from torchtitan.models.llama.model import Llama
+from torchtitan.models.llama.plan import PLAN
+from torchtitan.models.registry import MODELS
+from torchtitan.parallelisms.plan import ParallelPlan, match
+
+TINY = LlamaArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=64, multiple_of=16, max_seq_len=128)
+
+PUBLISHED = {  # parameters, as transformers counts them in the published checkpoints
+    ("llama2", "7B"): 6_738_415_616,
+    ("llama2", "13B"): 13_015_864_320,
+    ("llama2", "70B"): 68_976_648_192,
+    ("llama3", "8B"): 8_030_261_248,
+    ("llama3", "70B"): 70_553_706_496,
+    ("llama3", "405B"): 405_853_388_800,
+    ("llama3.1", "8B"): 8_030_261_248,
+    ("llama3.1", "70B"): 70_553_706_496,
+    ("llama3.1", "405B"): 405_853_388_800,
+    ("llama3.2", "1B"): 1_235_814_400,
+    ("llama3.2", "3B"): 3_212_749_824,
+}
+ALL = [(family, flavor) for family, flavors in SIZES.items() for flavor in flavors]
+
+
+def build(args=TINY, seed=0, dtype=torch.float32):
+    model = Llama(args)
+    initialize(model, seed, model.init_rule)
+    return model.to(dtype)
+
+
+def tokens(batch=2, length=12):
+    return torch.randint(0, TINY.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family, flavor", ALL)
+def test_parameter_counts(family, flavor):
+    args = SIZES[family][flavor]
+    with torch.device("meta"):
+        model = MODELS[family].build(args)
+    counted = sum(p.numel() for p in model.parameters())
+    assert counted == args.num_parameters == PUBLISHED.get((family, flavor), counted)
+    assert sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)) == args.num_matmul_parameters
+
+
+@pytest.mark.parametrize(
+    "family, flavor, ffn_dim, head_dim, scaling_factor",
+    [
+        ("llama2", "7B", 11008, 128, None),
+        ("llama2", "13B", 13824, 128, None),
+        ("llama2", "70B", 28672, 128, None),
+        ("llama3", "8B", 14336, 128, None),
+        ("llama3", "70B", 28672, 128, None),
+        ("llama3", "405B", 53248, 128, 8.0),
+        ("llama3.1", "8B", 14336, 128, 8.0),
+        ("llama3.2", "1B", 8192, 64, 32.0),
+        ("llama3.2", "3B", 8192, 128, 32.0),
+    ],
+)
+def test_widths_and_rotary_scaling_as_published(family, flavor, ffn_dim, head_dim, scaling_factor):
+    args = SIZES[family][flavor]
+    assert (args.ffn_dim, args.head_dim) == (ffn_dim, head_dim)
+    assert (args.rope_scaling and args.rope_scaling.factor) == scaling_factor
+    assert args.tied_embeddings == (family == "llama3.2")
+
+
+def test_sizes_are_known_without_importing_torch():
+    code = "import sys, torchtitan.models; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"n_heads": 3}, "dim = 32 with n_heads = 3"),
+        ({"n_heads": 32}, "even"),
+        ({"n_kv_heads": 3}, "n_kv_heads = 3 with n_heads = 4.*divide"),
+        ({"n_kv_heads": 0}, "n_kv_heads = 0"),
+        ({"n_layers": 0}, "n_layers = 0.*at least 1"),
+    ],
+)
+def test_impossible_sizes_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, **change)
+
+
+def test_a_later_token_changes_nothing_before_it():
+    model, x = build(dtype=torch.float64), tokens()
+    changed = x.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % TINY.vocab_size
+    before, after = model(x), model(changed)
+    assert torch.equal(before[:, :7], after[:, :7]) and not torch.allclose(before[:, 7:], after[:, 7:])
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_packed_documents_are_computed_as_if_alone(backend):
+    model = build(dtype=torch.float64)
+    model.set_attention_backend(backend)
+    x, lengths = tokens(1), [5, 3, 4]
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = model(x, positions=positions, document_ids=ids)
+    alone = torch.cat([model(part) for part in x.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone)
+    assert not torch.allclose(packed, model(x))
+
+
+def test_positions_default_to_counting_from_zero():
+    model, x = build(), tokens()
+    assert torch.equal(model(x), model(x, positions=torch.arange(12).expand(2, 12)))
+    shuffled = torch.arange(12).flip(0).expand(2, 12)
+    assert not torch.allclose(model(x), model(x, positions=shuffled))
+
+
+def test_a_cut_model_computes_the_same():
+    whole, first, last = build(), build(), build()
+    first.norm = first.output = last.tok_embeddings = None
+    del first.layers["1"], last.layers["0"]
+    assert set(first.state_dict()) | set(last.state_dict()) == set(whole.state_dict())
+    x = tokens()
+    hidden = first(x)
+    assert hidden.shape == (2, 12, TINY.dim)
+    assert torch.equal(last(hidden), whole(x))
+
+
+def test_labels_give_the_attached_loss():
+    model, x = build(), tokens()
+    with pytest.raises(AssertionError, match="labels need a loss"):
+        model(x, labels=x)
+    model.loss = SummedCrossEntropy(1)
+    expected = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten(), reduction="sum")
+    torch.testing.assert_close(model(x, labels=x), expected)
+    assert set(model.state_dict()) == set(build().state_dict())
+
+
+def test_a_kernel_can_be_swapped_for_all_blocks():
+    class Nothing(AttentionKernel):
+        def forward(self, q, k, v, mask):
+            return torch.zeros_like(q)
+
+    model, x = build(), tokens()
+    model.set_attention_kernel(Nothing())
+    alike = model(torch.full_like(x, 5))
+    assert torch.equal(alike[0, 0], alike[1, 11]), "without attention a token sees only itself"
+
+
+TIED = dataclasses.replace(TINY, tied_embeddings=True)
+
+
+def test_tied_weights_stay_one_through_the_meta_device_and_casts():
+    with torch.device("meta"):
+        model = Llama(TIED)
+    model.to_empty(device="cpu").to(torch.float64)
+    assert model.output.weight is model.tok_embeddings.weight
+    initialize(model, 0, model.init_rule)
+    model(tokens()).square().mean().backward()
+    used_as_head = model.output.weight.grad[torch.arange(64)[~torch.isin(torch.arange(64), tokens())]]
+    assert used_as_head.any(), "rows of tokens that do not occur get their gradient through the head"
+
+
+def test_initial_weights_follow_the_recipe():
+    model = build(LlamaArgs(dim=256, n_layers=2, n_heads=4, vocab_size=512))
+    w = dict(model.named_parameters())
+    expected = {
+        "tok_embeddings.weight": 1.0,
+        "output.weight": 256**-0.5,
+        "layers.0.attention.wq.weight": 0.02,
+        "layers.1.attention.wv.weight": 0.02,
+        "layers.1.feed_forward.w1.weight": 0.02,
+        "layers.0.attention.wo.weight": 0.02 / 2**0.5,
+        "layers.1.attention.wo.weight": 0.02 / 4**0.5,
+        "layers.1.feed_forward.w2.weight": 0.02 / 4**0.5,
+        "layers.1.feed_forward.w3.weight": 0.02 / 4**0.5,
+    }
+    for name, std in expected.items():
+        # cutting a normal at 3 leaves 0.9866 of its standard deviation
+        assert w[name].std().item() == pytest.approx(0.9866 * std, rel=0.02), name
+        assert w[name].abs().max() <= 3 * std
+    assert all((w[name] == 1).all() for name in w if "norm" in name)
+    assert Llama(TIED).init_rule("tok_embeddings.weight") == Normal(TIED.dim**-0.5)
+    assert model.init_rule("layers.0.ffn_norm.weight") == Constant(1.0)
+
+
+def test_a_fresh_model_knows_nothing():
+    model, x = build(dataclasses.replace(TINY, vocab_size=64)), tokens(8, 64)
+    loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.roll(-1, 1).flatten())
+    assert abs(loss.item() - 4.159 - 0.5) < 0.3  # ln 64, and half the variance of the logits, which is about 1
+
+
+def test_blocks_share_one_graph_without_breaks():
+    args = dataclasses.replace(TINY, rope_scaling=RopeScaling())
+    model, x = build(args), tokens()
+    documents = torch.arange(12).div(5, rounding_mode="floor").expand(2, 12)
+    expected = model(x, document_ids=documents)
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for block in model.layers.values():
+        block.compile(backend=count, fullgraph=True)
+    torch.testing.assert_close(model(x, document_ids=documents), expected, rtol=1e-5, atol=1e-5)
+    assert len(graphs) == 1
+    whole = torch.compile(build(args), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(whole(x, document_ids=documents), expected, rtol=1e-5, atol=1e-5)
+
+
+def angles_in_blocks():
+    model = build()
+    seen = []
+    for block in model.layers.values():
+        block.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.layers.values():
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    logits = model(tokens())
+    return logits.dtype, seen
+
+
+def test_angles_stay_exact_under_fsdp_in_bfloat16():
+    exact = build().rotary(torch.arange(12)[None])
+    for dtype, seen in run_ranks(2, angles_in_blocks):
+        assert dtype == torch.bfloat16
+        assert len(seen) == 2 and all(torch.equal(rotation, exact) for rotation in seen)
+
+
+def test_patterns_find_modules_through_wrappers():
+    model = build()
+    model.layers["1"] = checkpoint_wrapper(model.layers["1"])
+    blocks = match(model, PLAN.blocks)
+    assert [name for name, _ in blocks] == ["layers.0", "layers.1"]
+    assert blocks[1][1] is model.layers["1"]
+    assert [name for name, _ in match(model, "layers.*.attention.w[qk]")] == [
+        f"layers.{layer}.attention.{matrix}" for layer in (0, 1) for matrix in ("wq", "wk")
+    ]
+    for pattern in (PLAN.embedding, *PLAN.head):
+        assert match(model, pattern) == [(pattern, model.get_submodule(pattern))]
+
+
+def test_a_pattern_without_a_module_is_refused():
+    with pytest.raises(ValueError, match="no module of Llama is called 'blocks.*'.*layers, norm, output"):
+        match(build(), ParallelPlan(blocks="blocks.*").blocks)

@@ -1,0 +1,180 @@
+"""The chunked loss against torch's cross-entropy in one piece: values, every gradient, memory, FSDP, compile."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tests.pool import run_ranks
+from torchtitan.loss import CHUNK_BYTES, IGNORE_INDEX, SummedCrossEntropy, auto_chunks
+
+WIDTH, VOCABULARY = 8, 19
+
+
+def example(dtype=torch.float64, batch=2, length=9):
+    torch.manual_seed(0)
+    hidden = torch.randn(batch, length, WIDTH, dtype=dtype, requires_grad=True)
+    head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=dtype)
+    labels = torch.randint(0, VOCABULARY, (batch, length))
+    labels[0, 3:5] = IGNORE_INDEX
+    return hidden, head, labels
+
+
+def reference(hidden, head, labels):
+    logits = (hidden @ head.weight.T).flatten(0, 1)
+    keep = labels.flatten() != IGNORE_INDEX
+    return F.cross_entropy(logits[keep].double(), labels.flatten()[keep], reduction="none").sum()
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 5, 18, 50])
+def test_values_and_gradients_do_not_depend_on_the_number_of_pieces(num_chunks):
+    hidden, head, labels = example()
+    loss = SummedCrossEntropy(num_chunks)(hidden, head, labels)
+    expected = reference(hidden, head, labels)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    ours, theirs = (torch.autograd.grad(y / 7, (hidden, head.weight)) for y in (loss, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+    with torch.no_grad():
+        torch.testing.assert_close(SummedCrossEntropy(num_chunks)(hidden, head, labels), expected, rtol=1e-12, atol=0)
+
+
+def test_gradients_by_finite_differences():
+    hidden, head, labels = example(length=4)
+    loss = SummedCrossEntropy(3)
+    assert torch.autograd.gradcheck(lambda h, w: loss(h, head, labels), (hidden, head.weight))
+
+
+def test_a_frozen_head_and_a_frozen_body():
+    hidden, head, labels = example()
+    (expected,) = torch.autograd.grad(reference(hidden, head, labels), hidden)
+    head.weight.requires_grad_(False)
+    (grad,) = torch.autograd.grad(SummedCrossEntropy(3)(hidden, head, labels), hidden)
+    torch.testing.assert_close(grad, expected)
+    head.weight.requires_grad_(True)
+    SummedCrossEntropy(3)(hidden.detach(), head, labels).backward()
+    assert head.weight.grad is not None
+
+
+def test_only_ignored_labels_give_zero():
+    hidden, head, labels = example()
+    for num_chunks in (1, 3):
+        loss = SummedCrossEntropy(num_chunks)(hidden, head, torch.full_like(labels, IGNORE_INDEX))
+        loss.backward()
+        assert loss.item() == 0 and not head.weight.grad.any()
+
+
+@pytest.mark.parametrize("num_chunks", [1, 4])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_logits_give_a_float32_loss_and_keep_the_scale_of_gradients(num_chunks, autocast):
+    hidden, head, labels = example(torch.float32 if autocast else torch.bfloat16, batch=8, length=64)
+    valid = 509  # 1 / 509 rounded to bfloat16 is off by 0.2 %, which would show in the sum of all gradients
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = SummedCrossEntropy(num_chunks)(hidden, head, labels)
+    assert loss.dtype == torch.float32
+    head = copy.deepcopy(head).double()
+    exact = reference(hidden.double(), head, labels)
+    assert abs(loss.item() / exact.item() - 1) < 1e-3
+    assert loss.item() != loss.bfloat16().item()
+    (grad,) = torch.autograd.grad(loss / valid, hidden)
+    hidden64 = hidden.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(reference(hidden64, head, labels) / valid, hidden64)
+    scale = (grad.double() * expected).sum() / expected.square().sum()
+    assert abs(scale - 1) < 1e-3
+
+
+class LiveLogits(TorchDispatchMode):
+    """The largest sum of bytes of living [tokens, vocabulary] tensors: logits, their softmax, their gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self.alive = 0, WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 and tensor.shape[-1] == VOCABULARY:
+                self.alive[tensor.untyped_storage()] = tensor.untyped_storage().nbytes()
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return out
+
+
+def peak_of_logits(num_chunks):
+    hidden, head, labels = example(torch.bfloat16, batch=4, length=64)
+    with LiveLogits() as tracker:
+        SummedCrossEntropy(num_chunks)(hidden, head, labels).backward()
+    return tracker.peak
+
+
+@pytest.mark.parametrize("num_chunks", [2, 8])
+def test_logits_take_their_share_of_memory(num_chunks):
+    assert peak_of_logits(num_chunks) <= peak_of_logits(1) * (1 / num_chunks + 0.05)
+
+
+def test_chunks_are_chosen_by_the_bytes_of_float32_logits():
+    assert auto_chunks(8 * 256, 2048) == 1
+    assert auto_chunks(8192, 128256) == 8
+    assert 8192 * 128256 * 4 / auto_chunks(8192, 128256) <= CHUNK_BYTES
+    assert auto_chunks(1, 10**9) == 1  # a token is the least
+
+
+def test_no_chunks_is_refused():
+    with pytest.raises(ValueError, match="num_chunks = 0.*at least 1"):
+        SummedCrossEntropy(0)
+
+
+def test_compiled_pieces_share_one_graph():
+    hidden, head, labels = example(torch.float32, length=8)
+    (expected,) = torch.autograd.grad(SummedCrossEntropy(4)(hidden, head, labels), head.weight)
+    counter = CompileCounterWithBackend("aot_eager")
+    loss = SummedCrossEntropy(4)
+    loss.compile(backend=counter)
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(loss(hidden, head, labels), head.weight)
+        torch.testing.assert_close(grad, expected)
+    heads = sum("cross_entropy" in graph.code for graph in counter.graphs)
+    assert heads == 1, "one graph for all pieces, reused in the next step"
+
+
+class Model(nn.Module):
+    def __init__(self, head, num_chunks):
+        super().__init__()
+        self.body, self.output, self.loss = nn.Linear(WIDTH, WIDTH, bias=False), head, SummedCrossEntropy(num_chunks)
+        self.body.weight.data.copy_(torch.eye(WIDTH))
+
+    def forward(self, hidden, labels):
+        return self.loss(self.body(hidden), self.output, labels)
+
+
+def fsdp_gradients(num_chunks, compute):
+    hidden, head, labels = example(torch.float32)
+    model = Model(head, num_chunks)
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32))
+    model.set_gradient_divide_factor(1.0)
+    model.set_force_sum_reduction_for_comms(True)
+    rank = mesh.get_rank()
+    loss = model(hidden[rank : rank + 1], labels[rank : rank + 1])
+    (loss / 16).backward()
+    return loss.item(), [p.grad.full_tensor() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("compute, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_under_fsdp_gradients_are_those_of_one_device(compute, tolerance):
+    hidden, head, labels = example(torch.float32)
+    model = Model(head, 1)
+    expected = model(hidden, labels)
+    (expected / 16).backward()
+    (loss0, grads), (loss1, _) = run_ranks(2, fsdp_gradients, 3, compute)
+    assert abs((loss0 + loss1) / expected.item() - 1) < tolerance
+    for grad, parameter in zip(grads, model.parameters(), strict=True):
+        torch.testing.assert_close(
+            grad, parameter.grad, rtol=tolerance, atol=tolerance * parameter.grad.abs().max().item()
+        )

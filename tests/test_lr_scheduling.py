@@ -1,0 +1,177 @@
+"""The learning rate at every corner of its shape, on one and on many optimizers, and after a resume."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from torchtitan.lr_scheduling import build_lr_schedulers
+from torchtitan.lr_shapes import DECAYS, LRSchedule, ScheduleError, resolve_warmup
+
+PEAK = 8e-4
+
+
+def column(schedule: LRSchedule, steps: int) -> list[float]:
+    return [schedule.multiplier(s) for s in range(steps)]
+
+
+@pytest.mark.parametrize("decay_type", [*DECAYS, "constant"])
+@pytest.mark.parametrize("total, warmup", [(10, 2), (10, 0), (100, 10), (3, 2), (1, 0), (2, 1)])
+def test_corners(decay_type, total, warmup):
+    schedule = LRSchedule(total, warmup, decay_type=decay_type)
+    floor = 1.0 if decay_type == "constant" else 0.1
+    if warmup:
+        assert schedule.multiplier(0) == 1 / warmup
+        assert schedule.multiplier(warmup - 1) == 1.0
+    if warmup < total - 1:
+        after = schedule.multiplier(warmup)
+        assert after == 1.0 if decay_type == "constant" else floor < after < 1.0
+    for step in (total - 1, total, total + 5, 10 * total):
+        assert schedule.multiplier(step) == floor
+
+
+def test_linear_is_the_formula():
+    """T = 10, W = 2, m = 0.1: the case where others end at 0.2125."""
+    decay = [0.1 + 0.9 * (1 - (s + 1 - 2) / 8) for s in range(2, 10)]
+    assert column(LRSchedule(10, 2), 10) == pytest.approx([0.5, 1.0, *decay], rel=1e-15)
+    assert decay[-1] == 0.1
+
+
+@pytest.mark.parametrize(
+    "decay_type, f",
+    {
+        "sqrt": lambda p: 1 - math.sqrt(p),
+        "cosine": lambda p: (1 + math.cos(math.pi * p)) / 2,
+        "cosine_restarts": lambda p: (1 + math.cos(math.pi * math.fmod(3 * p, 1))) / 2,
+    }.items(),
+)
+def test_other_decays_are_the_formula(decay_type, f):
+    schedule = LRSchedule(22, 2, decay_type=decay_type, num_cycles=3, min_lr_factor=0.25)
+    for step in range(2, 21):
+        assert schedule.multiplier(step) == pytest.approx(0.25 + 0.75 * f((step - 1) / 20), rel=1e-15)
+
+
+def test_cosine_equals_torch():
+    parameter = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    reference = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=0.1)
+    schedule = LRSchedule(20, 0, decay_type="cosine")
+    for step in range(20):
+        optimizer.step()
+        reference.step()  # torch holds the peak for step 0 and reaches the floor one step after the last
+        assert schedule.multiplier(step) == pytest.approx(reference.get_last_lr()[0], rel=1e-12)
+
+
+def test_restarts_climb():
+    values = column(LRSchedule(40, 0, decay_type="cosine_restarts", num_cycles=2), 40)
+    assert values[18] < 0.2 < 0.9 < values[20] and values[39] == 0.1
+
+
+def test_warmup_stable_decay():
+    values = column(LRSchedule(20, 4, decay_ratio=0.25), 25)
+    assert values[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert values[4:15] == [1.0] * 11
+    assert values[15:20] == pytest.approx([0.82, 0.64, 0.46, 0.28, 0.1])
+    assert values[19:] == [0.1] * 6
+    assert column(LRSchedule(20, 4, decay_ratio=0.0), 25)[3:] == [1.0] * 22
+
+
+def test_never_outside_the_bounds():
+    for decay_type in DECAYS:
+        for total in range(1, 40):
+            values = column(LRSchedule(total, decay_type=decay_type, min_lr_factor=0.3, num_cycles=2), total + 5)
+            assert all(0 < v <= 1 for v in values) and min(values[resolve_warmup(None, total) :]) == 0.3
+
+
+@pytest.mark.parametrize("total, warmup", [(1, 0), (2, 1), (3, 2), (10, 2), (29, 2), (30, 3), (1000, 100)])
+def test_unset_warmup_is_a_tenth_and_at_least_two(total, warmup):
+    assert resolve_warmup(None, total) == warmup
+    assert LRSchedule(total).multiplier(total - 1) == 0.1
+
+
+def test_schedules_that_make_no_sense():
+    for warmup in (10, 11):
+        with pytest.raises(ScheduleError, match=f"warmup_steps = {warmup}.*less than the 10 steps.*training.steps"):
+            LRSchedule(10, warmup)
+    with pytest.raises(ScheduleError, match="decay_ratio = 0.9: 2 warmup and 9 decay steps.*10"):
+        LRSchedule(10, 2, decay_ratio=0.9)
+    with pytest.raises(ScheduleError, match="decay_type = 'exp': must be one of linear, sqrt, cosine"):
+        LRSchedule(10, decay_type="exp")
+
+
+def test_description():
+    line = "learning rate: peak 0.0008, warmup 2, linear decay 8 to floor 8e-05; total 10 steps"
+    assert LRSchedule(10).describe(PEAK) == line
+    assert "warmup 0, stable 5, cosine decay 5 to" in LRSchedule(10, 0, 0.5, "cosine").describe(PEAK)
+    assert "cosine_restarts (3 cycles) decay" in LRSchedule(10, 2, None, "cosine_restarts", 3).describe(PEAK)
+    constant = LRSchedule(10, decay_type="constant").describe(PEAK)
+    assert constant == "learning rate: peak 0.0008, warmup 2, stable 8; total 10 steps"
+
+
+def build_optimizers(lr: float = PEAK) -> list[torch.optim.Optimizer]:
+    """Two optimizers, the second with two groups at rates of their own."""
+    a, b, c = (torch.zeros(1, requires_grad=True) for _ in range(3))
+    return [torch.optim.AdamW([a], lr=lr), torch.optim.SGD([{"params": [b]}, {"params": [c], "lr": lr / 2}], lr=lr)]
+
+
+def rates(optimizers: list[torch.optim.Optimizer]) -> list[float]:
+    return [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def run(optimizers, schedulers, steps: int) -> list[float]:
+    seen = []
+    for _ in range(steps):
+        seen.append(schedulers.last_lr)
+        assert rates(optimizers) == [seen[-1], seen[-1], seen[-1] / 2]
+        for optimizer in optimizers:
+            optimizer.step()
+        schedulers.step()
+    return seen
+
+
+def test_every_group_of_every_optimizer_follows():
+    optimizers = build_optimizers()
+    schedule = LRSchedule(30)
+    seen = run(optimizers, build_lr_schedulers(optimizers, schedule), 36)  # training.steps may be beyond total_steps
+    assert seen == [PEAK * m for m in column(schedule, 36)]
+    assert seen[29] == PEAK * 0.1 and seen[35] == PEAK * 0.1
+
+
+def test_resume_continues_exactly():
+    schedule = LRSchedule(20, 3)
+    straight = build_optimizers()
+    expected = run(straight, build_lr_schedulers(straight, schedule), 20)
+
+    first = build_optimizers()
+    schedulers = build_lr_schedulers(first, schedule)
+    seen = run(first, schedulers, 8)
+    state, saved = schedulers.state_dict(), [optimizer.state_dict() for optimizer in first]
+    assert state == {"step": 8}
+
+    second = build_optimizers()
+    schedulers = build_lr_schedulers(second, schedule)
+    for optimizer, optimizer_state in zip(second, saved, strict=True):
+        optimizer.load_state_dict(optimizer_state)
+    schedulers.load_state_dict(state)
+    assert seen + run(second, schedulers, 12) == expected
+    assert schedulers.state_dict() == {"step": 20}
+
+
+def test_resume_takes_the_rate_of_the_new_job():
+    first = build_optimizers()
+    schedulers = build_lr_schedulers(first, LRSchedule(20))
+    run(first, schedulers, 8)
+    second = build_optimizers(lr=1.0)
+    resumed = build_lr_schedulers(second, LRSchedule(20, decay_type="constant"))
+    for old, new in zip(first, second, strict=True):
+        new.load_state_dict(old.state_dict())
+    resumed.load_state_dict(schedulers.state_dict())
+    assert rates(second) == [1.0, 1.0, 0.5]
+    assert run(second, resumed, 3) == [1.0, 1.0, 1.0]
+
+
+def test_shapes_import_no_torch():
+    code = "import sys, torchtitan.lr_shapes; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,207 @@
+"""The whole trainer: the plan does not change the losses, a resumed run is the uninterrupted one, faults end well."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import jobs
+from tests.pool import run_ranks
+
+PLANS = {
+    "2 ranks FSDP": (2, dict(training__local_batch_size=4)),
+    "2 ranks DDP": (
+        2,
+        dict(
+            training__local_batch_size=4,
+            parallelism__data_parallel_replicate_degree=2,
+            parallelism__data_parallel_shard_degree=1,
+        ),
+    ),
+    "4 ranks HSDP 2x2": (4, dict(training__local_batch_size=2, parallelism__data_parallel_replicate_degree=2)),
+    "accumulation": (1, dict(training__local_batch_size=2)),
+    "FSDP, accumulation": (2, dict(training__local_batch_size=2)),
+    "HSDP, accumulation": (
+        4,
+        dict(training__local_batch_size=1, parallelism__data_parallel_replicate_degree=2),
+    ),
+    "full recompute": (1, dict(activation_checkpoint__mode="full")),
+    "recompute every 2nd": (2, dict(training__local_batch_size=4, activation_checkpoint__mode="selective")),
+    "recompute by operator": (
+        1,
+        dict(activation_checkpoint__mode="selective", activation_checkpoint__selective_ac_option="op"),
+    ),
+    "compiled blocks": (
+        2,
+        dict(training__local_batch_size=4, compile__enable=True, compile__backend="aot_eager"),
+    ),
+    "loss in pieces": (1, dict(training__loss_chunks=5)),
+    "workers": (2, dict(training__local_batch_size=4, training__dataloader__num_workers=1)),
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return jobs.write_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def plain(texts, tmp_path_factory):
+    """Twenty steps on one rank: what every plan has to reproduce."""
+    argv = jobs.arguments(tmp_path_factory.mktemp("plain"), texts)
+    return run_ranks(1, jobs.train, argv)[0]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_losses_are_those_of_one_rank(plan, plain, texts, tmp_path):
+    ranks, options = PLANS[plan]
+    rows, _ = run_ranks(ranks, jobs.train, jobs.arguments(tmp_path, texts, **options))[0]
+    expected = plain[0]
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    # float32 sums in another order: 1e-7 a step, amplified by 20 updates
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=1e-5)
+    assert [row["grad_norm"] for row in rows] == pytest.approx([row["grad_norm"] for row in expected], rel=1e-4)
+    assert expected[-1]["loss"] < expected[0]["loss"] - 1
+
+
+def test_lr_column_is_the_formula(plain):
+    warmup, total, peak, floor = 2, 20, 1e-2, 0.1
+    formula = [
+        peak * min((s + 1) / warmup, floor + (1 - floor) * (1 - max(0, s + 1 - warmup) / (total - warmup)))
+        for s in range(total)
+    ]
+    assert [row["lr"] for row in plain[0]] == pytest.approx(formula, rel=1e-12)
+
+
+def saving(**options):
+    return dict(checkpoint__enable=True, checkpoint__interval=10, **options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_resumed_run_is_bit_equal(ranks, mode, texts, tmp_path):
+    options = saving(training__local_batch_size=8 // ranks, checkpoint__async_mode=mode)
+    straight = run_ranks(ranks, jobs.train, jobs.arguments(tmp_path / "a", texts, **options))[0]
+    # the schedule's length stays that of the whole run
+    first = dict(options, training__steps=10, lr_scheduler__total_steps=20)
+    run_ranks(ranks, jobs.train, jobs.arguments(tmp_path / "b", texts, **first))
+    resumed = run_ranks(ranks, jobs.train, jobs.arguments(tmp_path / "b", texts, **options))[0]
+    assert [row["step"] for row in resumed[0]] == list(range(1, 21))
+    assert [row["loss"] for row in resumed[0]] == [row["loss"] for row in straight[0]]
+    assert resumed[1] == straight[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_resume_on_another_number_of_ranks(ranks, texts, tmp_path):
+    on_two = saving(training__local_batch_size=4, training__steps=10, lr_scheduler__total_steps=20)
+    before = run_ranks(2, jobs.train, jobs.arguments(tmp_path, texts, **on_two))[0]
+    again = saving(training__local_batch_size=8 // ranks, training__steps=10, lr_scheduler__total_steps=20)
+    loaded = run_ranks(ranks, jobs.train, jobs.arguments(tmp_path, texts, **again))[0]
+    assert loaded[1] == before[1]  # nothing left to train: parameters and moments as saved
+    longer = saving(training__local_batch_size=8 // ranks)
+    resumed = run_ranks(ranks, jobs.train, jobs.arguments(tmp_path, texts, **longer))[0]
+    straight = run_ranks(1, jobs.train, jobs.arguments(tmp_path / "straight", texts))[0]
+    assert [row["loss"] for row in resumed[0]] == pytest.approx([row["loss"] for row in straight[0]], rel=1e-5)
+
+
+# The job as its user starts it
+
+
+def wait_for_step(folder: Path, step: int, process, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        if (folder / "metrics.jsonl").exists() and len(jobs.logged_steps(folder)) >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was not reached: {process.communicate()}")
+
+
+def children(pid: int) -> list[int]:
+    found = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return found + [grandchild for child in found for grandchild in children(child)]
+
+
+def test_killed_run_is_resumed_to_the_same_bits(texts, tmp_path):
+    options = saving(training__local_batch_size=4, training__steps=40, checkpoint__async_mode="async")
+    process = jobs.start(jobs.arguments(tmp_path / "killed", texts, **options), ranks=2)
+    wait_for_step(tmp_path / "killed", 13, process)
+    for pid in [*children(process.pid), process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    code, out, err = jobs.finish(jobs.start(jobs.arguments(tmp_path / "killed", texts, **options), ranks=2))
+    assert code == 0, err
+    assert "resumed from step" in out
+    straight = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "straight", texts, **options))[0]
+    rows = jobs.logged_steps(tmp_path / "killed")
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert [row["loss"] for row in rows] == [row["loss"] for row in straight[0]]
+
+
+def test_interrupt_stops_all_ranks_at_one_step_saved(texts, tmp_path):
+    argv = jobs.arguments(tmp_path, texts, **saving(training__local_batch_size=4, training__steps=100000))
+    process = jobs.start(argv, ranks=2)
+    wait_for_step(tmp_path, 3, process)
+    os.kill(process.pid, signal.SIGINT)
+    code, out, err = jobs.finish(process)
+    assert code == 130
+    assert "Traceback" not in err
+    last = jobs.logged_steps(tmp_path)[-1]["step"]
+    assert (tmp_path / "checkpoint" / f"step-{last:08d}" / "manifest.json").exists()
+
+
+def test_data_that_ends_badly_on_one_rank_stops_all(texts, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    lines = texts.read_text().splitlines()
+    bad.write_text("\n".join([*lines[:100], '{"text": "cut o', *lines[100:]]))
+    argv = jobs.arguments(tmp_path, bad, training__local_batch_size=4, training__steps=200, training__shuffle=False)
+    code, out, err = jobs.finish(jobs.start(argv, ranks=2))
+    assert code == 2
+    assert "bad.jsonl" in err and "101" in err
+    assert "Traceback" not in err
+
+
+def test_non_finite_loss_stops_with_its_own_code_and_saves_nothing(texts, tmp_path):
+    options = saving(optimizer__lr=1e30, training__max_norm=0)
+    code, out, err = jobs.finish(jobs.start(jobs.arguments(tmp_path, texts, **options)))
+    assert code == 4
+    assert "optimizer.lr" in err and "Traceback" not in err
+    assert not list((tmp_path / "checkpoint").glob("step-*"))
+
+
+def test_damaged_checkpoints_are_never_a_fresh_start(texts, tmp_path):
+    options = saving(training__steps=10)
+    run_ranks(1, jobs.train, jobs.arguments(tmp_path, texts, **options))
+    manifest = tmp_path / "checkpoint" / "step-00000010" / "manifest.json"
+    manifest.write_text(manifest.read_text()[:-20])
+    code, out, err = jobs.finish(jobs.start(jobs.arguments(tmp_path, texts, **options)))
+    assert code == 3
+    assert "step-00000010" in err and "Traceback" not in err
+
+
+def test_bad_job_is_explained_before_anything_starts(tmp_path):
+    process = jobs.start(["--training.stepz=3", "--model.flavor=9B", f"--job.dump_folder={tmp_path / 'out'}"], ranks=2)
+    code, out, err = jobs.finish(process)
+    assert code == 2
+    assert "training.stepz" in err and "9B" in err and "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_validation_is_logged(texts, tmp_path):
+    argv = jobs.arguments(
+        tmp_path,
+        texts,
+        validation__enable=True,
+        validation__dataset="text",
+        validation__dataset_path=texts,
+        validation__freq=5,
+        validation__steps=2,
+        training__steps=10,
+    )
+    run_ranks(1, jobs.train, argv)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
+    assert [step for step, _ in losses] == [5, 10]
+    assert losses[1][1] < losses[0][1]

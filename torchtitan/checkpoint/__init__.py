@@ -1,0 +1,35 @@
+"""Checkpoints: saved whole or not at all, resumed from the newest whole one, never executing what is in them.
+
+What finds and judges them needs no torch and neither does importing this package: the rest comes with its first use.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from torchtitan.checkpoint.layout import CheckpointError, NothingLoadable, Refused, newest_complete, read_state, resolve
+
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "NothingLoadable",
+    "Refused",
+    "load_model_for_inference",
+    "newest_complete",
+    "read_state",
+    "resolve",
+    "rng_state",
+    "set_rng_state",
+]
+
+_WITH_TORCH = {
+    "Checkpointer": "checkpointer",
+    "load_model_for_inference": "loading",
+    "rng_state": "random_state",
+    "set_rng_state": "random_state",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)

@@ -1,0 +1,249 @@
+"""When the trainer saves and what it resumes from. How a save is made is in saving.py, how one is read in loading.py.
+
+In the background modes the loop stands still only while this rank's tensors are copied into host buffers; everything
+else happens in one thread at a time. A failed save is raised on all ranks at the same step: while a save is under way
+each `maybe_save` exchanges a few bytes to agree on whether it has ended.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from torchtitan.checkpoint import folders, layout, saving, tensors
+from torchtitan.checkpoint.agreement import Peers, describe
+from torchtitan.checkpoint.layout import MODEL, OPTIMIZER, CheckpointError, NothingLoadable, Refused
+from torchtitan.checkpoint.loading import Source, load_tensors, open_checkpoint, resolve
+from torchtitan.checkpoint.saving import Snapshot
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Saves and resumes one job in one folder. Every rank constructs it and makes the same calls at the same steps.
+
+    `trainer_state()` gives JSON-able values that are the same on all ranks, `rank_state()` those of this rank;
+    `load_state(trainer_state, rank_states)` takes them back, the list in the order of the ranks that saved. Names in
+    `exclude_from_loading` are left out of both (top-level keys); "optimizer" leaves the optimizers' state fresh.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model_parts: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        trainer_state: Callable[[], dict[str, Any]],
+        rank_state: Callable[[], dict[str, Any]],
+        load_state: Callable[[dict[str, Any], list[dict[str, Any]]], None],
+        interval: int = 500,
+        interval_type: Literal["steps", "seconds"] = "steps",
+        keep_latest_k: int = 10,
+        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled",
+        load_step: int = -1,
+        exclude_from_loading: Sequence[str] = (),
+        enable_first_step_checkpoint: bool = False,
+        load_only: bool = False,
+    ):
+        self.folder = Path(folder).resolve()
+        self.model_parts, self.optimizers = list(model_parts), list(optimizers)
+        self.trainer_state, self.rank_state, self.load_state = trainer_state, rank_state, load_state
+        self.interval, self.interval_type = interval, interval_type
+        self.keep_latest_k = keep_latest_k
+        self.load_step = load_step
+        self.excluded = set(exclude_from_loading)
+        self.enable_first_step_checkpoint, self.load_only = enable_first_step_checkpoint, load_only
+
+        self.main_peers, self.save_peers = Peers(), Peers()
+        self.staging: tensors.Staging | None = None
+        if async_mode != "disabled":
+            pinned = async_mode == "async_with_pinned_mem" and torch.cuda.is_available()
+            self.staging = tensors.Staging(pinned)
+        self.running: threading.Thread | None = None
+        self.running_step = 0
+        self.failure: BaseException | None = None
+        self.loaded_from: Path | None = None
+        self.saved_step: int | None = None
+        self.rewound_to: int | None = None
+        self.last_save_time = time.monotonic()
+
+    # Saving
+
+    def maybe_save(self, step: int, last: bool = False) -> bool:
+        """Save if it is time to, and always after the last step. Whether a save was made or begun.
+
+        Raises `CheckpointError`, on all ranks, if this save or an earlier one in the background failed.
+        """
+        if self.load_only:
+            return False
+        if not self._due(step, last) or step == self.saved_step:
+            if self.staging is not None and self.staging.fresh:
+                self.staging.prepare(self._tensors()[0])
+            return False
+        self._wait()
+        target = self.folder / layout.step_name(step)
+        snapshot = self._snapshot(step)
+        self.saved_step, self.last_save_time = step, time.monotonic()
+        rewound_to, self.rewound_to = self.rewound_to, None
+        if self.staging is None:
+            return self._save(snapshot, target, rewound_to)
+        self.running_step = step
+        self.running = threading.Thread(
+            target=self._save_in_background, args=(snapshot, target, rewound_to), name="checkpoint"
+        )
+        self.running.start()
+        return True
+
+    def finish(self) -> None:
+        """Wait for the save under way. Raises `CheckpointError` on all ranks if it failed on any."""
+        self._wait()
+
+    def export_model(self, path: Path, dtype: torch.dtype, step: int) -> bool:
+        """Write the weights alone, floating-point ones as `dtype`: a folder for `initial_load` and for inference.
+
+        False if it is there already, of the same step. Waits for the save under way.
+        """
+        self._wait()
+        weights = {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in tensors.model_tensors(self.model_parts).items()
+        }
+        snapshot = Snapshot("model", step, weights, trainer=self.trainer_state())
+        return saving.save(snapshot, Path(path).resolve(), None, self.save_peers)
+
+    def _due(self, step: int, last: bool) -> bool:
+        """The same on all ranks; on the way, notice the end of a save in the background."""
+        due = last or (step == 1 and self.enable_first_step_checkpoint)
+        if self.interval_type == "steps":
+            due = due or step % self.interval == 0
+        elif self.main_peers.is_main:  # one clock decides, and no wall clock
+            due = due or time.monotonic() - self.last_save_time >= self.interval
+        if self.running is None and self.interval_type == "steps":
+            return due
+        unfinished = self.running is not None and self.running.is_alive()
+        somebody_due, somebody_unfinished = self.main_peers.maximum(due, unfinished)
+        if not somebody_unfinished:
+            self._wait()
+        return bool(somebody_due)
+
+    def _wait(self) -> None:
+        """Join the save under way; if it failed anywhere, fail everywhere."""
+        if self.running is None:
+            return
+        self.running.join()
+        self.running = None
+        failure, self.failure = self.failure, None
+        (failed,) = self.main_peers.maximum(failure is not None)
+        if failed:
+            reason = describe(failure) if failure else "it failed on another rank"
+            raise CheckpointError(f"the checkpoint of step {self.running_step} was not saved: {reason}") from failure
+
+    def _snapshot(self, step: int) -> Snapshot:
+        """This rank's share, as of now. An error becomes part of it, since the other ranks are about to save."""
+        snapshot = Snapshot("full", step)
+        try:
+            snapshot.tensors, snapshot.optimizer_values = self._tensors()
+            # through text, so that it is JSON and later changes of nested values do not reach it
+            text = json.dumps([self.trainer_state(), self.rank_state()], allow_nan=False)
+            snapshot.trainer, snapshot.rank = json.loads(text)
+            if self.staging is not None:
+                snapshot.staged = self.staging.copy(snapshot.tensors)
+        except Exception as error:
+            snapshot.error = error
+        return snapshot
+
+    def _tensors(self) -> tuple[tensors.Tensors, dict[str, Any]]:
+        of_optimizers, values = tensors.optimizer_state(self.model_parts, self.optimizers)
+        return tensors.model_tensors(self.model_parts) | of_optimizers, values
+
+    def _save(self, snapshot: Snapshot, target: Path, rewound_to: int | None) -> bool:
+        saved = saving.save(snapshot, target, rewound_to, self.save_peers)
+        if self.save_peers.is_main:
+            folders.retain(self.folder, self.keep_latest_k, {target, self.loaded_from})
+        return saved
+
+    def _save_in_background(self, snapshot: Snapshot, target: Path, rewound_to: int | None) -> None:
+        try:
+            self._save(snapshot, target, rewound_to)
+        except BaseException as error:  # nobody else looks at what a thread raises
+            self.failure = error
+
+    # Loading
+
+    def load(self) -> int | None:
+        """Resume from `load_step` or the newest checkpoint that is whole; the step, or None where there is none.
+
+        A damaged one is passed over for the next older one, which is said. One that is whole and does not fit the
+        job is refused with `CheckpointError`, as is a folder whose checkpoints are all damaged (`NothingLoadable`).
+        """
+        found = layout.complete_steps(self.folder) if self.main_peers.is_main else ([], [])
+        complete, refused = self.main_peers.gather(found)[0]
+        if not complete and not refused and self.load_step < 0:
+            return None
+        newer = []
+        if self.load_step >= 0:
+            newer = [path for path in complete if layout.step_of(path.name) > self.load_step]
+            complete = [path for path in complete if layout.step_of(path.name) == self.load_step]
+            refused = [old for old in refused if layout.step_of(old.folder.name) == self.load_step]
+        for folder in complete:
+            try:
+                source = open_checkpoint(folder, self.main_peers)
+            except CheckpointError as error:
+                refused.append(Refused(folder, str(error)))
+                continue
+            break
+        else:
+            raise NothingLoadable(self._nothing(refused))
+        if self.main_peers.is_main:
+            for old in refused:
+                logger.warning("checkpoint not used: %s", old)
+        self._restore(source, with_state=True)
+        self.loaded_from, self.saved_step = folder, source.manifest.step
+        if newer:
+            self.rewound_to = source.manifest.step
+        return source.manifest.step
+
+    def initial_load(self, path: Path, model_only: bool = True) -> int:
+        """Start from another job's checkpoint, folder of checkpoints (its newest) or export; the step to go on from.
+
+        `model_only` takes the weights, cast to the model's dtype, and starts at step 0.
+        """
+        source = open_checkpoint(resolve(Path(path).resolve(), self.main_peers), self.main_peers)
+        if not model_only and source.manifest.kind == "model":
+            raise CheckpointError(
+                f"{source.folder} holds weights alone, so nothing but them can be loaded; "
+                "set checkpoint.initial_load_model_only = true, or give a full checkpoint"
+            )
+        self._restore(source, with_state=not model_only)
+        return 0 if model_only else source.manifest.step
+
+    def _restore(self, source: Source, with_state: bool) -> None:
+        live, prefixes = tensors.model_tensors(self.model_parts), (MODEL,)
+        with_optimizer = with_state and "optimizer" not in self.excluded
+        if with_optimizer:
+            tensors.allocate_state(self.optimizers)
+            live |= tensors.optimizer_state(self.model_parts, self.optimizers)[0]
+            prefixes = (MODEL, OPTIMIZER)
+        load_tensors(source, live, self.main_peers, prefixes=prefixes, cast=not with_state)
+        if with_optimizer:
+            tensors.set_optimizer_values(self.model_parts, self.optimizers, source.state["optimizer"])
+        if with_state:
+            kept = [
+                {name: value for name, value in part.items() if name not in self.excluded}
+                for part in (source.state["trainer"], *source.state["ranks"])
+            ]
+            self.main_peers.agree("continuing from the saved state", lambda: self.load_state(kept[0], kept[1:]))
+
+    def _nothing(self, refused: list[Refused]) -> str:
+        if self.load_step >= 0:
+            what = f"no checkpoint of step {self.load_step} (checkpoint.load_step) can be loaded from {self.folder}"
+        else:
+            what = f"{self.folder} holds checkpoints and none can be loaded"
+        told = "; ".join(map(str, refused)) or "there is no such step"
+        return f"{what}: {told}. Repair or remove them, or give another job.dump_folder; nothing was started afresh"

@@ -1,0 +1,90 @@
+"""Reading a checkpoint into live tensors, on any number of ranks.
+
+Nothing is written to a tensor before the files' checksums, the index and every name, dtype and shape have been
+agreed on by all ranks; a tensor that is missing, left over or of another shape is refused by name.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from torchtitan.checkpoint import layout, storage, tensors
+from torchtitan.checkpoint.agreement import Peers
+from torchtitan.checkpoint.layout import MODEL, CheckpointError, Manifest, TensorEntry
+from torchtitan.checkpoint.tensors import Tensors
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder found complete and undamaged by all ranks."""
+
+    folder: Path
+    manifest: Manifest
+    state: dict[str, Any]
+
+
+def open_checkpoint(folder: Path, peers: Peers) -> Source:
+    """Judge a folder; the ranks share the work of hashing. Raises `CheckpointError` on all of them or on none."""
+
+    sources: list[Source] = []
+
+    def judge() -> None:
+        manifest = layout.check_complete(folder)
+        share = sorted(manifest.files)[peers.rank :: peers.size]
+        if damaged := layout.damaged_files(folder, manifest, share):
+            raise CheckpointError(f"damaged: {', '.join(damaged)} (other content than was written)")
+        storage.read_metadata(folder, manifest)
+        sources.append(Source(folder, manifest, layout.read_state(folder)))
+
+    peers.agree(f"checking {folder.name}", judge)
+    return sources[0]
+
+
+def load_tensors(source: Source, live: Tensors, peers: Peers, *, prefixes: tuple[str, ...], cast: bool = False) -> None:
+    """Fill the live tensors of all ranks from those of the checkpoint under `prefixes`: exactly the same names.
+
+    `cast` allows floating-point tensors to be saved in another dtype than the live ones; it is said in the log.
+    """
+    saved = {name: entry for name, entry in source.manifest.tensors.items() if name.startswith(prefixes)}
+    wanted: dict[str, TensorEntry] = {}
+    for share in peers.gather(tensors.entries(live)):  # a pipeline's ranks hold different layers
+        wanted |= share
+    reason, casts = tensors.differences(wanted, saved, cast)
+    if reason is not None:
+        raise CheckpointError(f"{source.folder} does not fit this job: {reason}")
+    if casts and peers.is_main:
+        logger.info("%s: weights saved as %s are cast to the model's dtype", source.folder, ", ".join(sorted(casts)))
+    peers.agree(
+        f"reading {source.folder.name}",
+        lambda: storage.read_tensors(source.folder, source.manifest, live, peers),
+    )
+
+
+def load_model_for_inference(path: Path, model: nn.Module) -> int:
+    """Fill a model, plain or parallel, from a checkpoint, a folder of checkpoints (its newest) or an export.
+
+    Returns the step it was saved at. Weights are cast to the model's dtype. Raises `CheckpointError`.
+    """
+    peers = Peers()
+    source = open_checkpoint(resolve(path, peers), peers)
+    load_tensors(source, tensors.model_tensors([model]), peers, prefixes=(MODEL,), cast=True)
+    return source.manifest.step
+
+
+def resolve(path: Path, peers: Peers) -> Path:
+    """`layout.resolve`, by rank 0 for all."""
+    found: tuple[Path | None, str] = (None, "")
+    if peers.is_main:
+        try:
+            found = layout.resolve(path), ""
+        except layout.NothingLoadable as error:
+            found = None, str(error)
+    folder, reason = peers.gather(found)[0]
+    if folder is None:
+        raise layout.NothingLoadable(reason)
+    return folder

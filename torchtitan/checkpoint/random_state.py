@@ -1,0 +1,57 @@
+"""The state of every random generator of this process as JSON values: Python, numpy, torch on CPU and on its GPU."""
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+from torchtitan.checkpoint.layout import CheckpointError
+
+_PYTHON_VERSION = 3
+"""Of `random.getstate()`: 624 words and a position."""
+
+
+def rng_state() -> dict[str, Any]:
+    """numpy's is there if numpy has been imported, CUDA's (of the current device) if CUDA has been used."""
+    version, words, gauss = random.getstate()
+    assert version == _PYTHON_VERSION, version
+    state: dict[str, Any] = {
+        "python": {"words": _words_to_hex(words), "gauss": gauss},
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+    if numpy := sys.modules.get("numpy"):
+        _, keys, position, has_gauss, cached = numpy.random.get_state()
+        state["numpy"] = {"words": _words_to_hex(keys.tolist()), "position": position, "gauss": [has_gauss, cached]}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Continue the generators of `rng_state`. What is not there, or not in use here, keeps its own state."""
+    try:
+        python = state["python"]
+        random.setstate((_PYTHON_VERSION, tuple(_hex_to_words(python["words"])), python["gauss"]))
+        torch.set_rng_state(_bytes_tensor(state["torch"]))
+        if "numpy" in state and (numpy := sys.modules.get("numpy")):
+            saved = state["numpy"]
+            words = numpy.array(_hex_to_words(saved["words"]), dtype=numpy.uint32)
+            numpy.random.set_state(("MT19937", words, saved["position"], *saved["gauss"]))
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_bytes_tensor(state["cuda"]))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"the saved state of the random generators cannot be used: {error!r}") from None
+
+
+def _words_to_hex(words: list[int] | tuple[int, ...]) -> str:
+    return b"".join(word.to_bytes(4, "little") for word in words).hex()
+
+
+def _hex_to_words(text: str) -> list[int]:
+    data = bytes.fromhex(text)
+    return [int.from_bytes(data[start : start + 4], "little") for start in range(0, len(data), 4)]
+
+
+def _bytes_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -1,0 +1,152 @@
+"""One save, from a snapshot to a published folder: the same code inline and in the background thread.
+
+Who does what: rank 0 makes the folder, all ranks write and hash their own files, rank 0 writes state and manifest and
+publishes. After each part all ranks tell each other how it went, so they go on or give up together, and whatever
+happens in between leaves at worst a temporary folder.
+"""
+
+import contextlib
+import logging
+import platform
+import time
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from torchtitan.checkpoint import folders, layout, storage
+from torchtitan.checkpoint.agreement import Peers
+from torchtitan.checkpoint.layout import MANIFEST, STATE, CheckpointError, FileEntry, Manifest, TensorEntry
+from torchtitan.checkpoint.tensors import Tensors
+
+logger = logging.getLogger(__name__)
+
+DISTRIBUTION = "torchtitan-toml"
+
+
+@dataclass
+class Snapshot:
+    """A rank's share of what is saved. What could not be taken is known by `error`, and fails the save on all ranks."""
+
+    kind: Literal["full", "model"]
+    step: int
+    tensors: Tensors = field(default_factory=dict)
+    staged: Tensors = field(default_factory=dict)
+    """Copies to write instead of the live tensors; empty when the save is inline."""
+    trainer: dict[str, Any] = field(default_factory=dict)
+    rank: dict[str, Any] = field(default_factory=dict)
+    optimizer_values: dict[str, Any] = field(default_factory=dict)
+    error: Exception | None = None
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def save(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers) -> bool:
+    """Write and publish `target`; False if it was there already. Raises `CheckpointError` on all ranks or on none."""
+    started = time.monotonic()
+    peers.agree("collecting what to save", snapshot.check)
+    temporary = peers.agree("starting a checkpoint", lambda: _open(snapshot, target, rewound_to, peers))[0]
+    if temporary is None:
+        return False
+    try:
+        shares = peers.agree("writing a checkpoint", lambda: _write(snapshot, temporary, peers))
+        peers.agree("finishing a checkpoint", lambda: _commit(snapshot, temporary, target, shares, peers))
+    except CheckpointError:
+        if peers.is_main and temporary.is_dir():
+            with contextlib.suppress(OSError):  # the next save removes it
+                folders.delete(temporary)
+        raise
+    if peers.is_main:
+        size = sum(entry.size for share in shares for entry in share.files.values())
+        logger.info("saved %s: %.1f MB in %.2f s", target, size / 1e6, time.monotonic() - started)
+    return True
+
+
+@dataclass
+class _Share:
+    """What rank 0 learns from a rank, for state and manifest."""
+
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+    """Of all ranks, told by rank 0."""
+    rank: dict[str, Any]
+    optimizer_values: dict[str, Any]
+
+
+def _open(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers) -> Path | None:
+    """On rank 0: the temporary folder, once nothing is in the way of its final name; None if nothing is to be done."""
+    if not peers.is_main:
+        return None
+    folders.remove_leftovers(target)
+    for step, folder in layout.step_folders(target.parent) if rewound_to is not None else []:
+        if step > rewound_to:
+            aside = folders.move_aside(folder)
+            logger.warning("%s is from before the run went back to step %d: now %s", folder, rewound_to, aside.name)
+    if target.exists() or target.is_symlink():
+        reason = _unfit(target, snapshot.step)
+        if reason is None:
+            logger.info("%s is there already and complete: not saved again", target)
+            return None
+        aside = folders.move_aside(target)
+        logger.warning("%s is in the way of a save (%s): now %s", target, reason, aside.name)
+    return folders.create_temporary(target)
+
+
+def _unfit(folder: Path, step: int) -> str | None:
+    """Why what is there is not the checkpoint of this step; None if it is."""
+    try:
+        return None if layout.check_complete(folder).step == step else "it belongs to another step"
+    except CheckpointError as error:
+        return str(error)
+
+
+def _write(snapshot: Snapshot, temporary: Path, peers: Peers) -> _Share:
+    tensors = storage.write_tensors(temporary, snapshot.tensors, snapshot.staged, peers)
+    files = {name: _entry(temporary / name) for name in storage.files_of_rank(temporary, peers.rank)}
+    return _Share(files, tensors if peers.is_main else {}, snapshot.rank, snapshot.optimizer_values)
+
+
+def _commit(snapshot: Snapshot, temporary: Path, target: Path, shares: list[_Share], peers: Peers) -> None:
+    if not peers.is_main:
+        return
+    state = {
+        "step": snapshot.step,
+        "trainer": snapshot.trainer,
+        "ranks": [share.rank for share in shares],
+        "optimizer": {name: value for share in shares for name, value in share.optimizer_values.items()},
+        "versions": versions(),
+    }
+    folders.write_file(temporary / STATE, layout.dump_json(state))
+    files = {name: entry for share in shares for name, entry in share.files.items()}
+    for name, entry in files.items():
+        if not (temporary / name).exists():
+            raise CheckpointError(f"{name} of another rank is not in {temporary}: give a folder that all hosts share")
+        assert (temporary / name).stat().st_size == entry.size, name
+    files[STATE] = _entry(temporary / STATE)
+    manifest = Manifest(
+        format=layout.FORMAT,
+        kind=snapshot.kind,
+        step=snapshot.step,
+        world_size=peers.size,
+        versions=versions(),
+        files=files,
+        tensors=shares[0].tensors,
+    )
+    folders.write_file(temporary / MANIFEST, layout.manifest_text(manifest))
+    folders.publish(temporary, target)
+
+
+def versions() -> dict[str, str]:
+    try:
+        ours = metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        ours = "not installed"
+    return {"torchtitan": ours, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _entry(path: Path) -> FileEntry:
+    return FileEntry(path.stat().st_size, layout.sha256_of(path))

@@ -1,0 +1,180 @@
+"""The live tensors of model and optimizers by name, their copies for a save in the background, and how they compare
+with what a checkpoint holds.
+
+The names are those of torch.distributed.checkpoint.state_dict (a test compares them), which is not used itself: with
+an optimizer per parameter (`early_step_in_backward`) it walks all parameters for each of them, seconds per save.
+"""
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torchtitan.checkpoint.layout import MODEL, OPTIMIZER, CheckpointError, TensorEntry
+
+Tensors = dict[str, torch.Tensor]
+
+_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"}
+"""Names that activation checkpointing and torch.compile put into the path of a parameter."""
+_NAMED_IN_ERRORS = 5
+
+
+def model_tensors(model_parts: Iterable[nn.Module]) -> Tensors:
+    """Parameters and persistent buffers, sharing memory with the model; a tied tensor once, under its first name."""
+    return {MODEL + name: tensor.detach() for name, tensor in _named(model_parts).items()}
+
+
+def optimizer_state(
+    model_parts: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+) -> tuple[Tensors, dict[str, Any]]:
+    """Tensors, sharing memory with the optimizers, and other values (numbers, flags) of their state, by name.
+
+    Hyperparameters are not among them: they follow from the job and the schedule.
+    """
+    names = {parameter: name for name, parameter in _named(model_parts).items()}
+    tensors: Tensors = {}
+    values: dict[str, Any] = {}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                name = f"{OPTIMIZER}state.{names[parameter]}.{key}"
+                if isinstance(value, torch.Tensor):
+                    tensors[name] = value.detach()
+                else:
+                    values[name] = value
+    return tensors, values
+
+
+def set_optimizer_values(
+    model_parts: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], values: dict[str, Any]
+) -> None:
+    """Put back what `optimizer_state` found beside tensors."""
+    names = {parameter: name for name, parameter in _named(model_parts).items()}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor):
+                    state[key] = values[f"{OPTIMIZER}state.{names[parameter]}.{key}"]
+
+
+def allocate_state(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Make optimizers that have not stepped yet create their state, by a step at rate 0 with gradients of 0.
+
+    Only the optimizer knows what it keeps, so this works for any. Weights stay as they are; the new state holds one
+    step too many and must be overwritten.
+    """
+    for optimizer in optimizers:
+        if optimizer.state:
+            continue
+        rates = [group["lr"] for group in optimizer.param_groups]
+        gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def entries(tensors: Tensors) -> dict[str, TensorEntry]:
+    """Name -> dtype and global shape, comparable with a manifest."""
+    return {name: TensorEntry(str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()}
+
+
+def differences(
+    wanted: dict[str, TensorEntry], saved: dict[str, TensorEntry], cast: bool = False
+) -> tuple[str | None, set[str]]:
+    """Why a checkpoint does not fit (None: it does), and which dtypes a load would cast (only if `cast` allows it)."""
+    shared = wanted.keys() & saved.keys()
+    casts = {name for name in shared if wanted[name].dtype != saved[name].dtype}
+    allowed = {name for name in casts if cast and _floating(wanted[name]) and _floating(saved[name])}
+    other = {name for name in shared if wanted[name].shape != saved[name].shape} | (casts - allowed)
+    told = [
+        _told("it lacks", sorted(wanted.keys() - saved.keys())),
+        _told("it also holds", sorted(saved.keys() - wanted.keys())),
+        _told("they differ in", [f"{name} (saved {saved[name]}, job {wanted[name]})" for name in sorted(other)]),
+    ]
+    return "; ".join(text for text in told if text) or None, {saved[name].dtype for name in allowed}
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Staging:
+    """Host copies of this rank's parts of the tensors, in buffers that live as long as the job.
+
+    Getting that much memory for the first time takes longer than ten copies into it, so it is done ahead, in a thread.
+    With `pinned`, copies from a GPU run at the speed of the bus.
+    """
+
+    def __init__(self, pinned: bool):
+        self.pinned = pinned
+        self.buffers: Tensors = {}
+        self.fresh = True
+        self.preparing: threading.Thread | None = None
+
+    def prepare(self, tensors: Tensors) -> None:
+        """Get the buffers for these tensors in the background. Only while `fresh`: it overwrites them."""
+        self.fresh = False
+        device = torch.cuda.current_device() if self.pinned else None
+        self.preparing = threading.Thread(target=self._allocate, args=(tensors, device), name="staging")
+        self.preparing.start()
+
+    def copy(self, tensors: Tensors) -> Tensors:
+        """The values of the tensors as of now; valid until the next copy."""
+        self.fresh = False
+        if self.preparing is not None:
+            self.preparing.join()
+        self.buffers = {name: self._buffer(name, local_part(tensor)) for name, tensor in tensors.items()}
+        for name, buffer in self.buffers.items():
+            buffer.copy_(local_part(tensors[name]), non_blocking=self.pinned)
+        if self.pinned:
+            torch.cuda.synchronize()
+        return self.buffers
+
+    def _allocate(self, tensors: Tensors, device: int | None) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # a setting of each thread; else pinning opens a context on GPU 0
+        for name, tensor in tensors.items():
+            self.buffers[name] = self._buffer(name, local_part(tensor)).zero_()
+
+    def _buffer(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
+            buffer = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=self.pinned)
+        return buffer
+
+
+def _named(model_parts: Iterable[nn.Module]) -> Tensors:
+    named: Tensors = {}
+    seen: set[int] = set()
+    for part in model_parts:
+        module = part.module if isinstance(part, DistributedDataParallel) else part
+        for path, tensor in module.state_dict(keep_vars=True).items():
+            name = ".".join(piece for piece in path.split(".") if piece not in _WRAPPERS)
+            if not isinstance(tensor, torch.Tensor):
+                raise CheckpointError(f"{name} of the model is no tensor; checkpoints hold parameters and buffers only")
+            if id(tensor) not in seen:
+                assert name not in named, name
+                named[name] = tensor
+                seen.add(id(tensor))
+    return named
+
+
+def _floating(entry: TensorEntry) -> bool:
+    return entry.dtype in ("float32", "bfloat16", "float16", "float64")
+
+
+def _told(what: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - _NAMED_IN_ERRORS} more" if len(names) > _NAMED_IN_ERRORS else ""
+    return f"{what} {', '.join(names[:_NAMED_IN_ERRORS])}{more}"

@@ -1,0 +1,133 @@
+"""Documents to samples: tokens packed end to end, with positions, document numbers and labels."""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchtitan.datasets.lanes import EMPTY_EPOCHS, LaneReader, Lanes, Place, no_text
+from torchtitan.datasets.sources import DataError, Document
+from torchtitan.datasets.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+IGNORE = -100
+"""A label that does not count (torch's default for cross-entropy)."""
+SHOWN_ERRORS = 10
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where a lane goes on: its next sample begins at a token of a document. Also counts what it has met so far."""
+
+    samples: int = 0
+    place: Place = Place()
+    offset: int = 0
+    skipped: int = 0
+
+    def to_list(self) -> list[int]:
+        return [self.samples, *self.place, self.offset, self.skipped]
+
+    @classmethod
+    def from_list(cls, numbers: list[int]) -> "Cursor":
+        samples, epoch, part, ordinal, offset, skipped = numbers
+        return cls(samples, Place(epoch, part, ordinal), offset, skipped)
+
+
+class LanePacker:
+    """Packs the documents of one lane. A sample begins with the last label of the one before, so every token is
+    input once and label once. `stop`: raise at a record that cannot be read instead of counting it."""
+
+    def __init__(
+        self, lanes: Lanes, reader: LaneReader, lane: int, cursor: Cursor, tokenizer: Tokenizer, stop: bool
+    ) -> None:
+        self.lanes, self.reader, self.lane, self.tokenizer, self.stop = lanes, reader, lane, tokenizer, stop
+        self.samples, self.skipped = cursor.samples, cursor.skipped
+        self._place, self._tokens, self._offset = cursor.place, np.empty(0, dtype=np.int64), 0
+        if cursor.samples:
+            # The rest of the document in which the last sample ended.
+            self._next_document()
+            if self._place != cursor.place or cursor.offset >= len(self._tokens):
+                raise DataError(
+                    f"the document at {tuple(cursor.place)} of lane {lane}, where the checkpoint ends, is not what it "
+                    "was; the data have changed since; bring back the old data, or start a new job"
+                )
+            self._offset = cursor.offset
+
+    @property
+    def cursor(self) -> Cursor:
+        return Cursor(self.samples, self._place, self._offset, self.skipped)
+
+    def fill(self, row: np.ndarray) -> list[int]:
+        """Write the next sample's seq_len + 1 ids into the row; returns the columns at which documents begin."""
+        filled, begins = 0, []
+        while filled < len(row):
+            if self._offset == len(self._tokens):
+                self._next_document()
+            if self._offset == 0:
+                begins.append(filled)
+            piece = self._tokens[self._offset : self._offset + len(row) - filled]
+            row[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            self._offset += len(piece)
+        self._offset -= 1
+        self.samples += 1
+        return begins
+
+    def _next_document(self) -> None:
+        epoch = self._place.epoch
+        while True:
+            self._place, item = self.reader.next(self.lane)
+            tokens = encode(self.tokenizer, item) if isinstance(item, Document) else self._skip(item)
+            if tokens:
+                self._tokens, self._offset = np.array(tokens), 0
+                return
+            if self._place.epoch - epoch > EMPTY_EPOCHS:
+                raise no_text(self.lanes.source.name, self.lane, self.lanes.count)
+
+    def _skip(self, error: DataError) -> list[int]:
+        if self.stop:
+            raise error
+        self.skipped += 1
+        if self.skipped <= SHOWN_ERRORS:
+            logger.warning("left out (%d in lane %d so far): %s", self.skipped, self.lane, error)
+        return []
+
+
+def encode(tokenizer: Tokenizer, document: Document) -> list[int]:
+    """Ids between those of document begin and end; none for a document without text."""
+    text = document.text
+    return tokenizer.encode(text, bos=True, eos=True) if text and not text.isspace() else []
+
+
+def batch_arrays(
+    rows: np.ndarray, begins: tuple[np.ndarray, np.ndarray], document_mask: bool, vocab_size: int
+) -> np.ndarray:
+    """Tokens, labels and document numbers [3, n, S] int64, from [n, S + 1] ids and the (row, column) at which
+    documents begin.
+
+    With document_mask [4, n, S]: positions, which restart with each document, come last, and the label that would be
+    the next document's first token is IGNORE, as it cannot be known from the document before. Raises DataError at an
+    id outside the vocabulary.
+    """
+    if rows.max() >= vocab_size or (rows.dtype.kind == "i" and rows.min() < 0):
+        raise DataError(
+            f"the data hold the ids {rows.min()} to {rows.max()}, but the tokenizer's vocabulary has {vocab_size}; "
+            "prepare the data with the job's tokenizer"
+        )
+    n, length = rows.shape[0], rows.shape[1] - 1
+    row, column = begins
+    inside = (column > 0) & (column < length)
+    row_starts = np.arange(n) * length
+    starts = np.sort(np.concatenate([row_starts, row[inside] * length + column[inside]]))
+    lengths = np.diff(starts, append=n * length)
+    numbers = np.arange(len(starts)) - np.searchsorted(starts, row_starts)[starts // length]
+
+    out = np.empty((4 if document_mask else 3, n, length), dtype=np.int64)
+    out[0], out[1] = rows[:, :-1], rows[:, 1:]
+    out[2] = np.repeat(numbers, lengths).reshape(n, length)
+    if document_mask:
+        out[3] = (np.arange(n * length) - np.repeat(starts, lengths)).reshape(n, length)
+        after = column > 0
+        out[1][row[after], column[after] - 1] = IGNORE
+    return out

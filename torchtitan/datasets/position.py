@@ -1,0 +1,84 @@
+"""The position in the data as a checkpoint keeps it: for no particular number of ranks, and only for the same data."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.datasets.packing import Cursor
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Position:
+    """`samples` have been consumed by all ranks together; the cursors say where each of the `lanes` goes on."""
+
+    samples: int
+    lanes: int
+    cursors: dict[int, Cursor]
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "samples": self.samples,
+            "lanes": self.lanes,
+            "cursors": {str(lane): cursor.to_list() for lane, cursor in sorted(self.cursors.items())},
+            "fingerprint": self.fingerprint,
+        }
+
+
+def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The states of all data-parallel ranks after the same step, as one that any number of ranks can resume from."""
+    first = states[0]
+    if any(s["samples"] != first["samples"] or s["fingerprint"] != first["fingerprint"] for s in states):
+        raise ValueError(
+            f"data positions of different steps or different data cannot be joined: samples "
+            f"{sorted({s['samples'] for s in states})}; save all ranks after the same step"
+        )
+    # The first number of a cursor counts the lane's samples. Ranks that share a lane differ; the furthest is right.
+    cursors: dict[str, list[int]] = {}
+    for state in states:
+        for lane, cursor in state["cursors"].items():
+            cursors[lane] = max(cursor, cursors.get(lane, cursor))
+    return {**first, "cursors": dict(sorted(cursors.items(), key=lambda item: int(item[0])))}
+
+
+def resume(state: dict[str, Any] | None, lanes: int, fingerprint: dict[str, Any]) -> Position:
+    """The position of a merged state, or the beginning. Raises ValueError if the state is of other data."""
+    if state is None:
+        return Position(0, lanes, {}, fingerprint)
+    if state.get("version") != VERSION:
+        raise ValueError(
+            f"the checkpoint's data position has version {state.get('version')}, this program reads {VERSION}; "
+            "start a new job, or leave the position out with checkpoint.exclude_from_loading"
+        )
+    different = _differences(state["fingerprint"], fingerprint)
+    if not different and state["lanes"] != lanes:
+        different = [f"lanes: {state['lanes']} in the checkpoint, {lanes} now"]
+    if different:
+        shown = "; ".join(different[:10]) + (f"; and {len(different) - 10} more" if len(different) > 10 else "")
+        raise ValueError(
+            f"the data are not those of the checkpoint, so its position means nothing in them: {shown}. Bring back the "
+            'old data and settings, or begin the data anew with checkpoint.exclude_from_loading = ["dataloader"]'
+        )
+    cursors = {int(lane): Cursor.from_list(cursor) for lane, cursor in state["cursors"].items()}
+    for lane in range(lanes):
+        expected = max(0, -(-(state["samples"] - lane) // lanes))
+        found = cursors.get(lane, Cursor()).samples
+        if found != expected:
+            raise ValueError(
+                f"the checkpoint's data position is not whole: lane {lane} is at sample {found} instead of {expected}; "
+                "join the states of all data-parallel ranks with merge_states"
+            )
+    return Position(state["samples"], lanes, cursors, fingerprint)
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
+    found = []
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name, "nothing"), new.get(name, "nothing")
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += _differences(a, b, f"{path}{name}: ")
+        elif a != b:
+            found.append(f"{path}{name}: {a} in the checkpoint, {b} now")
+    return found

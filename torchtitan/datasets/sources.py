@@ -1,0 +1,197 @@
+"""What a source of documents is, and how files are found and named.
+
+There are two kinds. An Indexed source gives any document by its number, so a shuffle can jump about in it. A Stream is
+a list of parts (files, row groups, shards) that can only be read forward, each from any record on. Both are cheap to
+make, only names and sizes are looked at: `torchtitan check` makes them too. Nothing here imports torch.
+"""
+
+import glob
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+REMEDY = 'repair the file, or set training.on_bad_data = "skip" to count and leave out what cannot be read'
+# A fingerprint lists this many files one by one, so that a difference can be named; more go into one checksum.
+LISTED_FILES = 256
+
+
+class DataError(ValueError):
+    """Data that cannot be used. The message names the file, the place in it and the remedy."""
+
+
+class Document(NamedTuple):
+    text: str
+    """May be empty: such a document is left out."""
+    place: str
+    """Where it came from, for people."""
+
+
+Item = Document | DataError
+
+
+def attempt(read: Callable[..., Document], *args: Any) -> Item:
+    """What it gives, or the error that it raises."""
+    try:
+        return read(*args)
+    except DataError as error:
+        return error
+
+
+class Part(ABC):
+    """Something that is read forward: a file, a row group, a shard."""
+
+    size = 1
+    """How much there is in it, in a unit that all parts of its class share."""
+
+    @abstractmethod
+    def read(self, start: int) -> Iterator[Item]:
+        """The records from number `start` on. A record that cannot be read comes as the error that says why, so that
+        the numbers of the others stay; if nothing can be read after it, it is the last."""
+
+
+class IndexedFile(Part):
+    """A file whose records can be read in any order."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name, self.size = path, name, path.stat().st_size
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def get(self, index: int) -> Document:
+        """Raises DataError."""
+
+    def probe(self) -> None:
+        """As Indexed.probe."""
+
+    def read(self, start: int) -> Iterator[Item]:
+        for index in range(start, len(self)):
+            yield attempt(self.get, index)
+
+    def bytes(self, start: int, stop: int) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(start)
+            content = file.read(stop - start)
+        if len(content) < stop - start:
+            raise DataError(
+                f"{self.path}: the file shrank to {self.path.stat().st_size} bytes from the {self.size} at the start; "
+                "leave the data as it is while a job runs, or start a new job"
+            )
+        return content
+
+
+class Source:
+    def __init__(self, name: str, fingerprint: dict[str, Any]) -> None:
+        self.name = name
+        self.fingerprint = fingerprint
+        """What the order of documents depends on, JSON-able. A resume compares it."""
+
+    def documents(self) -> Iterator[Item]:
+        """All of them, in the order in which they are stored."""
+        raise NotImplementedError
+
+
+class Indexed(Source):
+    def __init__(self, name: str, fingerprint: dict[str, Any], files: list[IndexedFile]) -> None:
+        super().__init__(name, fingerprint)
+        self.files = files
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(len(file) for file in self.files))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def documents(self) -> Iterator[Item]:
+        for file in self.files:
+            yield from file.read(0)
+
+    def get(self, index: int) -> Document:
+        """Raises DataError."""
+        file = bisect_right(self._ends, index)
+        return self.files[file].get(index - (self._ends[file - 1] if file else 0))
+
+    def probe(self) -> None:
+        """Look where damage shows cheaply, so that it is found before the job starts, by all ranks alike. Raises
+        DataError."""
+        for file in self.files:
+            file.probe()
+
+
+class Stream(Source):
+    def __init__(self, name: str, fingerprint: dict[str, Any], parts: list[Part] | None = None) -> None:
+        super().__init__(name, fingerprint)
+        self._parts = parts
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        return self._parts if self._parts is not None else self.open()
+
+    def open(self) -> list[Part]:
+        """The parts, for sources that must ask far away for them."""
+        raise NotImplementedError
+
+    def documents(self) -> Iterator[Item]:
+        for part in self.parts:
+            yield from part.read(0)
+
+
+def find_files(path: str | None, suffixes: tuple[str, ...]) -> dict[str, Path]:
+    """Name -> path, sorted by name, of a file, of all files with such a suffix under a folder, or of a glob."""
+    option = "training.dataset_path"
+    allowed = f"a file, a folder or a glob of {', '.join(suffixes)}"
+    if not path:
+        raise DataError(f"{option} is not set; this dataset needs {allowed}; set {option}")
+    path = os.path.expanduser(path)
+    if os.path.isfile(path):
+        found = {os.path.basename(path): Path(path)}
+    elif os.path.isdir(path):
+        found = walk(path, suffixes)
+    elif glob.has_magic(path):
+        found = {os.path.normpath(f): Path(f) for f in glob.glob(path, recursive=True) if os.path.isfile(f)}
+    else:
+        raise DataError(f"{path}: no such file or folder; {allowed} is needed; correct {option}")
+    wrong = sorted(name for name in found if not name.lower().endswith(suffixes))
+    if wrong or not found:
+        what = f"{wrong[0]} is of another kind" if wrong else "nothing is there"
+        raise DataError(f"{path}: {what}; {allowed} is needed; correct {option}")
+    for file in found.values():
+        if not os.access(file, os.R_OK):
+            raise DataError(f"{file}: may not be read by this user; change its permissions or {option}")
+    return dict(sorted(found.items()))
+
+
+def files_fingerprint(files: dict[str, Path]) -> dict[str, Any]:
+    """Names and sizes; DataError if there is not a byte in them."""
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    if not any(sizes.values()):
+        what = "it is" if len(files) == 1 else f"all {len(files)} files are"
+        raise DataError(f"{next(iter(files.values()))}: no data, {what} empty; give files with text")
+    if len(sizes) <= LISTED_FILES:
+        return {"files": sizes}
+    listing = "".join(f"{name}\0{size}\0" for name, size in sizes.items())
+    return {
+        "number of files": len(sizes),
+        "bytes": sum(sizes.values()),
+        "names and sizes": hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest(),
+    }
+
+
+def walk(folder: str, suffixes: tuple[str, ...], left_out: Collection[str] = ()) -> dict[str, Path]:
+    """Name relative to the folder -> path, of all files below it, without hidden ones and folders of those names."""
+    found = {}
+    for root, folders, names in os.walk(folder):
+        folders[:] = [f for f in folders if not f.startswith(".") and f not in left_out]
+        for name in names:
+            file = Path(root, name)
+            if not name.startswith(".") and name.lower().endswith(suffixes) and file.is_file():
+                found[file.relative_to(folder).as_posix()] = file
+    return found

@@ -1,0 +1,118 @@
+"""Datasets of the Hugging Face hub, streamed, and local folders in its layout. A dataset's code never runs."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchtitan.datasets.sources import (
+    REMEDY,
+    DataError,
+    Document,
+    Item,
+    Part,
+    Source,
+    Stream,
+    files_fingerprint,
+    find_files,
+)
+from torchtitan.datasets.sources_text import not_text
+
+DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".gz", ".zst", ".csv", ".txt", ".arrow")
+BATCH = 256
+
+
+def c4(path: str | None, text_field: str) -> Source:
+    return _Hub("c4", path or "allenai/c4:en", "train", text_field)
+
+
+def c4_validation(path: str | None, text_field: str) -> Source:
+    return _Hub("c4_validation", path or "allenai/c4:en", "validation", text_field)
+
+
+def c4_test(path: str | None, text_field: str) -> Source:
+    """torchtitan's 2,000 documents, which are not shipped here."""
+    if path is None:
+        raise DataError(
+            "dataset c4_test is torchtitan's tests/assets/c4_test, which is not shipped here; set "
+            'training.dataset_path to that folder, or training.dataset = "python_stdlib", which needs no file'
+        )
+    return _Hub("c4_test", path, "train", text_field)
+
+
+def huggingface(path: str | None, text_field: str) -> Source:
+    return _named("huggingface", path, "train", text_field)
+
+
+def huggingface_validation(path: str | None, text_field: str) -> Source:
+    return _named("huggingface_validation", path, "validation", text_field)
+
+
+def _named(name: str, path: str | None, split: str, text_field: str) -> Source:
+    if path is None:
+        raise DataError(
+            f"dataset {name} needs dataset_path: the name of a dataset on the hub (owner/name, or "
+            "owner/name:configuration) or a local folder of one"
+        )
+    return _Hub(name, path, split, text_field)
+
+
+class _Hub(Stream):
+    """Nothing is fetched before the parts are asked for."""
+
+    def __init__(self, name: str, path: str, split: str, field: str) -> None:
+        self.path, _, self.configuration = (path, "", "") if os.path.isdir(path) else path.partition(":")
+        self.split, self.field = split, field
+        fingerprint: dict[str, Any] = {"dataset_path": path, "split": split, "text_field": field}
+        if os.path.isdir(path):
+            fingerprint |= files_fingerprint(find_files(path, DATA_SUFFIXES))
+        elif path.startswith((".", "/", "~")):
+            raise DataError(f"{path}: no such folder; give a folder of a dataset, or its name on the hub")
+        super().__init__(f"{path} ({split})", fingerprint)
+
+    def open(self) -> list[Part]:
+        try:
+            import datasets
+        except ImportError:
+            remedy = "install it with: pip install 'torchtitan-toml[data]'"
+            raise DataError(f"{self.name}: reading it needs the package datasets; {remedy}") from None
+        if int(datasets.__version__.split(".")[0]) < 4:
+            remedy = "install 4.0 or later: pip install 'torchtitan-toml[data]'"
+            raise DataError(f"datasets {datasets.__version__} would run code that comes with a dataset; {remedy}")
+        try:
+            dataset = datasets.load_dataset(
+                str(Path(self.path)) if os.path.isdir(self.path) else self.path,
+                self.configuration or None,
+                split=self.split,
+                streaming=True,
+            )
+            count = dataset.num_shards
+        except Exception as error:  # network, unknown name or split, broken files: a wide family without a common base
+            remedy = "check its name, its split and the network, or give a local folder as dataset_path"
+            raise DataError(f"{self.name}: cannot be opened: {type(error).__name__}: {error}; {remedy}") from None
+        self.fingerprint["shards"] = count
+        return [_Shard(self.name, dataset.shard(count, i), i, self.field) for i in range(count)]
+
+
+class _Shard(Part):
+    def __init__(self, source: str, dataset: Any, number: int, field: str) -> None:
+        self.name, self.dataset, self.field = f"{source}, shard {number}", dataset, field
+
+    def read(self, start: int) -> Iterator[Item]:
+        row = start
+        try:
+            # In batches, because going through the rows would deal them out to loader workers a second time.
+            for batch in self.dataset.skip(start).iter(BATCH):
+                if self.field not in batch:
+                    fields = ", ".join(map(repr, batch)) or "none"
+                    yield DataError(
+                        f"{self.name}, row {row}: no field {self.field!r}; the fields there are: {fields}; "
+                        "set training.text_field"
+                    )
+                    return
+                for value in batch[self.field]:
+                    place = f"{self.name}, row {row}"
+                    yield Document(value, place) if isinstance(value, str) else not_text(value, place, self.field)
+                    row += 1
+        except Exception as error:  # as in open
+            yield DataError(f"{self.name}, row {row}: cannot be read: {type(error).__name__}: {error}; {REMEDY}")

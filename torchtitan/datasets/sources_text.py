@@ -1,0 +1,283 @@
+"""Local text: .txt, .jsonl (plain, gzip, zstandard) and .parquet, one by one or a folder of them.
+
+Plain files can be read in any order: JSON lines by an index of their offsets, large text files by pieces whose borders
+are found where they are needed. Compressed files and parquet are streams. A folder that holds both kinds is a stream.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtitan.datasets.sources import (
+    REMEDY,
+    DataError,
+    Document,
+    Indexed,
+    IndexedFile,
+    Item,
+    Part,
+    Source,
+    Stream,
+    attempt,
+    files_fingerprint,
+    find_files,
+)
+
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+PIECE = 256 * 1024
+"""A text file longer than this is cut into documents of about this many bytes."""
+LINE_END_WITHIN = 64 * 1024
+MAX_RECORD = 2**28
+"""A longer line is taken for damage: one runaway record must not take all memory."""
+
+
+def text(path: str | None, text_field: str) -> Source:
+    files = find_files(path, SUFFIXES)
+    fingerprint = {"dataset_path": os.path.normpath(path or ""), "text_field": text_field, **files_fingerprint(files)}
+    parts: list[Part] = []
+    for name, file in files.items():
+        if name.lower().endswith(".txt"):
+            parts.append(TextFile(file, name))
+        elif name.lower().endswith(".jsonl"):
+            parts.append(JsonLines(file, name, text_field))
+        elif name.lower().endswith(".parquet"):
+            parts.extend(_row_groups(file, name, text_field))
+        else:
+            parts.append(CompressedJsonLines(file, text_field))
+    indexed = [part for part in parts if isinstance(part, IndexedFile)]
+    if len(indexed) == len(parts):
+        return Indexed(str(path), fingerprint, indexed)
+    return Stream(str(path), fingerprint, parts)
+
+
+class TextFile(IndexedFile):
+    """Pieces of about PIECE bytes, cut at line ends. Where a piece ends is found by looking at the bytes around a
+    multiple of PIECE, so no file is read through to be cut."""
+
+    def __len__(self) -> int:
+        return -(-self.size // PIECE)
+
+    def get(self, index: int) -> Document:
+        start, stop = self._border(index), self._border(index + 1)
+        content = self.bytes(start, stop)
+        skip = 3 if start == 0 and content.startswith(b"\xef\xbb\xbf") else 0  # byte order mark of some editors
+        place = f"{self.name}, bytes {start}-{stop}" if len(self) > 1 else self.name
+        return Document(decode(content[skip:], str(self.path), start + skip), place)
+
+    def _border(self, index: int) -> int:
+        target = index * PIECE
+        if index == 0 or target >= self.size:
+            return min(target, self.size)
+        if target + LINE_END_WITHIN >= self.size:
+            return self.size  # no tail of a few words
+        around = self.bytes(target, target + LINE_END_WITHIN)
+        line_end = around.find(b"\n")
+        if line_end >= 0:
+            return target + line_end + 1
+        # No line ends near: cut before a character, which in UTF-8 does not begin with the bits 10.
+        return target + next((i for i in range(4) if around[i] & 0xC0 != 0x80), 0)
+
+
+class JsonLines(IndexedFile):
+    def __init__(self, path: Path, name: str, field: str) -> None:
+        super().__init__(path, name)
+        self.field = field
+
+    @cached_property
+    def _offsets(self) -> np.ndarray:
+        """Where each line begins, and the end of the file."""
+        found, base = [np.zeros(1, dtype=np.int64)], 0
+        with self.path.open("rb") as file:
+            while block := file.read(2**24):
+                found.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + (base + 1))
+                base += len(block)
+        offsets = np.concatenate(found)
+        return offsets if offsets[-1] == base else np.append(offsets, base)
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def get(self, index: int) -> Document:
+        start, stop = (int(n) for n in self._offsets[index : index + 2])
+        if stop - start > MAX_RECORD:
+            raise _too_long(f"{self.path}:{index + 1}")
+        line = self.bytes(start, stop)
+        return parse_line(line, f"{self.path}:{index + 1}", f"{self.name}:{index + 1}", start, self.field)
+
+    def probe(self) -> None:
+        """The last line: it is broken if the file was cut off, and a wrong text field shows in any line."""
+        if len(self):
+            self.get(len(self) - 1)
+
+
+class CompressedJsonLines(Part):
+    """Lines of a .gz or .zst file. zlib and zstandard check the checksums; a file that ends too soon is noticed."""
+
+    def __init__(self, path: Path, field: str) -> None:
+        self.path, self.field, self.size = path, field, path.stat().st_size
+
+    def read(self, start: int) -> Iterator[Item]:
+        for number, offset, line in self._lines():
+            if isinstance(line, DataError):
+                yield line
+            elif number > start:
+                places = f"{self.path}:{number}", f"{self.path.name}:{number}"
+                yield attempt(parse_line, line, *places, offset, self.field)
+
+    def _lines(self) -> Iterator[tuple[int, int, bytes | DataError]]:
+        """(line number from 1, where it begins in the decompressed text, line), or the error that ends it."""
+        number, offset, head, length = 1, 0, [], 0
+        for chunk in self._chunks():
+            if isinstance(chunk, bytes):
+                *lines, rest = chunk.split(b"\n")
+                for line in lines:
+                    line = b"".join(head) + line
+                    yield number, offset, line
+                    number, offset, head, length = number + 1, offset + len(line) + 1, [], 0
+                head.append(rest)
+                length += len(rest)
+                if length > MAX_RECORD:
+                    chunk = _too_long(f"{self.path}:{number}")
+            if isinstance(chunk, DataError):
+                yield number, offset, chunk
+                return
+        if length:
+            yield number, offset, b"".join(head)
+
+    def _chunks(self) -> Iterator[bytes | DataError]:
+        new, error_type = _decompressor(self.path)
+        frame = None
+        with self.path.open("rb") as file:
+            # Small bites: a few bytes of a hostile file can stand for gigabytes.
+            while compressed := file.read(2**14):
+                while compressed:
+                    if frame is None:
+                        compressed = compressed.lstrip(b"\0")  # gzip allows zeros after a member
+                        if not compressed:
+                            break
+                        frame = new()
+                    try:
+                        chunk = frame.decompress(compressed)
+                    except error_type as error:
+                        yield DataError(f"{self.path}: damaged before byte {file.tell()}: {error}; {REMEDY}")
+                        return
+                    yield chunk
+                    compressed, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+            if frame is not None or file.tell() == 0:
+                yield DataError(f"{self.path}: truncated, it ends too soon at byte {file.tell()}; {REMEDY}")
+
+
+class RowGroup(Part):
+    def __init__(self, path: Path, name: str, number: int, first_row: int, rows: int, field: str) -> None:
+        self.path, self.name, self.number, self.first_row, self.size = path, name, number, first_row, rows
+        self.field = field
+
+    def read(self, start: int) -> Iterator[Item]:
+        parquet, errors = _parquet(self.path)
+        row = self.first_row
+        try:
+            with parquet.ParquetFile(self.path) as file:
+                for batch in file.iter_batches(1024, [self.number], [self.field], use_threads=False):
+                    for value in batch.column(0).cast("large_binary").to_pylist():
+                        if row - self.first_row >= start:
+                            yield attempt(self._document, value, row)
+                        row += 1
+        except errors as error:
+            yield DataError(f"{self.path}, row {row}: cannot be read: {error}; {REMEDY}")
+
+    def _document(self, value: bytes | None, row: int) -> Document:
+        place = f"{self.path}, row {row}"
+        if value is None:
+            raise not_text(value, place, self.field)
+        return Document(decode(value, place, 0), f"{self.name}, row {row}")
+
+
+def _row_groups(path: Path, name: str, field: str) -> list[Part]:
+    parquet, errors = _parquet(path)
+    try:
+        meta = parquet.read_metadata(path)
+    except errors as error:
+        size = path.stat().st_size
+        raise DataError(f"{path}: damaged or truncated parquet file ({size} bytes): {error}; fetch it again") from None
+    columns = {meta.schema.column(i).path: meta.schema.column(i) for i in range(meta.num_columns)}
+    column = columns.get(field)
+    if column is None or column.physical_type != "BYTE_ARRAY":
+        what = "has no column" if column is None else f"has no text but {column.physical_type} in column"
+        raise DataError(f"{path}: {what} {field!r}; its columns: {', '.join(columns)}; set training.text_field")
+    rows = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
+    ends = accumulate(rows)
+    return [RowGroup(path, name, i, end - n, n, field) for i, (end, n) in enumerate(zip(ends, rows, strict=True))]
+
+
+def parse_line(line: bytes, place: str, short_place: str, offset: int, field: str) -> Document:
+    """The text of one JSON object. `place` names the record in errors, `offset` is where the line begins."""
+    content = decode(line, place, offset)
+    if not content.strip():
+        return Document("", short_place)
+    try:
+        record = json.loads(content)
+    except json.JSONDecodeError as error:
+        byte = offset + len(content[: error.pos].encode())
+        raise DataError(f"{place}: no valid JSON at byte {byte}: {error.msg}; {REMEDY}") from None
+    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, thousands of brackets
+        raise DataError(f"{place}: no usable JSON at byte {offset}: {error}; {REMEDY}") from None
+    if not isinstance(record, dict):
+        kind = type(record).__name__
+        raise DataError(f"{place}: a {kind} at byte {offset}; each line must be a JSON object; {REMEDY}")
+    if field not in record:
+        fields = ", ".join(map(repr, list(record)[:20])) or "none"
+        raise DataError(f"{place}: no field {field!r}; the fields there are: {fields}; set training.text_field")
+    value = record[field]
+    if not isinstance(value, str):
+        raise not_text(value, place, field)
+    return Document(value, short_place)
+
+
+def not_text(value: Any, place: str, field: str) -> DataError:
+    kind = "nothing (null)" if value is None else type(value).__name__
+    return DataError(f"{place}: field {field!r} holds {kind}, not text; {REMEDY}")
+
+
+def decode(content: bytes, place: str, offset: int) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{place}: byte {offset + error.start} (0x{content[error.start]:02x}) is not UTF-8; "
+            f'convert the file to UTF-8, or set training.on_bad_data = "skip"'
+        ) from None
+
+
+def _too_long(place: str) -> DataError:
+    limit = f"{MAX_RECORD / 2**20:g} MiB"
+    return DataError(f"{place}: more than {limit} without a line end; one document a line is expected; {REMEDY}")
+
+
+def _decompressor(path: Path) -> tuple[Any, type[Exception]]:
+    if path.suffix.lower() == ".gz":
+        return lambda: zlib.decompressobj(wbits=31), zlib.error
+    try:
+        import zstandard
+    except ImportError:
+        raise _missing(path, "zstandard") from None
+    return lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
+
+
+def _parquet(path: Path) -> tuple[Any, tuple[type[Exception], ...]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise _missing(path, "pyarrow") from None
+    return pyarrow.parquet, (pyarrow.ArrowException, OSError)
+
+
+def _missing(path: Path, package: str) -> DataError:
+    return DataError(f"{path}: reading it needs {package}; install it with: pip install 'torchtitan-toml[data]'")

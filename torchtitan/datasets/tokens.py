@@ -1,0 +1,253 @@
+"""Prepared shards: documents tokenized once, memory-mapped ever after.
+
+A folder holds `shard-00000.bin` and so on (ids as uint16 or uint32, little-endian, all documents one after another),
+`documents.bin` (where each document begins, as int64 over the whole) and `header.json`, which is written last. A
+sample is a block of seq_len + 1 ids at a multiple of seq_len. The blocks of an epoch are shuffled by a computed
+permutation (shuffle.py), so starting at sample 1e9 costs what starting at sample 0 does.
+"""
+
+import hashlib
+import json
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtitan.datasets.shuffle import key, permute
+from torchtitan.datasets.sources import DataError, Source
+
+VERSION = 1
+HEADER = "header.json"
+DOCUMENTS = "documents.bin"
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+SHARD_TOKENS = 2**28
+REMEDY = "make the folder again with torchtitan prepare"
+
+
+def tokens(path: str | None, text_field: str) -> Source:
+    if path is None:
+        raise DataError(
+            'dataset "tokens" needs training.dataset_path: a folder made by `torchtitan prepare --output FOLDER`'
+        )
+    return TokenShards(Path(path))
+
+
+class TokenShards(Source):
+    """Checks the header and the sizes; the contents are checked by verify, which reads them all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.header = _read_header(folder)
+        self.dtype = DTYPES[self.header["dtype"]]
+        self.tokens: int = self.header["tokens"]
+        counts = [shard["tokens"] for shard in self.header["shards"]]
+        self.starts = [0, *accumulate(counts)]
+        if self.starts[-1] != self.tokens or self.tokens == 0:
+            raise DataError(f"{folder}: {sum(counts)} tokens in shards, {self.tokens} in the header; {REMEDY}")
+        for shard in [*self.header["shards"], self.header["index"]]:
+            file = folder / shard["name"]
+            if not file.is_file():
+                raise DataError(f"{file}: the file is missing; {REMEDY}")
+            if file.stat().st_size != shard["bytes"]:
+                raise DataError(f"{file}: {file.stat().st_size} bytes, {shard['bytes']} by the header; {REMEDY}")
+        hashes = {shard["name"]: shard["sha256"] for shard in self.header["shards"]}
+        super().__init__(str(folder), {"dataset_path": os.path.normpath(folder), "files": hashes})
+
+    def check_tokenizer(self, fingerprint: str, vocab_size: int) -> None:
+        """DataError unless the shards were made with this tokenizer."""
+        if self.header["tokenizer"] != fingerprint:
+            raise DataError(
+                f"{self.folder}: prepared with the tokenizer {self.header['tokenizer_path']} (fingerprint "
+                f"{self.header['tokenizer'][:16]}), but the job's tokenizer is another one ({fingerprint[:16]}); "
+                f"set model.tokenizer_path to that tokenizer, or {REMEDY}"
+            )
+        if self.header["vocab_size"] > vocab_size:
+            raise DataError(
+                f"{self.folder}: {self.header['vocab_size']} ids, but the tokenizer has {vocab_size}; {REMEDY}"
+            )
+
+    def verify(self) -> None:
+        """Read everything and compare the checksums. Raises DataError naming the first file that differs."""
+        for part in [*self.header["shards"], self.header["index"]]:
+            sha256 = hashlib.sha256()
+            with (self.folder / part["name"]).open("rb") as file:
+                while content := file.read(2**24):
+                    sha256.update(content)
+            if sha256.hexdigest() != part["sha256"]:
+                raise DataError(f"{self.folder / part['name']}: its contents are not those of the header; {REMEDY}")
+
+    def blocks(self, seq_len: int) -> int:
+        """Samples in one epoch."""
+        blocks = (self.tokens - 1) // seq_len
+        if blocks < 1:
+            raise DataError(
+                f"{self.folder}: {self.tokens} tokens are too few for one sample; at least {seq_len + 1} are needed "
+                f"for training.seq_len = {seq_len}; prepare more text or shorten seq_len"
+            )
+        return blocks
+
+
+class BlockReader:
+    """Blocks of memory-mapped shards. Opened in the process that reads."""
+
+    def __init__(self, shards: TokenShards, seq_len: int, seed: int, shuffle: bool) -> None:
+        self.shards, self.seq_len, self.seed, self.shuffle = shards, seq_len, seed, shuffle
+        self.blocks = shards.blocks(seq_len)
+        self._maps = [_map(shards.folder / s["name"], shards.dtype) for s in shards.header["shards"]]
+        self._documents = _map(shards.folder / DOCUMENTS, np.dtype("<i8"))
+
+    def order(self, samples: np.ndarray) -> np.ndarray:
+        """Global sample indices to the first token of their blocks."""
+        epochs, blocks = np.divmod(samples, self.blocks)
+        if self.shuffle:
+            for epoch in np.unique(epochs):
+                chosen = epochs == epoch
+                blocks[chosen] = permute(blocks[chosen], self.blocks, key(self.seed, int(epoch)))
+        return blocks * self.seq_len
+
+    def read(self, starts: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+        """[n, seq_len + 1] ids of the blocks at these tokens, and (row, column) of each document's first token."""
+        rows = np.empty((len(starts), self.seq_len + 1), dtype=self.shards.dtype)
+        for row, start in zip(rows, starts.tolist(), strict=True):
+            shard = bisect_right(self.shards.starts, start) - 1
+            offset = start - self.shards.starts[shard]
+            block = self._maps[shard][offset : offset + self.seq_len + 1]
+            if len(block) == len(row):
+                row[:] = block
+            else:
+                self._copy(row, shard, offset)
+        first = np.searchsorted(self._documents, starts)
+        last = np.searchsorted(self._documents, starts + self.seq_len, side="right")
+        found = last - first
+        index = np.arange(found.sum()) + np.repeat(first - np.cumsum(found) + found, found)
+        columns = self._documents[index] - np.repeat(starts, found)
+        if len(columns) and not 0 <= columns.min() <= columns.max() <= self.seq_len:
+            raise DataError(f"{self.shards.folder / DOCUMENTS}: damaged, the starts do not ascend; {REMEDY}")
+        return rows, (np.repeat(np.arange(len(starts)), found), columns)
+
+    def _copy(self, row: np.ndarray, shard: int, offset: int) -> None:
+        """A block that reaches into the next shards."""
+        done = 0
+        while done < len(row):
+            piece = self._maps[shard][offset : offset + len(row) - done]
+            row[done : done + len(piece)] = piece
+            done, shard, offset = done + len(piece), shard + 1, 0
+
+
+class ShardWriter:
+    """Writes a folder of shards. Nothing of it counts before finish has written the header."""
+
+    def __init__(self, folder: Path, vocab_size: int, shard_tokens: int = SHARD_TOKENS) -> None:
+        self.folder, self.vocab_size, self.shard_tokens = folder, vocab_size, shard_tokens
+        self.dtype_name = "uint16" if vocab_size <= 2**16 else "uint32"
+        self.tokens = self.documents = 0
+        self.shards: list[dict[str, Any]] = []
+        self._shard: _File | None = None
+        self._index = _File(folder / DOCUMENTS)
+
+    def write(self, document: Iterable[int]) -> None:
+        ids = np.asarray(document, dtype=np.int64)
+        if not len(ids):
+            return
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            raise DataError(f"the tokenizer gave the id {ids.max()}, but its vocabulary ends at {self.vocab_size - 1}")
+        self._index.write(np.array([self.tokens], dtype="<i8"))
+        self.tokens, self.documents = self.tokens + len(ids), self.documents + 1
+        ids = ids.astype(DTYPES[self.dtype_name])
+        while len(ids):
+            if self._shard is None:
+                self._shard = _File(self.folder / f"shard-{len(self.shards):05d}.bin")
+            room = self.shard_tokens - self._shard.items
+            self._shard.write(ids[:room])
+            ids = ids[room:]
+            if self._shard.items == self.shard_tokens:
+                self._end_shard()
+
+    def finish(self, **about: Any) -> dict[str, Any]:
+        """Close the files and write the header; returns it."""
+        if self._shard is not None:
+            self._end_shard()
+        counts = {"tokens": self.tokens, "documents": self.documents, "vocab_size": self.vocab_size}
+        files = {"shards": self.shards, "index": self._index.close()}
+        header = {"version": VERSION, "dtype": self.dtype_name, **counts, **about, **files}
+        with (self.folder / HEADER).open("w") as file:
+            json.dump(header, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        return header
+
+    def _end_shard(self) -> None:
+        assert self._shard is not None
+        items = self._shard.items
+        self.shards.append({**self._shard.close(), "tokens": items})
+        self._shard = None
+
+
+class _File:
+    """A new file, hashed while it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.items, self._sha256 = path, 0, hashlib.sha256()
+        self._file = path.open("xb", buffering=2**20)
+
+    def write(self, items: np.ndarray) -> None:
+        content = items.tobytes()
+        self._file.write(content)
+        self._sha256.update(content)
+        self.items += len(items)
+
+    def close(self) -> dict[str, Any]:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        size = self._file.tell()
+        self._file.close()
+        return {"name": self.path.name, "bytes": size, "sha256": self._sha256.hexdigest()}
+
+
+def _map(path: Path, dtype: np.dtype) -> np.ndarray:
+    # A plain array over the mapping: memmap's own class makes every slice dearer.
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+
+def _read_header(folder: Path) -> dict[str, Any]:
+    """Raises DataError unless everything that is used later is there and of the right kind."""
+    path = folder / HEADER
+    if not path.is_file():
+        what = "there is no header.json in it" if folder.is_dir() else "no such folder"
+        raise DataError(f"{folder}: {what}; give a folder made by torchtitan prepare as training.dataset_path")
+    try:
+        header = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path}: damaged: {error}; {REMEDY}") from None
+    if not isinstance(header, dict) or header.get("version") != VERSION:
+        version = header.get("version") if isinstance(header, dict) else None
+        raise DataError(f"{path}: version {version}, but this program reads version {VERSION}; {REMEDY}")
+
+    def is_file(entry: Any, item_bytes: int, items: str) -> bool:
+        return bool(
+            isinstance(entry, dict)
+            and re.fullmatch(r"[\w-]+\.bin", str(entry.get("name")))  # a plain name: no way out of the folder
+            and isinstance(entry.get("sha256"), str)
+            and isinstance(entry.get(items), int)
+            and entry.get("bytes") == entry[items] * item_bytes
+        )
+
+    index, shards = header.get("index"), header.get("shards")
+    good = (
+        header.get("dtype") in DTYPES
+        and all(isinstance(header.get(k), int) for k in ("tokens", "documents", "vocab_size"))
+        and all(isinstance(header.get(k), str) for k in ("tokenizer", "tokenizer_path"))
+        and isinstance(shards, list)
+        and all(is_file(shard, DTYPES[header["dtype"]].itemsize, "tokens") for shard in shards)
+        and isinstance(index, dict)
+        and is_file({**index, "documents": header["documents"]}, 8, "documents")
+        and index["name"] == DOCUMENTS
+    )
+    if not good:
+        raise DataError(f"{path}: fields are missing or do not fit each other; {REMEDY}")
+    return header

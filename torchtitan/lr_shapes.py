@@ -1,0 +1,102 @@
+"""The shape of the learning rate: pure functions step -> multiplier of the peak. Imports no torch, so that a job can be
+checked at once.
+
+Steps are 0-based. With T total steps, W of warmup, S stable and D of decay (W + S + D = T) the multiplier is
+(s + 1) / W in the warmup and m + (1 - m) f(p) after it, where m is the floor, p = (s + 1 - W - S) / D clamped to
+[0, 1], and f falls from 1 to 0. So the floor is reached exactly at the last step, T - 1, and held after it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import cos, pi, sqrt
+
+# f(p, cycles) for 0 < p < 1.
+DECAYS: dict[str, Callable[[float, int], float]] = {
+    "linear": lambda p, cycles: 1 - p,
+    "sqrt": lambda p, cycles: 1 - sqrt(p),
+    "cosine": lambda p, cycles: (1 + cos(pi * p)) / 2,
+    "cosine_restarts": lambda p, cycles: (1 + cos(pi * (p * cycles % 1))) / 2,
+}
+
+
+class ScheduleError(ValueError):
+    """A schedule that makes no sense, in the words of the job's [lr_scheduler] section."""
+
+    def __init__(self, key: str, given: str, allowed: str, remedy: str) -> None:
+        self.key, self.given, self.allowed, self.remedy = key, given, allowed, remedy
+        super().__init__(f"{key} = {given}: {allowed}; {remedy}")
+
+
+def resolve_warmup(warmup_steps: int | None, total_steps: int) -> int:
+    """Steps of warmup: as asked for, else a tenth of the total and at least 2, short of the last step, which is the
+    floor's. ScheduleError if what is asked for leaves no step after it."""
+    if warmup_steps is None:
+        return min(max(2, total_steps // 10), total_steps - 1)
+    if warmup_steps >= total_steps:
+        raise ScheduleError(
+            "lr_scheduler.warmup_steps",
+            str(warmup_steps),
+            f"must be less than the {total_steps} steps in all (lr_scheduler.total_steps, else training.steps)",
+            "shorten the warmup, leave it unset (a tenth of the steps), or train longer",
+        )
+    return warmup_steps
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """The schedule of a job; fields as in the [lr_scheduler] section. Raises ScheduleError."""
+
+    total_steps: int
+    warmup_steps: int | None = None
+    decay_ratio: float | None = None
+    decay_type: str = "linear"
+    num_cycles: int = 1
+    min_lr_factor: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.decay_type not in (*DECAYS, "constant"):
+            allowed = f"must be one of {', '.join(DECAYS)}, constant"
+            raise ScheduleError("lr_scheduler.decay_type", repr(self.decay_type), allowed, "choose one of these")
+        if self.decay_steps > self.total_steps - self.warmup:
+            raise ScheduleError(
+                "lr_scheduler.decay_ratio",
+                str(self.decay_ratio),
+                f"{self.warmup} warmup and {self.decay_steps} decay steps are more than the {self.total_steps} in all",
+                "lower it or the warmup, or leave it unset (decay starts right after the warmup)",
+            )
+
+    @property
+    def warmup(self) -> int:
+        return resolve_warmup(self.warmup_steps, self.total_steps)
+
+    @property
+    def decay_steps(self) -> int:
+        if self.decay_type == "constant":
+            return 0
+        if self.decay_ratio is None:
+            return self.total_steps - self.warmup
+        return round(self.decay_ratio * self.total_steps)
+
+    def multiplier(self, step: int) -> float:
+        """Of the peak learning rate, at a 0-based step of any size."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        decayed = step + 1 - (self.total_steps - self.decay_steps)
+        if decayed <= 0 or self.decay_steps == 0:
+            return 1.0
+        if decayed >= self.decay_steps:
+            return self.min_lr_factor
+        shape = DECAYS[self.decay_type](decayed / self.decay_steps, self.num_cycles)
+        return self.min_lr_factor + (1 - self.min_lr_factor) * shape
+
+    def describe(self, peak: float) -> str:
+        """The schedule in one line."""
+        parts = [f"peak {peak:g}", f"warmup {self.warmup}"]
+        stable = self.total_steps - self.warmup - self.decay_steps
+        if stable:
+            parts.append(f"stable {stable}")
+        if self.decay_steps:
+            cycles = f" ({self.num_cycles} cycles)" if self.decay_type == "cosine_restarts" else ""
+            floor = f"{peak * self.min_lr_factor:g}"
+            parts.append(f"{self.decay_type}{cycles} decay {self.decay_steps} to floor {floor}")
+        return f"learning rate: {', '.join(parts)}; total {self.total_steps} steps"

@@ -1,0 +1,70 @@
+"""What is known of a device: its peak rate and the memory in use."""
+
+import re
+import resource
+import sys
+from dataclasses import dataclass
+
+import torch
+
+# Dense bfloat16 (and float16) matrix products, FLOP/s, from the vendors' data sheets. First match wins, so the variants
+# with a lower clock stand before the family. A device that is not here has no MFU: another's peak would be a lie.
+PEAKS = {
+    r"\bA100\b": 312e12,
+    r"\bH100 PCIe\b": 756e12,
+    r"\bH100 NVL\b": 835e12,
+    r"\bH100\b": 989e12,
+    r"\bH200 NVL\b": 835e12,
+    r"\bH200\b": 989e12,
+    r"\bB200\b": 2250e12,
+    r"\bMI300X\b": 1307e12,
+}
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Peak FLOP/s of matrix products, or None and why."""
+
+    flops: float | None
+    reason: str
+
+
+def find_peak(device: torch.device, dtype: torch.dtype) -> Peak:
+    """Of a device at the dtype of the matrix products."""
+    if device.type != "cuda":
+        return Peak(None, f"no peak is known for a {device.type} device")
+    return peak_of(torch.cuda.get_device_name(device), dtype)
+
+
+def peak_of(name: str, dtype: torch.dtype) -> Peak:
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Peak(None, f"the table of peaks is for 16-bit matrix products, not {dtype}")
+    if "MIG" in name:
+        return Peak(None, f"{name} is a slice of a device")
+    for pattern, flops in PEAKS.items():
+        if re.search(pattern, name):
+            return Peak(flops, f"{flops / 1e12:,.0f} TFLOP/s, dense {str(dtype).removeprefix('torch.')} of {name}")
+    return Peak(None, f"{name} is not in the table of peaks")
+
+
+def read_memory(device: torch.device) -> tuple[float, dict[str, float]]:
+    """The memory of this rank in GiB, and TensorBoard's figures about it.
+
+    GPU: the most that the allocator has held since the last reading. CPU: the most that the process ever had resident.
+    """
+    if device.type != "cuda":
+        unit = 1 if sys.platform == "darwin" else 1024
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+        return resident, {"memory/max_resident(GiB)": resident}
+    stats = torch.cuda.memory_stats(device)
+    capacity = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.reset_peak_memory_stats(device)
+    figures: dict[str, float] = {}
+    for kind in ("active", "reserved"):
+        peak = stats[f"{kind}_bytes.all.peak"]
+        figures[f"memory/max_{kind}(GiB)"] = peak / GIB
+        figures[f"memory/max_{kind}(%)"] = 100 * peak / capacity
+    for count in ("num_alloc_retries", "num_ooms"):
+        figures[f"memory/{count}"] = stats[count]
+    return figures["memory/max_reserved(GiB)"], figures

@@ -1,0 +1,213 @@
+"""The meter of a run. Nothing is read from the device between logged steps, so metering costs no wait.
+
+A window is what lies between two logged steps: its rates are over the time that really passed and the steps it really
+holds. The first window (compilation, cold caches) and those with a checkpoint or a validation in them are marked, and
+left out of averages and of the time left. MFU is tokens/s per device x FLOPs per token / peak; in metrics.jsonl `mfu`
+counts the attention that a causal mask leaves, `mfu_full` all of it, both as fractions.
+"""
+
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from torchtitan.metrics import console
+from torchtitan.metrics.device import find_peak, read_memory
+from torchtitan.metrics.json_lines import JsonLines, Record
+from torchtitan.metrics.tracking import Tracker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Window:
+    started: float
+    steps: int = 0
+    tokens: int = 0
+    data_seconds: float = 0.0
+    marks: list[str] = field(default_factory=list)
+
+
+class MetricsLogger:
+    """Every rank makes one and records every step; the rank that writes files is told so, and which rank shows its
+    lines is the logging set-up's choice."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        writes: bool,
+        log_freq: int,
+        total_steps: int,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        world_size: int,
+        num_parameters: int,
+        flops_per_token_full: float,
+        flops_per_token_causal: float,
+        resume_step: int | None = None,
+        tokens_seen: int = 0,
+        trackers: Sequence[Tracker] = (),
+        color: bool = False,
+        log_lr: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.path = folder / "metrics.jsonl"
+        self.log_freq, self.total_steps, self.world_size = log_freq, total_steps, world_size
+        self.device, self.peak = device, find_peak(device, compute_dtype)
+        self.num_parameters, self.full, self.causal = num_parameters, flops_per_token_full, flops_per_token_causal
+        self.tokens_seen = tokens_seen
+        self._color, self._log_lr, self._clock = color, log_lr, clock
+        self._file = JsonLines(self.path, resume_step) if writes else None
+        self._trackers = list(trackers)
+        self._first: Record | None = None
+        self._last: Record | None = None
+        self._validation_loss: float | None = None
+        # Of windows without a mark:
+        self._speeds: list[float] = []
+        self._recent_step_seconds: deque[float] = deque(maxlen=20)
+        self.start()
+
+    def start(self) -> None:
+        """The first step begins now."""
+        self._window = Window(self._clock(), marks=["first"])
+        self._started, self._tokens_at_start = self._window.started, self.tokens_seen
+
+    def header(self) -> str:
+        """What the figures stand on, in one line."""
+        size = f"{console.quantity(self.num_parameters).strip()} parameters"
+        flops = (
+            f"{console.quantity(self.causal)}FLOP per token (attention causal; "
+            f"{console.quantity(self.full)}FLOP counting it in full)"
+        )
+        mfu = f"MFU against {self.peak.reason}" if self.peak.flops else f"no MFU: {self.peak.reason}"
+        return f"{size}, {flops}, {mfu}"
+
+    def due(self, step: int) -> bool:
+        """Whether the step, counted from 1, is logged."""
+        return step % self.log_freq == 0 or step in (1, self.total_steps)
+
+    def mark(self, reason: str) -> None:
+        """Something other than training happens in the current window."""
+        if reason not in self._window.marks:
+            self._window.marks.append(reason)
+
+    def record(
+        self,
+        step: int,
+        *,
+        loss: torch.Tensor,
+        grad_norm: torch.Tensor | None,
+        lr: float,
+        tokens: int,
+        data_seconds: float,
+        extra: Mapping[str, torch.Tensor | float] | None = None,
+    ) -> None:
+        """After every step: the global loss and gradient norm (needed where the step is due), the rate that the step
+        took, the tokens of all ranks in it, and how long this rank waited for data. `extra` is logged as it is."""
+        window = self._window
+        window.steps += 1
+        window.tokens += tokens
+        window.data_seconds += data_seconds
+        self.tokens_seen += tokens
+        if not self.due(step):
+            return
+        # Reading these waits for the device, so the clock is read after them.
+        values = {"loss": float(loss), "grad_norm": None if grad_norm is None else float(grad_norm)}
+        others = {name: float(value) for name, value in (extra or {}).items()}
+        now = self._clock()
+        memory, memory_tags = read_memory(self.device)
+        record = {"step": step, **values, "lr": lr, **self._rates(window, now), "memory_gib": memory}
+        record |= self._utilization(record["tokens_per_second"]) | others
+        if window.marks:
+            record["marked"] = window.marks
+        else:
+            self._speeds.append(record["tokens_per_second"])
+            self._recent_step_seconds.append(record["step_seconds"])
+        self._first, self._last = self._first or record, record
+        self._window = Window(now)
+        self._write(record, {**tags_of(record, self.world_size, self.full), **memory_tags})
+        left = self._seconds_left(step)
+        logger.info(console.training_line(record, self.total_steps, left, self._color, self._log_lr))
+
+    def record_validation(self, step: int, loss: float) -> None:
+        """Marks the window: its time was not all training's."""
+        self.mark("validation")
+        self._validation_loss = loss
+        self._write({"step": step, "validation_loss": loss}, {"validation_metrics/loss": loss})
+        logger.info(console.validation_line(step, self.total_steps, loss, self._color))
+
+    def summary(self, places: Mapping[str, object]) -> str:
+        """A few lines for the end of the run; `places` says what lies where."""
+        if self._first is None or self._last is None:
+            return f"nothing was left to train: {self.total_steps} steps were done before" + console.aligned(places)
+        first, last = self._first, self._last
+        result = [f"step {last['step']}/{self.total_steps}"]
+        result.append(f"loss {last['loss']:.4f} (step {first['step']}: {first['loss']:.4f})")
+        if self._validation_loss is not None:
+            result.append(f"validation loss {self._validation_loss:.4f}")
+        tokens, seconds = self.tokens_seen - self._tokens_at_start, self._clock() - self._started
+        result.append(f"{statistics.median(self._speeds or [last['tokens_per_second']]):,.0f} tokens/s")
+        result.append(f"{tokens:,} tokens in {console.duration(seconds)}")
+        return ", ".join(result) + console.aligned(places)
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _rates(self, window: Window, now: float) -> Record:
+        elapsed = now - window.started
+        return {
+            "tokens": self.tokens_seen,
+            "tokens_per_second": window.tokens / elapsed,
+            "step_seconds": elapsed / window.steps,
+            "data_seconds": window.data_seconds / window.steps,
+        }
+
+    def _utilization(self, tokens_per_second: float) -> Record:
+        if self.peak.flops is None:
+            return {}
+        share = tokens_per_second / self.world_size / self.peak.flops
+        return {"mfu": share * self.causal, "mfu_full": share * self.full}
+
+    def _seconds_left(self, step: int) -> float | None:
+        """None while all windows so far are marked."""
+        if not self._recent_step_seconds:
+            return None
+        return statistics.median(self._recent_step_seconds) * (self.total_steps - step)
+
+    def _write(self, record: Record, tags: Mapping[str, float]) -> None:
+        if self._file:
+            self._file.write(record)
+        for tracker in self._trackers:
+            tracker.log(tags, record["step"])
+
+
+def tags_of(record: Record, world_size: int, flops_per_token_full: float) -> dict[str, float]:
+    """A record under torchtitan's names (tracking.py)."""
+    per_device = record["tokens_per_second"] / world_size
+    tags = {
+        "loss_metrics/global_avg_loss": record["loss"],
+        "throughput(tps)": per_device,
+        "tflops": per_device * flops_per_token_full / 1e12,
+        "time_metrics/end_to_end(s)": record["step_seconds"],
+        "time_metrics/data_loading(s)": record["data_seconds"],
+        "time_metrics/data_loading(%)": 100 * record["data_seconds"] / record["step_seconds"],
+        "lr": record["lr"],
+        "n_tokens_seen": record["tokens"],
+    }
+    if record["grad_norm"] is not None:
+        tags["grad_norm"] = record["grad_norm"]
+    if "mfu" in record:
+        tags |= {"mfu(%)": 100 * record["mfu_full"], "mfu_full(%)": 100 * record["mfu_full"]}
+        tags["mfu_causal(%)"] = 100 * record["mfu"]
+    if "max_loss" in record:
+        tags["loss_metrics/global_max_loss"] = record["max_loss"]
+    return tags

@@ -1,0 +1,60 @@
+"""TensorBoard and Weights & Biases. Both get the tags that torchtitan's users have on their dashboards.
+
+What a bare tag means is torchtitan's: throughput(tps) is per device, and tflops and mfu(%) count attention in full,
+masked or not. mfu_causal(%) and mfu_full(%) cannot be confused.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class TrackingError(ValueError):
+    """A tracker that was asked for is not there."""
+
+
+class Tracker(Protocol):
+    def log(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in a folder. Events of an older run after the step that this one resumes at are not shown."""
+
+    def __init__(self, folder: Path, resume_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second
+
+        self._writer = SummaryWriter(str(folder), purge_step=(resume_step or 0) + 1, max_queue=1000)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """One W&B run for a job, also over restarts: its id is kept in the folder. Project, entity and mode are wandb's own
+    settings (WANDB_PROJECT and others)."""
+
+    def __init__(self, folder: Path, resume_step: int | None, name: str, config: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise TrackingError(
+                "metrics.enable_wandb is set, but wandb is not installed; "
+                "pip install 'torchtitan-toml[wandb]', or leave it out"
+            ) from None
+        folder.mkdir(parents=True, exist_ok=True)
+        id_file = folder / "wandb_run_id"
+        run_id = id_file.read_text().strip() if resume_step is not None and id_file.exists() else None
+        self._run = wandb.init(dir=str(folder), name=name, config=config, id=run_id, resume="allow")
+        id_file.write_text(self._run.id)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

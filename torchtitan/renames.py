@@ -1,0 +1,288 @@
+"""Options of torchtitan's TOML era that are elsewhere here or have no meaning here, and the translation of old jobs.
+
+Covers the flat dialect of July 2024, the last one (v0.2.2, February 2026) and the renames between them. What is in
+neither table below and in no old dialect is simply unknown.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Moved:
+    to: str
+    translate: Callable[[Any], Any] = lambda value: value
+    """Old value to new. Raises ValueError with the way out where that takes a person."""
+
+
+@dataclass(frozen=True)
+class Gone:
+    why: str
+    harmless: tuple[Any, ...] | None = ()
+    """Values at which the option changed nothing, so that a translation may leave it out; None: any value."""
+
+
+def _not(value: Any) -> Any:
+    return not value if isinstance(value, bool) else value  # what is no flag is refused at its new place
+
+
+def _fused(value: Any) -> Any:
+    return {True: "fused", False: "foreach"}[value] if isinstance(value, bool) else value
+
+
+def _words(**words: str) -> Callable[[Any], Any]:
+    """Values that were renamed; others stay, to be judged at their new place."""
+    return lambda value: words.get(value, value) if isinstance(value, str) else value
+
+
+def _by_hand(advice: str) -> Callable[[Any], Any]:
+    def refuse(value: Any) -> Any:
+        raise ValueError(advice)
+
+    return refuse
+
+
+def _split_points(value: Any) -> None:
+    if value:
+        raise ValueError('list the module names of each stage there, e.g. [["tok_embeddings", "layers.0"], ...]')
+
+
+_schedule = _words(**{"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"})
+_fp8 = "float8 is not in this version"
+_mx = "mx formats are not in this version"
+_ft = "fault tolerance by torchft is not in this version"
+_moe = "mixture of experts is not in this version"
+_plugin = "code named by a job file is not run"
+_estimate = "memory is not estimated by a training run"
+_recorder = "the flight recorder writes where torch's environment variables say"
+_flat = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "context_parallel_degree")
+_flat += ("tensor_parallel_degree", "pipeline_parallel_degree", "enable_async_tensor_parallel")
+_flat += ("context_parallel_rotate_method", "fsdp_reshard_after_forward", "disable_loss_parallel")
+
+MOVED: dict[str, Moved] = {
+    "job.print_args": Moved("job.print_config"),
+    "metrics.enable_color_printing": Moved("metrics.disable_color_printing", _not),
+    "metrics.rank_0_only": Moved("metrics.save_for_all_ranks", _not),
+    "model.hf_assets_path": Moved("model.tokenizer_path"),
+    "optimizer.fused": Moved("optimizer.implementation", _fused),
+    "lr_scheduler.lr_min": Moved("lr_scheduler.min_lr_factor"),
+    "training.warmup_steps": Moved("lr_scheduler.warmup_steps"),
+    "training.batch_size": Moved("training.local_batch_size"),
+    "training.compile": Moved("compile.enable"),
+    "training.seed": Moved("debug.seed"),
+    "training.deterministic": Moved("debug.deterministic"),
+    "training.enable_loss_parallel": Moved("parallelism.disable_loss_parallel", _not),
+    "training.data_parallel_degree": Moved("parallelism.data_parallel_shard_degree"),
+    "training.data_parallel_type": Moved(
+        "parallelism.data_parallel_replicate_degree",
+        _by_hand('for "fsdp" leave both out; for "ddp" write the ranks here, and data_parallel_shard_degree = 1'),
+    ),
+    **{f"{old}.{key}": Moved(f"parallelism.{key}") for old in ("training", "experimental") for key in _flat},
+    "experimental.pipeline_parallel_schedule": Moved("parallelism.pipeline_parallel_schedule", _schedule),
+    "experimental.pipeline_parallel_split_points": Moved("parallelism.module_fqns_per_model_part", _split_points),
+    "parallelism.pipeline_parallel_split_points": Moved("parallelism.module_fqns_per_model_part", _split_points),
+    "experimental.pipeline_parallel_microbatches": Moved(
+        "parallelism.pipeline_parallel_microbatch_size",
+        _by_hand("give the samples of one microbatch there: the batch size divided by the number of microbatches"),
+    ),
+    "checkpoint.enable_checkpoint": Moved("checkpoint.enable"),
+    "checkpoint.model_weights_only": Moved("checkpoint.last_save_model_only"),
+    "checkpoint.last_save_in_safetensors_format": Moved("checkpoint.last_save_in_hf"),
+    "validation.enabled": Moved("validation.enable"),
+}
+
+GONE: dict[str, Gone] = {
+    "job.use_for_integration_test": Gone("it marked files for torchtitan's own tests", None),
+    "job.save_config_file": Gone("the resolved job is always written, as config.toml in job.dump_folder", None),
+    "job.custom_config_module": Gone(_plugin, ("",)),
+    "experimental.custom_import": Gone(_plugin, ("",)),
+    "experimental.custom_args_module": Gone(_plugin, ("",)),
+    "experimental.custom_model_path": Gone(_plugin, ("",)),
+    "experimental.enable_compiled_autograd": Gone("compiled autograd is not in this version", (False,)),
+    "parallelism.enable_compiled_autograd": Gone("compiled autograd is not in this version", (False,)),
+    "experimental.pipeline_parallel_split_mode": Gone("models are cut by module names alone", ("manual",)),
+    # norms that compute the same, by other kernels
+    "model.norm_type": Gone("norms are RMSNorm", ("rmsnorm", "fused_rmsnorm", "compiled_rmsnorm")),
+    "model.converters": Gone("float8, mx and other conversions are not in this version", ([], "")),
+    "model.print_after_conversion": Gone("there are no model converters", None),
+    "training.enable_float8_linear": Gone(_fp8, (False,)),
+    "float8.enable_float8_linear": Gone(_fp8, (False,)),
+    # settings of what the switches above turn on
+    **{
+        f"{section}.{key}": Gone(why, None)
+        for section, why, keys in (
+            ("training", _fp8, "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp"),
+            ("training", _fp8, "float8_scaling_type_input float8_scaling_type_weight float8_scaling_type_grad_output"),
+            ("float8", _fp8, "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name"),
+            ("float8", _fp8, "scaling_type_input scaling_type_weight scaling_type_grad_output filter_fqns emulate"),
+            ("float8", _fp8, "force_recompute_fp8_weight_in_bwd moe_fqns_prototype"),
+            ("mx", _mx, "use_fp8_dim1_cast_triton_kernel mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns"),
+            ("quantize.linear.float8", _fp8, "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp"),
+            ("quantize.linear.float8", _fp8, "recipe_name filter_fqns emulate"),
+            ("quantize.linear.mx", _mx, "mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns"),
+            ("quantize.grouped_mm.float8", _fp8, "fqns"),
+            ("quantize.grouped_mm.mx", _mx, "recipe_name fqns"),
+            ("fault_tolerance", _ft, "process_group process_group_timeout_ms replica_id group_size min_replica_size"),
+            ("fault_tolerance", _ft, "semi_sync_method sync_steps should_quantize fragment_sync_delay"),
+            ("fault_tolerance", _ft, "fragment_update_alpha"),
+            ("checkpoint", _ft, "enable_ft_dataloader_checkpoints"),
+            ("memory_estimation", _estimate, "disable_fake_mode"),
+        )
+        for key in keys.split()
+    },
+    "fault_tolerance.enable": Gone(_ft, (False,)),
+    "memory_estimation.enable": Gone(_estimate, (False,)),
+    "memory_estimation.enabled": Gone(_estimate, (False,)),
+    "parallelism.expert_tensor_parallel_degree": Gone(_moe, (1,)),
+    "parallelism.expert_parallel_comm_backend": Gone(_moe, ("standard",)),
+    "debug.moe_force_load_balance": Gone(_moe, (False,)),
+    "checkpoint.create_seed_checkpoint": Gone(
+        "initial weights are a function of debug.seed and the parameter's name, equal on any number of ranks", (False,)
+    ),
+    "checkpoint.initial_load_in_hf_quantized": Gone("quantized weights are not read", (False,)),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Gone(
+        '"op" keeps every matrix product', (["moe.router.gate"], [])
+    ),
+    "activation_checkpoint.visualize_memory_budget_pareto": Gone("the budget's curve is not drawn", (False,)),
+    "activation_checkpoint.determinism_check": Gone("torch's own check stays at its default", ("default",)),
+    "activation_checkpoint.debug": Gone("recompute has no debug mode here", (False,)),
+    "comm.save_traces_folder": Gone(_recorder, ("comm_traces",)),
+    "comm.save_traces_file_prefix": Gone(_recorder, ("rank_",)),
+    "comm.mode": Gone("a job trains; it does not run without communication", ("default",)),
+    "validation.dataloader.num_workers": Gone("validation reads as training.dataloader says", (0,)),
+    "validation.dataloader.persistent_workers": Gone("validation reads as training.dataloader says", (False,)),
+    "validation.dataloader.pin_memory": Gone("validation reads as training.dataloader says", (False,)),
+    "validation.dataloader.prefetch_factor": Gone("validation reads as training.dataloader says"),
+}
+
+VALUES: dict[str, Callable[[Any], Any]] = {
+    "model.name": _words(llama="llama3"),
+    "training.dataset": _words(c4_mini="c4_test"),
+    "parallelism.pipeline_parallel_schedule": _schedule,
+}
+"""Values that were renamed where the option was not."""
+
+V0_2_2 = "v0.2.2"
+JULY_2024 = "July 2024"
+
+_BOTH = {
+    "lr_scheduler.warmup_steps": 200,
+    "lr_scheduler.min_lr_factor": 0.0,
+    "training.dataset": "c4_test",
+    "training.shuffle": False,  # documents came in the order of the data set
+}
+DEFAULTS: dict[str, Values] = {
+    JULY_2024: _BOTH
+    | {
+        "job.dump_folder": "./torchtitan/outputs",
+        "metrics.disable_color_printing": True,
+        "model.tokenizer_path": "./torchtitan/datasets/tokenizer/tokenizer.model",
+        "optimizer.implementation": "foreach",
+        "checkpoint.keep_latest_k": 0,
+    },
+    V0_2_2: _BOTH
+    | {
+        "model.tokenizer_path": "./tests/assets/tokenizer",
+        "checkpoint.last_save_model_only": True,
+        "validation.dataset": "c4_validation",
+        "validation.seq_len": 2048,
+    },
+}
+"""Defaults of the old dialects where ours are others: a translation writes them out."""
+
+
+def renamed(key: str) -> Moved | Gone | None:
+    return MOVED.get(key) or GONE.get(key)
+
+
+def old_section(name: str) -> bool:
+    """Whether old dialects had options under this name that are not at home there."""
+    return any(key.startswith(f"{name}.") for key in (*MOVED, *GONE))
+
+
+@dataclass
+class Upgrade:
+    """An old job in today's options."""
+
+    dialect: str
+    values: Values = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What was moved, left out or written out, one line each."""
+    stuck: list[tuple[str, Any, str]] = field(default_factory=list)
+    """Option, value and reason of what cannot be translated."""
+
+
+def dialect_of(old: Values, values: Values) -> str:
+    """July 2024 where an option has July's place and none has a later one. v0.2.2 else, whose defaults came soon."""
+    later = any(key.split(".")[0] in ("lr_scheduler", "parallelism", "compile") for key in (*old, *values))
+    july = {"metrics.enable_color_printing", "metrics.rank_0_only", "optimizer.fused", "training.warmup_steps"}
+    july |= {"training.data_parallel_degree", "training.enable_loss_parallel", "training.compile"}
+    return JULY_2024 if not later and july & set(old) else V0_2_2
+
+
+def upgrade(old: Values, values: Values) -> Upgrade:
+    """Translate a job: `old` are its options of older dialects, `values` those that are at home here."""
+    result = Upgrade(dialect_of(old, values))
+    values = {key: VALUES[key](value) if key in VALUES else value for key, value in values.items()}
+    old = _combined(dict(old), values, result)
+    for key, value in old.items():
+        rename = renamed(key)
+        if isinstance(rename, Gone):
+            if rename.harmless is None or value in rename.harmless:
+                result.notes.append(f"left out, changed nothing: {key} ({rename.why})")
+            else:
+                result.stuck.append((key, value, rename.why))
+            continue
+        try:
+            new = rename.translate(value)
+        except ValueError as error:
+            result.stuck.append((key, value, f"{rename.to}: {error}"))
+            continue
+        result.notes.append(f"moved: {key} -> {rename.to}")
+        if new is not None:
+            values.setdefault(rename.to, new)
+    result.values = _with_old_defaults(values, result)
+    return result
+
+
+def _combined(old: Values, values: Values, result: Upgrade) -> Values:
+    """Settle what means something only together with other options; returns what is left of `old`."""
+    kind = old.pop("training.data_parallel_type", "fsdp")
+    if kind == "ddp":
+        degree = old.pop("training.data_parallel_degree", -1)
+        values["parallelism.data_parallel_shard_degree"] = 1
+        if degree == -1:
+            why = "it replicated over all ranks: give data_parallel_degree as their number"
+            result.stuck.append(("training.data_parallel_type", kind, why))
+        else:
+            values["parallelism.data_parallel_replicate_degree"] = degree
+            result.notes.append("moved: training.data_parallel_type -> parallelism.data_parallel_replicate_degree")
+    elif kind != "fsdp":
+        result.stuck.append(("training.data_parallel_type", kind, 'known are "fsdp" and "ddp"'))
+    assets = old.get("model.hf_assets_path")
+    if values.get("checkpoint.initial_load_in_hf") and "checkpoint.initial_load_path" not in values and assets:
+        values["checkpoint.initial_load_path"] = assets  # weights were looked for beside the tokenizer
+        result.notes.append("written out, as it was model.hf_assets_path: checkpoint.initial_load_path")
+    if values.get("validation.enable") and values.get("validation.steps", -1) == -1:
+        why = "-1, the default then, was to the data's end; give the number of batches"
+        result.stuck.append(("validation.steps", values.pop("validation.steps", None), why))
+    elif values.get("validation.steps") == -1:
+        del values["validation.steps"]
+        result.notes.append("left out, changed nothing: validation.steps (validation is off)")
+    if result.dialect == JULY_2024 and values.get("model.flavor", "debugmodel") == "debugmodel":
+        values["model.overrides"] = {"n_layers": 8} | values.get("model.overrides", {})
+        result.notes.append("written out, as that debugmodel had 8 layers: model.overrides")
+    return old
+
+
+def _with_old_defaults(values: Values, result: Upgrade) -> Values:
+    for key, default in DEFAULTS[result.dialect].items():
+        section = key.split(".")[0]
+        switched_off = section in ("checkpoint", "validation") and not values.get(f"{section}.enable")
+        if key not in values and not switched_off:
+            values[key] = default
+            result.notes.append(f"written out, as the default was another: {key}")
+    return values
