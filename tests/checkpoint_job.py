@@ -1,4 +1,4 @@
-"""A job small enough to be resumed a hundred times: a tied, uneven MLP with dropout, AdamW, a schedule, a data position.
+"""A job small enough to be resumed a hundred times: a tied, uneven MLP with dropout, AdamW, schedule, data position.
 
 Dropout makes a lost generator state visible, widths that no number of ranks divides make resharding visible.
 """
@@ -23,7 +23,9 @@ class TinyModel(nn.Module):
     def __init__(self, width: int = WIDTH, layers: int = 2):
         super().__init__()
         self.tok_embeddings = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleDict({str(i): nn.Sequential(nn.Linear(width, 7), nn.GELU(), nn.Linear(7, width)) for i in range(layers)})  # fmt: skip
+        self.layers = nn.ModuleDict(
+            {str(i): nn.Sequential(nn.Linear(width, 7), nn.GELU(), nn.Linear(7, width)) for i in range(layers)}
+        )
         self.dropout = nn.Dropout(0.2)
         self.register_buffer("scale", torch.ones(width))
         self.output = nn.Linear(width, VOCABULARY, bias=False)

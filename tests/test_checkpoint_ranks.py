@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from tests.checkpoint_job import Job, TinyModel, rank, saved_steps, tensor_hash
@@ -122,22 +123,23 @@ def test_the_clock_of_rank_0_decides(tmp_path):
 # A failure on one rank is a failure on all, and leaves the older checkpoint
 
 
-def fail_on(failing_rank: int, module, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = getattr(module, name)
+def fail_on(failing_rank: int, owner, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(owner, name)
 
     def failing(*args, **kwargs):
         if rank() == failing_rank:
             raise OSError(28, "No space left on device")
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(module, name, failing)
+    monkeypatch.setattr(owner, name, failing)
 
 
 POINTS = [
     (1, tensors, "model_tensors"),
     (0, folders, "create_temporary"),
-    (1, storage, "write_tensors"),
-    (0, storage, "write_tensors"),
+    (1, DefaultSavePlanner, "create_local_plan"),
+    (1, FileSystemWriter, "write_data"),
+    (0, FileSystemWriter, "finish"),
     (1, layout, "sha256_of"),
     (0, folders, "write_file"),
     (0, folders, "publish"),
@@ -145,7 +147,7 @@ POINTS = [
 
 
 def failing_save(folder: Path, mode: str, number: int) -> tuple[list[str], int | None, bool]:
-    failing_rank, module, name = POINTS[number]
+    failing_rank, owner, name = POINTS[number]
     job = Job(folder, "fsdp", async_mode=mode)
     job.train(2)
     job.checkpointer.finish()
@@ -153,13 +155,13 @@ def failing_save(folder: Path, mode: str, number: int) -> tuple[list[str], int |
     job.train(1)
     raised = ""
     with pytest.MonkeyPatch.context() as patch:
-        fail_on(failing_rank, module, name, patch)
+        fail_on(failing_rank, owner, name, patch)
         try:
             job.train(1)
             job.checkpointer.finish()
         except CheckpointError as error:
             raised = str(error)
-    assert f"rank {failing_rank}: OSError: [Errno 28] No space left" in raised, raised
+    assert "No space left" in raised and f"rank {failing_rank}" in raised, raised
     dist.barrier()
     left = saved_steps(folder)
     dist.barrier()
@@ -183,7 +185,7 @@ def failure_is_seen_at_one_step(folder: Path) -> int:
     """The ranks' threads end at different times; the error must still come at the same step."""
     job = Job(folder, "fsdp", async_mode="async", interval=2)
     with pytest.MonkeyPatch.context() as patch:
-        fail_on(1, storage, "write_tensors", patch)
+        fail_on(1, FileSystemWriter, "write_data", patch)
         job.train(2)
         if rank() == 0:
             job.checkpointer.running.join()
@@ -324,7 +326,7 @@ def test_a_rank_killed_within_a_save_leaves_a_whole_checkpoint(tmp_path, number)
     """Alternates inline and background, before and after the point, over the points."""
     mode, after = ("disabled", "async")[number % 2], number % 3 == 0
     reference = run_ranks(2, train, tmp_path / "reference", "fsdp", 2, {})[0][1]
-    with pytest.raises(RankFailed, match="exit code 9"):
+    with pytest.raises(RankFailed, match="process ended with exit code"):
         run_ranks(2, killed_save, tmp_path / "run", mode, number, after)
     published = KILLS[number][2] == "retain" or (KILLS[number][2] == "publish" and after)
     step, digest, _ = run_ranks(1, load, tmp_path / "run", "plain")[0]

@@ -241,15 +241,11 @@ BAD_FILES = {
     ),
     "a number of thousands of digits": (
         f"[training]\nsteps = {'1' * 5000}\n",
-        [
-            "FILE: given a number of thousands of digits; allowed: valid TOML of a job's size"
-        ],
+        ["FILE: given a number of thousands of digits; allowed: valid TOML of a job's size"],
     ),
     "brackets without end": (
         f"[training]\nsteps = {'[' * 5000}\n",
-        [
-            "FILE: given brackets in hundreds of brackets; allowed: valid TOML of a job's size"
-        ],
+        ["FILE: given brackets in hundreds of brackets; allowed: valid TOML of a job's size"],
     ),
     "no TOML": (
         "[training]\nsteps 3\n",

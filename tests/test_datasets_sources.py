@@ -121,7 +121,9 @@ def test_another_text_field(tmp_path):
     assert documents(write_parquet(tmp_path / "a.parquet", field="content"), "content") == TEXTS
 
 
-@pytest.mark.parametrize("kind", [pyarrow.large_string(), pyarrow.binary(), pyarrow.dictionary(pyarrow.int8(), pyarrow.string())])
+@pytest.mark.parametrize(
+    "kind", [pyarrow.large_string(), pyarrow.binary(), pyarrow.dictionary(pyarrow.int8(), pyarrow.string())]
+)
 def test_parquet_text_types(tmp_path, kind):
     column = pyarrow.array(TEXTS).cast(kind)
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
@@ -139,7 +141,7 @@ def reference_pieces(content, piece, within):
             while target < len(content) and content[target] & 0xC0 == 0x80:
                 target += 1
         borders.append(line_end + 1 if line_end >= 0 else target)
-    return [content[a:b] for a, b in zip(borders, [*borders[1:], len(content)])]
+    return [content[a:b] for a, b in zip(borders, [*borders[1:], len(content)], strict=True)]
 
 
 @pytest.mark.parametrize("line", ["short lines\n", "a long line of äöü and 三 " * 9 + "\n", "ä三" * 3000, "\n"])
@@ -219,7 +221,7 @@ def test_truncated_and_damaged_compressed_files(tmp_path, name, pack):
     assert good[:1] == ["0" * 51] and all(isinstance(t, str) for t in good)
     damaged = bytearray(content)
     damaged[cut : cut + 8] = b"\xff" * 8
-    assert f"{tmp_path}/{name}: " in refusal(write(tmp_path / name, bytes(damaged)))
+    assert f"{tmp_path}/{name}:" in refusal(write(tmp_path / name, bytes(damaged)))
     assert "damaged before byte" in refusal(write(tmp_path / name, b"no such format"))
     write(tmp_path / "good.jsonl", lines())
     write(tmp_path / name, b"")
@@ -263,7 +265,9 @@ def test_bad_lines(tmp_path, name):
     assert message(broken).startswith(f"/{name}:2: no valid JSON at byte {start + 15}: Expecting property name")
     assert 'training.on_bad_data = "skip"' in message(broken)
     assert message(b"[1, 2]").startswith(f"/{name}:2: a list at byte {start}; each line must be a JSON object")
-    assert "no field 'text'; the fields there are: 'body', 'id'; set training.text_field" in message(b'{"body": "x", "id": 1}')
+    assert "no field 'text'; the fields there are: 'body', 'id'; set training.text_field" in message(
+        b'{"body": "x", "id": 1}'
+    )
     assert "no field 'text'; the fields there are: none" in message(b"{}")
     assert message(b'{"text": null}').startswith(f"/{name}:2: field 'text' holds nothing (null), not text")
     assert "field 'text' holds list, not text" in message(b'{"text": ["a"]}')
@@ -401,7 +405,9 @@ def test_hugging_face_package(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="3.6.0 would run code that comes with a dataset; install 4.0 or later"):
         list(DATASETS["huggingface"](folder, "text").documents())
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"needs the package datasets; install it with: pip install 'torchtitan-toml\[data\]'"):
+    with pytest.raises(
+        DataError, match=r"needs the package datasets; install it with: pip install 'torchtitan-toml\[data\]'"
+    ):
         list(DATASETS["huggingface"](folder, "text").documents())
 
 

@@ -68,7 +68,7 @@ class _ChunkedLoss(torch.autograd.Function):
             else:
                 total = total + loss.detach()
                 for grad, piece in zip(weight_grads, w_grads, strict=True):
-                    pass
+                    grad += piece
         ctx.save_for_backward(torch.cat(hidden_grads), *weight_grads)
         ctx.dtypes = [hidden.dtype, *(w.dtype for w in weights)]
         return total

@@ -15,11 +15,10 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from torchtitan.checkpoint.layout import NothingLoadable, newest_complete, resolve
+from torchtitan.checkpoint.layout import newest_complete, resolve
 from torchtitan.config import JobConfig, Training, Validation
 from torchtitan.datasets import DATASETS
-from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
+from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.lr_shapes import LRSchedule, ScheduleError
 from torchtitan.models import SIZES
@@ -86,15 +85,16 @@ class Facts:
         """The model's sizes; None where name, flavor or overrides are wrong."""
         sizes = SIZES.get(self.config.model.name, {}).get(self.config.model.flavor)
         try:
-            return sizes and dataclasses.replace(sizes, **self.config.model.overrides)
-        except (TypeError, ValueError):
+            args = sizes and dataclasses.replace(sizes, **self.config.model.overrides)
+            return args if args and args.num_parameters else None
+        except (TypeError, ValueError, OverflowError):
             return None
 
     @cached_property
-    def tokenizer(self) -> Tokenizer | TokenizerError:
+    def tokenizer(self) -> Tokenizer | OSError | ValueError:
         try:
             return build_tokenizer(self.config.model.tokenizer_path)
-        except TokenizerError as error:
+        except (OSError, ValueError) as error:  # beside TokenizerError, those of names that no file can have
             return error
 
     @cached_property
@@ -135,22 +135,30 @@ def model_sizes(facts: Facts) -> Iterator[Fault]:
     if sizes is None:
         return
     types = {name: kind for name, kind in typing.get_type_hints(type(sizes)).items() if not _is_table(kind)}
-    good = True
+    faults = []
     for name, value in model.overrides.items():
+        given = f"{name} = {show(value)}"
         if name not in types:
-            good = False
-            yield facts.fault(key, f"sizes of {model.name}: {', '.join(types)}", hint(name, types), given=name)
-            continue
-        try:
-            TypeAdapter(types[name], config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
-        except ValidationError:
-            good = False
-            yield facts.fault(key, f"{name} = {describe(types[name])}", "", given=f"{name} = {show(value)}")
-    if good:
+            faults.append(facts.fault(key, f"sizes of {model.name}: {', '.join(types)}", hint(name, types), given=name))
+        elif not _is_a(types[name], value):
+            faults.append(facts.fault(key, f"{name} = {describe(types[name])}", "", given=given))
+        elif value <= 0 and value is not False:
+            faults.append(facts.fault(key, f"{name} > 0", "", given=given))
+    yield from faults
+    if not faults and facts.args is None:
         try:
             dataclasses.replace(sizes, **model.overrides)
+            yield facts.fault(key, "sizes of a model that can be", "")
         except ValueError as error:
             yield facts.fault(key, f"sizes that fit together: {error}", "")
+
+
+def _is_a(kind: Any, value: Any) -> bool:
+    try:
+        TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def _is_table(kind: Any) -> bool:
@@ -159,9 +167,9 @@ def _is_table(kind: Any) -> bool:
 
 def tokenizer_fits(facts: Facts) -> Iterator[Fault]:
     key = "model.tokenizer_path"
-    if isinstance(facts.tokenizer, TokenizerError):
+    if isinstance(facts.tokenizer, Exception):
         remedy = str(facts.tokenizer)
-        if facts.config.model.flavor != "debugmodel" and not Path(facts.config.model.tokenizer_path).exists():
+        if facts.config.model.flavor != "debugmodel" and "No such file" in remedy:
             remedy += "; Llama's own are in the models of huggingface.co/meta-llama, after the licence is accepted"
         yield facts.fault(key, "a tokenizer", remedy)
     elif facts.args and facts.tokenizer.vocab_size > facts.args.vocab_size:
@@ -187,9 +195,9 @@ def _data_fault(facts: Facts, section: str, part: Training | Validation, seq_len
         source = DATASETS[part.dataset](part.dataset_path, facts.config.training.text_field)
         if isinstance(source, TokenShards):
             source.blocks(seq_len)
-            if not isinstance(facts.tokenizer, TokenizerError):
+            if not isinstance(facts.tokenizer, Exception):
                 source.check_tokenizer(facts.tokenizer.fingerprint, facts.tokenizer.vocab_size)
-    except DataError as error:
+    except (OSError, ValueError) as error:  # beside DataError, those of names that no file can have
         yield facts.fault(f"{section}.dataset_path", f"data for dataset {show(part.dataset)}", str(error))
 
 
@@ -335,15 +343,14 @@ def checkpoint_rules(facts: Facts) -> Iterator[Fault]:
 
 def _initial_load(facts: Facts, path: Path) -> Iterator[Fault]:
     key, options = "checkpoint.initial_load_path", facts.config.checkpoint
-    if newest_complete(Path(facts.config.job.dump_folder, options.folder))[0] is not None:
-        return  # this run goes on from its own checkpoint and needs the first one no more
-    if options.initial_load_in_hf:
-        if not any(path.glob("*.safetensors")):
-            yield facts.fault(key, "a folder with *.safetensors", "there are none")
-        return
     try:
-        resolve(path)
-    except NothingLoadable as error:
+        if newest_complete(Path(facts.config.job.dump_folder, options.folder))[0] is not None:
+            return  # this run goes on from its own checkpoint and needs the first one no more
+        if not options.initial_load_in_hf:
+            resolve(path)
+        elif not any(path.glob("*.safetensors")):
+            yield facts.fault(key, "a folder with *.safetensors", "there are none")
+    except (OSError, ValueError) as error:  # NothingLoadable, and names that no folder can have
         yield facts.fault(key, "a checkpoint", str(error))
 
 
@@ -361,7 +368,11 @@ def folders(facts: Facts) -> Iterator[Fault]:
     if not dump.strip() or "\0" in dump:
         yield facts.fault(key, "a folder", 'write "./outputs"')
         return
-    existing = next(p for p in (Path(dump).absolute(), *Path(dump).absolute().parents) if p.exists())
+    try:
+        existing = next(p for p in (Path(dump).absolute(), *Path(dump).absolute().parents) if p.exists())
+    except OSError as error:
+        yield facts.fault(key, "a folder", f"{error.strerror}; name another folder")
+        return
     if not existing.is_dir():
         yield facts.fault(key, "a folder", f"{existing} is a file; name another folder")
     elif not os.access(existing, os.W_OK | os.X_OK):

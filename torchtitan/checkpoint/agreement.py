@@ -61,6 +61,21 @@ class Peers:
         told = "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items())
         raise CheckpointError(f"{doing} failed on {told}") from cause
 
+    def decide(self, action: Callable[[], T]) -> T:
+        """What `action` gives on rank 0, on all ranks; or its error, as a `CheckpointError`, on all ranks."""
+        answer: tuple[Any, CheckpointError | None] = None, None
+        if self.is_main:
+            try:
+                answer = action(), None
+            except CheckpointError as error:
+                answer = None, error
+            except Exception as error:
+                answer = None, CheckpointError(f"{describe(error)} (on rank 0)")
+        result, refusal = self.gather(answer)[0]
+        if refusal is not None:
+            raise refusal
+        return result
+
     def maximum(self, *values: int) -> list[int]:
         """Element by element over all ranks; a small message."""
         if self.group is None:

@@ -71,6 +71,7 @@ class Checkpointer:
         self.loaded_from: Path | None = None
         self.saved_step: int | None = None
         self.rewound_to: int | None = None
+        """Until the first save, the step loaded: newer ones (passed over as damaged, or not asked for) are history."""
         self.last_save_time = time.monotonic()
 
     # Saving
@@ -182,13 +183,10 @@ class Checkpointer:
         A damaged one is passed over for the next older one, which is said. One that is whole and does not fit the
         job is refused with `CheckpointError`, as is a folder whose checkpoints are all damaged (`NothingLoadable`).
         """
-        found = layout.complete_steps(self.folder) if self.main_peers.is_main else ([], [])
-        complete, refused = self.main_peers.gather(found)[0]
+        complete, refused = self.main_peers.decide(lambda: layout.complete_steps(self.folder))
         if not complete and not refused and self.load_step < 0:
             return None
-        newer = []
         if self.load_step >= 0:
-            newer = [path for path in complete if layout.step_of(path.name) > self.load_step]
             complete = [path for path in complete if layout.step_of(path.name) == self.load_step]
             refused = [old for old in refused if layout.step_of(old.folder.name) == self.load_step]
         for folder in complete:
@@ -203,11 +201,13 @@ class Checkpointer:
         if self.main_peers.is_main:
             for old in refused:
                 logger.warning("checkpoint not used: %s", old)
+            for what, here in saving.versions().items():
+                if (saved := source.manifest.versions.get(what)) != here:
+                    logger.warning("saved with %s %s, going on with %s: not bit-equal any more", what, saved, here)
         self._restore(source, with_state=True)
-        self.loaded_from, self.saved_step = folder, source.manifest.step
-        if newer:
-            self.rewound_to = source.manifest.step
-        return source.manifest.step
+        self.loaded_from = folder
+        self.saved_step = self.rewound_to = source.manifest.step
+        return self.saved_step
 
     def initial_load(self, path: Path, model_only: bool = True) -> int:
         """Start from another job's checkpoint, folder of checkpoints (its newest) or export; the step to go on from.
@@ -231,14 +231,18 @@ class Checkpointer:
             live |= tensors.optimizer_state(self.model_parts, self.optimizers)[0]
             prefixes = (MODEL, OPTIMIZER)
         load_tensors(source, live, self.main_peers, prefixes=prefixes, cast=not with_state)
-        if with_optimizer:
-            tensors.set_optimizer_values(self.model_parts, self.optimizers, source.state["optimizer"])
-        if with_state:
-            kept = [
+
+        def go_on() -> None:
+            if with_optimizer:
+                tensors.set_optimizer_values(self.model_parts, self.optimizers, source.state["optimizer"])
+            trainer, *ranks = (
                 {name: value for name, value in part.items() if name not in self.excluded}
                 for part in (source.state["trainer"], *source.state["ranks"])
-            ]
-            self.main_peers.agree("continuing from the saved state", lambda: self.load_state(kept[0], kept[1:]))
+            )
+            self.load_state(trainer, ranks)
+
+        if with_state:
+            self.main_peers.agree(f"going on from {source.folder.name}", go_on)
 
     def _nothing(self, refused: list[Refused]) -> str:
         if self.load_step >= 0:

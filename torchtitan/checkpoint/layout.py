@@ -121,16 +121,21 @@ def check_complete(folder: Path) -> Manifest:
     if folder.is_symlink() or not folder.is_dir():
         raise CheckpointError("it is not a folder of its own (a file or a symbolic link)")
     manifest = read_manifest(folder)
-    for name, entry in manifest.files.items():
+    check_sizes(folder, manifest, manifest.files)
+    return manifest
+
+
+def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Refuse files that are missing, are links or have another size than listed. Raises `CheckpointError`."""
+    for name in names:
         try:
             status = (folder / name).lstat()
         except OSError as error:
             raise CheckpointError(f"{name} cannot be read ({error.strerror})") from None
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{name} is not a regular file")
-        if status.st_size != entry.size:
-            raise CheckpointError(f"{name} has {status.st_size} bytes instead of {entry.size}")
-    return manifest
+        if status.st_size != manifest.files[name].size:
+            raise CheckpointError(f"{name} has {status.st_size} bytes instead of {manifest.files[name].size}")
 
 
 def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
@@ -185,8 +190,9 @@ def read_manifest(folder: Path) -> Manifest:
 def read_state(folder: Path) -> dict[str, Any]:
     """What `state.json` holds: step, trainer (the trainer's state), ranks (a list), optimizer (values), versions."""
     state = read_json(folder / STATE)
-    if not (isinstance(state.get("trainer"), dict) and isinstance(state.get("ranks"), list)):
-        raise CheckpointError(f"{folder / STATE}: no `trainer` table and `ranks` list in it")
+    for key, kind in {"trainer": dict, "ranks": list, "optimizer": dict}.items():
+        if not isinstance(state.get(key), kind):
+            raise CheckpointError(f"{folder / STATE}: {key} is not the {kind.__name__} that belongs there")
     return state
 
 

@@ -34,8 +34,9 @@ def open_checkpoint(folder: Path, peers: Peers) -> Source:
     sources: list[Source] = []
 
     def judge() -> None:
-        manifest = layout.check_complete(folder)
+        manifest = layout.read_manifest(folder)
         share = sorted(manifest.files)[peers.rank :: peers.size]
+        layout.check_sizes(folder, manifest, share)
         if damaged := layout.damaged_files(folder, manifest, share):
             raise CheckpointError(f"damaged: {', '.join(damaged)} (other content than was written)")
         storage.read_metadata(folder, manifest)
@@ -78,13 +79,4 @@ def load_model_for_inference(path: Path, model: nn.Module) -> int:
 
 def resolve(path: Path, peers: Peers) -> Path:
     """`layout.resolve`, by rank 0 for all."""
-    found: tuple[Path | None, str] = (None, "")
-    if peers.is_main:
-        try:
-            found = layout.resolve(path), ""
-        except layout.NothingLoadable as error:
-            found = None, str(error)
-    folder, reason = peers.gather(found)[0]
-    if folder is None:
-        raise layout.NothingLoadable(reason)
-    return folder
+    return peers.decide(lambda: layout.resolve(path))

@@ -49,7 +49,7 @@ def save(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers)
     """Write and publish `target`; False if it was there already. Raises `CheckpointError` on all ranks or on none."""
     started = time.monotonic()
     peers.agree("collecting what to save", snapshot.check)
-    temporary = peers.agree("starting a checkpoint", lambda: _open(snapshot, target, rewound_to, peers))[0]
+    temporary = peers.decide(lambda: _open(snapshot, target, rewound_to))
     if temporary is None:
         return False
     try:
@@ -77,10 +77,8 @@ class _Share:
     optimizer_values: dict[str, Any]
 
 
-def _open(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers) -> Path | None:
-    """On rank 0: the temporary folder, once nothing is in the way of its final name; None if nothing is to be done."""
-    if not peers.is_main:
-        return None
+def _open(snapshot: Snapshot, target: Path, rewound_to: int | None) -> Path | None:
+    """The temporary folder, once nothing is in the way of its final name; None if nothing is to be done."""
     folders.remove_leftovers(target)
     for step, folder in layout.step_folders(target.parent) if rewound_to is not None else []:
         if step > rewound_to:

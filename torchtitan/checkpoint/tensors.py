@@ -52,13 +52,16 @@ def optimizer_state(
 def set_optimizer_values(
     model_parts: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], values: dict[str, Any]
 ) -> None:
-    """Put back what `optimizer_state` found beside tensors."""
+    """Put back what `optimizer_state` found beside tensors. Raises `CheckpointError` where something is missing."""
     names = {parameter: name for name, parameter in _named(model_parts).items()}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
+                name = f"{OPTIMIZER}state.{names[parameter]}.{key}"
                 if not isinstance(value, torch.Tensor):
-                    state[key] = values[f"{OPTIMIZER}state.{names[parameter]}.{key}"]
+                    if name not in values:
+                        raise CheckpointError(f"it lacks {name}")
+                    state[key] = values[name]
 
 
 def allocate_state(optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -112,7 +112,9 @@ class BlockPieces:
     more than reading a few thousand tokens."""
 
     PIECE_TOKENS = 2**16
-    AHEAD = 64
+    PIECE_BATCHES = 64
+    AHEAD = 2048
+    """Samples whose places are worked out at a time."""
     own_lanes: list[int] = []
 
     def __init__(self, shards: TokenShards, share: Share, form: Form, seed: int, shuffle: bool) -> None:
@@ -123,17 +125,17 @@ class BlockPieces:
 
     def pieces(self, worker: int, workers: int) -> Iterator[Piece]:
         reader = BlockReader(self.shards, self.form.seq_len, self.seed, self.shuffle)
-        together = max(1, self.PIECE_TOKENS // (self.share.batch_size * self.form.seq_len))
-        limit = self.form.batches
-        for ahead in count(worker, workers * self.AHEAD):
-            pieces = ahead + np.arange(self.AHEAD) * workers
-            batches = (pieces[:, None] * together + np.arange(together)).ravel()
-            starts = reader.order(self.share.samples(batches).ravel())
-            for numbers, own in zip(np.split(batches, self.AHEAD), np.split(starts, self.AHEAD), strict=True):
-                left = together if limit is None else max(0, min(together, limit - int(numbers[0])))
+        size, limit = self.share.batch_size, self.form.batches
+        together = min(max(1, self.PIECE_TOKENS // (size * self.form.seq_len)), self.PIECE_BATCHES)
+        ahead = max(1, self.AHEAD // (together * size))
+        for first in count(worker, workers * ahead):
+            batches = (first + np.arange(ahead)[:, None] * workers) * together + np.arange(together)
+            starts = reader.order(self.share.samples(batches.ravel()).ravel())
+            for numbers, own in zip(batches.tolist(), np.split(starts, ahead), strict=True):
+                left = together if limit is None else max(0, min(together, limit - numbers[0]))
                 if left == 0:
                     return
-                yield None, self.form.tensor(*reader.read(own[: left * self.share.batch_size])), {}
+                yield None, self.form.tensor(*reader.read(own[: left * size])), {}
 
 
 class _Pieces(IterableDataset):

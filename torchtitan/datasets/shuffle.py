@@ -12,26 +12,27 @@ ROUNDS = 6
 _WORD = 2**64 - 1
 
 
-def key(*numbers: int) -> int:
-    """64 bits from a seed and from what it is used for (epoch, part, block)."""
-    value = 0
+def key(*numbers: int | np.ndarray) -> int | np.ndarray:
+    """64 bits from a seed and from what it is used for (epoch, part, block). Arrays (of uint64) give arrays."""
+    value: int | np.ndarray = 0
     for number in numbers:
-        value = _mix(value ^ (number & _WORD))
+        value = _mix(value ^ number)
     return value
 
 
-def permute(index: np.ndarray, length: int, key: int) -> np.ndarray:
-    """Where a shuffle of range(length) sends each index, as int64. The indices must be below the length."""
+def permute(index: np.ndarray, length: int, key: int | np.ndarray) -> np.ndarray:
+    """Where a shuffle of range(length) sends each index, as int64; with a key for each, in the shuffle of that key. The
+    indices must be below the length."""
     half = max(1, ((length - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
-    round_keys = [_mix((key + i) & _WORD) for i in range(ROUNDS)]
     out = np.array(index, dtype=np.uint64)
+    round_keys = [np.broadcast_to(np.asarray(_mix(key ^ i), dtype=np.uint64), out.shape) for i in range(ROUNDS)]
     outside = np.arange(len(out))
     while len(outside):
         x = out[outside]
         left, right = x >> half, x & low
         for round_key in round_keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & low)
+            left, right = right, left ^ (_mix(right ^ round_key[outside]) & low)
         out[outside] = left << half | right
         outside = outside[out[outside] >= length]
     return out.astype(np.int64)

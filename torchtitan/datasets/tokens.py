@@ -105,9 +105,7 @@ class BlockReader:
         """Global sample indices to the first token of their blocks."""
         epochs, blocks = np.divmod(samples, self.blocks)
         if self.shuffle:
-            for epoch in np.unique(epochs):
-                chosen = epochs == epoch
-                blocks[chosen] = permute(blocks[chosen], self.blocks, key(self.seed, int(epoch)))
+            blocks = permute(blocks, self.blocks, key(self.seed, epochs.astype(np.uint64)))
         return blocks * self.seq_len
 
     def read(self, starts: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:

@@ -4,6 +4,8 @@ Normalisation is torch's own nn.RMSNorm. Everything here is plain torch and trac
 """
 
 import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,9 +15,13 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 BACKENDS = ("auto", "sdpa", "flex")
 
-# In eager, flex attention writes all scores down and its mask all pairs of positions.
-compiled_flex_attention = torch.compile(flex_attention)
-compiled_create_block_mask = torch.compile(create_block_mask)
+
+@cache
+def compiled(function: Callable) -> Callable:
+    """torch.compile, at the first use: the compiler takes two seconds to import. In eager, flex attention writes all
+    scores down and its mask all pairs of positions.
+    """
+    return torch.compile(function)
 
 
 class Rotary(nn.Module):
@@ -83,6 +89,7 @@ class AttentionKernel(nn.Module):
 
     sdpa: scaled_dot_product_attention, which picks the fastest kernel itself. flex: flex attention, which skips blocks
     that a document mask empties. auto: flex for document masks on a GPU (it has no backward on a CPU), else sdpa.
+    Without a document mask all three are sdpa: there is nothing more to skip.
     """
 
     def __init__(self, backend: str = "auto"):
@@ -101,7 +108,7 @@ class AttentionKernel(nn.Module):
             def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
                 return (q >= k) & (document_ids[b, q] == document_ids[b, k])
 
-            create = compiled_create_block_mask if document_ids.is_cuda else create_block_mask
+            create = compiled(create_block_mask) if document_ids.is_cuda else create_block_mask
             return create(visible, batch, None, length, length, device=document_ids.device)
         same_document = document_ids[:, :, None] == document_ids[:, None, :]
         return same_document.tril()[:, None]  # [B, 1, S, S], True = may look
@@ -111,7 +118,7 @@ class AttentionKernel(nn.Module):
     ) -> torch.Tensor:
         """q [B, H, S, D], k and v [B, H / n, S, D] -> [B, H, S, D]; n query heads share a key/value head."""
         if isinstance(mask, BlockMask):
-            flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention
+            flex = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
             return flex(q, k, v, block_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
         if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[-1] < 64:
             return self._in_float32(q, k, v, mask)

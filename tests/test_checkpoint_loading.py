@@ -1,0 +1,241 @@
+"""What cannot be saved or loaded, starting from another job, exports and inference, random generators."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint_job import Job, TinyModel, saved_steps
+from torchtitan.checkpoint import (
+    CheckpointError,
+    NothingLoadable,
+    folders,
+    load_model_for_inference,
+    read_state,
+    rng_state,
+    saving,
+    set_rng_state,
+    tensors,
+)
+from torchtitan.checkpoint.layout import TensorEntry
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected call of")
+
+
+# What cannot be saved or loaded
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [({"best": float("nan")}, "JSON compliant"), ({"model": torch.ones(1)}, "not JSON serializable")],
+)
+def test_state_that_is_no_json_fails_the_save(tmp_path, mode, state, reason):
+    job = Job(tmp_path, async_mode=mode)
+    job.checkpointer.trainer_state = lambda: state
+    with pytest.raises(CheckpointError, match=reason):
+        job.train(2)
+        job.checkpointer.finish()
+    assert saved_steps(tmp_path.parent / tmp_path.name) == []
+
+
+def test_a_model_that_holds_more_than_tensors_is_refused(tmp_path):
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return "text"
+
+    with pytest.raises(CheckpointError, match="1._extra_state of the model is no tensor"):
+        tensors.model_tensors([nn.Sequential(nn.Linear(1, 1), Extra(1, 1))])
+
+
+def test_an_empty_folder_is_a_fresh_start(tmp_path):
+    job = Job(tmp_path / "absent")
+    assert job.checkpointer.load() is None
+    (tmp_path / "notes").mkdir()
+    assert Job(tmp_path).checkpointer.load() is None
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json", "manifest.json"])
+def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path, caplog, name):
+    job = Job(tmp_path)
+    job.train(2)
+    expected = job.digest()
+    job.train(2)
+    flip_a_bit(tmp_path / "step-00000004" / name)
+    resumed = Job(tmp_path)
+    assert resumed.checkpointer.load() == 2
+    assert resumed.digest() == expected
+    assert "checkpoint not used: step-00000004" in caplog.text and name in caplog.text
+    (tmp_path / "step-00000002" / name).unlink()
+    with pytest.raises(NothingLoadable) as caught:
+        Job(tmp_path).checkpointer.load()
+    assert "step-00000002" in str(caught.value) and "step-00000004" in str(caught.value)
+
+
+def test_what_was_passed_over_as_damaged_does_not_stand_in_for_later_saves(tmp_path):
+    Job(tmp_path).train(4)
+    flip_a_bit(tmp_path / "step-00000004" / "__0_0.distcp")
+    job = Job(tmp_path)
+    job.checkpointer.load()
+    job.train(2)
+    assert Job(tmp_path).checkpointer.load() == 4
+    assert len(list(tmp_path.glob(".aside-step-00000004-*"))) == 1
+
+
+def test_other_versions_are_told(tmp_path, caplog, monkeypatch):
+    Job(tmp_path).train(2)
+    monkeypatch.setattr(saving, "versions", lambda: {"torch": "9.9"})
+    assert Job(tmp_path).checkpointer.load() == 2
+    assert f"saved with torch {torch.__version__}, going on with 9.9" in caplog.text
+
+
+def test_a_step_asked_for_and_absent_is_refused(tmp_path):
+    Job(tmp_path).train(2)
+    with pytest.raises(NothingLoadable, match="of step 3 .* there is no such step"):
+        Job(tmp_path, load_step=3).checkpointer.load()
+    flip_a_bit(tmp_path / "step-00000002" / "__0_0.distcp")
+    with pytest.raises(NothingLoadable, match="of step 2 .* damaged: __0_0.distcp"):
+        Job(tmp_path, load_step=2).checkpointer.load()
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (TinyModel(layers=3), "it lacks model.layers.2.0.bias, .* and 11 more"),
+        (TinyModel(layers=1), "it also holds model.layers.1.0.bias"),
+        (
+            TinyModel(width=8),
+            r"they differ in model.layers.0.0.weight \(saved float32 \[7, 6\], job float32 \[7, 8\]\)",
+        ),
+        (TinyModel().bfloat16(), r"they differ in model.* \(saved float32 .*, job bfloat16"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_name_and_changes_nothing(tmp_path, model, reason):
+    Job(tmp_path).train(2)
+    job = Job(tmp_path, model=model)
+    before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        job.checkpointer.load()
+    assert not isinstance(caught.value, NothingLoadable)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in job.model.state_dict().items())
+
+
+def test_differences_are_told_together_and_casts_only_between_floats():
+    f32, bf16, i64 = (TensorEntry(dtype, [2]) for dtype in ("float32", "bfloat16", "int64"))
+    wanted = {"a": f32, "b": f32, "c": i64, "e": f32}
+    saved = {"a": bf16, "b": i64, "c": i64, "d": f32}
+    reason, casts = tensors.differences(wanted, saved, cast=True)
+    assert reason == "it lacks e; it also holds d; they differ in b (saved int64 [2], job float32 [2])"
+    assert casts == {"bfloat16"}
+    assert "a (saved bfloat16" in tensors.differences(wanted, saved)[0]
+
+
+def test_a_trainer_that_cannot_continue_is_one_error(tmp_path):
+    Job(tmp_path).train(2)
+    job = Job(tmp_path)
+
+    def refuse(trainer, ranks):
+        raise KeyError("tokens")
+
+    job.checkpointer.load_state = refuse
+    with pytest.raises(CheckpointError, match="going on from step-00000002 failed on rank 0: KeyError: 'tokens'"):
+        job.checkpointer.load()
+
+
+# Starting from another job, exports, inference
+
+
+def test_starting_from_another_job_takes_the_weights_alone_or_everything(tmp_path):
+    source = Job(tmp_path / "source")
+    source.train(4)
+    weights_only = Job(tmp_path / "a")
+    assert weights_only.checkpointer.initial_load(tmp_path / "source") == 0
+    assert weights_only.resumed_with is None
+    assert {k: v for k, v in source.digest().items() if "/" not in k} == weights_only.digest()
+    everything = Job(tmp_path / "b")
+    assert everything.checkpointer.initial_load(tmp_path / "source" / "step-00000002", model_only=False) == 2
+    everything.train(2)
+    assert everything.losses == source.losses[2:]
+    assert saved_steps(tmp_path / "b") == ["step-00000004"]
+    with pytest.raises(NothingLoadable, match="nowhere: no complete checkpoint"):
+        everything.checkpointer.initial_load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_export_holds_the_weights_in_its_dtype(tmp_path, caplog, dtype):
+    job = Job(tmp_path / "run")
+    job.train(1)
+    assert job.checkpointer.export_model(tmp_path / "export", dtype, step=1)
+    assert not job.checkpointer.export_model(tmp_path / "export", dtype, step=1)
+    assert read_state(tmp_path / "export")["trainer"]["step"] == 1
+    expected = job.model.tok_embeddings.weight.to(dtype).float()
+    for target in (TinyModel(), TinyModel().to(dtype)):
+        with caplog.at_level("INFO"):
+            assert load_model_for_inference(tmp_path / "export", target) == 1
+        assert torch.equal(target.output.weight.float(), expected)
+    assert ("saved as" in caplog.text) is (dtype != torch.float32)
+    with pytest.raises(CheckpointError, match="holds weights alone"):
+        Job(tmp_path / "new").checkpointer.initial_load(tmp_path / "export", model_only=False)
+    assert Job(tmp_path / "new").checkpointer.initial_load(tmp_path / "export") == 0
+
+
+def test_an_export_of_another_step_replaces_nothing(tmp_path):
+    job = Job(tmp_path / "run")
+    job.train(1)
+    for step in (1, 2):
+        job.checkpointer.export_model(tmp_path / "out" / "weights", torch.float32, step)
+    assert len(list((tmp_path / "out").glob(".aside-weights-*"))) == 1
+    assert load_model_for_inference(tmp_path / "out" / "weights", TinyModel()) == 2
+
+
+def test_inference_reads_the_newest_checkpoint_into_a_model_of_any_float_type(tmp_path):
+    job = Job(tmp_path)
+    job.train(4)
+    model = TinyModel().bfloat16()
+    assert load_model_for_inference(tmp_path, model) == 4
+    assert torch.equal(model.output.weight, job.model.output.weight.bfloat16())
+
+
+# Random generators
+
+
+def test_the_generators_continue_where_they_were():
+    random.seed(3)
+    numpy.random.seed(3)
+    torch.manual_seed(3)
+    random.gauss(0, 1)
+    numpy.random.normal()
+    state = json.loads(json.dumps(rng_state()))
+    drawn = [random.gauss(0, 1), random.random(), numpy.random.normal(), torch.rand(3).tolist()]
+    set_rng_state(state)
+    assert [random.gauss(0, 1), random.random(), numpy.random.normal(), torch.rand(3).tolist()] == drawn
+
+
+@pytest.mark.parametrize("state", [{}, {"python": {"words": "zz", "gauss": None}}, {"torch": "00"}])
+def test_an_unusable_generator_state_is_refused(state):
+    whole = rng_state()
+    if state:
+        state = {**whole, **state}
+    with pytest.raises(CheckpointError, match="random generators"):
+        set_rng_state(state)
+    set_rng_state(whole)
+
+
+def test_a_project_that_is_not_installed_has_no_version(monkeypatch):
+    monkeypatch.setattr(saving, "DISTRIBUTION", "no-such-distribution")
+    assert saving.versions()["torchtitan"] == "not installed"
+
+
+def test_only_temporary_folders_are_deleted(tmp_path):
+    with pytest.raises(AssertionError):
+        folders.delete(tmp_path)

@@ -1,0 +1,479 @@
+"""Batches and the position in them: the same samples for any number of ranks and workers, from any point on."""
+
+import gzip
+import json
+import multiprocessing
+import subprocess
+import sys
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from tests.test_datasets_tokens import make as make_shards
+from torchtitan.datasets.lanes import IndexedLanes
+from torchtitan.datasets.loader import Loader, build_loader, merge_states
+from torchtitan.datasets.packing import IGNORE, batch_arrays
+from torchtitan.datasets.sources import DataError
+from torchtitan.datasets.sources_text import text
+from torchtitan.datasets.tokenizer import build_tokenizer
+
+TOKENIZER = build_tokenizer("bytes")
+SEQ_LEN = 16
+
+
+def loader(dataset_path, **options) -> Loader:
+    defaults = dict(
+        dataset="text",
+        dataset_path=str(dataset_path),
+        text_field="text",
+        tokenizer=TOKENIZER,
+        seq_len=SEQ_LEN,
+        local_batch_size=2,
+        global_batch_size=-1,
+        dp_rank=0,
+        dp_size=1,
+        seed=0,
+        shuffle=True,
+        document_mask=False,
+        on_bad_data="stop",
+        num_workers=0,
+        persistent_workers=False,
+        pin_memory=False,
+        prefetch_factor=None,
+    )
+    return build_loader(**(defaults | options))
+
+
+def write_documents(path, count=50, seed=0):
+    rng = np.random.default_rng(seed)
+    texts = ["".join(map(chr, rng.integers(97, 123, rng.integers(1, 40)))) for _ in range(count)]
+    texts[3] = ""
+    content = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """One of each kind: indexed, stream, prepared."""
+    folder = tmp_path_factory.mktemp("data")
+    documents = [TOKENIZER.encode(f"{i} " * (i % 17), bos=True, eos=True) for i in range(100)]
+    shards = make_shards(folder / "shards", documents)
+    header = json.loads((shards / "header.json").read_text()) | {"tokenizer": TOKENIZER.fingerprint}
+    (shards / "header.json").write_text(json.dumps(header))
+    return {
+        "indexed": dict(dataset_path=write_documents(folder / "a.jsonl")),
+        "stream": dict(dataset_path=write_documents(folder / "b.jsonl.gz")),
+        "prepared": dict(dataset="tokens", dataset_path=shards),
+    }
+
+
+KINDS = ("indexed", "stream", "prepared")
+
+
+def rows(batch):
+    """A batch as a list of samples, each a tuple of its four lists."""
+    names = ("tokens", "labels", "positions", "document_ids")
+    return list(zip(*(batch[name].tolist() for name in names), strict=True))
+
+
+def in_turn(lists):
+    """The samples of the ranks in global order."""
+    return [row for together in zip(*lists, strict=True) for row in together]
+
+
+def global_samples(count, dp_size=1, **options):
+    """The first samples in global order, put together from all ranks."""
+    per_rank = []
+    for rank in range(dp_size):
+        own = loader(dp_rank=rank, dp_size=dp_size, **options)
+        batches = islice(own, -(-count // (dp_size * options.get("local_batch_size", 2))))
+        per_rank.append([row for batch in batches for row in rows(batch)])
+        own.close()
+    return in_turn(per_rank)[:count]
+
+
+# What is in a batch
+
+
+def reference(lanes, count, document_mask):
+    """Global samples of an indexed source by the plainest means: whole epochs of lists."""
+    by_lane = []
+    for lane in range(lanes.count):
+        stream = []
+        for epoch in range(30):
+            order = lanes.order(epoch, np.arange(len(lanes.source))).tolist()
+            for index in order[lane :: lanes.count]:
+                content = lanes.source.get(index).text
+                tokens = TOKENIZER.encode(content, bos=True, eos=True) if content.strip() else []
+                stream += [(token, i == 0) for i, token in enumerate(tokens)]
+        by_lane.append(stream)
+    samples = []
+    for i in range(count):
+        start = i // lanes.count * SEQ_LEN
+        piece = by_lane[i % lanes.count][start : start + SEQ_LEN + 1]
+        assert len(piece) == SEQ_LEN + 1
+        tokens, labels, positions, documents = [], [], [], []
+        for t in range(SEQ_LEN):
+            begins = piece[t][1] and t > 0
+            documents.append(documents[-1] + begins if t else 0)
+            restart = t == 0 or (begins and document_mask)
+            positions.append(0 if restart else positions[-1] + 1)
+            tokens.append(piece[t][0])
+            labels.append(IGNORE if document_mask and piece[t + 1][1] else piece[t + 1][0])
+        samples.append((tokens, labels, positions, documents))
+    return samples
+
+
+@pytest.mark.parametrize("document_mask", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_packing_equals_the_reference(data, shuffle, document_mask):
+    path = str(data["indexed"]["dataset_path"])
+    lanes = IndexedLanes(text(path, "text"), 3, shuffle)
+    assert lanes.count == 4
+    expected = reference(lanes, 120, document_mask)
+    found = global_samples(120, dataset_path=path, seed=3, shuffle=shuffle, document_mask=document_mask)
+    assert found == expected
+    assert any(IGNORE in labels for _, labels, _, _ in found) == document_mask
+
+
+def test_a_batch(data):
+    for kind in KINDS:
+        batch = next(iter(loader(**data[kind])))
+        assert set(batch) == {"tokens", "labels", "positions", "document_ids"}
+        for tensor in batch.values():
+            assert tensor.shape == (2, SEQ_LEN) and tensor.dtype == torch.int64 and tensor.is_contiguous()
+        assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+        assert torch.equal(batch["positions"], torch.arange(SEQ_LEN).expand(2, -1))
+
+
+def test_short_documents_make_many_borders():
+    row = np.array([[9, 1, 2, 1, 1, 5, 1]])
+    begins = np.array([0, 0, 0, 0]), np.array([1, 3, 4, 6])
+    tokens, labels, documents, positions = batch_arrays(row, begins, True, 10)[:, 0].tolist()
+    assert tokens == [9, 1, 2, 1, 1, 5]
+    assert labels == [IGNORE, 2, IGNORE, IGNORE, 5, IGNORE]
+    assert documents == [0, 1, 1, 2, 3, 3]
+    assert positions == [0, 0, 1, 0, 0, 1]
+    # A document that begins with the sample is not a border.
+    begins = np.array([0, 0]), np.array([0, 3])
+    assert batch_arrays(row, begins, True, 10)[:, 0].tolist()[2:] == [[0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("bad", [-1, 10])
+def test_ids_outside_the_vocabulary_never_leave(bad):
+    nothing = np.empty(0, dtype=np.int64)
+    with pytest.raises(DataError, match="the tokenizer's vocabulary has 10"):
+        batch_arrays(np.array([[1, 2, bad]]), (nothing, nothing), False, 10)
+
+
+# The order
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_any_number_of_ranks_gives_the_same_samples(data, kind, document_mask):
+    options = dict(**data[kind], document_mask=document_mask)
+    expected = global_samples(96, **options)
+    for dp_size, local_batch_size in ((2, 1), (2, 6), (3, 2), (4, 2), (5, 1), (8, 3), (1, 7)):
+        assert global_samples(96, dp_size, local_batch_size=local_batch_size, **options) == expected
+    assert len({str(sample) for sample in expected}) > 60  # not always the same
+    assert global_samples(96, **options, seed=1) != expected
+    assert global_samples(96, **options, shuffle=False) != expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resume_goes_on_at_the_exact_sample(data, kind):
+    """From every point, and each time with another number of ranks."""
+    expected = global_samples(96, **data[kind])
+    state, position = None, 0
+    for dp_size, local_batch_size, batches in (
+        (2, 3, 1),
+        (3, 1, 4),
+        (1, 2, 3),
+        (4, 2, 1),
+        (5, 1, 2),
+        (1, 1, 1),
+        (2, 2, 3),
+    ):
+        ranks = [
+            loader(**data[kind], dp_rank=r, dp_size=dp_size, local_batch_size=local_batch_size, state=state)
+            for r in range(dp_size)
+        ]
+        taken = [[row for batch in islice(rank, batches) for row in rows(batch)] for rank in ranks]
+        count = dp_size * local_batch_size * batches
+        assert in_turn(taken) == expected[position : position + count]
+        position += count
+        state = json.loads(json.dumps(merge_states([rank.state_dict() for rank in ranks])))
+        assert state["samples"] == position
+    assert rows(next(iter(loader(**data[kind], state=state)))) == expected[position : position + 2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_change_nothing(data, kind):
+    """What they fetch ahead is not consumed."""
+    options = dict(**data[kind], document_mask=True, local_batch_size=3)
+    expected = global_samples(30, **options)
+    with_workers = loader(**options, num_workers=2, prefetch_factor=2)
+    batches = iter(with_workers)
+    assert [row for batch in islice(batches, 4) for row in rows(batch)] == expected[:12]
+    state = merge_states([with_workers.state_dict()])
+    assert state["samples"] == 12
+    resumed = loader(**options, state=state, num_workers=1)
+    assert [row for batch in islice(resumed, 2) for row in rows(batch)] == expected[12:18]
+    # Going on with the first is not disturbed, and beginning again begins at the beginning.
+    assert rows(next(batches)) == expected[12:15]
+    assert rows(next(iter(with_workers))) == expected[:3]
+    for each in (with_workers, resumed):
+        each.close()
+    assert not multiprocessing.active_children()
+
+
+def test_workers_on_a_hugging_face_dataset(tmp_path):
+    """Its library deals out its shards to workers by itself, which must not happen a second time."""
+    for shard in range(2):
+        (tmp_path / f"train-{shard}.jsonl").write_bytes(write_documents(tmp_path / "a", seed=shard).read_bytes())
+    (tmp_path / "a").unlink()
+    options = dict(dataset="huggingface", dataset_path=tmp_path)
+    with_workers = loader(**options, num_workers=2)
+    assert [row for batch in islice(with_workers, 10) for row in rows(batch)] == global_samples(20, **options)
+    with_workers.close()
+
+
+def test_persistent_workers_begin_again(data):
+    kept = loader(**data["indexed"], num_workers=1, persistent_workers=True)
+    first = [rows(batch) for batch in islice(kept, 3)]
+    (worker,) = multiprocessing.active_children()
+    assert [rows(batch) for batch in islice(kept, 3)] == first
+    assert multiprocessing.active_children() == [worker]
+    kept.close()
+    assert not multiprocessing.active_children()
+    assert [rows(batch) for batch in islice(kept, 3)] == first
+    kept.close()
+
+
+def test_making_batches_draws_no_random_numbers(data):
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    next(iter(loader(**data["indexed"])))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_rank_tokenizes_only_its_own_lanes(data, monkeypatch):
+    encoded = []
+    original = type(TOKENIZER)._encode
+    monkeypatch.setattr(type(TOKENIZER), "_encode", lambda self, t: encoded.append(t) or original(self, t))
+    for rank in range(4):
+        list(islice(loader(**data["indexed"], dp_rank=rank, dp_size=4, local_batch_size=1), 5))
+    by_four = len(encoded)
+    list(islice(loader(**data["indexed"], local_batch_size=4), 5))
+    assert len(encoded) - by_four == by_four
+    # A resume tokenizes the rest of one document for a lane, however far it is.
+    far = loader(**data["indexed"], local_batch_size=4)
+    list(islice(far, 100))
+    encoded.clear()
+    next(iter(loader(**data["indexed"], local_batch_size=4, state=far.state_dict())))
+    assert len(encoded) <= 12
+
+
+# A finite run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_epoch(data, kind):
+    options = dict(**data[kind], infinite=False, document_mask=True)
+    whole = [row for batch in loader(**options, local_batch_size=1) for row in rows(batch)]
+    assert whole == global_samples(len(whole), **data[kind], document_mask=True) and len(whole) > 20
+    for dp_size, accumulation in ((2, 1), (3, 2)):
+        step = 2 * dp_size * accumulation
+        ranks = [
+            list(loader(**options, dp_rank=r, dp_size=dp_size, global_batch_size=step, num_workers=2 * (r == 1)))
+            for r in range(dp_size)
+        ]
+        assert {len(batches) for batches in ranks} == {len(whole) // step * accumulation}
+        taken = [[row for batch in batches for row in rows(batch)] for batches in ranks]
+        assert in_turn(taken) == whole[: len(whole) // step * step]
+    # What is left after a resume.
+    first = loader(**options, local_batch_size=1)
+    list(islice(first, 5))
+    rest = loader(**options, local_batch_size=1, state=first.state_dict())
+    assert [row for batch in rest for row in rows(batch)] == whole[5:]
+
+
+def test_an_epoch_that_is_too_short(tmp_path):
+    (tmp_path / "a.txt").write_text("few words")
+    with pytest.raises(DataError, match=r"the shortest of 1 lanes has 11 tokens, a sample needs 17"):
+        loader(tmp_path, infinite=False)
+    assert next(iter(loader(tmp_path)))["tokens"].shape == (2, SEQ_LEN)  # goes round without an end
+
+
+# Refused states
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(seed=1), "seed: 0 in the checkpoint, 1 now"),
+        (dict(seq_len=8), "seq_len: 16 in the checkpoint, 8 now"),
+        (dict(shuffle=False), "shuffle: True in the checkpoint, False now"),
+        (dict(tokenizer=build_tokenizer("tests/assets/tokenizer/tiktoken.model")), "tokenizer: "),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(data, options, message):
+    state = loader(**data["indexed"]).state_dict()
+    with pytest.raises(ValueError, match=message):
+        loader(**data["indexed"], **options, state=state)
+
+
+def test_a_state_of_other_data_is_refused(tmp_path, data):
+    path = write_documents(tmp_path / "a.jsonl")
+    first = loader(path)
+    list(islice(first, 3))
+    state = first.state_dict()
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=f"files: a.jsonl: {size} in the checkpoint, {size - 40} now"):
+        loader(path, state=state, on_bad_data="skip")
+    other = write_documents(tmp_path / "b.jsonl")
+    with pytest.raises(
+        ValueError, match="files: a.jsonl: .* in the checkpoint, nothing now; files: b.jsonl: nothing in"
+    ):
+        loader(other, state=state)
+    with pytest.raises(ValueError, match="dataset: text in the checkpoint, tokens now"):
+        loader(**data["prepared"], state=state)
+    for key, value, message in [
+        ("version", 9, "has version 9, this program reads 1"),
+        ("lanes", 8, "lanes: 8 in the checkpoint, 4 now"),
+        ("cursors", {}, "is not whole: lane 0 is at sample 0 instead of 2; join the states"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            loader(write_documents(path), state={**state, key: value})
+
+
+def test_same_size_but_other_text_is_noticed_where_it_matters(tmp_path):
+    path = write_documents(tmp_path / "a.jsonl", count=8)
+    first = loader(path, local_batch_size=1)
+    next(batch for batch in first if first.state_dict()["cursors"]["0"][4] > 3)  # stop in the midst of a document
+    shorter = (b'{"text":"a"}'.ljust(len(line)) for line in path.read_bytes().splitlines())
+    path.write_bytes(b"".join(line + b"\n" for line in shorter))
+    with pytest.raises(DataError, match="the data have changed since"):
+        next(iter(loader(path, state=first.state_dict())))
+
+
+def test_states_of_different_steps_cannot_be_merged(data):
+    ranks = [loader(**data["indexed"], dp_rank=r, dp_size=2) for r in range(2)]
+    next(iter(ranks[0]))
+    with pytest.raises(ValueError, match=r"different steps or different data cannot be joined: samples \[0, 4\]"):
+        merge_states([rank.state_dict() for rank in ranks])
+
+
+# Refused settings and bad data
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(dataset="nothing"), "training.dataset is 'nothing'; allowed: python_stdlib, "),
+        (
+            dict(global_batch_size=6, dp_size=2),
+            r"is 6; allowed: multiples of 4 = local_batch_size \* data-parallel ranks = 2 \* 2",
+        ),
+        (dict(global_batch_size=2, dp_size=2), "is 2; allowed: multiples of 4"),
+        (dict(prefetch_factor=2), "prefetch_factor is set, but num_workers is 0"),
+        (dict(persistent_workers=True), "persistent_workers is set, but num_workers is 0"),
+        (dict(pin_memory=True), "pin_memory is on, but there is no GPU"),
+    ],
+)
+def test_settings_that_do_not_fit(data, options, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=message):
+        loader(**(data["indexed"] | options))
+
+
+def test_shards_of_another_tokenizer(data):
+    with pytest.raises(DataError, match="prepared with the tokenizer bytes"):
+        loader(**data["prepared"], tokenizer=build_tokenizer("tests/assets/tokenizer/tiktoken.model"))
+
+
+def bad_documents(path, bad=7):
+    content = write_documents(path).read_bytes().split(b"\n")
+    content[bad] = b'{"broken'
+    path.write_bytes(b"\n".join(content))
+    return path
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_bad_record_stops_the_run_by_name(tmp_path, num_workers):
+    path = bad_documents(tmp_path / "a.jsonl")
+    batches = loader(path, num_workers=num_workers)
+    with pytest.raises(DataError, match=r"^[^\n]*a.jsonl:8: no valid JSON at byte \d+[^\n]*$"):
+        list(islice(batches, 100))
+    assert not multiprocessing.active_children()
+
+
+def test_bad_records_are_skipped_and_counted(tmp_path, caplog):
+    path = bad_documents(tmp_path / "a.jsonl")
+    single = loader(path, on_bad_data="skip", num_workers=1)
+    batches = list(islice(single, 60))
+    assert single.skipped > 1  # once in an epoch
+    single.close()
+    # The count is part of the position, and shared by the ranks that have the lanes.
+    ranks = [loader(path, on_bad_data="skip", dp_rank=r, dp_size=2, local_batch_size=1) for r in range(2)]
+    own = [[row for batch in islice(rank, 60) for row in rows(batch)] for rank in ranks]
+    assert sum(rank.skipped for rank in ranks) == single.skipped
+    assert in_turn(own) == [row for batch in batches for row in rows(batch)]
+    resumed = loader(path, on_bad_data="skip", state=merge_states([rank.state_dict() for rank in ranks]))
+    assert resumed.skipped == single.skipped
+    assert "left out (1 in lane" in caplog.text and "a.jsonl:8: no valid JSON" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("texts", [["", " \n"], [""] * 100])
+def test_no_text_is_an_error_and_no_endless_loop(tmp_path, name, texts):
+    content = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    with pytest.raises(DataError, match="no text in 8 epochs of lane"):
+        next(iter(loader(path)))
+    with pytest.raises(DataError, match="one epoch is too short"):
+        loader(path, infinite=False)
+
+
+def test_nothing_but_bad_records_is_an_error_and_no_endless_loop(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"broken\n" * 20)
+    with pytest.raises(DataError, match="a.jsonl:20: no valid JSON"):
+        loader(path)
+    for on_bad_data, infinite, message in (("skip", True, "no text in 8"), ("skip", False, "one epoch is too short")):
+        with pytest.raises(DataError, match=message):
+            next(iter(loader(path, on_bad_data=on_bad_data, infinite=infinite)))
+
+
+def test_a_bad_record_in_a_finite_run(tmp_path):
+    path = bad_documents(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match="a.jsonl:8"):
+        loader(path, infinite=False)
+    assert list(loader(path, infinite=False, on_bad_data="skip"))
+
+
+def test_a_file_that_disappears(tmp_path):
+    path = write_documents(tmp_path / "a.jsonl")
+    batches = iter(loader(path))
+    next(batches)
+    path.unlink()
+    with pytest.raises(DataError, match="No such file or directory: .*a.jsonl.*; the data must stay where"):
+        list(islice(batches, 20))
+
+
+def test_exit_without_closing_is_quiet(data):
+    code = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "from tests.test_loader import loader\n"
+        f"path = {str(data['stream']['dataset_path'])!r}\n"
+        "for workers in (0, 1): batches = iter(loader(path, num_workers=workers)); next(batches)"
+    )
+    done = subprocess.run([sys.executable, "-W", "default::UserWarning", "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,0 +1,85 @@
+"""`torchtitan preview` shows the batch that the trainer would get."""
+
+import json
+import sys
+
+import pytest
+
+from torchtitan import config_manager, preview
+from torchtitan.datasets.tokenizer import build_tokenizer
+
+
+@pytest.fixture
+def job(tmp_path):
+    texts = ["First text.", "Second: äö.", "bell \a and \x1b[31mescape\x9b", "y" * 60] * 2
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    (tmp_path / "job.toml").write_text(
+        f'[model]\ntokenizer_path = "bytes"\n[training]\ndataset = "text"\ndataset_path = "{tmp_path}/a.jsonl"\n'
+        "seq_len = 64\nshuffle = false\ndocument_mask = true\n"
+    )
+    return ["--job.config_file", str(tmp_path / "job.toml")]
+
+
+def test_what_the_model_sees(job, capsys):
+    assert preview.main([*job, "--tokens", "104"]) == 0
+    shown = capsys.readouterr().out
+    assert "\033" not in shown and "\a" not in shown and "\x9b" not in shown  # not a terminal, and text is no command
+    assert shown.splitlines()[2:] == [
+        "sample 0: 64 tokens, 4 documents, 3 labels not counted",
+        "--- document 0: tokens 0-12, positions 0-12 ".ljust(100, "-"),
+        "<begin>First text.<end><not counted>",
+        "--- document 1: tokens 13-27, positions 0-14 ".ljust(100, "-"),
+        "<begin>Second: äö.<end><not counted>",
+        "--- document 2: tokens 28-53, positions 0-25 ".ljust(100, "-"),
+        "<begin>bell ␇ and ␛[31mescape\ufffd<end><not counted>",
+        "--- document 3: tokens 54-63, positions 0-9 ".ljust(100, "-"),
+        "<begin>yyyyyyyyy",
+        "",
+        "sample 1: 64 tokens, 2 documents, 1 label not counted",
+        "--- document 0: tokens 0-51, positions 0-51, begun in an earlier sample ".ljust(100, "-"),
+        "y" * 51 + "<end><not counted>",
+        "--- document 1: tokens 52-63, positions 0-11 ".ljust(100, "-"),
+        "<begin>First text.",
+    ]
+
+
+def test_the_jobs_options_count(job, capsys):
+    options = ["--samples", "1", "--training.seq_len", "20", "--tokens", "20"]
+    preview.main([*job, *options, "--training.document_mask=false"])
+    shown = capsys.readouterr().out
+    assert "seq_len 20, seed 0; attention over the whole sample" in shown
+    assert "sample 0: 20 tokens, 2 documents, 0 labels not counted" in shown and "sample 1" not in shown
+    assert "tokens 13-19, positions 13-19" in shown
+
+
+def test_colour_on_a_terminal_only(job, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    preview.main(job)
+    shown = capsys.readouterr().out
+    assert preview.HEAD in shown and preview.MASKED in shown
+    preview.main([*job, "--metrics.disable_color_printing=true"])
+    assert "\033" not in capsys.readouterr().out
+
+
+def test_the_shipped_default_job(capsys):
+    assert preview.main(["--training.seq_len", "64"]) == 0
+    assert "dataset python_stdlib" in capsys.readouterr().out
+
+
+def test_long_documents_show_their_ends():
+    tokenizer = build_tokenizer("bytes")
+    view = preview.View(tokenizer, 10, colour=False)
+    tokens = tokenizer.encode("abcdefghijklmnop")
+    assert view._piece(tokens, tokens, 8) == "abcdef\n... 8 more tokens ...\nop"
+    assert view._piece(tokens[:8], tokens[:8], 1) == "abcdefgh"
+
+
+def test_refusals(job, capsys, tmp_path):
+    for name in ("samples", "tokens"):
+        with pytest.raises(SystemExit) as exit_code:
+            preview.main([*job, f"--{name}", "0"])
+        assert exit_code.value.code == 2 and f"--{name} 0: must be at least 1" in capsys.readouterr().err
+    with pytest.raises(config_manager.ConfigError):
+        preview.main([*job, "--training.nothing", "1"])
+    with pytest.raises(ValueError, match="no such file or folder"):
+        preview.main([*job, "--training.dataset_path", str(tmp_path / "no")])

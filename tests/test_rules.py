@@ -1,0 +1,467 @@
+"""The rules of `torchtitan check`: a table of jobs that cannot work and what is said of each."""
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan.config_manager import load
+from torchtitan.rules import BACKENDS, OPTIMIZER_NAMES, RULES, UNSUPPORTED, Facts, check
+
+TOKENIZER = Path(__file__).parent / "assets/tokenizer/tiktoken.model"
+
+
+@pytest.fixture(autouse=True)
+def anywhere(tmp_path, monkeypatch):
+    """Jobs are checked from an empty folder: a fault must not make one, nor need one."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not (tmp_path / "outputs").exists()
+
+
+def lines(*words: str, ranks: int = 1, device: str = "cpu") -> list[str]:
+    faults = check(load([f"--model.tokenizer_path={TOKENIZER}", *words]), ranks, device)
+    return [str(fault).removeprefix("the job: ") for fault in faults]
+
+
+def test_the_default_job_is_fine_on_any_number_of_ranks():
+    for ranks in (1, 2, 3, 8):
+        assert lines(ranks=ranks) == []
+
+
+@pytest.mark.parametrize("kind", ["tiktoken.model", "sentencepiece.model", "tokenizer.json"])
+def test_shipped_tokenizers_fit_the_debug_model(kind):
+    config = load([f"--model.tokenizer_path={TOKENIZER.parent / kind}"])
+    assert check(config, 1, "cpu") == []
+
+
+# Jobs -> faults. {0} stands for an empty folder.
+
+NAMES = [
+    (
+        ["--model.name=lama3"],
+        'model.name: given "lama3"; allowed: one of "llama2", "llama3", "llama3.1", "llama3.2"; did you mean "llama3"?',
+    ),
+    (
+        ["--model.flavor=70b"],
+        'model.flavor: given "70b"; allowed: one of "debugmodel", "8B", "70B", "405B"; did you mean "70B"?',
+    ),
+    (
+        ["--optimizer.name=adamw"],
+        'optimizer.name: given "adamw"; allowed: one of "Adam", "AdamW"; did you mean "AdamW"?',
+    ),
+    (
+        ["--compile.enable", "--compile.backend=inducter"],
+        'compile.backend: given "inducter"; allowed: one of "inductor", "eager", "aot_eager", "cudagraphs"; '
+        'did you mean "inductor"?',
+    ),
+]
+MODEL = [
+    (
+        ["--model.overrides={n_layer = 3}"],
+        "model.overrides: given n_layer; allowed: sizes of llama3: dim, n_layers, n_heads, n_kv_heads, vocab_size, "
+        "multiple_of, ffn_dim_multiplier, norm_eps, rope_theta, tied_embeddings, max_seq_len; did you mean n_layers?",
+    ),
+    (
+        ["--model.overrides={n_layers = 1.5}"],
+        "model.overrides: given n_layers = 1.5; allowed: n_layers = a whole number",
+    ),
+    (
+        ["--model.overrides={norm_eps = -1e-5}"],
+        "model.overrides: given norm_eps = -1e-05; allowed: norm_eps > 0",
+    ),
+    (
+        ["--model.overrides={dim = true}"],
+        "model.overrides: given dim = true; allowed: dim = a whole number",
+    ),
+]
+TRAINING = [
+    (
+        ["--training.global_batch_size=12", "--training.local_batch_size=4"],
+        "training.global_batch_size: given 12; allowed: a multiple of local_batch_size 4 x 2 data-parallel ranks = 8; "
+        "write 8 or 16",
+    ),
+    (
+        ["--training.global_batch_size=4", "--training.local_batch_size=4"],
+        "training.global_batch_size: given 4; allowed: a multiple of local_batch_size 4 x 2 data-parallel ranks = 8; "
+        "write 8 or fewer samples a rank",
+    ),
+    (
+        ["--training.global_batch_size=0"],
+        "training.global_batch_size: given 0; allowed: at least 1, or -1 for one forward pass a step; write -1",
+    ),
+    (
+        ["--lr_scheduler.decay_ratio=0.5", "--lr_scheduler.decay_type=constant"],
+        'lr_scheduler.decay_ratio: given 0.5; allowed: unset with decay_type = "constant"; drop one of the two',
+    ),
+    (
+        ["--lr_scheduler.num_cycles=2"],
+        'lr_scheduler.num_cycles: given 2; allowed: 1, except with decay_type = "cosine_restarts"; drop it',
+    ),
+    (
+        ["--optimizer.early_step_in_backward"],
+        "training.max_norm: given 1.0; allowed: 0 with optimizer.early_step_in_backward; clipping needs all gradients "
+        "at once, and here each is gone before the next is there",
+    ),
+    (
+        ["--optimizer.early_step_in_backward", "--training.max_norm=0", "--training.global_batch_size=32"],
+        "training.global_batch_size: given 32; allowed: -1 or 16 with optimizer.early_step_in_backward; accumulation "
+        "keeps gradients from one forward pass to the next",
+    ),
+    (
+        ["--training.dtype=bfloat16", "--training.mixed_precision_param=float32"],
+        'training.mixed_precision_param: given "float32"; allowed: "bfloat16" with training.dtype = "bfloat16"; '
+        "computing in float32 adds nothing to weights kept in bfloat16",
+    ),
+    (
+        ["--activation_checkpoint.mode=memory_budget"],
+        'activation_checkpoint.mode: given "memory_budget"; allowed: with a compiled model only, as the compiler keeps '
+        'to the budget; set compile.enable = true with "model" in compile.components, or another mode',
+    ),
+    (
+        ["--activation_checkpoint.mode=memory_budget", "--compile.enable", "--compile.components=loss"],
+        'activation_checkpoint.mode: given "memory_budget"; allowed: with a compiled model only, as the compiler keeps '
+        'to the budget; set compile.enable = true with "model" in compile.components, or another mode',
+    ),
+    (
+        ["--compile.enable", "--compile.components="],
+        'compile.components: given []; allowed: "model", "loss" or both; or set compile.enable = false',
+    ),
+    (
+        ["--compile.enable", "--compile.scope=model"],
+        'compile.scope: given "model"; allowed: "block" where parameters are sharded (here over 2 ranks); write '
+        '"block", or parallelism.data_parallel_shard_degree = 1 with replicas',
+    ),
+]
+INPUT_AND_OUTPUT = [
+    (
+        ["--training.dataloader.prefetch_factor=2"],
+        "training.dataloader.prefetch_factor: given 2; allowed: unset without workers; set "
+        "training.dataloader.num_workers, or leave it out",
+    ),
+    (
+        ["--training.dataloader.persistent_workers"],
+        "training.dataloader.persistent_workers: given true; allowed: false without workers; set "
+        "training.dataloader.num_workers, or leave it out",
+    ),
+    (
+        ["--training.dataloader.pin_memory"],
+        "training.dataloader.pin_memory: given true; allowed: false without a GPU; it speeds copies to one",
+    ),
+    (
+        ["--checkpoint.async_mode=async_with_pinned_mem"],
+        'checkpoint.async_mode: given "async_with_pinned_mem"; allowed: "async" or "disabled" without a GPU; '
+        'write "async"',
+    ),
+    (
+        ["--profiling.enable_memory_snapshot"],
+        "profiling.enable_memory_snapshot: given true; allowed: false without a GPU; it records CUDA's allocator",
+    ),
+    (
+        ["--model.attention_backend=flex"],
+        'model.attention_backend: given "flex"; allowed: "auto" or "sdpa" without a GPU; flex has no backward on a CPU',
+    ),
+    (
+        ["--checkpoint.keep_latest_k=1"],
+        "checkpoint.keep_latest_k: given 1; allowed: 0 (all) or at least 2; the only checkpoint would be deleted for "
+        "one that nobody has read yet",
+    ),
+    (
+        ["--checkpoint.load_step=5"],
+        "checkpoint.load_step: given 5; allowed: nothing with checkpoint.enable = false; set checkpoint.enable = true",
+    ),
+    (
+        ["--checkpoint.initial_load_path=x"],
+        'checkpoint.initial_load_path: given "x"; allowed: nothing with checkpoint.enable = false; '
+        "set checkpoint.enable = true",
+    ),
+    (
+        ["--checkpoint.load_only"],
+        "checkpoint.load_only: given true; allowed: nothing with checkpoint.enable = false; "
+        "set checkpoint.enable = true",
+    ),
+    (
+        ["--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.last_save_model_only"],
+        "checkpoint.last_save_model_only: given true; allowed: false with checkpoint.load_only, which never saves; "
+        "drop one of the two",
+    ),
+    (
+        ["--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.enable_first_step_checkpoint"],
+        "checkpoint.enable_first_step_checkpoint: given true; allowed: false with checkpoint.load_only, which never "
+        "saves; drop one of the two",
+    ),
+    (
+        ["--checkpoint.last_save_in_hf"],
+        "checkpoint.last_save_in_hf: given true; allowed: true only with last_save_model_only; set both",
+    ),
+    (
+        ["--checkpoint.initial_load_in_hf"],
+        "checkpoint.initial_load_in_hf: given true; allowed: true only with initial_load_path; set the path",
+    ),
+    (
+        [
+            "--checkpoint.enable",
+            "--checkpoint.initial_load_in_hf",
+            "--checkpoint.initial_load_path={0}",
+            "--checkpoint.no-initial_load_model_only",
+        ],
+        "checkpoint.initial_load_model_only: given false; allowed: true with initial_load_in_hf; safetensors of "
+        "Hugging Face hold no optimizer state",
+        'checkpoint.initial_load_path: given "{0}"; allowed: a folder with *.safetensors; there are none',
+    ),
+    (
+        ["--checkpoint.enable", "--checkpoint.initial_load_path={0}/no"],
+        'checkpoint.initial_load_path: given "{0}/no"; allowed: a checkpoint; {0}/no: no complete checkpoint (no such '
+        "folder); give a step-* folder, a folder that holds some, or an export",
+    ),
+    *(
+        (
+            [f"--{key}={folder}"],
+            f'{key}: given "{folder}"; allowed: a folder inside job.dump_folder; give its name alone',
+        )
+        for key, folder in (
+            ("checkpoint.folder", ""),
+            ("metrics.save_tb_folder", "/tb"),
+            ("profiling.save_traces_folder", "../traces"),
+            ("profiling.save_memory_snapshot_folder", "a/../../b"),
+        )
+    ),
+    (["--job.dump_folder="], 'job.dump_folder: given ""; allowed: a folder; write "./outputs"'),
+    (
+        ["--job.dump_folder=/dev/null/x"],
+        'job.dump_folder: given "/dev/null/x"; allowed: a folder; /dev/null is a file; name another folder',
+    ),
+    (
+        ["--profiling.enable_profiling", "--profiling.profile_freq=3"],
+        "profiling.profile_freq: given 3; allowed: at least profiler_warmup 3 + profiler_active 1 = 4; write 4 or more",
+    ),
+    (
+        ["--debug.deterministic_warn_only"],
+        "debug.deterministic_warn_only: given true; allowed: false without debug.deterministic; set both or neither",
+    ),
+    (
+        ["--metrics.save_for_all_ranks"],
+        "metrics.save_for_all_ranks: given true; allowed: false without enable_tensorboard; set both or neither",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [*NAMES, *MODEL, *TRAINING, *INPUT_AND_OUTPUT], ids=lambda case: " ".join(case[0])[:60]
+)
+def test_bad_jobs(case, tmp_path):
+    words, *expected = case
+    words = [word.replace("{0}", str(tmp_path)) for word in words]
+    assert lines(*words, ranks=2) == [line.replace("{0}", str(tmp_path)) for line in expected]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--training.global_batch_size=64"],
+        ["--lr_scheduler.total_steps=5", "--training.steps=10"],  # the rate stays at its floor
+        ["--training.steps=1"],
+        ["--lr_scheduler.warmup_steps=2", "--training.steps=10", "--lr_scheduler.decay_ratio=0.8"],
+        ["--optimizer.early_step_in_backward", "--training.max_norm=0"],
+        ["--training.dtype=bfloat16"],
+        ["--activation_checkpoint.mode=memory_budget", "--compile.enable"],
+        ["--compile.enable", "--compile.scope=model", "--parallelism.data_parallel_shard_degree=1"]
+        + ["--parallelism.data_parallel_replicate_degree=2"],
+        ["--checkpoint.enable", "--checkpoint.keep_latest_k=0", "--checkpoint.load_step=5"],
+        ["--model.overrides={n_kv_heads=4, norm_eps=1e-6, tied_embeddings=true, rope_theta=10000}"],
+        ["--compile.backend=mine"],  # compile is off
+        ["--validation.dataset=mine"],  # validation is off
+        ["--validation.enable"],
+    ],
+    ids=" ".join,
+)
+def test_good_jobs(words):
+    assert lines(*words, ranks=2) == []
+
+
+def test_schedules_that_do_not_fit():
+    """The schedule itself says why."""
+    (line,) = lines("--lr_scheduler.warmup_steps=10", "--training.steps=10")
+    assert line.startswith("lr_scheduler.warmup_steps: given 10; allowed: ")
+    assert "10 steps" in line and "training.steps" in line
+    (line,) = lines("--lr_scheduler.warmup_steps=3", "--training.steps=10", "--lr_scheduler.decay_ratio=0.8")
+    assert line.startswith("lr_scheduler.decay_ratio: given 0.8; allowed: ") and "3" in line and "8" in line
+
+
+@pytest.mark.parametrize("sizes", ["{n_kv_heads = 3}", "{n_heads = 3}"])
+def test_sizes_that_do_not_fit_together(sizes):
+    (line,) = lines(f"--model.overrides={sizes}")
+    assert line.startswith(f"model.overrides: given {sizes}; allowed: sizes that fit together: ")
+    assert sizes.strip("{}") in line
+
+
+def test_sizes_beyond_all_numbers():
+    (line,) = lines("--model.overrides={ffn_dim_multiplier = 1e308}")
+    assert line == "model.overrides: given {ffn_dim_multiplier = 1e+308}; allowed: sizes of a model that can be"
+
+
+def test_names_that_no_file_can_have(tmp_path):
+    job = '[checkpoint]\nenable = true\ninitial_load_path = "{0}"\n[model]\ntokenizer_path = "{0}"\n'
+    job += '[training]\ndataset = "text"\ndataset_path = "{0}"\n'
+    for name, words in (("a\\u0000b", []), ("x" * 5000, ["--job.dump_folder", "x" * 5000])):
+        (tmp_path / "job.toml").write_text(job.replace("{0}", name))
+        found = check(load(["--job.config_file=job.toml", *words]), 1, "cpu")
+        keys = ["model.tokenizer_path", "training.dataset_path", "checkpoint.initial_load_path", "job.dump_folder"]
+        assert [fault.key for fault in found] == keys[: 3 + bool(words)]
+
+
+def test_several_wrong_sizes_are_all_named():
+    assert len(lines("--model.overrides={n_layer = 1, dim = 1.5, n_heads = 3, foo = 1}")) == 3
+
+
+def test_gpu_options_are_fine_on_a_gpu():
+    words = ["--training.dataloader.pin_memory", "--checkpoint.async_mode=async_with_pinned_mem"]
+    words += ["--profiling.enable_memory_snapshot", "--model.attention_backend=flex"]
+    assert lines(*words, device="cuda") == []
+
+
+def test_offload_does_not_go_with_the_whole_model_compiled():
+    (line,) = lines("--compile.enable", "--compile.scope=model", "--training.enable_cpu_offload")
+    assert line == 'compile.scope: given "model"; allowed: "block" with training.enable_cpu_offload; write "block"'
+
+
+# Ranks
+
+
+@pytest.mark.parametrize(
+    ("shard", "replicate", "ranks", "expected"),
+    [
+        (2, 1, 2, None),
+        (-1, 2, 4, None),
+        (2, 2, 4, None),
+        (
+            4,
+            1,
+            2,
+            "given data_parallel_shard 4 = 4; allowed: degrees whose product is the number of ranks, 2; "
+            "start 4 ranks, or write -1 to shard over those that are left",
+        ),
+        (
+            2,
+            3,
+            4,
+            "given data_parallel_shard 2 x data_parallel_replicate 3 = 6; allowed: degrees whose product is the number "
+            "of ranks, 4; start 6 ranks, or write -1 to shard over those that are left",
+        ),
+        (
+            -1,
+            3,
+            4,
+            "given 4 ranks; allowed: ranks that can be divided by data_parallel_replicate 3 = 3; start a multiple of 3 "
+            "ranks, or lower a degree",
+        ),
+        (0, 1, 1, "given 0; allowed: at least 1, or -1 for the ranks that are left; write -1"),
+    ],
+)
+def test_degrees_and_ranks(shard, replicate, ranks, expected):
+    words = [f"--parallelism.data_parallel_shard_degree={shard}"]
+    words += [f"--parallelism.data_parallel_replicate_degree={replicate}"]
+    found = lines(*words, ranks=ranks)
+    assert found == ([f"parallelism.data_parallel_shard_degree: {expected}"] if expected else [])
+
+
+@pytest.mark.parametrize("key", UNSUPPORTED)
+def test_what_is_not_in_this_version_is_refused(key):
+    word = f"--{key}" if UNSUPPORTED[key] is False else f"--{key}=2"
+    expected = "it is not in this version; data parallel is (shard, replicate, both)"
+    assert [line for line in lines(word, ranks=2) if line.endswith(expected)]
+    assert not [line for line in lines(f"--{key}={str(UNSUPPORTED[key]).lower()}", ranks=2)]
+
+
+# Files
+
+
+def test_a_tokenizer_that_is_not_there():
+    (fault,) = check(load(["--model.tokenizer_path=no.model"]), 1, "cpu")
+    assert (fault.file, fault.key, fault.given) == ("the job", "model.tokenizer_path", '"no.model"')
+    assert "No such file" in fault.remedy and "huggingface.co" not in fault.remedy
+    (fault,) = check(load(["--model.tokenizer_path=no.model", "--model.flavor=8B"]), 1, "cpu")
+    assert "huggingface.co/meta-llama" in fault.remedy
+
+
+def test_a_vocabulary_larger_than_the_model():
+    (line,) = lines("--model.overrides={vocab_size = 100}")
+    assert line == (
+        f'model.tokenizer_path: given "{TOKENIZER}" with 2048 tokens; allowed: at most the 100 tokens of model '
+        "debugmodel; use its tokenizer, or set model.overrides = {vocab_size = 2048}"
+    )
+
+
+@pytest.mark.parametrize("dataset", ["text", "tokens", "c4_test", "huggingface"])
+def test_datasets_that_need_a_path(dataset):
+    (line,) = lines(f"--training.dataset={dataset}")
+    assert line.startswith(f'training.dataset_path: given nothing; allowed: data for dataset "{dataset}"; ')
+
+
+def test_data_that_cannot_be_used(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "tokens").mkdir()
+    words = ["--validation.enable", "--validation.dataset=tokens", f"--validation.dataset_path={tmp_path}/tokens"]
+    words += ["--training.dataset=text", f"--training.dataset_path={tmp_path}/empty.txt"]
+    training, validation = lines(*words)
+    assert "empty" in training and training.startswith("training.dataset_path: ")
+    assert "header.json" in validation and validation.startswith("validation.dataset_path: ")
+
+
+def test_an_unknown_dataset_has_one_fault():
+    (line,) = lines("--training.dataset=c4_tst")
+    assert line.startswith('training.dataset: given "c4_tst"; allowed: one of "python_stdlib"')
+    assert line.endswith('did you mean "c4_test"?')
+
+
+def test_a_run_with_checkpoints_of_its_own_needs_the_first_one_no_more(tmp_path, monkeypatch):
+    words = ["--checkpoint.enable", "--checkpoint.initial_load_path=gone"]
+    assert len(lines(*words)) == 1
+    monkeypatch.setattr("torchtitan.rules.newest_complete", lambda root: (root / "step-00000001", []))
+    assert lines(*words) == []
+
+
+def test_safetensors_to_start_from(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    assert (
+        lines("--checkpoint.enable", "--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={tmp_path}")
+        == []
+    )
+
+
+def test_a_dump_folder_that_cannot_be_written(monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    (line,) = [line for line in lines() if line.startswith("job.dump_folder")]
+    assert "a folder that can be written to" in line
+
+
+# All together
+
+
+def test_all_rules_report_at_once_and_are_listed():
+    words = ["--model.name=x", "--training.global_batch_size=0", "--checkpoint.keep_latest_k=1", "--optimizer.name=y"]
+    words += ["--lr_scheduler.num_cycles=3", "--training.dataset=z", "--job.dump_folder="]
+    assert len(lines(*words)) == 7
+    assert len(RULES) == len(set(RULES))
+
+
+def test_faults_name_the_files_of_the_job(tmp_path):
+    (tmp_path / "job.toml").write_text("[checkpoint]\nkeep_latest_k = 1\n")
+    (fault, _) = check(load(["--job.config_file=job.toml"]), 1, "cpu")[::-1]
+    assert fault.file == "job.toml"
+
+
+def test_names_are_those_of_the_registries():
+    from torch._dynamo import list_backends
+
+    from torchtitan.models import SIZES
+    from torchtitan.models.registry import MODELS
+    from torchtitan.optimizers import OPTIMIZERS
+
+    assert tuple(OPTIMIZERS) == OPTIMIZER_NAMES
+    assert list(MODELS) == list(SIZES)
+    assert set(BACKENDS) <= set(list_backends(exclude_tags=()))
+
+
+def test_facts_are_worked_out_once():
+    facts = Facts(load([f"--model.tokenizer_path={TOKENIZER}"]), 1, "cpu")
+    assert facts.tokenizer is facts.tokenizer
