@@ -51,7 +51,7 @@ def test_without_a_world_size_the_fewest_ranks_are_taken(capsys):
 
 def test_each_job_is_checked_by_itself(capsys, tmp_path):
     (tmp_path / "a.toml").write_text(f'[model]\ntokenizer_path = "{TOKENIZER}"\n')
-    (tmp_path / "b.toml").write_text("[training]\nstps = 1\nseq_len = 0\n")
+    (tmp_path / "b.toml").write_text(f'[model]\ntokenizer_path = "{TOKENIZER}"\n[training]\nstps = 1\nseq_len = 0\n')
     code, out, err = run(capsys, "a.toml", "b.toml", "--training.steps", "7")
     assert code == 2 and out.startswith("a.toml: OK") and "7 steps" in out
     assert [line.split(";")[0] for line in err.splitlines()] == [

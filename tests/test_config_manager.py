@@ -599,7 +599,7 @@ def test_every_unset_option_can_be_written():
         assert not can_be_unset or option.default is None or key in CANNOT_BE_UNSET, key
 
 
-CANNOT_BE_UNSET = {"parallelism.context_parallel_load_balancer"}
+CANNOT_BE_UNSET: set[str] = set()
 
 
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "train_configs").glob("*.toml")), ids=lambda file: file.name)

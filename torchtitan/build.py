@@ -13,6 +13,7 @@ from torchtitan.checkpoint import Checkpointer
 from torchtitan.config import JobConfig, Training, Validation, as_dict
 from torchtitan.datasets.loader import Loader, build_loader
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.distributed import device_type
 from torchtitan.initialization import initialize
 from torchtitan.loss import SummedCrossEntropy, auto_chunks
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
@@ -193,7 +194,7 @@ def _loader(
         on_bad_data=config.training.on_bad_data,
         num_workers=workers.num_workers,
         persistent_workers=workers.persistent_workers,
-        pin_memory=workers.pin_memory,
+        pin_memory=device_type() == "cuda" if workers.pin_memory is None else workers.pin_memory,
         prefetch_factor=workers.prefetch_factor,
         state=state,
     )

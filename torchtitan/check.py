@@ -11,7 +11,7 @@ from torchtitan.config_manager import Layer, assemble, layer_of, load, nest, rea
 from torchtitan.options import ConfigError, Fault, help_text, options, show
 from torchtitan.ranks import likely_device
 from torchtitan.renames import Upgrade, upgrade
-from torchtitan.rules import OPTIMIZER_NAMES, RULES, UNSUPPORTED, Device, Facts, check
+from torchtitan.rules import OPTIMIZER_NAMES, RULES, UNSUPPORTED, Device, Facts, check, with_faults_of_the_rest
 
 __all__ = ["OPTIMIZER_NAMES", "RULES", "UNSUPPORTED", "check", "main"]
 
@@ -67,11 +67,12 @@ def _own_flags(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _check(argv: list[str], flags: dict[str, Any]) -> int:
+    device: Device = flags.get("--device") or likely_device()
     try:
         config = load(argv)
     except ConfigError as error:
-        return _refuse(error.faults)
-    device: Device = flags.get("--device") or likely_device()
+        ranks = flags.get("--world-size") or (fewest_ranks(error.rest) if error.rest else 1)
+        return _refuse(with_faults_of_the_rest(error, int(ranks), device))
     facts = Facts(config, int(flags.get("--world-size", fewest_ranks(config))), device)
     faults = check(config, facts.world_size, device)
     if faults:

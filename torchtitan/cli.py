@@ -23,7 +23,10 @@ REFUSED, INTERRUPTED, OUTPUT_CLOSED = 2, 130, 141
 
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand; returns the exit code of the process."""
-    argv = sys.argv[1:] if argv is None else argv
+    return guarded(lambda: _dispatch(sys.argv[1:] if argv is None else argv))
+
+
+def _dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in ("--help", "-h"):
         print(USAGE)
         return 0 if argv else REFUSED
@@ -33,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         print(f"torchtitan: no command {command!r}; {hint}", file=sys.stderr)
         return REFUSED
-    return guarded(lambda: importlib.import_module(f"torchtitan.{command}").main(rest))
+    return importlib.import_module(f"torchtitan.{command}").main(rest)
 
 
 def guarded(run: Callable[[], int]) -> int:

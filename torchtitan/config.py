@@ -1,7 +1,7 @@
 """The job: one dataclass per TOML section. Pure data, so this file imports neither torch nor the rest of the project.
 
 The text under a field is its help (`torchtitan check --help-config` prints it). Types and ranges that one field can
-check by itself are checked here; what takes several fields, files or the model's sizes is checked in `check.py`.
+check by itself are checked here; what takes several fields, files or the model's sizes is checked in `rules.py`.
 """
 
 from dataclasses import field, fields, is_dataclass
@@ -132,8 +132,8 @@ class DataLoader:
     """Processes that read, tokenize and pack beside the trainer; 0 does it in the trainer's process."""
     persistent_workers: bool = False
     """Keep the workers between passes."""
-    pin_memory: bool = False
-    """Page-locked batches, for faster copies to a GPU."""
+    pin_memory: bool | None = None
+    """Page-locked batches, for faster copies to a GPU. Unset: where there is one."""
     prefetch_factor: Positive | None = None
     """Batches that each worker holds ready (needs num_workers > 0)."""
 
@@ -217,7 +217,7 @@ class Parallelism:
     """Overlap expert-parallel communication of one microbatch with the computation of another (DualPipeV)."""
     context_parallel_degree: Positive = 1
     """Ranks over which the sequence is split."""
-    context_parallel_load_balancer: Literal["headtail"] | None = "headtail"
+    context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
     """How causal attention's work is levelled over context-parallel ranks."""
     context_parallel_rotate_method: Literal["allgather", "alltoall", "ring", "ulysses"] = "allgather"
     """How keys and values reach the other ranks."""

@@ -75,9 +75,12 @@ def load(argv: list[str]) -> JobConfig:
         raise SystemExit(0)
     files, layers = read_layers(argv)
     faults = [fault for layer in layers for fault in layer.all_faults()]
-    if faults:
-        raise ConfigError(faults)
-    return assemble({key: value for layer in layers for key, value in layer.values.items()}, files)
+    values = {key: value for layer in layers for key, value in layer.values.items()}
+    if not faults:
+        return assemble(values, files)
+    wrong = {fault.key for fault in faults}
+    old = any(layer.old for layer in layers)  # wants a translation first; what is left of it says little
+    raise ConfigError(faults, None if old else assemble({k: v for k, v in values.items() if k not in wrong}, files))
 
 
 def assemble(values: Values, files: list[str]) -> JobConfig:
@@ -321,7 +324,7 @@ def _positive(key: str) -> str | None:
 
 
 def _is_flag(key: str) -> bool:
-    return key in options() and options()[key].annotation is bool
+    return key in options() and members(options()[key].annotation) == [bool]
 
 
 def _parse_value(annotation: Any, text: str) -> Any:

@@ -40,9 +40,12 @@ def init(ranks: Ranks, timeout_seconds: int, trace_buf_size: int = 0) -> torch.d
 
 
 def set_timeout(timeout_seconds: int) -> None:
-    """Change the timeout of all groups: long for the first step (compile, cold caches), short afterwards."""
+    """Change the timeout of all groups but the checkpointer's: long for the first step (compile, cold caches), short
+    afterwards. A save may take longer than any step.
+    """
     for group in list(distributed_c10d._world.pg_map):  # torch has no public way to list or to change them
-        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+        if group.group_desc != "checkpoint":
+            distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 
 def close() -> None:

@@ -11,7 +11,7 @@ import sys
 from torchtitan import train
 from torchtitan.ranks import set_default
 
-EXPLAINED = {train.REFUSED, train.NOTHING_LOADABLE, train.NON_FINITE, train.INTERRUPTED}
+EXPLAINED = {train.REFUSED, train.NOT_LOADED, train.NON_FINITE, train.NOT_SAVED, train.INTERRUPTED}
 SHUTDOWN_SECONDS = 300
 """Longest wait, after Ctrl-C, for ranks that save their state, before they are killed."""
 
@@ -35,7 +35,9 @@ def launch(num_ranks: int, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):  # each has a level and a handler of its own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     options = ["--standalone", f"--nproc-per-node={num_ranks}", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
     try:
         run.run(run.parse_args([*options, "-m", "torchtitan.train", *arguments]))
@@ -51,4 +53,4 @@ def launch(num_ranks: int, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    train.exit_with(main, sys.argv[1:])

@@ -34,10 +34,11 @@ class Fault:
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a job, one line each."""
+    """Everything that is wrong with a job, one line each; `rest` is the job without what is wrong, if that is one."""
 
-    def __init__(self, faults: Iterable[Fault]) -> None:
+    def __init__(self, faults: Iterable[Fault], rest: JobConfig | None = None) -> None:
         self.faults = list(dict.fromkeys(faults))
+        self.rest = rest
         super().__init__("\n".join(map(str, self.faults)))
 
 

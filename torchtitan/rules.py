@@ -22,7 +22,7 @@ from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.lr_shapes import LRSchedule, ScheduleError
 from torchtitan.models import SIZES
-from torchtitan.options import Fault, describe, hint, show
+from torchtitan.options import ConfigError, Fault, describe, hint, show
 
 OPTIMIZER_NAMES = ("Adam", "AdamW")
 """Keys of torchtitan.optimizers.OPTIMIZERS, which needs torch (a test compares)."""
@@ -111,6 +111,17 @@ def check(config: JobConfig, world_size: int, devices: Device) -> list[Fault]:
     """All faults of a job that is to run on `world_size` ranks of this kind of device; none means it can start."""
     facts = Facts(config, world_size, devices)
     return [fault for rule in RULES for fault in rule(facts)]
+
+
+def with_faults_of_the_rest(error: ConfigError, world_size: int, devices: Device) -> list[Fault]:
+    """A job's faults all at once: those of its text, and those of what can be understood of it.
+
+    What was misspelt or mistyped counts as unset there, so faults of the same option are left out.
+    """
+    if error.rest is None:
+        return error.faults
+    wrong = {fault.key for fault in error.faults}
+    return error.faults + [fault for fault in check(error.rest, world_size, devices) if fault.key not in wrong]
 
 
 # Model, tokenizer, data

@@ -8,16 +8,18 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 from torchtitan import config_manager
-from torchtitan.check import check
-from torchtitan.checkpoint import NothingLoadable
+from torchtitan.checkpoint import CheckpointError
 from torchtitan.config import JobConfig
+from torchtitan.options import ConfigError
 from torchtitan.ranks import Ranks, likely_device, read_ranks, set_up_logging
+from torchtitan.rules import check, with_faults_of_the_rest
 
 logger = logging.getLogger(__name__)
 
-REFUSED, NOTHING_LOADABLE, NON_FINITE, INTERRUPTED = 2, 3, 4, 130
+REFUSED, NOT_LOADED, NON_FINITE, NOT_SAVED, INTERRUPTED = 2, 3, 4, 7, 130
 PATIENCE_SECONDS = 3
 
 
@@ -26,8 +28,8 @@ def load_job(argv: list[str], world_size: int, explain: bool = True) -> JobConfi
     try:
         config = config_manager.load(argv)
         faults = check(config, world_size, likely_device())
-    except config_manager.ConfigError as error:
-        faults = error.faults
+    except ConfigError as error:
+        faults = with_faults_of_the_rest(error, world_size, likely_device())
     if not faults:
         return config
     if explain:
@@ -49,7 +51,6 @@ def main(argv: list[str]) -> int:
 
 def run(config: JobConfig, ranks: Ranks) -> int:
     """Train the job on this rank; the process's exit code (README, "Exit codes")."""
-    from torchtitan import trainer as training
     stopped_by: list[int] = []
     trainer = None
 
@@ -62,6 +63,8 @@ def run(config: JobConfig, ranks: Ranks) -> int:
 
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
+    from torchtitan import trainer as training
+
     try:
         trainer = training.Trainer(config, ranks)
         finished = trainer.train()
@@ -75,11 +78,20 @@ def run(config: JobConfig, ranks: Ranks) -> int:
             # what went wrong on all ranks is said by the first alone: its end ends this wait
             time.sleep(PATIENCE_SECONDS)
         logger.error("%s", error)
-        if isinstance(error, NothingLoadable):
-            return NOTHING_LOADABLE
+        if isinstance(error, CheckpointError):
+            return NOT_LOADED if trainer is None else NOT_SAVED
         return NON_FINITE if isinstance(error, training.NonFiniteError) else REFUSED
     return 0 if finished or not stopped_by else 128 + stopped_by[0]
 
 
+def exit_with(command: Callable[[list[str]], int], argv: list[str]) -> None:
+    """Leave the process with the command's exit code; Ctrl-C needs no traceback."""
+    try:
+        code = command(argv)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main, sys.argv[1:])

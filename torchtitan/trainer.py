@@ -302,4 +302,7 @@ class Trainer:
             if self.config.metrics.plot and draw_training_curve(self.metrics.path, picture, title):
                 places["picture"] = picture
             logger.info("\n%s", self.metrics.summary(places))
+            if self.step < self.config.training.steps:
+                again = "; start it again to go on" if "checkpoints" in places else " (checkpoint.enable is off: not saved)"
+                logger.info("stopped as asked after step %d%s", self.step, again)
         distributed.close()

@@ -145,7 +145,8 @@ class MetricsLogger:
     def summary(self, places: Mapping[str, object]) -> str:
         """A few lines for the end of the run; `places` says what lies where."""
         if self._first is None or self._last is None:
-            return f"nothing was left to train: {self.total_steps} steps were done before" + console.aligned(places)
+            done = "nothing was left to train; raise training.steps to go on, or give another job.dump_folder to start anew"
+            return done + console.aligned(places)
         first, last = self._first, self._last
         result = [f"step {last['step']}/{self.total_steps}"]
         result.append(f"loss {last['loss']:.4f} (step {first['step']}: {first['loss']:.4f})")

@@ -1,0 +1,165 @@
+"""Timing that two noisy cores cannot spoil: two programs take turns (A B B A A B B A ...) and their ratio is judged.
+
+The ratio is that of medians over one repeat; a result is the median of the repeats, with all of them kept. Where not
+all repeats lie on one side of the goal, the verdict is "cannot tell". `--aa` of a benchmark compares a program with
+itself: that is the noise.
+"""
+
+import gc
+import importlib.metadata
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+WARM_UP = 5
+"""Turns of each that are not counted."""
+
+
+def order(turns: int) -> str:
+    """ABBAABBA...: each letter `turns` times."""
+    return "".join("AB" if turn % 2 == 0 else "BA" for turn in range(turns))
+
+
+@dataclass
+class Turns:
+    """Seconds of every turn of A and of B, by the wall's clock and by the CPU time of this process."""
+
+    repeats: int
+    wall: dict[str, list[float]] = field(default_factory=lambda: {"A": [], "B": []})
+    cpu: dict[str, list[float]] = field(default_factory=lambda: {"A": [], "B": []})
+
+    def start(self) -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
+
+    def stop(self, who: str, started: tuple[float, float]) -> None:
+        self.wall[who].append(time.perf_counter() - started[0])
+        self.cpu[who].append(time.process_time() - started[1])
+
+    def ratios(self, seconds: dict[str, list[float]], above: str = "A", below: str = "B") -> list[float]:
+        """One for each repeat."""
+        a, b = seconds[above][WARM_UP:], seconds[below][WARM_UP:]
+        size = len(a) // self.repeats
+        parts = [slice(i * size, (i + 1) * size) for i in range(self.repeats)]
+        return [statistics.median(a[part]) / statistics.median(b[part]) for part in parts]
+
+    def median(self, seconds: dict[str, list[float]], who: str) -> float:
+        return statistics.median(seconds[who][WARM_UP:])
+
+
+def take_turns(a: Callable[[], Any], b: Callable[[], Any], pairs: int, repeats: int) -> Turns:
+    """Run both, with Python's garbage collector off."""
+    turns = Turns(repeats)
+    gc.disable()
+    try:
+        for who in order(WARM_UP + pairs * repeats):
+            started = turns.start()
+            a() if who == "A" else b()
+            turns.stop(who, started)
+    finally:
+        gc.enable()
+    return turns
+
+
+class Guest:
+    """Batches for a trainer (A), whose real loop runs untouched; between its steps another loop (B) takes its turns.
+
+    The trainer is in a step from the moment it is given a batch until it asks for the next one. It needs
+    `guest.steps` steps, the last of which is not counted: nothing ends it.
+    """
+
+    def __init__(self, batches: Iterable[Any], step: Callable[[], Any], pairs: int, repeats: int):
+        self.batches, self.step = batches, step
+        self.turns = Turns(repeats)
+        self.order = order(WARM_UP + pairs * repeats)
+        self.steps = steps(pairs, repeats)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.batches)
+        for who in self.order:
+            started = self.turns.start()
+            if who == "A":
+                yield next(batches)
+            else:
+                self.step()
+            self.turns.stop(who, started)
+        yield next(batches)
+
+
+def steps(pairs: int, repeats: int) -> int:
+    """What a trainer with a guest must be told to train."""
+    return WARM_UP + pairs * repeats + 1
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`sign` is <= or >=; `slack` widens an equality: 1.000 within 0.001 is Goal("=", 1.0, 0.001)."""
+
+    sign: str
+    value: float
+    slack: float = 0.0
+
+    def is_met(self, value: float) -> bool:
+        if self.sign == "=":
+            return abs(value - self.value) <= self.slack
+        return value <= self.value if self.sign == "<=" else value >= self.value
+
+    def judge(self, values: list[float]) -> str:
+        met = [self.is_met(value) for value in values]
+        return "met" if all(met) else "cannot tell" if any(met) else "missed"
+
+    def __str__(self) -> str:
+        return f"{self.sign} {self.value:g}" + (f" +- {self.slack:g}" if self.slack else "")
+
+
+def heading(*, threads: int) -> str:
+    """What the figures stand on."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torchdata", "numpy"))
+    return (
+        f"{date.today()}, commit {commit}, Python {platform.python_version()}, {versions}\n"
+        f"{os.cpu_count()} cores, {threads} thread(s), load average {os.getloadavg()[0]:.1f}; "
+        f"{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}\n"
+        f"{'':54} {'median':>8}   {'of repeats':<15} {'goal':<13}"
+    )
+
+
+def row(name: str, values: list[float], goal: Goal | None, note: str = "", digits: int = 3) -> str:
+    """One result; `values` are those of the repeats."""
+    middle, low, high = (f"{f(values):.{digits}f}" for f in (statistics.median, min, max))
+    said = f"{str(goal):<13} {goal.judge(values):<11}" if goal else f"{'':25}"
+    return f"{name:<54} {middle:>8}   {f'{low} .. {high}':<15} {said}  {note}".rstrip()
+
+
+def seconds_to_first_step(command: list[str], threads: int) -> float:
+    """From the start of the program to its line `step 1...`; then it may end in peace. RuntimeError if it has none."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    seconds = None
+    for line in process.stdout:
+        if seconds is None and line.lstrip().startswith("step "):
+            seconds = time.perf_counter() - started
+    _, errors = process.communicate()
+    if seconds is None or process.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{errors}")
+    return seconds
+
+
+def torchrun(ranks: int, *command: str) -> list[str]:
+    """A Python program on that many ranks; one rank is started without torchrun."""
+    if ranks == 1:
+        return [sys.executable, *command]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]

@@ -1,0 +1,330 @@
+"""What the trainer costs beside the bare work, each as a ratio taken in one run.
+
+    python scripts/bench_trainer.py [--only N ...] [--aa] [--quick]
+
+1 a training step against a bare loop | 2 time to the first step against a bare script | 3 the loader against slicing a
+memory map | 4 what an asynchronous save blocks against a synchronous one | 5 the printed FLOPs against torch's count.
+docs/benchmarks.md tells how they are taken.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from bench_timing import (
+    ROOT,
+    WARM_UP,
+    Goal,
+    Guest,
+    heading,
+    row,
+    seconds_to_first_step,
+    steps,
+    take_turns,
+    torchrun,
+)
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchtitan import build, config_manager
+from torchtitan.datasets.loader import build_loader
+from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.datasets.tokens import ShardWriter
+from torchtitan.metrics.json_lines import read_records
+from torchtitan.ranks import Ranks
+from torchtitan.trainer import Trainer
+
+SEQ_LEN, BATCH = 256, 4
+THREADS = 1
+
+
+def arguments(folder: Path, **options: object) -> list[str]:
+    """The job: a Llama of 4 layers and width 256 in float32, on prepared shards. Names with __ for the dot."""
+    settings = {
+        "job.dump_folder": folder / "run",
+        "model.overrides": "{n_layers=4}",
+        "model.tokenizer_path": "bytes",
+        "training.dataset": "tokens",
+        "training.dataset_path": folder / "shards",
+        "training.local_batch_size": BATCH,
+        "training.seq_len": SEQ_LEN,
+        "training.mixed_precision_param": "float32",
+        "activation_checkpoint.mode": "none",
+        "metrics.plot": "false",
+    }
+    settings |= {name.replace("__", "."): value for name, value in options.items()}
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+def trainer_of(folder: Path, **options: object) -> Trainer:
+    return Trainer(config_manager.load(arguments(folder, **options)), Ranks())
+
+
+def write_shards(folder: Path, tokens: int) -> None:
+    """Random bytes as documents of about 1000 tokens."""
+    tokenizer, random = build_tokenizer("bytes"), np.random.default_rng(0)
+    folder.mkdir()
+    writer = ShardWriter(folder, tokenizer.vocab_size)
+    while writer.tokens < tokens:
+        writer.write(random.integers(0, 256, random.integers(1, 2000)))
+    writer.finish(tokenizer=tokenizer.fingerprint, tokenizer_path="bytes")
+
+
+# 1
+
+
+class BareLoop:
+    """The trainer's model, optimizer and data in the loop that one would write by hand; it prints nothing."""
+
+    def __init__(self, folder: Path):
+        config = config_manager.load(arguments(folder))
+        plan = build.dims(config, 1)
+        self.model = build.model(config, plan.build_mesh("cpu"), plan, torch.device("cpu"))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=8e-4, weight_decay=0.1, fused=True)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.batches = iter(build.training_loader(config, build.tokenizer(config), 0, plan))
+
+    def step(self) -> None:
+        batch = next(self.batches)
+        logits = self.model(batch["tokens"])
+        F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+
+
+def loop_overhead(folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    trainer = trainer_of(folder, training__steps=steps(options.pairs, options.repeats))
+    bare = BareLoop(folder)
+    if options.aa:
+        turns = take_turns(bare.step, BareLoop(folder).step, options.pairs, options.repeats)
+    else:
+        trainer.loader = guest = Guest(trainer.loader, bare.step, options.pairs, options.repeats)
+        trainer.train()
+        turns = guest.turns
+    note = f"{1e3 * turns.median(turns.cpu, 'A'):.1f} / {1e3 * turns.median(turns.cpu, 'B'):.1f} ms"
+    yield row("1 trainer step / bare loop, CPU time", turns.ratios(turns.cpu), Goal("<=", 1.03), note)
+    if options.aa:
+        return
+    count = 5
+    trainer = trainer_of(folder, training__steps=count + 2, metrics__log_freq=100)
+    batches = iter(trainer.loader)
+    trainer.train_step(batches)  # is logged
+    with HostSyncs() as syncs:
+        for _ in range(count):
+            trainer.train_step(batches)
+    # `fetch` counts labels that are still on the host; the look at the norm is made on a CPU only
+    meant = syncs.callers["fetch"] + syncs.callers["refuse_non_finite"]
+    others = (syncs.callers.total() - meant) / count
+    note = f"of the CPU only, per step: {meant / count:.0f} ({', '.join(sorted(syncs.callers))})"
+    yield row("1 host waits of a step between logged ones", [others], Goal("<=", 0), note)
+
+
+class HostSyncs(TorchDispatchMode):
+    """Counts what makes the host wait for a value, by the function of torchtitan that asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.callers: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            frame = sys._getframe(1)
+            while frame is not None and not frame.f_code.co_filename.startswith(str(ROOT / "torchtitan")):
+                frame = frame.f_back
+            name = frame.f_code.co_name if frame is not None else "torch"
+            self.callers["fetch" if name == "<genexpr>" else name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+# 2
+
+
+def first_step(folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    bare = str(ROOT / "scripts/bench_bare.py")
+    for ranks in (1, 2):
+        job = arguments(
+            folder,
+            model__overrides="{}",
+            training__local_batch_size=8,
+            training__steps=1,
+            metrics__disable_color_printing="true",
+        )
+        ours = [sys.executable, "-m", "torchtitan.launch", str(ranks), *job]
+        pair = [ours if not options.aa else torchrun(ranks, bare), torchrun(ranks, bare)]
+        seconds: list[list[float]] = [[], []]
+        for turn in range(options.launches + 1):
+            for who in (0, 1) if turn % 2 == 0 else (1, 0):
+                seconds[who].append(seconds_to_first_step(pair[who], THREADS))
+        a, b = (times[1:] for times in seconds)  # the first of each reads files for all others
+        note = f"{median(a):.2f} / {median(b):.2f} s"
+        ratios = [x / y for x, y in zip(a, b, strict=True)]
+        yield row(f"2 time to the first step / bare script, {ranks} rank(s)", ratios, Goal("<=", 1.25), note)
+
+
+# 3
+
+
+def loading(folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    batch, seq_len = 8, 2048
+    many = 64  # batches in a turn
+    floor = MemoryMap(folder / "shards", batch, seq_len)
+    loader = iter(
+        build_loader(
+            dataset="tokens",
+            dataset_path=str(folder / "shards"),
+            text_field="text",
+            tokenizer=build_tokenizer("bytes"),
+            seq_len=seq_len,
+            local_batch_size=batch,
+            global_batch_size=-1,
+            dp_rank=0,
+            dp_size=1,
+            seed=0,
+            shuffle=True,
+            document_mask=False,
+            on_bad_data="stop",
+            num_workers=0,
+            persistent_workers=False,
+            pin_memory=False,
+            prefetch_factor=None,
+        )
+    )
+
+    def take(batches: Iterator[object]) -> Callable[[], None]:
+        return lambda: [None for _ in islice(batches, many)] and None
+
+    turns = take_turns(take(iter(floor) if options.aa else loader), take(iter(floor)), options.pairs, options.repeats)
+    speed = [batch * seq_len * many / turns.median(turns.cpu, who) / 1e6 for who in "AB"]
+    note = f"{speed[0]:.0f} / {speed[1]:.0f} million tokens/s"
+    yield row("3 loader / memory-map slice and copy, tokens/s", turns.ratios(turns.cpu, "B", "A"), Goal(">=", 0.5), note)
+    if options.aa:
+        return
+    text = {"training__dataset": "python_stdlib", "model__tokenizer_path": ROOT / "tests/assets/tokenizer/tiktoken.model"}
+    for name, more in (("prepared shards", {}), ("text, tokenized in the trainer", text)):
+        shares = [waiting(folder, options.quick, more) for _ in range(options.repeats)]
+        yield row(f"3 share of a step spent waiting for {name}", shares, Goal("<=", 0.01), digits=4)
+
+
+class MemoryMap:
+    """The least that a loader has to do: slices of a memory map, copied into int64 batches."""
+
+    def __init__(self, folder: Path, batch: int, seq_len: int):
+        self.ids = np.asarray(np.memmap(folder / "shard-00000.bin", dtype="<u2", mode="r"))
+        self.batch, self.seq_len = batch, seq_len
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        random = np.random.default_rng(0)
+        while True:
+            rows = np.empty((self.batch, self.seq_len + 1), dtype=np.int64)
+            for row_, start in zip(rows, random.integers(0, len(self.ids) - self.seq_len, self.batch), strict=True):
+                row_[:] = self.ids[start : start + self.seq_len + 1]
+            ids = torch.from_numpy(rows)
+            yield ids[:, :-1], ids[:, 1:]
+
+
+def waiting(folder: Path, quick: bool, options: dict[str, object]) -> float:
+    """Of the debug job: its model on its own settings but one thread."""
+    length = {"training__steps": 4 if quick else 20, "model__overrides": "{n_layers=1}" if quick else "{}"}
+    settings = {"training__mixed_precision_param": "bfloat16", "metrics__log_freq": 1}
+    trainer = trainer_of(folder, **(settings | length | options))
+    trainer.train()
+    trainer.metrics.close()
+    records = [record for record in read_records(trainer.metrics.path) if "marked" not in record]
+    return sum(record["data_seconds"] for record in records) / sum(record["step_seconds"] for record in records)
+
+
+# 4
+
+
+def saving(folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    sizes = "{dim=64, n_layers=2, n_heads=4}" if options.quick else "{dim=576, n_layers=12, n_heads=9}"
+    trainer = trainer_of(folder, model__overrides=sizes, training__seq_len=16, training__local_batch_size=1)
+    trainer.train_step(iter(trainer.loader))
+    modes = ("disabled", "disabled") if options.aa else ("async", "disabled")
+    savers = []
+    for index, mode in enumerate(modes):
+        trainer.config.checkpoint.enable, trainer.config.checkpoint.interval = True, 1
+        trainer.config.checkpoint.async_mode, trainer.config.checkpoint.folder = mode, f"checkpoint-{index}"
+        trainer.config.checkpoint.keep_latest_k = 2
+        parts = (trainer.model, trainer.optimizers, trainer.trainer_state, trainer.rank_state, trainer.load_state)
+        savers.append(build.checkpointer(trainer.config, *parts))
+    blocked: list[list[float]] = [[], []]
+    for step in range(1, options.saves + 2):
+        for index in (0, 1) if step % 2 else (1, 0):
+            saver = savers[index]
+            saver.interval = 2 * step + 1  # a step without a save, as a run has them: buffers are made in it
+            saver.maybe_save(2 * step)
+            if saver.staging and saver.staging.preparing:
+                saver.staging.preparing.join()
+            started = time.perf_counter()
+            saver.maybe_save(2 * step + 1)
+            blocked[index].append(time.perf_counter() - started)
+            saver.finish()
+    a, b = (times[1:] for times in blocked)
+    megabytes = sum(p.numel() for p in trainer.model.parameters()) * 12 / 1e6
+    note = f"{median(a):.3f} / {median(b):.3f} s, {megabytes:.0f} MB of state"
+    ratios = [x / y for x, y in zip(a, b, strict=True)]
+    yield row("4 asynchronous save's stall / synchronous save", ratios, Goal("<=", 0.1), note)
+
+
+# 5
+
+
+def flops(folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    jobs = {"llama3": "{n_layers=4}", "llama3.2": "{n_layers=3, n_kv_heads=4}"}  # the second has a tied head
+    for name, overrides in jobs.items():
+        trainer = trainer_of(folder, model__name=name, model__overrides=overrides)
+        batch = next(iter(trainer.loader))
+        # torch knows no formula for the CPU's fused attention; its plain one is counted as if nothing were masked
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            trainer.loss_sum(batch).backward()
+        ratio = trainer.metrics.full * batch["tokens"].numel() / counter.get_total_flops()
+        yield row(f"5 printed FLOPs / FlopCounterMode, {name}", [ratio], Goal("=", 1.0, 0.001), digits=6)
+
+
+BENCHMARKS = {1: loop_overhead, 2: first_step, 3: loading, 4: saving, 5: flops}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=int, nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
+    parser.add_argument("--aa", action="store_true", help="compare each reference with itself: the noise")
+    parser.add_argument("--pairs", type=int, default=40, help="turns of each side in a repeat (default: 40)")
+    parser.add_argument("--repeats", type=int, default=5, help="(default: 5)")
+    parser.add_argument("--launches", type=int, default=7, help="starts of each program for 2 (default: 7)")
+    parser.add_argument("--saves", type=int, default=7, help="saves of each kind for 4 (default: 7)")
+    parser.add_argument("--quick", action="store_true", help="only to see that it runs")
+    options = parser.parse_args()
+    if options.quick:
+        options.pairs = options.repeats = options.launches = options.saves = 1
+    torch.set_num_threads(THREADS)
+    logger = logging.getLogger("torchtitan")  # its lines are made, as in a run, and thrown away
+    logger.setLevel(logging.INFO)
+    logger.addHandler(logging.StreamHandler(open(os.devnull, "w")))
+    logger.propagate = False
+    print(heading(threads=THREADS), flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_shards(folder / "shards", 100_000 if options.quick else 20_000_000)
+        for number in options.only:
+            for line in BENCHMARKS[number](folder, options):
+                print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
