@@ -52,7 +52,9 @@ THREADS = 1
 
 
 def arguments(folder: Path, **options: object) -> list[str]:
-    """The job: a Llama of 4 layers and width 256 in float32, on prepared shards. Names with __ for the dot."""
+    """The job: a Llama of 4 layers and width 256 in float32, on prepared shards.
+
+    Names with __ for the dot; None leaves an option out."""
     settings = {
         "job.dump_folder": folder / "run",
         "model.overrides": "{n_layers=4}",
@@ -66,7 +68,7 @@ def arguments(folder: Path, **options: object) -> list[str]:
         "metrics.plot": "false",
     }
     settings |= {name.replace("__", "."): value for name, value in options.items()}
-    return [f"--{name}={value}" for name, value in settings.items()]
+    return [f"--{name}={value}" for name, value in settings.items() if value is not None]
 
 
 def trainer_of(folder: Path, **options: object) -> Trainer:
@@ -181,7 +183,7 @@ def first_step(folder: Path, options: argparse.Namespace) -> Iterator[str]:
 
 def loading(folder: Path, options: argparse.Namespace) -> Iterator[str]:
     batch, seq_len = 8, 2048
-    many = 64  # batches in a turn
+    many = 16 if options.quick else 256  # batches in a turn
     floor = MemoryMap(folder / "shards", batch, seq_len)
     loader = iter(
         build_loader(
@@ -214,14 +216,18 @@ def loading(folder: Path, options: argparse.Namespace) -> Iterator[str]:
     yield row("3 loader / memory-map slice and copy, tokens/s", turns.ratios(turns.cpu, "B", "A"), Goal(">=", 0.5), note)
     if options.aa:
         return
-    text = {"training__dataset": "python_stdlib", "model__tokenizer_path": ROOT / "tests/assets/tokenizer/tiktoken.model"}
+    text = {
+        "training__dataset": "python_stdlib",
+        "training__dataset_path": None,
+        "model__tokenizer_path": ROOT / "tests/assets/tokenizer/tiktoken.model",
+    }
     for name, more in (("prepared shards", {}), ("text, tokenized in the trainer", text)):
         shares = [waiting(folder, options.quick, more) for _ in range(options.repeats)]
         yield row(f"3 share of a step spent waiting for {name}", shares, Goal("<=", 0.01), digits=4)
 
 
 class MemoryMap:
-    """The least that a loader has to do: slices of a memory map, copied into int64 batches."""
+    """The least that a loader has to do: tokens and labels, slices of a memory map, copied into int64 batches."""
 
     def __init__(self, folder: Path, batch: int, seq_len: int):
         self.ids = np.asarray(np.memmap(folder / "shard-00000.bin", dtype="<u2", mode="r"))
@@ -230,11 +236,11 @@ class MemoryMap:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         random = np.random.default_rng(0)
         while True:
-            rows = np.empty((self.batch, self.seq_len + 1), dtype=np.int64)
-            for row_, start in zip(rows, random.integers(0, len(self.ids) - self.seq_len, self.batch), strict=True):
-                row_[:] = self.ids[start : start + self.seq_len + 1]
-            ids = torch.from_numpy(rows)
-            yield ids[:, :-1], ids[:, 1:]
+            tokens, labels = np.empty((2, self.batch, self.seq_len), dtype=np.int64)
+            for index, start in enumerate(random.integers(0, len(self.ids) - self.seq_len, self.batch).tolist()):
+                tokens[index] = self.ids[start : start + self.seq_len]
+                labels[index] = self.ids[start + 1 : start + self.seq_len + 1]
+            yield torch.from_numpy(tokens), torch.from_numpy(labels)
 
 
 def waiting(folder: Path, quick: bool, options: dict[str, object]) -> float:

@@ -41,23 +41,30 @@ RECOMPUTE = ("none", "full", "op", "2")
 
 def table() -> list[Combination]:
     rows = []
-    for layout in LAYOUTS.values():
+    for name, layout in LAYOUTS.items():
         rows += [Combination(**layout, recompute=mode) for mode in RECOMPUTE]
         rows += [Combination(**layout, accumulation=2, recompute="2", loss_chunks=3)]
         rows += [Combination(**layout, precision="float64", recompute="full", accumulation=2, loss_chunks=2)]
         rows += [Combination(**layout, precision="bfloat16")]
         rows += [Combination(**layout, document_mask=True, recompute="op")]
+        rows += [Combination(**layout, compile="block", recompute="2", accumulation=2)]
+        if name != "FSDP 4":
+            rows += [Combination(**layout, cpu_offload=True, recompute="2")]
     for layout in (LAYOUTS["one rank"], LAYOUTS["FSDP 2"], LAYOUTS["DDP 2"]):
         rows += [Combination(**layout, compile="block", recompute=mode) for mode in ("none", "full", "op")]
         rows += [Combination(**layout, compile="block", recompute="memory_budget")]
+        rows += [Combination(**layout, compile="block", precision="bfloat16", document_mask=True, loss_chunks=2)]
+        rows += [Combination(**layout, precision="bfloat16", recompute=mode) for mode in ("full", "op")]
     rows += [
         Combination(ranks=1, compile="model"),
         Combination(ranks=1, compile="model", accumulation=2, recompute="2"),
+        Combination(ranks=1, compile="model", precision="bfloat16"),
         Combination(ranks=2, dp_shard=2, reshard=False),
         Combination(ranks=2, dp_shard=2, prefetch=2, recompute="full"),
-        Combination(ranks=2, dp_shard=2, cpu_offload=True),
+        Combination(ranks=2, dp_shard=2, cpu_offload=True, accumulation=2, precision="bfloat16"),
         Combination(ranks=4, dp_replicate=2, dp_shard=2, reshard=False, prefetch=1, accumulation=2),
     ]
     for model in ("llama2", "llama3.1", "llama3.2"):
         rows += [Combination(ranks=2, dp_shard=2, model=model), Combination(ranks=2, dp_replicate=2, model=model)]
+        rows += [Combination(ranks=1, model=model, compile="block", recompute="op")]
     return rows

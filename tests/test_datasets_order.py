@@ -170,6 +170,14 @@ def test_counting_and_resuming_a_stream_reads_no_more_than_needed():
     assert source.parts[second].read_from[-1] == 9 * BLOCK
 
 
+def test_the_blocks_of_a_stream_are_shuffled_each_in_its_way():
+    lanes = StreamLanes(stream(2 * BLOCK, 2 * BLOCK), 0, True, True)
+    order = [int(item.text) % BLOCK for _, item in lanes.read(0, Place())]
+    blocks = [order[i : i + BLOCK] for i in range(0, 4 * BLOCK, BLOCK)]
+    assert all(sorted(block) == list(range(BLOCK)) for block in blocks)
+    assert len({tuple(block) for block in blocks}) == 4
+
+
 def test_errors_keep_their_place():
     for lanes in (
         IndexedLanes(indexed(8, bad={3}), 0, False),

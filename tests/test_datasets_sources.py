@@ -168,6 +168,7 @@ def test_pieces_are_not_found_by_reading_the_file(tmp_path):
 
 def test_byte_order_mark(tmp_path):
     assert documents(write(tmp_path / "a.txt", b"\xef\xbb\xbfbegin")) == ["begin"]
+    assert "byte 5 (0xff) is not UTF-8" in refusal(write(tmp_path / "a.txt", b"\xef\xbb\xbfab\xff"))
 
 
 def test_fingerprints(tmp_path):

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.pool import run_ranks
-from torchtitan.optimizers import OPTIMIZERS, build_optimizers
+from torchtitan.optimizers import OPTIMIZERS
+from torchtitan.optimizers.build import build_optimizers
 
 SETTINGS = dict(lr=0.01, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.config_manager import load
-from torchtitan.rules import BACKENDS, OPTIMIZER_NAMES, RULES, UNSUPPORTED, Facts, check
+from torchtitan.rules import BACKENDS, RULES, UNSUPPORTED, Facts, check
 
 TOKENIZER = Path(__file__).parent / "assets/tokenizer/tiktoken.model"
 
@@ -450,18 +450,36 @@ def test_faults_name_the_files_of_the_job(tmp_path):
     assert fault.file == "job.toml"
 
 
+
+def test_facts_are_worked_out_once():
+    facts = Facts(load([f"--model.tokenizer_path={TOKENIZER}"]), 1, "cpu")
+    assert facts.tokenizer is facts.tokenizer
+
+
 def test_names_are_those_of_the_registries():
     from torch._dynamo import list_backends
 
     from torchtitan.models import SIZES
     from torchtitan.models.registry import MODELS
-    from torchtitan.optimizers import OPTIMIZERS
 
-    assert tuple(OPTIMIZERS) == OPTIMIZER_NAMES
     assert list(MODELS) == list(SIZES)
     assert set(BACKENDS) <= set(list_backends(exclude_tags=()))
 
 
-def test_facts_are_worked_out_once():
-    facts = Facts(load([f"--model.tokenizer_path={TOKENIZER}"]), 1, "cpu")
-    assert facts.tokenizer is facts.tokenizer
+def test_compiling_on_a_cpu_needs_a_compiler(monkeypatch):
+    job = load(["--compile.enable", "--model.tokenizer_path=bytes"])
+    assert not check(job, 1, "cpu")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    (fault,) = check(job, 1, "cpu")
+    assert fault.key == "compile.enable" and "g++" in fault.remedy
+    assert not check(job, 1, "cuda")
+    assert not check(load(["--compile.enable", "--compile.backend=aot_eager", "--model.tokenizer_path=bytes"]), 1, "cpu")
+
+
+def test_a_tracker_that_is_not_installed(monkeypatch):
+    job = load(["--metrics.enable_wandb", "--model.tokenizer_path=bytes"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (fault,) = check(job, 1, "cpu")
+    assert fault.key == "metrics.enable_wandb" and "torchtitan-toml[wandb]" in fault.remedy
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert not check(job, 1, "cpu")

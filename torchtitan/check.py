@@ -11,9 +11,9 @@ from torchtitan.config_manager import Layer, assemble, layer_of, load, nest, rea
 from torchtitan.options import ConfigError, Fault, help_text, options, show
 from torchtitan.ranks import likely_device
 from torchtitan.renames import Upgrade, upgrade
-from torchtitan.rules import OPTIMIZER_NAMES, RULES, UNSUPPORTED, Device, Facts, check, with_faults_of_the_rest
+from torchtitan.rules import RULES, UNSUPPORTED, Device, Facts, check, with_faults_of_the_rest
 
-__all__ = ["OPTIMIZER_NAMES", "RULES", "UNSUPPORTED", "check", "main"]
+__all__ = ["RULES", "UNSUPPORTED", "check", "main"]
 
 USAGE = """\
 usage: torchtitan check job.toml [more.toml ...] [--world-size N] [--device cpu|cuda] [--section.key value ...]

@@ -6,8 +6,9 @@ token, which keeps this file independent of the model.
 """
 
 import argparse
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,19 +19,22 @@ from torchtitan.checkpoint import load_model_for_inference, resolve
 from torchtitan.config import JobConfig
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.distributed import device_type
+from torchtitan.options import ConfigError
+from torchtitan.rules import Facts, known_names, model_sizes, tokenizer_fits
+
+# What a young model writes must not reach the terminal as commands.
+CONTROLS = dict.fromkeys([c for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"], "\ufffd")
 
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
+    sys.stdout.reconfigure(errors="replace")  # what the terminal has no character for
     config, step_folder = find_checkpoint(Path(options.folder), options.config)
     tokenizer = build.tokenizer(config)
     model = load(config, step_folder, torch.device(device_type()))
     print(f"{config.model.name} {config.model.flavor}, {step_folder.name}", file=sys.stderr)
     prompt = tokenizer.encode(options.prompt, bos=True)
-    print(options.prompt, end="", flush=True)
-    shown = options.prompt
-    generated = list(prompt)
-    for token in sample(
+    tokens = sample(
         model,
         prompt,
         tokenizer,
@@ -39,12 +43,10 @@ def main(argv: list[str]) -> int:
         temperature=options.temperature,
         top_k=options.top_k,
         seed=options.seed,
-    ):
-        generated.append(token)
-        text = tokenizer.decode(generated[1:])
-        if not text.endswith("\ufffd"):  # a character may need several tokens
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
+    )
+    print(options.prompt, end="", flush=True)
+    for piece in text_of(tokens, prompt[1:], tokenizer):
+        print(piece.translate(CONTROLS), end="", flush=True)
     print()
     return 0
 
@@ -59,14 +61,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the choice (default 0)")
     parser.add_argument("--config", help="the job, when the folder has no config.toml")
     options = parser.parse_args(argv)
-    for name, lowest in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0)):
-        if getattr(options, name) < lowest:
-            parser.error(f"--{name} {getattr(options, name)}: must be at least {lowest}")
+    for name, lowest in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
+        value = getattr(options, name)
+        if value < lowest or not math.isfinite(value) or value >= 2**63:
+            parser.error(f"--{name} {value}: must be a number of at least {lowest}, and below 2**63")
     return options
 
 
 def find_checkpoint(folder: Path, config_path: str | None) -> tuple[JobConfig, Path]:
-    """The job, and the step folder: the folder itself or the newest complete one in it. ValueError without either."""
+    """The job, and the step folder: the folder itself or the newest complete one in it. ValueError without either, and
+    for a job whose model or tokenizer cannot be built."""
+    folder = folder.resolve()
     homes = (folder, folder.parent, folder.parent.parent)
     candidates = [Path(config_path)] if config_path else [home / "config.toml" for home in homes]
     found = next((path for path in candidates if path.is_file()), None)
@@ -75,6 +80,9 @@ def find_checkpoint(folder: Path, config_path: str | None) -> tuple[JobConfig, P
             f"no job found ({', '.join(map(str, candidates))}): give the dump_folder of a run, or --config JOB.toml"
         )
     config = config_manager.load(["--job.config_file", str(found)])
+    facts = Facts(config, 1, "cpu")
+    if faults := [fault for rule in (known_names, model_sizes, tokenizer_fits) for fault in rule(facts)]:
+        raise ConfigError(faults)
     checkpoints = folder / config.checkpoint.folder
     return config, resolve(checkpoints if checkpoints.is_dir() else folder)
 
@@ -108,9 +116,23 @@ def sample(
         else:
             if 0 < top_k < len(logits):
                 logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
-            choice = torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator)
+            # in double precision and from the largest down, so that no temperature, however low, divides 0 by 0
+            scaled = (logits - logits.max()).double() / temperature
+            choice = torch.multinomial(torch.softmax(scaled, 0), 1, generator=generator)
         token = int(choice)
         if token == tokenizer.eos_id:
             return
         yield token
         ids = torch.cat([ids, choice[None]], dim=1)
+
+
+def text_of(tokens: Iterable[int], prompt: list[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """What the tokens add to the prompt's text, in pieces of whole characters: one may need several tokens."""
+    ids = list(prompt)
+    shown = len(tokenizer.decode(ids))
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if len(text) > shown and not text.endswith("\ufffd"):
+            yield text[shown:]
+            shown = len(text)

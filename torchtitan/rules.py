@@ -5,8 +5,10 @@ together. What one option can say by its type alone is in config.py.
 """
 
 import dataclasses
+import importlib.util
 import math
 import os
+import shutil
 import typing
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -22,10 +24,9 @@ from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.lr_shapes import LRSchedule, ScheduleError
 from torchtitan.models import SIZES
+from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.options import ConfigError, Fault, describe, hint, show
 
-OPTIMIZER_NAMES = ("Adam", "AdamW")
-"""Keys of torchtitan.optimizers.OPTIMIZERS, which needs torch (a test compares)."""
 BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
 """Backends of torch.compile that come with torch and train."""
 UNSUPPORTED: dict[str, Any] = {
@@ -129,7 +130,7 @@ def with_faults_of_the_rest(error: ConfigError, world_size: int, devices: Device
 
 def known_names(facts: Facts) -> Iterator[Fault]:
     config = facts.config
-    names = [("model.name", SIZES), ("optimizer.name", OPTIMIZER_NAMES), ("training.dataset", DATASETS)]
+    names = [("model.name", SIZES), ("optimizer.name", OPTIMIZERS), ("training.dataset", DATASETS)]
     names += [("model.flavor", SIZES[config.model.name])] if config.model.name in SIZES else []
     names += [("validation.dataset", DATASETS)] if config.validation.enable else []
     names += [("compile.backend", BACKENDS)] if config.compile.enable else []
@@ -298,11 +299,25 @@ def recompute_and_compile(facts: Facts) -> Iterator[Fault]:
         allowed = f'"block" where parameters are sharded (here over {facts.shard} ranks)'
         remedy = 'write "block", or parallelism.data_parallel_shard_degree = 1 with replicas'
         yield facts.fault("compile.scope", allowed, remedy)
+    if compiled.enable and compiled.backend == "inductor" and facts.device == "cpu" and not has_cpp_compiler():
+        remedy = "install one (Debian, Ubuntu: apt install g++), or set compile.enable = false"
+        yield facts.fault("compile.enable", "with a C++ compiler only, which inductor calls on a CPU", remedy)
     if compiled.enable and compiled.scope == "model" and config.training.enable_cpu_offload:
         yield facts.fault("compile.scope", '"block" with training.enable_cpu_offload', 'write "block"')
 
 
 # Input and output
+
+
+def has_cpp_compiler() -> bool:
+    """As inductor looks for one, the environment's CXX aside."""
+    return any(map(shutil.which, ("g++", "clang++", "c++")))
+
+
+def trackers(facts: Facts) -> Iterator[Fault]:
+    if facts.config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
+        remedy = "pip install 'torchtitan-toml[wandb]', or leave it out"
+        yield facts.fault("metrics.enable_wandb", "with the wandb package only, which is not installed", remedy)
 
 
 def loader_workers(facts: Facts) -> Iterator[Fault]:
@@ -419,6 +434,7 @@ RULES: list[Rule] = [
     step_in_backward,
     precision,
     recompute_and_compile,
+    trackers,
     loader_workers,
     needs_a_gpu,
     checkpoint_rules,

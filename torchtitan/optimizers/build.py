@@ -1,13 +1,15 @@
 """Optimizers of a job: parameter groups, one optimizer per model part, or one per parameter that steps in backward."""
 
 from collections.abc import Callable, Iterable, Iterator
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"Adam": Adam, "AdamW": AdamW}
+from torchtitan.optimizers import OPTIMIZERS
+
 IMPLEMENTATIONS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
@@ -83,7 +85,7 @@ def build_optimizers(
         raise ValueError(f"optimizer {name!r}: choose one of {', '.join(OPTIMIZERS)}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"optimizer implementation {implementation!r}: choose one of {', '.join(IMPLEMENTATIONS)}")
-    make = OPTIMIZERS[name]
+    make = resolve_name(OPTIMIZERS[name])
     options = {"lr": lr, "betas": (beta1, beta2), "eps": eps, **IMPLEMENTATIONS[implementation]}
     groups = [_groups(part, weight_decay, decay_norms_and_biases) for part in model_parts]
     if not in_backward:

@@ -1,0 +1,181 @@
+"""The debug shape on two cores: what the trainer does, and how that compares with a plain loop of torch's own parts.
+
+    python scripts/bench_debug.py [--ranks 1 2] [--only NAME ...] [--aa] [--quick]
+
+dim 256, 6 layers, 16 heads, vocabulary 2048, sequences of 256, 8 of them per rank, AdamW. The plain loop is set up as
+torchtitan is by default: fully_shard (on one rank too) with bfloat16 parameters, every second layer recomputed, the
+CPU's bfloat16 attention, fused AdamW, clipping. Each of our settings runs in a process (or two ranks) of its own, in
+which the real trainer and the plain loop take turns step by step. docs/benchmarks.md has the details.
+"""
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+
+import bench_bare
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from bench_timing import ROOT, Goal, Guest, heading, row, seconds_to_first_step, steps, take_turns, torchrun
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from torchtitan import config_manager
+from torchtitan.metrics.json_lines import read_records
+from torchtitan.ranks import read_ranks
+from torchtitan.trainer import Trainer
+
+CORES = 2
+SIZES = bench_bare.Sizes()
+JOB = {
+    "job.config_file": "train_configs/debug_model.toml",
+    "training.local_batch_size": SIZES.batch,
+    "validation.enable": "false",
+    "checkpoint.enable": "false",
+    "metrics.plot": "false",
+}
+COMPILED = {"compile.enable": "true"}
+SETTINGS = {
+    "same settings": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2"},
+    "shipped": {},
+    "compiled blocks": COMPILED,
+    "compiled model": COMPILED | {"compile.scope": "model"},
+}
+GOALS = {"same settings": 1.0, "shipped": 1.45, "compiled blocks": 1.65, "compiled model": 1.9}
+
+
+def arguments(folder: Path, **options: object) -> list[str]:
+    settings = JOB | {"job.dump_folder": folder} | options
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+# One rank of a comparison
+
+
+class PlainLoop:
+    def __init__(self, batches: list[dict[str, torch.Tensor]]):
+        torch.manual_seed(0)
+        self.model = bench_bare.Llama(SIZES)
+        for index in range(0, SIZES.layers, 2):
+            self.model.layers[index] = checkpoint_wrapper(self.model.layers[index])
+        bench_bare.shard(self.model, torch.bfloat16)
+        self.optimizer = bench_bare.build_optimizer(self.model)
+        self.batches = cycle(batches)
+
+    def step(self) -> None:
+        batch = next(self.batches)
+        bench_bare.step(self.model, self.optimizer, batch["tokens"], batch["labels"])
+
+
+class PlainAttention(nn.Module):
+    """The CPU's own kernel in whatever type comes, for "same settings"."""
+
+    def prepare(self, document_ids: torch.Tensor | None) -> None:
+        assert document_ids is None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """This rank's part; rank 0 writes what was measured into the folder."""
+    ranks = read_ranks()
+    torch.set_num_threads(CORES // ranks.world_size)
+    silence = logging.getLogger("torchtitan")
+    silence.setLevel(logging.INFO)  # lines are made, as in a run, and thrown away
+    silence.addHandler(logging.StreamHandler(open(os.devnull, "w")))
+    silence.propagate = False
+    job = SETTINGS[options.worker] | {"training.steps": steps(options.pairs, options.repeats)}
+    trainer = Trainer(config_manager.load(arguments(options.folder / "run", **job)), ranks)
+    if options.worker == "same settings":
+        trainer.model.set_attention_kernel(PlainAttention())
+    batches = list(islice(iter(trainer.loader), 8))
+    plain = PlainLoop(batches)
+    if options.aa:
+        turns = take_turns(plain.step, PlainLoop(batches).step, options.pairs, options.repeats)
+    else:
+        trainer.loader = guest = Guest(trainer.loader, plain.step, options.pairs, options.repeats)
+        trainer.train()
+        turns = guest.turns
+    cpu = torch.tensor([turns.median(turns.cpu, "A"), turns.median(turns.cpu, "B")])
+    dist.all_reduce(cpu)
+    if ranks.is_main:
+        measured = {
+            "wall": turns.ratios(turns.wall, "B", "A"),
+            "cpu": turns.ratios(turns.cpu, "B", "A"),
+            "step_seconds": [turns.median(turns.wall, who) for who in "AB"],
+            "cpu_seconds": cpu.tolist(),
+        }
+        (options.folder / "measured.json").write_text(json.dumps(measured))
+    dist.destroy_process_group()
+
+
+# The table
+
+
+def compared(name: str, ranks: int, options: argparse.Namespace) -> str:
+    """The rows of one setting."""
+    with tempfile.TemporaryDirectory() as folder:
+        worker = [str(Path(__file__).resolve()), "--worker", name, "--folder", folder]
+        worker += ["--pairs", str(options.pairs), "--repeats", str(options.repeats), *(["--aa"] if options.aa else [])]
+        environment = os.environ | {"OMP_NUM_THREADS": str(CORES // ranks)}
+        subprocess.run(torchrun(ranks, *worker), cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+        measured = json.loads((Path(folder) / "measured.json").read_text())
+    tokens = SIZES.batch * SIZES.seq_len * ranks
+    speed = [tokens / seconds for seconds in measured["step_seconds"]]
+    ours, plain = measured["cpu_seconds"]
+    note = f"{speed[0]:,.0f} / {speed[1]:,.0f} tok/s; CPU {ours:.2f} / {plain:.2f} s a step, x{median(measured['cpu']):.2f}"
+    goal = Goal(">=", GOALS[name])
+    return row(f"{ranks} rank(s), {name} / plain loop", measured["wall"], goal, note, digits=2)
+
+
+def job_alone(name: str, ranks: int, options: argparse.Namespace) -> str:
+    """A short job as its user starts it: time to the first step, speed, memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = arguments(Path(folder), **SETTINGS[name], **{"training.steps": 3 if options.quick else 20})
+        command = [sys.executable, "-m", "torchtitan.launch", str(ranks), *job]
+        seconds = seconds_to_first_step(command, CORES // ranks)
+        records = read_records(Path(folder, "metrics.jsonl"))
+    speed = median(record["tokens_per_second"] for record in records[1:])
+    memory = max(record["memory_gib"] for record in records)
+    return (
+        f"{ranks} rank(s), {name}: first step after {seconds:.1f} s, then {speed:,.0f} tok/s, "
+        f"at most {memory:.2f} GiB resident on rank 0"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), default=[1, 2])
+    parser.add_argument("--only", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--aa", action="store_true", help="compare the plain loop with itself: the noise")
+    parser.add_argument("--pairs", type=int, default=10, help="turns of each side in a repeat (default: 10)")
+    parser.add_argument("--repeats", type=int, default=5, help="(default: 5)")
+    parser.add_argument("--quick", action="store_true", help="only to see that it runs")
+    parser.add_argument("--worker", choices=SETTINGS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        compare(options)
+        return
+    if options.quick:
+        options.pairs = options.repeats = 1
+    print(heading(threads=CORES), flush=True)
+    for ranks in options.ranks:
+        names = [name for name in options.only if ranks == 1 or name != "compiled model"]  # needs a rank of its own
+        for name in names[:1] if options.aa else names:
+            print(compared(name, ranks, options), flush=True)
+        if not options.aa:
+            for name in names:
+                print(job_alone(name, ranks, options), flush=True)
+
+
+if __name__ == "__main__":
+    main()
