@@ -1,6 +1,5 @@
 """The whole trainer: the plan does not change the losses, a resumed run is the uninterrupted one, faults end well."""
 
-import json
 import os
 import signal
 import time
@@ -187,21 +186,3 @@ def test_bad_job_is_explained_before_anything_starts(tmp_path):
     assert code == 2
     assert "training.stepz" in err and "9B" in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()
-
-
-def test_validation_is_logged(texts, tmp_path):
-    argv = jobs.arguments(
-        tmp_path,
-        texts,
-        validation__enable=True,
-        validation__dataset="text",
-        validation__dataset_path=texts,
-        validation__freq=5,
-        validation__steps=2,
-        training__steps=10,
-    )
-    run_ranks(1, jobs.train, argv)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    losses = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
-    assert [step for step, _ in losses] == [5, 10]
-    assert losses[1][1] < losses[0][1]

@@ -6,7 +6,6 @@ token, which keeps this file independent of the model.
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -63,8 +62,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     for name, lowest in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
         value = getattr(options, name)
-        if value < lowest or not math.isfinite(value) or value >= 2**63:
-            parser.error(f"--{name} {value}: must be a number of at least {lowest}, and below 2**63")
+        if not lowest <= value < 2**63:  # so neither is NaN
+            parser.error(f"--{name} {value}: must be at least {lowest} and less than 2**63")
     return options
 
 

@@ -1,46 +1,53 @@
 """Seeded permutations that are computed instead of stored.
 
 The k-th element of a shuffle of any length costs O(1) time and memory, so an order of 1e10 samples needs no table and a
-resume needs no replay. A Feistel network over 2b bits is a bijection whatever its round function; results beyond the
-length go through the network again until they fall inside ("cycle walking"), which keeps it one. The domain is less
-than four times the length, so a few passes do. Nothing here depends on NumPy's generators, whose streams may change.
+resume needs no replay. A Feistel network over b bits is a bijection whatever its round function; results beyond the
+length go through the network again until they fall inside ("cycle walking"), which keeps it one. As 2^b is less than
+twice the length, two passes do on average. Nothing here depends on NumPy's generators, whose streams may change.
 """
 
 import numpy as np
 
 ROUNDS = 6
+_GOLDEN = 0x9E3779B97F4A7C15
 _WORD = 2**64 - 1
 
 
-def key(*numbers: int | np.ndarray) -> int | np.ndarray:
-    """64 bits from a seed and from what it is used for (epoch, part, block). Arrays (of uint64) give arrays."""
-    value: int | np.ndarray = 0
+def key(*numbers: int | np.ndarray) -> np.ndarray:
+    """64 bits from a seed and from what it is used for (epoch, part, block); as many keys as a number is an array."""
+    value = np.zeros(1, dtype=np.uint64)
     for number in numbers:
-        value = _mix(value ^ number)
+        word = number & _WORD if isinstance(number, int) else number.astype(np.uint64)
+        value = _mix((value ^ word) + _GOLDEN)
     return value
 
 
-def permute(index: np.ndarray, length: int, key: int | np.ndarray) -> np.ndarray:
-    """Where a shuffle of range(length) sends each index, as int64; with a key for each, in the shuffle of that key. The
-    indices must be below the length."""
-    half = max(1, ((length - 1).bit_length() + 1) // 2)
-    low = (1 << half) - 1
-    out = np.array(index, dtype=np.uint64)
-    round_keys = [np.broadcast_to(np.asarray(_mix(key ^ i), dtype=np.uint64), out.shape) for i in range(ROUNDS)]
-    outside = np.arange(len(out))
+def permute(index: np.ndarray, length: int, key: np.ndarray) -> np.ndarray:
+    """Where a shuffle of range(length) sends each index, as int64; one key for all, or one for each. The indices must
+    be below the length."""
+    bits = max(2, (length - 1).bit_length())
+    key = np.broadcast_to(key, index.shape)
+    out = _network(index.astype(np.uint64), bits, key)
+    outside = np.flatnonzero(out >= length)
     while len(outside):
-        x = out[outside]
-        left, right = x >> half, x & low
-        for round_key in round_keys:
-            left, right = right, left ^ (_mix(right ^ round_key[outside]) & low)
-        out[outside] = left << half | right
+        out[outside] = _network(out[outside], bits, key[outside])
         outside = outside[out[outside] >= length]
     return out.astype(np.int64)
 
 
-def _mix(x):
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014), for a Python int or an array of uint64."""
-    x = (x + 0x9E3779B97F4A7C15) & _WORD
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
+def _network(x: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
+    """A Feistel network whose halves may differ by one bit; they change each other in turn."""
+    low_bits = bits // 2
+    high_mask, low_mask = (1 << (bits - low_bits)) - 1, (1 << low_bits) - 1
+    high, low = x >> low_bits, x & low_mask
+    for i in range(1, ROUNDS, 2):
+        high ^= _mix((low ^ key) + (i * _GOLDEN & _WORD)) & high_mask
+        low ^= _mix((high ^ key) + ((i + 1) * _GOLDEN & _WORD)) & low_mask
+    return high << low_bits | low
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014). Arrays of uint64 wrap, as it needs."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)

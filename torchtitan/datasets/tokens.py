@@ -105,7 +105,7 @@ class BlockReader:
         """Global sample indices to the first token of their blocks."""
         epochs, blocks = np.divmod(samples, self.blocks)
         if self.shuffle:
-            blocks = permute(blocks, self.blocks, key(self.seed, epochs.astype(np.uint64)))
+            blocks = permute(blocks, self.blocks, key(self.seed, epochs))
         return blocks * self.seq_len
 
     def read(self, starts: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:

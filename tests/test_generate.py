@@ -1,0 +1,323 @@
+"""`torchtitan generate` against transformers on the same weights, and its sampling on models whose logits are known."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import jobs
+from tests.pool import run_ranks
+from torchtitan import cli, generate
+from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
+
+BYTES = ByteTokenizer()
+TOKENIZERS = [
+    "bytes",
+    *(
+        str(jobs.ROOT / "tests/assets/tokenizer" / name)
+        for name in ("tiktoken.model", "sentencepiece.model", "tokenizer.json")
+    ),
+]
+
+
+class Scripted(torch.nn.Module):
+    """Logits [B, S, V] that depend on the last token alone; keeps the inputs that it was given."""
+
+    def __init__(self, logits: torch.Tensor):
+        super().__init__()
+        self.logits = torch.nn.Parameter(logits)
+        self.seen: list[list[int]] = []
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.seen.append(ids[0].tolist())
+        return self.logits[ids]
+
+
+def random_model(seed: int = 0, vocab_size: int = 260) -> Scripted:
+    return Scripted(torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(seed)))
+
+
+def counting_model(vocab_size: int = 260) -> Scripted:
+    """Prefers, by far, the next number."""
+    return Scripted(100.0 * torch.eye(vocab_size).roll(1, dims=1))
+
+
+def sample(model: Scripted, prompt: list[int], **options: object) -> list[int]:
+    settings = dict(max_new_tokens=20, context=64, temperature=1.0, top_k=0, seed=0) | options
+    return list(generate.sample(model, prompt, BYTES, **settings))
+
+
+# Sampling
+
+
+def test_temperature_0_takes_the_likeliest_of_the_tokenizers_tokens():
+    model = random_model()
+    with torch.no_grad():
+        model.logits[:, 258:] = 50.0  # rows of the model that the tokenizer has no token for
+        model.logits[:, 257] = -50.0
+    expected, last = [], 65
+    for _ in range(20):
+        last = int(model.logits[last, :258].argmax())
+        expected.append(last)
+    assert sample(model, [256, 65], temperature=0) == expected
+    assert sample(model, [256, 65], temperature=0, seed=9, top_k=3) == expected
+
+
+def test_a_seed_repeats_and_another_differs():
+    model = random_model()
+    assert sample(model, [256], seed=1) == sample(model, [256], seed=1)
+    assert sample(model, [256], seed=1) != sample(model, [256], seed=2)
+    before = torch.random.get_rng_state()
+    sample(model, [256])
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_samples_follow_the_softmax():
+    logits = torch.full((260, 260), -torch.inf)
+    logits[:, 10], logits[:, 20] = 0.0, 1.0
+    drawn = sample(Scripted(logits), [256], max_new_tokens=4000, context=1, temperature=2.0)
+    expected = 1 / (1 + torch.exp(torch.tensor(-0.5)).item())  # 0.62, standard error 0.008
+    assert drawn.count(10) + drawn.count(20) == 4000
+    assert drawn.count(20) / 4000 == pytest.approx(expected, abs=0.04)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 258, 10**9])
+def test_top_k(top_k):
+    model = random_model()
+    for _ in range(3):
+        ids = [256, *sample(model, [256], top_k=top_k, temperature=5.0)]
+        for last, chosen in zip(ids, ids[1:], strict=False):
+            better = (model.logits[last, :258] > model.logits[last, chosen]).sum()
+            assert better < top_k
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-300])
+def test_low_temperatures_are_the_likeliest_token(temperature):
+    model = random_model()
+    assert sample(model, [256], temperature=temperature) == sample(model, [256], temperature=0)
+
+
+def test_the_end_of_the_document_ends_it():
+    assert sample(counting_model(), [256, 250]) == [251, 252, 253, 254, 255, 256]  # 257 is the end, and is not given
+    assert sample(counting_model(), [256, 256]) == []
+
+
+def test_no_more_tokens_than_asked_for():
+    assert sample(counting_model(), [0], max_new_tokens=3) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("prompt", [[256], [256, 1], list(range(10))])
+def test_the_model_never_sees_more_than_the_context(prompt):
+    model = counting_model()
+    new = sample(model, prompt, context=4, max_new_tokens=6, temperature=0)
+    everything = prompt + new
+    ends = range(len(prompt), len(prompt) + len(model.seen))
+    assert model.seen == [everything[max(0, end - 4) : end] for end in ends]
+
+
+# Text
+
+
+def shown(tokenizer, prompt: str, new: list[int]) -> list[str]:
+    return list(generate.text_of(iter(new), tokenizer.encode(prompt), tokenizer))
+
+
+@pytest.mark.parametrize("path", TOKENIZERS)
+@pytest.mark.parametrize("text", ["Grüße aus Köln: 你好 🙂🙂 end", "🙂", "x\n\n  indented"])
+@pytest.mark.parametrize("prompt", ["", "The ", "äö"])
+def test_pieces_are_whole_characters_and_make_the_text(path, text, prompt):
+    tokenizer = build_tokenizer(path)
+    new = tokenizer.encode(text)
+    pieces = shown(tokenizer, prompt, new)
+    ids = tokenizer.encode(prompt)
+    assert "".join(pieces) == tokenizer.decode(ids + new)[len(tokenizer.decode(ids)) :]
+    assert "\ufffd" not in "".join(pieces) and "" not in pieces
+
+
+def test_half_a_character_waits_and_a_wrong_byte_shows():
+    smile = list("🙂".encode())
+    assert shown(BYTES, "a", smile[:3]) == []
+    assert shown(BYTES, "a", smile) == ["🙂"]
+    assert shown(BYTES, "a", [0xFF, ord("b")]) == ["\ufffdb"]
+    assert shown(BYTES, "a", [*smile[:2], ord("b"), *smile]) == ["\ufffdb", "🙂"]
+
+
+# A checkpoint
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """The folder of a short run that saved at its end and exported its weights in both forms."""
+    folder = tmp_path_factory.mktemp("generate")
+    texts = jobs.write_texts(folder / "data")
+    for in_hf in (True, False):  # the second run resumes at its last step and only exports
+        options = {"last_save_model_only": True, "last_save_in_hf": in_hf, "enable": True, "interval": 10}
+        argv = jobs.arguments(folder / "run", texts, **{f"checkpoint__{k}": v for k, v in options.items()})
+        run_ranks(1, jobs.train, argv)
+    return folder / "run"
+
+
+def generated(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    assert cli.main(["generate", *map(str, argv)]) == 0
+    return capsys.readouterr().out
+
+
+def test_equal_to_transformers_on_the_exported_weights(run, capsys):
+    from transformers import LlamaForCausalLM
+
+    ids = [BYTES.bos_id, *b"alpha be"]
+    reference = LlamaForCausalLM.from_pretrained(run / "model_hf", dtype=torch.float32)
+    with torch.no_grad():
+        for _ in range(16):
+            ids.append(int(reference(torch.tensor([ids])).logits[0, -1, : BYTES.vocab_size].argmax()))
+    expected = BYTES.decode(ids[1:])
+    argv = (run, "--prompt", "alpha be", "--temperature", 0, "--max_new_tokens", 16)
+    assert generated(capsys, *argv) == expected + "\n"
+    assert len(set(ids[9:])) > 1  # so that equality says something
+
+
+def test_every_folder_that_holds_the_weights_is_taken(run, capsys, monkeypatch):
+    words = ["--prompt", "alpha", "--temperature", "0", "--max_new_tokens", "8"]
+    expected = generated(capsys, run, *words)
+    folders = [run / "checkpoint", run / "checkpoint/step-00000020", run / "model"]
+    assert {generated(capsys, folder, *words) for folder in folders} == {expected}
+    monkeypatch.chdir(run / "checkpoint/step-00000020")
+    assert generated(capsys, ".", *words) == expected
+
+
+def test_the_newest_complete_step_is_taken(run, tmp_path, capsys):
+    home, _ = copied(run, tmp_path)
+    cli.main(["generate", str(home), "--max_new_tokens", "1"])
+    assert capsys.readouterr().err == "llama3 debugmodel, step-00000020\n"
+    (home / "checkpoint/step-00000020/manifest.json").unlink()
+    cli.main(["generate", str(home), "--max_new_tokens", "1"])
+    assert capsys.readouterr().err == "llama3 debugmodel, step-00000010\n"
+
+
+def test_odd_prompts(run, capsys):
+    assert generated(capsys, run, "--max_new_tokens", 5).count("\n") >= 1  # no prompt: a document's beginning
+    long = "beta " * 40  # 200 tokens, the context has 32
+    assert generated(capsys, run, "--prompt", long, "--max_new_tokens", 3).startswith(long)
+    assert generated(capsys, run, "--prompt", "\udce4ä 🙂", "--max_new_tokens", 1).startswith("?ä 🙂")
+
+
+def test_control_characters_of_the_model_do_not_reach_the_terminal(run, capsys, monkeypatch):
+    monkeypatch.setattr(generate, "sample", lambda *a, **k: iter(b"a\x1b[31m\x07\r\t\nb\x7f\xc2\x9b"))
+    assert generated(capsys, run, "--prompt", ">") == ">a\ufffd[31m\ufffd\ufffd\t\nb\ufffd\ufffd\n"
+
+
+def test_a_terminal_without_the_characters(run):
+    """The model's text and the prompt in ASCII, in a process of its own, as a user starts it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torchtitan", "generate", str(run), "--prompt", "ä🙂", "--max_new_tokens", "2"],
+        cwd=jobs.ROOT,
+        env={"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(jobs.ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout[:2]) == (0, "??"), done.stderr
+
+
+# What the user gets wrong
+
+
+def copied(run: Path, folder: Path) -> tuple[Path, Path]:
+    """A copy of the run to damage (files linked, config.toml copied)."""
+    home = folder / "run"
+    for file in run.rglob("*"):
+        target = home / file.relative_to(run)
+        if file.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.read_bytes())
+    return home, home / "config.toml"
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    assert cli.main(["generate", *map(str, argv)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "Traceback" not in captured.err
+    return captured.err
+
+
+def test_no_job(tmp_path, capsys):
+    said = refusal(capsys, tmp_path / "nothing/here/at/all")
+    assert "no job found" in said and str(tmp_path / "nothing/here/at/all/config.toml") in said
+    assert "--config JOB.toml" in said
+    assert f"no job found ({tmp_path}/job.toml)" in refusal(capsys, tmp_path, "--config", tmp_path / "job.toml")
+
+
+def test_another_job_for_a_folder_without_one(run, tmp_path, capsys):
+    home, config = copied(run, tmp_path)
+    job = config.rename(tmp_path / "job.toml")
+    words = ["--max_new_tokens", "4"]
+    assert "no job found" in refusal(capsys, home, *words)
+    assert generated(capsys, home, "--config", job, *words) == generated(capsys, run, *words)
+
+
+def test_no_checkpoint(run, tmp_path, capsys):
+    (tmp_path / "config.toml").write_bytes((run / "config.toml").read_bytes())
+    assert "no step-* folders" in refusal(capsys, tmp_path)
+    (tmp_path / "checkpoint/step-00000003").mkdir(parents=True)
+    said = refusal(capsys, tmp_path)
+    assert "no complete checkpoint" in said and "step-00000003: it has no manifest.json" in said
+
+
+def test_a_damaged_checkpoint(run, tmp_path, capsys):
+    home, _ = copied(run, tmp_path)
+    (shard,) = (home / "checkpoint/step-00000020").glob("*.distcp")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert "damaged" in refusal(capsys, home)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('flavor = "debugmodel"', 'flavor = "debug"', 'did you mean "debugmodel"?'),
+        ("dim = 32", "dim = 33", "sizes that fit together"),
+        ("vocab_size = 260", "vocab_size = 100", "at most the 100 tokens"),
+        ('tokenizer_path = "bytes"', 'tokenizer_path = "gone.model"', "No such file"),
+        ("steps = 20", "step = 20", "did you mean training.steps?"),
+        ("n_layers = 3", "n_layers = 2", "layers.2"),
+    ],
+)
+def test_a_job_that_does_not_fit(run, tmp_path, capsys, old, new, said):
+    home, config = copied(run, tmp_path)
+    assert config.read_text().count(old) == 1
+    config.write_text(config.read_text().replace(old, new))
+    assert said in refusal(capsys, home)
+
+
+def test_an_export_in_another_form_is_no_checkpoint(run, capsys):
+    assert "no step-* folders" in refusal(capsys, run / "model_hf")
+
+
+def bad_arguments() -> Iterator[tuple[list[str], str]]:
+    yield [], "the following arguments are required: folder"
+    yield ["x", "--max_new_tokens", "0"], "--max_new_tokens 0: must be at least 1"
+    yield ["x", "--temperature", "-0.1"], "--temperature -0.1: must be at least 0"
+    yield ["x", "--temperature", "nan"], "--temperature nan: must be"
+    yield ["x", "--temperature", "inf"], "--temperature inf: must be"
+    yield ["x", "--top_k", "-1"], "--top_k -1: must be at least 0"
+    yield ["x", "--top_k", "many"], "invalid int value"
+    yield ["x", "--seed", "-1"], "--seed -1: must be at least 0"
+    yield ["x", "--seed", str(2**64)], "and less than 2**63"
+    yield ["x", "--promt", "y"], "unrecognized arguments: --promt"
+
+
+@pytest.mark.parametrize(("argv", "said"), bad_arguments(), ids=lambda value: " ".join(value) or "none")
+def test_bad_arguments(argv, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["generate", *argv])
+    assert stop.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["generate", "--help"])
+    assert stop.value.code == 0 and "--prompt" in capsys.readouterr().out
