@@ -92,6 +92,6 @@ def start(argv: list[str], ranks: int = 1, **environment: str) -> subprocess.Pop
     )
 
 
-def finish(process: subprocess.Popen, seconds: float = 90) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen, seconds: float = 240) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=seconds)
     return process.returncode, out, err

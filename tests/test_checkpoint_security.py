@@ -1,6 +1,7 @@
 """Opening a checkpoint executes nothing that is in it, and reads no file but its own."""
 
 import dataclasses
+import io
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata as DCP
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from tests.checkpoint_job import Job, TinyModel
@@ -163,3 +165,33 @@ def test_nothing_of_the_state_is_executed(folder):
     state = json.loads((folder / "state.json").read_text())
     assert set(state) == {"step", "trainer", "ranks", "optimizer", "versions"}
     assert not list(folder.glob("*.pkl")) and not list(folder.glob("*.pt"))
+
+
+class AttributeOf:
+    """What Python 3.11.0 to 3.11.3 pickle an enum's member as, for anything."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return getattr, self.arguments
+
+
+def test_enum_members_are_read_as_any_python_writes_them():
+    member = DCP._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    text = pickle.dumps(AttributeOf(DCP._MEM_FORMAT_ENCODING, member.name))
+    assert storage._RecordsUnpickler(io.BytesIO(text)).load() is member
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (DCP._MEM_FORMAT_ENCODING, "__class__"),
+        (DCP.Metadata, "__init__"),
+        (torch.Size, "__subclasses__"),
+        (torch.float32, "__class__"),
+    ],
+)
+def test_no_other_attribute_is_got(arguments):
+    with pytest.raises(CheckpointError, match="which no checkpoint needs"):
+        storage._RecordsUnpickler(io.BytesIO(pickle.dumps(AttributeOf(*arguments)))).load()

@@ -109,7 +109,7 @@ def test_resume_on_another_number_of_ranks(ranks, texts, tmp_path):
 # The job as its user starts it
 
 
-def wait_for_step(folder: Path, step: int, process, seconds: float = 60) -> None:
+def wait_for_step(folder: Path, step: int, process, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
         if (folder / "metrics.jsonl").exists() and len(jobs.logged_steps(folder)) >= step:

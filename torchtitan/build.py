@@ -207,6 +207,7 @@ def checkpointer(
     trainer_state: Callable[[], dict[str, Any]],
     rank_state: Callable[[], dict[str, Any]],
     load_state: Callable[[dict[str, Any], list[dict[str, Any]]], None],
+    before_save: Callable[[], None],
 ) -> Checkpointer | None:
     options = config.checkpoint
     if not options.enable:
@@ -226,6 +227,7 @@ def checkpointer(
         exclude_from_loading=options.exclude_from_loading,
         enable_first_step_checkpoint=options.enable_first_step_checkpoint,
         load_only=options.load_only,
+        before_save=before_save,
     )
 
 

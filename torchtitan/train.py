@@ -72,6 +72,7 @@ def run(config: JobConfig, ranks: Ranks) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except training.PeerStopped:
+        time.sleep(2 * PATIENCE_SECONDS)  # the launcher ends all ranks when the first leaves: let the other one speak
         return REFUSED
     except (ValueError, training.NonFiniteError) as error:
         if not ranks.is_main:

@@ -6,6 +6,7 @@ clip | optimizer, schedule | log, validate, save. The host waits for the device 
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -61,11 +62,18 @@ class Trainer:
         self.tokens_per_step = samples * config.training.seq_len
         self.folder = Path(config.job.dump_folder)
         self.step, self.tokens = 0, 0
+        self.loss, self.grad_norm = torch.zeros(()), None  # of the last step
         self.stop_requested = False  # set by a signal handler on any rank; all ranks agree in fetch()
         self.data_state: dict[str, Any] | None = None
 
         self.checkpointer = build.checkpointer(
-            config, self.model, self.optimizers, self.trainer_state, self.rank_state, self.load_state
+            config,
+            self.model,
+            self.optimizers,
+            self.trainer_state,
+            self.rank_state,
+            self.load_state,
+            self.refuse_to_save_non_finite,
         )
         self.resumed_from = self.restore()
         self.loader = build.training_loader(config, self.tokenizer, self.dp_rank, self.dims, self.data_state)
@@ -191,18 +199,18 @@ class Trainer:
             share = self.loss_sum(batch) / valid_tokens
             share.backward()
             loss += share.detach()
-        grad_norm = None
         if not self.config.optimizer.early_step_in_backward:  # there, gradients are gone by now
-            grad_norm = clip_gradients(self.model.parameters(), self.config.training.max_norm)
+            self.grad_norm = clip_gradients(self.model.parameters(), self.config.training.max_norm)
             if self.device.type == "cpu":  # looking costs nothing there, so a bad step never reaches the weights
-                self.refuse_non_finite("gradient norm", grad_norm)
+                self.refuse_non_finite("gradient norm", self.grad_norm)
         lr = self.schedulers.last_lr
         self.optimizers.step()
         self.schedulers.step()
         self.optimizers.zero_grad()
         self.step += 1
         self.tokens += self.tokens_per_step
-        self.log(loss, grad_norm, lr, data_seconds)
+        self.loss = loss
+        self.log(lr, data_seconds)
 
     def fetch(self, batches: Iterator[Batch]) -> tuple[list[Batch], int]:
         """This rank's microbatches of the next step, and the valid tokens of all ranks together.
@@ -242,24 +250,35 @@ class Trainer:
 
     # Between steps
 
-    def log(self, loss: torch.Tensor, grad_norm: torch.Tensor | None, lr: float, data_seconds: float) -> None:
+    def log(self, lr: float, data_seconds: float) -> None:
         if self.metrics.due(self.step):
             if self.dims.dp > 1:
-                dist.all_reduce(loss)
-            if grad_norm is not None:
-                self.refuse_non_finite("gradient norm", grad_norm)
-            self.refuse_non_finite("loss", loss)
+                dist.all_reduce(self.loss)
+            self.refuse_non_finite("gradient norm", self.grad_norm)
+            self.refuse_non_finite("loss", self.loss)
         self.metrics.record(
-            self.step, loss=loss, grad_norm=grad_norm, lr=lr, tokens=self.tokens_per_step, data_seconds=data_seconds
+            self.step,
+            loss=self.loss,
+            grad_norm=self.grad_norm,
+            lr=lr,
+            tokens=self.tokens_per_step,
+            data_seconds=data_seconds,
         )
 
-    def refuse_non_finite(self, what: str, value: torch.Tensor) -> None:
-        if not torch.isfinite(value):
+    def refuse_non_finite(self, what: str, value: torch.Tensor | None) -> None:
+        """Waits for the device, so it is asked only where the host waits anyway. Once NaN, weights stay NaN."""
+        if value is not None and not math.isfinite(value):
             raise NonFiniteError(
-                f"the {what} is {value.item()} near step {self.step + 1}; the run stops and nothing is saved after it. "
+                f"the {what} is {float(value)} near step {self.step + 1}; the run stops and nothing is saved after it. "
                 "Usual remedies: a lower optimizer.lr, a longer lr_scheduler.warmup_steps, training.max_norm = 1.0, "
                 "float32 in training.mixed_precision_param; with checkpoints, start again to go on from the last one"
             )
+
+    def refuse_to_save_non_finite(self) -> None:
+        """Before a save, also after a step that was not logged. Ranks may differ in their own loss: they agree first."""
+        (bad,) = distributed.sum_over_ranks(not math.isfinite(self.loss))
+        self.refuse_non_finite("gradient norm", self.grad_norm)
+        self.refuse_non_finite("loss", torch.tensor(math.nan) if bad else None)
 
     def maybe_validate(self, done: bool) -> None:
         options = self.config.validation

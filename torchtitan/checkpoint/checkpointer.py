@@ -31,6 +31,7 @@ class Checkpointer:
     `trainer_state()` gives JSON-able values that are the same on all ranks, `rank_state()` those of this rank;
     `load_state(trainer_state, rank_states)` takes them back, the list in the order of the ranks that saved. Names in
     `exclude_from_loading` are left out of both (top-level keys); "optimizer" leaves the optimizers' state fresh.
+    `before_save()` may raise, on all ranks alike, to keep a state from being saved.
     """
 
     def __init__(
@@ -50,10 +51,12 @@ class Checkpointer:
         exclude_from_loading: Sequence[str] = (),
         enable_first_step_checkpoint: bool = False,
         load_only: bool = False,
+        before_save: Callable[[], None] = lambda: None,
     ):
         self.folder = Path(folder).resolve()
         self.model_parts, self.optimizers = list(model_parts), list(optimizers)
         self.trainer_state, self.rank_state, self.load_state = trainer_state, rank_state, load_state
+        self.before_save = before_save
         self.interval, self.interval_type = interval, interval_type
         self.keep_latest_k = keep_latest_k
         self.load_step = load_step
@@ -87,6 +90,7 @@ class Checkpointer:
             if self.staging is not None and self.staging.fresh:
                 self.staging.prepare(self._tensors()[0])
             return False
+        self.before_save()
         self._wait()
         target = self.folder / layout.step_name(step)
         snapshot = self._snapshot(step)

@@ -9,6 +9,7 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import EnumMeta
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -48,11 +49,19 @@ _RECORDS: dict[tuple[str, str], Any] = {
     },
 }
 """All that torch 2.13 writes into the metadata of a state dict of tensors."""
+_ENUMS = [record for record in _RECORDS.values() if isinstance(record, EnumMeta)]
+
+
+def _enum_member(enum: Any, name: str) -> Any:
+    """What Python 3.11.0 to 3.11.3 write for an enum's member is getattr(enum, name); nothing else may be got by it."""
+    if not any(enum is known for known in _ENUMS) or name not in enum.__members__:
+        raise CheckpointError(f"{METADATA} asks for the attribute {name} of {enum}, which no checkpoint needs: not opened")
+    return enum[name]
 
 
 class _RecordsUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        record = _RECORDS.get((module, name))
+        record = _enum_member if (module, name) == ("builtins", "getattr") else _RECORDS.get((module, name))
         if record is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             record = getattr(torch, name)
         if record is None:

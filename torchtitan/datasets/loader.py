@@ -14,7 +14,7 @@ and are raised here as DataError.
 import signal
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
@@ -36,8 +36,9 @@ __all__ = ["Batch", "Loader", "build_loader", "merge_states"]
 
 NAMES = ("tokens", "labels", "document_ids", "positions")
 Batch = dict[str, torch.Tensor]
-# What a worker sends: rows of a batch (None: whole batches), [names, rows, S] (None: no row), new cursors of lanes.
-Piece = tuple[list[int] | None, torch.Tensor | None, dict[int, Cursor]]
+# A part of a batch: its rows (None: all of one batch or more), [rows, S] for each name (or nothing), and the new
+# cursors of the lanes that it is from.
+Piece = tuple[list[int] | None, Sequence[torch.Tensor], dict[int, Cursor]]
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ class Form:
     def numbers(self, start: int = 0, step: int = 1) -> Iterable[int]:
         return count(start, step) if self.batches is None else range(start, self.batches, step)
 
-    def tensor(self, rows: np.ndarray, begins: tuple[np.ndarray, np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(batch_arrays(rows, begins, self.document_mask, self.tokenizer.vocab_size))
+    def tensors(self, rows: np.ndarray, begins: tuple[np.ndarray, np.ndarray]) -> list[torch.Tensor]:
+        arrays = batch_arrays(rows, begins, self.document_mask, self.tokenizer.vocab_size)
+        return [torch.from_numpy(array) for array in arrays]
 
 
 class LanePieces:
@@ -96,7 +98,7 @@ class LanePieces:
                 begin_columns += columns
                 cursors[lane] = packers[lane].cursor
             begins = np.array(begin_rows, dtype=np.int64), np.array(begin_columns, dtype=np.int64)
-            yield own, self.form.tensor(ids, begins) if own else None, cursors
+            yield own, self.form.tensors(ids, begins) if own else [], cursors
 
     def _packers(self, own: list[int]) -> dict[int, LanePacker]:
         cursors = {lane: self.cursors.get(lane, Cursor()) for lane in own}
@@ -135,7 +137,7 @@ class BlockPieces:
                 left = together if limit is None else max(0, min(together, limit - numbers[0]))
                 if left == 0:
                     return
-                yield None, self.form.tensor(*reader.read(own[: left * size])), {}
+                yield None, self.form.tensors(*reader.read(own[: left * size])), {}
 
 
 class _Pieces(IterableDataset):
@@ -155,6 +157,8 @@ class _Pieces(IterableDataset):
                 piece, more = str(error), False
             except OSError as error:
                 piece, more = f"{error}; the data must stay where and as they are while a job runs", False
+            if info and more and len(piece[1]):
+                piece = piece[0], torch.stack(tuple(piece[1])), piece[2]  # one tensor crosses over faster than three
             yield piece
 
 
@@ -198,20 +202,21 @@ class Loader:
                     self.close()
                     raise DataError(piece)
                 self._cursors.update(piece[2])
-            tensor = self._put_together(pieces)
-            tensor = tensor.pin_memory() if self._pin_memory else tensor
-            for batch in tensor.split(self._pieces.share.batch_size, dim=1):
+            tensors = self._put_together(pieces)
+            tensors = [tensor.pin_memory() for tensor in tensors] if self._pin_memory else tensors
+            for batch in zip(*(tensor.split(self._pieces.share.batch_size) for tensor in tensors), strict=True):
                 self._batches += 1
-                yield {"positions": self._positions, **dict(zip(NAMES, batch.unbind(0), strict=False))}
+                yield {"positions": self._positions, **dict(zip(NAMES, batch, strict=False))}
 
-    def _put_together(self, pieces: list[Piece]) -> torch.Tensor:
-        full = [(rows, tensor) for rows, tensor, _ in pieces if tensor is not None]
+    def _put_together(self, pieces: list[Piece]) -> Sequence[torch.Tensor]:
+        full = [(rows, tensors) for rows, tensors, _ in pieces if len(tensors)]
         if len(full) == 1:
             return full[0][1]
-        share, form = self._pieces.share, self._pieces.form
-        whole = torch.empty(full[0][1].shape[0], share.batch_size, form.seq_len, dtype=torch.int64)
-        for rows, tensor in full:
-            whole[:, rows] = tensor
+        size, form = self._pieces.share.batch_size, self._pieces.form
+        whole = [torch.empty(size, form.seq_len, dtype=torch.int64) for _ in full[0][1]]
+        for rows, tensors in full:
+            for all_rows, tensor in zip(whole, tensors, strict=True):
+                all_rows[rows] = tensor
         return whole
 
     @property

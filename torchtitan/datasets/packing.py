@@ -102,13 +102,13 @@ def encode(tokenizer: Tokenizer, document: Document) -> list[int]:
 
 def batch_arrays(
     rows: np.ndarray, begins: tuple[np.ndarray, np.ndarray], document_mask: bool, vocab_size: int
-) -> np.ndarray:
-    """Tokens, labels and document numbers [3, n, S] int64, from [n, S + 1] ids and the (row, column) at which
+) -> list[np.ndarray]:
+    """Tokens, labels and document numbers, each [n, S] int64, from [n, S + 1] ids and the (row, column) at which
     documents begin.
 
-    With document_mask [4, n, S]: positions, which restart with each document, come last, and the label that would be
-    the next document's first token is IGNORE, as it cannot be known from the document before. Raises DataError at an
-    id outside the vocabulary.
+    With document_mask also positions, which restart with each document; and the label that would be the next
+    document's first token is IGNORE, as it cannot be known from the document before. Raises DataError at an id outside
+    the vocabulary.
     """
     if rows.max() >= vocab_size or (rows.dtype.kind == "i" and rows.min() < 0):
         raise DataError(
@@ -123,11 +123,9 @@ def batch_arrays(
     lengths = np.diff(starts, append=n * length)
     numbers = np.arange(len(starts)) - np.searchsorted(starts, row_starts)[starts // length]
 
-    out = np.empty((4 if document_mask else 3, n, length), dtype=np.int64)
-    out[0], out[1] = rows[:, :-1], rows[:, 1:]
-    out[2] = np.repeat(numbers, lengths).reshape(n, length)
+    arrays = [rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64), np.repeat(numbers, lengths)]
     if document_mask:
-        out[3] = (np.arange(n * length) - np.repeat(starts, lengths)).reshape(n, length)
+        arrays.append(np.arange(n * length) - np.repeat(starts, lengths))
         after = column > 0
-        out[1][row[after], column[after] - 1] = IGNORE
-    return out
+        arrays[1][row[after], column[after] - 1] = IGNORE
+    return [array.reshape(n, length) for array in arrays]

@@ -1,0 +1,321 @@
+"""README and docs hold what they promise: commands run or at least parse, names exist, links resolve.
+
+Commands of one page run one after another, in a folder of their own that has what the pages speak of; training there
+is cut down to a model of a few thousand parameters. What would take long, install or need GPUs is only looked at:
+its files and options have to exist.
+"""
+
+import contextlib
+import gzip
+import io
+import json
+import multiprocessing
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import tomli
+
+from scripts import feature_matrix
+from tests import jobs
+from tests.combinations import Combination, table
+from tests.pool import run_alone
+from torchtitan import cli, config_manager, launch
+from torchtitan.options import options, sections
+
+ROOT = jobs.ROOT
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NO_OPTIONS = {"jsonl", "png", "py", "toml", "json", "previous"}  # metrics.jsonl, training.png, ...: files, not options
+SMALL = {
+    "model.overrides": "{dim = 32, n_layers = 2, n_heads = 4, multiple_of = 16}",
+    "training.seq_len": "32",
+    "training.local_batch_size": "2",
+    "training.mixed_precision_param": "float32",
+    "validation.steps": "1",
+    "metrics.plot": "false",
+}
+MOST_STEPS = 6
+
+
+class Command(NamedTuple):
+    page: str
+    line: str
+    words: list[str]
+    """Without the environment's settings before the program and the redirection after it."""
+    environment: dict[str, str]
+    output: str | None
+
+    @property
+    def program(self) -> str:
+        return Path(self.words[0]).name
+
+    @property
+    def argv(self) -> list[str]:
+        """The arguments of `torchtitan` that do this on one rank; none for another program."""
+        if self.program == "run_llama_train.sh":
+            config = self.environment.get("CONFIG_FILE", "train_configs/debug_model.toml")
+            return ["train", "--job.config_file", config, *self.words[1:]]
+        return self.words[1:] if self.program == "torchtitan" else []
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
+
+
+def parse(page: str, line: str) -> Command:
+    words, environment = shlex.split(line, comments=True), {}
+    while "=" in words[0] and not words[0].startswith("-"):
+        name, _, environment[name] = words.pop(0).partition("=")
+    output = words[words.index(">") + 1] if ">" in words else None
+    return Command(page, line, words[: words.index(">")] if output else words, environment, output)
+
+
+@cache
+def commands() -> list[Command]:
+    found = []
+    for page in PAGES:
+        lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+        found += [parse(page.name, line) for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    return found
+
+
+# A folder in which the pages' commands work
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    for name in ("tests/assets", "train_configs"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copy(ROOT / "tests/assets/tokenizer/tokenizer.json", tmp_path)
+    licensed = tmp_path / "assets/tokenizer/original/tokenizer.model"  # where Llama's own would be
+    licensed.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "tests/assets/tokenizer/tiktoken.model", licensed)
+    shutil.copy(ROOT / "tests/fixtures/old_tomls/v0_2_2_debug_model.toml", tmp_path / "old.toml")
+    jobs_of_docs = [text for text in blocks(ROOT / "docs/jobs.md", "toml") if text.startswith("# my_job.toml")]
+    (tmp_path / "my_job.toml").write_text(jobs_of_docs[0])
+    texts = jobs.write_texts(tmp_path / "my_texts")
+    with gzip.open(tmp_path / "my_texts/more.jsonl.gz", "wb") as file:
+        file.write(texts.read_bytes())
+    return tmp_path
+
+
+def cut_down(argv: list[str]) -> list[str]:
+    """The arguments of a training run, with small sizes instead of its own."""
+    kept, words = [], list(argv)
+    while words:
+        word = words.pop(0)
+        given = [word] if "=" in word or not words or words[0].startswith("--") else [word, words.pop(0)]
+        if word.partition("=")[0].removeprefix("--") not in (*SMALL, "training.steps"):
+            kept += given
+    steps = min(config_manager.load(argv).training.steps, MOST_STEPS)
+    return [*kept, f"--training.steps={steps}", *(f"--{name}={value}" for name, value in SMALL.items())]
+
+
+def run_all(folder: str, lines: list[list[str]]) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each command line of `torchtitan`, one after another in this process."""
+    os.chdir(folder)
+    multiprocessing.set_start_method(None, force=True)  # the platform's, as for a user; here it is inherited
+    answers = []
+    for argv in lines:
+        out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = cli.main([argv[0], *(cut_down(argv[1:]) if argv[0] == "train" else argv[1:])])
+            except SystemExit as stop:
+                code = stop.code
+        answers.append((code, *(stream.buffer.getvalue().decode() for stream in (out, err))))
+    return answers
+
+
+@pytest.mark.parametrize("page", sorted({command.page for command in commands() if command.argv}))
+def test_the_commands_of_a_page_run(page, workplace):
+    own = [command for command in commands() if command.page == page and command.argv]
+    answers = run_alone(run_all, str(workplace), [command.argv for command in own])
+    for command, (code, out, err) in zip(own, answers, strict=True):
+        assert code == 0, f"{command.line}\n{out}\n{err}"
+        assert "Traceback" not in err
+        if command.output:
+            tomli.loads(out)
+
+
+def test_the_readme_names_what_the_debug_run_leaves(workplace):
+    train = ["train", "--job.config_file", "train_configs/debug_model.toml"]
+    ((code, _, err),) = run_alone(run_all, str(workplace), [train])
+    assert code == 0, err
+    folder = workplace / "outputs/debug"
+    left = {path.name for path in folder.iterdir()}
+    named = re.findall(r"^\| `([^`]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert left - {"checkpoint"} <= set(named) and {"metrics.jsonl", "config.toml"} <= left
+    (keys,) = re.findall(
+        r"one object a logged step: (.*?) where the device", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    record = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert set(re.findall(r"`(\w+)`", keys)) - {"mfu"} == record.keys() - {"mfu", "mfu_full", "marked"}
+
+
+def test_the_readme_names_the_steps_of_the_debug_job():
+    job = tomli.loads((ROOT / "train_configs/debug_model.toml").read_text())
+    assert f"checkpoint/step-{job['training']['steps']:08d}" in (ROOT / "README.md").read_text()
+
+
+# What is only looked at
+
+
+def argument_of(words: list[str], name: str) -> str | None:
+    return words[words.index(name) + 1] if name in words else None
+
+
+def look_at(command: Command) -> None:
+    """Fails unless the program, its files and its options exist."""
+    words, program = command.words, command.program
+    if program == "torchtitan":
+        assert words[1] in cli.COMMANDS
+    elif program == "run_llama_train.sh":
+        assert command.environment.keys() <= {"NGPU", "CONFIG_FILE", "LOG_RANK"} and os.access(ROOT / program, os.X_OK)
+        config_manager.load(command.argv[1:])
+    elif program == "torchrun":
+        module = argument_of(words, "-m")
+        assert module == "torchtitan.train"
+        config_manager.load(words[words.index(module) + 1 :])
+    elif program == "pip":
+        assert argument_of(words, "-c") == "constraints.txt"
+        (extras,) = re.findall(r"^\.(?:\[(\w+)\])?$", argument_of(words, "-e"))
+        known = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert not extras or extras in known
+    elif program == "run_tests.sh" or program.startswith("python"):
+        assert program != "run_tests.sh" or os.access(ROOT / program, os.X_OK)
+        assert all((ROOT / word).exists() for word in words[1:] if word.endswith((".py", ".sh")))
+    else:
+        assert program == "ruff", f"a command that this test does not know: {command.line}"
+
+
+@pytest.mark.parametrize("command", commands(), ids=lambda command: f"{command.page}: {command.line}"[:70])
+def test_commands_name_what_exists(command):
+    look_at(command)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torchtitan trian",
+        "./run_llama_train.sh --training.step 3",
+        "CONFIG_FILE=train_configs/none.toml ./run_llama_train.sh",
+        "GPUS=2 ./run_llama_train.sh",
+        "torchrun -m torchtitan.training",
+        "pip install -c constraints.txt -e '.[nothing]'",
+        "./run_tests.sh tests/test_nothing.py",
+        "make all",
+    ],
+)
+def test_a_wrong_command_would_be_noticed(line):
+    with pytest.raises((AssertionError, ValueError)):
+        look_at(parse("page", line))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_jobs_on_the_page_load(page, workplace):
+    for number, text in enumerate(blocks(page, "toml")):
+        job = workplace / f"job{number}.toml"
+        job.write_text(text)
+        config_manager.load(["--job.config_file", str(job)])
+
+
+def named_options(text: str) -> Iterator[str]:
+    """What stands in back quotes like an option: `training.steps`, `training.steps = 3`, `--training.steps 3`."""
+    known = {section.split(".")[0] for section in sections()}
+    for name in re.findall(r"`(?:--)?([a-z_]+(?:\.[a-z_0-9]+)+)(?=[` =])", text):
+        section, _, rest = name.partition(".")
+        if section in known and rest.split(".")[0] not in NO_OPTIONS:
+            yield name
+
+
+def named_files(text: str) -> Iterator[str]:
+    yield from re.findall(r"`((?:torchtitan|tests|scripts|docs|train_configs)/[\w./-]*)`", text)
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path) if path else page
+        if re.match(r"https?://", target):
+            continue
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    return broken
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_and_links(page):
+    text = page.read_text()
+    assert [name for name in named_options(text) if name not in options() and name not in sections()] == []
+    assert [name for name in named_files(text) if not (ROOT / name).exists()] == []
+    assert broken_links(page) == []
+
+
+def test_wrong_names_and_links_would_be_noticed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n`training.step = 3` `tests/none.py` [a](none.md) [b](#a-page) [c](#another) `x.steps`\n")
+    assert list(named_options(page.read_text())) == ["training.step"]
+    assert list(named_files(page.read_text())) == ["tests/none.py"]
+    assert broken_links(page) == ["none.md", "#another"]
+
+
+def test_exit_codes():
+    codes = {
+        int(code)
+        for row in re.findall(r"^\| ([\d, ]+) \|", PAGES[0].read_text(), re.MULTILINE)
+        for code in row.split(",")
+    }
+    assert codes == {0, 143} | launch.EXPLAINED
+
+
+# The matrix
+
+
+def test_the_matrix_is_that_of_the_table():
+    text = PAGES[0].read_text()
+    current = feature_matrix.written_into(text, feature_matrix.matrix(table()))
+    assert text == current, "run scripts/feature_matrix.py --write"
+
+
+def test_a_matrix():
+    rows = [
+        Combination(recompute="2"),
+        Combination(ranks=2, dp_shard=2, recompute="full", prefetch=1),
+        Combination(ranks=4, dp_shard=4),
+        Combination(ranks=4, dp_shard=2, dp_replicate=2, document_mask=True),
+        Combination(ranks=2, dp_replicate=2, compile="block"),
+    ]
+    head, _, *lines = [
+        [c.strip() for c in line.strip("|").split("|")] for line in feature_matrix.matrix(rows).splitlines()
+    ]
+    shown = {line[0]: dict(zip(head, line, strict=True)) for line in lines}
+    assert list(shown) == ["one rank", "FSDP (2, 4 ranks)", "HSDP (4 ranks)", "DDP (2 ranks)"]
+    assert [shown[name]["recompute"] for name in shown] == ["every 2nd", "full, none", "none", "none"]
+    assert [shown[name]["prefetch"] for name in shown] == ["", "✓", "", ""]
+    assert [shown[name]["document mask"] for name in shown] == ["", "", "✓", ""]
+    assert shown["DDP (2 ranks)"]["compile"] == "block"
+
+
+def test_the_matrix_needs_its_place():
+    assert feature_matrix.written_into("a <!-- matrix -->\nold\n<!-- /matrix -->\nb", "new") == (
+        "a <!-- matrix -->\nnew\n<!-- /matrix -->\nb"
+    )
+    for text in ("a", "<!-- matrix -->", "<!-- /matrix -->"):
+        with pytest.raises(ValueError, match="needs the lines"):
+            feature_matrix.written_into(text, "new")
