@@ -10,7 +10,6 @@ which the real trainer and the plain loop take turns step by step. docs/benchmar
 
 import argparse
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -23,7 +22,18 @@ import bench_bare
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench_timing import ROOT, Goal, Guest, heading, row, seconds_to_first_step, steps, take_turns, torchrun
+from bench_timing import (
+    ROOT,
+    Goal,
+    Guest,
+    heading,
+    row,
+    seconds_to_first_step,
+    steps,
+    take_turns,
+    throw_lines_away,
+    torchrun,
+)
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -88,10 +98,7 @@ def compare(options: argparse.Namespace) -> None:
     """This rank's part; rank 0 writes what was measured into the folder."""
     ranks = read_ranks()
     torch.set_num_threads(CORES // ranks.world_size)
-    silence = logging.getLogger("torchtitan")
-    silence.setLevel(logging.INFO)  # lines are made, as in a run, and thrown away
-    silence.addHandler(logging.StreamHandler(open(os.devnull, "w")))
-    silence.propagate = False
+    throw_lines_away()
     job = SETTINGS[options.worker] | {"training.steps": steps(options.pairs, options.repeats)}
     trainer = Trainer(config_manager.load(arguments(options.folder / "run", **job)), ranks)
     if options.worker == "same settings":
@@ -131,7 +138,8 @@ def compared(name: str, ranks: int, options: argparse.Namespace) -> str:
     tokens = SIZES.batch * SIZES.seq_len * ranks
     speed = [tokens / seconds for seconds in measured["step_seconds"]]
     ours, plain = measured["cpu_seconds"]
-    note = f"{speed[0]:,.0f} / {speed[1]:,.0f} tok/s; CPU {ours:.2f} / {plain:.2f} s a step, x{median(measured['cpu']):.2f}"
+    note = f"{speed[0]:,.0f} / {speed[1]:,.0f} tok/s; CPU {ours:.2f} / {plain:.2f} s a step"
+    note += f", x{median(measured['cpu']):.2f}"
     goal = Goal(">=", GOALS[name])
     return row(f"{ranks} rank(s), {name} / plain loop", measured["wall"], goal, note, digits=2)
 

@@ -8,8 +8,6 @@ docs/benchmarks.md tells how they are taken.
 """
 
 import argparse
-import logging
-import os
 import sys
 import tempfile
 import time
@@ -24,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from bench_timing import (
     ROOT,
-    WARM_UP,
     Goal,
     Guest,
     heading,
@@ -32,6 +29,7 @@ from bench_timing import (
     seconds_to_first_step,
     steps,
     take_turns,
+    throw_lines_away,
     torchrun,
 )
 from torch import nn
@@ -169,10 +167,10 @@ def first_step(folder: Path, options: argparse.Namespace) -> Iterator[str]:
         ours = [sys.executable, "-m", "torchtitan.launch", str(ranks), *job]
         pair = [ours if not options.aa else torchrun(ranks, bare), torchrun(ranks, bare)]
         seconds: list[list[float]] = [[], []]
-        for turn in range(options.launches + 1):
+        for turn in range(options.launches):
             for who in (0, 1) if turn % 2 == 0 else (1, 0):
                 seconds[who].append(seconds_to_first_step(pair[who], THREADS))
-        a, b = (times[1:] for times in seconds)  # the first of each reads files for all others
+        a, b = seconds
         note = f"{median(a):.2f} / {median(b):.2f} s"
         ratios = [x / y for x, y in zip(a, b, strict=True)]
         yield row(f"2 time to the first step / bare script, {ranks} rank(s)", ratios, Goal("<=", 1.25), note)
@@ -213,7 +211,8 @@ def loading(folder: Path, options: argparse.Namespace) -> Iterator[str]:
     turns = take_turns(take(iter(floor) if options.aa else loader), take(iter(floor)), options.pairs, options.repeats)
     speed = [batch * seq_len * many / turns.median(turns.cpu, who) / 1e6 for who in "AB"]
     note = f"{speed[0]:.0f} / {speed[1]:.0f} million tokens/s"
-    yield row("3 loader / memory-map slice and copy, tokens/s", turns.ratios(turns.cpu, "B", "A"), Goal(">=", 0.5), note)
+    ratios = turns.ratios(turns.cpu, "B", "A")
+    yield row("3 loader / memory-map slice and copy, tokens/s", ratios, Goal(">=", 0.5), note)
     if options.aa:
         return
     text = {
@@ -259,18 +258,25 @@ def waiting(folder: Path, quick: bool, options: dict[str, object]) -> float:
 
 def saving(folder: Path, options: argparse.Namespace) -> Iterator[str]:
     sizes = "{dim=64, n_layers=2, n_heads=4}" if options.quick else "{dim=576, n_layers=12, n_heads=9}"
-    trainer = trainer_of(folder, model__overrides=sizes, training__seq_len=16, training__local_batch_size=1)
-    trainer.train_step(iter(trainer.loader))
     modes = ("disabled", "disabled") if options.aa else ("async", "disabled")
-    savers = []
-    for index, mode in enumerate(modes):
-        trainer.config.checkpoint.enable, trainer.config.checkpoint.interval = True, 1
-        trainer.config.checkpoint.async_mode, trainer.config.checkpoint.folder = mode, f"checkpoint-{index}"
-        trainer.config.checkpoint.keep_latest_k = 2
-        parts = (trainer.model, trainer.optimizers, trainer.trainer_state, trainer.rank_state, trainer.load_state)
-        savers.append(build.checkpointer(trainer.config, *parts))
+    trainers = [
+        trainer_of(
+            folder,
+            job__dump_folder=folder / f"saves-{index}",
+            model__overrides=sizes,
+            training__seq_len=16,
+            training__local_batch_size=1,
+            checkpoint__enable="true",
+            checkpoint__async_mode=mode,
+            checkpoint__keep_latest_k=2,
+        )
+        for index, mode in enumerate(modes)
+    ]
+    for trainer in trainers:
+        trainer.train_step(iter(trainer.loader))
+    savers = [trainer.checkpointer for trainer in trainers]
     blocked: list[list[float]] = [[], []]
-    for step in range(1, options.saves + 2):
+    for step in range(1, options.saves + 1):
         for index in (0, 1) if step % 2 else (1, 0):
             saver = savers[index]
             saver.interval = 2 * step + 1  # a step without a save, as a run has them: buffers are made in it
@@ -281,8 +287,8 @@ def saving(folder: Path, options: argparse.Namespace) -> Iterator[str]:
             saver.maybe_save(2 * step + 1)
             blocked[index].append(time.perf_counter() - started)
             saver.finish()
-    a, b = (times[1:] for times in blocked)
-    megabytes = sum(p.numel() for p in trainer.model.parameters()) * 12 / 1e6
+    a, b = blocked
+    megabytes = sum(p.numel() for p in trainers[0].model.parameters()) * 12 / 1e6
     note = f"{median(a):.3f} / {median(b):.3f} s, {megabytes:.0f} MB of state"
     ratios = [x / y for x, y in zip(a, b, strict=True)]
     yield row("4 asynchronous save's stall / synchronous save", ratios, Goal("<=", 0.1), note)
@@ -319,10 +325,7 @@ def main() -> None:
     if options.quick:
         options.pairs = options.repeats = options.launches = options.saves = 1
     torch.set_num_threads(THREADS)
-    logger = logging.getLogger("torchtitan")  # its lines are made, as in a run, and thrown away
-    logger.setLevel(logging.INFO)
-    logger.addHandler(logging.StreamHandler(open(os.devnull, "w")))
-    logger.propagate = False
+    throw_lines_away()
     print(heading(threads=THREADS), flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

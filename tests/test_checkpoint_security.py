@@ -157,7 +157,8 @@ def test_the_records_allowed_are_those_that_torch_writes(folder):
     with (folder / ".metadata").open("rb") as file:
         Collecting(file).load()
     dtypes = {(module, name) for module, name in asked if module == "torch" and name != "Size"}
-    assert asked - dtypes <= set(storage._RECORDS)
+    enum_member = {("builtins", "getattr")}  # Python 3.11.0 to 3.11.3
+    assert asked - dtypes - enum_member <= set(storage._RECORDS)
     assert dtypes == {("torch", "float32")}
 
 

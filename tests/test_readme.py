@@ -198,7 +198,8 @@ def look_at(command: Command) -> None:
 
 
 @pytest.mark.parametrize("command", commands(), ids=lambda command: f"{command.page}: {command.line}"[:70])
-def test_commands_name_what_exists(command):
+def test_commands_name_what_exists(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
     look_at(command)
 
 
@@ -215,7 +216,8 @@ def test_commands_name_what_exists(command):
         "make all",
     ],
 )
-def test_a_wrong_command_would_be_noticed(line):
+def test_a_wrong_command_would_be_noticed(line, monkeypatch):
+    monkeypatch.chdir(ROOT)
     with pytest.raises((AssertionError, ValueError)):
         look_at(parse("page", line))
 

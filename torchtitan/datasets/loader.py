@@ -196,6 +196,7 @@ class Loader:
             self.close()
         self._batches, self._cursors = 0, dict(self._start.cursors)
         self._running = running = iter(self._loader)
+        shape = (-1, *self._positions.shape)
         while pieces := list(islice(running, self._per_batch)):
             for piece in pieces:
                 if isinstance(piece, str):
@@ -204,7 +205,7 @@ class Loader:
                 self._cursors.update(piece[2])
             tensors = self._put_together(pieces)
             tensors = [tensor.pin_memory() for tensor in tensors] if self._pin_memory else tensors
-            for batch in zip(*(tensor.split(self._pieces.share.batch_size) for tensor in tensors), strict=True):
+            for batch in zip(*(tensor.view(shape).unbind() for tensor in tensors), strict=True):
                 self._batches += 1
                 yield {"positions": self._positions, **dict(zip(NAMES, batch, strict=False))}
 

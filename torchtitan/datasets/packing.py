@@ -118,14 +118,15 @@ def batch_arrays(
     n, length = rows.shape[0], rows.shape[1] - 1
     row, column = begins
     inside = (column > 0) & (column < length)
-    row_starts = np.arange(n) * length
-    starts = np.sort(np.concatenate([row_starts, row[inside] * length + column[inside]]))
-    lengths = np.diff(starts, append=n * length)
-    numbers = np.arange(len(starts)) - np.searchsorted(starts, row_starts)[starts // length]
+    row_borders = np.arange(n + 1) * length
+    borders = np.concatenate([row_borders, row[inside] * length + column[inside]])
+    borders.sort()
+    starts, lengths = borders[:-1], borders[1:] - borders[:-1]
+    numbers = np.arange(len(starts)) - starts.searchsorted(row_borders)[starts // length]
 
-    arrays = [rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64), np.repeat(numbers, lengths)]
+    arrays = [rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64), numbers.repeat(lengths)]
     if document_mask:
-        arrays.append(np.arange(n * length) - np.repeat(starts, lengths))
+        arrays.append(np.arange(n * length) - starts.repeat(lengths))
         after = column > 0
         arrays[1][row[after], column[after] - 1] = IGNORE
     return [array.reshape(n, length) for array in arrays]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.sources import DataError, Source
@@ -110,23 +111,30 @@ class BlockReader:
 
     def read(self, starts: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
         """[n, seq_len + 1] ids of the blocks at these tokens, and (row, column) of each document's first token."""
-        rows = np.empty((len(starts), self.seq_len + 1), dtype=self.shards.dtype)
-        for row, start in zip(rows, starts.tolist(), strict=True):
-            shard = bisect_right(self.shards.starts, start) - 1
-            offset = start - self.shards.starts[shard]
-            block = self._maps[shard][offset : offset + self.seq_len + 1]
-            if len(block) == len(row):
-                row[:] = block
-            else:
-                self._copy(row, shard, offset)
-        first = np.searchsorted(self._documents, starts)
-        last = np.searchsorted(self._documents, starts + self.seq_len, side="right")
+        rows = self._rows(starts)
+        first = self._documents.searchsorted(starts)
+        last = self._documents.searchsorted(starts + self.seq_len, side="right")
         found = last - first
         index = np.arange(found.sum()) + np.repeat(first - np.cumsum(found) + found, found)
         columns = self._documents[index] - np.repeat(starts, found)
         if len(columns) and not 0 <= columns.min() <= columns.max() <= self.seq_len:
             raise DataError(f"{self.shards.folder / DOCUMENTS}: damaged, the starts do not ascend; {REMEDY}")
         return rows, (np.repeat(np.arange(len(starts)), found), columns)
+
+    def _rows(self, starts: np.ndarray) -> np.ndarray:
+        length = self.seq_len + 1
+        if len(self._maps) == 1:
+            return sliding_window_view(self._maps[0], length)[starts]
+        rows = np.empty((len(starts), length), dtype=self.shards.dtype)
+        for row, start in zip(rows, starts.tolist(), strict=True):
+            shard = bisect_right(self.shards.starts, start) - 1
+            offset = start - self.shards.starts[shard]
+            block = self._maps[shard][offset : offset + length]
+            if len(block) == length:
+                row[:] = block
+            else:
+                self._copy(row, shard, offset)
+        return rows
 
     def _copy(self, row: np.ndarray, shard: int, offset: int) -> None:
         """A block that reaches into the next shards."""

@@ -1,0 +1,91 @@
+"""The benchmarks run and print their rows, and their arithmetic is right. No clock is judged here."""
+
+import subprocess
+import sys
+
+import pytest
+
+from scripts.bench_timing import WARM_UP, Goal, Guest, Turns, order, row, seconds_to_first_step, steps, take_turns
+from tests.jobs import ROOT
+
+
+def run(*command: str) -> list[str]:
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_turns_alternate_and_end_even():
+    assert order(4) == "ABBAABBA"
+    done = []
+    turns = take_turns(lambda: done.append("A"), lambda: done.append("B"), pairs=2, repeats=3)
+    assert "".join(done) == order(WARM_UP + 6)
+    assert len(turns.ratios(turns.wall)) == len(turns.ratios(turns.cpu)) == 3
+
+
+def test_the_ratio_is_of_medians_per_repeat_without_the_warm_up():
+    turns = Turns(repeats=2)
+    turns.wall = {"A": [100.0] * WARM_UP + [2, 2, 9, 6, 6, 0], "B": [50.0] * WARM_UP + [1, 1, 1, 2, 2, 2]}
+    assert turns.ratios(turns.wall) == [2.0, 3.0]
+    assert turns.ratios(turns.wall, "B", "A") == [1 / 2, 1 / 3]
+    assert turns.median(turns.wall, "A") == 4.0
+
+
+def test_a_guest_takes_its_turns_between_the_steps_of_a_loop():
+    done = []
+    guest = Guest(iter(range(100)), lambda: done.append("B"), pairs=2, repeats=1)
+    batches = iter(guest)
+    for step in range(steps(pairs=2, repeats=1)):
+        assert next(batches) == step
+        done.append("A")
+    assert "".join(done) == order(WARM_UP + 2) + "A"  # the last one is not counted
+    assert len(guest.turns.wall["A"]) == len(guest.turns.wall["B"]) == WARM_UP + 2
+
+
+@pytest.mark.parametrize(
+    ("goal", "values", "verdict"),
+    [
+        (Goal("<=", 1.03), [1.0, 1.02], "met"),
+        (Goal("<=", 1.03), [1.0, 1.0, 1.0, 1.02, 1.3], "met"),  # one of five may be off
+        (Goal("<=", 1.03), [1.0, 1.04], "cannot tell"),
+        (Goal(">=", 1.45), [1.2, 1.4], "missed"),
+        (Goal(">=", 1.45), [1.5, 1.6], "met"),
+        (Goal("=", 1.0, 0.001), [1.0009], "met"),
+        (Goal("=", 1.0, 0.001), [0.998], "missed"),
+    ],
+)
+def test_verdict(goal, values, verdict):
+    assert goal.judge(values) == verdict
+    assert verdict in row("name", values, goal, "note")
+
+
+def test_a_program_without_a_first_step_is_an_error():
+    with pytest.raises(RuntimeError, match="ended with 3"):
+        seconds_to_first_step([sys.executable, "-c", "print('step 1', flush=True); raise SystemExit(3)"], threads=1)
+    with pytest.raises(RuntimeError, match="ended with 0"):
+        seconds_to_first_step([sys.executable, "-c", "print('no such line')"], threads=1)
+
+
+def test_bare_script_makes_a_step():
+    assert seconds_to_first_step([sys.executable, "scripts/bench_bare.py"], threads=1) > 0
+
+
+def test_bench_trainer():
+    lines = run("scripts/bench_trainer.py", "--quick", "--only", "1", "3", "4", "5")
+    assert "torch 2." in lines[0] and "load average" in lines[1]
+    assert [line.split()[0] for line in lines[3:]] == list("113334") + ["5", "5"]
+    waits = next(line for line in lines if "host waits" in line)
+    assert " met " in waits and "2 (fetch, refuse_non_finite)" in waits  # a count, not a clock
+    assert all(" 1.000000 " in line and " met" in line for line in lines[-2:])
+
+
+def test_bench_trainer_against_itself():
+    lines = run("scripts/bench_trainer.py", "--quick", "--aa", "--only", "1", "3", "4")
+    assert [line.split()[0] for line in lines[3:]] == list("134")
+
+
+def test_bench_debug():
+    lines = run("scripts/bench_debug.py", "--quick", "--ranks", "1", "--only", "same settings")
+    compared, alone = lines[3:]
+    assert compared.startswith("1 rank(s), same settings / plain loop") and "tok/s; CPU" in compared
+    assert alone.startswith("1 rank(s), same settings: first step after") and "GiB resident" in alone
