@@ -1,4 +1,4 @@
-"""Set before torch is imported: one thread per rank (2 cores), loopback only, no network, a compile cache of its own."""
+"""Set before torch is imported: one thread per rank (2 cores), loopback only, no network, no shared autograd cache."""
 
 import os
 import sys

@@ -86,6 +86,7 @@ def test_bench_trainer_against_itself():
 
 def test_bench_debug():
     lines = run("scripts/bench_debug.py", "--quick", "--ranks", "1", "--only", "same settings")
-    compared, alone = lines[3:]
-    assert compared.startswith("1 rank(s), same settings / plain loop") and "tok/s; CPU" in compared
+    speed, cpu, alone = lines[3:]
+    assert speed.startswith("1 rank(s), same settings / plain loop, tokens/s") and "tok/s" in speed
+    assert cpu.startswith("1 rank(s), same settings / plain loop, CPU time") and "CPU seconds a step" in cpu
     assert alone.startswith("1 rank(s), same settings: first step after") and "GiB resident" in alone

@@ -106,7 +106,15 @@ def test_a_bad_job_ends_with_2_and_one_line_a_fault_and_leaves_nothing(name, tmp
     job = tmp_path / "job.toml"
     job.write_text('[job]\ndump_folder = "out"\n[training]\nstep = 1\nseq_len = 0\n[modl]\n')
     files = ["--job.config_file", str(job)] if name == "train" else [str(job)]
-    done = torchtitan(name, *files, "--optimizer.lr", "nan", "--model.tokenizer_path=bytes", folder=tmp_path, PYTHONPROFILEIMPORTTIME="1")
+    done = torchtitan(
+        name,
+        *files,
+        "--optimizer.lr",
+        "nan",
+        "--model.tokenizer_path=bytes",
+        folder=tmp_path,
+        PYTHONPROFILEIMPORTTIME="1",
+    )
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert done.returncode == 2 and done.stdout == ""

@@ -97,7 +97,14 @@ def test_checking_a_job_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-FORBIDDEN = ("weights_only=False", "trust_remote_code=True", "shell=True", "allow_pickle=True", "yaml.load", "os.system")
+FORBIDDEN = (
+    "weights_only=False",
+    "trust_remote_code=True",
+    "shell=True",
+    "allow_pickle=True",
+    "yaml.load",
+    "os.system",
+)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -307,7 +307,10 @@ def test_summary_says_where_things_are(tmp_path):
     train(metrics, clock, 1, 1)
     lines = metrics.summary({"metrics": metrics.path, "picture": "x.png"}).splitlines()
     assert lines[1:] == [f"  metrics  {tmp_path}/metrics.jsonl", "  picture  x.png"]
-    assert build(tmp_path, resume_step=10).summary({}) == "nothing was left to train; raise training.steps to go on, or give another job.dump_folder to start anew"
+    assert (
+        build(tmp_path, resume_step=10).summary({})
+        == "nothing was left to train; raise training.steps to go on, or start anew in another job.dump_folder"
+    )
 
 
 # TensorBoard, W&B

@@ -450,7 +450,6 @@ def test_faults_name_the_files_of_the_job(tmp_path):
     assert fault.file == "job.toml"
 
 
-
 def test_facts_are_worked_out_once():
     facts = Facts(load([f"--model.tokenizer_path={TOKENIZER}"]), 1, "cpu")
     assert facts.tokenizer is facts.tokenizer
@@ -473,7 +472,9 @@ def test_compiling_on_a_cpu_needs_a_compiler(monkeypatch):
     (fault,) = check(job, 1, "cpu")
     assert fault.key == "compile.enable" and "g++" in fault.remedy
     assert not check(job, 1, "cuda")
-    assert not check(load(["--compile.enable", "--compile.backend=aot_eager", "--model.tokenizer_path=bytes"]), 1, "cpu")
+    assert not check(
+        load(["--compile.enable", "--compile.backend=aot_eager", "--model.tokenizer_path=bytes"]), 1, "cpu"
+    )
 
 
 def test_a_tracker_that_is_not_installed(monkeypatch):

@@ -33,9 +33,7 @@ def build_on_fake_mesh(path: str, ranks: int) -> tuple[int, int, dict[str, int]]
     dims = build.dims(config, ranks)
     model = build.meta_model(config)
     whole = sum(parameter.numel() for parameter in model.parameters())
-    parallelize(
-        model, dims.build_mesh("cpu"), dims, build.model_spec(config).plan, build.parallel_options(config)
-    )
+    parallelize(model, dims.build_mesh("cpu"), dims, build.model_spec(config).plan, build.parallel_options(config))
     mine = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in model.parameters())
     assert all(parameter.is_meta for parameter in model.parameters())
     return whole, mine, dims.degrees
@@ -49,5 +47,3 @@ def test_builds_on_a_mesh_of_its_stated_size(path):
     assert whole == build.model_args(config).num_parameters
     shards = degrees["dp_shard"] * degrees["tp"] * degrees["pp"]
     assert whole / shards <= mine <= 1.01 * whole / shards  # rows that do not divide are padded on the first ranks
-
-

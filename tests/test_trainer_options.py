@@ -9,7 +9,6 @@ from tests import jobs
 from tests.pool import run_alone, run_ranks
 
 
-
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     return jobs.write_texts(tmp_path_factory.mktemp("texts"))
@@ -111,9 +110,7 @@ def logits_of(folder, ids):
 def test_weights_alone_start_another_job(texts, tmp_path):
     out = dict(training__steps=6, checkpoint__enable=True, checkpoint__last_save_model_only=True)
     first, _ = run_ranks(1, jobs.train, jobs.arguments(tmp_path / "a", texts, **out))[0]
-    start = dict(
-        training__steps=2, checkpoint__enable=True, checkpoint__initial_load_path=tmp_path / "a" / "model"
-    )
+    start = dict(training__steps=2, checkpoint__enable=True, checkpoint__initial_load_path=tmp_path / "a" / "model")
     second, _ = run_ranks(1, jobs.train, jobs.arguments(tmp_path / "b", texts, **start))[0]
     assert [row["step"] for row in second] == [1, 2]
     assert second[0]["loss"] < first[0]["loss"] - 1

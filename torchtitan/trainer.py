@@ -20,8 +20,8 @@ from torchtitan import build, distributed
 from torchtitan.checkpoint import rng_state, set_rng_state
 from torchtitan.config import JobConfig
 from torchtitan.config_manager import to_toml
-from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.loader import merge_states
+from torchtitan.datasets.sources import DataError
 from torchtitan.loss import IGNORE_INDEX
 from torchtitan.parallelisms.data_parallel import set_last_microbatch
 from torchtitan.parallelisms.gradients import clip_gradients
@@ -275,7 +275,7 @@ class Trainer:
             )
 
     def refuse_to_save_non_finite(self) -> None:
-        """Before a save, also after a step that was not logged. Ranks may differ in their own loss: they agree first."""
+        """Before a save, also after a step that was not logged. Ranks' own losses differ, so they agree first."""
         (bad,) = distributed.sum_over_ranks(not math.isfinite(self.loss))
         self.refuse_non_finite("gradient norm", self.grad_norm)
         self.refuse_non_finite("loss", torch.tensor(math.nan) if bad else None)
@@ -322,6 +322,8 @@ class Trainer:
                 places["picture"] = picture
             logger.info("\n%s", self.metrics.summary(places))
             if self.step < self.config.training.steps:
-                again = "; start it again to go on" if "checkpoints" in places else " (checkpoint.enable is off: not saved)"
+                again = (
+                    "; start it again to go on" if "checkpoints" in places else " (checkpoint.enable is off: not saved)"
+                )
                 logger.info("stopped as asked after step %d%s", self.step, again)
         distributed.close()

@@ -55,7 +55,7 @@ _ENUMS = [record for record in _RECORDS.values() if isinstance(record, EnumMeta)
 def _enum_member(enum: Any, name: str) -> Any:
     """What Python 3.11.0 to 3.11.3 write for an enum's member is getattr(enum, name); nothing else may be got by it."""
     if not any(enum is known for known in _ENUMS) or name not in enum.__members__:
-        raise CheckpointError(f"{METADATA} asks for the attribute {name} of {enum}, which no checkpoint needs: not opened")
+        raise CheckpointError(f"{METADATA} asks for {name} of {enum}, which no checkpoint needs: not opened")
     return enum[name]
 
 

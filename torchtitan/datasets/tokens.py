@@ -100,6 +100,8 @@ class BlockReader:
         self.shards, self.seq_len, self.seed, self.shuffle = shards, seq_len, seed, shuffle
         self.blocks = shards.blocks(seq_len)
         self._maps = [_map(shards.folder / s["name"], shards.dtype) for s in shards.header["shards"]]
+        # With one shard (2**28 tokens) all rows come by one indexing.
+        self._windows = sliding_window_view(self._maps[0], seq_len + 1) if len(self._maps) == 1 else None
         self._documents = _map(shards.folder / DOCUMENTS, np.dtype("<i8"))
 
     def order(self, samples: np.ndarray) -> np.ndarray:
@@ -122,9 +124,9 @@ class BlockReader:
         return rows, (np.repeat(np.arange(len(starts)), found), columns)
 
     def _rows(self, starts: np.ndarray) -> np.ndarray:
+        if self._windows is not None:
+            return self._windows[starts]
         length = self.seq_len + 1
-        if len(self._maps) == 1:
-            return sliding_window_view(self._maps[0], length)[starts]
         rows = np.empty((len(starts), length), dtype=self.shards.dtype)
         for row, start in zip(rows, starts.tolist(), strict=True):
             shard = bisect_right(self.shards.starts, start) - 1

@@ -145,7 +145,7 @@ class MetricsLogger:
     def summary(self, places: Mapping[str, object]) -> str:
         """A few lines for the end of the run; `places` says what lies where."""
         if self._first is None or self._last is None:
-            done = "nothing was left to train; raise training.steps to go on, or give another job.dump_folder to start anew"
+            done = "nothing was left to train; raise training.steps to go on, or start anew in another job.dump_folder"
             return done + console.aligned(places)
         first, last = self._first, self._last
         result = [f"step {last['step']}/{self.total_steps}"]

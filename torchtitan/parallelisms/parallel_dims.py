@@ -67,5 +67,3 @@ class ParallelDims:
     def describe(self) -> str:
         longer = [f"{axis} {size}" for axis, size in self.degrees.items() if size > 1]
         return " x ".join(longer) or "one rank"
-
-
