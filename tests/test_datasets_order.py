@@ -87,7 +87,7 @@ def take(reader, lane, count):
     return [int(reader.next(lane)[1].text) for _ in range(count)]
 
 
-@pytest.mark.parametrize("documents, lanes", [(1, 1), (15, 1), (16, 2), (100, 8), (511, 32), (512, 64), (10**6, 64)])
+@pytest.mark.parametrize("documents, lanes", [(1, 1), (63, 1), (64, 2), (400, 8), (2047, 32), (2048, 64), (10**6, 64)])
 def test_number_of_lanes(documents, lanes):
     assert IndexedLanes(indexed(documents), 0, True).count == lanes
     assert StreamLanes(stream(documents), 0, True, True).count == lanes
@@ -97,9 +97,9 @@ def test_number_of_lanes(documents, lanes):
 @pytest.mark.parametrize(
     "build",
     [
-        lambda s: IndexedLanes(indexed(67), 3, s),
-        lambda s: StreamLanes(stream(20, 0, 30, 17), 3, s, True),
-        lambda s: StreamLanes(stream(*[3] * 40), 3, s, True),
+        lambda s: IndexedLanes(indexed(267), 3, s),
+        lambda s: StreamLanes(stream(80, 0, 120, 67), 3, s, True),
+        lambda s: StreamLanes(stream(*[6] * 50), 3, s, True),
         lambda s: StreamLanes(stream(BLOCK + 100, 2 * BLOCK, 5), 3, s, True),
         lambda s: StreamLanes(stream(*[10] * 2 * MAX_LANES), 3, s, True),
     ],
@@ -138,8 +138,8 @@ def test_every_epoch_has_every_document_once(build, shuffle):
 
 
 def test_lanes_of_an_indexed_source_are_dealt_in_turn():
-    reader = IndexedLanes(indexed(20), 0, False).reader({0: Place(), 1: Place()})
-    assert take(reader, 0, 12) == [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 0, 2]
+    reader = IndexedLanes(indexed(70), 0, False).reader({0: Place(), 1: Place()})
+    assert take(reader, 0, 37) == [*range(0, 70, 2), 0, 2]
     assert take(reader, 1, 3) == [1, 3, 5]
 
 
@@ -194,16 +194,16 @@ def test_a_stream_without_documents():
     with pytest.raises(DataError, match="not one document"):
         StreamLanes(stream(0, 0), 0, True, True)
     # A lane that gets nothing, epoch after epoch, says so instead of waiting for ever.
-    lanes = StreamLanes(stream(*[1] * 16), 0, False, True)
+    lanes = StreamLanes(stream(32, 32), 0, False, True)
     lanes.lane_of = lambda place: 0
     with pytest.raises(DataError, match=f"no text in {EMPTY_EPOCHS} epochs of lane 1 of 2"):
         lanes.reader({1: Place()}).next(1)
 
 
 def test_what_waits_for_a_lane_that_is_through_is_dropped():
-    lanes = StreamLanes(stream(20), 0, False, True)
+    lanes = StreamLanes(stream(80), 0, False, True)
     reader = lanes.reader({0: Place(), 1: Place()})
     for _ in range(4):
-        take(reader, 0, 10), take(reader, 1, 10)
-    assert len(reader._streams) <= 2 and sum(map(len, reader._waiting.values())) <= 10
+        take(reader, 0, 40), take(reader, 1, 40)
+    assert len(reader._streams) <= 2 and sum(map(len, reader._waiting.values())) <= 40
     assert list(islice(reader._streams, 1))[0][1] >= 2

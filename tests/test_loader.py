@@ -51,9 +51,9 @@ def loader(dataset_path, **options) -> Loader:
     return build_loader(**(defaults | options))
 
 
-def write_documents(path, count=50, seed=0):
+def write_documents(path, count=150, seed=0):
     rng = np.random.default_rng(seed)
-    texts = ["".join(map(chr, rng.integers(97, 123, rng.integers(1, 40)))) for _ in range(count)]
+    texts = ["".join(map(chr, rng.integers(97, 123, rng.integers(1, 14)))) for _ in range(count)]
     texts[3] = ""
     content = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)

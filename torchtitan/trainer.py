@@ -77,6 +77,9 @@ class Trainer:
         )
         self.resumed_from = self.restore()
         self.loader = build.training_loader(config, self.tokenizer, self.dp_rank, self.dims, self.data_state)
+        self.held_out = None  # every iteration over it begins again
+        if config.validation.enable:
+            self.held_out = build.validation_loader(config, self.tokenizer, self.dp_rank, self.dims)
         self.metrics = build.metrics(config, self.device, ranks, self.resumed_from, self.tokens)
         self.profiler = build.profiler(config, self.device, ranks, self.resumed_from)
         if ranks.is_main:
@@ -282,14 +285,13 @@ class Trainer:
 
     def maybe_validate(self, done: bool) -> None:
         options = self.config.validation
-        if not options.enable or not (done or self.step % options.freq == 0):
+        if self.held_out is None or not (done or self.step % options.freq == 0):
             return
         total = torch.zeros((), device=self.device)
         valid = 0
         self.model.eval()
         with torch.no_grad():
-            loader = build.validation_loader(self.config, self.tokenizer, self.dp_rank, self.dims)
-            for batch in islice(loader, options.steps):
+            for batch in islice(self.held_out, options.steps):
                 valid += int((batch["labels"] != IGNORE_INDEX).sum())
                 total += self.loss_sum(self.to_device(batch))
         self.model.train()
@@ -312,6 +314,11 @@ class Trainer:
     def close(self) -> None:
         """End the run: say how it went and where things are, draw the picture, leave the world."""
         self.metrics.close()
+        for loader in (self.loader, self.held_out):
+            if loader is not None:
+                loader.close()
+        if self.loader.skipped:
+            logger.warning("%d records could not be read and were skipped on this rank", self.loader.skipped)
         if self.ranks.is_main:
             places = {"metrics": self.metrics.path, "job": self.folder / "config.toml"}
             if self.checkpointer and not self.config.checkpoint.load_only:

@@ -21,8 +21,8 @@ from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.sources import DataError, Indexed, Item, Part, Stream, attempt
 
 MAX_LANES = 64
-LEAST_DOCUMENTS = 8
-"""Per lane; a small source has fewer lanes instead."""
+LEAST_DOCUMENTS = 32
+"""Per lane; a small source has fewer lanes instead, as every lane has to tokenize a whole document to begin."""
 BLOCK = 1024
 EMPTY_EPOCHS = 8
 """A lane gives up when it has found no text for so many of its epochs."""
