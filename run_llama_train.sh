@@ -3,16 +3,21 @@
 #   NGPU         ranks to start (default: the GPUs there are, or 2 gloo ranks without one)
 #   CONFIG_FILE  the job (default: train_configs/debug_model.toml)
 #   LOG_RANK     local ranks that print, separated by commas (default: 0)
+# Relative paths in the job and in arguments are relative to this folder.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 config=${CONFIG_FILE:-"$here/train_configs/debug_model.toml"}
-config=$(cd "$(dirname "$config")" 2>/dev/null && pwd)/$(basename "$config")
+if folder=$(cd "$(dirname "$config")" 2>/dev/null && pwd); then config=$folder/$(basename "$config"); fi
 cd "$here"
 source scripts/environment.sh
 ensure_environment
 
 if [ -z "${NGPU:-}" ]; then
-  NGPU=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
+  if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+    NGPU=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true)
+  else
+    NGPU=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
+  fi
   [ "$NGPU" -gt 0 ] || NGPU=2
 fi
 export LOG_RANK=${LOG_RANK:-0}

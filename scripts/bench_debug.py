@@ -52,7 +52,11 @@ JOB = {
 }
 COMPILED = {"compile.enable": "true"}
 SETTINGS = {
-    "same settings": {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2"},
+    "same settings": {
+        "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.selective_ac_option": "2",
+        "activation_checkpoint.early_stop": "true",  # torch's default, and the plain loop's
+    },
     "shipped": {},
     "compiled blocks": COMPILED,
     "compiled model": COMPILED | {"compile.scope": "model"},

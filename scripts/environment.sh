@@ -5,7 +5,7 @@
 # installs nothing, and an interrupted installation is taken up again.
 
 ensure_environment() {
-  local extra=${1:-} wanted stamp
+  local extra=${1:-} wanted stamp done
   wanted=".${extra:+[$extra]}"
   if [ ! -e .venv ] && has_package python3 "$extra"; then
     PYTHON=python3
@@ -13,9 +13,11 @@ ensure_environment() {
   fi
   PYTHON=.venv/bin/python
   stamp=.venv/installed-${extra:-base}
-  if [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$(cat pyproject.toml constraints.txt | cksum)" ]; then
-    return
-  fi
+  for done in "$stamp" .venv/installed-test; do # the tests' packages include all others
+    if [ -e "$done" ] && [ "$(cat "$done")" = "$(cat pyproject.toml constraints.txt | cksum)" ]; then
+      return
+    fi
+  done
   if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
     echo "Python 3.10 or newer is needed as python3; found: $(python3 --version 2>&1)" >&2
     exit 2

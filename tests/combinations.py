@@ -1,4 +1,4 @@
-"""The table of combinations: every plan here trains equal to one device, and `check` refuses what is not here.
+"""The table of combinations: every plan here trains equal to one device.
 
 Each row is run on gloo ranks by test_combinations.py, which compares loss and every gradient with the plain model.
 The README's feature matrix is made from it.
@@ -59,6 +59,8 @@ def table() -> list[Combination]:
         Combination(ranks=1, compile="model"),
         Combination(ranks=1, compile="model", accumulation=2, recompute="2"),
         Combination(ranks=1, compile="model", precision="bfloat16"),
+        Combination(ranks=2, dp_replicate=2, compile="model"),
+        Combination(ranks=4, dp_replicate=2, dp_shard=2, compile="block", recompute="memory_budget"),
         Combination(ranks=2, dp_shard=2, reshard=False),
         Combination(ranks=2, dp_shard=2, prefetch=2, recompute="full"),
         Combination(ranks=2, dp_shard=2, cpu_offload=True, accumulation=2, precision="bfloat16"),

@@ -9,6 +9,9 @@ import pytest
 
 from tests import jobs
 from tests.pool import run_ranks
+from torchtitan import config_manager
+from torchtitan.ranks import read_ranks
+from torchtitan.trainer import Trainer
 
 PLANS = {
     "2 ranks FSDP": (2, dict(training__local_batch_size=4)),
@@ -149,6 +152,81 @@ def test_interrupt_stops_all_ranks_at_one_step_saved(texts, tmp_path):
     assert "Traceback" not in err
     last = jobs.logged_steps(tmp_path)[-1]["step"]
     assert (tmp_path / "checkpoint" / f"step-{last:08d}" / "manifest.json").exists()
+
+
+class StopsInForward(Trainer):
+    """Is asked to stop on one rank alone, while that rank is inside a step."""
+
+    def loss_sum(self, batch):
+        if self.step == 3 and self.ranks.rank == 1:
+            self.stop_requested = True
+        return super().loss_sum(batch)
+
+
+def train_and_stop(argv):
+    config = config_manager.load(argv)
+    trainer = StopsInForward(config, read_ranks())
+    finished = trainer.train()
+    trainer.metrics.close()
+    return finished, trainer.step
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_stop_asked_of_one_rank_stops_all_at_one_step(saves, texts, tmp_path):
+    options = dict(training__local_batch_size=4, training__steps=50, checkpoint__enable=saves)
+    answers = run_ranks(2, train_and_stop, jobs.arguments(tmp_path, texts, **options))
+    assert answers == [(False, 5), (False, 5)]  # asked in step 4, agreed on at the beginning of step 5
+
+
+def test_sigterm_saves_also_with_loader_workers(texts, tmp_path):
+    options = saving(training__local_batch_size=4, training__steps=100000, training__dataloader__num_workers=1)
+    process = jobs.start(jobs.arguments(tmp_path, texts, **options), ranks=2)
+    wait_for_step(tmp_path, 3, process)
+    process.terminate()
+    code, out, err = jobs.finish(process)
+    assert code == 143, err
+    assert "Traceback" not in err
+    last = jobs.logged_steps(tmp_path)[-1]["step"]
+    assert (tmp_path / "checkpoint" / f"step-{last:08d}" / "manifest.json").exists()
+
+
+def test_bad_validation_data_on_one_rank_stops_all(texts, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    lines = texts.read_text().splitlines()[:40]
+    bad.write_text("\n".join([lines[0], '{"text": 3}', *lines[1:]]))
+    options = dict(
+        training__local_batch_size=4,
+        training__shuffle=False,
+        validation__enable=True,
+        validation__dataset="text",
+        validation__dataset_path=bad,
+        validation__local_batch_size=2,
+        validation__freq=2,
+    )
+    code, out, err = jobs.finish(jobs.start(jobs.arguments(tmp_path, texts, **options), ranks=2))
+    assert code == 2
+    assert "bad.jsonl" in err and "Traceback" not in err
+
+
+def test_a_checkpoint_that_cannot_be_written_has_its_own_code(texts, tmp_path):
+    (tmp_path / "model_hf").write_text("a file where a folder has to be")
+    options = saving(
+        training__steps=2,
+        training__local_batch_size=4,
+        checkpoint__last_save_model_only=True,
+        checkpoint__last_save_in_hf=True,
+    )
+    code, out, err = jobs.finish(jobs.start(jobs.arguments(tmp_path, texts, **options), ranks=2))
+    assert code == 7
+    assert "model_hf" in err and "Traceback" not in err
+
+
+def test_the_ranks_that_print_are_chosen(texts, tmp_path):
+    argv = jobs.arguments(tmp_path, texts, training__local_batch_size=4, training__steps=2)
+    code, out, err = jobs.finish(jobs.start(argv, ranks=2, LOG_RANK="1"))
+    assert code == 0, err
+    assert "[rank 1] step 2/2" in out and "[rank 1] \nstep" in out
+    assert not [line for line in out.splitlines() if line.startswith("step 1/2")]
 
 
 def test_data_that_ends_badly_on_one_rank_stops_all(texts, tmp_path):

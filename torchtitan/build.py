@@ -30,8 +30,6 @@ from torchtitan.ranks import Ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-DTYPES_TEXT = {dtype: name for name, dtype in DTYPES.items()}
-
 
 def dims(config: JobConfig, world_size: int) -> ParallelDims:
     degrees = config.parallelism
@@ -52,6 +50,13 @@ def tokenizer(config: JobConfig) -> Tokenizer:
 def model_args(config: JobConfig) -> Any:
     """The family's frozen dataclass of sizes, with the job's overrides."""
     return dataclasses.replace(SIZES[config.model.name][config.model.flavor], **config.model.overrides)
+
+
+def movable(config: JobConfig) -> JobConfig:
+    """The job as it is kept with a run: its tokenizer is found from any folder."""
+    path = Path(config.model.tokenizer_path)
+    absolute = str(path.resolve()) if path.exists() else config.model.tokenizer_path
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, tokenizer_path=absolute))
 
 
 def model_spec(config: JobConfig) -> ModelSpec:
@@ -81,7 +86,7 @@ def parallel_options(config: JobConfig) -> ParallelOptions:
 
 
 def describe_precision(config: JobConfig) -> str:
-    compute = DTYPES_TEXT[parallel_options(config).param_dtype]
+    compute = str(parallel_options(config).param_dtype).removeprefix("torch.")
     if compute == config.training.dtype:
         return compute
     return f"{compute} with {config.training.dtype} parameters and {config.training.mixed_precision_reduce} reduction"
@@ -90,7 +95,10 @@ def describe_precision(config: JobConfig) -> str:
 def meta_model(config: JobConfig) -> nn.Module:
     """The plain model of the job, without values, its loss attached."""
     args, training = model_args(config), config.training
-    chunks = training.loss_chunks or auto_chunks(training.local_batch_size * training.seq_len, args.vocab_size)
+    tokens = training.local_batch_size * training.seq_len
+    if config.validation.enable:
+        tokens = max(tokens, config.validation.local_batch_size * (config.validation.seq_len or training.seq_len))
+    chunks = training.loss_chunks or auto_chunks(tokens, args.vocab_size)
     with torch.device("meta"):
         built = model_spec(config).build(args)
     built.loss = SummedCrossEntropy(chunks)
@@ -262,7 +270,7 @@ def metrics(
     )
 
 
-def profiler(config: JobConfig, device: torch.device, ranks: Ranks, resumed_from: int | None) -> Profiler:
+def profiler(config: JobConfig, device: torch.device, ranks: Ranks, step: int) -> Profiler:
     options, folder = config.profiling, Path(config.job.dump_folder)
     return Profiler(
         traces=folder / options.save_traces_folder if options.enable_profiling else None,
@@ -272,5 +280,5 @@ def profiler(config: JobConfig, device: torch.device, ranks: Ranks, resumed_from
         warmup=options.profiler_warmup,
         device=device,
         rank=ranks.rank,
-        start_step=resumed_from or 0,
+        start_step=step,
     )

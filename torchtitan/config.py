@@ -282,7 +282,7 @@ class Compile:
     """torch.compile."""
     scope: Literal["block", "model"] = "block"
     """Each transformer block by itself (composes with FSDP, compiles once for all blocks), or the whole model with
-    its loss (fastest; one rank only)."""
+    its loss (fastest; one rank or replicas)."""
     components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
     """What is compiled."""
     backend: str = "inductor"

@@ -24,6 +24,11 @@ def init(ranks: Ranks, timeout_seconds: int, trace_buf_size: int = 0) -> torch.d
     set_default("TORCH_FR_BUFFER_SIZE", str(trace_buf_size))
     timeout = timedelta(seconds=timeout_seconds)
     if device_type() == "cuda":
+        if ranks.local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"{ranks.local_world_size} ranks on a machine with {torch.cuda.device_count()} visible GPUs; allowed: "
+                "one rank a GPU; lower NGPU or --nproc-per-node, or see CUDA_VISIBLE_DEVICES"
+            )
         device, backend = torch.device("cuda", ranks.local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     else:

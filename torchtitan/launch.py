@@ -11,7 +11,7 @@ import sys
 from torchtitan import train
 from torchtitan.ranks import set_default
 
-EXPLAINED = {train.REFUSED, train.NOT_LOADED, train.NON_FINITE, train.NOT_SAVED, train.INTERRUPTED}
+EXPLAINED = {train.REFUSED, train.NOT_LOADED, train.NON_FINITE, train.NOT_SAVED, train.INTERRUPTED, 143}
 SHUTDOWN_SECONDS = 300
 """Longest wait, after Ctrl-C, for ranks that save their state, before they are killed."""
 

@@ -277,6 +277,9 @@ def step_in_backward(facts: Facts) -> Iterator[Fault]:
     if facts.samples and config.training.global_batch_size > facts.samples:
         why = "accumulation keeps gradients from one forward pass to the next"
         yield facts.fault("training.global_batch_size", f"-1 or {facts.samples} with {key}", why)
+    if config.training.enable_cpu_offload and facts.device == "cuda":
+        why = "before torch 2.13, FSDP2 hands over gradients whose copy to the host has not ended (pytorch #180666)"
+        yield facts.fault(key, "false with training.enable_cpu_offload on a GPU", why)
 
 
 def precision(facts: Facts) -> Iterator[Fault]:
@@ -295,6 +298,9 @@ def recompute_and_compile(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("activation_checkpoint.mode", allowed, remedy)
     if compiled.enable and not compiled.components:
         yield facts.fault("compile.components", '"model", "loss" or both', "or set compile.enable = false")
+    if compiled.enable and compiled.scope == "model" and set(compiled.components) != {"model", "loss"}:
+        why = "the whole model has its loss in it"
+        yield facts.fault("compile.components", '["model", "loss"] with compile.scope = "model"', why)
     if compiled.enable and compiled.scope == "model" and (facts.shard or 1) > 1:
         allowed = f'"block" where parameters are sharded (here over {facts.shard} ranks)'
         remedy = 'write "block", or parallelism.data_parallel_shard_degree = 1 with replicas'
@@ -350,7 +356,8 @@ def checkpoint_rules(facts: Facts) -> Iterator[Fault]:
         why = "the only checkpoint would be deleted for one that nobody has read yet"
         yield facts.fault(key + "keep_latest_k", "0 (all) or at least 2", why)
     needs_enable = {"load_step": options.load_step >= 0, "initial_load_path": options.initial_load_path is not None}
-    needs_enable |= {"load_only": options.load_only}
+    used_alone = ("load_only", "last_save_model_only", "enable_first_step_checkpoint")
+    needs_enable |= {name: getattr(options, name) for name in used_alone}
     for name in (name for name, used in needs_enable.items() if used and not options.enable):
         yield facts.fault(key + name, "nothing with checkpoint.enable = false", "set checkpoint.enable = true")
     if options.load_only and (options.last_save_model_only or options.enable_first_step_checkpoint):
@@ -420,6 +427,13 @@ def without_effect(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("debug.deterministic_warn_only", "false without debug.deterministic", "set both or neither")
     if config.metrics.save_for_all_ranks and not config.metrics.enable_tensorboard:
         yield facts.fault("metrics.save_for_all_ranks", "false without enable_tensorboard", "set both or neither")
+    degrees = config.parallelism
+    if facts.shard == 1 and not config.training.enable_cpu_offload:
+        if degrees.fsdp_prefetch:
+            yield facts.fault("parallelism.fsdp_prefetch", "0 where nothing is sharded", "leave it out")
+        if degrees.fsdp_reshard_after_forward != "default":
+            why = "leave it out"
+            yield facts.fault("parallelism.fsdp_reshard_after_forward", '"default" where nothing is sharded', why)
 
 
 RULES: list[Rule] = [

@@ -40,8 +40,10 @@ def load_job(argv: list[str], world_size: int, explain: bool = True) -> JobConfi
 
 def main(argv: list[str]) -> int:
     ranks = read_ranks()
-    config = load_job(argv, ranks.world_size, explain=ranks.is_main)
+    config = load_job(argv, ranks.world_size, explain=ranks.local_rank == 0)  # each machine has files of its own
     if config is None:
+        if ranks.local_rank:
+            time.sleep(PATIENCE_SECONDS)  # let the one that explains speak
         return REFUSED
     set_up_logging(ranks)
     if config.job.print_config and ranks.is_main:
@@ -55,9 +57,9 @@ def run(config: JobConfig, ranks: Ranks) -> int:
     trainer = None
 
     def request_stop(number: int, frame: object) -> None:
-        if stopped_by or trainer is None:  # a second request, or nothing to save yet
-            raise KeyboardInterrupt
         stopped_by.append(number)
+        if len(stopped_by) > 1 or trainer is None:  # a second request, or nothing to save yet
+            raise KeyboardInterrupt
         trainer.stop_requested = True
         logger.info("stopping after this step (once more to stop at once)")
 
@@ -70,7 +72,7 @@ def run(config: JobConfig, ranks: Ranks) -> int:
         finished = trainer.train()
         trainer.close()
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return 128 + stopped_by[-1] if stopped_by else INTERRUPTED
     except training.PeerStopped:
         time.sleep(2 * PATIENCE_SECONDS)  # the launcher ends all ranks when the first leaves: let the other one speak
         return REFUSED

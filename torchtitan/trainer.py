@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan import build, distributed
-from torchtitan.checkpoint import rng_state, set_rng_state
+from torchtitan.checkpoint import CheckpointError, rng_state, set_rng_state
 from torchtitan.config import JobConfig
 from torchtitan.config_manager import to_toml
 from torchtitan.datasets.loader import merge_states
@@ -31,6 +31,7 @@ from torchtitan.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, torch.Tensor]
+EXPORT_TIMEOUT_SECONDS = 1800
 
 
 class NonFiniteError(ArithmeticError):
@@ -39,6 +40,20 @@ class NonFiniteError(ArithmeticError):
 
 class PeerStopped(RuntimeError):
     """Another rank cannot go on and has said why; this one stops with it."""
+
+
+def take(batches: Iterator[Batch], count: int) -> tuple[list[Batch], DataError | None]:
+    """The next batches, or why there are none: what one rank alone cannot raise, as the others would wait for it."""
+    try:
+        taken = list(islice(batches, count))
+    except DataError as error:
+        return [], error
+    return taken, None if len(taken) == count else DataError(f"the data ended after {len(taken)} of {count} batches")
+
+
+def count_valid(batch: Batch) -> int:
+    """Tokens that have a label."""
+    return int((batch["labels"] != IGNORE_INDEX).sum())
 
 
 class Trainer:
@@ -63,7 +78,8 @@ class Trainer:
         self.folder = Path(config.job.dump_folder)
         self.step, self.tokens = 0, 0
         self.loss, self.grad_norm = torch.zeros(()), None  # of the last step
-        self.stop_requested = False  # set by a signal handler on any rank; all ranks agree in fetch()
+        self.stop_requested = False  # by a signal handler, on this rank alone, at any moment
+        self.stopping = False  # by the agreement of all ranks in fetch()
         self.data_state: dict[str, Any] | None = None
 
         self.checkpointer = build.checkpointer(
@@ -81,10 +97,10 @@ class Trainer:
         if config.validation.enable:
             self.held_out = build.validation_loader(config, self.tokenizer, self.dp_rank, self.dims)
         self.metrics = build.metrics(config, self.device, ranks, self.resumed_from, self.tokens)
-        self.profiler = build.profiler(config, self.device, ranks, self.resumed_from)
+        self.profiler = build.profiler(config, self.device, ranks, self.step)
         if ranks.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.toml").write_text(to_toml(config))
+            (self.folder / "config.toml").write_text(to_toml(build.movable(config)))
         self.introduce()
 
     def introduce(self) -> None:
@@ -152,13 +168,17 @@ class Trainer:
             return
         dtype = build.DTYPES[options.export_dtype]
         if options.last_save_in_hf:
-            build.model_spec(self.config).hf.save_hf(
-                self.folder / "model_hf",
-                dict(self.model.named_parameters()),
-                build.model_args(self.config),
-                dtype=dtype,
-                write=self.ranks.is_main,
-            )
+            distributed.set_timeout(EXPORT_TIMEOUT_SECONDS)  # the others wait while one writes
+            try:
+                build.model_spec(self.config).hf.save_hf(
+                    self.folder / "model_hf",
+                    dict(self.model.named_parameters()),
+                    build.model_args(self.config),
+                    dtype=dtype,
+                    write=self.ranks.is_main,
+                )
+            except OSError as error:
+                raise CheckpointError(f"the Hugging Face weights were not written: {error}") from error
         else:
             self.checkpointer.export_model(self.folder / "model", dtype, self.step)
 
@@ -173,9 +193,9 @@ class Trainer:
         gc.disable()  # a collection on one rank makes all others wait: do it on all together, every gc_freq steps
         try:
             with self.profiler:
-                while self.step < last and not self.stop_requested:
+                while self.step < last and not self.stopping:
                     self.train_step(batches)
-                    done = self.step == last or self.stop_requested
+                    done = self.step == last or self.stopping
                     self.maybe_validate(done)
                     self.maybe_save(done)
                     self.profiler.step()
@@ -193,9 +213,7 @@ class Trainer:
 
     def train_step(self, batches: Iterator[Batch]) -> None:
         """One optimizer step over `global_batch_size` samples."""
-        started = time.perf_counter()
-        microbatches, valid_tokens = self.fetch(batches)
-        data_seconds = time.perf_counter() - started
+        microbatches, valid_tokens, data_seconds = self.fetch(batches)
         loss = torch.zeros((), device=self.device)
         for index, batch in enumerate(microbatches):
             set_last_microbatch(self.model, index == len(microbatches) - 1, self.dims.dp_replicate > 1)
@@ -215,25 +233,22 @@ class Trainer:
         self.loss = loss
         self.log(lr, data_seconds)
 
-    def fetch(self, batches: Iterator[Batch]) -> tuple[list[Batch], int]:
-        """This rank's microbatches of the next step, and the valid tokens of all ranks together.
+    def fetch(self, batches: Iterator[Batch]) -> tuple[list[Batch], int, float]:
+        """This rank's microbatches of the next step, the valid tokens of all ranks together, and the seconds that this
+        rank waited for its data.
 
         The same small reduction carries two flags, so that all ranks stop at the same step: somebody has no data,
         somebody was asked to stop (after this step).
         """
-        microbatches, failure = [], None
-        try:
-            microbatches = list(islice(batches, self.accumulation))
-        except DataError as error:
-            failure = error
-        if failure is None and len(microbatches) < self.accumulation:
-            failure = DataError(f"the data ended before training.steps = {self.config.training.steps}")
-        valid = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in microbatches)
+        started = time.perf_counter()
+        microbatches, failure = take(batches, self.accumulation)
+        data_seconds = time.perf_counter() - started
+        valid = sum(map(count_valid, microbatches))
         valid, failed, stop = distributed.sum_over_ranks(valid, failure is not None, self.stop_requested)
         if failed:
             raise failure or PeerStopped("another rank has no data")
-        self.stop_requested = bool(stop)
-        return [self.to_device(batch) for batch in microbatches], max(valid, 1)
+        self.stopping = bool(stop)
+        return [self.to_device(batch) for batch in microbatches], max(valid, 1), data_seconds
 
     def to_device(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":
@@ -254,9 +269,11 @@ class Trainer:
     # Between steps
 
     def log(self, lr: float, data_seconds: float) -> None:
+        largest = self.loss * self.dims.dp  # the largest mean loss of a rank, all having the same number of tokens
         if self.metrics.due(self.step):
             if self.dims.dp > 1:
                 dist.all_reduce(self.loss)
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             self.refuse_non_finite("gradient norm", self.grad_norm)
             self.refuse_non_finite("loss", self.loss)
         self.metrics.record(
@@ -266,13 +283,14 @@ class Trainer:
             lr=lr,
             tokens=self.tokens_per_step,
             data_seconds=data_seconds,
+            extra={"max_loss": largest},
         )
 
     def refuse_non_finite(self, what: str, value: torch.Tensor | None) -> None:
         """Waits for the device, so it is asked only where the host waits anyway. Once NaN, weights stay NaN."""
         if value is not None and not math.isfinite(value):
             raise NonFiniteError(
-                f"the {what} is {float(value)} near step {self.step + 1}; the run stops and nothing is saved after it. "
+                f"the {what} is {float(value)} after step {self.step}; the run stops and nothing is saved after it. "
                 "Usual remedies: a lower optimizer.lr, a longer lr_scheduler.warmup_steps, training.max_norm = 1.0, "
                 "float32 in training.mixed_precision_param; with checkpoints, start again to go on from the last one"
             )
@@ -287,15 +305,16 @@ class Trainer:
         options = self.config.validation
         if self.held_out is None or not (done or self.step % options.freq == 0):
             return
+        batches, failure = take(iter(self.held_out), options.steps)  # all before the first forward, which communicates
+        valid, failed = distributed.sum_over_ranks(sum(map(count_valid, batches)), failure is not None)
+        if failed:
+            raise failure or PeerStopped("another rank has no validation data")
         total = torch.zeros((), device=self.device)
-        valid = 0
         self.model.eval()
         with torch.no_grad():
-            for batch in islice(self.held_out, options.steps):
-                valid += int((batch["labels"] != IGNORE_INDEX).sum())
+            for batch in batches:
                 total += self.loss_sum(self.to_device(batch))
         self.model.train()
-        (valid,) = distributed.sum_over_ranks(valid)
         if self.dims.dp > 1:
             dist.all_reduce(total)
         self.metrics.record_validation(self.step, (total / max(valid, 1)).item())
@@ -319,18 +338,17 @@ class Trainer:
                 loader.close()
         if self.loader.skipped:
             logger.warning("%d records could not be read and were skipped on this rank", self.loader.skipped)
-        if self.ranks.is_main:
-            places = {"metrics": self.metrics.path, "job": self.folder / "config.toml"}
-            if self.checkpointer and not self.config.checkpoint.load_only:
-                places["checkpoints"] = self.checkpointer.folder
+        places = {"metrics": self.metrics.path, "job": self.folder / "config.toml"}
+        if self.checkpointer and not self.config.checkpoint.load_only:
+            places["checkpoints"] = self.checkpointer.folder
+        if self.config.metrics.plot and self.metrics.path.exists():
             picture = self.folder / "training.png"
             title = f"{self.config.model.name} {self.config.model.flavor} on {self.config.training.dataset}"
-            if self.config.metrics.plot and draw_training_curve(self.metrics.path, picture, title):
-                places["picture"] = picture
-            logger.info("\n%s", self.metrics.summary(places))
-            if self.step < self.config.training.steps:
-                again = (
-                    "; start it again to go on" if "checkpoints" in places else " (checkpoint.enable is off: not saved)"
-                )
-                logger.info("stopped as asked after step %d%s", self.step, again)
+            if self.ranks.is_main:
+                draw_training_curve(self.metrics.path, picture, title)
+            places["picture"] = picture
+        logger.info("\n%s", self.metrics.summary(places))
+        if self.step < self.config.training.steps:
+            how = "; start it again to go on" if "checkpoints" in places else " (checkpoint.enable is off: not saved)"
+            logger.info("stopped as asked after step %d%s", self.step, how)
         distributed.close()

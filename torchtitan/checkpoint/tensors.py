@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan.checkpoint.layout import MODEL, OPTIMIZER, CheckpointError, TensorEntry
+from torchtitan.initialization import clean_name
 
 Tensors = dict[str, torch.Tensor]
 
-_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"}
 """Names that activation checkpointing and torch.compile put into the path of a parameter."""
 _NAMED_IN_ERRORS = 5
 
@@ -163,7 +163,7 @@ def _named(model_parts: Iterable[nn.Module]) -> Tensors:
     for part in model_parts:
         module = part.module if isinstance(part, DistributedDataParallel) else part
         for path, tensor in module.state_dict(keep_vars=True).items():
-            name = ".".join(piece for piece in path.split(".") if piece not in _WRAPPERS)
+            name = clean_name(path)
             if not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(f"{name} of the model is no tensor; checkpoints hold parameters and buffers only")
             if id(tensor) not in seen:

@@ -11,6 +11,7 @@ fetched ahead, and it is free of the numbers of ranks and workers. Errors in the
 and are raised here as DataError.
 """
 
+import os
 import signal
 import sys
 import warnings
@@ -351,3 +352,4 @@ def _leave_signals_to_the_trainer(worker: int) -> None:
     # A fork inherits the trainer's handlers. Ctrl-C is the trainer's to handle; a TERM has to end a worker.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setpgid(0, 0)  # out of reach of a launcher that signals the rank's whole process group

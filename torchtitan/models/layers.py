@@ -38,7 +38,7 @@ class Rotary(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """positions [B or 1, S] -> cos + i sin of the angles, complex64 [B or 1, S, 1, head_dim / 2]; the 1 stands for
-        the heads. Complex also because FSDP casts real inputs of a block to its compute type, bfloat16.
+        the heads. Complex also because a cast of real inputs to bfloat16 would ruin them.
         """
         angles = positions[..., None, None].float() * self.frequencies(positions.device)
         return torch.complex(angles.cos(), angles.sin())

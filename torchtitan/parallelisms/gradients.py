@@ -24,7 +24,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> torch
     norms = []
     for grads in groups.values():
         norm = torch.nn.utils.get_total_norm(grads)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).float())
     if not norms:
         return torch.zeros(())
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

@@ -46,10 +46,6 @@ class ParallelDims:
         """Data-parallel degree: how many ranks read different samples."""
         return self.dp_replicate * self.dp_shard
 
-    @property
-    def shards_or_replicates(self) -> bool:
-        return self.dp > 1
-
     def build_mesh(self, device_type: str) -> DeviceMesh:
         axes = {axis: size for axis, size in self.degrees.items() if size > 1 or axis == "dp_shard"}
         assert prod(axes.values()) == self.world_size

@@ -183,25 +183,35 @@ def save_hf(
     With sharded tensors all ranks call it, one of them with `write`: tensors are gathered one at a time, and the
     writing rank holds one file's worth of them.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     folder = Path(folder)
     files = _split({clean_name(name): value for name, value in state.items()}, args, dtype, shard_bytes)
+    failure: OSError | None = None  # raised at the end, as the other ranks go on gathering
     if write:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG).write_text(json.dumps(config_to_hf(args, dtype), indent=2) + "\n")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / CONFIG).write_text(json.dumps(config_to_hf(args, dtype), indent=2) + "\n")
+        except OSError as error:
+            failure = error
     weight_map, total = {}, 0
     for number, part in enumerate(files, 1):
         file, tensors = f"model-{number:05}-of-{len(files):05}.safetensors", {}
         for name, value in part.items():
             value = value.full_tensor() if isinstance(value, DTensor) else value
-            if write:
+            if write and failure is None:
                 ((theirs, value),) = to_hf({name: value.detach()}, args).items()
                 tensors[theirs] = value.to("cpu", dtype, copy=True).contiguous()
                 weight_map[theirs] = file
                 total += tensors[theirs].nbytes
-        if write:
-            save_file(tensors, folder / file, metadata={"format": "pt"})
+        if write and failure is None:
+            try:
+                save_file(tensors, folder / file, metadata={"format": "pt"})
+            except (OSError, SafetensorError) as error:
+                failure = OSError(str(error))
+    if failure is not None:
+        raise failure
     if write:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
