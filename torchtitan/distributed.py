@@ -26,7 +26,7 @@ def init(ranks: Ranks, timeout_seconds: int, trace_buf_size: int = 0) -> torch.d
     if device_type() == "cuda":
         if ranks.local_rank >= torch.cuda.device_count():
             raise ValueError(
-                f"{ranks.local_world_size} ranks on a machine with {torch.cuda.device_count()} visible GPUs; allowed: "
+                f"{ranks.local_world_size} ranks here and {torch.cuda.device_count()} visible GPUs; allowed: "
                 "one rank a GPU; lower NGPU or --nproc-per-node, or see CUDA_VISIBLE_DEVICES"
             )
         device, backend = torch.device("cuda", ranks.local_rank), "cpu:gloo,cuda:nccl"
