@@ -43,9 +43,9 @@ from torchtitan.ranks import read_ranks
 from torchtitan.trainer import Trainer
 
 SIZES = bench_bare.Sizes()
+QUICK = bench_bare.Sizes(dim=64, hidden=256, layers=2, heads=4, seq_len=32, batch=2)
 JOB = {
     "job.config_file": "train_configs/debug_model.toml",
-    "training.local_batch_size": SIZES.batch,
     "validation.enable": "false",
     "checkpoint.enable": "false",
     "metrics.plot": "false",
@@ -64,8 +64,13 @@ SETTINGS = {
 GOALS = {"same settings": 1.0, "shipped": 1.45, "compiled blocks": 1.65, "compiled model": 1.9}
 
 
-def arguments(folder: Path, **options: object) -> list[str]:
-    settings = JOB | {"job.dump_folder": folder} | options
+def arguments(sizes: bench_bare.Sizes, folder: Path, **options: object) -> list[str]:
+    shape = {
+        "model.overrides": f"{{dim={sizes.dim}, n_layers={sizes.layers}, n_heads={sizes.heads}}}",
+        "training.local_batch_size": sizes.batch,
+        "training.seq_len": sizes.seq_len,
+    }
+    settings = JOB | shape | {"job.dump_folder": folder} | options
     return [f"--{name}={value}" for name, value in settings.items()]
 
 
@@ -73,10 +78,10 @@ def arguments(folder: Path, **options: object) -> list[str]:
 
 
 class PlainLoop:
-    def __init__(self, batches: list[dict[str, torch.Tensor]]):
+    def __init__(self, sizes: bench_bare.Sizes, batches: list[dict[str, torch.Tensor]]):
         torch.manual_seed(0)
-        self.model = bench_bare.Llama(SIZES)
-        for index in range(0, SIZES.layers, 2):
+        self.model = bench_bare.Llama(sizes)
+        for index in range(0, sizes.layers, 2):
             self.model.layers[index] = checkpoint_wrapper(self.model.layers[index])
         bench_bare.shard(self.model, torch.bfloat16)
         self.optimizer = bench_bare.build_optimizer(self.model)
@@ -103,13 +108,13 @@ def compare(options: argparse.Namespace) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     throw_lines_away()
     job = SETTINGS[options.worker] | {"training.steps": steps(options.pairs, options.repeats)}
-    trainer = Trainer(config_manager.load(arguments(options.folder / "run", **job)), ranks)
+    trainer = Trainer(config_manager.load(arguments(options.sizes, options.folder / "run", **job)), ranks)
     if options.worker == "same settings":
         trainer.model.set_attention_kernel(PlainAttention())
     batches = list(islice(iter(trainer.loader), 8))
-    plain = PlainLoop(batches)
+    plain = PlainLoop(options.sizes, batches)
     if options.aa:
-        turns = take_turns(plain.step, PlainLoop(batches).step, options.pairs, options.repeats)
+        turns = take_turns(plain.step, PlainLoop(options.sizes, batches).step, options.pairs, options.repeats)
     else:
         trainer.loader = guest = Guest(trainer.loader, plain.step, options.pairs, options.repeats)
         trainer.train()
@@ -135,10 +140,11 @@ def compared(name: str, ranks: int, options: argparse.Namespace) -> str:
     with tempfile.TemporaryDirectory() as folder:
         worker = [str(Path(__file__).resolve()), "--worker", name, "--folder", folder]
         worker += ["--pairs", str(options.pairs), "--repeats", str(options.repeats), *(["--aa"] if options.aa else [])]
+        worker += ["--quick"] if options.quick else []
         environment = os.environ | {"OMP_NUM_THREADS": str(max(1, options.threads // ranks))}
         subprocess.run(torchrun(ranks, *worker), cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
         measured = json.loads((Path(folder) / "measured.json").read_text())
-    tokens = SIZES.batch * SIZES.seq_len * ranks
+    tokens = options.sizes.batch * options.sizes.seq_len * ranks
     speed = [tokens / seconds for seconds in measured["step_seconds"]]
     ours, plain = measured["cpu_seconds"]
     rates = f"{speed[0]:,.0f} / {speed[1]:,.0f} tok/s"
@@ -155,7 +161,7 @@ def compared(name: str, ranks: int, options: argparse.Namespace) -> str:
 def job_alone(name: str, ranks: int, options: argparse.Namespace) -> str:
     """A short job as its user starts it: time to the first step, speed, memory."""
     with tempfile.TemporaryDirectory() as folder:
-        job = arguments(Path(folder), **SETTINGS[name], **{"training.steps": 3 if options.quick else 20})
+        job = arguments(options.sizes, Path(folder), **SETTINGS[name], **{"training.steps": 3 if options.quick else 20})
         command = [sys.executable, "-m", "torchtitan.launch", str(ranks), *job]
         seconds = seconds_to_first_step(command, max(1, options.threads // ranks))
         records = read_records(Path(folder, "metrics.jsonl"))
@@ -175,10 +181,11 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10, help="turns of each side in a repeat (default: 10)")
     parser.add_argument("--repeats", type=int, default=5, help="(default: 5)")
     parser.add_argument("--threads", type=int, default=2, help="of all ranks together (default: 2)")
-    parser.add_argument("--quick", action="store_true", help="only to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, only to see that it runs")
     parser.add_argument("--worker", choices=SETTINGS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.sizes = QUICK if options.quick else SIZES
     if options.worker:
         compare(options)
         return

@@ -47,6 +47,8 @@ from torchtitan.trainer import Trainer
 
 SEQ_LEN, BATCH = 256, 4
 THREADS = 1
+ON_HOST = ("count_valid", "refuse_non_finite")
+"""Functions of the trainer that look at values: at labels before they go to the device; at the norm, on a CPU only."""
 
 
 def arguments(folder: Path, **options: object) -> list[str]:
@@ -127,10 +129,9 @@ def loop_overhead(folder: Path, options: argparse.Namespace) -> Iterator[str]:
     with HostSyncs() as syncs:
         for _ in range(count):
             trainer.train_step(batches)
-    # `fetch` counts labels that are still on the host; the look at the norm is made on a CPU only
-    meant = syncs.callers["fetch"] + syncs.callers["refuse_non_finite"]
+    meant = sum(syncs.callers[name] for name in ON_HOST)
     others = (syncs.callers.total() - meant) / count
-    note = f"of the CPU only, per step: {meant / count:.0f} ({', '.join(sorted(syncs.callers))})"
+    note = f"and {meant / count:.0f} for values that are on the host ({', '.join(sorted(syncs.callers))})"
     yield row("1 host waits of a step between logged ones", [others], Goal("<=", 0), note)
 
 
@@ -146,8 +147,7 @@ class HostSyncs(TorchDispatchMode):
             frame = sys._getframe(1)
             while frame is not None and not frame.f_code.co_filename.startswith(str(ROOT / "torchtitan")):
                 frame = frame.f_back
-            name = frame.f_code.co_name if frame is not None else "torch"
-            self.callers["fetch" if name == "<genexpr>" else name] += 1
+            self.callers[frame.f_code.co_name if frame is not None else "torch"] += 1
         return func(*args, **(kwargs or {}))
 
 

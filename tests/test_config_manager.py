@@ -630,3 +630,12 @@ def test_types_in_words():
     assert describe(options()["optimizer.beta1"].annotation) == "a number >= 0 and < 1"
     assert describe(options()["lr_scheduler.warmup_steps"].annotation) == "a whole number >= 0"
     assert describe(options()["parallelism.module_fqns_per_model_part"].annotation) == "a list, each a list, each text"
+
+
+def test_a_chain_of_extends_has_an_end(tmp_path):
+    for n in range(20):
+        (tmp_path / f"{n}.toml").write_text(f'extends = ["{n + 1}.toml", "{n + 1}.toml"]\n')
+    (tmp_path / "20.toml").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        load(["--job.config_file", str(tmp_path / "0.toml")])
+    assert "at most 8 files in a chain" in str(caught.value)

@@ -484,3 +484,31 @@ def test_a_tracker_that_is_not_installed(monkeypatch):
     assert fault.key == "metrics.enable_wandb" and "torchtitan-toml[wandb]" in fault.remedy
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert not check(job, 1, "cpu")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--checkpoint.folder=model"],
+        ["--metrics.save_tb_folder=./metrics.jsonl"],
+        ["--parallelism.disable_loss_parallel"],
+        ["--parallelism.context_parallel_rotate_method=ring"],
+        ["--parallelism.pipeline_parallel_schedule_csv=/nope.csv"],
+        ["--checkpoint.exclude_from_loading=rng"],
+        ["--checkpoint.last_save_model_only"],
+        ["--checkpoint.export_dtype=bfloat16"],
+        ["--parallelism.fsdp_prefetch=2"],
+        ["--parallelism.fsdp_reshard_after_forward=never"],
+        ["--compile.enable", "--compile.scope=model", "--compile.components=loss"],
+    ],
+)
+def test_what_would_do_nothing_or_harm_is_refused(words):
+    (fault,) = check(load([*words, "--model.tokenizer_path=bytes"]), 1, "cpu")
+    assert words[-1].split("=")[0] == f"--{fault.key}"
+
+
+def test_offload_with_steps_in_backward_is_refused_on_a_gpu():
+    words = ["--training.enable_cpu_offload", "--optimizer.early_step_in_backward", "--training.max_norm=0"]
+    job = load([*words, "--model.tokenizer_path=bytes"])
+    assert not check(job, 2, "cpu")
+    assert [fault.key for fault in check(job, 2, "cuda")] == ["optimizer.early_step_in_backward"]

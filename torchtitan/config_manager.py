@@ -36,6 +36,7 @@ from torchtitan.renames import Gone, old_section, renamed
 
 __all__ = ["ConfigError", "Fault", "load", "to_toml"]
 
+LONGEST_CHAIN = 8
 COMMAND_LINE = "command line"
 LARGEST_FILE = 2**20
 """Bytes. A job is a page; what is larger is something else given by mistake, and is not read into memory."""
@@ -108,6 +109,9 @@ def read_layers(argv: list[str]) -> tuple[list[str], list[Layer]]:
 
 def _read_file(name: str, said_by: str, key: str, chain: tuple[Path, ...]) -> list[Layer]:
     """The layers of a file: those of the files that it extends, then its own. `said_by` and `key` asked for it."""
+    if len(chain) > LONGEST_CHAIN:  # each may extend the next one twice: a few tiny files would take hours
+        allowed = f"at most {LONGEST_CHAIN} files in a chain of extends"
+        return [Layer(name, {}, [Fault(said_by, key, show(name), allowed, "merge some")], {})]
     try:
         path = Path(name).resolve()
         refused = _not_a_job(name, path, said_by, key, chain)

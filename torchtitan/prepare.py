@@ -11,9 +11,12 @@ import argparse
 import os
 import secrets
 import shutil
+import signal
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
-from multiprocessing import get_context
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,13 @@ from tqdm import tqdm
 
 from torchtitan.datasets import DATASETS
 from torchtitan.datasets.packing import encode
-from torchtitan.datasets.sources import DataError, Document, Indexed, Item, Source
+from torchtitan.datasets.sources import DataError, Document, Indexed, Item, Source, Unreachable
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokens import ShardWriter, TokenShards
 
 # What goes to a worker at a time.
 CHUNK_DOCUMENTS = 256
+CHUNKS_AHEAD = 4
 CHUNK_CHARACTERS = 2**20
 
 
@@ -120,7 +124,7 @@ class _Readable:
             if isinstance(item, Document):
                 chunk.append(item)
                 characters += len(item.text)
-            elif self.stop:
+            elif self.stop or isinstance(item, Unreachable):
                 raise item
             else:
                 self.skipped += 1
@@ -137,8 +141,18 @@ def _tokenized(
     if workers == 1:
         yield from (_encode_all(tokenizer, chunk) for chunk in chunks)
         return
-    with get_context().Pool(workers, _start_worker, (tokenizer_path,)) as pool:
-        yield from pool.imap(_work, chunks)
+    # not a multiprocessing.Pool: that one waits for ever for a worker that was killed
+    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(tokenizer_path,)) as pool:
+        pending: deque[Future[list[np.ndarray]]] = deque()
+        try:
+            for chunk in chunks:
+                pending.append(pool.submit(_work, chunk))
+                if len(pending) > CHUNKS_AHEAD * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except BrokenProcessPool:
+            raise DataError("a worker was killed (out of memory?); nothing was written; give fewer --workers") from None
 
 
 def _encode_all(tokenizer: Tokenizer, chunk: list[Document]) -> list[np.ndarray]:
@@ -149,6 +163,7 @@ _worker: dict[str, Tokenizer] = {}
 
 
 def _start_worker(tokenizer_path: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
     _worker["tokenizer"] = build_tokenizer(tokenizer_path)
 
 

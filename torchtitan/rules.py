@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from torchtitan.checkpoint.layout import newest_complete, resolve
-from torchtitan.config import JobConfig, Training, Validation
+from torchtitan.config import JobConfig, Parallelism, Training, Validation
 from torchtitan.datasets import DATASETS
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokens import TokenShards
@@ -387,6 +387,9 @@ def _initial_load(facts: Facts, path: Path) -> Iterator[Fault]:
         yield facts.fault(key, "a checkpoint", str(error))
 
 
+USED_BY_THE_RUN = {".", "model", "model_hf", "config.toml", "metrics.jsonl", "training.png", "wandb_run_id"}
+
+
 def folders(facts: Facts) -> Iterator[Fault]:
     config = facts.config
     for key, folder in {
@@ -395,7 +398,10 @@ def folders(facts: Facts) -> Iterator[Fault]:
         "profiling.save_traces_folder": config.profiling.save_traces_folder,
         "profiling.save_memory_snapshot_folder": config.profiling.save_memory_snapshot_folder,
     }.items():
-        if not folder.strip() or "\0" in folder or Path(folder).is_absolute() or ".." in Path(folder).parts:
+        if folder.strip() and os.path.normpath(folder).split(os.sep)[0] in USED_BY_THE_RUN:
+            others = ", ".join(map(show, sorted(USED_BY_THE_RUN)))
+            yield facts.fault(key, f"a name that the run does not use itself ({others})", "give another")
+        elif not folder.strip() or "\0" in folder or Path(folder).is_absolute() or ".." in Path(folder).parts:
             yield facts.fault(key, "a folder inside job.dump_folder", "give its name alone")
     key, dump = "job.dump_folder", config.job.dump_folder
     if not dump.strip() or "\0" in dump:
@@ -420,6 +426,18 @@ def profiler_window(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("profiling.profile_freq", f"{allowed} = {window}", f"write {window} or more")
 
 
+NEEDS_DEGREE = {
+    "tensor_parallel_degree": ("disable_loss_parallel",),
+    "context_parallel_degree": ("context_parallel_load_balancer", "context_parallel_rotate_method"),
+    "pipeline_parallel_degree": (
+        "module_fqns_per_model_part",
+        "pipeline_parallel_layers_per_stage",
+        "pipeline_parallel_schedule_csv",
+    ),
+}
+"""Options that would decide something else, and not the way the same model is cut, were they read without a degree."""
+
+
 def without_effect(facts: Facts) -> Iterator[Fault]:
     """Options that are set and would do nothing."""
     config = facts.config
@@ -427,6 +445,16 @@ def without_effect(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("debug.deterministic_warn_only", "false without debug.deterministic", "set both or neither")
     if config.metrics.save_for_all_ranks and not config.metrics.enable_tensorboard:
         yield facts.fault("metrics.save_for_all_ranks", "false without enable_tensorboard", "set both or neither")
+    for degree, options in NEEDS_DEGREE.items():
+        if getattr(config.parallelism, degree) == 1:
+            for name in options:
+                if getattr(config.parallelism, name) != getattr(Parallelism(), name):
+                    why = "leave it out"
+                    yield facts.fault(f"parallelism.{name}", f"its default while parallelism.{degree} = 1", why)
+    if config.checkpoint.exclude_from_loading and not config.checkpoint.enable:
+        yield facts.fault("checkpoint.exclude_from_loading", "nothing with checkpoint.enable = false", "enable them")
+    if config.checkpoint.export_dtype != "float32" and not config.checkpoint.last_save_model_only:
+        yield facts.fault("checkpoint.export_dtype", "float32 without last_save_model_only", "set both or neither")
     degrees = config.parallelism
     if facts.shard == 1 and not config.training.enable_cpu_offload:
         if degrees.fsdp_prefetch:

@@ -36,7 +36,10 @@ def remove_leftovers(target: Path) -> None:
         for path in target.parent.iterdir():
             if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
                 logger.info("removing %s, left by a save that did not finish", path)
-                delete(path)
+                try:
+                    delete(path)
+                except OSError as error:
+                    logger.warning("%s cannot be removed: %s", path, error)
 
 
 def write_file(path: Path, text: str) -> None:

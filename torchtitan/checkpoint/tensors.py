@@ -19,8 +19,6 @@ from torchtitan.checkpoint.layout import MODEL, OPTIMIZER, CheckpointError, Tens
 from torchtitan.initialization import clean_name
 
 Tensors = dict[str, torch.Tensor]
-
-"""Names that activation checkpointing and torch.compile put into the path of a parameter."""
 _NAMED_IN_ERRORS = 5
 
 

@@ -12,6 +12,7 @@ of ranks and workers. A lane that has used up its documents begins its next epoc
 
 from collections import deque
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -51,9 +52,13 @@ class IndexedLanes:
             yield n % self.count, attempt(self.source.get, index)
 
     def order(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        if not self.shuffle:
-            return positions
-        return permute(positions, len(self.source), key(self.seed, epoch))
+        if self.shuffle:
+            return permute(positions, len(self.source), key(self.seed, epoch))
+        # Dealt anew in every round: with a fixed deal, data that alternates (question, answer) would give each lane
+        # documents of one kind, and the lanes of the short ones would run epochs ahead.
+        turn, place = np.divmod(positions, self.count)
+        dealt = turn * self.count + permute(place, self.count, key(self.seed, turn))
+        return np.where((turn + 1) * self.count <= len(self.source), dealt, positions)
 
 
 class IndexedReader:
@@ -98,8 +103,9 @@ class StreamLanes:
                 yield lane if self.own_parts else self.lane_of(place), item
 
     def lane_of(self, place: Place) -> int:
-        # Moved on by one with every part: many parts of a few documents then reach all lanes.
-        return (place.part + place.ordinal) % self.count
+        # Dealt anew in every round and part, as in IndexedLanes.order; parts of a few documents reach all lanes too.
+        turn, place_in_turn = divmod(place.ordinal, self.count)
+        return _deal(self.seed, place.part, turn, self.count)[place_in_turn]
 
     def read(self, group: int, start: Place) -> Iterator[tuple[Place, Item]]:
         """The documents of one epoch from a place on: of a lane's own parts (group = lane), or all (group 0)."""
@@ -196,6 +202,12 @@ class StreamReader:
             del self._streams[group, epoch]
             for lane in self._group(group):
                 del self._waiting[lane, epoch]
+
+
+@lru_cache(maxsize=256)
+def _deal(seed: int, part: int, turn: int, lanes: int) -> list[int]:
+    """The lane of each document of a round."""
+    return permute(np.arange(lanes), lanes, key(seed, part, turn)).tolist()
 
 
 Lanes = IndexedLanes | StreamLanes

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtitan.datasets.lanes import EMPTY_EPOCHS, LaneReader, Lanes, Place, no_text
-from torchtitan.datasets.sources import DataError, Document
+from torchtitan.datasets.sources import DataError, Document, Unreachable
 from torchtitan.datasets.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class LanePacker:
                 raise no_text(self.lanes.source.name, self.lane, self.lanes.count)
 
     def _skip(self, error: DataError) -> list[int]:
-        if self.stop:
+        if self.stop or isinstance(error, Unreachable):
             raise error
         self.skipped += 1
         if self.skipped <= SHOWN_ERRORS:

@@ -25,6 +25,10 @@ class DataError(ValueError):
     """Data that cannot be used. The message names the file, the place in it and the remedy."""
 
 
+class Unreachable(DataError):
+    """Data that may be good and cannot be had now. Never skipped: what is left out would depend on the network."""
+
+
 class Document(NamedTuple):
     text: str
     """May be empty: such a document is left out."""

@@ -13,6 +13,7 @@ from torchtitan.datasets.sources import (
     Part,
     Source,
     Stream,
+    Unreachable,
     files_fingerprint,
     find_files,
 )
@@ -115,4 +116,4 @@ class _Shard(Part):
                     yield Document(value, place) if isinstance(value, str) else not_text(value, place, self.field)
                     row += 1
         except Exception as error:  # as in open
-            yield DataError(f"{self.name}, row {row}: cannot be read: {type(error).__name__}: {error}; {REMEDY}")
+            yield Unreachable(f"{self.name}, row {row}: cannot be read: {type(error).__name__}: {error}; {REMEDY}")

@@ -230,7 +230,7 @@ def _read_header(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder}: {what}; give a folder made by torchtitan prepare as training.dataset_path")
     try:
         header = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: damaged: {error}; {REMEDY}") from None
     if not isinstance(header, dict) or header.get("version") != VERSION:
         version = header.get("version") if isinstance(header, dict) else None
@@ -247,8 +247,10 @@ def _read_header(folder: Path) -> dict[str, Any]:
 
     index, shards = header.get("index"), header.get("shards")
     good = (
-        header.get("dtype") in DTYPES
-        and all(isinstance(header.get(k), int) for k in ("tokens", "documents", "vocab_size"))
+        isinstance(header.get("dtype"), str)
+        and header["dtype"] in DTYPES
+        and all(type(header.get(k)) is int for k in ("tokens", "documents", "vocab_size"))
+        and header["documents"] > 0
         and all(isinstance(header.get(k), str) for k in ("tokenizer", "tokenizer_path"))
         and isinstance(shards, list)
         and all(is_file(shard, DTYPES[header["dtype"]].itemsize, "tokens") for shard in shards)
