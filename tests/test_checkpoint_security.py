@@ -196,3 +196,12 @@ def test_enum_members_are_read_as_any_python_writes_them():
 def test_no_other_attribute_is_got(arguments):
     with pytest.raises(CheckpointError, match="which no checkpoint needs"):
         storage._RecordsUnpickler(io.BytesIO(pickle.dumps(AttributeOf(*arguments)))).load()
+
+
+def test_metadata_cannot_change_the_classes_it_is_made_of():
+    """Opcodes of pickle: find Metadata, set its attribute `planted`."""
+    text = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x07\x00\x00\x00planted"
+    text += b"X\x04\x00\x00\x00evils\x86b."
+    with pytest.raises(CheckpointError, match="changes Metadata"):
+        storage._load_records(io.BytesIO(text))
+    assert not hasattr(DCP.Metadata, "planted")

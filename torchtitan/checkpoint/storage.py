@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import EnumMeta
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -69,6 +69,25 @@ class _RecordsUnpickler(pickle.Unpickler):
         return record
 
 
+def _load_records(file: BinaryIO) -> Any:
+    """Pickle can also set attributes of what it has found, so of the record classes themselves: that is undone and
+    refused, or the process would go on with a stranger's `Path.name`.
+    """
+    classes = [record for record in _RECORDS.values() if isinstance(record, type)]
+    before = [dict(vars(each)) for each in classes]
+    changed = []
+    try:
+        return _RecordsUnpickler(file).load()
+    finally:
+        for each, attributes in zip(classes, before, strict=True):
+            for name in {*vars(each), *attributes}:
+                if vars(each).get(name) is not attributes.get(name):
+                    changed.append(each.__name__)
+                    setattr(each, name, attributes[name]) if name in attributes else delattr(each, name)
+        if changed:
+            raise CheckpointError(f"{METADATA} changes {changed[0]}, which no checkpoint needs: not opened")
+
+
 def write_tensors(folder: Path, tensors: Tensors, staged: Tensors, peers: Peers) -> dict[str, TensorEntry]:
     """Write every rank's share, synced to disk; the names, dtypes and global shapes of all ranks' tensors.
 
@@ -113,7 +132,7 @@ def read_metadata(folder: Path, manifest: Manifest) -> metadata.Metadata:
     """DCP's index of a checkpoint, without executing anything in it. Raises `CheckpointError`."""
     try:
         with (folder / METADATA).open("rb") as file:
-            found = _RecordsUnpickler(file).load()
+            found = _load_records(file)
         tensors = _entries(found)
         places = {(index.fqn, place.relative_path) for index, place in found.storage_data.items()}
         plain = all(place.transform_descriptors is None for place in found.storage_data.values())
