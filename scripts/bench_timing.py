@@ -119,6 +119,10 @@ class Goal:
         met = [self.is_met(value) for value in quartiles]
         return "met" if all(met) else "cannot tell" if any(met) else "missed"
 
+    def unless(self, against_itself: bool) -> "Goal | None":
+        """Of the noise nothing is asked."""
+        return None if against_itself else self
+
     def __str__(self) -> str:
         return f"{self.sign} {self.value:g}" + (f" +- {self.slack:g}" if self.slack else "")
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """Scale gradients in place so that their joint 2-norm is at most `max_norm` (0: only measure). Returns the norm
-    before clipping, a 0-dim float32 tensor that is the same on all ranks.
+    before clipping, a 0-dim tensor, float32 or wider, that is the same on all ranks.
 
     torch.nn.utils.clip_grad_norm_ stacks per-parameter norms and so fails where parameters live on different meshes;
     here the norm is taken per mesh and then combined.
@@ -24,7 +24,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> torch
     norms = []
     for grads in groups.values():
         norm = torch.nn.utils.get_total_norm(grads)
-        norms.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).float())
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norms.append(norm.to(torch.promote_types(norm.dtype, torch.float32)))
     if not norms:
         return torch.zeros(())
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
