@@ -12,9 +12,11 @@ from torch.distributed.tensor import Shard
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
+from tests import checkpoint_plans
 from tests.pool import run_ranks
 from torchtitan.initialization import initialize
 from torchtitan.models import SIZES
+from torchtitan.models.hf_folders import INDEX
 from torchtitan.models.llama import LlamaArgs, RopeScaling, hf
 from torchtitan.models.llama.model import Llama
 
@@ -101,14 +103,18 @@ def test_positions_are_understood_alike():
     assert close(model(tokens, positions=positions), expected, 2e-6)
 
 
-@pytest.mark.parametrize("family", SIZES)
+LLAMAS = [family for family in SIZES if family.startswith("llama")]
+
+
+@pytest.mark.parametrize("family", LLAMAS)
 def test_names_go_both_ways_and_are_those_of_transformers(family):
     args = dataclasses.replace(SIZES[family]["debugmodel"], n_layers=2)
     with torch.device("meta"):
         model, theirs = Llama(args), LlamaForCausalLM(LlamaConfig(**hf.config_to_hf(args)))
     names = [name for name, _ in model.named_parameters()]
-    assert {hf.hf_name(name) for name in names} == {name for name, _ in theirs.named_parameters()}
-    assert [hf.our_name(hf.hf_name(name)) for name in names] == names
+    form = hf.form(args)
+    assert {theirs for name in names for theirs in form.hf_names(name)} == {n for n, _ in theirs.named_parameters()}
+    assert [form.our_name(form.hf_names(name)[0]) for name in names] == [(name, None) for name in names]
     shapes = {name: tuple(value.shape) for name, value in hf.to_hf(model.state_dict(), args).items()}
     assert shapes == {name: tuple(p.shape) for name, p in theirs.named_parameters()}
 
@@ -121,7 +127,7 @@ def test_state_dicts_go_both_ways(shape):
     assert set(back) == set(state) and all(torch.equal(back[name], state[name]) for name in state)
 
 
-@pytest.mark.parametrize("family, flavor", [(f, s) for f, sizes in SIZES.items() for s in sizes])
+@pytest.mark.parametrize("family, flavor", [(f, s) for f in LLAMAS for s in SIZES[f]])
 def test_config_goes_both_ways_and_through_transformers(family, flavor, tmp_path):
     args = SIZES[family][flavor]
     config = hf.config_to_hf(args, torch.bfloat16)
@@ -173,7 +179,7 @@ def test_a_saved_folder_loads_here_and_in_transformers(shape, shard_bytes, tmp_p
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
     theirs = LlamaForCausalLM.from_pretrained(tmp_path)
     assert close(model(tokens), theirs(tokens).logits, 2e-6)
-    index = json.loads((tmp_path / hf.INDEX).read_text())
+    index = json.loads((tmp_path / INDEX).read_text())
     assert index["metadata"]["total_size"] == 4 * args.num_parameters
 
 
@@ -182,7 +188,7 @@ def test_a_folder_of_transformers_loads(shape, tmp_path):
     args = SHAPES[shape]
     theirs = twin(build(args), args, torch.bfloat16)
     theirs.save_pretrained(tmp_path)
-    assert not (tmp_path / hf.INDEX).exists(), "this one is a single file"
+    assert not (tmp_path / INDEX).exists(), "this one is a single file"
     model = build(args, seed=1)
     hf.load_hf(tmp_path, model, args)
     loaded = hf.to_hf(model.state_dict(), args)
@@ -226,11 +232,65 @@ def test_sharded_models_save_and_load(tmp_path):
     assert run_ranks(2, sharded_round_trip, str(tmp_path)) == [True, True]
 
 
+def cut_and_sharded(folder, plan):
+    """Saved and loaded under a plan, in files of about three tensors. A rank's places that are wrong afterwards."""
+    held = checkpoint_plans.Held(plan)
+    state = {name: parameter for part in held.parts for name, parameter in part.named_parameters()}
+    expected, rank = held.snapshot(), torch.distributed.get_rank()
+    hf.save_hf(folder, state, checkpoint_plans.TIED, shard_bytes=5000, write=rank == 1)
+    torch.distributed.barrier()
+    held.spoil()
+    for part in held.parts:
+        hf.load_hf(folder, part, checkpoint_plans.TIED)
+    return held.differing(expected)
+
+
+V = {"pp": 2, "stages": 2, "style": "v"}
+PIPELINES = [{"pp": 2}, V, {"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "pp": 2}, {"tp": 2, **V}, {"pp": 4}]
+
+
+@pytest.mark.parametrize("degrees", PIPELINES, ids=str)
+def test_any_plan_saves_the_same_folder_and_loads_it(degrees, tmp_path):
+    plan = checkpoint_plans.Plan(**degrees)
+    assert run_ranks(plan.world, cut_and_sharded, str(tmp_path / "cut"), plan) == [[]] * plan.world
+    plain = checkpoint_plans.reference(checkpoint_plans.TIED)
+    hf.save_hf(tmp_path / "whole", plain.state_dict(), plain.args, shard_bytes=5000)
+    whole, cut = (sorted((tmp_path / name).iterdir()) for name in ("whole", "cut"))
+    assert [path.name for path in whole] == [path.name for path in cut] and len(whole) > 8
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(whole, cut, strict=True))
+
+
+def half_of_the_folder(folder):
+    """Refused by all ranks with the same words, though each has half of the names."""
+    held = checkpoint_plans.Held(checkpoint_plans.Plan(pp=2))
+    before = held.snapshot()
+    with pytest.raises(ValueError) as caught:
+        hf.load_hf(folder, held.parts[0], checkpoint_plans.TIED)
+    return str(caught.value), held.differing(before)
+
+
+def test_pipeline_ranks_refuse_a_folder_alike(tmp_path):
+    args = checkpoint_plans.TIED
+    content = hf.to_hf(checkpoint_plans.reference(args).state_dict(), args)
+    del content["model.norm.weight"]  # of the last part
+    content["model.layers.9.mlp.up_proj.weight"] = torch.ones(1)
+    write_folder(tmp_path, content, args)
+    (one, untouched), other = run_ranks(2, half_of_the_folder, str(tmp_path))
+    assert (one, untouched) == other and untouched == []
+    assert "does not fit the model: model.norm.weight is missing; model.layers.9.mlp.up_proj.weight is not part" in one
+    content["model.norm.weight"] = torch.ones(3)
+    del content["model.layers.9.mlp.up_proj.weight"]
+    write_folder(tmp_path, content, args)
+    (one, untouched), other = run_ranks(2, half_of_the_folder, str(tmp_path))
+    assert (one, untouched) == other and untouched == []
+    assert "model.norm.weight has shape (3,), the model's is (20,)" in one
+
+
 def write_folder(folder, tensors, args, index=None):
     (folder / "config.json").write_text(json.dumps(hf.config_to_hf(args)))
     save_file(tensors, folder / "model.safetensors")
     if index is not None:
-        (folder / hf.INDEX).write_text(json.dumps({"weight_map": index}))
+        (folder / INDEX).write_text(json.dumps({"weight_map": index}))
 
 
 def tensors():
@@ -284,7 +344,7 @@ def test_an_index_that_lies_is_refused(tmp_path):
 @pytest.mark.parametrize("index", ["[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', '{"weig'])
 def test_an_index_of_another_form_is_refused(index, tmp_path):
     write_folder(tmp_path, tensors(), TINY)
-    (tmp_path / hf.INDEX).write_text(index)
+    (tmp_path / INDEX).write_text(index)
     refused(tmp_path, "model.safetensors.index.json")
 
 
@@ -292,7 +352,7 @@ def test_missing_and_cut_files_are_named(tmp_path):
     refused(tmp_path, "config.json cannot be read")
     write_folder(tmp_path, tensors(), TINY, index=dict.fromkeys(tensors(), "gone.safetensors"))
     refused(tmp_path, "cannot read the weights.*gone.safetensors")
-    (tmp_path / hf.INDEX).unlink()
+    (tmp_path / INDEX).unlink()
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     refused(tmp_path, "neither model.safetensors.index.json nor a readable model.safetensors")

@@ -37,7 +37,7 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("llama3.2", "1B"): 1_235_814_400,
     ("llama3.2", "3B"): 3_212_749_824,
 }
-ALL = [(family, flavor) for family, flavors in SIZES.items() for flavor in flavors]
+ALL = [(family, flavor) for family, flavors in SIZES.items() if family.startswith("llama") for flavor in flavors]
 
 
 def build(args=TINY, seed=0, dtype=torch.float32):
@@ -229,7 +229,7 @@ def angles_in_blocks():
     seen = []
     for block in model.layers.values():
         block.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)  # as data_parallel.py has it
     mesh = init_device_mesh("cpu", (2,))
     for block in model.layers.values():
         fully_shard(block, mesh=mesh, mp_policy=policy)

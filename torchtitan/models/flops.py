@@ -1,12 +1,13 @@
 """Floating-point operations per token, forward and backward, in the one convention of this project.
 
-A multiply-add counts 2; a weight is used once forward and twice backward, so each of the N weights that tokens are
-multiplied with costs 6. N has the output head (also when tied) and neither the input embedding nor the norms.
-Attention adds 12 L A K: L layers, A = heads x head_dim, K the mean number of keys that a query looks at.
-Recompute never counts. No torch here.
+A multiply-add counts 2; a weight is used once forward and twice backward, so each of the N weights that a token is
+multiplied with costs 6. N has the output head (also when tied) and neither the input embedding nor the norms; of
+routed experts it has those that a token goes to, and the router and shared experts in full. Attention adds 12 L A K:
+L layers, A = heads x head_dim, K the mean number of keys that a query looks at; where values are not as wide as keys,
+6 L heads (d_qk + d_v) K. Recompute and padding never count. No torch here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,14 @@ class Sizes(Protocol):
     num_matmul_parameters: int
 
 
+class LatentSizes(Protocol):
+    n_layers: int
+    n_heads: int
+    qk_head_dim: int
+    v_head_dim: int
+    num_matmul_parameters: int
+
+
 @dataclass(frozen=True)
 class FlopsPerToken:
     full: float  # as if every query looked at all keys: what older tables print
@@ -25,12 +34,25 @@ class FlopsPerToken:
 
 
 def flops_per_token(sizes: Sizes, seq_len: int) -> FlopsPerToken:
-    return FlopsPerToken(full=with_keys(sizes, seq_len), causal=with_keys(sizes, causal_keys(seq_len)))
+    return _both(lambda keys: with_keys(sizes, keys), seq_len)
+
+
+def latent_flops_per_token(sizes: LatentSizes, seq_len: int) -> FlopsPerToken:
+    return _both(lambda keys: latent_with_keys(sizes, keys), seq_len)
+
+
+def _both(flops: Callable[[float], float], seq_len: int) -> FlopsPerToken:
+    return FlopsPerToken(full=flops(seq_len), causal=flops(causal_keys(seq_len)))
 
 
 def with_keys(sizes: Sizes, keys: float) -> float:
     """`keys`: mean number of keys per query."""
     return 6 * sizes.num_matmul_parameters + 12 * sizes.n_layers * sizes.n_heads * sizes.head_dim * keys
+
+
+def latent_with_keys(sizes: LatentSizes, keys: float) -> float:
+    widths = sizes.qk_head_dim + sizes.v_head_dim
+    return 6 * sizes.num_matmul_parameters + 6 * sizes.n_layers * sizes.n_heads * widths * keys
 
 
 def causal_keys(seq_len: int) -> float:

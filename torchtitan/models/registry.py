@@ -1,13 +1,30 @@
 """Model families by name. A new family is one folder and one line here (and its sizes in models/__init__.py)."""
 
 from torchtitan.models import SIZES
-from torchtitan.models.flops import flops_per_token
+from torchtitan.models.deepseek import hf as deepseek_hf
+from torchtitan.models.deepseek.model import Deepseek
+from torchtitan.models.deepseek.plan import PLAN as DEEPSEEK_PLAN
+from torchtitan.models.flops import flops_per_token, latent_flops_per_token
 from torchtitan.models.llama import hf as llama_hf
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.llama.plan import PLAN as LLAMA_PLAN
+from torchtitan.models.moe import balance
+from torchtitan.models.qwen3_moe import hf as qwen3_moe_hf
+from torchtitan.models.qwen3_moe.model import Qwen3MoE
+from torchtitan.models.qwen3_moe.plan import PLAN as QWEN3_MOE_PLAN
 from torchtitan.models.spec import ModelSpec
 
+LLAMAS = ("llama2", "llama3", "llama3.1", "llama3.2")
+_llama = dict(build=Llama, plan=LLAMA_PLAN, hf=llama_hf, flops_per_token=flops_per_token)
+_deepseek = dict(
+    build=Deepseek, plan=DEEPSEEK_PLAN, hf=deepseek_hf, flops_per_token=latent_flops_per_token, balance=balance
+)
+_qwen3_moe = dict(
+    build=Qwen3MoE, plan=QWEN3_MOE_PLAN, hf=qwen3_moe_hf, flops_per_token=flops_per_token, balance=balance
+)
+
 MODELS: dict[str, ModelSpec] = {
-    name: ModelSpec(sizes=sizes, build=Llama, plan=LLAMA_PLAN, hf=llama_hf, flops_per_token=flops_per_token)
-    for name, sizes in SIZES.items()
+    **{name: ModelSpec(sizes=SIZES[name], **_llama) for name in LLAMAS},
+    "deepseek": ModelSpec(sizes=SIZES["deepseek"], **_deepseek),
+    "qwen3_moe": ModelSpec(sizes=SIZES["qwen3_moe"], **_qwen3_moe),
 }

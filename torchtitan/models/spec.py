@@ -18,3 +18,4 @@ class ModelSpec:
     plan: ParallelPlan
     hf: ModuleType  # to_hf, from_hf (state dicts), config_to_hf, config_from_hf, save_hf, load_hf
     flops_per_token: Callable[[Any, int], FlopsPerToken]  # (args, seq_len)
+    balance: ModuleType | None = None  # of a family with experts: models/moe/balance.py

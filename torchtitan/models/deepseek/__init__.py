@@ -1,0 +1,183 @@
+"""DeepSeek V2 and V3: the arguments and the published sizes. No torch here, so `torchtitan check` stays quick."""
+
+from dataclasses import dataclass
+
+from torchtitan.models.moe import MoEArgs
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's stretching of rotary wavelengths (arXiv:2309.00071), with DeepSeek's two factors.
+
+    Features that turn less than beta_slow times within original_max_seq_len tokens become `factor` times slower, those
+    that turn more than beta_fast times stay, and those between are blended. Longer contexts flatten attention, so
+    scores are multiplied by (0.1 mscale_all_dim ln factor + 1) squared, and turned features by the quotient of that
+    without the square, with mscale, and the same with mscale_all_dim.
+    """
+
+    factor: float = 40.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    original_max_seq_len: int = 4096
+    mscale: float = 1.0
+    mscale_all_dim: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekArgs(MoEArgs):
+    """Experts from layer `n_dense_layers` on. Keys and values of a token come from kv_lora_rank numbers, and what of a
+    key is turned by position, qk_rope_head_dim features, is one for all heads.
+    """
+
+    n_layers: int
+    n_heads: int
+    vocab_size: int
+    ffn_dim: int  # of the dense layers
+    n_dense_layers: int = 1
+    q_lora_rank: int = 0  # 0: queries are not compressed
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: YarnScaling | None = YarnScaling()
+    tied_embeddings: bool = False
+    max_seq_len: int = 163840  # what the family was trained for; nothing in the model depends on it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive = ("n_layers", "n_heads", "vocab_size", "ffn_dim", "max_seq_len")
+        for name in (*positive, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if self.q_lora_rank < 0:
+            raise ValueError(f"q_lora_rank = {self.q_lora_rank}: must be 0 (queries are not compressed) or more")
+        if not 0 <= self.n_dense_layers <= self.n_layers:
+            raise ValueError(
+                f"n_dense_layers = {self.n_dense_layers} with n_layers = {self.n_layers}: must be from 0 to n_layers"
+            )
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(
+                f"qk_rope_head_dim = {self.qk_rope_head_dim}: must be even, as rotary embeddings turn pairs"
+            )
+        if self.v_head_dim > self.qk_head_dim:
+            raise ValueError(
+                f"v_head_dim = {self.v_head_dim}: must be at most qk_nope_head_dim + qk_rope_head_dim = "
+                f"{self.qk_head_dim}, as attention kernels take values as wide as keys, or narrower"
+            )
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.n_heads
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def _attention_matrices(self) -> int:
+        queries = self.n_heads * self.qk_head_dim
+        query = self.q_lora_rank * (self.dim + queries) if self.q_lora_rank else self.dim * queries
+        latent = self.dim * (self.kv_lora_rank + self.qk_rope_head_dim)
+        unfold = self.kv_lora_rank * self.n_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return query + latent + unfold + self.n_heads * self.v_head_dim * self.dim
+
+    def _matrices(self, moe: int) -> int:
+        """Of all layers and the output head, with `moe` weights in a layer with experts."""
+        dense = self.n_dense_layers * 3 * self.dim * self.ffn_dim
+        experts = (self.n_layers - self.n_dense_layers) * moe
+        return self.n_layers * self._attention_matrices + dense + experts + self.dim * self.vocab_size
+
+    @property
+    def num_matmul_parameters(self) -> int:
+        """Weights that a token is multiplied with: of the routed experts, only its own."""
+        return self._matrices(self.active_moe_parameters)
+
+    @property
+    def _other_parameters(self) -> int:
+        norms = self.n_layers * (2 * self.dim + self.q_lora_rank + self.kv_lora_rank) + self.dim
+        return norms + (0 if self.tied_embeddings else self.vocab_size * self.dim)
+
+    @property
+    def num_parameters(self) -> int:
+        return self._matrices(self.moe_parameters) + self._other_parameters
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token uses, the whole embedding and the head among them, as published."""
+        return self._matrices(self.active_moe_parameters) + self._other_parameters
+
+
+DEEPSEEK = {
+    # As torchtitan's debug model, but routed as V3
+    "debugmodel": DeepseekArgs(
+        dim=256,
+        n_layers=6,
+        n_heads=16,
+        vocab_size=2048,
+        ffn_dim=1024,
+        expert_dim=256,
+        n_experts=8,
+        top_k=3,
+        n_shared_experts=2,
+        score="sigmoid",
+        normalize_top_k=True,
+        expert_bias=True,
+        max_seq_len=16384,
+    ),
+    # V2-Lite
+    "16B": DeepseekArgs(
+        dim=2048,
+        n_layers=27,
+        n_heads=16,
+        vocab_size=102400,
+        ffn_dim=10944,
+        expert_dim=1408,
+        n_experts=64,
+        top_k=6,
+        n_shared_experts=2,
+        rope_scaling=YarnScaling(mscale=0.707, mscale_all_dim=0.707),
+        aux_loss_weight=0.001,
+    ),
+    # V2
+    "236B": DeepseekArgs(
+        dim=5120,
+        n_layers=60,
+        n_heads=128,
+        vocab_size=102400,
+        ffn_dim=12288,
+        q_lora_rank=1536,
+        expert_dim=1536,
+        n_experts=160,
+        top_k=6,
+        n_shared_experts=2,
+        n_groups=8,
+        top_groups=3,
+        route_scale=16.0,
+        rope_scaling=YarnScaling(mscale=0.707, mscale_all_dim=0.707),
+        aux_loss_weight=0.003,
+    ),
+    # V3
+    "671B": DeepseekArgs(
+        dim=7168,
+        n_layers=61,
+        n_dense_layers=3,
+        n_heads=128,
+        vocab_size=129280,
+        ffn_dim=18432,
+        q_lora_rank=1536,
+        expert_dim=2048,
+        n_experts=256,
+        top_k=8,
+        n_shared_experts=1,
+        score="sigmoid",
+        normalize_top_k=True,
+        route_scale=2.5,
+        n_groups=8,
+        top_groups=4,
+        group_score="top2",
+        expert_bias=True,
+        aux_loss_weight=0.0001,
+    ),
+}

@@ -1,0 +1,97 @@
+"""DeepSeek V2 and V3 as a plain torch model: it knows nothing of meshes, process groups or the job.
+
+Notable: latent attention, whose keys and values are unfolded from a few hundred numbers a token; only some features of
+queries and keys are turned by position, and those of the key are the same for all heads; YaRN's stretched wavelengths;
+the first layers dense, the others with experts. Multi-token prediction is left out.
+
+Letters of the shapes: B samples, S tokens, D = args.dim, H heads.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from torchtitan.models.decoder import Block, Decoder
+from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
+from torchtitan.models.layers import AttentionKernel, RMSNorm, Rotary, rotate
+from torchtitan.models.moe.layer import MoEBlock
+
+LATENT_NORM_EPS = 1e-6  # in all published models, whatever their other norms have
+
+
+class YarnRotary(Rotary):
+    """`scaling` is a YarnScaling."""
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        rotation = super().forward(positions)
+        if self.scaling is None:
+            return rotation
+        lengthening = _mscale(self.scaling, self.scaling.mscale) / _mscale(self.scaling, self.scaling.mscale_all_dim)
+        return rotation if lengthening == 1 else rotation * lengthening
+
+    def frequencies(self, device: torch.device) -> torch.Tensor:
+        exponents = torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim
+        plain = 1.0 / self.theta**exponents
+        if self.scaling is None:
+            return plain
+        first, last = (self._feature(turns) for turns in (self.scaling.beta_fast, self.scaling.beta_slow))
+        first, last = max(math.floor(first), 0), min(math.ceil(last), self.head_dim - 1)
+        steps = torch.arange(self.head_dim // 2, device=device).float() - first
+        stretch = (steps / max(last - first, 0.001)).clamp(0, 1)
+        return plain / self.scaling.factor * stretch + plain * (1 - stretch)
+
+    def _feature(self, turns: float) -> float:
+        """The pair of features, as a fractional index, that turns so often within the original context."""
+        wavelength = self.scaling.original_max_seq_len / (2 * math.pi * turns)
+        return self.head_dim * math.log(wavelength) / (2 * math.log(self.theta))
+
+
+def _mscale(scaling: YarnScaling, weight: float) -> float:
+    return 0.1 * weight * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
+
+
+class LatentAttention(nn.Module):
+    def __init__(self, args: DeepseekArgs, kernel: AttentionKernel):
+        super().__init__()
+        self.rope_dim, self.v_dim, self.kv_rank = args.qk_rope_head_dim, args.v_head_dim, args.kv_lora_rank
+        self.nope_dim = args.qk_nope_head_dim
+        queries = args.n_heads * args.qk_head_dim
+        self.wq_a = self.q_norm = None
+        if args.q_lora_rank:
+            self.wq_a = nn.Linear(args.dim, args.q_lora_rank, bias=False)
+            self.q_norm = RMSNorm(args.q_lora_rank, LATENT_NORM_EPS)
+        self.wq = nn.Linear(args.q_lora_rank or args.dim, queries, bias=False)
+        self.wkv_a = nn.Linear(args.dim, args.kv_lora_rank + args.qk_rope_head_dim, bias=False)
+        self.kv_norm = RMSNorm(args.kv_lora_rank, LATENT_NORM_EPS)
+        self.wkv_b = nn.Linear(args.kv_lora_rank, args.n_heads * (args.qk_nope_head_dim + args.v_head_dim), bias=False)
+        self.wo = nn.Linear(args.n_heads * args.v_head_dim, args.dim, bias=False)
+        scaling = args.rope_scaling
+        self.score_scale = 1.0 if scaling is None else _mscale(scaling, scaling.mscale_all_dim) ** 2
+        self.kernel = kernel
+
+    def forward(self, x: torch.Tensor, rotation: torch.Tensor, mask: object) -> torch.Tensor:
+        q = self.wq(x if self.wq_a is None else self.q_norm(self.wq_a(x)))
+        # -1 and not the number of heads: under tensor parallelism a rank has only some of them
+        q = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim))  # [B, S, H, nope + rope]
+        q_plain, q_turned = q.split((self.nope_dim, self.rope_dim), dim=-1)
+        latent, k_turned = self.wkv_a(x).split((self.kv_rank, self.rope_dim), dim=-1)
+        k_turned = rotate(k_turned.unsqueeze(-2), rotation)  # [B, S, 1, rope]
+        kv = self.wkv_b(self.kv_norm(latent)).unflatten(-1, (-1, self.nope_dim + self.v_dim))
+        k_plain, v = kv.split((self.nope_dim, self.v_dim), dim=-1)  # [B, S, H, nope], [B, S, H, v]
+        q = torch.cat((q_plain, rotate(q_turned, rotation)), dim=-1)
+        k = torch.cat((k_plain, k_turned.expand(-1, -1, k_plain.shape[-2], -1)), dim=-1)
+        if self.score_scale != 1:
+            q = q * self.score_scale
+        y = self.kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)  # [B, H, S, v]
+        return self.wo(y.transpose(1, 2).flatten(-2))  # [B, S, D]
+
+
+class Deepseek(Decoder):
+    def __init__(self, args: DeepseekArgs, attention_backend: str = "auto"):
+        def block(layer: int, kernel: AttentionKernel) -> nn.Module:
+            kind = Block if layer < args.n_dense_layers else MoEBlock
+            return kind(args, LatentAttention(args, kernel))
+
+        rotary = YarnRotary(args.qk_rope_head_dim, args.rope_theta, args.rope_scaling)
+        super().__init__(args, rotary, block, attention_backend)

@@ -1,0 +1,77 @@
+"""Mixture of experts: the arguments of a layer. No torch here; the rest of the folder holds
+
+router.py    which experts a token goes to, with which weight; the balance of their load
+experts.py   the experts, one grouped matrix product over all of them
+layer.py     order by expert, experts, back to the tokens; the transformer block around it
+balance.py   what the trainer does once per step: load, bias, metrics
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEArgs:
+    """A family's arguments inherit these, so that each can be overridden by its name."""
+
+    dim: int
+    expert_dim: int  # width of one expert
+    n_experts: int
+    top_k: int  # experts of a token
+    n_shared_experts: int = 0  # experts that see every token
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_top_k: bool = False  # a token's weights add up to route_scale
+    route_scale: float = 1.0
+    score_before_experts: bool = False  # weights multiply what goes into the experts, not what comes out
+    # A token's experts come from its best `top_groups` of `n_groups` groups, each of which lives on one node.
+    n_groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"  # of a group: its best expert's score, or the sum of its two best
+    # Balance without a loss (arXiv:2408.15664): a bias on the scores, for choosing only, moved once per step.
+    expert_bias: bool = False
+    bias_rate: float = 0.001
+    # Balance by a loss within each sequence (arXiv:2405.04434, 2412.19437); 0 leaves it out.
+    aux_loss_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "expert_dim", "n_experts", "top_k", "n_groups", "top_groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+        for name in ("n_shared_experts", "bias_rate", "aux_loss_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must not be negative")
+        if self.top_k > self.n_experts:
+            raise ValueError(
+                f"top_k = {self.top_k} with n_experts = {self.n_experts}: a token goes to different experts, so top_k "
+                f"can be {self.n_experts} at most"
+            )
+        if self.n_experts % self.n_groups:
+            raise ValueError(
+                f"n_groups = {self.n_groups} with n_experts = {self.n_experts}: groups are equally large, so n_groups "
+                f"must divide n_experts"
+            )
+        size = self.n_experts // self.n_groups
+        if self.top_groups > self.n_groups or self.top_groups * size < self.top_k:
+            raise ValueError(
+                f"top_groups = {self.top_groups} with n_groups = {self.n_groups} of {size} experts: must be between "
+                f"{-(-self.top_k // size)}, to have top_k = {self.top_k} experts in them, and {self.n_groups}"
+            )
+        if self.n_groups > 1 and self.group_score == "top2" and size < 2:
+            raise ValueError(
+                f"n_groups = {self.n_groups}: group_score 'top2' needs groups of at least 2 experts, but n_experts = "
+                f"{self.n_experts} makes groups of {size}"
+            )
+
+    @property
+    def expert_parameters(self) -> int:
+        return 3 * self.dim * self.expert_dim
+
+    @property
+    def moe_parameters(self) -> int:
+        """Of one layer: router, experts, shared experts."""
+        return self.dim * self.n_experts + (self.n_experts + self.n_shared_experts) * self.expert_parameters
+
+    @property
+    def active_moe_parameters(self) -> int:
+        """Those that one token is multiplied with."""
+        return self.moe_parameters - (self.n_experts - self.top_k) * self.expert_parameters

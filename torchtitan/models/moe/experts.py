@@ -1,0 +1,117 @@
+"""The experts of a layer: gated feed-forwards whose matrices are stacked, [experts, in, out].
+
+Rows come sorted by expert, and each expert's matrix is multiplied with its own rows: nothing is dropped and nothing
+padded. torch's grouped matrix product does this in one kernel where it runs; elsewhere a loop over the experts does.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import register_flop_formula
+
+from torchtitan.models.layers import autocast_dtype
+
+_native = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+NATIVE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Experts(nn.Module):
+    """Of every expert e: w2[e] of (silu(w1[e] x) * w3[e] x)."""
+
+    def __init__(self, dim: int, hidden_dim: int, n_experts: int):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
+        self.w2 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        self.w3 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
+
+    def forward(self, xs: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        """xs [R, D] sorted by expert, sizes [E] integers, the rows of each expert, adding up to R -> [R, D]."""
+        w1, w2, w3 = self.w1, self.w2, self.w3
+        dtype = autocast_dtype(xs.device.type)  # autocast knows matrix products, but not grouped ones
+        if dtype is not None:
+            xs, w1, w2, w3 = (x.to(dtype) for x in (xs, w1, w2, w3))
+        ends = sizes.cumsum(0).to(torch.int32)
+        return grouped_mm(F.silu(grouped_mm(xs, w1, ends)) * grouped_mm(xs, w3, ends), w2, ends)
+
+
+def grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """x [R, I], w [E, I, O] and ends [E], int32, where each expert's rows end (the last is R) -> [R, O]."""
+    if x.dtype != torch.bfloat16 and (torch.compiler.is_compiling() or x.is_meta or type(x) is not torch.Tensor):
+        return _opaque(x, w, ends)  # without values, torch only knows the native product of bfloat16
+    if _runs_natively(x.dtype, w.shape[1:]):
+        return _native(x, w, offs=ends)
+    if torch.compiler.is_compiling() or x.is_meta:
+        return _opaque(x, w, ends)
+    return _loop(x, w, ends)
+
+
+def _runs_natively(dtype: torch.dtype, sizes: Sequence[int]) -> bool:
+    """Rows of all matrices, those of the gradients among them, begin at multiples of 16 bytes."""
+    return _native is not None and dtype in NATIVE_TYPES and all(size * dtype.itemsize % 16 == 0 for size in sizes)
+
+
+def _loop(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The same by a product for each expert. Waits for the device, to know the sizes."""
+    # unbind, and not w[e]: its backward stacks the gradients, where each w[e] would make zeros of w's size and add
+    return torch.cat([rows @ matrix for rows, matrix in zip(_split(x, ends), w.unbind(), strict=True)])
+
+
+def _split(x: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.tensor_split(ends.tolist()[:-1])
+
+
+# -- under the compiler -----------------------------------------------------------------------------------------------
+# One node of its graph, whatever the type: the loop's sizes would break the graph. Not used in eager, as an operator
+# of Python cannot be asked for one of its two gradients alone, which is what schedules with split backward do.
+
+
+@torch.library.custom_op("torchtitan::grouped_mm", mutates_args=())
+def _opaque(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    if _runs_natively(x.dtype, w.shape[1:]):
+        return _native(x, w, offs=ends)
+    return _loop(x, w, ends)
+
+
+@torch.library.custom_op("torchtitan::grouped_mm_weight", mutates_args=())
+def _opaque_weight(x: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The gradient of w: x [R, I], grad [R, O] -> [E, I, O]."""
+    if _runs_natively(x.dtype, (x.shape[1], grad.shape[1])):
+        return _native(x.t(), grad, offs=ends)
+    return torch.stack([rows.t() @ g for rows, g in zip(_split(x, ends), _split(grad, ends), strict=True)])
+
+
+@_opaque.register_fake
+def _(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], w.shape[2])
+
+
+@_opaque_weight.register_fake
+def _(x: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx, grad):
+    x, w, ends = ctx.saved_tensors
+    grad = grad.contiguous()
+    x_grad = _opaque(grad, w.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    w_grad = _opaque_weight(x, grad, ends) if ctx.needs_input_grad[1] else None
+    return x_grad, w_grad, None
+
+
+_opaque.register_autograd(_gradients, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.torchtitan.grouped_mm)
+def _flops(x_shape: Sequence[int], w_shape: Sequence[int], *_, **__) -> int:
+    return 2 * x_shape[0] * w_shape[1] * w_shape[2]
+
+
+@register_flop_formula(torch.ops.torchtitan.grouped_mm_weight)
+def _weight_flops(x_shape: Sequence[int], grad_shape: Sequence[int], *_, **__) -> int:
+    return 2 * x_shape[0] * x_shape[1] * grad_shape[1]

@@ -1,0 +1,128 @@
+"""A mixture-of-experts layer and the transformer block around it.
+
+The layer is four steps that know no communication: route, dispatch (order the tokens by expert), experts, combine (back
+to the tokens). What sends tokens to the ranks of their experts goes around the third; what runs a block in segments
+calls the steps one by one. All shapes are known before the values are, and nothing waits for the device.
+
+Letters of the shapes: B samples, S tokens, N = B S, D width, E experts, k experts of a token.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from torchtitan.models.layers import RMSNorm, SwiGLU, autocast_off
+from torchtitan.models.moe import MoEArgs
+from torchtitan.models.moe.experts import Experts
+from torchtitan.models.moe.router import Router, count
+
+
+class Order(NamedTuple):
+    """How N k copies of tokens, copy j of token n being number n k + j, are sorted by expert. All int64."""
+
+    copies: torch.Tensor  # [N k], which copy stands in each row
+    rows: torch.Tensor  # [N k], in which row each copy stands
+    sizes: torch.Tensor  # [E], rows of each expert
+
+
+class MoE(nn.Module):
+    def __init__(self, args: MoEArgs):
+        super().__init__()
+        self.args = args
+        self.router = Router(args)
+        self.experts = Experts(args.dim, args.expert_dim, args.n_experts)
+        self.shared_experts = None
+        if args.n_shared_experts:
+            self.shared_experts = SwiGLU(args.dim, args.n_shared_experts * args.expert_dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, D] -> [B, S, D]"""
+        ids, weights = self.route(x)
+        xs, order = self.dispatch(x, ids, weights)
+        ys = self.experts(xs, order.sizes)
+        return self.finish(x, self.combine(ys, weights, order))
+
+    def route(self, x: torch.Tensor, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [B, S, D] -> ids and weights [N, k]. The weights carry the gradient, of an auxiliary loss too. `ids` that
+        were chosen before are kept, and not counted again.
+        """
+        return self.router(x, ids)
+
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, Order]:
+        """x [B, S, D] -> its rows sorted by expert, [N k, D], and their order."""
+        order = sort_by_expert(ids, self.args.n_experts)
+        xs = _ToExperts.apply(x.flatten(0, 1), order.copies, order.rows)
+        if self.args.score_before_experts:
+            xs = (xs * weights.flatten()[order.copies, None]).to(xs.dtype)
+        return xs, order
+
+    def combine(self, ys: torch.Tensor, weights: torch.Tensor, order: Order) -> torch.Tensor:
+        """ys [N k, D] sorted by expert -> the weighted sum of each token's, [N, D]."""
+        copies = _ToTokens.apply(ys, order.copies, order.rows).unflatten(0, weights.shape)  # [N, k, D]
+        if self.args.score_before_experts:
+            return copies.sum(1)
+        with autocast_off(ys.device.type):
+            return torch.bmm(weights[:, None], copies.to(weights.dtype)).squeeze(1).to(ys.dtype)
+
+    def finish(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """What the layer got, [B, S, D], and what its experts made of it, [N, D] -> its output, [B, S, D]."""
+        y = y.view_as(x)
+        return y if self.shared_experts is None else y + self.shared_experts(x)
+
+
+class MoEBlock(nn.Module):
+    """A transformer block, with experts where others have a feed-forward."""
+
+    def __init__(self, args: MoEArgs, attention: nn.Module):
+        super().__init__()
+        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
+        self.attention = attention
+        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+        self.moe = MoE(args)
+
+    def forward(self, x: torch.Tensor, rotation: torch.Tensor, mask: object) -> torch.Tensor:
+        h = self.attend(x, rotation, mask)
+        return h + self.moe(self.ffn_norm(h))
+
+    def attend(self, x: torch.Tensor, rotation: torch.Tensor, mask: object) -> torch.Tensor:
+        """The first half, x [B, S, D] -> h [B, S, D]; the second is h + moe(ffn_norm(h))."""
+        return x + self.attention(self.attention_norm(x), rotation, mask)
+
+
+def sort_by_expert(ids: torch.Tensor, n_experts: int) -> Order:
+    """ids [N, k] -> the order of their N k copies; those of one expert stay in the order of the tokens."""
+    copies = ids.flatten().argsort(stable=True)
+    rows = torch.empty_like(copies).scatter_(0, copies, torch.arange(copies.numel(), device=ids.device))
+    return Order(copies, rows, count(ids.flatten(), n_experts))
+
+
+class _ToExperts(torch.autograd.Function):
+    """x [N, D] -> [N k, D]. torch's backward of an index adds rows one after the other, in an order that a GPU does not
+    keep to; knowing the way back, it is an index and a sum.
+    """
+
+    @staticmethod
+    def forward(ctx, x, copies, rows):
+        ctx.save_for_backward(rows)
+        ctx.tokens = x.shape[0]
+        return x[copies // (copies.numel() // max(x.shape[0], 1))]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (rows,) = ctx.saved_tensors
+        return grad[rows].view(ctx.tokens, -1, grad.shape[-1]).sum(1), None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    """ys [N k, D], sorted by expert -> the same rows as copies of tokens."""
+
+    @staticmethod
+    def forward(ctx, ys, copies, rows):
+        ctx.save_for_backward(copies)
+        return ys[rows]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (copies,) = ctx.saved_tensors
+        return grad[copies], None, None

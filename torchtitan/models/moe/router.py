@@ -1,0 +1,173 @@
+"""Which experts a token goes to, with which weight, and what keeps their load even.
+
+Two ways of balance. A bias on the scores, used for choosing only and never for the weights, is moved a little once per
+optimizer step against the load that was counted since the last (balance.py). Or a loss, small where a sequence spreads
+its tokens evenly. The choice of experts has no gradient; the weights, which are scores, have.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan.models.layers import autocast_off
+from torchtitan.models.moe import MoEArgs
+
+
+class Gate(nn.Linear):
+    """Logits of the experts, computed in float32 or wider: where scores are close, rounding would choose."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with autocast_off(x.device.type):
+            return F.linear(x.to(dtype), self.weight.to(dtype))
+
+
+class Router(nn.Module):
+    """Buffers: `expert_bias` [E], float32 whatever the weights are, part of checkpoints, and, since they were last
+    taken: `load` [E], tokens by expert; `not_finite` [], the tokens whose scores are not; `aux_loss` [], its sum.
+    """
+
+    def __init__(self, args: MoEArgs):
+        super().__init__()
+        self.args = args
+        self.gate = Gate(args.dim, args.n_experts, bias=False)
+        self.register_buffer("expert_bias", torch.zeros(args.n_experts) if args.expert_bias else None)
+        self.register_buffer("load", torch.zeros(args.n_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("not_finite", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("aux_loss", torch.zeros(()), persistent=False)
+        self.aux_scale: torch.Tensor | None = None
+        # [B, E] counts of this rank's tokens of some sequences -> counts of all tokens of those sequences
+        self.sum_over_sequence: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [B, S, D] -> the experts of each token, ids [B S, k], and their weights [B S, k], at least float32.
+
+        With `ids` they are taken as chosen, and nothing is counted: for whoever runs a layer's forward again.
+        """
+        scores = self.scores(x)
+        flat = scores.flatten(0, 1)
+        again = ids is not None
+        if ids is None:
+            ids = self.choose(flat)
+            if self.training:
+                self._count(ids, flat)
+        weights = self.weigh(flat, ids)
+        if self.args.aux_loss_weight and self.training:
+            weights = self._with_aux_loss(weights, scores, ids, is_first=not again)
+        return ids, weights
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., D] -> [..., E], between 0 and 1."""
+        logits = self.gate(x)
+        return logits.sigmoid() if self.args.score == "sigmoid" else logits.softmax(dim=-1)
+
+    @torch.no_grad()
+    def choose(self, scores: torch.Tensor) -> torch.Tensor:
+        """scores [N, E] -> ids [N, k], in no order."""
+        args = self.args
+        ranked = scores if self.expert_bias is None else scores + self.expert_bias
+        if args.n_groups > 1:
+            groups = ranked.unflatten(-1, (args.n_groups, -1))  # [N, groups, E / groups]
+            best = groups.amax(-1) if args.group_score == "max" else groups.topk(2).values.sum(-1)
+            chosen = best.topk(args.top_groups, sorted=False).indices
+            allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, chosen, True)
+            ranked = groups.masked_fill(~allowed[..., None], -torch.inf).flatten(-2)
+        return ranked.topk(args.top_k, sorted=False).indices
+
+    def weigh(self, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """scores [N, E], ids [N, k] -> [N, k]."""
+        weights = scores.gather(1, ids)
+        if self.args.normalize_top_k:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.args.route_scale
+
+    @torch.no_grad()
+    def update_bias(self, load: torch.Tensor, rate: float) -> None:
+        """Experts with more than the mean of `load` [E] get `rate` less, those with fewer more. Their mean stays: it
+        changes no choice, and would drift.
+        """
+        load = load.to(self.expert_bias)
+        move = rate * (load.mean() - load).sign()
+        self.expert_bias += move - move.mean()
+
+    @torch.no_grad()
+    def _count(self, ids: torch.Tensor, scores: torch.Tensor) -> None:
+        add_once(self.load, count(ids.flatten(), self.args.n_experts))
+        add_once(self.not_finite, (~scores.isfinite().all(-1)).sum())
+
+    def _with_aux_loss(
+        self, weights: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor, is_first: bool
+    ) -> torch.Tensor:
+        """The weights as they are, whose backward also takes in the gradient of the auxiliary loss.
+
+        Per sequence of T tokens the loss is aux_loss_weight * sum_e f_e P_e, f_e = E / (k T) * tokens of expert e, P_e
+        the mean of the expert's share of the scores; it is 1 * aux_loss_weight when all are even. The trainer divides
+        sums over tokens by the number of tokens in the world, so each sequence's loss is multiplied by T: divided
+        likewise, all of them add up to their mean over tokens. As that division happens to the main loss only, after
+        this layer and perhaps on another rank, its factor has to be told before: `aux_scale`.
+        """
+        assert self.aux_scale is not None, "call balance.set_aux_loss_scale with what the summed loss is multiplied by"
+        args, (batch, length) = self.args, scores.shape[:2]
+        shares = scores / scores.sum(-1, keepdim=True) if args.score == "sigmoid" else scores
+        with torch.no_grad():
+            counts = count(ids.view(batch, length * args.top_k), args.n_experts)
+            if self.sum_over_sequence is not None:
+                counts = self.sum_over_sequence(counts)
+            tokens = counts.sum(-1, keepdim=True) / args.top_k
+            often = counts * (args.n_experts / args.top_k) / tokens  # f, [B, E]
+        loss = args.aux_loss_weight * (often * shares.sum(1)).sum()
+        if is_first:
+            add_once(self.aux_loss, loss.detach())
+        return _Attach.apply(weights, loss, self.aux_scale)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "Router":
+        """Buffers have no rule of initial values, so they get theirs on leaving the meta device. They keep their type:
+        in bfloat16, steps of a thousandth would be rounded away.
+        """
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = getattr(self, name)
+            if old.is_meta and not new.is_meta:
+                setattr(self, name, torch.zeros_like(old, device=new.device))
+            elif new.dtype != old.dtype:
+                setattr(self, name, old.to(new.device))
+        return self
+
+
+class _Attach(torch.autograd.Function):
+    """`carrier` unchanged; in backward the scalar `loss` gets the gradient `scale`."""
+
+    @staticmethod
+    def forward(ctx, carrier, loss, scale):
+        ctx.save_for_backward(scale)
+        ctx.dtype = loss.dtype
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (scale,) = ctx.saved_tensors
+        return grad, scale.to(ctx.dtype), None
+
+
+def count(ids: torch.Tensor, n_experts: int) -> torch.Tensor:
+    """ids [..., n] -> how often each expert is among the last axis, int64 [..., E]. Waits for no device."""
+    zeros = torch.zeros(*ids.shape[:-1], n_experts, dtype=torch.int64, device=ids.device)
+    return zeros.scatter_add_(-1, ids, torch.ones_like(ids))
+
+
+@torch.library.custom_op("torchtitan::add_once", mutates_args=("total",))
+def add_once(total: torch.Tensor, amount: torch.Tensor) -> None:
+    """total += amount, but not in a forward that runs inside a backward: activation checkpointing, the second time.
+
+    An operator, and so one node of a compiled graph, because the compiler could not ask which of the two it is.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        total += amount
+
+
+@add_once.register_fake
+def _(total: torch.Tensor, amount: torch.Tensor) -> None:
+    pass

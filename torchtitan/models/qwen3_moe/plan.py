@@ -1,0 +1,15 @@
+"""Which modules of a Qwen 3 with experts each parallelism takes hold of."""
+
+from torchtitan.parallelisms.plan import ParallelPlan
+
+PLAN = ParallelPlan(
+    blocks="layers.*",
+    embedding="tok_embeddings",
+    head=("norm", "output"),
+    gathered=("attention",),
+    column=("attention.w[qkv]",),
+    row=("attention.wo",),
+    replicated=("attention.[qk]_norm",),  # each rank norms its own heads
+    sequence=("attention_norm", "ffn_norm", "moe.router.gate", "moe.experts"),  # whole: expert parallel splits experts
+    experts="moe.experts",
+)
