@@ -1,11 +1,12 @@
-"""The rules of `torchtitan check`: a table of jobs that cannot work and what is said of each."""
+"""The rules of `torchtitan check`: a table of jobs that cannot work and what is said of each. Those on plans of
+parallelism are in test_rules_plan.py."""
 
 from pathlib import Path
 
 import pytest
 
 from torchtitan.config_manager import load
-from torchtitan.rules import BACKENDS, RULES, UNSUPPORTED, Facts, check
+from torchtitan.rules import BACKENDS, RULES, Facts, check
 
 TOKENIZER = Path(__file__).parent / "assets/tokenizer/tiktoken.model"
 
@@ -39,7 +40,8 @@ def test_shipped_tokenizers_fit_the_debug_model(kind):
 NAMES = [
     (
         ["--model.name=lama3"],
-        'model.name: given "lama3"; allowed: one of "llama2", "llama3", "llama3.1", "llama3.2"; did you mean "llama3"?',
+        'model.name: given "lama3"; allowed: one of "llama2", "llama3", "llama3.1", "llama3.2", "deepseek", '
+        '"qwen3_moe"; did you mean "llama3"?',
     ),
     (
         ["--model.flavor=70b"],
@@ -324,54 +326,6 @@ def test_offload_does_not_go_with_the_whole_model_compiled():
     assert line == 'compile.scope: given "model"; allowed: "block" with training.enable_cpu_offload; write "block"'
 
 
-# Ranks
-
-
-@pytest.mark.parametrize(
-    ("shard", "replicate", "ranks", "expected"),
-    [
-        (2, 1, 2, None),
-        (-1, 2, 4, None),
-        (2, 2, 4, None),
-        (
-            4,
-            1,
-            2,
-            "given data_parallel_shard 4 = 4; allowed: degrees whose product is the number of ranks, 2; "
-            "start 4 ranks, or write -1 to shard over those that are left",
-        ),
-        (
-            2,
-            3,
-            4,
-            "given data_parallel_shard 2 x data_parallel_replicate 3 = 6; allowed: degrees whose product is the number "
-            "of ranks, 4; start 6 ranks, or write -1 to shard over those that are left",
-        ),
-        (
-            -1,
-            3,
-            4,
-            "given 4 ranks; allowed: ranks that can be divided by data_parallel_replicate 3 = 3; start a multiple of 3 "
-            "ranks, or lower a degree",
-        ),
-        (0, 1, 1, "given 0; allowed: at least 1, or -1 for the ranks that are left; write -1"),
-    ],
-)
-def test_degrees_and_ranks(shard, replicate, ranks, expected):
-    words = [f"--parallelism.data_parallel_shard_degree={shard}"]
-    words += [f"--parallelism.data_parallel_replicate_degree={replicate}"]
-    found = lines(*words, ranks=ranks)
-    assert found == ([f"parallelism.data_parallel_shard_degree: {expected}"] if expected else [])
-
-
-@pytest.mark.parametrize("key", UNSUPPORTED)
-def test_what_is_not_in_this_version_is_refused(key):
-    word = f"--{key}" if UNSUPPORTED[key] is False else f"--{key}=2"
-    expected = "it is not in this version; data parallel is (shard, replicate, both)"
-    assert [line for line in lines(word, ranks=2) if line.endswith(expected)]
-    assert not [line for line in lines(f"--{key}={str(UNSUPPORTED[key]).lower()}", ranks=2)]
-
-
 # Files
 
 
@@ -416,7 +370,7 @@ def test_an_unknown_dataset_has_one_fault():
 def test_a_run_with_checkpoints_of_its_own_needs_the_first_one_no_more(tmp_path, monkeypatch):
     words = ["--checkpoint.enable", "--checkpoint.initial_load_path=gone"]
     assert len(lines(*words)) == 1
-    monkeypatch.setattr("torchtitan.rules.newest_complete", lambda root: (root / "step-00000001", []))
+    monkeypatch.setattr("torchtitan.rules.output.newest_complete", lambda root: (root / "step-00000001", []))
     assert lines(*words) == []
 
 

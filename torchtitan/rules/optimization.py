@@ -1,0 +1,79 @@
+"""Rules on the optimizer, its schedule, precision, recompute and compile."""
+
+import shutil
+from collections.abc import Iterator
+
+from torchtitan.lr_shapes import ScheduleError
+from torchtitan.options import Fault
+from torchtitan.rules.facts import Facts
+
+BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
+"""Backends of torch.compile that come with torch and train."""
+
+
+def schedule_fits(facts: Facts) -> Iterator[Fault]:
+    shape = facts.config.lr_scheduler
+    try:
+        facts.schedule  # noqa: B018 (it is made to see whether it can be)
+    except ScheduleError as error:
+        yield facts.fault(error.key, error.allowed, error.remedy)
+    if shape.decay_ratio is not None and shape.decay_type == "constant":
+        yield facts.fault("lr_scheduler.decay_ratio", 'unset with decay_type = "constant"', "drop one of the two")
+    if shape.num_cycles > 1 and shape.decay_type != "cosine_restarts":
+        yield facts.fault("lr_scheduler.num_cycles", '1, except with decay_type = "cosine_restarts"', "drop it")
+
+
+def step_in_backward(facts: Facts) -> Iterator[Fault]:
+    config, key = facts.config, "optimizer.early_step_in_backward"
+    if not config.optimizer.early_step_in_backward:
+        return
+    if config.training.max_norm > 0:
+        why = "clipping needs all gradients at once, and here each is gone before the next is there"
+        yield facts.fault("training.max_norm", f"0 with {key}", why)
+    if facts.samples and config.training.global_batch_size > facts.samples:
+        why = "accumulation keeps gradients from one forward pass to the next"
+        yield facts.fault("training.global_batch_size", f"-1 or {facts.samples} with {key}", why)
+    if facts.tp > 1 or facts.cp > 1:
+        why = "norms' gradients are summed over tensor-parallel ranks after backward"
+        why = why if facts.tp > 1 else "it has been shown equal to one device with data parallel alone"
+        yield facts.fault(key, "false with tensor or context parallel", why)
+    if config.training.enable_cpu_offload and facts.device == "cuda":
+        why = "before torch 2.13, FSDP2 hands over gradients whose copy to the host has not ended (pytorch #180666)"
+        yield facts.fault(key, "false with training.enable_cpu_offload on a GPU", why)
+
+
+def precision(facts: Facts) -> Iterator[Fault]:
+    training = facts.config.training
+    if training.dtype == "bfloat16" and training.mixed_precision_param == "float32":
+        why = "computing in float32 adds nothing to weights kept in bfloat16"
+        yield facts.fault("training.mixed_precision_param", '"bfloat16" with training.dtype = "bfloat16"', why)
+
+
+def recompute_and_compile(facts: Facts) -> Iterator[Fault]:
+    config, compiled = facts.config, facts.config.compile
+    if config.activation_checkpoint.mode == "memory_budget" and not facts.compiles_model:
+        allowed = "with a compiled model only, as the compiler keeps to the budget"
+        remedy = 'set compile.enable = true with "model" in compile.components, or another mode'
+        yield facts.fault("activation_checkpoint.mode", allowed, remedy)
+    if compiled.enable and not compiled.components:
+        yield facts.fault("compile.components", '"model", "loss" or both', "or set compile.enable = false")
+    if compiled.enable and compiled.scope == "model" and set(compiled.components) != {"model", "loss"}:
+        why = "the whole model has its loss in it"
+        yield facts.fault("compile.components", '["model", "loss"] with compile.scope = "model"', why)
+    if compiled.enable and compiled.scope == "model" and (facts.shard or 1) > 1:
+        allowed = f'"block" where parameters are sharded (here over {facts.shard} ranks)'
+        remedy = 'write "block", or parallelism.data_parallel_shard_degree = 1 with replicas'
+        yield facts.fault("compile.scope", allowed, remedy)
+    cut = [f"{name} {degree}" for name, degree in (("tp", facts.tp), ("cp", facts.cp), ("pp", facts.pp)) if degree > 1]
+    if compiled.enable and compiled.scope == "model" and cut:
+        yield facts.fault("compile.scope", f'"block" where the model itself is cut ({", ".join(cut)})', 'write "block"')
+    if compiled.enable and compiled.backend == "inductor" and facts.device == "cpu" and not has_cpp_compiler():
+        remedy = "install one (Debian, Ubuntu: apt install g++), or set compile.enable = false"
+        yield facts.fault("compile.enable", "with a C++ compiler only, which inductor calls on a CPU", remedy)
+    if compiled.enable and compiled.scope == "model" and config.training.enable_cpu_offload:
+        yield facts.fault("compile.scope", '"block" with training.enable_cpu_offload', 'write "block"')
+
+
+def has_cpp_compiler() -> bool:
+    """As inductor looks for one, the environment's CXX aside."""
+    return any(map(shutil.which, ("g++", "clang++", "c++")))

@@ -1,0 +1,119 @@
+"""Rules on trackers, the profiler, checkpoints and folders, and on options that would do nothing."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchtitan.checkpoint.layout import newest_complete, resolve
+from torchtitan.options import Fault, show
+from torchtitan.rules.facts import Facts
+
+
+def trackers(facts: Facts) -> Iterator[Fault]:
+    if facts.config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
+        remedy = "pip install 'torchtitan-toml[wandb]', or leave it out"
+        yield facts.fault("metrics.enable_wandb", "with the wandb package only, which is not installed", remedy)
+
+
+def needs_a_gpu(facts: Facts) -> Iterator[Fault]:
+    if facts.device == "cuda":
+        return
+    config = facts.config
+    if config.training.dataloader.pin_memory:
+        yield facts.fault("training.dataloader.pin_memory", "false without a GPU", "it speeds copies to one")
+    if config.checkpoint.async_mode == "async_with_pinned_mem":
+        yield facts.fault("checkpoint.async_mode", '"async" or "disabled" without a GPU', 'write "async"')
+    if config.profiling.enable_memory_snapshot:
+        yield facts.fault("profiling.enable_memory_snapshot", "false without a GPU", "it records CUDA's allocator")
+    if config.model.attention_backend == "flex":
+        yield facts.fault("model.attention_backend", '"auto" or "sdpa" without a GPU', "flex has no backward on a CPU")
+
+
+def checkpoint_rules(facts: Facts) -> Iterator[Fault]:
+    options, key = facts.config.checkpoint, "checkpoint."
+    if options.keep_latest_k == 1:
+        why = "the only checkpoint would be deleted for one that nobody has read yet"
+        yield facts.fault(key + "keep_latest_k", "0 (all) or at least 2", why)
+    needs_enable = {"load_step": options.load_step >= 0, "initial_load_path": options.initial_load_path is not None}
+    used_alone = ("load_only", "last_save_model_only", "enable_first_step_checkpoint")
+    needs_enable |= {name: getattr(options, name) for name in used_alone}
+    for name in (name for name, used in needs_enable.items() if used and not options.enable):
+        yield facts.fault(key + name, "nothing with checkpoint.enable = false", "set checkpoint.enable = true")
+    if options.load_only and (options.last_save_model_only or options.enable_first_step_checkpoint):
+        name = "last_save_model_only" if options.last_save_model_only else "enable_first_step_checkpoint"
+        yield facts.fault(key + name, "false with checkpoint.load_only, which never saves", "drop one of the two")
+    if options.last_save_in_hf and not options.last_save_model_only:
+        yield facts.fault(key + "last_save_in_hf", "true only with last_save_model_only", "set both")
+    if options.initial_load_in_hf and options.initial_load_path is None:
+        yield facts.fault(key + "initial_load_in_hf", "true only with initial_load_path", "set the path")
+    if options.initial_load_in_hf and not options.initial_load_model_only:
+        why = "safetensors of Hugging Face hold no optimizer state"
+        yield facts.fault(key + "initial_load_model_only", "true with initial_load_in_hf", why)
+    if options.enable and options.initial_load_path is not None:
+        yield from _initial_load(facts, Path(options.initial_load_path))
+
+
+def _initial_load(facts: Facts, path: Path) -> Iterator[Fault]:
+    key, options = "checkpoint.initial_load_path", facts.config.checkpoint
+    try:
+        if newest_complete(Path(facts.config.job.dump_folder, options.folder))[0] is not None:
+            return  # this run goes on from its own checkpoint and needs the first one no more
+        if not options.initial_load_in_hf:
+            resolve(path)
+        elif not any(path.glob("*.safetensors")):
+            yield facts.fault(key, "a folder with *.safetensors", "there are none")
+    except (OSError, ValueError) as error:  # NothingLoadable, and names that no folder can have
+        yield facts.fault(key, "a checkpoint", str(error))
+
+
+USED_BY_THE_RUN = {".", "model", "model_hf", "config.toml", "metrics.jsonl", "training.png", "wandb_run_id"}
+
+
+def folders(facts: Facts) -> Iterator[Fault]:
+    config = facts.config
+    for key, folder in {
+        "checkpoint.folder": config.checkpoint.folder,
+        "metrics.save_tb_folder": config.metrics.save_tb_folder,
+        "profiling.save_traces_folder": config.profiling.save_traces_folder,
+        "profiling.save_memory_snapshot_folder": config.profiling.save_memory_snapshot_folder,
+    }.items():
+        if folder.strip() and os.path.normpath(folder).split(os.sep)[0] in USED_BY_THE_RUN:
+            others = ", ".join(map(show, sorted(USED_BY_THE_RUN)))
+            yield facts.fault(key, f"a name that the run does not use itself ({others})", "give another")
+        elif not folder.strip() or "\0" in folder or Path(folder).is_absolute() or ".." in Path(folder).parts:
+            yield facts.fault(key, "a folder inside job.dump_folder", "give its name alone")
+    key, dump = "job.dump_folder", config.job.dump_folder
+    if not dump.strip() or "\0" in dump:
+        yield facts.fault(key, "a folder", 'write "./outputs"')
+        return
+    try:
+        existing = next(p for p in (Path(dump).absolute(), *Path(dump).absolute().parents) if p.exists())
+    except OSError as error:
+        yield facts.fault(key, "a folder", f"{error.strerror}; name another folder")
+        return
+    if not existing.is_dir():
+        yield facts.fault(key, "a folder", f"{existing} is a file; name another folder")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield facts.fault(key, "a folder that can be written to", f"{existing} cannot; name another folder")
+
+
+def profiler_window(facts: Facts) -> Iterator[Fault]:
+    profiling = facts.config.profiling
+    window = profiling.profiler_warmup + profiling.profiler_active
+    if (profiling.enable_profiling or profiling.enable_memory_snapshot) and profiling.profile_freq < window:
+        allowed = f"at least profiler_warmup {profiling.profiler_warmup} + profiler_active {profiling.profiler_active}"
+        yield facts.fault("profiling.profile_freq", f"{allowed} = {window}", f"write {window} or more")
+
+
+def without_effect(facts: Facts) -> Iterator[Fault]:
+    """Options that are set and would do nothing."""
+    config = facts.config
+    if config.debug.deterministic_warn_only and not config.debug.deterministic:
+        yield facts.fault("debug.deterministic_warn_only", "false without debug.deterministic", "set both or neither")
+    if config.metrics.save_for_all_ranks and not config.metrics.enable_tensorboard:
+        yield facts.fault("metrics.save_for_all_ranks", "false without enable_tensorboard", "set both or neither")
+    if config.checkpoint.exclude_from_loading and not config.checkpoint.enable:
+        yield facts.fault("checkpoint.exclude_from_loading", "nothing with checkpoint.enable = false", "enable them")
+    if config.checkpoint.export_dtype != "float32" and not config.checkpoint.last_save_model_only:
+        yield facts.fault("checkpoint.export_dtype", "float32 without last_save_model_only", "set both or neither")

@@ -1,0 +1,192 @@
+"""Rules on pipeline parallel: the schedule, the cut into stages, microbatches, and what does not go with it."""
+
+from collections.abc import Iterator
+
+from torchtitan.config import Parallelism
+from torchtitan.options import Fault, hint, show
+from torchtitan.parallelisms.pipeline_cut import (
+    SCHEDULES,
+    ScheduleTraits,
+    check_microbatches,
+    check_modules,
+    check_stages,
+    layers_of_stages,
+    model_modules,
+    num_microbatches,
+    num_stages_for,
+    schedule_traits,
+)
+from torchtitan.parallelisms.schedule_actions import INPUT_GRAD, WEIGHT_GRAD, ScheduleTableError, num_stages_of
+from torchtitan.rules.facts import Facts
+
+SCHEDULE, CSV = "parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_schedule_csv"
+PARTS, SIZE = "parallelism.module_fqns_per_model_part", "parallelism.pipeline_parallel_layers_per_stage"
+WHOLE_BACKWARD = ("Interleaved1F1B", "LoopedBFS", "1F1B", "GPipe")
+"""Schedules that compile, the quickest first."""
+
+
+def traits_of(facts: Facts) -> ScheduleTraits | None:
+    """Of the job's schedule; None without a pipeline, with a schedule from a file, and with one that is not known."""
+    try:
+        degrees = facts.config.parallelism
+        by_name = facts.pp > 1 and degrees.pipeline_parallel_schedule_csv is None
+        return schedule_traits(degrees.pipeline_parallel_schedule) if by_name else None
+    except ValueError:
+        return None
+
+
+def num_stages(facts: Facts, schedule: str) -> int:
+    """Stages of the whole pipeline. ValueError where the model cannot be cut that way for the schedule."""
+    degrees, parts = facts.config.parallelism, facts.config.parallelism.module_fqns_per_model_part
+    if parts is not None:
+        check_stages(schedule, facts.pp, len(parts))
+        return len(parts)
+    return num_stages_for(
+        schedule,
+        facts.pp,
+        facts.args.n_layers,
+        degrees.pipeline_parallel_layers_per_stage,
+        degrees.pipeline_parallel_first_stage_less_layers,
+        degrees.pipeline_parallel_last_stage_less_layers,
+    )
+
+
+def layers_by_stage(facts: Facts) -> list[int]:
+    """How many layers each stage of a job without faults has."""
+    degrees, table = facts.config.parallelism, facts.schedule_table
+    if degrees.module_fqns_per_model_part is not None:
+        return [sum(name.startswith("layers.") for name in part) for part in degrees.module_fqns_per_model_part]
+    stages = num_stages_of(table) if table is not None else num_stages(facts, degrees.pipeline_parallel_schedule)
+    less = degrees.pipeline_parallel_first_stage_less_layers, degrees.pipeline_parallel_last_stage_less_layers
+    return layers_of_stages(facts.args.n_layers, stages, *less)
+
+
+def known_schedule(facts: Facts) -> Iterator[Fault]:
+    degrees = facts.config.parallelism
+    if facts.pp > 1 and degrees.pipeline_parallel_schedule_csv is None and traits_of(facts) is None:
+        given = degrees.pipeline_parallel_schedule
+        yield facts.fault(SCHEDULE, f"one of {', '.join(map(show, SCHEDULES))}", hint(given, SCHEDULES, quote=True))
+
+
+def named_parts_are_the_model(facts: Facts) -> Iterator[Fault]:
+    parts = facts.config.parallelism.module_fqns_per_model_part
+    if facts.pp > 1 and parts is not None and facts.args:
+        try:
+            check_modules(parts, model_modules(facts.args.n_layers))
+        except ValueError as error:
+            yield facts.fault(PARTS, "a list of module names for each stage", str(error), given=f"{len(parts)} stages")
+
+
+def stages_suit_the_schedule(facts: Facts) -> Iterator[Fault]:
+    """Enough layers for the stages, and stages as the schedule and the ranks need them."""
+    degrees, traits = facts.config.parallelism, traits_of(facts)
+    if traits is None or facts.args is None:
+        return
+    try:
+        num_stages(facts, traits.name)
+    except ValueError as error:
+        allowed = f"stages that suit {traits.name} on {facts.pp} ranks"
+        if degrees.module_fqns_per_model_part is not None:
+            yield facts.fault(PARTS, allowed, str(error), given=f"{len(degrees.module_fqns_per_model_part)} stages")
+        elif degrees.pipeline_parallel_layers_per_stage is not None:
+            yield facts.fault(SIZE, allowed, str(error))
+        else:
+            yield facts.fault("parallelism.pipeline_parallel_degree", allowed, str(error))
+
+
+def schedule_of_a_file(facts: Facts) -> Iterator[Fault]:
+    """Every action is there once and can run, and nothing else says how many stages there are."""
+    degrees, table = facts.config.parallelism, facts.schedule_table
+    if facts.pp == 1 or degrees.pipeline_parallel_schedule_csv is None:
+        return
+    if degrees.pipeline_parallel_schedule != Parallelism().pipeline_parallel_schedule:
+        yield facts.fault(SCHEDULE, f"its default with {CSV}", "drop one of the two")
+    if degrees.pipeline_parallel_layers_per_stage is not None:
+        yield facts.fault(SIZE, f"unset with {CSV}, whose stages decide", "drop one of the two")
+    if isinstance(table, ScheduleTableError):
+        for fault in table.faults:
+            yield facts.fault(CSV, fault.allowed, fault.remedy, given=f"{fault.where}: {fault.given}")
+    elif table is not None and facts.args and num_stages_of(table) > facts.args.n_layers:
+        allowed = f"at most as many stages as layers, {facts.args.n_layers}"
+        given = f"{degrees.pipeline_parallel_schedule_csv} with {num_stages_of(table)} stages"
+        yield facts.fault(CSV, allowed, "write a schedule with fewer stages", given)
+
+
+def named_parts_alone(facts: Facts) -> Iterator[Fault]:
+    """Where the stages are named, nothing else decides the cut."""
+    degrees, defaults = facts.config.parallelism, Parallelism()
+    if facts.pp > 1 and degrees.module_fqns_per_model_part is not None:
+        for option in ("layers_per_stage", "first_stage_less_layers", "last_stage_less_layers"):
+            name = f"pipeline_parallel_{option}"
+            if getattr(degrees, name) != getattr(defaults, name):
+                yield facts.fault(f"parallelism.{name}", f"its default with {PARTS}", "drop one of the two")
+
+
+def microbatches_divide(facts: Facts) -> Iterator[Fault]:
+    size = facts.config.parallelism.pipeline_parallel_microbatch_size
+    if facts.pp == 1:
+        return
+    try:
+        num_microbatches(facts.config.training.local_batch_size, size)
+    except ValueError as error:
+        yield facts.fault(
+            "parallelism.pipeline_parallel_microbatch_size", "what divides training.local_batch_size", str(error)
+        )
+
+
+def schedule_has_its_microbatches(facts: Facts) -> Iterator[Fault]:
+    traits = traits_of(facts)
+    if traits and (fault := _microbatch_fault(facts, traits.name)):
+        given = f"{facts.config.training.local_batch_size}, {facts.microbatches} microbatches"
+        yield facts.fault("training.local_batch_size", f"microbatches that suit {traits.name}", fault, given)
+
+
+def _microbatch_fault(facts: Facts, schedule: str) -> str:
+    """Why the schedule cannot run this job's microbatches; nothing where it can, or where other rules speak."""
+    if facts.args is None or facts.microbatches is None:
+        return ""
+    try:
+        stages = num_stages(facts, schedule)
+    except ValueError:
+        return ""
+    try:
+        check_microbatches(schedule, facts.microbatches, facts.pp, stages)
+        return ""
+    except ValueError as error:
+        return str(error)
+
+
+def split_backward_is_not_compiled(facts: Facts) -> Iterator[Fault]:
+    """What a compiled block hands back, it hands back at once: gradients of its input and of its weights."""
+    table, traits = facts.schedule_table, traits_of(facts)
+    if not facts.config.compile.enable:
+        return
+    if traits and traits.split_backward:
+        nearest = next((name for name in WHOLE_BACKWARD if _suits(facts, name)), None)
+        write = f"write {show(nearest)}, or " if nearest else "set "
+        yield facts.fault(SCHEDULE, "a schedule without split backward with compile", f"{write}compile.enable = false")
+    if isinstance(table, list) and any(action.kind in (INPUT_GRAD, WEIGHT_GRAD) for row in table for action in row):
+        allowed = "a schedule without split backward (I and W) with compile"
+        yield facts.fault(CSV, allowed, "write B for the two, or compile.enable = false")
+
+
+def _suits(facts: Facts, schedule: str) -> bool:
+    try:
+        return facts.args is None or (num_stages(facts, schedule) > 0 and not _microbatch_fault(facts, schedule))
+    except ValueError:
+        return False
+
+
+def excluded_by_a_pipeline(facts: Facts) -> Iterator[Fault]:
+    config = facts.config
+    if facts.pp == 1:
+        return
+    if config.optimizer.early_step_in_backward:
+        why = "each microbatch adds to the gradients, and a step is due after the last"
+        yield facts.fault("optimizer.early_step_in_backward", "false with a pipeline", why)
+    if config.parallelism.fsdp_prefetch:
+        why = "stages keep what they gather until the last microbatch"
+        yield facts.fault("parallelism.fsdp_prefetch", "0 with a pipeline", why)
+    if config.parallelism.fsdp_reshard_after_forward == "always":
+        why = "parameters would be gathered again for each microbatch"
+        yield facts.fault("parallelism.fsdp_reshard_after_forward", '"default" or "never" with a pipeline', why)

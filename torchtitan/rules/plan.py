@@ -1,0 +1,79 @@
+"""Rules on the degrees of parallelism, the ranks and the batches."""
+
+import math
+from collections.abc import Iterator
+
+from torchtitan.config import Parallelism
+from torchtitan.options import Fault
+from torchtitan.rules.facts import Facts
+
+NEEDS_DEGREE = {
+    "tensor_parallel_degree": (
+        "disable_sequence_parallel",
+        "disable_loss_parallel",
+        "enable_async_tensor_parallel",
+    ),
+    "context_parallel_degree": ("context_parallel_load_balancer", "context_parallel_rotate_method"),
+    "pipeline_parallel_degree": (
+        "module_fqns_per_model_part",
+        "pipeline_parallel_first_stage_less_layers",
+        "pipeline_parallel_last_stage_less_layers",
+        "pipeline_parallel_layers_per_stage",
+        "pipeline_parallel_schedule",
+        "pipeline_parallel_schedule_csv",
+        "pipeline_parallel_microbatch_size",
+    ),
+}
+"""Options that do nothing while their degree is 1."""
+
+
+def degrees_fit_the_ranks(facts: Facts) -> Iterator[Fault]:
+    degree, key = facts.config.parallelism.data_parallel_shard_degree, "parallelism.data_parallel_shard_degree"
+    others = math.prod(facts.other_degrees.values())
+    product = " x ".join(f"{name.removesuffix('_degree')} {n}" for name, n in facts.other_degrees.items() if n > 1)
+    if degree == 0:
+        yield facts.fault(key, "at least 1, or -1 for the ranks that are left", "write -1")
+    elif facts.shard is None and degree == -1:
+        several = sum(n > 1 for n in facts.other_degrees.values()) > 1
+        allowed = f"ranks that can be divided by {product}" + f" = {others}" * several
+        remedy = f"start a multiple of {others} ranks, or lower a degree"
+        yield facts.fault(key, allowed, remedy, given=f"{facts.world_size} rank{'s' * (facts.world_size > 1)}")
+    elif facts.shard is None:
+        arithmetic = f"data_parallel_shard {degree}" + f" x {product}" * bool(product) + f" = {degree * others}"
+        remedy = f"start {degree * others} ranks, or write -1 to shard over those that are left"
+        yield facts.fault(key, f"degrees whose product is the number of ranks, {facts.world_size}", remedy, arithmetic)
+
+
+def batch_divides(facts: Facts) -> Iterator[Fault]:
+    asked, samples = facts.config.training.global_batch_size, facts.samples
+    key = "training.global_batch_size"
+    if asked == 0:
+        yield facts.fault(key, "at least 1, or -1 for one forward pass a step", "write -1")
+    elif asked > 0 and samples and asked % samples:
+        local = facts.config.training.local_batch_size
+        allowed = f"a multiple of local_batch_size {local} x {samples // local} data-parallel ranks = {samples}"
+        below = asked // samples * samples
+        remedy = f"write {below} or {below + samples}" if below else f"write {samples} or fewer samples a rank"
+        yield facts.fault(key, allowed, remedy)
+
+
+def needs_its_degree(facts: Facts) -> Iterator[Fault]:
+    degrees, defaults = facts.config.parallelism, Parallelism()
+    for degree, names in NEEDS_DEGREE.items():
+        if getattr(degrees, degree) > 1:
+            continue
+        for name in names:
+            if getattr(degrees, name) != getattr(defaults, name):
+                allowed = f"its default while parallelism.{degree} = 1"
+                yield facts.fault(f"parallelism.{name}", allowed, "leave it out")
+
+
+def needs_shards(facts: Facts) -> Iterator[Fault]:
+    degrees = facts.config.parallelism
+    if facts.fsdp_shards != 1 or facts.config.training.enable_cpu_offload:
+        return
+    if degrees.fsdp_prefetch:
+        yield facts.fault("parallelism.fsdp_prefetch", "0 where nothing is sharded", "leave it out")
+    if degrees.fsdp_reshard_after_forward != "default":
+        allowed = '"default" where nothing is sharded'
+        yield facts.fault("parallelism.fsdp_reshard_after_forward", allowed, "leave it out")
