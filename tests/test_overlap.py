@@ -1,0 +1,102 @@
+"""Segmented stages under every schedule and recompute policy give the gradients of one process, FSDP included."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from tests import toy_moe
+from tests.overlap_runs import CUTS, EP, MICROBATCHES, PP, SCHEDULES, check, random_case, run_case
+from tests.pool import run_ranks
+from tests.test_segments import POLICIES
+from torchtitan.parallelisms.schedule_tables import build_table
+from torchtitan.parallelisms.segmented_stage import SegmentedStage
+
+
+def table_case(schedule, policy):
+    name, chunks, overlap = SCHEDULES[schedule]
+    table = build_table(name, PP, MICROBATCHES, chunks, overlap=overlap)
+    return run_case(name, policy, overlap, table, CUTS[PP * chunks])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_and_policy_gives_the_gradients_of_one_process(schedule, policy):
+    """Also: recomputed once, sizes exchanged once, all-to-alls at the minimum, the same on both ranks of a group."""
+    for result in run_ranks(4, table_case, schedule, policy):
+        check(result, policy)
+
+
+def random_cases(seed, number):
+    results = []
+    chooser = random.Random(seed)
+    for _ in range(number):
+        name, table, cuts, kinds, policy, overlap, microbatches = random_case(chooser)
+        result = run_case(name, policy, overlap, table, cuts, kinds, microbatches)
+        results.append(result | {"policy": policy, "microbatches": microbatches})
+    return results
+
+
+def test_random_stages_over_gloo():
+    for results in run_ranks(4, random_cases, 1, 8):
+        for result in results:
+            check(result, result["policy"], result["microbatches"])
+
+
+# FSDP
+
+
+def shard(part, mesh, precision):
+    """As data_parallel does it; experts belong to their rank."""
+    experts = {p for name, p in part.named_parameters() if ".experts." in name}
+    for module in [*part.layers.values(), part]:
+        fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=False, ignored_params=experts)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def sharded(schedule, policy, dtype=torch.float64, kinds=toy_moe.LAYERS, microbatches=MICROBATCHES):
+    name, chunks, overlap = SCHEDULES[schedule]
+    mesh = dist.init_device_mesh("cpu", (PP, EP), mesh_dim_names=("pp", "dp"))["dp"]
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float64, cast_forward_inputs=False)
+    table = build_table(name, PP, microbatches, chunks, overlap=overlap)
+    return run_case(
+        name,
+        policy,
+        overlap,
+        table,
+        CUTS[PP * chunks],
+        kinds,
+        microbatches,
+        prepare=lambda part: shard(part, mesh, precision),
+        dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize("policy", ["none", "full_keep_comm", "full"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble + overlap", "DualPipeV + overlap"])
+def test_with_fsdp(schedule, policy):
+    for result in run_ranks(4, sharded, schedule, policy):
+        check(result, policy)
+
+
+def rounded(microbatches):
+    """Errors where microbatches are computed in bfloat16: as it is, and were their sum left to autograd."""
+    found = []
+    add_up = SegmentedStage.add_up_gradients
+    for change in (add_up, lambda stage: None):
+        SegmentedStage.add_up_gradients = change
+        try:
+            found.append(sharded("DualPipeV + overlap", "none", torch.bfloat16, "dddddd", microbatches)["error"])
+        finally:
+            SegmentedStage.add_up_gradients = add_up
+    return found
+
+
+def test_mixed_precision_adds_up_in_the_type_of_the_reduction():
+    """Against bfloat16 microbatches summed in float64: what is left is the order of sums in one, at most 2^-9. A sum in
+    bfloat16 would round once a microbatch."""
+    results = run_ranks(4, rounded, 32)
+    assert max(right for right, _ in results) < 2**-9 < max(wrong for _, wrong in results), results

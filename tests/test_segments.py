@@ -1,0 +1,373 @@
+"""Programs, policies, lists of nodes, one microbatch alone, and backward in two halves. No process group."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import toy_moe
+from torchtitan.parallelisms.chunk import Chunk
+from torchtitan.parallelisms.exchange import NoExchange
+from torchtitan.parallelisms.overlap import Loop, alone, merge, slots
+from torchtitan.parallelisms.segments import (
+    COMPUTE,
+    ISSUE,
+    CountExchange,
+    Exchange,
+    NodeLists,
+    Policy,
+    Program,
+    Segment,
+)
+from torchtitan.parallelisms.split_backward import backward_inputs
+
+SAVED = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}
+POLICIES = {
+    "none": Policy(),
+    "selective": Policy("selective", save_op=SAVED.__contains__),
+    "selective 2": Policy("selective", every=2),
+    "full_keep_comm": Policy("full_keep_comm"),
+    "full": Policy("full"),
+}
+
+
+def nothing(meta, *tensors):
+    return tensors[0]
+
+
+def moe(name="b"):
+    return Program(
+        name,
+        (
+            Segment("attention", nothing, ("x",), ("h",)),
+            Segment("route", nothing, ("h",), ("xs", "w"), light=True),
+            CountExchange(),
+            Exchange("dispatch", "xs", "y"),
+            Segment("experts", nothing, ("y",), ("z",)),
+            Exchange("combine", "z", "zc", back=True),
+            Segment("rest", nothing, ("h", "w", "zc"), ("out",), light=True),
+        ),
+    )
+
+
+def texts(nodes):
+    return [str(node) for node in nodes]
+
+
+# Programs and policies
+
+
+@pytest.mark.parametrize(
+    "steps, words",
+    [
+        ((Segment("a", nothing, ("y",), ("out",)),), "needs 'y'"),
+        ((Segment("a", nothing, ("x",), ("x",)),), "a second time"),
+        ((Segment("a", nothing, ("x",), ("y",)),), "no step makes the output 'out'"),
+        ((Exchange("a", "x", "out"), Segment("b", nothing, ("x",), ("out",))), "a second time"),
+    ],
+)
+def test_a_program_with_a_wrong_name_is_refused(steps, words):
+    with pytest.raises(ValueError, match=words):
+        Program("block", steps)
+
+
+@pytest.mark.parametrize(
+    "arguments, words", [({"mode": "half"}, "choose one of"), ({"mode": "selective"}, "operators to save")]
+)
+def test_an_impossible_policy_is_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        Policy(**arguments)
+
+
+# Lists of nodes
+
+
+def test_forward_waits_as_late_as_it_can():
+    assert texts(NodeLists([moe()], Policy()).forward) == [
+        "compute F b.attention",
+        "compute F b.route",
+        "post F b.counts",
+        "wait F b.counts",
+        "issue F b.dispatch",
+        "wait F b.dispatch",
+        "compute F b.experts",
+        "issue F b.combine",
+        "wait F b.combine",
+        "compute F b.rest",
+        "done F output",
+    ]
+
+
+def test_backward_recomputes_the_experts_while_their_gradient_travels():
+    nodes = texts(NodeLists([moe()], Policy("full_keep_comm")).backward)
+    assert nodes == [
+        "compute R b.attention",
+        "compute R b.route",
+        "compute R b.rest",
+        "compute B b.rest",
+        "issue B b.combine",
+        "compute R b.experts",
+        "wait B b.combine",
+        "compute I b.experts",  # an all-to-all waits for it, so the weights come later
+        "issue B b.dispatch",
+        "wait B b.dispatch",
+        "compute B b.route",
+        "compute I b.attention",  # the rank before waits for it
+        "done I input gradient",
+    ]
+
+
+@pytest.mark.parametrize("policy, exchanges", [("none", 0), ("full_keep_comm", 0), ("full", 2)])
+def test_recomputed_once_and_what_it_communicates(policy, exchanges):
+    lists = NodeLists([moe("a"), moe("b")], POLICIES[policy])
+    for nodes in (lists.backward, lists.input_grads):
+        again = [node for node in nodes if node.phase == "R"]
+        computed = [node.name for node in again if node.kind == COMPUTE]
+        assert len(computed) == len(set(computed)) == (0 if policy == "none" else 8)
+        assert sum(node.kind == ISSUE for node in again) == 2 * exchanges
+        assert not any(node.name.endswith("counts") for node in nodes)  # sizes are never exchanged again
+
+
+def test_split_backward_leaves_all_weights_of_heavy_segments():
+    lists = NodeLists([moe("a"), moe("b")], Policy())
+    halves = [node.name for node in lists.input_grads if node.phase == "I" and node.kind == COMPUTE]
+    assert halves == ["b.experts", "b.attention", "a.experts", "a.attention"]
+
+
+def test_every_second_block():
+    lists = NodeLists([moe("a"), moe("b"), moe("c")], Policy("selective", every=2))
+    assert {node.name[0] for node in lists.backward if node.phase == "R"} == {"a", "c"}
+
+
+# The order of a pair
+
+
+def test_pair_backward_first_then_in_turn():
+    lists = NodeLists([moe()], Policy())
+    order = [(turn.of, str(turn.node)) for turn in merge(lists.forward, lists.backward)]
+    issues = [(of, text) for of, text in order if text.startswith("issue")]
+    assert issues == [
+        (1, "issue B b.combine"),
+        (0, "issue F b.dispatch"),
+        (1, "issue B b.dispatch"),
+        (0, "issue F b.combine"),
+    ]
+    for i, (of, text) in enumerate(order):  # beside every all-to-all the other direction computes
+        if text.startswith("issue"):
+            wait = order.index((of, text.replace("issue", "wait")))
+            assert any(o != of and t.startswith("compute") for o, t in order[i:wait])
+
+
+@pytest.mark.parametrize("forward, backward", [(1, 3), (3, 1), (0, 2), (2, 0), (0, 0)])
+def test_pair_of_unequal_stages_keeps_both_orders(forward, backward):
+    dense = Program("d", (Segment("all", nothing, ("x",), ("out",)),))
+    ahead = NodeLists([moe(str(i)) for i in range(forward)] or [dense], Policy()).forward
+    back = NodeLists([moe(str(i)) for i in range(backward)] or [dense], Policy("full")).backward
+    order = merge(ahead, back)
+    assert [turn.node for turn in order if turn.of == 0] == ahead
+    assert [turn.node for turn in order if turn.of == 1] == back
+    assert sum(len(slot) for slot in slots(back)) == len(back)
+
+
+class Recorder:
+    """In the place of a chunk."""
+
+    place = "nowhere"
+
+    def __init__(self):
+        self.nodes = []
+
+    def run(self, node):
+        self.nodes.append(str(node))
+
+    def has_weights(self, node):
+        return True
+
+
+def test_weights_fill_a_gap_and_carried_ones_the_next_microbatch():
+    lists = NodeLists([moe()], Policy())
+    loop, chunk = Loop(carried=1), Recorder()
+    loop.run(alone(lists.backward), lambda: chunk)
+    gap = chunk.nodes.index("wait B b.dispatch")
+    assert chunk.nodes[gap - 2 : gap] == ["issue B b.dispatch", "compute W b.experts"]
+    loop.catch_up(chunk)
+    assert len(loop.weights) == 1  # the attention's
+    following = Recorder()
+    loop.run(alone(lists.forward), lambda: following)
+    assert chunk.nodes[-1] == "compute W b.attention" and not loop.weights
+
+
+def test_without_overlap_nothing_is_in_flight():
+    lists = NodeLists([moe()], Policy("full"))
+    loop, chunk = Loop(overlap=False), Recorder()
+    loop.run(alone(lists.backward), lambda: chunk)
+    for i, text in enumerate(chunk.nodes):
+        if text.startswith("issue"):
+            assert chunk.nodes[i + 1] == text.replace("issue", "wait")
+    assert not any(text.startswith("compute W") for text in chunk.nodes)
+    loop.catch_up(chunk)
+    assert chunk.nodes[-2:] == ["compute W b.experts", "compute W b.attention"]
+
+
+# One microbatch
+
+
+def chunk_gradients(policy, split, dropout=0.3, dtype=torch.float64, overlap=True, context=None):
+    torch.manual_seed(3)
+    part = toy_moe.Part(dropout=dropout).to(dtype)
+    toy_moe.fill_(part)
+    lists = NodeLists(part.segment_programs(), policy)
+    tokens, labels = toy_moe.batch(1, rank=0)
+    toy_moe.runs.clear()
+    chunk = Chunk(lists, NoExchange(), tokens, labels, forward_context=context)
+    loop = Loop(overlap)
+    loop.run(alone(lists.forward), lambda: chunk)
+    torch.rand(5)  # recomputation must not see it
+    output = chunk.output
+    output.backward()
+    chunk.start_backward(None)
+    loop.run(alone(lists.input_grads if split else lists.backward), lambda: chunk)
+    loop.finish(lambda _: True)
+    after = torch.rand(1).item()
+    return output.item(), sum(map(float, chunk.losses)), {n: p.grad for n, p in part.named_parameters()}, after
+
+
+def plain_gradients(dropout=0.3, dtype=torch.float64):
+    torch.manual_seed(3)
+    part = toy_moe.Part(dropout=dropout).to(dtype)
+    toy_moe.fill_(part)
+    tokens, labels = toy_moe.batch(1, rank=0)
+    loss, own = toy_moe.plain_forward(part, tokens, labels)
+    torch.rand(5)
+    (loss + own).backward()
+    return loss.item(), own.item(), {n: p.grad for n, p in part.named_parameters()}, torch.rand(1).item()
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_equal_plain_autograd_with_dropout(policy, split):
+    """The same sums in another order: 1e-12 in float64. Random numbers after it come as if nothing was recomputed."""
+    loss, own, grads, after = plain_gradients()
+    got = chunk_gradients(POLICIES[policy], split)
+    assert abs(got[0] - loss) < 1e-12 and abs(got[1] - own) < 1e-12 and got[3] == after
+    for name, grad in grads.items():
+        torch.testing.assert_close(got[2][name], grad, rtol=1e-12, atol=1e-12, msg=name)
+    again = {"none": 0, "selective 2": 0.5}.get(policy, 1)
+    for (layer, segment), count in toy_moe.runs.items():
+        expected = 1 + (again if again != 0.5 else layer % 2 == 0) * (segment != "choose")
+        assert count == expected, (layer, segment)
+
+
+def test_random_state_need_not_be_kept():
+    expected = plain_gradients()[2]
+    got = chunk_gradients(Policy("full", preserve_rng_state=False), split=False)[2]
+    assert any(not torch.allclose(got[name], grad) for name, grad in expected.items())
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products that are really computed: those answered from a store do not come as far as here."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += op in SAVED
+        return op(*args, **(kwargs or {}))
+
+
+def test_selective_does_not_compute_saved_operators_again():
+    counted = {}
+    for policy in ("none", "selective", "full_keep_comm"):
+        with Products() as products:
+            chunk_gradients(POLICIES[policy], split=False)
+        counted[policy] = products.count
+    assert counted["none"] == counted["selective"] < counted["full_keep_comm"]
+
+
+def test_autocast_is_the_same_in_recomputation():
+    results = []
+    for policy in ("none", "full"):
+        context = torch.autocast("cpu", torch.bfloat16)
+        results.append(chunk_gradients(POLICIES[policy], False, dtype=torch.float32, context=context)[2])
+    for name, grad in results[0].items():
+        assert grad is not None and torch.equal(grad, results[1][name]), name
+
+
+def test_meta_keeps_no_graph():
+    part = toy_moe.Part([0])
+    lists = NodeLists(part.segment_programs(), Policy())
+    meta = Chunk(lists, NoExchange(), torch.zeros(1, 2, dtype=torch.long)).blocks[0].meta
+    with pytest.raises(AssertionError, match="without its graph"):
+        meta.once("scores", lambda: torch.ones(1, requires_grad=True))
+
+
+def test_without_gradients_nothing_is_kept():
+    part = toy_moe.Part().double()
+    toy_moe.fill_(part)
+    lists = NodeLists(part.segment_programs(), Policy("full"))
+    tokens, labels = toy_moe.batch(1, rank=0)
+    with torch.no_grad():
+        chunk = Chunk(lists, NoExchange(), tokens, labels)
+        Loop().run(alone(lists.forward), lambda: chunk)
+    assert torch.allclose(chunk.output, toy_moe.plain_forward(part, tokens, labels)[0])
+    assert not any(block.graphs or block.random or block.values for block in chunk.blocks)
+
+
+def test_the_wrong_number_of_results_is_named():
+    program = Program("b", (Segment("two", lambda meta, x: (x, x), ("x",), ("out",)),))
+    chunk = Chunk(NodeLists([program], Policy()), NoExchange(), torch.zeros(1), place="stage 1, microbatch 2")
+    with pytest.raises(AssertionError, match="two gave 2 tensors for out") as caught:
+        Loop().run(alone(chunk.lists.forward), lambda: chunk)
+    assert "in segment b.two (compute, forward) of stage 1, microbatch 2" in caught.value.__notes__
+
+
+# Backward in two halves
+
+
+def two_halves_equal_one(function, inputs, weights):
+    inputs = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+    torch.manual_seed(0)
+    outputs = function(*inputs)
+    grads = [torch.randn_like(output) for output in outputs]
+    torch.autograd.backward(outputs, grads)
+    expected = [x.grad for x in [*inputs, *weights]]
+    for x in [*inputs, *weights]:
+        x.grad = None
+    outputs = function(*inputs)
+    later = backward_inputs([get_gradient_edge(output) for output in outputs], grads, inputs)
+    assert all(weight.grad is None for weight in weights)
+    for x, grad in zip(inputs, expected, strict=False):
+        torch.testing.assert_close(x.grad, grad, rtol=1e-12, atol=1e-12)
+    later.run()
+    for x, grad in zip(weights, expected[len(inputs) :], strict=True):
+        torch.testing.assert_close(x.grad, grad, rtol=1e-12, atol=1e-12)
+        x.grad = None
+    assert not later  # and a second run does nothing
+
+
+def test_two_halves():
+    torch.manual_seed(0)
+    w = [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    b = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    x, h = (torch.randn(5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    two_halves_equal_one(lambda x: (torch.tanh(x @ w[0] @ w[1] + b),), [x], [w[0], w[1], b])
+    two_halves_equal_one(lambda x: (torch.tanh(torch.tanh(x @ w[0]) @ w[1]) @ w[0] + b,), [x], [w[0], w[1], b])
+    two_halves_equal_one(lambda x: (x @ torch.cat(w[:2], 1) @ torch.cat(w[:2]) @ w[2],), [x], w)
+    two_halves_equal_one(lambda x, h: (x * b, h + x @ w[0]), [x, h], [w[0], b])
+    two_halves_equal_one(lambda x: (F.rms_norm(x, (4,), b) @ w[0],), [x], [b, w[0]])
+    attention = nn.MultiheadAttention(4, 2, batch_first=True, dtype=torch.float64)
+    two_halves_equal_one(lambda x: (attention(x[None], x[None], x[None])[0],), [x], list(attention.parameters()))
+
+
+def test_two_halves_where_outputs_are_of_weights_alone():
+    torch.manual_seed(0)
+    w = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    x, h = (torch.randn(5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def function(x):
+        twice = w * 2
+        return x @ torch.cat((w, twice)).T, twice, twice.sin(), x
+
+    two_halves_equal_one(function, [x], [w])
+    two_halves_equal_one(lambda x, h: (x @ w, h + x @ w), [x.detach(), h.detach()], [w])  # an embedding's stage
