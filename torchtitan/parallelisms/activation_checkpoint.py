@@ -5,14 +5,17 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
 
-from torchtitan.parallelisms.plan import ParallelPlan, match
+from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
+from torchtitan.parallelisms.segments import Policy
 
 # Dear to recompute: matrix products, attention kernels, and anything that would communicate a second time.
 SAVED_OPS = {
     op.default
     for op in (
+        torch.ops.aten.topk,  # a router's choice, which must not fall otherwise the second time
+        torch.ops.aten._grouped_mm,
         torch.ops.aten.mm,
         torch.ops.aten.addmm,
         torch.ops.aten.bmm,
@@ -22,13 +25,32 @@ SAVED_OPS = {
         torch.ops.aten._scaled_dot_product_cudnn_attention,
         torch.ops._c10d_functional.reduce_scatter_tensor,
         torch.ops._c10d_functional.all_gather_into_tensor,
+        torch.ops._c10d_functional.all_reduce,
         torch.ops._c10d_functional.all_to_all_single,
     )
 } | {torch.ops.higher_order.flex_attention}
 
+# Marks of the profiler compute nothing. FSDP sets one more where a module inside a block is the first to run, which it
+# is when the block is recomputed.
+SAC_IGNORED_OPS |= {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+}
+
 
 def _keep_dear_ops(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def segment_policy(mode: str, selective_option: str, preserve_rng_state: bool) -> Policy:
+    """The same choice for parts that run by segments, which recompute by themselves."""
+    if mode != "selective":
+        return Policy(mode, preserve_rng_state=preserve_rng_state)
+    if selective_option == "op":
+        return Policy("selective", save_op=SAVED_OPS.__contains__, preserve_rng_state=preserve_rng_state)
+    if selective_option == "1":
+        return Policy("full_keep_comm", preserve_rng_state=preserve_rng_state)
+    return Policy("selective", every=int(selective_option), preserve_rng_state=preserve_rng_state)
 
 
 def apply_activation_checkpoint(
@@ -48,7 +70,7 @@ def apply_activation_checkpoint(
         wrap = partial(wrap, context_fn=partial(create_selective_checkpoint_contexts, _keep_dear_ops))
     elif mode == "selective":
         every = int(selective_option)
-    for index, (name, block) in enumerate(match(model, plan.blocks)):
+    for index, (name, block) in enumerate(match_blocks(model, plan)):
         if index % every == 0:
             parent, _, child = name.rpartition(".")
             model.get_submodule(parent).register_module(child, wrap(block))

@@ -3,12 +3,17 @@
 Gradients are summed over ranks, never averaged: the loss is already divided by the global number of valid tokens.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import _disable_current_modes
 
-from torchtitan.parallelisms.plan import ParallelPlan, match
+from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
 
 
 def apply_data_parallel(
@@ -21,8 +26,10 @@ def apply_data_parallel(
     reshard_after_forward: bool = True,
     prefetch: int = 0,
     cpu_offload: bool = False,
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Shard each block by itself and the rest (embedding, norm, head) with the root, in place.
+    """Shard each block by itself and the rest (embedding, norm, head) with the root, in place. Experts that are split
+    by expert parallel are sharded over what is left of the ranks, `expert_mesh`.
 
     The root stays gathered between forward and backward: its parameters are needed first thing in backward, and the
     chunked loss uses the head several times.
@@ -31,7 +38,17 @@ def apply_data_parallel(
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     # inputs stay as they are: rotary angles must reach the blocks in float32, and activations have the right type
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    blocks = [block for _, block in match(model, plan.blocks)]
+    blocks = [block for _, block in match_blocks(model, plan)]
+    for _, experts in match_blocks(model, plan, plan.experts) if expert_mesh is not None else ():
+        fully_shard(
+            experts,
+            mesh=expert_mesh,
+            mp_policy=precision,
+            offload_policy=offload,
+            reshard_after_forward=reshard_after_forward and expert_mesh.size() > 1,
+            shard_placement_fn=partial(_shard_experts, expert_mesh.size(expert_mesh.ndim - 1)),
+        )
+        _hide_from_selective_recompute(experts)
     for block in blocks:
         fully_shard(
             block, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard_after_forward
@@ -44,6 +61,28 @@ def apply_data_parallel(
         for index, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + prefetch])
             block.set_modules_to_backward_prefetch(blocks[max(0, index - prefetch) : index][::-1])
+
+
+def _shard_experts(shards: int, parameter: nn.Parameter) -> Shard:
+    """Whole experts to each rank, or, where a rank has too few of them, a part of every one."""
+    return Shard(0) if parameter.to_local().shape[0] % shards == 0 else Shard(1)
+
+
+def _hide_from_selective_recompute(module: FSDPModule) -> None:
+    """Recompute by operator counts what runs inside a block and wants the same again. FSDP gathers the parameters of a
+    module inside the block there, but not always both times.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    for name in ("pre_forward", "post_forward"):
+        setattr(group, name, _without_modes(getattr(group, name)))
+
+
+def _without_modes(function: Callable) -> Callable:
+    def run(*args: object, **kwargs: object) -> object:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

@@ -7,6 +7,7 @@ innermost (inside a node) and pipeline outermost. Only axes longer than 1 are on
 from dataclasses import dataclass
 from math import prod
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -20,6 +21,7 @@ class ParallelDims:
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
         others = self.dp_replicate * self.cp * self.tp * self.pp
@@ -36,6 +38,11 @@ class ParallelDims:
                 f"tp {self.tp} = {others * self.dp_shard}, but there are {self.world_size} ranks; "
                 "data_parallel_shard_degree = -1 takes what is left over"
             )
+        if self.lenders % self.ep:
+            raise ValueError(
+                f"ep {self.ep} does not divide dp_shard {self.dp_shard} x cp {self.cp} x tp {self.tp} = "
+                f"{self.lenders}, the ranks that it borrows; choose a divisor"
+            )
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -46,20 +53,63 @@ class ParallelDims:
         """Data-parallel degree: how many ranks read different samples."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def fsdp(self) -> int:
+        """Ranks that share parameters and sum gradients inside a replica: those of dp_shard, and those of cp, which see
+        other tokens of the same samples.
+        """
+        return self.dp_shard * self.cp
+
+    @property
+    def lenders(self) -> int:
+        """The ranks with different tokens of one replica and stage, from which expert parallel borrows."""
+        return self.dp_shard * self.cp * self.tp
+
+    @property
+    def readers(self) -> int:
+        """How many ranks read the same samples: those that share the work on them."""
+        return self.pp * self.cp * self.tp
+
     def build_mesh(self, device_type: str) -> DeviceMesh:
         axes = {axis: size for axis, size in self.degrees.items() if size > 1 or axis == "dp_shard"}
         assert prod(axes.values()) == self.world_size
         return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
+    def build_expert_mesh(self, device_type: str) -> DeviceMesh | None:
+        """The same ranks as experts see them: pp, dp_replicate, efsdp, ep, the last two instead of dp_shard, cp and tp.
+        None without expert parallel. All ranks call this together.
+        """
+        if self.ep == 1:
+            return None
+        axes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "efsdp": self.lenders // self.ep, "ep": self.ep}
+        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    def expert_dp_mesh(self, expert_mesh: DeviceMesh) -> DeviceMesh:
+        """The mesh for fully_shard of the experts."""
+        return expert_mesh["dp_replicate", "efsdp"] if self.dp_replicate > 1 else expert_mesh["efsdp"]
+
+    def stage_group(self, mesh: DeviceMesh) -> dist.ProcessGroup:
+        """The ranks that have the same layers and, with sequence parallel, different tokens."""
+        if self.pp == 1:
+            return dist.group.WORLD
+        axes = tuple(name for name in mesh.mesh_dim_names if name != "pp")
+        return (mesh[axes]._flatten("stage") if len(axes) > 1 else mesh[axes[0]]).get_group()
+
     def dp_rank(self, mesh: DeviceMesh) -> int:
         """This rank's place among those that read different samples."""
-        replicate = mesh["dp_replicate"].get_local_rank() if self.dp_replicate > 1 else 0
-        return replicate * self.dp_shard + mesh["dp_shard"].get_local_rank()
+        return self.rank_in(mesh, "dp_replicate") * self.dp_shard + self.rank_in(mesh, "dp_shard")
+
+    def rank_in(self, mesh: DeviceMesh, axis: str) -> int:
+        """This rank's place along an axis; 0 where the axis has one place."""
+        return mesh[axis].get_local_rank() if self.degrees[axis] > 1 else 0
 
     def dp_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The mesh for fully_shard: [dp_shard], or [dp_replicate, dp_shard] where there are replicas."""
-        return mesh["dp_replicate", "dp_shard"] if self.dp_replicate > 1 else mesh["dp_shard"]
+        """The mesh for fully_shard: dp_shard and cp as one axis, after dp_replicate where there are replicas."""
+        # flattening again gives the same mesh; slicing a flattened axis out of the root is deprecated
+        shard = mesh["dp_shard", "cp"]._flatten("fsdp") if self.cp > 1 else mesh["dp_shard"]
+        return DeviceMesh._concatenate([mesh["dp_replicate"], shard]) if self.dp_replicate > 1 else shard
 
     def describe(self) -> str:
         longer = [f"{axis} {size}" for axis, size in self.degrees.items() if size > 1]
+        longer += [f"ep {self.ep} (of {self.lenders} ranks)"] if self.ep > 1 else []
         return " x ".join(longer) or "one rank"

@@ -1,18 +1,26 @@
-"""The one order in which a model is made parallel: activation checkpointing, compile, data parallel.
+"""The one order in which a model is made parallel: expert, tensor, context, recompute, compile, data parallel.
 
-The model comes on the meta device and leaves with its parameters sharded but still without values.
+The model, or a pipeline part of it, comes on the meta device and leaves with its parameters sharded but still without
+values. Recompute wraps what is already tensor parallel, so that it repeats (or keeps) the collectives too; the compiler
+sees both; FSDP comes last, because its parameters are then those shards.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.parallelisms.activation_checkpoint import apply_activation_checkpoint
+from torchtitan.parallelisms.context_parallel import apply_context_parallel
 from torchtitan.parallelisms.data_parallel import apply_data_parallel
+from torchtitan.parallelisms.expert_parallel import apply_expert_parallel
 from torchtitan.parallelisms.parallel_dims import ParallelDims
-from torchtitan.parallelisms.plan import ParallelPlan, match
+from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
+from torchtitan.parallelisms.tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +32,12 @@ class ParallelOptions:
     reshard_after_forward: bool = True
     prefetch: int = 0
     cpu_offload: bool = False
+    sequence_parallel: bool = True
+    loss_parallel: bool = True
+    async_tp: bool = False
+    cp_method: str = "allgather"
+    cp_load_balance: bool = True
+    overlap: bool = False  # of expert parallelism's all-to-alls, in a pipeline
     recompute: str = "none"
     selective_option: str = "2"
     memory_budget: float = 1.0
@@ -36,9 +50,29 @@ class ParallelOptions:
 
 
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh, dims: ParallelDims, plan: ParallelPlan, options: ParallelOptions
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dims: ParallelDims,
+    plan: ParallelPlan,
+    options: ParallelOptions,
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Apply `options` to `model` in place."""
+    """Apply `options` to `model`, whole or a pipeline part, in place. `expert_mesh`: of dims, with expert parallel."""
+    dtype = next(model.parameters()).dtype
+    if expert_mesh is not None:
+        apply_expert_parallel(model, expert_mesh["ep"], plan)
+    if dims.tp > 1:
+        if options.async_tp:
+            enable_async_tensor_parallel(mesh["tp"], options.compile_model)
+        apply_tensor_parallel(
+            model,
+            mesh["tp"],
+            plan,
+            sequence_parallel=options.sequence_parallel,
+            loss_parallel=options.loss_parallel,
+        )
+    if dims.cp > 1:
+        apply_context_parallel(model, mesh["cp"], options.cp_method, options.cp_load_balance)
     apply_activation_checkpoint(
         model,
         plan,
@@ -47,27 +81,38 @@ def parallelize(
         preserve_rng_state=options.preserve_rng_state,
         early_stop=options.early_stop,
     )
-    apply_compile(model, plan, options)
-    if uses_fully_shard(dims, options):
+    apply_compile(model, plan, options, tensor_parallel=dims.tp > 1)
+    if uses_fully_shard(dims, options, dtype):
         apply_data_parallel(
             model,
             dims.dp_mesh(mesh),
             plan,
             param_dtype=options.param_dtype,
             reduce_dtype=options.reduce_dtype,
-            reshard_after_forward=options.reshard_after_forward and dims.dp_shard > 1,
+            reshard_after_forward=options.reshard_after_forward and dims.fsdp > 1,
             prefetch=options.prefetch,
             cpu_offload=options.cpu_offload,
+            expert_mesh=None if expert_mesh is None else dims.expert_dp_mesh(expert_mesh),
         )
 
 
-def uses_fully_shard(dims: ParallelDims, options: ParallelOptions) -> bool:
-    """One rank needs no wrapper (mixed precision is then autocast's), unless its parameters live on the host."""
-    return dims.dp > 1 or options.cpu_offload
+def uses_fully_shard(dims: ParallelDims, options: ParallelOptions, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether there are gradients to sum over data, sequence or copies of experts, parameters that live on the host,
+    or, on several ranks, parameters of a `dtype` that is not computed in. (One rank has autocast for that, which a
+    pipeline could not use.)
+    """
+    mixed = dims.world_size > 1 and options.param_dtype != dtype
+    several_copies_of_experts = 1 < dims.ep < dims.lenders
+    return dims.dp * dims.cp > 1 or several_copies_of_experts or options.cpu_offload or mixed
 
 
-def apply_compile(model: nn.Module, plan: ParallelPlan, options: ParallelOptions) -> None:
-    """Compile in place, which keeps parameter names. All blocks share one graph, so compile time is flat in depth."""
+def apply_compile(model: nn.Module, plan: ParallelPlan, options: ParallelOptions, tensor_parallel: bool) -> None:
+    """Compile in place, which keeps parameter names. All blocks share one graph, so compile time is flat in depth.
+
+    The compiler plans recompute itself, except for whole blocks under tensor parallel: there it puts a random state
+    (attention may have dropout) behind the DTensors' mesh among what backward needs, and takes one for the other (torch
+    2.13: "expected all tensors_saved_with_vc_check to be Tensors"). So then the recompute is outside what is compiled.
+    """
     # a process-wide setting of torch's; 1.0 is its default and keeps everything
     budget = options.memory_budget if options.recompute == "memory_budget" else 1.0
     torch._functorch.config.activation_memory_budget = budget
@@ -75,7 +120,28 @@ def apply_compile(model: nn.Module, plan: ParallelPlan, options: ParallelOptions
         model.compile(backend=options.compile_backend)
         return
     if options.compile_model:
-        for _, block in match(model, plan.blocks):
+        outside = tensor_parallel and not (options.recompute == "selective" and options.selective_option == "op")
+        for _, block in match_blocks(model, plan):
+            if outside and isinstance(block, CheckpointWrapper):
+                block = block._checkpoint_wrapped_module
             block.compile(backend=options.compile_backend, fullgraph=True)
+            block._compiled_call_impl = _refuse_unfinished(block._compiled_call_impl)
     if options.compile_loss and model.loss is not None:
         model.loss.compile(backend=options.compile_backend)
+
+
+def _refuse_unfinished(compiled: Callable) -> Callable:
+    """A compiled block that is handed a tensor still on its way waits for it and forgets that it requires a gradient:
+    none comes back (pytorch #179849). So whoever makes the block's input has to wait for it.
+    """
+
+    def call(*args: object, **kwargs: object) -> object:
+        unfinished = [value for value in (*args, *kwargs.values()) if isinstance(value, AsyncCollectiveTensor)]
+        if unfinished:
+            raise RuntimeError(
+                "a compiled block was handed an AsyncCollectiveTensor and would give it no gradient; "
+                "redistribute synchronously (async_op=False) what makes the block's input"
+            )
+        return compiled(*args, **kwargs)
+
+    return call

@@ -10,11 +10,25 @@ from torchtitan.initialization import clean_name
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
-    """Module names; `*` stands for anything within one component, so "layers.*" means the blocks, not their parts."""
+    """Module names; `*` stands for anything within one component, so "layers.*" means the blocks, not their parts.
+
+    The ends, which are None in a pipeline part that lacks them: `embedding`, and as `head` the last norm and the matrix
+    that makes logits. Embedding and matrix are split by vocabulary under tensor parallel.
+
+    The others but the last are tensor parallelism's, with names as they are inside a block. A region begins at a
+    `gathered` module, whose first input comes with all tokens, and ends at `row`, where the ranks' partial sums are
+    added up.
+    """
 
     blocks: str = "layers.*"
     embedding: str = "tok_embeddings"
-    head: tuple[str, ...] = ("norm", "output")
+    head: tuple[str, str] = ("norm", "output")
+    gathered: tuple[str, ...] = ()  # modules at which a region begins
+    column: tuple[str, ...] = ()  # linears split by output; below a module with `head_dim` in whole heads of that width
+    row: tuple[str, ...] = ()  # linears split by input
+    replicated: tuple[str, ...] = ()  # inside a region, but whole on every rank, as its output is for all heads
+    sequence: tuple[str, ...] = ()  # outside the regions, on the tokens of this rank: norms
+    experts: str = ""  # expert parallelism's: the module inside a block whose parameters are stacked by expert
 
 
 def match(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
@@ -35,3 +49,31 @@ def match(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
             f"correct the pattern in the model's plan"
         )
     return list(found.items())
+
+
+def match_end(model: nn.Module, name: str) -> nn.Module | None:
+    """The embedding, last norm or head of that name; None in a pipeline part that lacks it. ValueError where the model
+    has no such attribute at all.
+    """
+    parent, _, child = name.rpartition(".")
+    owner = match(model, parent)[0][1] if parent else model
+    if not hasattr(owner, child):
+        return match(model, name)[0][1]  # which says what there is
+    return getattr(owner, child)
+
+
+def is_part(model: nn.Module, plan: ParallelPlan) -> bool:
+    """Whether this is a pipeline part: at least one end is cut off."""
+    return any(match_end(model, name) is None for name in (plan.embedding, *plan.head))
+
+
+def match_blocks(model: nn.Module, plan: ParallelPlan, inside: str = "") -> list[tuple[str, nn.Module]]:
+    """The plan's blocks, or what a pattern names inside them. A pipeline part may have none of them: a first one with
+    the embedding alone, or one whose few layers are all of the other kind (dense, experts).
+    """
+    try:
+        return match(model, f"{plan.blocks}.{inside}" if inside else plan.blocks)
+    except ValueError:
+        if is_part(model, plan):
+            return []
+        raise

@@ -1,0 +1,105 @@
+"""The load of experts over all ranks: what each step's bias update and the metrics need.
+
+What a model keeps and does with it is its own business (models/moe/balance.py); here its numbers are added up over the
+ranks that have other tokens of the same layers, and its metrics gathered from the stages that have other layers.
+"""
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.parallelisms.parallel_dims import ParallelDims
+
+
+class ExpertBalance:
+    """`rules`: take_load, take_aux_loss, update_biases, metrics, set_aux_loss_scale, set_sequence_sum and not_finite,
+    each of a model (part). `copies`: how many ranks have the same tokens (tensor without sequence parallel).
+    """
+
+    def __init__(
+        self, parts: Sequence[nn.Module], rules: ModuleType, mesh: DeviceMesh, dims: ParallelDims, copies: int = 1
+    ):
+        self.copies = copies
+        self.parts, self.rules, self.dims = parts, rules, dims
+        self.stage_group = dims.stage_group(mesh)
+        self.pp_group = mesh["pp"].get_group() if dims.pp > 1 else None
+        self.loads: list[torch.Tensor] = []  # of the last step, by part
+        self.aux_loss: torch.Tensor | None = None  # of the last step and this stage, the mean over tokens
+        self.valid_tokens = 1
+        axes = tuple(axis for axis in ("cp", "tp") if dims.degrees[axis] > 1)
+        if axes:
+            shared = mesh[axes]._flatten("sequence") if len(axes) > 1 else mesh[axes[0]]
+            for part in parts:
+                rules.set_sequence_sum(part, _Sum(shared.get_group()))
+
+    def before_backward(self, valid_tokens: int) -> None:
+        self.valid_tokens = valid_tokens
+        for part in self.parts:
+            self.rules.set_aux_loss_scale(part, 1 / valid_tokens)
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Once per optimizer step: count the tokens of all ranks, move the biases."""
+        self.loads, self.aux_loss = [], None
+        for part in self.parts:
+            layers, load = self.rules.take_load(part)
+            if layers:
+                dist.all_reduce(load, group=self.stage_group)
+                self.rules.update_biases(part, load)
+            self.loads.append(load)
+            aux_loss = self.rules.take_aux_loss(part)
+            if aux_loss is not None:
+                dist.all_reduce(aux_loss, group=self.stage_group)
+                aux_loss /= self.copies * self.valid_tokens
+                self.aux_loss = aux_loss if self.aux_loss is None else self.aux_loss + aux_loss
+
+    @torch.no_grad()
+    def metrics(self, device: torch.device) -> dict[str, float]:
+        """Of all layers of the model, the same on all ranks. Every rank calls it, and waits for the device."""
+        most, sums, layers = torch.zeros(2), torch.zeros(2), 0
+        for part, load in zip(self.parts, self.loads, strict=True):
+            values = {name: value.item() for name, value in self.rules.metrics(part, load).items()} if len(load) else {}
+            if values:
+                layers += len(load)
+                most = torch.maximum(most, torch.tensor([values["load_max"], values.get("bias_range", 0.0)]))
+                sums += torch.tensor([values["load_max_mean"], values["entropy"]]) * len(load)
+        aux_loss = 0.0 if self.aux_loss is None else self.aux_loss.item()
+        both = torch.cat((sums, torch.tensor([float(layers), aux_loss, float(self.aux_loss is not None)]))).to(device)
+        most = most.to(device)
+        if self.pp_group is not None:
+            dist.all_reduce(both, group=self.pp_group)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.pp_group)
+        load_sum, entropy_sum, count, aux_loss, has_aux_loss = both.tolist()
+        load_max, bias_range = most.tolist()
+        if not count:  # all layers are dense
+            return {}
+        named = {"load_max": load_max, "load_max_mean": load_sum / count, "entropy": entropy_sum / count}
+        named |= {"bias_range": bias_range} | ({"aux_loss": aux_loss} if has_aux_loss else {})
+        return {f"expert_{name}": value for name, value in named.items()}
+
+    def not_finite(self) -> list[str]:
+        """Layers whose routers have seen scores that are not finite, on any rank. All ranks call it."""
+        mine = [layer for part in self.parts for layer in self.rules.not_finite(part)]
+        everywhere: list[list[str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, mine)
+        return sorted({layer for layers in everywhere for layer in layers or ()}, key=_number)
+
+
+class _Sum:
+    """Counts of a rank's tokens -> those of all ranks that have tokens of the same sequences."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def __call__(self, counts: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(counts, group=self.group)
+        return counts
+
+
+def _number(layer: str) -> tuple[int, str]:
+    digits = layer.rpartition(".")[2]
+    return (int(digits) if digits.isdecimal() else 0, layer)

@@ -1,0 +1,188 @@
+"""A model under a plan: assembled on this rank, and run forward and backward whatever the plan.
+
+The one place where the parts of parallelism meet. Trainer, tests and benchmarks assemble and run a model by it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from types import ModuleType
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.initialization import clean_name, initialize
+from torchtitan.parallelisms.activation_checkpoint import segment_policy
+from torchtitan.parallelisms.context_parallel import shard_sequence
+from torchtitan.parallelisms.data_parallel import set_last_microbatch
+from torchtitan.parallelisms.exchange import AllToAll
+from torchtitan.parallelisms.expert_balance import ExpertBalance
+from torchtitan.parallelisms.gradients import clip_gradients
+from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize, uses_fully_shard
+from torchtitan.parallelisms.pipeline_parallel import Pipeline, PipelineOptions, Segmented, cut_model, tied_names
+from torchtitan.parallelisms.plan import ParallelPlan
+
+Batch = dict[str, torch.Tensor]
+
+
+def parallel_parts(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dims: ParallelDims,
+    plan: ParallelPlan,
+    options: ParallelOptions,
+    pipeline: PipelineOptions | None = None,
+    expert_mesh: DeviceMesh | None = None,
+) -> tuple[list[nn.Module], list[int], int]:
+    """This rank's parts of the model, parallel and still without values; the stages that they are, and the number of
+    all stages.
+    """
+    parts, stages, mine = [model], [[]], [0]
+    if dims.pp > 1:
+        assert pipeline is not None
+        stages = pipeline.stages(model, plan, dims.pp)
+        mine = pipeline.stages_of_rank(dims.rank_in(mesh, "pp"), dims.pp, len(stages))
+        parts = cut_model(model, stages, mine)
+    if runs_by_segments(dims, options):
+        options = replace(options, recompute="none")  # which the segments do themselves
+    for part in parts:
+        parallelize(part, mesh, dims, plan, options, expert_mesh)
+    return parts, mine, len(stages)
+
+
+def runs_by_segments(dims: ParallelDims, options: ParallelOptions) -> bool:
+    return options.overlap and dims.ep > 1 and dims.pp > 1
+
+
+class ParallelModel:
+    """This rank's share of a model. Without a pipeline `parts` holds the one model, else a part for each stage here.
+
+    `model` comes on the meta device, in the type its parameters are kept in, its loss attached. `balance`: of a model
+    with experts, see ExpertBalance.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        dims: ParallelDims,
+        plan: ParallelPlan,
+        options: ParallelOptions,
+        *,
+        device: torch.device,
+        seed: int,
+        pipeline: PipelineOptions | None = None,
+        balance: ModuleType | None = None,
+    ):
+        self.mesh, self.dims, self.options, self.device = mesh, dims, options, device
+        dtype = next(model.parameters()).dtype
+        mixed = dtype != options.param_dtype and not uses_fully_shard(dims, options, dtype)
+        self.autocast = torch.autocast(device.type, options.param_dtype, enabled=mixed)
+        tied = tied_names(model)
+        self.expert_mesh = dims.build_expert_mesh(mesh.device_type)
+        self.parts, stages, num_stages = parallel_parts(model, mesh, dims, plan, options, pipeline, self.expert_mesh)
+        for part in self.parts:
+            part.tied_names = tied  # checkpoints save what is held twice once
+            part.to_empty(device="cpu" if options.cpu_offload else device)
+            initialize(part, seed, part.init_rule, drawn_as=tied)
+        self.pipeline = None
+        if dims.pp > 1:
+            segments = None
+            if runs_by_segments(dims, options):
+                policy = segment_policy(options.recompute, options.selective_option, options.preserve_rng_state)
+                segments = Segmented(policy, AllToAll(self.expert_mesh["ep"].get_group()))
+            whole = options.recompute != "none" or options.compile_model
+            self.pipeline = Pipeline(
+                self.parts,
+                stages,
+                num_stages,
+                mesh["pp"],
+                pipeline,
+                device=device,
+                hidden_dtype=options.param_dtype,
+                sequence_shards=dims.tp if options.sequence_parallel else 1,
+                forward_context=self.autocast,
+                merge_backward=whole and segments is None,
+                tied=tied,
+                segments=segments,
+            )
+
+        self.balance = None
+        if balance is not None:
+            copies = 1 if options.sequence_parallel else dims.tp
+            self.balance = ExpertBalance(self.parts, balance, mesh, dims, copies)
+
+    def train(self, mode: bool = True) -> None:
+        for part in self.parts:
+            part.train(mode)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's, by their names in the plain model."""
+        for part in self.parts:
+            yield from ((clean_name(name), parameter) for name, parameter in part.named_parameters())
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a model is saved as: parameters, and buffers that belong to it (the biases of experts)."""
+        for part in self.parts:
+            yield from ((clean_name(name), tensor) for name, tensor in part.state_dict(keep_vars=True).items())
+
+    def forward_backward(self, batch: Batch, valid_tokens: int, is_last: bool = True) -> torch.Tensor:
+        """Add the gradients of sum of losses / `valid_tokens`, the global number. Returns this rank's share of that
+        loss: over dp and cp the shares add up, over tp they are the same, and in a pipeline one rank has it all.
+
+        batch: [B, S] tensors of a data-parallel rank, the same on its tp, cp and pp ranks: tokens, labels and, to keep
+        attention inside documents, positions and document_ids. `is_last`: of the batches accumulated in this step.
+        """
+        batch = self._share(batch)
+        if self.balance is not None:
+            self.balance.before_backward(valid_tokens)
+        if self.pipeline is not None:
+            return self.pipeline.train_step(batch, valid_tokens, is_last=is_last)
+        set_last_microbatch(self.parts[0], is_last, self.dims.dp_replicate > 1)
+        with self.autocast:
+            share = self.parts[0](**batch) / valid_tokens
+        share.backward()
+        return share.detach()
+
+    @torch.no_grad()
+    def loss_sum(self, batch: Batch) -> torch.Tensor:
+        """This rank's share of the sum of losses, without gradients."""
+        batch = self._share(batch)
+        if self.pipeline is not None:
+            return self.pipeline.eval_step(batch)
+        with self.autocast:
+            return self.parts[0](**batch)
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Once per step, after the last backward: the norm of the whole model's gradient, which is clipped in place."""
+        if self.pipeline is None:
+            return clip_gradients(self.parts[0].parameters(), max_norm)
+        self.pipeline.sum_tied_gradients()
+        parameters = chain.from_iterable(part.parameters() for part in self.parts)
+        return clip_gradients(parameters, max_norm, self.mesh["pp"].get_group(), self.pipeline.duplicated)
+
+    def after_step(self) -> None:
+        """After each optimizer step: what moves with it and is no parameter."""
+        if self.balance is not None:
+            self.balance.after_step()
+
+    def extra_metrics(self) -> dict[str, float]:
+        """Of the last step, the same on all ranks. Every rank calls it, and waits for the device."""
+        return self.balance.metrics(self.device) if self.balance is not None else {}
+
+    def not_finite_layers(self) -> list[str]:
+        """Where a model that can tell has met NaN or infinity, in the order of the layers. Every rank calls it."""
+        return self.balance.not_finite() if self.balance is not None else []
+
+    def _share(self, batch: Batch) -> Batch:
+        """The tokens of the samples that are this rank's under context parallel."""
+        if self.dims.cp == 1:
+            return batch
+        if "positions" not in batch:
+            length = batch["tokens"].shape[1]
+            positions = torch.arange(length, device=batch["tokens"].device).expand_as(batch["tokens"])
+            batch = batch | {"positions": positions}
+        rank = self.dims.rank_in(self.mesh, "cp")
+        return shard_sequence(batch, rank, self.dims.cp, self.options.cp_method, self.options.cp_load_balance)
