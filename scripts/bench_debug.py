@@ -1,16 +1,19 @@
 """The debug shape on two cores: what the trainer does, and how that compares with a plain loop of torch's own parts.
 
     python scripts/bench_debug.py [--ranks 1 2] [--only NAME ...] [--aa] [--quick]
+    python scripts/bench_debug.py --plans [NAME ...]
 
 dim 256, 6 layers, 16 heads, vocabulary 2048, sequences of 256, 8 of them per rank, AdamW. The plain loop is set up as
 torchtitan is by default: fully_shard (on one rank too) with bfloat16 parameters, every second layer recomputed, the
 CPU's bfloat16 attention, fused AdamW, clipping. Each of our settings runs in a process (or two ranks) of its own, in
-which the real trainer and the plain loop take turns step by step. docs/benchmarks.md has the details.
+which the real trainer and the plain loop take turns step by step. --plans times jobs that split the same 8 sequences
+over tensor- and pipeline-parallel ranks, in float32, each by itself. docs/benchmarks.md has the details.
 """
 
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -42,6 +45,12 @@ from torchtitan.metrics.json_lines import read_records
 from torchtitan.ranks import read_ranks
 from torchtitan.trainer import Trainer
 
+
+def pipeline(schedule: str) -> dict[str, str]:
+    degree = {"parallelism.pipeline_parallel_degree": "2"}
+    return degree | {"parallelism.pipeline_parallel_schedule": schedule}
+
+
 SIZES = bench_bare.Sizes()
 QUICK = bench_bare.Sizes(dim=64, hidden=256, layers=2, heads=4, seq_len=32, batch=2)
 JOB = {
@@ -61,6 +70,19 @@ SETTINGS = {
     "compiled blocks": COMPILED,
     "compiled model": COMPILED | {"compile.scope": "model"},
 }
+TP = {"parallelism.tensor_parallel_degree": "2"}
+PLANS = {
+    name: (ranks, options | {"training.mixed_precision_param": "float32", "activation_checkpoint.mode": "selective"})
+    for name, (ranks, options) in {
+        "one rank": (1, {}),
+        "TP 2": (2, TP),
+        "PP 2 Interleaved1F1B": (2, pipeline("Interleaved1F1B")),
+        "PP 2 ZBVZeroBubble": (2, pipeline("ZBVZeroBubble")),
+        "PP 2 DualPipeV": (2, pipeline("DualPipeV")),
+        "TP 2 x PP 2 DualPipeV": (4, TP | pipeline("DualPipeV")),
+    }.items()
+}
+"""Ranks and options of --plans. Every second layer is recomputed, as torchtitan does by default."""
 GOALS = {"same settings": 1.0, "shipped": 1.45, "compiled blocks": 1.65, "compiled model": 1.9}
 
 
@@ -110,7 +132,7 @@ def compare(options: argparse.Namespace) -> None:
     job = SETTINGS[options.worker] | {"training.steps": steps(options.pairs, options.repeats)}
     trainer = Trainer(config_manager.load(arguments(options.sizes, options.folder / "run", **job)), ranks)
     if options.worker == "same settings":
-        trainer.model.set_attention_kernel(PlainAttention())
+        trainer.model.parts[0].set_attention_kernel(PlainAttention())
     batches = list(islice(iter(trainer.loader), 8))
     plain = PlainLoop(options.sizes, batches)
     if options.aa:
@@ -173,6 +195,24 @@ def job_alone(name: str, ranks: int, options: argparse.Namespace) -> str:
     )
 
 
+def plan_alone(name: str, options: argparse.Namespace) -> str:
+    """Speed of a plan, and CPU time a step: that of a job of 25 steps less that of one of 5."""
+    ranks, job = PLANS[name]
+    few, many = (2, 4) if options.quick else (5, 25)
+    spent = []
+    for steps_ in (few, many):
+        with tempfile.TemporaryDirectory() as folder:
+            argv = arguments(options.sizes, Path(folder), **job, **{"training.steps": steps_})
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            command = [sys.executable, "-m", "torchtitan.launch", str(ranks), *argv]
+            seconds_to_first_step(command, max(1, options.threads // ranks))
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+            speeds = [record["tokens_per_second"] for record in read_records(Path(folder, "metrics.jsonl"))]
+    cpu = (spent[1] - spent[0]) / (many - few)
+    return f"{name:<24} {median(speeds[1:]):8,.0f} tok/s {cpu:6.2f} CPU seconds a step, all ranks"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), default=[1, 2])
@@ -182,6 +222,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="(default: 5)")
     parser.add_argument("--threads", type=int, default=2, help="of all ranks together (default: 2)")
     parser.add_argument("--quick", action="store_true", help="a tiny model, only to see that it runs")
+    parser.add_argument("--plans", nargs="*", choices=PLANS, help="time these plans (all) instead of the comparison")
     parser.add_argument("--worker", choices=SETTINGS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -192,6 +233,10 @@ def main() -> None:
     if options.quick:
         options.pairs = options.repeats = 1
     print(heading(threads=options.threads), flush=True)
+    if options.plans is not None:
+        for name in options.plans or PLANS:
+            print(plan_alone(name, options), flush=True)
+        return
     for ranks in options.ranks:
         names = [name for name in options.only if ranks == 1 or name != "compiled model"]  # needs a rank of its own
         for name in names[:1] if options.aa else names:

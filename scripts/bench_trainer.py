@@ -94,7 +94,7 @@ class BareLoop:
     def __init__(self, folder: Path):
         config = config_manager.load(arguments(folder))
         plan = build.dims(config, 1)
-        self.model = build.model(config, plan.build_mesh("cpu"), plan, torch.device("cpu"))
+        (self.model,) = build.model(config, plan.build_mesh("cpu"), plan, torch.device("cpu")).parts
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=8e-4, weight_decay=0.1, fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         self.batches = iter(build.training_loader(config, build.tokenizer(config), 0, plan))
@@ -298,7 +298,7 @@ def saving(folder: Path, options: argparse.Namespace) -> Iterator[str]:
             blocked[index].append(time.perf_counter() - started)
             saver.finish()
     a, b = blocked
-    megabytes = sum(p.numel() for p in trainers[0].model.parameters()) * 12 / 1e6
+    megabytes = sum(p.numel() for p in dict(trainers[0].model.named_parameters()).values()) * 12 / 1e6
     note = f"{median(a):.3f} / {median(b):.3f} s, {megabytes:.0f} MB of state"
     ratios = [x / y for x, y in zip(a, b, strict=True)]
     yield row("4 asynchronous save's stall / synchronous save", ratios, Goal("<=", 0.1).unless(options.aa), note)
@@ -314,7 +314,7 @@ def flops(folder: Path, options: argparse.Namespace) -> Iterator[str]:
         batch = next(iter(trainer.loader))
         # torch knows no formula for the CPU's fused attention; its plain one is counted as if nothing were masked
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            trainer.loss_sum(batch).backward()
+            trainer.model.parts[0](**trainer.to_device(batch)).backward()
         ratio = trainer.metrics.full * batch["tokens"].numel() / counter.get_total_flops()
         yield row(f"5 printed FLOPs / FlopCounterMode, {name}", [ratio], Goal("=", 1.0, 0.001), digits=6)
 

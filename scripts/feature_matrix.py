@@ -11,26 +11,40 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.combinations import Combination, table  # noqa: E402
+from tests.combinations import METHODS, SCHEDULES, Combination, table  # noqa: E402
 
 BEGIN, END = "<!-- matrix -->", "<!-- /matrix -->"
-LAYOUT = ("ranks", "dp_replicate", "dp_shard")
+AXES = {"pp": "PP", "cp": "CP", "tp": "TP"}
+LAYOUT = ("ranks", "dp_replicate", "dp_shard", *AXES)
 """Fields that make a row; every other field of a combination is a column."""
-TITLES = {"loss_chunks": "loss in pieces", "reshard": "gathered weights kept", "cpu_offload": "CPU offload"}
+TITLES = {
+    "ep": "expert parallel",
+    "overlap": "EP overlap",
+    "method": "CP method",
+    "balance": "without balance",
+    "sequence_parallel": "without sequence parallel",
+    "loss_parallel": "without loss parallel",
+    "loss_chunks": "loss in pieces",
+    "reshard": "gathered weights kept",
+    "cpu_offload": "CPU offload",
+}
 WORDS = {"2": "every 2nd", "memory_budget": "budget", "no": "none"}
+ONLY_WITH = {"method": "cp", "balance": "cp", "sequence_parallel": "tp", "loss_parallel": "tp", "schedule": "pp"}
+ALL = {"method": METHODS, "schedule": SCHEDULES}
 
 
 def layout_of(row: Combination) -> str:
-    if row.ranks == 1:
-        return "one rank"
-    if row.dp_shard == 1:
-        return "DDP"
-    return "HSDP" if row.dp_replicate > 1 else "FSDP"
+    data = {(False, False): [], (True, False): ["DDP"], (False, True): ["FSDP"], (True, True): ["HSDP"]}
+    names = [AXES[axis] for axis in ("pp",) if row.pp > 1] + data[row.dp_replicate > 1, row.dp_shard > 1]
+    return " x ".join(names + [AXES[axis] for axis in ("cp", "tp") if getattr(row, axis) > 1]) or "one rank"
 
 
 def cell(rows: Iterable[Combination], column: str, default: object) -> str:
     """Of an option with words for values, those that occur; of others, a mark where it is on."""
+    rows = [row for row in rows if column not in ONLY_WITH or getattr(row, ONLY_WITH[column]) > 1]
     values = list(dict.fromkeys(getattr(row, column) for row in rows))
+    if column in ALL and set(values) == set(ALL[column]):
+        return f"all {len(values)}"
     if isinstance(default, str):
         return ", ".join(WORDS.get(value, value) for value in values)
     return "✓" * any(value != default for value in values)

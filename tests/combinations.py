@@ -12,6 +12,16 @@ class Combination:
     ranks: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    method: str = "allgather"  # of context parallel
+    balance: bool = True
+    sequence_parallel: bool = True
+    loss_parallel: bool = True
+    schedule: str = "1F1B"
+    overlap: bool = False  # of expert parallelism's all-to-alls
     accumulation: int = 1
     recompute: str = "none"  # none, full, op, 2 (every 2nd layer), memory_budget
     compile: str = "no"  # no, block, model
@@ -28,6 +38,11 @@ class Combination:
         parts = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(default, k) and k != "ranks"]
         return f"{self.ranks}r " + " ".join(parts)
 
+    @property
+    def layers(self) -> int:
+        """Enough for two stages a rank, and one that makes the cut uneven."""
+        return 3 if self.pp == 1 else 2 * self.pp + 1
+
 
 LAYOUTS = {
     "one rank": dict(ranks=1),
@@ -39,7 +54,162 @@ LAYOUTS = {
 RECOMPUTE = ("none", "full", "op", "2")
 
 
+METHODS = ("allgather", "ring", "alltoall", "ulysses")
+SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SPLIT_BACKWARD = SCHEDULES[4:]
+COMPOSED = {
+    "TP 2": dict(ranks=2, tp=2),
+    "CP 2": dict(ranks=2, cp=2),
+    "PP 2": dict(ranks=2, pp=2),
+    "FSDP 2 x TP 2": dict(ranks=4, dp_shard=2, tp=2),
+    "FSDP 2 x CP 2": dict(ranks=4, dp_shard=2, cp=2),
+    "PP 2 x FSDP 2": dict(ranks=4, pp=2, dp_shard=2),
+    "PP 2 x TP 2": dict(ranks=4, pp=2, tp=2),
+    "PP 2 x CP 2": dict(ranks=4, pp=2, cp=2),
+    "CP 2 x TP 2": dict(ranks=4, cp=2, tp=2),
+    "DDP 2 x TP 2": dict(ranks=4, dp_replicate=2, tp=2),
+    "PP 2 x DDP 2": dict(ranks=4, pp=2, dp_replicate=2),
+}
+EIGHT = {
+    "PP 2 x FSDP 2 x TP 2": dict(ranks=8, pp=2, dp_shard=2, tp=2),
+    "PP 2 x CP 2 x TP 2": dict(ranks=8, pp=2, cp=2, tp=2),
+    "PP 2 x HSDP 2x2": dict(ranks=8, pp=2, dp_replicate=2, dp_shard=2),
+    "FSDP 2 x CP 2 x TP 2": dict(ranks=8, dp_shard=2, cp=2, tp=2),
+    "HSDP 2x2 x TP 2": dict(ranks=8, dp_replicate=2, dp_shard=2, tp=2),
+    "PP 4 x FSDP 2": dict(ranks=8, pp=4, dp_shard=2),
+    "PP 2 x FSDP 2 x CP 2": dict(ranks=8, pp=2, dp_shard=2, cp=2),
+    "PP 2 x DDP 2 x TP 2": dict(ranks=8, pp=2, dp_replicate=2, tp=2),
+    "PP 2 x DDP 2 x CP 2": dict(ranks=8, pp=2, dp_replicate=2, cp=2),
+    "DDP 2 x CP 2 x TP 2": dict(ranks=8, dp_replicate=2, cp=2, tp=2),
+    "HSDP 2x2 x CP 2": dict(ranks=8, dp_replicate=2, dp_shard=2, cp=2),
+    "PP 2 x FSDP 2 x CP 2 x TP 2": dict(ranks=16, pp=2, dp_shard=2, cp=2, tp=2),
+}
+
+
+OFFLOADED = ("FSDP 2 x TP 2", "FSDP 2 x CP 2")
+
+
 def table() -> list[Combination]:
+    return data_parallel() + tensor_and_context_parallel() + pipelines() + experts() + eight_ranks()
+
+
+def tensor_and_context_parallel() -> list[Combination]:
+    rows = []
+    for name in ("TP 2", "FSDP 2 x TP 2", "CP 2", "FSDP 2 x CP 2", "CP 2 x TP 2"):
+        layout = COMPOSED[name]
+        rows += [Combination(**layout, recompute=mode) for mode in RECOMPUTE]
+        rows += [Combination(**layout, accumulation=2, recompute="2", loss_chunks=3)]
+        rows += [Combination(**layout, precision="float64", recompute="full", loss_chunks=2, document_mask=True)]
+        rows += [Combination(**layout, precision="bfloat16")]
+        rows += [Combination(**layout, compile="block")]
+    for layout in (COMPOSED["TP 2"], COMPOSED["FSDP 2 x TP 2"]):
+        rows += [Combination(**layout, sequence_parallel=False)]
+        rows += [Combination(**layout, loss_parallel=False, loss_chunks=2)]
+        rows += [Combination(**layout, sequence_parallel=False, loss_parallel=False, precision="float64")]
+        rows += [Combination(**layout, model="llama3.2")]
+        rows += [Combination(**layout, compile="block", recompute=mode) for mode in ("full", "op")]
+    rows += [Combination(ranks=4, tp=4, model="llama2"), Combination(ranks=4, dp_replicate=2, tp=2)]
+    rows += [Combination(**COMPOSED[name], cpu_offload=True, recompute="2") for name in OFFLOADED]
+    for method in METHODS:
+        for balance in (True, False):
+            rows += [Combination(ranks=2, cp=2, method=method, balance=balance, precision="float64")]
+        rows += [Combination(ranks=2, cp=2, method=method, document_mask=True, recompute="op")]
+        rows += [Combination(ranks=2, cp=2, method=method, recompute="full", precision="bfloat16")]
+        rows += [Combination(ranks=4, cp=4, method=method, document_mask=True)]
+        rows += [Combination(ranks=4, dp_shard=2, cp=2, method=method, accumulation=2)]
+        rows += [Combination(ranks=4, dp_replicate=2, cp=2, method=method)]
+        rows += [Combination(ranks=4, cp=2, tp=2, method=method, document_mask=True, precision="float64")]
+    rows += [Combination(ranks=2, cp=2, method="ulysses", compile="block")]
+    return list(dict.fromkeys(rows))
+
+
+def pipelines() -> list[Combination]:
+    rows = []
+    for schedule in SCHEDULES:
+        pp2 = dict(ranks=2, pp=2, schedule=schedule)
+        rows += [Combination(**pp2, recompute=mode) for mode in RECOMPUTE]
+        rows += [Combination(**pp2, precision="float64", accumulation=2, loss_chunks=2, document_mask=True)]
+        rows += [Combination(**pp2, precision="bfloat16", recompute="full")]
+        rows += [Combination(**pp2, model="llama3.2")]
+        rows += [Combination(ranks=4, pp=4, schedule=schedule, recompute="full")]
+        for name in ("PP 2 x FSDP 2", "PP 2 x TP 2", "PP 2 x CP 2", "PP 2 x DDP 2"):
+            rows += [Combination(**COMPOSED[name], schedule=schedule)]
+        rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], schedule=schedule, recompute="op", precision="bfloat16")]
+        rows += [Combination(**COMPOSED["PP 2 x TP 2"], schedule=schedule, recompute="full", precision="float64")]
+        if schedule not in SPLIT_BACKWARD:
+            rows += [Combination(**pp2, compile="block")]
+    rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], cpu_offload=True, schedule=s) for s in ("1F1B", "DualPipeV")]
+    rows += [Combination(**COMPOSED["PP 2 x TP 2"], compile="block", recompute="full")]
+    rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], compile="block", schedule="Interleaved1F1B")]
+    rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], model="llama3.2", schedule=s) for s in ("1F1B", "ZBVZeroBubble")]
+    rows += [Combination(**COMPOSED["PP 2 x TP 2"], model="llama3.2", accumulation=2)]
+    for schedule in ("1F1B", "ZBVZeroBubble"):
+        rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], schedule=schedule, accumulation=2, recompute="full")]
+        rows += [Combination(**COMPOSED["PP 2 x DDP 2"], schedule=schedule, accumulation=2)]
+        rows += [Combination(**COMPOSED["PP 2 x TP 2"], schedule=schedule, sequence_parallel=False)]
+    return rows
+
+
+MOE = ("deepseek", "qwen3_moe")
+EXPERT_LAYOUTS = {
+    "FSDP 2": dict(ranks=2, dp_shard=2, ep=2),
+    "CP 2": dict(ranks=2, cp=2, ep=2),
+    "TP 2": dict(ranks=2, tp=2, ep=2),
+    "FSDP 4": dict(ranks=4, dp_shard=4, ep=2),
+    "all of FSDP 4": dict(ranks=4, dp_shard=4, ep=4),
+    "HSDP 2x2": dict(ranks=4, dp_replicate=2, dp_shard=2, ep=2),
+    "FSDP 2 x TP 2": dict(ranks=4, dp_shard=2, tp=2, ep=2),
+    "FSDP 2 x CP 2": dict(ranks=4, dp_shard=2, cp=2, ep=4),
+    "PP 2 x FSDP 2": dict(ranks=4, pp=2, dp_shard=2, ep=2),
+    "PP 2 x TP 2": dict(ranks=4, pp=2, tp=2, ep=2),
+    "TP 4, two copies": dict(ranks=4, tp=4, ep=2),
+}
+
+
+def experts() -> list[Combination]:
+    rows = []
+    for model in MOE:
+        rows += [Combination(ranks=1, model=model, recompute=mode) for mode in RECOMPUTE]
+        rows += [Combination(ranks=1, model=model, compile="block", recompute=mode) for mode in ("none", "full")]
+        rows += [Combination(**LAYOUTS[name], model=model) for name in ("FSDP 2", "DDP 2", "HSDP 2x2")]
+        rows += [Combination(**COMPOSED[name], model=model) for name in ("TP 2", "CP 2", "PP 2", "FSDP 2 x TP 2")]
+        for layout in EXPERT_LAYOUTS.values():
+            if model == "deepseek" or layout.get("tp") != 4:  # the small Qwen has 2 key/value heads
+                rows += [Combination(**layout, model=model, precision="float64", document_mask=True, loss_chunks=2)]
+        for mode in ("full", "op"):
+            rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], model=model, recompute=mode, accumulation=2)]
+        rows += [Combination(ranks=2, tp=2, sequence_parallel=False, model=model)]
+    layout = EXPERT_LAYOUTS["PP 2 x FSDP 2"] | dict(model="deepseek", precision="float64")
+    for schedule in SCHEDULES:
+        rows += [Combination(**layout, schedule=schedule, recompute=mode) for mode in ("none", "full", "op")]
+        twice = 1 if schedule == "DualPipeV" else 2  # which wants all of the few samples at once
+        rows += [Combination(**layout, schedule=schedule, overlap=True, accumulation=twice)]
+    for mode in ("full", "full_keep_comm", "op", "2"):
+        rows += [Combination(**layout, schedule="DualPipeV", overlap=True, recompute=mode)]
+    overlap = dict(schedule="DualPipeV", overlap=True, document_mask=True, loss_chunks=2)
+    rows += [Combination(**EXPERT_LAYOUTS["PP 2 x TP 2"], **overlap, model="qwen3_moe", recompute="full_keep_comm")]
+    rows += [Combination(**EXPERT_LAYOUTS["PP 2 x TP 2"], **overlap, model="deepseek", precision="float64")]
+    rows += [Combination(ranks=4, pp=2, cp=2, ep=2, **overlap, model="qwen3_moe", recompute="full")]
+    return rows
+
+
+def eight_ranks() -> list[Combination]:
+    rows = [Combination(**layout) for layout in EIGHT.values()]
+    rows += [Combination(**EIGHT["PP 2 x FSDP 2 x TP 2"], schedule=s, recompute="full") for s in SCHEDULES[3:]]
+    rows += [Combination(**EIGHT["PP 2 x CP 2 x TP 2"], schedule="DualPipeV", method="ulysses", document_mask=True)]
+    rows += [Combination(**EIGHT["PP 2 x CP 2 x TP 2"], schedule="ZBVZeroBubble", method="ring", precision="float64")]
+    rows += [Combination(**EIGHT["FSDP 2 x CP 2 x TP 2"], recompute="op", precision="bfloat16", accumulation=2)]
+    rows += [Combination(**EIGHT["FSDP 2 x CP 2 x TP 2"], compile="block", precision="float64")]
+    rows += [Combination(**EIGHT["PP 2 x HSDP 2x2"], schedule="Interleaved1F1B", accumulation=2)]
+    rows += [Combination(**EIGHT["PP 2 x FSDP 2 x TP 2"], ep=4, model="deepseek", schedule="ZBVZeroBubble")]
+    rows += [Combination(**EIGHT["PP 2 x FSDP 2 x CP 2"], ep=2, model="qwen3_moe", recompute="full")]
+    eight = EIGHT["PP 2 x FSDP 2 x TP 2"] | dict(schedule="DualPipeV", overlap=True, model="deepseek")
+    rows += [Combination(**eight, ep=2, recompute="full_keep_comm"), Combination(**eight, ep=4)]
+    rows += [Combination(**EIGHT["FSDP 2 x CP 2 x TP 2"], ep=8, model="deepseek", precision="float64")]
+    return rows
+
+
+def data_parallel() -> list[Combination]:
     rows = []
     for name, layout in LAYOUTS.items():
         rows += [Combination(**layout, recompute=mode) for mode in RECOMPUTE]

@@ -35,7 +35,7 @@ def arguments(folder: Path, texts: Path, **options: object) -> list[str]:
     settings = {
         "job.dump_folder": folder,
         "model.name": "llama3",
-        "model.overrides": "{dim=32, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16}",
+        "model.overrides": "{dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16}",
         "model.tokenizer_path": "bytes",
         "training.dataset": "text",
         "training.dataset_path": texts,

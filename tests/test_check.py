@@ -43,6 +43,46 @@ def test_ok_with_a_summary(capsys):
     ]
 
 
+def test_a_plan_in_the_summary(capsys):
+    words = [f"--parallelism.{axis}_parallel_degree=2" for axis in ("tensor", "context", "pipeline")]
+    words += ["--parallelism.pipeline_parallel_schedule=Interleaved1F1B", "--training.local_batch_size=4"]
+    code, out, err = run(capsys, "--world-size=16", "--device=cpu", f"--model.tokenizer_path={TOKENIZER}", *words)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[2:5] == [
+        "  ranks     16 ranks (cpu): 2 shards (FSDP) x context parallel 2 (allgather) x tensor parallel 2 with "
+        "sequence parallel x pipeline parallel 2",
+        "  pipeline  Interleaved1F1B, 4 stages of 1, 2, 2, 1 layers, 4 microbatches of 1 sample",
+        "  state     0.01 GiB a rank on average (parameters, gradients, two moments in float32)",
+    ]
+
+
+PARTS = "--parallelism.module_fqns_per_model_part=[['tok_embeddings', 'layers.0'], ['layers.1', 'norm', 'output']]"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["schedule=LoopedBFS", "layers_per_stage=2", "--model.overrides={n_layers = 21}"],
+            "LoopedBFS, 12 stages of 1 to 2 layers, 8 microbatches of 1 sample",
+        ),
+        (
+            ["schedule_csv=two.csv", "microbatch_size=8"],
+            "two.csv, 2 stages of 3, 3 layers, 1 microbatch of 8 samples",
+        ),
+        (
+            [PARTS, "--model.overrides={n_layers = 2}"],
+            "1F1B, 2 stages of 1, 1 layers, 8 microbatches of 1 sample",
+        ),
+    ],
+)
+def test_stages_in_the_summary(words, expected, capsys, tmp_path):
+    (tmp_path / "two.csv").write_text("0F0,,0B0\n1F0,1B0\n")
+    words = [word if word.startswith("--") else f"--parallelism.pipeline_parallel_{word}" for word in words]
+    _, out, err = run(capsys, f"--model.tokenizer_path={TOKENIZER}", "--parallelism.pipeline_parallel_degree=2", *words)
+    assert f"  pipeline  {expected}\n" in out, err
+
+
 def test_without_a_world_size_the_fewest_ranks_are_taken(capsys):
     word = "--parallelism.data_parallel_replicate_degree=2"
     code, out, _ = run(capsys, f"--model.tokenizer_path={TOKENIZER}", word)
@@ -98,3 +138,7 @@ def test_fewest_ranks():
     words = ["--parallelism.data_parallel_replicate_degree=3", "--parallelism.data_parallel_shard_degree"]
     assert fewest_ranks(load([*words, "-1"])) == 3
     assert fewest_ranks(load([*words, "4"])) == 12
+    degrees = [f"--parallelism.{axis}_parallel_degree=2" for axis in ("tensor", "context", "pipeline")]
+    assert fewest_ranks(load([*words, "4", *degrees])) == 96
+    experts = ["--parallelism.expert_parallel_degree=8"]
+    assert fewest_ranks(load(experts)) == 8 and fewest_ranks(load([*experts, *degrees])) == 8 * 2

@@ -52,8 +52,8 @@ def test_usage(capsys):
     ("name", "hint"),
     [
         ("trian", "did you mean train?"),
-        ("xyz", "there are train, check, preview, prepare, generate"),
-        ("--job.config_file", "there are train, check, preview, prepare, generate"),
+        ("xyz", f"there are {', '.join(cli.COMMANDS)}"),
+        ("--job.config_file", f"there are {', '.join(cli.COMMANDS)}"),
     ],
 )
 def test_unknown_commands(name, hint, capsys):

@@ -7,9 +7,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from torchtitan.initialization import initialize
 from torchtitan.models import SIZES
 from torchtitan.models.flops import causal_keys, document_keys, flops_per_token, with_keys
 from torchtitan.models.llama.model import Llama
+from torchtitan.models.moe import balance, experts
 from torchtitan.models.registry import MODELS
 
 
@@ -25,16 +27,62 @@ def test_llama_32_1b_at_4096():
     assert round(flops.causal / 1e9, 2) == 8.22
 
 
-@pytest.mark.parametrize("family", ["llama3", "llama3.1", "llama3.2"])  # plain, grouped, grouped and tied heads
-def test_equal_to_torchs_counter(family):
-    args = dataclasses.replace(SIZES[family]["debugmodel"], n_layers=2, vocab_size=256)
-    length = 64
+def counted(args, build, length=64):
+    """By torch, per token."""
     tokens = torch.zeros(2, length, dtype=torch.int64)
-    model = Llama(args)
+    model = build(args)
+    initialize(model, 0, model.init_rule)
+    balance.set_aux_loss_scale(model, 1.0)
     # the fused kernels of a CPU are counted as nothing, and causality never is
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
-    assert counter.get_total_flops() / tokens.numel() == pytest.approx(flops_per_token(args, length).full, rel=1e-3)
+    return counter.get_total_flops() / tokens.numel()
+
+
+@pytest.mark.parametrize("family", ["llama3", "llama3.1", "llama3.2"])  # plain, grouped, grouped and tied heads
+def test_equal_to_torchs_counter(family):
+    args = dataclasses.replace(SIZES[family]["debugmodel"], n_layers=2, vocab_size=256)
+    assert counted(args, Llama) == pytest.approx(flops_per_token(args, 64).full, rel=1e-3)
+
+
+LATENT = {"n_layers": 3, "n_heads": 2, "vocab_size": 256, "ffn_dim": 128, "kv_lora_rank": 64}
+
+
+@pytest.mark.parametrize(
+    "family, change",
+    [
+        ("deepseek", LATENT),
+        ("deepseek", LATENT | {"q_lora_rank": 96, "n_dense_layers": 2, "n_shared_experts": 0, "top_k": 1}),
+        ("qwen3_moe", {"n_layers": 2, "vocab_size": 256}),
+        ("qwen3_moe", {"n_layers": 2, "vocab_size": 256, "top_k": 8, "tied_embeddings": True}),
+    ],
+)
+def test_experts_equal_to_torchs_counter(family, change, monkeypatch):
+    """Only those that a token goes to. torch counts its grouped product as nothing, so the loop runs."""
+    monkeypatch.setattr(experts, "_native", None)
+    args = dataclasses.replace(SIZES[family]["debugmodel"], **change)
+    spec = MODELS[family]
+    # rest: the weights' sum over a token's experts, a product too, of 6 k D, left out like all that is elementwise
+    assert counted(args, spec.build) == pytest.approx(spec.flops_per_token(args, 64).full, rel=5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_compilers_product_is_counted(dtype):
+    x, w = torch.randn(6, 8, dtype=dtype, requires_grad=True), torch.randn(2, 8, 4, dtype=dtype, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.torchtitan.grouped_mm(x, w, torch.tensor([2, 6], dtype=torch.int32)).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 6 * 8 * 4
+
+
+def test_a_model_with_experts_costs_its_active_weights():
+    """Values narrower than keys: 6 x (128 + 64 + 128) per head and key; Qwen's are as wide, 12 x 128."""
+    latent, grouped = SIZES["deepseek"]["671B"], SIZES["qwen3_moe"]["30B-A3B"]
+    flops = MODELS["deepseek"].flops_per_token(latent, 4096)
+    assert flops.full - 6 * latent.num_matmul_parameters == 61 * 128 * 6 * 320 * 4096
+    assert flops.causal - 6 * latent.num_matmul_parameters == 61 * 128 * 6 * 320 * 4097 / 2
+    assert round(6 * latent.num_matmul_parameters / 1e9) == 220  # 36.6e9 of 671e9 weights
+    flops = MODELS["qwen3_moe"].flops_per_token(grouped, 4096)
+    assert flops.full == 6 * grouped.num_matmul_parameters + 48 * 32 * 12 * 128 * 4096
 
 
 def test_keys_per_query_by_counting():

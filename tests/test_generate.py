@@ -1,5 +1,6 @@
 """`torchtitan generate` against transformers on the same weights, and its sampling on models whose logits are known."""
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import jobs
+from tests import checkpoint_plans, jobs
 from tests.pool import run_ranks
-from torchtitan import cli, generate
+from torchtitan import cli, config_manager, generate
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
+from torchtitan.models import SIZES
+from torchtitan.models.llama import LlamaArgs
 
 BYTES = ByteTokenizer()
 TOKENIZERS = [
@@ -222,6 +225,42 @@ def test_a_terminal_without_the_characters(run):
     assert (done.returncode, done.stdout[:2]) == (0, "??"), done.stderr
 
 
+def save_under(folder: Path, plan: checkpoint_plans.Plan, args: LlamaArgs) -> None:
+    held = checkpoint_plans.Held(plan, args).train()
+    assert held.checkpointer(folder / "checkpoint").maybe_save(1, last=True)
+
+
+PLANS = [{"dp_shard": 2}, {"tp": 2}, {"pp": 2, "stages": 2, "style": "v"}, {"dp_shard": 2, "tp": 2}, {"tp": 2, "pp": 2}]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_of_any_plan_is_taken(run, tmp_path, capsys, tied):
+    """One device reads what several wrote, from a job that asks for several."""
+    overrides = dict(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16, tied_embeddings=tied)
+    args = dataclasses.replace(SIZES["llama3"]["debugmodel"], **overrides)
+    texts = []
+    for degrees in [{}, *PLANS]:
+        plan, folder = checkpoint_plans.Plan(**degrees), tmp_path / str(degrees)
+        folder.mkdir()
+        config = config_manager.load(["--job.config_file", str(run / "config.toml")])
+        parallelism = dataclasses.replace(
+            config.parallelism, tensor_parallel_degree=plan.tp, pipeline_parallel_degree=plan.pp
+        )
+        model = dataclasses.replace(config.model, overrides=overrides)
+        job = dataclasses.replace(config, parallelism=parallelism, model=model)
+        (folder / "config.toml").write_text(config_manager.to_toml(job))
+        if plan.world == 1:
+            save_under(folder, plan, args)
+        else:
+            run_ranks(plan.world, save_under, folder, plan, args)
+        loaded = generate.load(*generate.find_checkpoint(folder, None), torch.device("cpu"))
+        for name, parameter in checkpoint_plans.reference(args).named_parameters():
+            assert torch.equal(loaded.get_parameter(name), parameter), (plan, name)
+        texts.append(generated(capsys, folder, "--prompt", "al", "--max_new_tokens", 6))
+    assert len(set(texts)) == 1, texts
+
+
 # What the user gets wrong
 
 
@@ -283,7 +322,7 @@ def test_a_damaged_checkpoint(run, tmp_path, capsys):
         ("vocab_size = 260", "vocab_size = 100", "at most the 100 tokens"),
         ('tokenizer_path = "bytes"', 'tokenizer_path = "gone.model"', "No such file"),
         ("steps = 20", "step = 20", "did you mean training.steps?"),
-        ("n_layers = 3", "n_layers = 2", "layers.2"),
+        ("n_layers = 4", "n_layers = 3", "layers.3"),
     ],
 )
 def test_a_job_that_does_not_fit(run, tmp_path, capsys, old, new, said):

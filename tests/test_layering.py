@@ -27,14 +27,16 @@ ALLOWED = {
     "checkpoint": {"distributed", "initialization"},
     "metrics": {"distributed"},
     "plot": {"metrics"},
+    "schedule_plot": {"plot", "parallelisms"},
     "profiling": set(),
     "options": {"config"},
     "renames": {"config", "options"},
     "config_manager": {"config", "options", "renames"},
-    "rules": {"config", "options", "ranks", "lr_shapes", "models", "datasets", "checkpoint", "optimizers"},
+    "rules": {"config", "options", "lr_shapes", "models", "parallelisms", "datasets", "checkpoint", "optimizers"},
     "check": {"config", "config_manager", "options", "renames", "ranks", "rules"},
+    "schedule": {"config_manager", "check", "options", "parallelisms", "ranks", "rules", "schedule_plot"},
 }
-BUILD = set(ALLOWED) - {"options", "renames", "config_manager", "rules", "check", "plot"}
+BUILD = set(ALLOWED) - {"options", "renames", "config_manager", "rules", "check", "plot", "schedule", "schedule_plot"}
 ABOVE = set(ALLOWED) | {"build"}
 ALLOWED |= {
     "build": BUILD,
@@ -49,6 +51,7 @@ ALLOWED |= {
     "__init__": set(),
 }
 TORCH_FREE = ("config", "config_manager", "check", "cli", "ranks", "models", "datasets", "datasets.tokenizer", "train")
+TORCH_FREE += ("parallelisms.pipeline_cut", "parallelisms.schedule_actions", "parallelisms.schedule_simulator")
 
 
 def imports(path: Path) -> list[tuple[ast.AST, str]]:

@@ -1,4 +1,6 @@
-"""The chunked loss against torch's cross-entropy in one piece: values, every gradient, memory, FSDP, compile."""
+"""The chunked loss against torch's cross-entropy in one piece: values, every gradient, memory, FSDP, vocabulary split
+over ranks, compile.
+"""
 
 import copy
 
@@ -9,6 +11,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
@@ -16,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tests.pool import run_ranks
 from torchtitan.loss import CHUNK_BYTES, IGNORE_INDEX, SummedCrossEntropy, auto_chunks
 
-WIDTH, VOCABULARY = 8, 19
+WIDTH, VOCABULARY = 8, 20
 
 
 def example(dtype=torch.float64, batch=2, length=9):
@@ -178,3 +181,64 @@ def test_under_fsdp_gradients_are_those_of_one_device(compute, tolerance):
         torch.testing.assert_close(
             grad, parameter.grad, rtol=tolerance, atol=tolerance * parameter.grad.abs().max().item()
         )
+
+
+class SplitHead(nn.Module):
+    """This rank's words of a head."""
+
+    def __init__(self, head, mesh):
+        super().__init__()
+        self.mesh = mesh
+        self.weight = nn.Parameter(head.weight.detach().chunk(mesh.size())[mesh.get_local_rank()].clone())
+
+    def forward(self, hidden):
+        return DTensor.from_local(hidden @ self.weight.T, self.mesh, [Shard(1)])
+
+
+def split_loss(num_chunks, dtype, scale, compiled):
+    torch._dynamo.reset()
+    hidden, head, labels = example(dtype)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    head = SplitHead(head, mesh)
+    loss = SummedCrossEntropy(num_chunks)
+    if compiled:
+        loss.compile(backend="aot_eager")
+    value = loss(hidden * scale, head, labels)
+    hidden_grad, weight_grad = torch.autograd.grad(value / 7, (hidden, head.weight))
+    with torch.no_grad():
+        without_grad = loss(hidden * scale, head, labels)
+    return value.detach(), without_grad, hidden_grad, weight_grad
+
+
+# bfloat16: logits of a few digits, whose own rounding is what differs (2^-8 = 0.4 % of each)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@pytest.mark.parametrize("ranks, scale, compiled", [(2, 1, False), (4, 1, False), (2, 300, False), (2, 1, True)])
+def test_words_split_over_ranks(ranks, scale, compiled, num_chunks, dtype, tolerance):
+    hidden, head, labels = example(dtype)
+    exact = copy.deepcopy(head).double()
+    hidden64 = hidden.detach().double().requires_grad_()
+    expected = reference(hidden64 * scale, exact, labels)
+    hidden_grad, weight_grad = torch.autograd.grad(expected / 7, (hidden64, exact.weight))
+    answers = run_ranks(ranks, split_loss, num_chunks, dtype, scale, compiled)
+    for value, without_grad, _, _ in answers:
+        assert value.dtype == without_grad.dtype == torch.promote_types(dtype, torch.float32)
+        assert value.item() == answers[0][0].item(), "the same on every rank"
+        assert value.item() == pytest.approx(expected.item(), rel=tolerance)
+        assert without_grad.item() == pytest.approx(expected.item(), rel=tolerance)
+    # the gradient of the hidden states is a sum over the ranks, each of which has the part of its words
+    got = {"hidden": sum(a[2].double() for a in answers), "weight": torch.cat([a[3] for a in answers]).double()}
+    for name, grad in (("hidden", hidden_grad), ("weight", weight_grad)):
+        assert (got[name] - grad).abs().max() <= tolerance * grad.abs().max(), name
+
+
+def ignored_split_loss():
+    hidden, head, labels = example()
+    head = SplitHead(head, init_device_mesh("cpu", (2,)))
+    value = SummedCrossEntropy(2)(hidden, head, torch.full_like(labels, IGNORE_INDEX))
+    value.backward()
+    return value.item(), head.weight.grad.abs().max().item()
+
+
+def test_only_ignored_labels_give_zero_with_words_split_over_ranks():
+    assert run_ranks(2, ignored_split_loss) == [(0.0, 0.0)] * 2

@@ -284,6 +284,7 @@ def test_an_empty_job_of_v0_2_2_means_its_defaults(capsys, tmp_path):
     """What the old project would have filled in comes out, wherever ours would fill in something else."""
     given = {"checkpoint.enable", "validation.enable", "validation.steps"}
     given |= {"training.dataloader.pin_memory"}  # now on where it helps; what is computed stays the same
+    given |= {"parallelism.pipeline_parallel_expert_parallel_overlap"}  # hides time and changes no result either
     _, out, _ = upgrade(capsys, tmp_path, "[checkpoint]\nenable = true\n[validation]\nenable = true\nsteps = 7\n")
     (tmp_path / "new.toml").write_text(out)
     resolved = leaves(dataclasses.asdict(load(["--job.config_file=new.toml"])))
@@ -312,6 +313,16 @@ def test_old_files_are_named_faults_and_translate(file, capsys, tmp_path):
     assert config.lr_scheduler.min_lr_factor == 0.0 and not config.training.shuffle
     for key in old:
         assert f"moved: {key} -> " in out or f"left out, changed nothing: {key} (" in out
+
+
+def test_what_became_the_default_is_left_out(capsys, tmp_path):
+    old = (
+        "[parallelism]\npipeline_parallel_schedule = '_PipelineScheduleRuntime'\npipeline_parallel_schedule_csv = ''\n"
+    )
+    code, out, err = upgrade(capsys, tmp_path, old)
+    assert (code, err) == (0, []) and "parallelism" not in tomli.loads(out)
+    for name in ("pipeline_parallel_schedule", "pipeline_parallel_schedule_csv"):
+        assert f"# left out, as it is the default now: parallelism.{name}\n" in out
 
 
 def test_july_2024_means_its_own_defaults(capsys, tmp_path):
@@ -343,6 +354,10 @@ def test_july_2024_means_its_own_defaults(capsys, tmp_path):
         ("[model]\nname = 'llama'", {"model.name": "llama3"}),
         ("[experimental]\npipeline_parallel_schedule = 'gpipe'", {"parallelism.pipeline_parallel_schedule": "GPipe"}),
         ("[experimental]\npipeline_parallel_split_points = []", {}),
+        (
+            "[parallelism]\npipeline_parallel_schedule = 'PipelineScheduleMulti'\npipeline_parallel_schedule_csv = 'a'",
+            {"parallelism.pipeline_parallel_schedule_csv": "a"},
+        ),
         ("[training]\nseed = 3\n[lr_scheduler]\nlr_min = 0.1", {"debug.seed": 3, "lr_scheduler.min_lr_factor": 0.1}),
         (
             "[model]\nhf_assets_path = 'a'\n[checkpoint]\nenable = true\ninitial_load_in_hf = true",

@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests import jobs
+from tests.combinations import SCHEDULES
 from tests.pool import run_ranks
 from torchtitan import config_manager
 from torchtitan.ranks import read_ranks
 from torchtitan.trainer import Trainer
 
+TP = dict(parallelism__tensor_parallel_degree=2)
+CP = dict(parallelism__context_parallel_degree=2)
+PP = dict(parallelism__pipeline_parallel_degree=2)
 PLANS = {
     "2 ranks FSDP": (2, dict(training__local_batch_size=4)),
     "2 ranks DDP": (
@@ -42,6 +46,20 @@ PLANS = {
     ),
     "loss in pieces": (1, dict(training__loss_chunks=5)),
     "workers": (2, dict(training__local_batch_size=4, training__dataloader__num_workers=1)),
+    "TP": (2, TP),
+    "TP without sequence parallel": (2, TP | dict(parallelism__disable_sequence_parallel=True)),
+    **{
+        f"CP {method}": (2, CP | dict(parallelism__context_parallel_rotate_method=method))
+        for method in ("allgather", "ring", "alltoall", "ulysses")
+    },
+    **{f"PP {name}": (2, PP | dict(parallelism__pipeline_parallel_schedule=name)) for name in SCHEDULES},
+    "PP, accumulation": (2, PP | dict(training__local_batch_size=4)),
+    "PP x FSDP x TP": (8, PP | TP | dict(training__local_batch_size=4)),
+    "PP x CP x TP, recompute": (
+        8,
+        PP | TP | CP | dict(parallelism__pipeline_parallel_schedule="DualPipeV", activation_checkpoint__mode="full"),
+    ),
+    "FSDP x CP x TP": (8, TP | CP | dict(training__local_batch_size=4)),
 }
 
 
@@ -157,10 +175,10 @@ def test_interrupt_stops_all_ranks_at_one_step_saved(texts, tmp_path):
 class StopsInForward(Trainer):
     """Is asked to stop on one rank alone, while that rank is inside a step."""
 
-    def loss_sum(self, batch):
+    def to_device(self, batch):
         if self.step == 3 and self.ranks.rank == 1:
             self.stop_requested = True
-        return super().loss_sum(batch)
+        return super().to_device(batch)
 
 
 def train_and_stop(argv):

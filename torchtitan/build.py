@@ -10,11 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.checkpoint import Checkpointer
-from torchtitan.config import JobConfig, Training, Validation, as_dict
+from torchtitan.config import JobConfig, Parallelism, Training, Validation, as_dict
 from torchtitan.datasets.loader import Loader, build_loader
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.distributed import device_type
-from torchtitan.initialization import initialize
 from torchtitan.loss import SummedCrossEntropy, auto_chunks
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
 from torchtitan.lr_shapes import LRSchedule
@@ -24,7 +23,9 @@ from torchtitan.models.registry import MODELS
 from torchtitan.models.spec import ModelSpec
 from torchtitan.optimizers.build import Optimizers, build_optimizers
 from torchtitan.parallelisms.parallel_dims import ParallelDims
-from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize, uses_fully_shard
+from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.parallelisms.parallelize import ParallelOptions
+from torchtitan.parallelisms.pipeline_parallel import PipelineOptions
 from torchtitan.profiling import Profiler
 from torchtitan.ranks import Ranks
 
@@ -40,6 +41,7 @@ def dims(config: JobConfig, world_size: int) -> ParallelDims:
         cp=degrees.context_parallel_degree,
         tp=degrees.tensor_parallel_degree,
         pp=degrees.pipeline_parallel_degree,
+        ep=degrees.expert_parallel_degree,
     )
 
 
@@ -63,6 +65,14 @@ def model_spec(config: JobConfig) -> ModelSpec:
     return MODELS[config.model.name]
 
 
+def reshards(options: Parallelism) -> bool:
+    """Whether blocks free their gathered parameters after forward. In a pipeline they would be gathered again for every
+    microbatch, so there it has to be asked for.
+    """
+    asked = options.fsdp_reshard_after_forward
+    return options.pipeline_parallel_degree == 1 if asked == "default" else asked == "always"
+
+
 def parallel_options(config: JobConfig) -> ParallelOptions:
     recompute, compile_ = config.activation_checkpoint, config.compile
     # under a dtype of bfloat16 there is nothing to mix
@@ -70,9 +80,15 @@ def parallel_options(config: JobConfig) -> ParallelOptions:
     return ParallelOptions(
         param_dtype=DTYPES[compute],
         reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
-        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward != "never",
+        reshard_after_forward=reshards(config.parallelism),
         prefetch=config.parallelism.fsdp_prefetch,
         cpu_offload=config.training.enable_cpu_offload,
+        sequence_parallel=not config.parallelism.disable_sequence_parallel,
+        loss_parallel=not config.parallelism.disable_loss_parallel,
+        async_tp=config.parallelism.enable_async_tensor_parallel,
+        cp_method=config.parallelism.context_parallel_rotate_method,
+        cp_load_balance=config.parallelism.context_parallel_load_balancer == "headtail",
+        overlap=config.parallelism.pipeline_parallel_expert_parallel_overlap,
         recompute=recompute.mode,
         selective_option=recompute.selective_ac_option,
         memory_budget=recompute.memory_budget,
@@ -92,41 +108,65 @@ def describe_precision(config: JobConfig) -> str:
     return f"{compute} with {config.training.dtype} parameters and {config.training.mixed_precision_reduce} reduction"
 
 
+def loss_chunks(config: JobConfig) -> int:
+    """As many as keep the logits small that a rank makes at once, of its tokens and its share of the vocabulary."""
+    training, held_out, degrees = config.training, config.validation, config.parallelism
+
+    def tokens(local_batch_size: int, seq_len: int) -> int:
+        in_pipeline = degrees.pipeline_parallel_degree > 1
+        samples = degrees.pipeline_parallel_microbatch_size if in_pipeline else local_batch_size
+        return samples * seq_len // degrees.context_parallel_degree
+
+    most = tokens(training.local_batch_size, training.seq_len)
+    if held_out.enable:
+        most = max(most, tokens(held_out.local_batch_size, held_out.seq_len or training.seq_len))
+    shards = 1 if degrees.disable_loss_parallel else degrees.tensor_parallel_degree
+    return auto_chunks(most, model_args(config).vocab_size // shards)
+
+
 def meta_model(config: JobConfig) -> nn.Module:
     """The plain model of the job, without values, its loss attached."""
-    args, training = model_args(config), config.training
-    tokens = training.local_batch_size * training.seq_len
-    if config.validation.enable:
-        tokens = max(tokens, config.validation.local_batch_size * (config.validation.seq_len or training.seq_len))
-    chunks = training.loss_chunks or auto_chunks(tokens, args.vocab_size)
     with torch.device("meta"):
-        built = model_spec(config).build(args)
-    built.loss = SummedCrossEntropy(chunks)
+        built = model_spec(config).build(model_args(config))
+    built.loss = SummedCrossEntropy(config.training.loss_chunks or loss_chunks(config))
     built.set_attention_backend(config.model.attention_backend)
     return built
 
 
-def model(config: JobConfig, mesh: DeviceMesh, plan: ParallelDims, device: torch.device) -> nn.Module:
+def pipeline_options(config: JobConfig) -> PipelineOptions:
+    degrees = config.parallelism
+    return PipelineOptions(
+        hidden_dim=model_args(config).dim,
+        local_batch_size=config.training.local_batch_size,
+        microbatch_size=degrees.pipeline_parallel_microbatch_size,
+        schedule=degrees.pipeline_parallel_schedule,
+        csv=degrees.pipeline_parallel_schedule_csv,
+        layers_per_stage=degrees.pipeline_parallel_layers_per_stage,
+        first_less=degrees.pipeline_parallel_first_stage_less_layers,
+        last_less=degrees.pipeline_parallel_last_stage_less_layers,
+        modules=degrees.module_fqns_per_model_part,
+    )
+
+
+def model(config: JobConfig, mesh: DeviceMesh, plan: ParallelDims, device: torch.device) -> ParallelModel:
     """The job's model, parallel and with its initial weights, a function of seed and parameter name."""
-    built = meta_model(config).to(DTYPES[config.training.dtype])
-    options = parallel_options(config)
-    parallelize(built, mesh, plan, model_spec(config).plan, options)
-    built.to_empty(device="cpu" if options.cpu_offload else device)
-    initialize(built, config.debug.seed, built.init_rule)
-    return built.train()
+    return ParallelModel(
+        meta_model(config).to(DTYPES[config.training.dtype]),
+        mesh,
+        plan,
+        model_spec(config).plan,
+        parallel_options(config),
+        device=device,
+        seed=config.debug.seed,
+        pipeline=pipeline_options(config),
+        balance=model_spec(config).balance,
+    )
 
 
-def autocast(config: JobConfig, plan: ParallelDims, device: torch.device) -> torch.autocast:
-    """Mixed precision where fully_shard, which does it otherwise, does not wrap the model."""
-    options = parallel_options(config)
-    mixed = config.training.dtype == "float32" and options.param_dtype == torch.bfloat16
-    return torch.autocast(device.type, torch.bfloat16, enabled=mixed and not uses_fully_shard(plan, options))
-
-
-def optimizers(config: JobConfig, built: nn.Module) -> Optimizers:
+def optimizers(config: JobConfig, built: ParallelModel) -> Optimizers:
     options = config.optimizer
     return build_optimizers(
-        [built],
+        built.parts,
         name=options.name,
         lr=options.lr,
         beta1=options.beta1,
@@ -210,7 +250,7 @@ def _loader(
 
 def checkpointer(
     config: JobConfig,
-    built: nn.Module,
+    built: ParallelModel,
     built_optimizers: Optimizers,
     trainer_state: Callable[[], dict[str, Any]],
     rank_state: Callable[[], dict[str, Any]],
@@ -222,7 +262,7 @@ def checkpointer(
         return None
     return Checkpointer(
         Path(config.job.dump_folder, options.folder),
-        model_parts=[built],
+        model_parts=built.parts,
         optimizers=built_optimizers.optimizers,
         trainer_state=trainer_state,
         rank_state=rank_state,

@@ -1,5 +1,6 @@
 """`torchtitan check`: judge jobs without starting them, and translate old ones. Needs no torch, so it is quick."""
 
+import math
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -11,9 +12,10 @@ from torchtitan.config_manager import Layer, assemble, layer_of, load, nest, rea
 from torchtitan.options import ConfigError, Fault, help_text, options, show
 from torchtitan.ranks import likely_device
 from torchtitan.renames import Upgrade, upgrade
-from torchtitan.rules import RULES, UNSUPPORTED, Device, Facts, check, with_faults_of_the_rest
+from torchtitan.rules import RULES, Device, Facts, check, with_faults_of_the_rest
+from torchtitan.rules.pipeline import layers_by_stage
 
-__all__ = ["RULES", "UNSUPPORTED", "check", "main"]
+__all__ = ["RULES", "check", "main"]
 
 USAGE = """\
 usage: torchtitan check job.toml [more.toml ...] [--world-size N] [--device cpu|cuda] [--section.key value ...]
@@ -95,6 +97,8 @@ def fewest_ranks(config: JobConfig) -> int:
     product = max(1, config.parallelism.data_parallel_shard_degree)
     for degree in facts.other_degrees.values():
         product *= degree
+    if config.parallelism.data_parallel_shard_degree == -1:  # as many shards as expert parallel needs beside cp and tp
+        product *= facts.ep // math.gcd(facts.ep, facts.cp * facts.tp)
     return product
 
 
@@ -105,22 +109,56 @@ def summary(facts: Facts) -> str:
     tokens = samples * training.seq_len
     passes = samples // facts.samples
     accumulation = f"in {passes} forward passes" if passes > 1 else "in one forward pass"
-    replicas = config.parallelism.data_parallel_replicate_degree
-    plan = [f"{facts.shard} shards (FSDP)"] * (facts.shard > 1) + [f"{replicas} replicas"] * (replicas > 1)
     parameters = facts.args.num_parameters
-    # parameters, gradients and the two moments of Adam, all of training.dtype
-    state = parameters * 4 * {"float32": 4, "bfloat16": 2}[training.dtype] / facts.shard
+    # parameters, gradients and the two moments of Adam, all of training.dtype; pipeline ranks have unlike shares
+    state = _parameters_of_a_rank(facts) * 4 * {"float32": 4, "bfloat16": 2}[training.dtype]
+    each = "on average (parameters" if facts.pp > 1 else "(parameters"
     ranks = f"{facts.world_size} rank{'s' if facts.world_size > 1 else ''} ({facts.device})"
     return "\n".join(
         [
             f"  model     {config.model.name} {config.model.flavor}, {parameters:,} parameters",
-            f"  ranks     {ranks}: {' x '.join(plan) or 'no data parallelism'}",
-            f"  state     {state / 2**30:.2f} GiB a rank (parameters, gradients, two moments in {training.dtype})",
+            f"  ranks     {ranks}: {_plan(facts)}",
+            *_pipeline(facts),
+            f"  state     {state / 2**30:.2f} GiB a rank {each}, gradients, two moments in {training.dtype})",
             f"  data      {training.dataset}, {samples} samples of {training.seq_len} tokens a step, {accumulation}",
             f"  tokens    {tokens:,} a step, {tokens * training.steps:,} in {training.steps:,} steps",
             "  schedule  " + facts.schedule.describe(config.optimizer.lr).removeprefix("learning rate: "),
         ]
     )
+
+
+def _parameters_of_a_rank(facts: Facts) -> float:
+    """Experts are whole on tensor-parallel ranks unless expert parallel splits them; shared ones and routers always."""
+    args, shards = facts.args, facts.fsdp_shards * facts.pp
+    layers = args.n_layers - getattr(args, "n_dense_layers", 0) if hasattr(args, "n_experts") else 0
+    routed = layers * args.n_experts * args.expert_parameters if layers else 0
+    beside = layers * args.moe_parameters - routed if layers else 0
+    split = (args.num_parameters - routed - beside) / facts.tp
+    return (split + beside + routed / (facts.tp if facts.ep > 1 else 1)) / shards
+
+
+def _plan(facts: Facts) -> str:
+    degrees = {
+        f"{facts.shard} shards (FSDP)": facts.shard,
+        f"{facts.replicas} replicas": facts.replicas,
+        f"context parallel {facts.cp} ({facts.config.parallelism.context_parallel_rotate_method})": facts.cp,
+        f"tensor parallel {facts.tp}{' with sequence parallel' * facts.sequence_parallel}": facts.tp,
+        f"pipeline parallel {facts.pp}": facts.pp,
+    }
+    experts = f"; expert parallel {facts.ep} over these ranks" * (facts.ep > 1)
+    return (" x ".join(words for words, degree in degrees.items() if degree > 1) or "nothing is parallel") + experts
+
+
+def _pipeline(facts: Facts) -> list[str]:
+    if facts.pp == 1:
+        return []
+    degrees, layers = facts.config.parallelism, layers_by_stage(facts)
+    name = degrees.pipeline_parallel_schedule_csv or degrees.pipeline_parallel_schedule
+    counts = ", ".join(map(str, layers)) if len(layers) <= 8 else f"{min(layers)} to {max(layers)}"
+    size = degrees.pipeline_parallel_microbatch_size
+    microbatches = f"{facts.microbatches} microbatch{'es' if facts.microbatches > 1 else ''}"
+    samples = f"{size} sample{'s' if size > 1 else ''}"
+    return [f"  pipeline  {name}, {len(layers)} stages of {counts} layers, {microbatches} of {samples}"]
 
 
 def _upgrade(argv: list[str]) -> int:

@@ -14,6 +14,7 @@ COMMANDS = {
     "train": "train the job of --job.config_file job.toml, with --section.key value to change it",
     "check": "explain a job, or all that is wrong with it, without starting it",
     "preview": "show what the model will see: decoded samples, document borders, masks",
+    "schedule": "simulate a pipeline schedule: its bubble, what it keeps, how it compares, and its picture",
     "prepare": "tokenize a dataset once, into shards that are read at full speed",
     "generate": "continue a prompt with the weights of a checkpoint",
 }

@@ -1,7 +1,7 @@
 """The job: one dataclass per TOML section. Pure data, so this file imports neither torch nor the rest of the project.
 
 The text under a field is its help (`torchtitan check --help-config` prints it). Types and ranges that one field can
-check by itself are checked here; what takes several fields, files or the model's sizes is checked in `rules.py`.
+check by itself are checked here; what takes several fields, files or the model's sizes is checked in `rules/`.
 """
 
 from dataclasses import field, fields, is_dataclass
@@ -193,6 +193,9 @@ class Parallelism:
     """Blocks whose parameters are gathered ahead in forward and backward. 0 leaves it to FSDP2 (implicit prefetch)."""
     tensor_parallel_degree: Positive = 1
     """Ranks over which each weight matrix is split."""
+    disable_sequence_parallel: bool = False
+    """Keep whole sequences between the blocks of tensor-parallel ranks, instead of a share each: more memory, as much
+    traffic; sequences of any length."""
     disable_loss_parallel: bool = False
     """Gather the logits instead of keeping the vocabulary split over tensor-parallel ranks in the loss."""
     enable_async_tensor_parallel: bool = False
@@ -213,8 +216,9 @@ class Parallelism:
     """A schedule of your own, from a CSV file."""
     pipeline_parallel_microbatch_size: Positive = 1
     """Samples in a pipeline microbatch."""
-    pipeline_parallel_expert_parallel_overlap: bool = True
-    """Overlap expert-parallel communication of one microbatch with the computation of another (DualPipeV)."""
+    pipeline_parallel_expert_parallel_overlap: bool = False
+    """Overlap expert parallelism's all-to-alls of one microbatch with the computation of another: made for DualPipeV,
+    whose pairs it interleaves; in other schedules gradients of weights fill the gaps."""
     context_parallel_degree: Positive = 1
     """Ranks over which the sequence is split."""
     context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
@@ -263,9 +267,10 @@ class Checkpoint:
 
 @dataclass(config=STRICT, kw_only=True)
 class ActivationCheckpoint:
-    mode: Literal["none", "full", "selective", "memory_budget"] = "selective"
-    """What is recomputed in backward instead of kept: nothing, every block, some (selective_ac_option), or what
-    fits memory_budget (needs compile)."""
+    mode: Literal["none", "full", "full_keep_comm", "selective", "memory_budget"] = "selective"
+    """What is recomputed in backward instead of kept: nothing, every block, every block but what all-to-alls brought
+    (needs pipeline_parallel_expert_parallel_overlap), some (selective_ac_option), or what fits memory_budget (needs
+    compile)."""
     selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9]\d*)$")] = "2"
     """"op": keep matrix products and attention, recompute the rest; a number n: recompute every n-th block."""
     memory_budget: Fraction = 0.5

@@ -8,7 +8,7 @@ float32: a GPU, another dtype or another mesh starts from the same values too (u
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,14 +43,18 @@ def clean_name(name: str) -> str:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int, rule: Callable[[str], Init]) -> None:
+def initialize(
+    model: nn.Module, seed: int, rule: Callable[[str], Init], drawn_as: Mapping[str, str] | None = None
+) -> None:
     """Fill every parameter in place, plain tensors and DTensors alike. `rule` is asked with the clean name.
 
-    A tensor with several names (tied weights) is drawn once, under its first name.
+    A tensor with several names (tied weights) is drawn once, under its first name. `drawn_as` gives that name to a copy
+    that a pipeline made of it: name -> name under which it is drawn.
     """
     for wrapped_name, parameter in model.named_parameters():
         assert not parameter.is_meta, f"{wrapped_name} has no storage yet: call to_empty before initialize"
         name = clean_name(wrapped_name)
+        name = (drawn_as or {}).get(name, name)
         init = rule(name)
         local, shape, offset = local_part(parameter)
         if isinstance(init, Constant):

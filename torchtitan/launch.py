@@ -18,7 +18,9 @@ SHUTDOWN_SECONDS = 300
 
 def main(argv: list[str]) -> int:
     if not argv or not argv[0].isdigit() or int(argv[0]) < 1:
-        print("usage: python -m torchtitan.launch NUM_RANKS [--job.config_file FILE ...]", file=sys.stderr)
+        given = f"given {argv[0]!r}" if argv else "not given"
+        told = f"the number of ranks (NGPU): {given}; allowed: 1 or more; e.g. NGPU=2 ./run_llama_train.sh"
+        print(told, file=sys.stderr)
         return train.REFUSED
     num_ranks, arguments = int(argv[0]), argv[1:]
     if num_ranks == 1:

@@ -33,7 +33,7 @@ def _fused(value: Any) -> Any:
     return {True: "fused", False: "foreach"}[value] if isinstance(value, bool) else value
 
 
-def _words(**words: str) -> Callable[[Any], Any]:
+def _words(**words: str | None) -> Callable[[Any], Any]:
     """Values that were renamed; others stay, to be judged at their new place."""
     return lambda value: words.get(value, value) if isinstance(value, str) else value
 
@@ -50,7 +50,11 @@ def _split_points(value: Any) -> None:
         raise ValueError('list the module names of each stage there, e.g. [["tok_embeddings", "layers.0"], ...]')
 
 
-_schedule = _words(**{"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"})
+_schedule = _words(
+    **{"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"},
+    # what was to run the schedule of a file; None: left out, since the file is enough
+    **{"PipelineScheduleSingle": None, "PipelineScheduleMulti": None, "_PipelineScheduleRuntime": None},
+)
 _fp8 = "float8 is not in this version"
 _mx = "mx formats are not in this version"
 _ft = "fault tolerance by torchft is not in this version"
@@ -162,8 +166,9 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "model.name": _words(llama="llama3"),
     "training.dataset": _words(c4_mini="c4_test"),
     "parallelism.pipeline_parallel_schedule": _schedule,
+    "parallelism.pipeline_parallel_schedule_csv": lambda value: value or None,
 }
-"""Values that were renamed where the option was not."""
+"""Values that were renamed where the option was not; None: left out, as what it said is the default now."""
 
 V0_2_2 = "v0.2.2"
 JULY_2024 = "July 2024"
@@ -227,6 +232,8 @@ def upgrade(old: Values, values: Values) -> Upgrade:
     """Translate a job: `old` are its options of older dialects, `values` those that are at home here."""
     result = Upgrade(dialect_of(old, values))
     values = {key: VALUES[key](value) if key in VALUES else value for key, value in values.items()}
+    result.notes += [f"left out, as it is the default now: {key}" for key, value in values.items() if value is None]
+    values = {key: value for key, value in values.items() if value is not None}
     old = _combined(dict(old), values, result)
     for key, value in old.items():
         rename = renamed(key)

@@ -23,8 +23,6 @@ from torchtitan.config_manager import to_toml
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.sources import DataError
 from torchtitan.loss import IGNORE_INDEX
-from torchtitan.parallelisms.data_parallel import set_last_microbatch
-from torchtitan.parallelisms.gradients import clip_gradients
 from torchtitan.plot import draw_training_curve
 from torchtitan.ranks import Ranks
 
@@ -67,8 +65,9 @@ class Trainer:
         self.dp_rank = self.dims.dp_rank(self.mesh)
         distributed.set_seed(config.debug.seed, self.dp_rank)
         self.tokenizer = build.tokenizer(config)
+        if config.checkpoint.last_save_in_hf:  # whether the format has these sizes is better known before the run
+            build.model_spec(config).hf.config_to_hf(build.model_args(config))
         self.model = build.model(config, self.mesh, self.dims, self.device)
-        self.autocast = build.autocast(config, self.dims, self.device)
         self.optimizers = build.optimizers(config, self.model)
         self.schedulers = build.lr_schedulers(config, self.optimizers)
 
@@ -125,7 +124,8 @@ class Trainer:
     # What a checkpoint holds beside tensors
 
     def trainer_state(self) -> dict[str, Any]:
-        return {"step": self.step, "tokens": self.tokens, "lr_scheduler": self.schedulers.state_dict()}
+        state = {"step": self.step, "tokens": self.tokens, "lr_scheduler": self.schedulers.state_dict()}
+        return state | {"degrees": self.dims.degrees}
 
     def rank_state(self) -> dict[str, Any]:
         return {"rng": rng_state(), "dataloader": self.loader.state_dict()}
@@ -137,9 +137,11 @@ class Trainer:
             self.schedulers.load_state_dict(trainer["lr_scheduler"])
         if all("dataloader" in state for state in ranks):
             self.data_state = merge_states([state["dataloader"] for state in ranks])
-        if len(ranks) == self.ranks.world_size and "rng" in ranks[self.ranks.rank]:
+        degrees = self.dims.degrees
+        same_plan = len(ranks) == self.ranks.world_size and trainer.get("degrees", degrees) == degrees
+        if same_plan and "rng" in ranks[self.ranks.rank]:
             set_rng_state(ranks[self.ranks.rank]["rng"])
-        else:  # another number of ranks: nobody's generator is ours, but do not repeat the numbers of step 0 either
+        else:  # another plan: nobody's generator is ours, but do not repeat the numbers of step 0 either
             distributed.set_seed(self.config.debug.seed + self.step, self.dp_rank)
 
     def restore(self) -> int | None:
@@ -154,7 +156,8 @@ class Trainer:
             if path:
                 logger.info("checkpoint.initial_load_path = %s is not used: this folder's own checkpoints win", path)
         elif path and options.initial_load_in_hf:
-            build.model_spec(self.config).hf.load_hf(path, self.model, build.model_args(self.config))
+            for part in self.model.parts:
+                build.model_spec(self.config).hf.load_hf(path, part, build.model_args(self.config))
             logger.info("started from the Hugging Face weights in %s", path)
         elif path:
             self.checkpointer.initial_load(Path(path), options.initial_load_model_only)
@@ -172,7 +175,7 @@ class Trainer:
             try:
                 build.model_spec(self.config).hf.save_hf(
                     self.folder / "model_hf",
-                    dict(self.model.named_parameters()),
+                    dict(self.model.named_tensors()),
                     build.model_args(self.config),
                     dtype=dtype,
                     write=self.ranks.is_main,
@@ -216,16 +219,14 @@ class Trainer:
         microbatches, valid_tokens, data_seconds = self.fetch(batches)
         loss = torch.zeros((), device=self.device)
         for index, batch in enumerate(microbatches):
-            set_last_microbatch(self.model, index == len(microbatches) - 1, self.dims.dp_replicate > 1)
-            share = self.loss_sum(batch) / valid_tokens
-            share.backward()
-            loss += share.detach()
+            loss += self.model.forward_backward(batch, valid_tokens, is_last=index == len(microbatches) - 1)
         if not self.config.optimizer.early_step_in_backward:  # there, gradients are gone by now
-            self.grad_norm = clip_gradients(self.model.parameters(), self.config.training.max_norm)
+            self.grad_norm = self.model.clip_gradients(self.config.training.max_norm)
             if self.device.type == "cpu":  # looking costs nothing there, so a bad step never reaches the weights
                 self.refuse_non_finite("gradient norm", self.grad_norm)
         lr = self.schedulers.last_lr
         self.optimizers.step()
+        self.model.after_step()
         self.schedulers.step()
         self.optimizers.zero_grad()
         self.step += 1
@@ -248,31 +249,22 @@ class Trainer:
         if failed:
             raise failure or PeerStopped("another rank has no data")
         self.stopping = bool(stop)
-        return [self.to_device(batch) for batch in microbatches], max(valid, 1), data_seconds
+        valid = max(valid // self.dims.readers, 1)
+        return [self.to_device(batch) for batch in microbatches], valid, data_seconds
 
     def to_device(self, batch: Batch) -> Batch:
-        if self.device.type == "cpu":
-            return batch
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
-
-    def loss_sum(self, batch: Batch) -> torch.Tensor:
-        """Sum of the losses of a microbatch's valid tokens, a float32 scalar."""
-        document_mask = self.config.training.document_mask
-        with self.autocast:
-            return self.model(
-                batch["tokens"],
-                positions=batch["positions"] if document_mask else None,
-                document_ids=batch["document_ids"] if document_mask else None,
-                labels=batch["labels"],
-            )
+        """What the model reads of a batch. Positions restart with each document: not without a mask."""
+        names = ("tokens", "labels", "positions", "document_ids")[: 4 if self.config.training.document_mask else 2]
+        return {name: batch[name].to(self.device, non_blocking=True) for name in names}
 
     # Between steps
 
     def log(self, lr: float, data_seconds: float) -> None:
-        largest = self.loss * self.dims.dp  # the largest mean loss of a rank, all having the same number of tokens
+        ranks_with_tokens = self.dims.dp * self.dims.cp  # of their own, the same number on each
+        largest = self.loss * ranks_with_tokens  # the largest mean loss of a rank
         if self.metrics.due(self.step):
-            if self.dims.dp > 1:
-                dist.all_reduce(self.loss)
+            self.loss = self.over_ranks(self.loss)
+            if self.dims.world_size > 1:
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             self.refuse_non_finite("gradient norm", self.grad_norm)
             self.refuse_non_finite("loss", self.loss)
@@ -283,16 +275,25 @@ class Trainer:
             lr=lr,
             tokens=self.tokens_per_step,
             data_seconds=data_seconds,
-            extra={"max_loss": largest},
+            extra={"max_loss": largest} | (self.model.extra_metrics() if self.metrics.due(self.step) else {}),
         )
+
+    def over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
+        """The whole loss from the ranks' shares, of which those of a tp group are the same."""
+        if self.dims.world_size > 1:
+            dist.all_reduce(loss)
+        return loss / self.dims.tp
 
     def refuse_non_finite(self, what: str, value: torch.Tensor | None) -> None:
         """Waits for the device, so it is asked only where the host waits anyway. Once NaN, weights stay NaN."""
         if value is not None and not math.isfinite(value):
+            layers = self.model.not_finite_layers()
+            first = f" (first seen by the router of {layers[0]})" if layers else ""
             raise NonFiniteError(
-                f"the {what} is {float(value)} after step {self.step}; the run stops and nothing is saved after it. "
-                "Usual remedies: a lower optimizer.lr, a longer lr_scheduler.warmup_steps, training.max_norm = 1.0, "
-                "float32 in training.mixed_precision_param; with checkpoints, start again to go on from the last one"
+                f"the {what} is {float(value)} after step {self.step}{first}; the run stops and nothing is saved after "
+                "it. Usual remedies: a lower optimizer.lr, a longer lr_scheduler.warmup_steps, "
+                "training.max_norm = 1.0, float32 in training.mixed_precision_param; with checkpoints, start again to "
+                "go on from the last one"
             )
 
     def refuse_to_save_non_finite(self) -> None:
@@ -310,14 +311,12 @@ class Trainer:
         if failed:
             raise failure or PeerStopped("another rank has no validation data")
         total = torch.zeros((), device=self.device)
-        self.model.eval()
-        with torch.no_grad():
-            for batch in batches:
-                total += self.loss_sum(self.to_device(batch))
+        self.model.train(False)
+        for batch in batches:
+            total += self.model.loss_sum(self.to_device(batch))
         self.model.train()
-        if self.dims.dp > 1:
-            dist.all_reduce(total)
-        self.metrics.record_validation(self.step, (total / max(valid, 1)).item())
+        total = self.over_ranks(total)
+        self.metrics.record_validation(self.step, (total / max(valid // self.dims.readers, 1)).item())
 
     def maybe_save(self, done: bool) -> None:
         if self.checkpointer and self.checkpointer.maybe_save(self.step, last=done):

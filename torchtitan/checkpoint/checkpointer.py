@@ -19,14 +19,19 @@ from torch import nn
 from torchtitan.checkpoint import folders, layout, saving, tensors
 from torchtitan.checkpoint.agreement import Peers, describe
 from torchtitan.checkpoint.layout import MODEL, OPTIMIZER, CheckpointError, NothingLoadable, Refused
-from torchtitan.checkpoint.loading import Source, load_tensors, open_checkpoint, resolve
+from torchtitan.checkpoint.loading import Source, Wanted, load_tensors, open_checkpoint, resolve
 from torchtitan.checkpoint.saving import Snapshot
+from torchtitan.initialization import clean_name
 
 logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
     """Saves and resumes one job in one folder. Every rank constructs it and makes the same calls at the same steps.
+
+    `model_parts` are this rank's: the model, or its parts of a pipeline under the whole model's names; `optimizers`
+    are theirs. A part whose head is tied to an embedding in another part says so by `part.tied_names` =
+    {"output.weight": "tok_embeddings.weight"}: its copy is not saved, and filled by a load.
 
     `trainer_state()` gives JSON-able values that are the same on all ranks, `rank_state()` those of this rank;
     `load_state(trainer_state, rank_states)` takes them back, the list in the order of the ranks that saved. Names in
@@ -110,16 +115,20 @@ class Checkpointer:
         self._wait()
 
     def export_model(self, path: Path, dtype: torch.dtype, step: int) -> bool:
-        """Write the weights alone, floating-point ones as `dtype`: a folder for `initial_load` and for inference.
+        """Write the model alone, its parameters as `dtype`: a folder for `initial_load` and for inference.
 
         False if it is there already, of the same step. Waits for the save under way.
         """
         self._wait()
-        weights = {
-            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in tensors.model_tensors(self.model_parts).items()
-        }
-        snapshot = Snapshot("model", step, weights, trainer=self.trainer_state())
+        snapshot = Snapshot("model", step)
+        try:
+            snapshot.trainer = self.trainer_state()
+            named = (name for part in self.model_parts for name, _ in part.named_parameters())
+            parameters = {MODEL + clean_name(name) for name in named}  # buffers, as biases of experts, stay as they are
+            for name, tensor in tensors.model_tensors(self.model_parts).items():
+                snapshot.tensors[name] = tensor.to(dtype) if name in parameters else tensor
+        except Exception as error:
+            snapshot.error = error
         return saving.save(snapshot, Path(path).resolve(), None, self.save_peers)
 
     def _due(self, step: int, last: bool) -> bool:
@@ -228,12 +237,20 @@ class Checkpointer:
         return 0 if model_only else source.manifest.step
 
     def _restore(self, source: Source, with_state: bool) -> None:
-        live, prefixes = tensors.model_tensors(self.model_parts), (MODEL,)
         with_optimizer = with_state and "optimizer" not in self.excluded
-        if with_optimizer:
-            tensors.allocate_state(self.optimizers)
-            live |= tensors.optimizer_state(self.model_parts, self.optimizers)[0]
-            prefixes = (MODEL, OPTIMIZER)
+        live = Wanted({}, {})
+
+        def collect() -> None:
+            live.tensors = tensors.model_tensors(self.model_parts)
+            if with_optimizer:
+                tensors.allocate_state(self.optimizers)
+                of_optimizers, live.values = tensors.optimizer_state(self.model_parts, self.optimizers)
+                live.tensors |= of_optimizers
+            live.copies = tensors.copied_tensors(self.model_parts, self.optimizers if with_optimizer else ())
+
+        # the parts of a pipeline differ, so a failure may be one rank's alone
+        self.main_peers.agree("collecting what to load", collect)
+        prefixes = (MODEL, OPTIMIZER) if with_optimizer else (MODEL,)
         load_tensors(source, live, self.main_peers, prefixes=prefixes, cast=not with_state)
 
         def go_on() -> None:

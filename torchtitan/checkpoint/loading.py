@@ -1,10 +1,11 @@
-"""Reading a checkpoint into live tensors, on any number of ranks.
+"""Reading a checkpoint into live tensors, on any number of ranks and under any plan.
 
 Nothing is written to a tensor before the files' checksums, the index and every name, dtype and shape have been
 agreed on by all ranks; a tensor that is missing, left over or of another shape is refused by name.
 """
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 from torchtitan.checkpoint import layout, storage, tensors
 from torchtitan.checkpoint.agreement import Peers
-from torchtitan.checkpoint.layout import MODEL, CheckpointError, Manifest, TensorEntry
+from torchtitan.checkpoint.layout import MODEL, CheckpointError, Manifest
 from torchtitan.checkpoint.tensors import Tensors
 
 logger = logging.getLogger(__name__)
@@ -46,34 +47,50 @@ def open_checkpoint(folder: Path, peers: Peers) -> Source:
     return sources[0]
 
 
-def load_tensors(source: Source, live: Tensors, peers: Peers, *, prefixes: tuple[str, ...], cast: bool = False) -> None:
-    """Fill the live tensors of all ranks from those of the checkpoint under `prefixes`: exactly the same names.
+@dataclass
+class Wanted:
+    """What one rank's model, or its parts of a pipeline, takes from a checkpoint."""
+
+    tensors: Tensors
+    copies: Tensors
+    """Filled too, from the same names: the other end's copy of tied weights, maybe beside them on one rank."""
+    values: Iterable[str] = ()
+    """Names of optimizer values that are no tensors."""
+
+
+def load_tensors(source: Source, live: Wanted, peers: Peers, *, prefixes: tuple[str, ...], cast: bool = False) -> None:
+    """Fill the live tensors of all ranks, which together have exactly the names that the checkpoint has under
+    `prefixes`.
 
     `cast` allows floating-point tensors to be saved in another dtype than the live ones; it is said in the log.
     """
-    saved = {name: entry for name, entry in source.manifest.tensors.items() if name.startswith(prefixes)}
-    wanted: dict[str, TensorEntry] = {}
-    for share in peers.gather(tensors.entries(live)):  # a pipeline's ranks hold different layers
-        wanted |= share
+    saved = source.manifest.tensors | dict.fromkeys(source.state["optimizer"], tensors.VALUE)
+    saved = {name: entry for name, entry in saved.items() if name.startswith(prefixes)}
+    shares = peers.gather((tensors.entries(live.tensors, live.values), tensors.entries(live.copies)))
+    wanted = tensors.united(share for pair in shares for share in pair)
     reason, casts = tensors.differences(wanted, saved, cast)
     if reason is not None:
         raise CheckpointError(f"{source.folder} does not fit this job: {reason}")
     if casts and peers.is_main:
         logger.info("%s: weights saved as %s are cast to the model's dtype", source.folder, ", ".join(sorted(casts)))
-    peers.agree(
-        f"reading {source.folder.name}",
-        lambda: storage.read_tensors(source.folder, source.manifest, live, peers),
-    )
+    rounds = [live.tensors, live.copies] if any(copies for _, copies in shares) else [live.tensors]
+    for targets in rounds:  # two, as a rank can ask for a name only once at a time
+        peers.agree(
+            f"reading {source.folder.name}",
+            lambda targets=targets: storage.read_tensors(source.folder, source.manifest, targets, peers),
+        )
 
 
 def load_model_for_inference(path: Path, model: nn.Module) -> int:
-    """Fill a model, plain or parallel, from a checkpoint, a folder of checkpoints (its newest) or an export.
+    """Fill a model, plain or parallel, from a checkpoint, a folder of checkpoints (its newest) or an export, saved
+    under any plan.
 
     Returns the step it was saved at. Weights are cast to the model's dtype. Raises `CheckpointError`.
     """
     peers = Peers()
     source = open_checkpoint(resolve(path, peers), peers)
-    load_tensors(source, tensors.model_tensors([model]), peers, prefixes=(MODEL,), cast=True)
+    live = Wanted(tensors.model_tensors([model]), tensors.copied_tensors([model]))
+    load_tensors(source, live, peers, prefixes=(MODEL,), cast=True)
     return source.manifest.step
 
 

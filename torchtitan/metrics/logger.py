@@ -211,4 +211,5 @@ def tags_of(record: Record, world_size: int, flops_per_token_full: float) -> dic
         tags["mfu_causal(%)"] = 100 * record["mfu"]
     if "max_loss" in record:
         tags["loss_metrics/global_max_loss"] = record["max_loss"]
-    return tags
+    experts = {name: value for name, value in record.items() if name.startswith("expert_")}
+    return tags | {f"expert_metrics/{name.removeprefix('expert_')}": value for name, value in experts.items()}

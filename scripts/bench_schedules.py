@@ -1,0 +1,149 @@
+"""The real pipeline runtime against the simulator: stages that sleep, on 4 ranks.
+
+    python scripts/bench_schedules.py [--only NAME ...] [--milliseconds 20] [--runs 5] [--quick]
+
+Forward, input gradient and weight gradient of a stage sleep for 20 ms each, 16 microbatches go through, and the best
+of 5 makespans is divided by the simulated one. Sleep takes no CPU, so 4 ranks overlap truly on 2 cores; what is above 1
+is the runtime's overhead and messages. That each ran as often as it should is counted. Wants an idle machine.
+"""
+
+import argparse
+import json
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bench_timing import ROOT, Goal, heading, row, torchrun
+from torch import nn
+
+from torchtitan.parallelisms.pipeline_cut import SCHEDULES
+from torchtitan.parallelisms.pipeline_torch import Stage, TableSchedule
+from torchtitan.parallelisms.schedule_actions import num_stages_of, rank_of_stages
+from torchtitan.parallelisms.schedule_simulator import simulate
+from torchtitan.parallelisms.schedule_tables import build_table
+
+RANKS, MICROBATCHES, WIDTH = 4, 16, 8
+IN_PAIRS = "DualPipeV in pairs"
+NAMES = (*SCHEDULES, IN_PAIRS)
+
+
+class Sleep(torch.autograd.Function):
+    """The identity. Its backward sleeps."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, kind: str, seconds: float, slept: Counter[str]) -> torch.Tensor:
+        ctx.kind, ctx.seconds, ctx.slept = kind, seconds, slept
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        time.sleep(ctx.seconds)
+        ctx.slept[ctx.kind] += 1
+        return grad, None, None, None
+
+
+class SleepingPart(nn.Module):
+    """x [B, D] -> x [B, D], the sum of the last one. I sleeps on the path of the activation, W on that of the weight,
+    so that a split backward has one of them in each half."""
+
+    def __init__(self, seconds: float, is_first: bool, is_last: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.start = nn.Parameter(torch.zeros(WIDTH)) if is_first else None  # as an embedding: makes x need a gradient
+        self.seconds, self.is_last = seconds, is_last
+        self.slept: Counter[str] = Counter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        self.slept["F"] += 1
+        x = x if self.start is None else x + self.start
+        x = Sleep.apply(x, "I", self.seconds, self.slept)
+        x = x * Sleep.apply(self.weight, "W", self.seconds, self.slept)
+        return x.sum() if self.is_last else x
+
+
+def table_of(name: str, microbatches: int) -> list:
+    return build_table(name.split()[0], RANKS, microbatches, overlap=name == IN_PAIRS)
+
+
+def simulated(name: str, options: argparse.Namespace) -> float:
+    """Seconds, for stages that sleep as long as ours."""
+    table = table_of(name, options.microbatches)
+    return float(simulate(table).makespan) * num_stages_of(table) / RANKS * options.milliseconds / 1000
+
+
+def measure(name: str, options: argparse.Namespace) -> list[float]:
+    """One rank's part of all runs. Seconds from the first start to the last end of a rank, without a warm-up."""
+    rank, table = dist.get_rank(), table_of(name, options.microbatches)
+    num_stages, device = num_stages_of(table), torch.device("cpu")
+    hidden, loss = torch.empty((1, WIDTH), device="meta").requires_grad_(), torch.empty((), device="meta")
+    stages = []
+    for index in sorted(stage for stage, owner in rank_of_stages(table).items() if owner == rank):
+        is_first, is_last = index == 0, index == num_stages - 1
+        part = SleepingPart(options.milliseconds / 1000, is_first, is_last)
+        shapes = {
+            "input_args": hidden.detach() if is_first else hidden,
+            "output_args": loss.requires_grad_() if is_last else hidden,
+        }
+        stages.append(Stage(part, index, num_stages, device, group=dist.group.WORLD, **shapes))
+    schedule = TableSchedule(stages, table, options.microbatches)
+    batch = torch.ones((options.microbatches, WIDTH))
+    seconds = []
+    for _ in range(options.runs + 1):
+        for stage in stages:
+            stage.submod.slept.clear()
+        dist.barrier()
+        span = [time.monotonic()]  # one clock for all processes of a machine
+        schedule.run(batch, {}, 1)
+        span.append(time.monotonic())
+        for stage in stages:
+            assert stage.submod.slept == dict.fromkeys("FIW", options.microbatches), (name, stage.submod.slept)
+        spans: list = [None] * RANKS
+        dist.all_gather_object(spans, span)
+        seconds.append(max(end for _, end in spans) - min(start for start, _ in spans))
+    return seconds[1:]
+
+
+def worker(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    measured = {name: measure(name, options) for name in options.only}
+    if dist.get_rank() == 0:
+        options.worker.write_text(json.dumps(measured))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME")
+    parser.add_argument("--milliseconds", type=float, default=20, help="of each sleep of a stage (default: 20)")
+    parser.add_argument("--microbatches", type=int, default=MICROBATCHES, help="(default: 16)")
+    parser.add_argument("--runs", type=int, default=5, help="of which the best counts (default: 5)")
+    parser.add_argument("--quick", action="store_true", help="only to see that it runs")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.quick:
+        options.milliseconds, options.microbatches, options.runs = 1, 8, 1
+    if options.worker:
+        worker(options)
+        return
+    print(heading(threads=1), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "measured.json")
+        words = [f"--{name}={getattr(options, name)}" for name in ("milliseconds", "microbatches", "runs")]
+        command = torchrun(RANKS, __file__, "--worker", str(answer), *words, "--only", *options.only)
+        subprocess.run(command, cwd=ROOT, check=True)
+        measured = json.loads(answer.read_text())
+    for name, seconds in measured.items():
+        ideal = simulated(name, options)
+        goal = None if options.quick else Goal("<=", 1.05)
+        note = f"best {min(seconds):.3f} s of {len(seconds)} runs up to {max(seconds):.3f} s; simulated {ideal:.3f} s"
+        print(row(f"{name}: measured / simulated makespan", [min(seconds) / ideal], goal, note), flush=True)
+
+
+if __name__ == "__main__":
+    main()

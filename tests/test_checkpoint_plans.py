@@ -1,0 +1,247 @@
+"""Checkpoints that move between plans: saved under any of dp, tp, cp and pp, loaded under any other, bit for bit."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import jobs
+from tests.checkpoint_job import rank
+from tests.checkpoint_plans import ARGS, MOMENTS, PLANS, TIED, Held, Plan, full, reference
+from tests.pool import run_ranks
+from torchtitan.checkpoint import CheckpointError, layout, load_model_for_inference, storage, tensors
+from torchtitan.models import SIZES
+from torchtitan.models.llama import hf
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected call of")
+
+EVERY = [plan for plans in PLANS.values() for plan in plans]
+
+
+def folder_of(root: Path, plan: Plan) -> Path:
+    return root / str(plan).replace(" ", "_")
+
+
+def is_whole(held: Held) -> bool:
+    """The plan itself shards as it should: full tensors are the reference's."""
+    expected = {name: parameter.detach() for name, parameter in reference(TIED).named_parameters()}
+    expected["output.weight"] = expected["tok_embeddings.weight"]
+    for place, value in held.tensors().items():
+        name, key = place.split("/")[1].rsplit(".", 1)
+        if key in ("weight", *MOMENTS) and not torch.equal(full(value), expected[name] * MOMENTS.get(key, 1.0)):
+            return False
+    return True
+
+
+def save_all(root: Path, plans: list[Plan]) -> None:
+    for index, plan in enumerate(plans):
+        held = Held(plan).train()
+        assert is_whole(held), plan
+        mode = ("async", "async_with_pinned_mem", "disabled")[index % 3]
+        checkpointer = held.checkpointer(folder_of(root, plan), async_mode=mode)
+        assert checkpointer.maybe_save(1, last=True)
+        if mode != "disabled":
+            held.spoil()  # what is saved is what was there
+        checkpointer.finish()
+
+
+def load_all(root: Path, plans: list[Plan], every: int) -> list[tuple[str, str, list[str]]]:
+    """Saved plans into each of these, `every` so many of them; what is not bit-equal afterwards."""
+    wrong = []
+    for start, plan in enumerate(plans):
+        held = Held(plan).train()
+        expected = held.snapshot()
+        held.spoil()
+        held.renew_optimizers()  # as in a job that has just started: no state yet
+        checkpointer = held.checkpointer(root)
+        for saved in EVERY[start % every :: every]:
+            checkpointer.folder = folder_of(root, saved)
+            assert checkpointer.load() == 1
+            if differing := held.differing(expected):
+                wrong.append((str(saved), str(plan), differing))
+            held.spoil()
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("plans")
+    for world, plans in PLANS.items():
+        run_ranks(world, save_all, root, plans)
+    return root
+
+
+# Each plan of four ranks takes a third of the saved ones in turn, for the sake of time
+@pytest.mark.parametrize(("world", "every"), [(1, 1), (2, 2), (4, 3)])
+def test_a_plan_loads_what_another_saved_bit_equal(saved, world, every):
+    assert run_ranks(world, load_all, saved, PLANS[world], every) == [[]] * world
+
+
+def test_names_shapes_and_bytes_do_not_depend_on_the_plan(saved):
+    """The manifest lists the whole model from whatever parts, and each element is stored once."""
+    plain = layout.check_complete(folder_of(saved, Plan()) / "step-00000001")
+    counts = layout.read_state(folder_of(saved, Plan()) / "step-00000001")["optimizer"]
+    assert len(counts) == len(list(reference(TIED).parameters()))
+    names = {f"model.{name}" for name, _ in reference(TIED).named_parameters()}
+    assert {name for name in plain.tensors if name.startswith("model.")} == names
+    for plan in EVERY:
+        folder = folder_of(saved, plan) / "step-00000001"
+        manifest = layout.check_complete(folder)
+        assert manifest.tensors == plain.tensors, plan
+        assert layout.read_state(folder)["optimizer"] == counts
+        for name, entry in storage.read_metadata(folder, manifest).state_dict_metadata.items():
+            stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            assert stored == math.prod(entry.size), (plan, name)
+
+
+# What does not fit
+
+
+def refusals(root: Path, plan: Plan) -> list[str]:
+    """Messages of loads that must be refused, and change nothing."""
+    told = []
+    for args, adamw in [
+        (dataclasses.replace(TIED, n_layers=3), None),
+        (dataclasses.replace(TIED, n_layers=5), None),
+        (ARGS, None),
+        (dataclasses.replace(TIED, n_kv_heads=2), None),
+        (TIED, torch.optim.AdamW),
+    ]:
+        held = Held(plan, args)
+        if adamw:
+            held.optimizers = [adamw(part.parameters(), foreach=False) for part in held.parts]
+        checkpointer = held.checkpointer(folder_of(root, Plan()))
+        tensors.allocate_state(held.optimizers)
+        before = held.snapshot()
+        with pytest.raises(CheckpointError) as caught:
+            checkpointer.load()
+        assert held.differing(before) == []
+        told.append(str(caught.value).split("does not fit this job: ")[1])
+    checkpointer = Held(plan).checkpointer(folder_of(root, Plan()))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank() == 1:
+            patch.setattr(tensors, "model_tensors", lambda parts: 1 / 0)
+        for action in (checkpointer.load, lambda: checkpointer.export_model(root / "never", torch.float32, 1)):
+            with pytest.raises(CheckpointError) as caught:
+                action()
+            told.append(str(caught.value))
+    return told
+
+
+def test_a_pipeline_refuses_what_does_not_fit_on_all_ranks_alike(saved):
+    """Among all ranks' names, not those of one: each has only a part of the checkpoint's."""
+    one, other = run_ranks(2, refusals, saved, Plan(pp=2))
+    assert one == other
+    fewer, more, untied, wider, uncounted, alone, export_alone = one
+    assert fewer.startswith("it also holds model.layers.3.attention.wk.weight, model.layers.3.attention.wo.weight")
+    assert "lacks" not in fewer
+    assert more.startswith("it lacks model.layers.4.attention.wk.weight") and "also holds" not in more
+    assert untied.startswith("it lacks model.output.weight, optimizer.state.output.weight.count")
+    assert "differ in model.layers.0.attention.wk.weight (saved float32 [10, 20], job float32 [20, 20])" in wider
+    assert uncounted.startswith("it also holds optimizer.state.layers.0.attention.wk.weight.count, ")
+    assert alone == "collecting what to load failed on rank 1: ZeroDivisionError: division by zero"
+    assert export_alone == "collecting what to save failed on rank 1: ZeroDivisionError: division by zero"
+
+
+# Weights alone
+
+
+def export(root: Path, plan: Plan) -> None:
+    held = Held(plan)
+    assert held.checkpointer(root / "unused").export_model(root / "export", torch.bfloat16, 1)
+
+
+def start_from(root: Path, plan: Plan) -> bool:
+    """Weights of another plan's full checkpoint and of its export, cast; optimizers are not touched."""
+    held = Held(plan)
+    expected = held.snapshot()
+    held.spoil()
+    assert held.checkpointer(root / "new").initial_load(folder_of(root, Plan(tp=4))) == 0
+    assert held.differing(expected) == [] and not any(optimizer.state for optimizer in held.optimizers)
+    held.spoil()
+    assert held.checkpointer(root / "new").initial_load(root / "export") == 0
+    assert held.differing({place: value.bfloat16().float() for place, value in expected.items()}) == []
+    held.spoil()
+    assert load_model_for_inference(folder_of(root, Plan(tp=2)), *held.parts) == 1
+    return held.differing(expected) == []
+
+
+@pytest.fixture(scope="module")
+def exported(saved) -> Path:
+    run_ranks(4, export, saved, Plan(tp=2, pp=2, stages=2, style="v"))
+    return saved
+
+
+def test_a_pipeline_starts_from_weights_of_other_plans(exported):
+    assert run_ranks(2, start_from, exported, Plan(pp=2)) == [True] * 2
+    assert run_ranks(4, start_from, exported, Plan(dp_shard=2, pp=2)) == [True] * 4
+
+
+def test_an_export_of_a_pipeline_is_read_on_one_device(exported):
+    model = reference(TIED, seed=1)
+    assert load_model_for_inference(exported / "export", model) == 1
+    for name, parameter in reference(TIED).named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter.bfloat16().float()), name
+
+
+def test_any_checkpoint_is_read_on_one_device(saved):
+    for plan in EVERY:
+        model = reference(TIED, seed=1)
+        assert load_model_for_inference(folder_of(saved, plan), model) == 1
+        wrong = [n for n, p in reference(TIED).named_parameters() if not torch.equal(model.get_parameter(n), p)]
+        assert wrong == [], plan
+
+
+# A run that goes on under another plan every two steps
+
+
+def parallel(**options: object) -> dict[str, object]:
+    return {f"parallelism__{name}": value for name, value in options.items()}
+
+
+CHAIN = [
+    (1, {}),
+    (2, parallel(data_parallel_shard_degree=2)),
+    (2, parallel(tensor_parallel_degree=2)),
+    (2, parallel(context_parallel_degree=2)),
+    (2, parallel(pipeline_parallel_degree=2, pipeline_parallel_schedule="ZBVZeroBubble")),
+    (4, parallel(pipeline_parallel_degree=2, tensor_parallel_degree=2)),
+    (1, {}),
+]
+
+
+def test_training_goes_on_under_other_plans_as_if_nothing_had_happened(tmp_path):
+    """Losses as of one uninterrupted run on one device: weights, moments, schedule and order of the data have come
+    along. float32: the plans add in another order, 1e-5 relative. Then weights leave by both exports, unchanged.
+    """
+    texts, steps = jobs.write_texts(tmp_path / "data"), 2 * len(CHAIN)
+    sizes = dict(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16, tied_embeddings=True)
+    overrides = ", ".join(f"{name}={str(value).lower()}" for name, value in sizes.items())
+    common = {
+        "model__overrides": f"{{{overrides}}}",
+        "training__local_batch_size": 4,
+        "lr_scheduler__total_steps": steps,
+    }
+    straight = jobs.arguments(tmp_path / "straight", texts, **common, training__steps=steps)
+    ((expected, _),) = run_ranks(1, jobs.train, straight)
+    folder, losses = tmp_path / "run", []
+    common |= {"checkpoint__enable": True, "checkpoint__interval": 100}
+    for index, (world, plan) in enumerate(CHAIN):
+        argv = jobs.arguments(folder, texts, **common, **plan, training__steps=2 * (index + 1))
+        for in_hf in (True, False) if world == 4 else ():  # the second of them trains nothing and only exports
+            options = {"checkpoint.last_save_model_only": True, "checkpoint.last_save_in_hf": in_hf}
+            run_ranks(world, jobs.train, [*argv, *(f"--{name}={value}".lower() for name, value in options.items())])
+        if world != 4:
+            run_ranks(world, jobs.train, argv)
+        losses = [row["loss"] for row in jobs.logged_steps(folder)]
+    assert losses == pytest.approx([row["loss"] for row in expected], rel=1e-5)
+    args = dataclasses.replace(SIZES["llama3"]["debugmodel"], **sizes)
+    saved, by_hf, by_export = (reference(args, seed) for seed in (1, 2, 3))
+    load_model_for_inference(folder / "checkpoint" / layout.step_name(steps - 2), saved)
+    load_model_for_inference(folder / "model", by_export)
+    hf.load_hf(folder / "model_hf", by_hf, args)
+    for name, parameter in saved.named_parameters():
+        assert torch.equal(parameter, by_hf.get_parameter(name)), name
+        assert torch.equal(parameter, by_export.get_parameter(name)), name

@@ -1,0 +1,432 @@
+"""Context parallel against attention that is written out, and the Llama under it against the Llama on one device.
+
+Every rank makes the same whole tensors, gives its share to the kernel, and holds its share of output and gradients
+against the reference. Parametrised by what changes the exchange; the rest is looped over within a set of ranks.
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.attention.flex_attention import create_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.pool import run_ranks
+from torchtitan.initialization import clean_name, initialize
+from torchtitan.loss import IGNORE_INDEX, SummedCrossEntropy
+from torchtitan.models.layers import AttentionKernel
+from torchtitan.models.llama import LlamaArgs
+from torchtitan.models.llama.model import Llama
+from torchtitan.models.llama.plan import PLAN
+from torchtitan.parallelisms import block_attention
+from torchtitan.parallelisms.activation_checkpoint import apply_activation_checkpoint
+from torchtitan.parallelisms.context_parallel import METHODS, apply_context_parallel, sequence_layout, shard_sequence
+from torchtitan.parallelisms.data_parallel import fsdp_modules
+from torchtitan.parallelisms.sequence_layout import SequenceLayout
+
+# float32 and float64: sums in another order. bfloat16 against float64: rounding of inputs' products to 8 bits
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+SAMPLES, SEQ_LEN, HEADS, HEAD_DIM = 2, 24, 4, 8
+
+
+class Holder(nn.Module):
+    """The least that has an attention kernel."""
+
+    def __init__(self, backend="auto"):
+        super().__init__()
+        self.kernel = AttentionKernel(backend)
+
+    def set_attention_kernel(self, kernel):
+        self.kernel = kernel
+
+
+def parallel_kernel(ranks, method, balance, backend="auto"):
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+    holder = Holder(backend)
+    apply_context_parallel(holder, mesh["cp"], method, balance)
+    return holder.kernel
+
+
+def written_out(q, k, v, documents):
+    """Causal attention with all scores written down, [B, H, S, E]."""
+    groups, length = q.shape[1] // k.shape[1], q.shape[2]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    visible = torch.ones(length, length, dtype=torch.bool).tril()
+    if documents is not None:
+        visible = visible & (documents[:, :, None] == documents[:, None, :])[:, None]
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~visible, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def whole_tensors(heads, kv_heads, dtype, value_dim=HEAD_DIM):
+    """q, k, v and the output's gradient; document ids with a document that ends inside the first rank's share, one
+    longer than a share, and one of a single token."""
+    make = torch.Generator().manual_seed(0)
+    sizes = ((heads, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, value_dim), (heads, value_dim))
+    shapes = [(SAMPLES, n, SEQ_LEN, width) for n, width in sizes]
+    q, k, v, grad = (torch.randn(shape, generator=make, dtype=torch.float64).to(dtype) for shape in shapes)
+    starts = torch.zeros(SAMPLES, SEQ_LEN, dtype=torch.long)
+    starts[0, [2, 3, 17]] = 1
+    starts[1, [9, 10, 23]] = 1
+    return q, k, v, grad, starts.cumsum(1)
+
+
+def relative_error(got, expected):
+    return ((got.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
+
+
+def attend_and_compare(ranks, method, balance, cases):
+    """Largest relative errors of output and the three gradients, by case of `kernel_cases`."""
+    kernel, layout, rank = (
+        parallel_kernel(ranks, method, balance),
+        sequence_layout(ranks, method, balance),
+        dist.get_rank(),
+    )
+    errors = {}
+    for case in cases:
+        heads, kv_heads, value_dim, dtype, with_documents = case
+        *qkv, grad, documents = whole_tensors(heads, kv_heads, dtype, value_dim)
+        documents = documents if with_documents else None
+        exact = [x.double().requires_grad_() for x in qkv]
+        expected = written_out(*exact, documents)
+        expected_grads = torch.autograd.grad(expected, exact, grad.double())
+        local = [layout.share(x, rank, dim=2).requires_grad_() for x in qkv]
+        mask = kernel.prepare(None if documents is None else layout.share(documents, rank))
+        y = kernel(*local, mask)
+        grads = torch.autograd.grad(y, local, layout.share(grad, rank, dim=2))
+        assert y.dtype == dtype and [g.dtype for g in grads] == [dtype] * 3
+        with torch.no_grad():
+            assert torch.equal(kernel(*local, mask), y)
+        pairs = zip((y, *grads), (expected, *expected_grads), strict=True)
+        errors[case] = [relative_error(got, layout.share(whole, rank, dim=2)) for got, whole in pairs]
+    return errors
+
+
+def kernel_cases(ranks):
+    """(heads, kv_heads, value_dim, dtype, documents); with few kv_heads, ulysses has to repeat them."""
+    sizes = [(4, 4, 8), (4, 2, 5), (4, 1, 8)] if ranks == 4 else [(4, 2, 8), (4, 1, 5), (6, 3, 8)]
+    return [(*size, dtype, documents) for size in sizes for dtype in TOLERANCE for documents in (False, True)]
+
+
+@pytest.mark.parametrize("ranks", (2, 4))
+@pytest.mark.parametrize("balance", (True, False), ids=("headtail", "in order"))
+@pytest.mark.parametrize("method", METHODS)
+def test_equal_to_written_out_attention(method, balance, ranks):
+    for errors in run_ranks(ranks, attend_and_compare, ranks, method, balance, kernel_cases(ranks)):
+        assert len(errors) == 18
+        for case, worst in errors.items():
+            assert max(worst) <= TOLERANCE[case[3]], f"{case}: output, q, k, v differ by {worst}"
+
+
+# --- the whole model
+
+
+ARGS = LlamaArgs(dim=48, n_layers=2, n_heads=6, n_kv_heads=2, vocab_size=61, multiple_of=16)
+
+
+def build(dtype=torch.float64):
+    model = Llama(ARGS)
+    initialize(model, 3, model.init_rule)
+    model.to(dtype).loss = SummedCrossEntropy(1)
+    return model
+
+
+def batch(documents):
+    make = torch.Generator().manual_seed(4)
+    tokens = torch.randint(0, ARGS.vocab_size, (SAMPLES, SEQ_LEN + 1), generator=make)
+    labels = tokens[:, 1:].clone()
+    labels[0, :5] = IGNORE_INDEX
+    whole = {"tokens": tokens[:, :-1], "labels": labels}
+    whole["positions"] = torch.arange(SEQ_LEN).expand(SAMPLES, -1)
+    if documents:
+        ids = whole_tensors(1, 1, torch.float32)[-1]
+        first = torch.searchsorted(ids, ids)  # of each token's document: restart positions there
+        whole |= {"document_ids": ids, "positions": whole["positions"] - first}
+    return whole
+
+
+def one_device(documents, dtype=torch.float64):
+    model = build(dtype)
+    loss = model(**batch(documents))
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def backward(model, share, variant):
+    """The loss, with every parameter's grad filled. Pipelines run several forwards before their backwards, and part the
+    gradients of inputs from those of weights."""
+    if variant == "out of order":
+        rows = [{name: x[i : i + 1] for name, x in share.items()} for i in range(SAMPLES)]
+        losses = [model(**row) for row in rows]
+        for loss in losses:  # first in, first out; what is gathered or travels for one must not leak into another
+            loss.backward()
+        return torch.stack(losses).sum().detach()
+    loss = model(**share)
+    if variant == "split backward":
+        first, *rest = model.parameters()
+        (first.grad,) = torch.autograd.grad(loss, first, retain_graph=True)
+        for parameter, grad in zip(rest, torch.autograd.grad(loss, rest), strict=True):
+            parameter.grad = grad
+    else:
+        loss.backward()
+    return loss.detach()
+
+
+def train_llama(ranks, method, balance, documents, variant="plain", dtype=torch.float64):
+    """Loss and gradients, both summed over ranks."""
+    torch._dynamo.reset()
+    model = build(dtype)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))["cp"]
+    apply_context_parallel(model, mesh, method, balance)
+    if variant in ("full", "op"):
+        mode = {"full": ("full", ""), "op": ("selective", "op")}[variant]
+        apply_activation_checkpoint(model, PLAN, *mode)
+    if variant == "compile":
+        for block in model.layers.values():
+            block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    if variant == "fully_shard":
+        for block in model.layers.values():
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for module in fsdp_modules(model):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    share = shard_sequence(batch(documents), dist.get_rank(), ranks, method, balance)
+    loss = backward(model, share, variant)
+    dist.all_reduce(loss)
+    grads = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if variant == "fully_shard":
+            grad = grad.full_tensor()
+        else:
+            dist.all_reduce(grad)
+        grads[clean_name(name)] = grad
+    return loss.item(), grads
+
+
+VARIANTS = ("plain", "fully_shard", "full", "op", "out of order", "split backward")
+ROWS = [(method, variant, True) for method in METHODS for variant in VARIANTS]
+ROWS += [(method, "plain", False) for method in METHODS]
+# point to point messages are not traced
+ROWS += [(method, "compile", documents) for method in METHODS if method != "ring" for documents in (False, True)]
+
+
+@pytest.mark.parametrize("method, variant, documents", ROWS)
+def test_llama_equals_one_device(method, variant, documents):
+    loss, grads = one_device(documents)
+    for got_loss, got in run_ranks(2, train_llama, 2, method, True, documents, variant):
+        assert got_loss == pytest.approx(loss, rel=1e-10)
+        assert got.keys() == grads.keys()
+        for name, grad in grads.items():
+            assert relative_error(got[name], grad) <= 1e-10, name
+
+
+# --- traffic
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that this rank sends to others, a number for each exchange."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.ranks, self.sent = ranks, []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op == torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self.sent.append(args[0].nbytes * (self.ranks - 1))
+        elif op == torch.ops._c10d_functional.all_to_all_single.default:
+            rows = sum(args[2]) - args[2][dist.get_rank()]
+            self.sent.append(args[0].nbytes // args[0].shape[0] * rows)
+        elif op == torch.ops.c10d.send.default:
+            self.sent.append(sum(x.nbytes for x in args[0]))
+        else:
+            assert "c10d" not in str(op) or op.name().split("::")[1] in ("wait_tensor", "recv_"), op
+        return op(*args, **kwargs or {})
+
+
+def measure_traffic(ranks, method, dtype):
+    kernel, layout, rank = parallel_kernel(ranks, method, True), sequence_layout(ranks, method, True), dist.get_rank()
+    *qkv, grad, documents = whole_tensors(4, 2, dtype)
+    local = [layout.share(x, rank, dim=2).requires_grad_() for x in qkv]
+    with Traffic(ranks) as prepared:
+        mask = kernel.prepare(layout.share(documents, rank))
+    with Traffic(ranks) as forward:
+        y = kernel(*local, mask)
+    with Traffic(ranks) as backward:
+        torch.autograd.grad(y, local, layout.share(grad, rank, dim=2))
+    return prepared.sent, forward.sent, backward.sent
+
+
+@pytest.mark.parametrize("ranks", (2, 4))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("method", METHODS)
+def test_least_traffic(method, dtype, ranks):
+    per_head = SAMPLES * SEQ_LEN // ranks * HEAD_DIM * dtype.itemsize
+    share, others = 2 * 2 * per_head, ranks - 1  # keys and values of 2 heads
+    if method == "allgather":
+        forward = backward = [others * share]
+    elif method == "ulysses":  # of all heads, the part of the other ranks; 2 key heads become 4 for 4 ranks
+        forward = [(4 + 2 * max(2, ranks)) * per_head * others // ranks, 4 * per_head * others // ranks]
+        backward = forward[::-1]
+    else:
+        wide = share * torch.float32.itemsize // dtype.itemsize  # gradients travel in float32
+        forward, backward = [share] * others, [share] * others + [wide] * others
+    ids = SAMPLES * SEQ_LEN // ranks * torch.long.itemsize
+    for got_ids, got_forward, got_backward in run_ranks(ranks, measure_traffic, ranks, method, dtype):
+        assert got_ids == [others * ids]
+        assert got_forward == forward
+        assert sorted(got_backward) == sorted(backward)
+
+
+# --- the layout, the kernels, and errors
+
+
+def visible_by(layout, rank, length, in_sequence):
+    """How often each query of `rank` sees each key of the whole sequence."""
+    size = length // layout.ranks
+    seen = torch.zeros(size, length, dtype=torch.long)
+    if in_sequence:
+        where = [(region, torch.arange(length)) for region in layout.seen_in_sequence(rank, size)]
+    else:
+        positions = [layout.positions(source, size, "cpu") for source in range(layout.ranks)]
+        where = [(layout.seen_in_share(rank, source, size), keys) for source, keys in enumerate(positions)]
+    for region, keys in where:
+        if region is not None:
+            queries = slice(region.first_query, region.last_query)
+            pairs = torch.ones(region.last_query - region.first_query, region.last_key - region.first_key).long()
+            seen[queries, keys[region.first_key : region.last_key]] += pairs.tril() if region.causal else pairs
+    return seen
+
+
+@pytest.mark.parametrize("in_sequence", (True, False))
+@pytest.mark.parametrize("headtail", (True, False))
+@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
+def test_regions_are_causality_and_headtail_is_level(ranks, headtail, in_sequence):
+    layout, length = SequenceLayout(ranks, headtail), 24
+    work = []
+    for rank in range(ranks):
+        seen = visible_by(layout, rank, length, in_sequence)
+        positions = layout.positions(rank, length // ranks, "cpu")
+        assert torch.equal(seen, (positions[:, None] >= torch.arange(length)).long())
+        work.append(seen.sum())
+    assert sum(work) == length * (length + 1) // 2
+    assert not headtail or len(set(map(int, work))) == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_shards_make_up_the_sequence(method):
+    whole = {"tokens": torch.arange(48).reshape(2, 24), "labels": torch.arange(48, 96).reshape(2, 24)}
+    for balance in (True, False):
+        shards = [shard_sequence(whole, rank, 4, method, balance) for rank in range(4)]
+        for name, x in whole.items():
+            assert torch.equal(torch.cat([shard[name] for shard in shards], 1).sort().values, x)
+            assert all(torch.equal(shard[name], shard[name].sort().values) for shard in shards)
+        head = [shard["tokens"][0].tolist() for shard in shards][1]
+        assert head == ([3, 4, 5, 18, 19, 20] if balance and method != "ulysses" else [6, 7, 8, 9, 10, 11])
+
+
+def region_gradients(dtype, documents, device="cpu"):
+    q, k, v, grad, ids = (x.to(device) for x in whole_tensors(4, 2, dtype))
+    q, grad, query_ids = q[:, :, 12:].requires_grad_(), grad[:, :, 12:], ids[:, 12:]
+    regions = SequenceLayout(2, headtail=False).seen_in_sequence(1, 12)
+    k.requires_grad_(), v.requires_grad_()
+    y = block_attention.RegionAttention.apply(q, k, v, regions, *((query_ids, ids) if documents else (None, None)))
+    return y, *torch.autograd.grad(y, (q, k, v), grad)
+
+
+@pytest.mark.parametrize("documents", (False, True))
+def test_written_out_kernel_equals_the_cpus(documents, monkeypatch):
+    expected = region_gradients(torch.float64, documents)
+    monkeypatch.setattr(block_attention, "kernel_for", lambda q, bias: "written out")
+    for got, want in zip(region_gradients(torch.float64, documents), expected, strict=True):
+        assert relative_error(got, want) <= 1e-12
+
+
+@pytest.mark.parametrize("documents", (False, True))
+@pytest.mark.parametrize("kernel, dtype", [("flash", torch.bfloat16), ("efficient", torch.float32)])
+def test_cuda_kernels_are_called_with_what_they_take(kernel, dtype, documents, monkeypatch):
+    """On the meta device: names, arguments and shapes, no numbers."""
+    if kernel == "flash" and documents:
+        kernel = "efficient"
+    monkeypatch.setattr(block_attention, "kernel_for", lambda q, bias: kernel)
+    shapes = [(SAMPLES, n, length, HEAD_DIM) for n, length in ((4, 12), (4, 12), (2, SEQ_LEN), (2, SEQ_LEN))]
+    got = region_gradients(dtype, documents, "meta")
+    assert [x.shape for x in got] == shapes and {x.dtype for x in got} == {dtype}
+
+
+@pytest.mark.parametrize(
+    "dtype, head_dim, masked, kernel",
+    [
+        (torch.bfloat16, 128, False, "flash"),
+        (torch.bfloat16, 128, True, "efficient"),
+        (torch.bfloat16, 320, False, "efficient"),
+        (torch.float32, 128, False, "efficient"),
+        (torch.float64, 128, False, "written out"),
+        (torch.bfloat16, 12, False, "written out"),
+    ],
+)
+def test_choice_of_kernel(dtype, head_dim, masked, kernel):
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 1, 1, head_dim))
+    assert block_attention.kernel_for(q, torch.zeros(()) if masked else None) == kernel
+    assert block_attention.kernel_for(torch.zeros(1, 1, 1, head_dim, dtype=dtype), None) == "cpu"
+
+
+class DenseFlex(nn.Module):
+    """What flex attention does with a block mask, slowly: it has no backward on a CPU and takes a minute to compile."""
+
+    backend = "flex"
+
+    def forward(self, q, k, v, mask):
+        visible = create_mask(mask.mask_mod, q.shape[0], 1, q.shape[2], k.shape[2], device="cpu")
+        return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
+
+
+def attend_by_block_mask(balance):
+    mesh, rank, layout = init_device_mesh("cpu", (2,)), dist.get_rank(), SequenceLayout(2, balance)
+    holder = Holder()
+    holder.kernel = DenseFlex()
+    apply_context_parallel(holder, mesh, "allgather", balance)
+    q, k, v, _, documents = whole_tensors(4, 2, torch.float64)
+    mask = holder.kernel.prepare(layout.share(documents, rank))
+    y = holder.kernel(*(layout.share(x, rank, dim=2) for x in (q, k, v)), mask)
+    return relative_error(y, layout.share(written_out(q, k, v, documents), rank, dim=2))
+
+
+@pytest.mark.parametrize("balance", (True, False))
+def test_block_mask_of_gathered_keys(balance):
+    assert max(run_ranks(2, attend_by_block_mask, balance)) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "method, balance, multiple", [("ring", True, 8), ("ring", False, 4), ("ulysses", True, 4), ("allgather", True, 8)]
+)
+def test_sequence_that_does_not_divide(method, balance, multiple):
+    length = 12 if multiple == 8 else 10
+    with pytest.raises(
+        ValueError, match=rf"tokens has {length} .* multiple of {multiple} .*change training.seq_len"
+    ) as e:
+        shard_sequence({"tokens": torch.zeros(1, length)}, 0, 4, method, balance)
+    assert ("load_balancer" in str(e.value)) == (multiple == 8)
+
+
+def test_unknown_method():
+    with pytest.raises(ValueError, match="'rings': choose one of allgather, ring, alltoall, ulysses"):
+        shard_sequence({"tokens": torch.zeros(1, 8)}, 0, 2, "rings", True)
+
+
+def deal_three_heads():
+    kernel = parallel_kernel(2, "ulysses", True)
+    with pytest.raises(ValueError, match="3 query heads .* 2 context-parallel .* or set .* to allgather or ring"):
+        kernel(*(torch.zeros(1, heads, 4, 8) for heads in (3, 1, 1)), None)
+    return True
+
+
+def test_heads_that_cannot_be_dealt_out():
+    assert all(run_ranks(2, deal_three_heads))

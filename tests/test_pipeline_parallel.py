@@ -1,0 +1,440 @@
+"""Pipelines beside the table of combinations: unusual cuts and tables, evaluation between steps, and what must not
+happen: recomputing twice, reducing twice, sums in bfloat16, a microbatch too few.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.combinations import Combination
+from tests.pool import RankFailed, run_ranks
+from tests.test_combinations import DTYPE, TOLERANCE, batch, build_plain, plain_twin, reference
+from torchtitan.initialization import clean_name, initialize
+from torchtitan.loss import IGNORE_INDEX
+from torchtitan.models.registry import MODELS
+from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize
+from torchtitan.parallelisms.pipeline_cut import SCHEDULES
+from torchtitan.parallelisms.pipeline_parallel import Pipeline, PipelineOptions, cut_model, tied_names
+from torchtitan.parallelisms.pipeline_torch import named
+
+CPU = torch.device("cpu")
+SPLIT = [name for name, traits in SCHEDULES.items() if traits.split_backward]
+
+
+def dims_of(row: Combination) -> ParallelDims:
+    return ParallelDims(row.ranks, row.dp_replicate, row.dp_shard, row.cp, row.tp, row.pp)
+
+
+def build(row: Combination, autocast: bool = False, **wishes: object) -> tuple[Pipeline, DeviceMesh]:
+    """This rank's pipeline and the mesh. `wishes`: of PipelineOptions, other than the row's."""
+    dims = dims_of(row)
+    mesh = dims.build_mesh("cpu")
+    with torch.device("meta"):
+        model = build_plain(row)
+    plan = MODELS[row.model].plan
+    options = ParallelOptions(
+        param_dtype=torch.bfloat16 if row.precision == "bfloat16" else DTYPE[row.precision],
+        reduce_dtype=DTYPE[row.precision],
+        reshard_after_forward=False,
+        cpu_offload=row.cpu_offload,
+        sequence_parallel=row.sequence_parallel,
+        recompute=row.recompute if row.recompute in ("none", "full") else "selective",
+        selective_option=row.recompute,
+        compile_model=row.compile != "no",
+        compile_backend="aot_eager",
+    )
+    local_batch = 8 // dims.dp // row.accumulation
+    wishes = {"schedule": row.schedule, "local_batch_size": local_batch, "hidden_dim": model.args.dim} | wishes
+    pipeline = PipelineOptions(**wishes)
+    tied = tied_names(model)
+    stages = pipeline.stages(model, plan, dims.pp)
+    mine = pipeline.stages_of_rank(dims.rank_in(mesh, "pp"), dims.pp, len(stages))
+    parts = cut_model(model, stages, mine)
+    for part in parts:
+        parallelize(part, mesh, dims, plan, options)
+        part.to_empty(device="cpu")
+        initialize(part, 7, part.init_rule, drawn_as=tied)
+    pipe = Pipeline(
+        parts,
+        mine,
+        len(stages),
+        mesh["pp"],
+        pipeline,
+        device=CPU,
+        hidden_dtype=torch.bfloat16 if autocast else options.param_dtype,
+        sequence_shards=row.tp if row.sequence_parallel else 1,
+        forward_context=torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        merge_backward=row.recompute != "none" or row.compile != "no",
+        tied=tied,
+    )
+    return pipe, mesh
+
+
+def local_batches(row: Combination, mesh: DeviceMesh) -> tuple[list[dict[str, torch.Tensor]], int]:
+    """This rank's local batches of one step, and the valid tokens of all ranks."""
+    everything, dims = batch(), dims_of(row)
+    names = ("tokens", "labels", "positions", "document_ids")[: 4 if row.document_mask else 2]
+    mine = {name: everything[name][dims.dp_rank(mesh) :: dims.dp] for name in names}
+    pieces = [tensor.chunk(row.accumulation) for tensor in mine.values()]
+    batches = [dict(zip(names, piece, strict=True)) for piece in zip(*pieces, strict=True)]
+    return batches, int((everything["labels"] != IGNORE_INDEX).sum())
+
+
+def step(pipe: Pipeline, batches: list[dict[str, torch.Tensor]], valid: int) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for index, part in enumerate(batches):
+        total += pipe.train_step(part, valid, is_last=index == len(batches) - 1)
+    pipe.sum_tied_gradients()
+    return total
+
+
+def whole_gradients(pipe: Pipeline) -> dict[str, torch.Tensor]:
+    named = [(clean_name(name), p) for part in pipe.parts for name, p in part.named_parameters()]
+    return {name: getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for name, p in named}
+
+
+def sum_over_plan(row: Combination, value: torch.Tensor) -> float:
+    dist.all_reduce(value)
+    return value.item() / row.tp
+
+
+def train_and_evaluate(row: Combination, wishes: dict) -> tuple[float, float, dict[str, torch.Tensor]]:
+    torch._dynamo.reset()
+    pipe, mesh = build(row, **wishes)
+    batches, valid = local_batches(row, mesh)
+    loss = sum_over_plan(row, step(pipe, batches, valid))
+    evaluated = sum_over_plan(row, sum(pipe.eval_step(part).double() for part in batches) / valid)
+    return loss, evaluated, whole_gradients(pipe)
+
+
+def check(row: Combination, twin: Combination | None = None, **wishes: object) -> None:
+    """One step of the row is that of one device."""
+    loss, _, grads, *_ = reference(twin or plain_twin(row))
+    tolerance, seen = TOLERANCE["bfloat16" if "autocast" in wishes else row.precision], set()
+    for got_loss, evaluated, got in run_ranks(row.ranks, train_and_evaluate, row, wishes):
+        assert got_loss == pytest.approx(loss, rel=tolerance)
+        assert evaluated == pytest.approx(loss, rel=tolerance)
+        for name, grad in got.items():
+            expected = grads[name if name in grads else "tok_embeddings.weight"]
+            error = (grad - expected).abs().max() / expected.abs().max()
+            assert error <= tolerance, f"{name}: gradient differs by {error:.2e} of its largest entry"
+        seen |= got.keys()
+    assert seen >= grads.keys()
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_forwards_under_autocast(schedule, recompute):
+    check(Combination(ranks=2, pp=2, schedule=schedule, recompute=recompute), autocast=True)
+
+
+# Cuts and tables other than the schedule's own
+
+
+class Deep(Combination):
+    layers = 9
+
+
+@pytest.mark.parametrize("schedule", ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("dp_shard", [1, 2])
+def test_four_stages_a_rank(schedule, dp_shard):
+    """More stages than torch keeps gathered at a time: parameters come and go between microbatches."""
+    row = Deep(ranks=2 * dp_shard, pp=2, dp_shard=dp_shard, schedule=schedule)
+    check(row, Deep(), layers_per_stage=1, first_less=0, last_less=-1)
+
+
+def test_module_names_decide_the_cut():
+    stages = [["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2"], ["layers.3", "layers.4", "norm", "output"]]
+    check(Combination(ranks=2, pp=2, schedule="DualPipeV", precision="float64"), modules=stages)
+
+
+def test_table_from_csv(tmp_path):
+    """Microbatches out of order in every stage and direction, the last stage on rank 0, one backward split."""
+    rows = (
+        "0F1 0F0 0F3 0F2 2F3 2B3 2F0 2F1 2I1 2B0 2F2 2W1 2B2 0B2 0B0 0B3 0B1",
+        "1F0 1F1 1F3 1F2 1B3 1I1 1B0 1W1 1B2",
+    )
+    path = tmp_path / "schedule.csv"
+    path.write_text("\n".join(row.replace(" ", ",") for row in rows))
+    for recompute in ("none", "full"):
+        row = Combination(ranks=2, pp=2, precision="float64", recompute=recompute)
+        check(row, csv=path, microbatch_size=2)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "ZBVZeroBubble"])
+def test_fewer_microbatches_than_stages(schedule):
+    check(Combination(ranks=2, pp=2, schedule=schedule), microbatch_size=8)
+
+
+# What the runtime must and must not do
+
+
+class Counter(TorchDispatchMode):
+    """Calls of c10d, by the operator's name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = defaultdict(int)
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "c10d":
+            self.calls[op._overloadpacket.__name__] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def count_work(row: Combination) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Forwards of each block in one step, calls of c10d, and what these ought to be."""
+    pipe, mesh = build(row)
+    work = local_batches(row, mesh)
+    step(pipe, *work)  # the first step has messages of its own
+    blocks = defaultdict(int)
+
+    def count(name: str, forward: Callable, *args: object) -> torch.Tensor:
+        blocks[name] += 1
+        return forward(*args)
+
+    for part in pipe.parts:
+        for name, module in part.named_modules():
+            if type(module).__name__ == "Block" or type(module).__name__ == "FSDPBlock":
+                module.forward = partial(count, clean_name(name), module.forward)
+    with Counter() as counter:
+        step(pipe, *work)
+    units = sum(len(part.layers) + (part.tok_embeddings is not None or part.output is not None) for part in pipe.parts)
+    ends = [(s, s + 1) for s in range(pipe.num_stages - 1) if pipe.ranks[s] != pipe.ranks[s + 1]]
+    messages = row.accumulation * pipe.options.microbatches * sum(s in pipe.stage_indices for end in ends for s in end)
+    expected = {"send": messages, "recv_": messages}
+    if row.dp_shard > 1:
+        expected |= dict.fromkeys(("_allgather_base_", "_reduce_scatter_base_"), row.accumulation * units)
+    if row.dp_replicate > 1:
+        expected |= {"allreduce_": units}
+    return dict(blocks), dict(counter.calls), expected
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("recompute", ["none", "full", "op", "2"])
+def test_every_layer_is_computed_again_once(schedule, recompute):
+    """And nothing is run to find out shapes: m forwards a layer, 2 m where it is recomputed."""
+    row = Combination(ranks=2, pp=2, schedule=schedule, recompute=recompute)
+    counts = {name: count for blocks, _, _ in run_ranks(2, count_work, row) for name, count in blocks.items()}
+    assert len(counts) == row.layers
+    if recompute == "2":
+        assert set(counts.values()) == {8, 16}
+    else:
+        assert set(counts.values()) == {8 if recompute == "none" else 16}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_messages_are_the_fewest_possible(schedule):
+    """One each way for a microbatch and a border between ranks; one gather and one reduction for each FSDP unit and
+    local batch, whatever the number of microbatches; replicas exchange once in a step of two local batches.
+    """
+    fsdp = Combination(ranks=4, pp=2, dp_shard=2, schedule=schedule)
+    ddp = Combination(
+        ranks=4, pp=2, dp_replicate=2, schedule=schedule, accumulation=1 if schedule == "DualPipeV" else 2
+    )
+    for row in (fsdp, ddp):
+        for _, calls, expected in run_ranks(4, count_work, row):
+            assert calls == expected
+
+
+def gradients_in_bfloat16(row: Combination) -> dict[str, torch.Tensor]:
+    pipe, mesh = build(row)
+    step(pipe, *local_batches(row, mesh))
+    return whole_gradients(pipe)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_do_not_add_up_in_bfloat16(schedule):
+    """Each microbatch's gradient has 8 bits, their sum 24: the sum is that of the microbatches taken one by one on one
+    device. Sums in bfloat16 would be off by 2^-9 of the entry; in float32 by the order of 8 terms.
+    """
+    row = Combination(ranks=4, pp=2, dp_shard=2, schedule=schedule, precision="bfloat16")
+    plain = build_plain(plain_twin(row))
+    initialize(plain, 7, plain.init_rule)
+    plain.bfloat16()
+    everything = batch()
+    valid = int((everything["labels"] != IGNORE_INDEX).sum())
+    expected = {name: torch.zeros(p.shape) for name, p in plain.named_parameters()}
+    for tokens, labels in zip(everything["tokens"].split(1), everything["labels"].split(1), strict=True):
+        (plain(tokens, labels=labels) / valid).backward()
+        for name, p in plain.named_parameters():
+            expected[name] += p.grad.float()
+            p.grad = None
+    for grads in run_ranks(4, gradients_in_bfloat16, row):
+        for name, grad in grads.items():
+            assert grad.dtype == torch.float32
+            assert (grad - expected[name]).abs().max() <= 1e-6 * expected[name].abs().max(), name
+
+
+# Evaluation
+
+
+def evaluate_between_steps(row: Combination) -> list:
+    """Twice train, with evaluations of other sizes before, between and after."""
+    pipe, mesh = build(row, microbatch_size=2 if row.dp_shard == 1 else 1)  # DualPipeV needs 4 microbatches
+    batches, valid = local_batches(row, mesh)
+    other = {name: tensor[:3, :16] for name, tensor in batches[0].items()}
+    found = []
+    for _ in range(2):
+        for part in (other, batches[0], other):
+            for model in pipe.parts:
+                model.eval()
+            found.append(sum_over_plan(row, pipe.eval_step(part).double()))
+            for model in pipe.parts:
+                model.train()
+        found.append(sum_over_plan(row, step(pipe, batches, valid)))
+        assert all(p.requires_grad and p.grad is not None for part in pipe.parts for p in part.parameters())
+        found.append(whole_gradients(pipe))
+        for part in pipe.parts:
+            part.zero_grad()
+    if row.dp_shard == 2:  # what is asked for between steps are shards, also after an evaluation
+        pipe.eval_step(other)
+        assert all(isinstance(p, DTensor) for part in pipe.parts for p in part.parameters())
+    return found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dp_shard", [1, 2])
+def test_evaluation_between_steps(schedule, dp_shard):
+    row = Combination(ranks=2 * dp_shard, pp=2, dp_shard=dp_shard, schedule=schedule, document_mask=True)
+    loss, _, grads, *_ = reference(plain_twin(row))
+    plain = build_plain(plain_twin(row))
+    initialize(plain, 7, plain.init_rule)
+    everything = batch()
+    parts = [{name: t[rank::dp_shard][:3, :16] for name, t in everything.items()} for rank in range(dp_shard)]
+    with torch.no_grad():
+        small = sum(plain(**part).item() for part in parts)
+        whole = plain(**everything).item()
+    for answer in run_ranks(row.ranks, evaluate_between_steps, row):
+        for first in (0, 5):
+            assert answer[first : first + 4] == pytest.approx([small, whole, small, loss], rel=1e-5)
+            for name, grad in answer[first + 4].items():
+                assert (grad - grads[name]).abs().max() <= 1e-5 * grads[name].abs().max(), name
+
+
+# Tied weights
+
+
+def tied_copies(row: Combination) -> dict:
+    pipe, mesh = build(row)
+    parameters = pipe._parameters()
+    names = [name for name in ("tok_embeddings.weight", "output.weight") if name in parameters]
+    values = {name: parameters[name].detach().clone() for name in names}
+    step(pipe, *local_batches(row, mesh))
+    whole = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in values.items()}
+    grads = {name: grad for name, grad in whole_gradients(pipe).items() if name in names}
+    return {"values": whole, "grads": grads, "skipped": [name for name in names if parameters[name] in pipe.duplicated]}
+
+
+@pytest.mark.parametrize("layout", [dict(ranks=2), dict(ranks=4, dp_shard=2), dict(ranks=4, tp=2)], ids=str)
+@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
+def test_tied_weights_are_equal_to_the_bit(layout, schedule):
+    answers = run_ranks(layout["ranks"], tied_copies, Combination(**layout, pp=2, model="llama3.2", schedule=schedule))
+    for what in ("values", "grads"):
+        tensors = [tensor for answer in answers for tensor in answer[what].values()]
+        assert len(tensors) == layout["ranks"]  # all on the first rank of the pipeline, or one on each
+        assert all(torch.equal(tensor, tensors[0]) for tensor in tensors)
+    copies = [name for answer in answers for name in answer["skipped"]]
+    assert copies == ["output.weight"] * (layout["ranks"] // 2)
+
+
+def test_tied_names_of_the_whole_model():
+    with torch.device("meta"):
+        assert tied_names(build_plain(Combination(model="llama3.2"))) == {"output.weight": "tok_embeddings.weight"}
+        assert tied_names(build_plain(Combination())) == {}
+
+
+def test_a_part_has_its_modules_and_their_names():
+    with torch.device("meta"):
+        model = build_plain(Combination(pp=2, model="llama3.2"))
+    stages = [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "layers.3"], ["layers.4", "norm", "output"]]
+    whole = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    first, last = cut_model(model, stages, [0, 2])
+    for part, stage in ((first, stages[0]), (last, stages[2])):
+        names = {name for name, _ in part.named_parameters()}
+        assert names == {name for name in whole if any(name.startswith(f"{module}.") for module in stage)}
+        assert all(block.attention.kernel is part.kernel for block in part.layers.values())
+    assert first.output is None and last.tok_embeddings is None and model.output is not None
+
+
+# What goes wrong
+
+
+def broken_block(row: Combination, layer: str) -> None:
+    pipe, mesh = build(row)
+    calls = []
+
+    def fail(module, args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyError("what the block says")
+
+    for part in pipe.parts:
+        if layer in part.layers:
+            part.layers[layer].register_forward_pre_hook(fail)
+    step(pipe, *local_batches(row, mesh))
+
+
+def test_an_exception_keeps_its_type_and_says_where():
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(2, broken_block, Combination(ranks=2, pp=2, schedule="ZBVZeroBubble"), "4")
+    assert "KeyError: 'what the block says'\nin pipeline stage 3, microbatch 2, forward" in str(failure.value)
+
+
+@pytest.mark.parametrize("error", [OSError("inner"), RuntimeError("inner")])
+def test_place_is_noted_on_what_torch_wrapped(error):
+    error.__cause__ = KeyError("the cause of its own")
+    with pytest.raises(type(error), match="inner") as found, named(3, 5, "backward"):
+        try:
+            raise error
+        except Exception as inner:
+            raise RuntimeError("torch's") from inner
+    assert found.value is error and found.value.__notes__ == ["in pipeline stage 3, microbatch 5, backward"]
+
+
+def refusals(row: Combination) -> list[str]:
+    pipe, mesh = build(row)
+    (part,), valid = local_batches(row, mesh)
+    with pytest.raises(ValueError) as found:
+        pipe.train_step({name: tensor[:5] for name, tensor in part.items()}, valid)
+    return str(found.value)
+
+
+def test_batch_of_another_size_is_refused():
+    for message in run_ranks(2, refusals, Combination(ranks=2, pp=2)):
+        assert message.startswith("a batch of 5 samples for a pipeline that takes 8 (8 microbatches of 1)")
+
+
+def test_stages_that_do_not_suit_the_schedule_are_refused():
+    with torch.device("meta"):
+        model = build_plain(Combination(pp=2))
+    plan = MODELS["llama3"].plan
+    three = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2"], ["layers.3", "layers.4", "norm", "output"]]
+    for wishes, words in (
+        (dict(modules=three), "3 pipeline stages: 1F1B needs exactly 1 stage per rank, 2 on 2 ranks"),
+        (dict(modules=three[:2], schedule="GPipe"), "no stage has layers.3, layers.4, norm, output"),
+        (dict(schedule="ZBV"), "no pipeline schedule 'ZBV'; choose one of GPipe, 1F1B"),
+        (dict(microbatch_size=3, csv="x.csv"), "sizes that would do: 1, 2, 4, 8; local batch sizes that .* 6, 9"),
+        (dict(layers_per_stage=3), "make 3 stages of 5 layers .* layers per stage that would do: 4, 5, 6"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            PipelineOptions(hidden_dim=1, local_batch_size=8, **wishes).stages(model, plan, 2)
+
+
+def test_torch_still_has_what_is_overridden():
+    """If one of these is renamed, ours would silently not be called."""
+    chunks = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk", "perform_reduce_grad")
+    losses = ("_maybe_compute_loss", "_maybe_get_loss", "_update_losses")
+    for owner, names in ((PipelineStage, chunks), (_PipelineSchedule, losses)):
+        for name in names:
+            assert hasattr(owner, name), f"torch's {owner.__name__} has no {name} any more: see pipeline_torch.py"

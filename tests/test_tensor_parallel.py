@@ -1,0 +1,397 @@
+"""Tensor parallel where the table of combinations does not look: other plans, parts, split backward, errors."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.tensor import DTensor
+
+from tests import test_combinations
+from tests.combinations import Combination
+from tests.pool import run_ranks
+from torchtitan.initialization import Normal, initialize
+from torchtitan.loss import SummedCrossEntropy
+from torchtitan.models.llama.plan import PLAN
+from torchtitan.parallelisms import tensor_parallel
+from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize, uses_fully_shard
+from torchtitan.parallelisms.plan import ParallelPlan
+
+BATCH, LENGTH, WIDTH, WORDS = 2, 8, 16, 12
+TP2 = dict(ranks=2, tp=2)
+FSDP2_TP2 = dict(ranks=4, dp_shard=2, tp=2)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Combination(**TP2, model="llama3.2", loss_chunks=3, document_mask=True, precision="float64"),
+        Combination(**TP2, model="llama3.2", loss_chunks=3, sequence_parallel=False, loss_parallel=False),
+        Combination(**TP2, precision="bfloat16", loss_chunks=3, sequence_parallel=False, accumulation=2),
+        Combination(**TP2, cpu_offload=True, recompute="op"),
+        Combination(**FSDP2_TP2, model="llama3.2", loss_chunks=3, recompute="op", precision="float64", reshard=False),
+        Combination(**FSDP2_TP2, precision="bfloat16", loss_chunks=2, loss_parallel=False, document_mask=True),
+    ],
+    ids=str,
+)
+def test_further_combinations(row):
+    test_combinations.test_equal_to_one_device(row)
+
+
+def initialized(model):
+    initialize(model, 7, model.init_rule)
+    return model
+
+
+def plain(first=-1, last=4, **row):
+    """Layers `first` to `last` of a Llama of three, its embedding being number -1 and its head 3: a part, cut as by a
+    pipeline.
+    """
+    model = test_combinations.build_plain(Combination(**row))
+    model.layers = nn.ModuleDict({name: block for name, block in model.layers.items() if first <= int(name) < last})
+    if first > -1:
+        model.tok_embeddings = None
+    if last < 4:
+        model.norm = model.output = None
+    return model
+
+
+def split(mesh, dims, first=-1, last=4, options=None, **row):
+    """The same under tensor parallel."""
+    with torch.device("meta"):
+        model = plain(first, last, **row)
+    dtype = test_combinations.DTYPE[row.get("precision", "float32")]
+    parallelize(model, mesh, dims, PLAN, replace(ParallelOptions(param_dtype=dtype), **(options or {})))
+    return initialized(model.to_empty(device="cpu"))
+
+
+def meshed(world_size):
+    dims = ParallelDims(world_size=world_size, tp=2)
+    return dims.build_mesh("cpu"), dims
+
+
+def initial_weights(world_size, model):
+    built = split(*meshed(world_size), model=model)
+    sizes = {name: parameter.to_local().numel() for name, parameter in built.named_parameters()}
+    return {name: parameter.detach().full_tensor() for name, parameter in built.named_parameters()}, sizes
+
+
+@pytest.mark.parametrize("model", ["llama3", "llama3.2"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_initial_weights_are_those_of_one_rank(world_size, model):
+    expected = dict(initialized(plain(model=model)).named_parameters())
+    for tensors, sizes in run_ranks(world_size, initial_weights, world_size, model):
+        assert tensors.keys() == expected.keys()
+        for name, parameter in expected.items():
+            assert torch.equal(tensors[name], parameter), name
+            parts = world_size // 2 if "norm" in name else world_size
+            assert sizes[name] == parameter.numel() // parts, f"{name} is not split"
+
+
+class Squeezed(nn.Module):
+    """A region as in latent attention: what is whole on all ranks, and normed, stands between and beside split
+    matrices, and is used by all heads.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.squeeze = nn.Linear(WIDTH, 6)
+        self.inner_norm = nn.LayerNorm(4)
+        self.widen = nn.Linear(4, 8)
+        self.gate = nn.Linear(WIDTH, 8, bias=False)
+        self.out = nn.Linear(8, WIDTH)
+
+    def forward(self, x, scale):
+        narrow, shared = self.squeeze(x).split((4, 2), dim=-1)
+        heads = self.widen(self.inner_norm(narrow)) * F.silu(self.gate(x))
+        heads = heads.unflatten(-1, (-1, 2)) * shared[..., None, :].cumsum(1) * scale  # [B, S, heads, 2]
+        return self.out(heads.flatten(-2))
+
+
+class Other(nn.Module):
+    """Not a Llama: biases, LayerNorm, other names, and a second kind of layer that looks at single tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.loss = SummedCrossEntropy(2)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"before": nn.LayerNorm(WIDTH), "mix": Squeezed()}) for _ in range(2))
+        self.last_norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens, positions=None, labels=None):
+        x = self.words(tokens)
+        scale = 1 + positions[..., None, None] / LENGTH
+        for block in self.blocks:
+            x = x + block["mix"](block["before"](x), scale)
+        x = self.last_norm(x)
+        return self.head(x) if labels is None else self.loss(x, self.head, labels)
+
+
+OTHER = ParallelPlan(
+    blocks="blocks.*",
+    embedding="words",
+    head=("last_norm", "head"),
+    gathered=("mix",),
+    column=("mix.widen", "mix.gate"),
+    row=("mix.out",),
+    replicated=("mix.squeeze", "mix.inner_norm"),
+    sequence=("before",),
+)
+FROZEN = ("blocks.0.mix.gate.weight", "blocks.1.before.weight", "blocks.1.mix.out.bias", "last_norm.bias")
+
+
+def other_model(plan=None):
+    """The plain model with its gradients, or with a plan of two ranks."""
+    with torch.device("meta" if plan else "cpu"):
+        model = Other().double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in FROZEN)
+    if plan:
+        mesh, dims = meshed(2)
+        parallelize(model, mesh, dims, OTHER, replace(ParallelOptions(param_dtype=torch.float64), **plan))
+        model.to_empty(device="cpu")
+    initialize(model, 3, lambda name: Normal(0.3))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, WORDS, (BATCH, LENGTH + 1), generator=generator)
+    positions = None if plan else torch.arange(LENGTH)[None]
+    loss = model(tokens[:, :-1], positions=positions, labels=tokens[:, 1:])
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def other_split(plan):
+    loss, grads = other_model(plan)
+    return loss, {name: None if grad is None else grad.full_tensor() for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("loss_parallel", [True, False])
+def test_another_model_says_its_plan_in_a_few_lines(sequence_parallel, loss_parallel):
+    loss, grads = other_model()
+    plan = dict(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    for got_loss, got in run_ranks(2, other_split, plan):
+        assert got_loss == pytest.approx(loss, rel=1e-12)
+        for name, grad in grads.items():
+            if name in FROZEN:
+                assert got[name] is None and grad is None, f"{name} is frozen"
+            else:
+                assert (got[name] - grad).abs().max() <= 1e-10 * grad.abs().max(), name
+
+
+# Pipeline parts
+
+
+def run_parts(cuts, options):
+    """Forward through all parts and back on two ranks, handing on by hand what a pipeline sends."""
+    everything = test_combinations.batch()
+    bounds, meshes = [-1, *cuts, 4], meshed(2)
+    parts = [
+        split(*meshes, first, last, options, precision="float64", loss_chunks=3)
+        for first, last in zip(bounds, bounds[1:], strict=False)
+    ]
+    sent, shapes = [], []
+    x = everything["tokens"]
+    for part in parts[:-1]:
+        out = part(x)
+        shapes.append((type(out), tuple(out.shape)))
+        x = out.detach().requires_grad_()
+        sent.append((out, x))
+    loss = parts[-1](x, labels=everything["labels"])
+    loss.backward()
+    for out, received in reversed(sent):
+        out.backward(received.grad)
+    grads = {name: p.grad.full_tensor() for part in parts for name, p in part.named_parameters()}
+    return loss.item(), grads, shapes
+
+
+@pytest.mark.parametrize("cuts", [(1,), (0, 2), (2, 3)], ids=str)
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_parts_of_a_pipeline(cuts, sequence_parallel):
+    everything = test_combinations.batch()
+    model = initialized(plain(precision="float64"))
+    loss = model(everything["tokens"], labels=everything["labels"])
+    loss.backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    length = test_combinations.SEQ_LEN // (2 if sequence_parallel else 1)
+    for got_loss, got, shapes in run_ranks(2, run_parts, cuts, dict(sequence_parallel=sequence_parallel)):
+        assert got_loss == pytest.approx(loss.item(), rel=1e-12)
+        assert shapes == [(torch.Tensor, (test_combinations.SAMPLES, length, 48))] * len(cuts)
+        assert got.keys() == grads.keys()
+        for name, grad in grads.items():
+            assert (got[name] - grad).abs().max() <= 1e-10 * grad.abs().max(), name
+
+
+def split_backward(num_chunks, options):
+    """The last part's backward in two halves, as zero-bubble schedules run it."""
+    mesh, dims = meshed(2)
+    part = split(mesh, dims, 2, 4, options, precision="float64", loss_chunks=num_chunks)
+    x, labels = last_part_inputs()
+    if options.get("sequence_parallel", True):
+        x = x.chunk(2, dim=1)[mesh["tp"].get_local_rank()]
+    x = x.clone().requires_grad_()
+    loss = part(x, labels=labels)
+    (input_grad,), groups = stage_backward_input([loss], None, [x], iter(part.parameters()))
+    before = [name for name, p in part.named_parameters() if p.grad is not None]
+    stage_backward_weight(iter(part.parameters()), groups)
+    return input_grad, {name: p.grad.full_tensor() for name, p in part.named_parameters()}, before
+
+
+def last_part_inputs():
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(BATCH, LENGTH, 48, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 104, (BATCH, LENGTH), generator=generator)
+    labels[0, :3] = -100
+    return x, labels
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@pytest.mark.parametrize("options", [{}, dict(sequence_parallel=False), dict(loss_parallel=False)], ids=str)
+def test_backward_of_inputs_and_of_weights_apart(num_chunks, options):
+    part = initialized(plain(2, 4, precision="float64"))
+    x, labels = last_part_inputs()
+    x.requires_grad_()
+    part(x, labels=labels).backward()
+    answers = run_ranks(2, split_backward, num_chunks, options)
+    whole = torch.cat([answer[0] for answer in answers], dim=1) if options != dict(sequence_parallel=False) else None
+    torch.testing.assert_close(answers[1][0] if whole is None else whole, x.grad, rtol=1e-10, atol=1e-14)
+    for _, grads, before in answers:
+        assert not before, "weights' gradients came with the input's"
+        for name, parameter in part.named_parameters():
+            assert (grads[name] - parameter.grad).abs().max() <= 1e-10 * parameter.grad.abs().max(), name
+
+
+# Without labels
+
+
+def logits_of(options):
+    with torch.no_grad():
+        logits = split(*meshed(2), options=options)(test_combinations.batch()["tokens"])
+    return isinstance(logits, DTensor), logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+
+@pytest.mark.parametrize("loss_parallel", [True, False])
+def test_logits(loss_parallel):
+    with torch.no_grad():
+        expected = initialized(plain())(test_combinations.batch()["tokens"])
+    for is_split, logits in run_ranks(2, logits_of, dict(loss_parallel=loss_parallel)):
+        assert is_split == loss_parallel
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+# Compile
+
+
+def compile_blocks():
+    """How many graphs three blocks make, and what a compiled block says to an input that is still on its way."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = split(*meshed(2), options=dict(compile_model=True, compile_backend=counter))
+    everything = test_combinations.batch()
+    for _ in range(2):
+        model(everything["tokens"], labels=everything["labels"]).backward()
+    x = AsyncCollectiveTensor(torch.zeros(2, 4, 48))
+    try:
+        model.layers["0"](x, model.rotary(torch.arange(8)[None]), None)
+    except RuntimeError as error:
+        return counter.frame_count, str(error)
+    return counter.frame_count, "no error"
+
+
+def test_compiled_blocks():
+    for graphs, error in run_ranks(2, compile_blocks):
+        assert graphs == 1, "one graph for all blocks"
+        assert "handed an AsyncCollectiveTensor" in error and "async_op=False" in error
+
+
+class FakeMesh:
+    def __init__(self, device_type):
+        self.device_type = device_type
+
+    def get_group(self):
+        return type("Group", (), {"group_name": "seven"})
+
+
+@pytest.mark.parametrize("device_type, compiled", [("cpu", True), ("cuda", False), ("cpu", False)])
+def test_asynchronous_tensor_parallel_needs_cuda_and_the_compiler(device_type, compiled):
+    with pytest.raises(ValueError, match=f"async.*on {device_type}: it needs CUDA and compile.enable"):
+        tensor_parallel.enable_async_tensor_parallel(FakeMesh(device_type), compiled)
+
+
+def test_asynchronous_tensor_parallel(monkeypatch):
+    groups = []
+    monkeypatch.setattr(tensor_parallel, "enable_symm_mem_for_group", groups.append)
+    monkeypatch.setattr(torch._inductor.config, "_micro_pipeline_tp", False)
+    tensor_parallel.enable_async_tensor_parallel(FakeMesh("cuda"), True)
+    assert torch._inductor.config._micro_pipeline_tp and groups == ["seven"]
+
+
+# Errors
+
+
+def refusal(changes, plan, options, tokens=2):
+    """What is said when a Llama with these modules in place of its own is given the plan, and then `tokens`."""
+    mesh, dims = meshed(2)
+    with torch.device("meta"):
+        model = plain()
+        for name, module in changes.items():
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, module)
+    try:
+        parallelize(model, mesh, dims, plan, replace(ParallelOptions(), **options))
+        model.to_empty(device="cpu")(torch.zeros(1, tokens, dtype=torch.long))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+REFUSALS = {
+    "key and value heads": (
+        {"layers.1.attention.wk": nn.Linear(48, 36)},
+        {},
+        "layers.1.attention.wk: 3 heads cannot be split over 2 tensor-parallel ranks; choose a .* that divides 3",
+    ),
+    "width": (
+        {"layers.0.feed_forward.w2": nn.Linear(33, 48)},
+        {},
+        "layers.0.feed_forward.w2: 33 in_features cannot be",
+    ),
+    "vocabulary": ({"tok_embeddings": nn.Embedding(101, 48)}, {}, "tok_embeddings: 101 words cannot be split over 2"),
+    "head": ({"output": nn.Linear(48, 101)}, {}, "output: 101 words cannot be split over 2"),
+    "a norm without its head": ({"output": None}, {}, "only one of norm and output.*cut the model elsewhere"),
+    "no such module": ({}, dict(row=("attention.wx",)), "no module of .* is called 'layers.*.attention.wx'"),
+    "no such end": ({}, dict(embedding="embed"), "no module of .* is called 'embed'"),
+    "left out": ({}, dict(row=("attention.wo",)), r"layers.0.feed_forward.w2.weight: no pattern .* add its module"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name):
+    changes, plan, message = REFUSALS[name]
+    for answer in run_ranks(2, refusal, changes, replace(PLAN, **plan), {}):
+        assert re.search(message, answer), answer
+
+
+def test_a_sequence_that_does_not_divide_is_refused():
+    for answer in run_ranks(2, refusal, {}, PLAN, {}, 7):
+        assert "a sequence of 7 tokens cannot be split over 2" in answer and "disable_sequence_parallel" in answer
+    for answer in run_ranks(2, refusal, {}, PLAN, dict(sequence_parallel=False), 7):
+        assert answer == "no error"
+
+
+def test_where_fully_shard_wraps():
+    mixed, plain = ParallelOptions(param_dtype=torch.bfloat16), ParallelOptions()
+    one, tp, dp, cp = (
+        ParallelDims(**d)
+        for d in (dict(world_size=1), dict(world_size=2, tp=2), dict(world_size=2), dict(world_size=2, cp=2))
+    )
+    assert [uses_fully_shard(dims, plain) for dims in (one, tp, dp, cp)] == [False, False, True, True]
+    assert [uses_fully_shard(dims, mixed) for dims in (one, tp, dp, cp)] == [False, True, True, True]
+    assert not uses_fully_shard(tp, mixed, torch.bfloat16)
+    assert uses_fully_shard(one, ParallelOptions(cpu_offload=True))
