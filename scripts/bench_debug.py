@@ -7,7 +7,7 @@ dim 256, 6 layers, 16 heads, vocabulary 2048, sequences of 256, 8 of them per ra
 torchtitan is by default: fully_shard (on one rank too) with bfloat16 parameters, every second layer recomputed, the
 CPU's bfloat16 attention, fused AdamW, clipping. Each of our settings runs in a process (or two ranks) of its own, in
 which the real trainer and the plain loop take turns step by step. --plans times jobs that split the same 8 sequences
-over tensor- and pipeline-parallel ranks, in float32, each by itself. docs/benchmarks.md has the details.
+over ranks (the MoE debug model among them), in float32, each by itself. docs/benchmarks.md has the details.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def pipeline(schedule: str) -> dict[str, str]:
 
 
 SIZES = bench_bare.Sizes()
-QUICK = bench_bare.Sizes(dim=64, hidden=256, layers=2, heads=4, seq_len=32, batch=2)
+QUICK = bench_bare.Sizes(dim=64, hidden=256, layers=4, heads=4, seq_len=32, batch=8)
 JOB = {
     "job.config_file": "train_configs/debug_model.toml",
     "validation.enable": "false",
@@ -70,19 +70,28 @@ SETTINGS = {
     "compiled blocks": COMPILED,
     "compiled model": COMPILED | {"compile.scope": "model"},
 }
-TP = {"parallelism.tensor_parallel_degree": "2"}
-PLANS = {
-    name: (ranks, options | {"training.mixed_precision_param": "float32", "activation_checkpoint.mode": "selective"})
-    for name, (ranks, options) in {
-        "one rank": (1, {}),
-        "TP 2": (2, TP),
-        "PP 2 Interleaved1F1B": (2, pipeline("Interleaved1F1B")),
-        "PP 2 ZBVZeroBubble": (2, pipeline("ZBVZeroBubble")),
-        "PP 2 DualPipeV": (2, pipeline("DualPipeV")),
-        "TP 2 x PP 2 DualPipeV": (4, TP | pipeline("DualPipeV")),
-    }.items()
+TP, EP = ({f"parallelism.{axis}_parallel_degree": "2"} for axis in ("tensor", "expert"))
+NONE, SECOND, FULL, KEEP_COMM = (
+    {"activation_checkpoint.mode": mode} for mode in ("none", "selective", "full", "full_keep_comm")
+)
+OVERLAP = {"parallelism.pipeline_parallel_expert_parallel_overlap": "true"}
+MOE = {"model.name": "deepseek"}
+PLANS: dict[str, tuple[int, int, dict[str, str]]] = {
+    "one rank": (1, 1, SECOND),
+    "FSDP 2": (2, 2, SECOND),
+    "TP 2": (2, 1, TP | SECOND),
+    "PP 2 Interleaved1F1B": (2, 1, pipeline("Interleaved1F1B") | SECOND),
+    "PP 2 ZBVZeroBubble": (2, 1, pipeline("ZBVZeroBubble") | SECOND),
+    "PP 2 DualPipeV": (2, 1, pipeline("DualPipeV") | SECOND),
+    "TP 2 x PP 2 DualPipeV": (4, 1, TP | pipeline("DualPipeV") | SECOND),
+    "MoE, one rank": (1, 1, MOE | NONE),
+    "MoE, EP 2": (2, 2, MOE | EP | NONE),
+    "MoE, PP 2 DualPipeV, full": (2, 1, MOE | pipeline("DualPipeV") | FULL),
+    "MoE, PP 2 x EP 2 DualPipeV": (4, 2, MOE | EP | pipeline("DualPipeV") | NONE),
+    "MoE, the same, overlap, keep_comm": (4, 2, MOE | EP | pipeline("DualPipeV") | OVERLAP | KEEP_COMM),
+    "MoE, the same, overlap, full": (4, 2, MOE | EP | pipeline("DualPipeV") | OVERLAP | FULL),
 }
-"""Ranks and options of --plans. Every second layer is recomputed, as torchtitan does by default."""
+"""Ranks, data-parallel ranks and options of --plans. "selective" recomputes every second layer, as torchtitan does."""
 GOALS = {"same settings": 1.0, "shipped": 1.45, "compiled blocks": 1.65, "compiled model": 1.9}
 
 
@@ -197,7 +206,9 @@ def job_alone(name: str, ranks: int, options: argparse.Namespace) -> str:
 
 def plan_alone(name: str, options: argparse.Namespace) -> str:
     """Speed of a plan, and CPU time a step: that of a job of 25 steps less that of one of 5."""
-    ranks, job = PLANS[name]
+    ranks, data_parallel, options_of_plan = PLANS[name]
+    job = {"training.mixed_precision_param": "float32", "activation_checkpoint.selective_ac_option": "2"}
+    job |= options_of_plan | {"training.local_batch_size": str(options.sizes.batch // data_parallel)}
     few, many = (2, 4) if options.quick else (5, 25)
     spent = []
     for steps_ in (few, many):
@@ -210,7 +221,7 @@ def plan_alone(name: str, options: argparse.Namespace) -> str:
             spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
             speeds = [record["tokens_per_second"] for record in read_records(Path(folder, "metrics.jsonl"))]
     cpu = (spent[1] - spent[0]) / (many - few)
-    return f"{name:<24} {median(speeds[1:]):8,.0f} tok/s {cpu:6.2f} CPU seconds a step, all ranks"
+    return f"{name:<34} {median(speeds[1:]):8,.0f} tok/s {cpu:6.2f} CPU seconds a step, all ranks"
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """One job under many plans, from the command line: do the losses agree?
 
     python scripts/compare_plans.py [--only NAME ...] [--steps 20] [-- OPTIONS OF THE JOB]
+    python scripts/compare_plans.py -- --model.name deepseek
 
 Runs the debug job in float32 on one rank and then under each plan, as a user would, with the same global batch, and
 prints the largest relative difference of the losses. With `-- --model.name deepseek`, the plans of experts are added
@@ -34,11 +35,20 @@ JOB = {
     "metrics.log_freq": 1,
 }
 TP, CP, PP = ({f"parallelism.{axis}_parallel_degree": 2} for axis in ("tensor", "context", "pipeline"))
-EP, FULL = {"parallelism.expert_parallel_degree": 2}, {"activation_checkpoint.mode": "full"}
+EP = {"parallelism.expert_parallel_degree": 2}
 
 
 def schedule(name: str) -> dict[str, object]:
     return PP | {"parallelism.pipeline_parallel_schedule": name}
+
+
+def recompute(mode: str) -> dict[str, object]:
+    return {"activation_checkpoint.mode": mode}
+
+
+def overlapped(mode: str) -> dict[str, object]:
+    overlap = {"parallelism.pipeline_parallel_expert_parallel_overlap": "true"}
+    return EP | schedule("DualPipeV") | overlap | recompute(mode)
 
 
 def method(name: str) -> dict[str, object]:
@@ -53,13 +63,17 @@ PLANS: dict[str, Plan] = {
     **{f"cp 2 {name}": (2, 1, method(name)) for name in ("allgather", "ring", "alltoall", "ulysses")},
     **{f"pp 2 {name}": (2, 1, schedule(name)) for name in SCHEDULES},
     "fsdp 2 x tp 2 x pp 2": (8, 2, TP | PP),
-    "tp 2 x cp 2 x pp 2, DualPipeV, recompute": (8, 1, TP | CP | schedule("DualPipeV") | FULL),
+    "tp 2 x cp 2 x pp 2, DualPipeV, recompute": (8, 1, TP | CP | schedule("DualPipeV") | recompute("full")),
 }
 EXPERT_PLANS: dict[str, Plan] = {
     "fsdp 2, ep 2": (2, 2, EP),
     "fsdp 4, ep 2": (4, 4, EP),
     **{f"pp 2 x fsdp 2, ep 2, {name}": (4, 2, EP | schedule(name)) for name in ("1F1B", "ZBVZeroBubble", "DualPipeV")},
-    "pp 2 x fsdp 2, ep 2, DualPipeV, full recompute": (4, 2, EP | schedule("DualPipeV") | FULL),
+    "pp 2 x fsdp 2, ep 2, DualPipeV, full recompute": (4, 2, EP | schedule("DualPipeV") | recompute("full")),
+    **{
+        f"pp 2 x fsdp 2, ep 2, DualPipeV with overlap, {mode}": (4, 2, overlapped(mode))
+        for mode in ("none", "selective", "full_keep_comm", "full")
+    },
     "tp 2 x cp 2, ep 4": (4, 1, TP | CP | {"parallelism.expert_parallel_degree": 4}),
 }
 
@@ -93,14 +107,14 @@ def main() -> int:
     if unknown := [name for name in names if name not in plans]:
         parser.error(f"no plan is called {unknown[0]!r}; choose of {', '.join(map(repr, plans))}")
     expected = losses("one rank", plans, options.steps, options.extra)
-    print(f"{'one rank':<48} loss {expected[0]:.4f} -> {expected[-1]:.4f} in {len(expected)} steps", flush=True)
+    print(f"{'one rank':<60} loss {expected[0]:.4f} -> {expected[-1]:.4f} in {len(expected)} steps", flush=True)
     agree = True
     for name in (name for name in names if name != "one rank"):
         found = losses(name, plans, options.steps, options.extra)
         pairs = zip(found, expected, strict=True)
         error = max(abs(a - b) / abs(b) if math.isfinite(a) else math.inf for a, b in pairs)
         agree &= error <= TOLERANCE
-        print(f"{name:<48} {error:.1e}{'' if error <= TOLERANCE else '  differs'}", flush=True)
+        print(f"{name:<60} {error:.1e}{'' if error <= TOLERANCE else '  differs'}", flush=True)
     return 0 if agree else 1
 
 

@@ -90,3 +90,15 @@ def test_bench_debug():
     assert speed.startswith("1 rank(s), same settings / plain loop, tokens/s") and "tok/s" in speed
     assert cpu.startswith("1 rank(s), same settings / plain loop, CPU time") and "CPU seconds a step" in cpu
     assert alone.startswith("1 rank(s), same settings: first step after") and "GiB resident" in alone
+
+
+def test_bench_debug_plans():
+    names = ["MoE, EP 2"]
+    lines = run("scripts/bench_debug.py", "--quick", "--plans", *names)
+    assert [line[: line.index("  ")] for line in lines[3:]] == names
+    assert all("tok/s" in line and "CPU seconds a step" in line for line in lines[3:])
+
+
+def test_bench_schedules():
+    lines = run("scripts/bench_schedules.py", "--quick", "--only", "1F1B", "DualPipeV in pairs")
+    assert [line.split(":")[0] for line in lines[3:]] == ["1F1B", "DualPipeV in pairs"]
