@@ -28,12 +28,13 @@ from tests.overlap_runs import (
     random_case,
     start_fake,
 )
-from tests.pool import run_alone
+from tests.pool import run_alone, run_ranks
 from tests.test_segments import POLICIES
 from torchtitan.parallelisms import segmented_stage
 from torchtitan.parallelisms.chunk import Chunk
 from torchtitan.parallelisms.exchange import AllToAll
 from torchtitan.parallelisms.overlap import Loop, Turn, alone, merge
+from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.schedule_tables import build_table
 
 # The order of collectives
@@ -242,3 +243,17 @@ def test_private_names_of_torch_are_where_they_were():
     for names, source in sources.items():
         missing = [name for name in names if f"self.{name}" not in source]
         assert not missing, f"torch {torch.__version__} moved {missing}: see segmented_stage.py"
+
+
+def counts_and_tokens() -> tuple[list[int], list[int], bool, float]:
+    dims = ParallelDims(4, 1, 4, ep=2)
+    mesh = dims.build_expert_mesh("cpu")
+    counts, tokens = dims.counts_group(mesh), mesh["ep"].get_group()
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total, group=counts)
+    return *map(dist.get_process_group_ranks, (counts, tokens)), counts is tokens, total.item()
+
+
+def test_counts_have_a_group_of_their_own_of_the_same_ranks():
+    first, second = ([0, 1], [0, 1], False, 1.0), ([2, 3], [2, 3], False, 5.0)
+    assert run_ranks(4, counts_and_tokens) == [first, first, second, second]

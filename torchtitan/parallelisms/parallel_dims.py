@@ -88,6 +88,12 @@ class ParallelDims:
         """The mesh for fully_shard of the experts."""
         return expert_mesh["dp_replicate", "efsdp"] if self.dp_replicate > 1 else expert_mesh["efsdp"]
 
+    def counts_group(self, expert_mesh: DeviceMesh) -> dist.ProcessGroup:
+        """The ranks of this rank's axis ep in a second group, for messages that shall not queue behind the first one's
+        tokens. All ranks call this together.
+        """
+        return dist.new_subgroups_by_enumeration(expert_mesh.mesh.view(-1, self.ep).tolist())[0]
+
     def stage_group(self, mesh: DeviceMesh) -> dist.ProcessGroup:
         """The ranks that have the same layers and, with sequence parallel, different tokens."""
         if self.pp == 1:

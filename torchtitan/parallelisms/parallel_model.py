@@ -92,7 +92,9 @@ class ParallelModel:
             segments = None
             if runs_by_segments(dims, options):
                 policy = segment_policy(options.recompute, options.selective_option, options.preserve_rng_state)
-                segments = Segmented(policy, AllToAll(self.expert_mesh["ep"].get_group()))
+                # gloo works its messages off at once; a communicator of NCCL does one after the other
+                counts = None if device.type == "cpu" else dims.counts_group(self.expert_mesh)
+                segments = Segmented(policy, AllToAll(self.expert_mesh["ep"].get_group(), counts))
             whole = options.recompute != "none" or options.compile_model
             self.pipeline = Pipeline(
                 self.parts,
