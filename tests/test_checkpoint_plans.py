@@ -13,7 +13,7 @@ from tests.checkpoint_plans import ARGS, MOMENTS, PLANS, TIED, Held, Plan, full,
 from tests.pool import run_ranks
 from torchtitan.checkpoint import CheckpointError, layout, load_model_for_inference, storage, tensors
 from torchtitan.models import SIZES
-from torchtitan.models.llama import hf
+from torchtitan.models.llama.hf import HF
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected call of")
 
@@ -241,7 +241,7 @@ def test_training_goes_on_under_other_plans_as_if_nothing_had_happened(tmp_path)
     saved, by_hf, by_export = (reference(args, seed) for seed in (1, 2, 3))
     load_model_for_inference(folder / "checkpoint" / layout.step_name(steps - 2), saved)
     load_model_for_inference(folder / "model", by_export)
-    hf.load_hf(folder / "model_hf", by_hf, args)
+    HF.load_hf(folder / "model_hf", by_hf, args)
     for name, parameter in saved.named_parameters():
         assert torch.equal(parameter, by_hf.get_parameter(name)), name
         assert torch.equal(parameter, by_export.get_parameter(name)), name

@@ -7,7 +7,7 @@ L layers, A = heads x head_dim, K the mean number of keys that a query looks at;
 6 L heads (d_qk + d_v) K. Recompute and padding never count. No torch here.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,9 +57,3 @@ def latent_with_keys(sizes: LatentSizes, keys: float) -> float:
 
 def causal_keys(seq_len: int) -> float:
     return (seq_len + 1) / 2
-
-
-def document_keys(lengths: Iterable[int]) -> float:
-    """Causal attention kept inside documents of these lengths: the mean over tokens of (position in document + 1)."""
-    lengths = list(lengths)
-    return sum(n * (n + 1) / 2 for n in lengths) / sum(lengths)

@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan.initialization import clean_name, local_part
+from torchtitan.models.hf_blocks import FP8, Block, Dequantized, block_of, scales_name, scales_shape
 from torchtitan.models.hf_names import Form, in_order
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
@@ -140,19 +140,16 @@ def check_config(
     folder: str | os.PathLike[str],
     args: Any,
     from_hf: Callable[[Mapping[str, Any]], Any],
-    names: Iterable[str] | None = None,
+    names: Iterable[str],
 ) -> None:
-    """Compare the sizes and constants of the folder's config.json with the job's, also those that no tensor's shape
-    shows: `names`, else all fields that decide what is computed. ValueError where they differ, or where `from_hf`,
-    which makes arguments of a config, refuses.
+    """Compare the sizes and constants of these names in the folder's config.json with the job's, also those that no
+    tensor's shape shows. ValueError where they differ, or where `from_hf`, which makes arguments of a config, refuses.
     """
     folder = Path(folder)
     try:
         stored = from_hf(_read_json(folder / CONFIG))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error
-    if names is None:
-        names = [each.name for each in fields(args) if each.name not in ("max_seq_len", "bias_rate", "aux_loss_weight")]
     _refuse(
         folder,
         [
@@ -172,37 +169,38 @@ def load_folder(
     ignored: Callable[[str], bool],
 ) -> None:
     """Fill parameters and persistent buffers of the model, or of a pipeline's part of it, plain or sharded; each rank
-    reads its own rows. `shapes` are the whole model's; `ignored` says which of their names may stay unread.
+    reads its own rows. `shapes` are the whole model's; `ignored` says which of their names may stay unread. Matrices
+    may be in 8 bits (hf_blocks).
 
     ValueError, with everything that is wrong and the same on all ranks, where names, shapes or types do not fit; the
     model is then untouched, unless a file proves unreadable only in its middle.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     folder = Path(folder)
-    files = _files(folder)
+    files, block = _files(folder), _block(folder)
     wanted = {name: form.hf_names(name) for name in shapes if not (form.tied and name == "output.weight")}
     theirs = {each for names in wanted.values() for each in names}
+    scales = {scales_name(each) for each in theirs} & files.keys() if block else set()
     faults = [f"{each} is missing" for names in wanted.values() for each in names if each not in files]
-    faults += [f"{each} is not part of the model" for each in files if each not in theirs and not ignored(each)]
+    faults += [
+        f"{each} is not part of the model" for each in files if each not in theirs | scales and not ignored(each)
+    ]
     _refuse(folder, faults)
     try:
         with ExitStack() as stack:
-            names = sorted({files[each] for each in theirs})
-            opened = {name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in names}
-            held = {name: set(file.keys()) for name, file in opened.items()}
+            shards = _Shards(folder, {each: files[each] for each in theirs | scales}, block, stack)
             for name, each_name in wanted.items():
                 shape = form.hf_shape(name, shapes[name])
                 for each in each_name:
-                    faults += _misfit(opened[files[each]], held[files[each]], each, shape, files[each])
+                    faults += shards.misfits(each, shape)
             _refuse(folder, faults)
             for wrapped_name, tensor in model.state_dict(keep_vars=True).items():
                 name = clean_name(wrapped_name)
                 if form.tied and name == "output.weight":  # the end of a pipeline has a copy
                     name = "tok_embeddings.weight"
                 assert shapes[name] == tuple(tensor.shape), name
-                stored = [opened[files[each]].get_slice(each) for each in wanted[name]]
-                _read(stored, tensor, name, form)
+                _read([shards.stored(each) for each in wanted[name]], tensor, name, form)
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{folder}: cannot read the weights: {error}. A file is cut off or missing: get it again"
@@ -227,15 +225,45 @@ def _read(stored: list[Any], tensor: torch.Tensor, name: str, form: Form) -> Non
         local.copy_(stored[0][tuple(spans)])
 
 
-def _misfit(file: Any, held: set[str], name: str, shape: tuple[int, ...], file_name: str) -> list[str]:
-    if name not in held:
-        return [f"{name} is not in {file_name}, where the index says it is"]
-    stored = file.get_slice(name)
-    if tuple(stored.get_shape()) != shape:
-        return [f"{name} has shape {tuple(stored.get_shape())}, the model's is {shape}"]
-    if stored.get_dtype() not in READABLE:
-        return [f"{name} is stored as {stored.get_dtype()}; readable are {', '.join(sorted(READABLE))}"]
-    return []
+class _Shards:
+    """The tensors of a folder by their names there, in files that stay open as long as `stack`."""
+
+    def __init__(self, folder: Path, files: Mapping[str, str], block: Block | None, stack: ExitStack):
+        from safetensors import safe_open
+
+        self.files, self.block = files, block
+        names = sorted(set(files.values()))
+        self.opened = {name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in names}
+        self.held = {name: set(file.keys()) for name, file in self.opened.items()}
+
+    def stored(self, name: str) -> Any:
+        """What is sliced like a tensor, and read by that."""
+        stored = self._slice(name)
+        if stored.get_dtype() != FP8:
+            return stored
+        return Dequantized(stored, self._slice(scales_name(name)), self.block)
+
+    def misfits(self, name: str, shape: tuple[int, ...], whose: str = "the model's is") -> list[str]:
+        readable = ", ".join(sorted(READABLE))
+        if name not in self.held[self.files[name]]:
+            return [f"{name} is not in {self.files[name]}, where the index says it is"]
+        stored, scales = self._slice(name), scales_name(name)
+        dtype = stored.get_dtype()
+        if tuple(stored.get_shape()) != shape:
+            return [f"{name} has shape {tuple(stored.get_shape())}, {whose} {shape}"]
+        if dtype == FP8 and self.block and len(shape) == 2:
+            if scales not in self.files:
+                return [f"{name} is stored as {FP8}, but its scales, {scales}, are missing"]
+            return self.misfits(scales, scales_shape(shape, self.block), f"blocks of {self.block} make")
+        if dtype not in READABLE:
+            return [
+                f"{name} is stored as {dtype}; readable are {readable}, and {FP8} for matrices if config.json has a "
+                f"quantization_config"
+            ]
+        return [f"{scales} is there, but {name} is stored as {dtype} instead of {FP8}"] if scales in self.files else []
+
+    def _slice(self, name: str) -> Any:
+        return self.opened[self.files[name]].get_slice(name)
 
 
 def _files(folder: Path) -> dict[str, str]:
@@ -255,6 +283,13 @@ def _files(folder: Path) -> dict[str, str]:
         if file != os.path.basename(file) or "\\" in file or not file.endswith(".safetensors"):
             raise ValueError(f"{folder / INDEX}: {file!r} is not the plain name of a .safetensors file in this folder")
     return files
+
+
+def _block(folder: Path) -> Block | None:
+    try:
+        return block_of(_read_json(folder / CONFIG))
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from torchtitan.models.flops import FlopsPerToken
+from torchtitan.models.hf_family import HuggingFace
 from torchtitan.parallelisms.plan import ParallelPlan
 
 
@@ -16,6 +17,6 @@ class ModelSpec:
     sizes: Mapping[str, Any]  # flavor -> frozen dataclass of arguments
     build: Callable[..., nn.Module]  # build(args, attention_backend="auto")
     plan: ParallelPlan
-    hf: ModuleType  # to_hf, from_hf (state dicts), config_to_hf, config_from_hf, save_hf, load_hf
+    hf: HuggingFace
     flops_per_token: Callable[[Any, int], FlopsPerToken]  # (args, seq_len)
     balance: ModuleType | None = None  # of a family with experts: models/moe/balance.py

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchtitan.models.moe import MoEArgs
+from torchtitan.models.moe import MoEDecoderArgs
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,11 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekArgs(MoEArgs):
+class DeepseekArgs(MoEDecoderArgs):
     """Experts from layer `n_dense_layers` on. Keys and values of a token come from kv_lora_rank numbers, and what of a
     key is turned by position, qk_rope_head_dim features, is one for all heads.
     """
 
-    n_layers: int
-    n_heads: int
-    vocab_size: int
     ffn_dim: int  # of the dense layers
     n_dense_layers: int = 1
     q_lora_rank: int = 0  # 0: queries are not compressed
@@ -39,16 +36,13 @@ class DeepseekArgs(MoEArgs):
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128
-    norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: YarnScaling | None = YarnScaling()
-    tied_embeddings: bool = False
-    max_seq_len: int = 163840  # what the family was trained for; nothing in the model depends on it
+    max_seq_len: int = 163840
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive = ("n_layers", "n_heads", "vocab_size", "ffn_dim", "max_seq_len")
-        for name in (*positive, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        for name in ("ffn_dim", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
         if self.q_lora_rank < 0:
@@ -84,34 +78,27 @@ class DeepseekArgs(MoEArgs):
         return query + latent + unfold + self.n_heads * self.v_head_dim * self.dim
 
     def _matrices(self, moe: int) -> int:
-        """Of all layers and the output head, with `moe` weights in a layer with experts."""
         dense = self.n_dense_layers * 3 * self.dim * self.ffn_dim
         experts = (self.n_layers - self.n_dense_layers) * moe
         return self.n_layers * self._attention_matrices + dense + experts + self.dim * self.vocab_size
 
     @property
-    def num_matmul_parameters(self) -> int:
-        """Weights that a token is multiplied with: of the routed experts, only its own."""
-        return self._matrices(self.active_moe_parameters)
+    def _norm_parameters(self) -> int:
+        return self.n_layers * (2 * self.dim + self.q_lora_rank + self.kv_lora_rank) + self.dim
 
-    @property
-    def _other_parameters(self) -> int:
-        norms = self.n_layers * (2 * self.dim + self.q_lora_rank + self.kv_lora_rank) + self.dim
-        return norms + (0 if self.tied_embeddings else self.vocab_size * self.dim)
 
-    @property
-    def num_parameters(self) -> int:
-        return self._matrices(self.moe_parameters) + self._other_parameters
+def _v2(**sizes: object) -> DeepseekArgs:
+    shared = {"vocab_size": 102400, "top_k": 6, "n_shared_experts": 2}
+    return DeepseekArgs(**shared, rope_scaling=YarnScaling(mscale=0.707, mscale_all_dim=0.707), **sizes)
 
-    @property
-    def num_active_parameters(self) -> int:
-        """Those that one token uses, the whole embedding and the head among them, as published."""
-        return self._matrices(self.active_moe_parameters) + self._other_parameters
+
+def _v3(**sizes: object) -> DeepseekArgs:
+    return DeepseekArgs(score="sigmoid", normalize_top_k=True, expert_bias=True, **sizes)
 
 
 DEEPSEEK = {
     # As torchtitan's debug model, but routed as V3
-    "debugmodel": DeepseekArgs(
+    "debugmodel": _v3(
         dim=256,
         n_layers=6,
         n_heads=16,
@@ -121,45 +108,34 @@ DEEPSEEK = {
         n_experts=8,
         top_k=3,
         n_shared_experts=2,
-        score="sigmoid",
-        normalize_top_k=True,
-        expert_bias=True,
         max_seq_len=16384,
     ),
     # V2-Lite
-    "16B": DeepseekArgs(
+    "16B": _v2(
         dim=2048,
         n_layers=27,
         n_heads=16,
-        vocab_size=102400,
         ffn_dim=10944,
         expert_dim=1408,
         n_experts=64,
-        top_k=6,
-        n_shared_experts=2,
-        rope_scaling=YarnScaling(mscale=0.707, mscale_all_dim=0.707),
         aux_loss_weight=0.001,
     ),
     # V2
-    "236B": DeepseekArgs(
+    "236B": _v2(
         dim=5120,
         n_layers=60,
         n_heads=128,
-        vocab_size=102400,
         ffn_dim=12288,
         q_lora_rank=1536,
         expert_dim=1536,
         n_experts=160,
-        top_k=6,
-        n_shared_experts=2,
         n_groups=8,
         top_groups=3,
         route_scale=16.0,
-        rope_scaling=YarnScaling(mscale=0.707, mscale_all_dim=0.707),
         aux_loss_weight=0.003,
     ),
     # V3
-    "671B": DeepseekArgs(
+    "671B": _v3(
         dim=7168,
         n_layers=61,
         n_dense_layers=3,
@@ -171,13 +147,10 @@ DEEPSEEK = {
         n_experts=256,
         top_k=8,
         n_shared_experts=1,
-        score="sigmoid",
-        normalize_top_k=True,
         route_scale=2.5,
         n_groups=8,
         top_groups=4,
         group_score="top2",
-        expert_bias=True,
         aux_loss_weight=0.0001,
     ),
 }

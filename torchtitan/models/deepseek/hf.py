@@ -1,21 +1,19 @@
 """DeepSeek V2 and V3 in the form of Hugging Face: names, config.json, safetensors shards.
 
 Which of the two follows from the routing: softmax is V2, sigmoid with an expert bias V3. Features of heads come in the
-same order there; experts, stacked here, stand one by one and transposed. What V3's folders hold behind the last layer
-for multi-token prediction is not read. The published V3 is in 8 bits, which is not read either: convert it first.
+same order there; experts, stacked here, stand one by one and transposed. The published V3 is in 8 bits, which are read
+(hf_blocks.py) but not written. What it holds behind the last layer for multi-token prediction is not read.
 """
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
 from torchtitan.models.deepseek.model import Deepseek
 from torchtitan.models.hf_config import check_numbers, check_only, decoder_config, rope_kind, rope_of, rope_theta
-from torchtitan.models.hf_folders import SHARD_BYTES, check_config, load_folder, save_folder
+from torchtitan.models.hf_family import HuggingFace
 from torchtitan.models.hf_names import ATTENTION, EXPERTS, FEED_FORWARD, Form
 
 BIAS = "moe.router.expert_bias"
@@ -43,19 +41,6 @@ def form(args: DeepseekArgs) -> Form:
     return Form(
         parts=PARTS | compressed, n_experts=args.n_experts, float32=frozenset({BIAS}), tied=args.tied_embeddings
     )
-
-
-def to_hf(state: Mapping[str, torch.Tensor], args: DeepseekArgs) -> dict[str, torch.Tensor]:
-    """Full tensors by our names (weights, or their gradients) -> by transformers' names. A tied head is left out."""
-    return form(args).to_hf(state)
-
-
-def from_hf(state: Mapping[str, torch.Tensor], args: DeepseekArgs) -> dict[str, torch.Tensor]:
-    """The inverse of to_hf, for load_state_dict: a tied head is there again."""
-    return form(args).from_hf(state)
-
-
-# -- config.json ------------------------------------------------------------------------------------------------------
 
 
 def config_to_hf(args: DeepseekArgs, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -181,39 +166,12 @@ def _scaling_from_hf(config: Mapping[str, Any]) -> YarnScaling | None:
     )
 
 
-# -- folders ----------------------------------------------------------------------------------------------------------
-
-
-def save_hf(
-    folder: str | os.PathLike[str],
-    state: Mapping[str, torch.Tensor],
-    args: DeepseekArgs,
-    *,
-    dtype: torch.dtype = torch.float32,
-    shard_bytes: int = SHARD_BYTES,
-    write: bool = True,
-) -> None:
-    """See hf_folders.save_folder; in a process group all ranks call it, one of them with `write`. The state has to hold
-    the expert biases, which are buffers.
-    """
-    config = config_to_hf(args, dtype)
-    save_folder(folder, state, form(args), config, _shapes(args), dtype=dtype, shard_bytes=shard_bytes, write=write)
-
-
-def load_hf(folder: str | os.PathLike[str], model: nn.Module, args: DeepseekArgs) -> None:
-    """See hf_folders.load_folder. ValueError, with everything that is wrong, for a folder that does not fit."""
-    check_config(folder, args, config_from_hf)
-    load_folder(folder, model, form(args), _shapes(args), ignored=lambda name: _is_ignored(name, args))
-
-
 def _is_ignored(name: str, args: DeepseekArgs) -> bool:
-    """What is computed, a copy of the embedding, and layers of multi-token prediction behind the last."""
-    if name.endswith("rotary_emb.inv_freq") or (args.tied_embeddings and name == "lm_head.weight"):
-        return True
+    """Layers of multi-token prediction, behind the last."""
     parts = name.split(".")
     return parts[:2] == ["model", "layers"] and parts[2].isdecimal() and int(parts[2]) >= args.n_layers
 
 
-def _shapes(args: DeepseekArgs) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        return {name: tuple(value.shape) for name, value in Deepseek(args).state_dict().items()}
+HF = HuggingFace(
+    build=Deepseek, form=form, config_to_hf=config_to_hf, config_from_hf=config_from_hf, ignored=_is_ignored
+)

@@ -4,15 +4,13 @@ The one numerical difference: we turn neighbouring pairs of a head's features (M
 i with i + head_dim / 2, so the rows of wq and wk come in another order. Everything else is a renaming.
 """
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from torchtitan.models.hf_config import check_numbers, check_only, decoder_config, rope_kind, rope_of, rope_theta
-from torchtitan.models.hf_folders import SHARD_BYTES, check_config, load_folder, save_folder
+from torchtitan.models.hf_family import HuggingFace
 from torchtitan.models.hf_names import ATTENTION, FEED_FORWARD, Form
 from torchtitan.models.llama import LlamaArgs, RopeScaling
 from torchtitan.models.llama.model import Llama
@@ -22,19 +20,6 @@ TURNED = frozenset({"attention.wq.weight", "attention.wk.weight"})
 
 def form(args: LlamaArgs) -> Form:
     return Form(parts=ATTENTION | FEED_FORWARD, turned=TURNED, head_dim=args.head_dim, tied=args.tied_embeddings)
-
-
-def to_hf(state: Mapping[str, torch.Tensor], args: LlamaArgs) -> dict[str, torch.Tensor]:
-    """Full tensors by our names (weights, or their gradients) -> by transformers' names. A tied head is left out."""
-    return form(args).to_hf(state)
-
-
-def from_hf(state: Mapping[str, torch.Tensor], args: LlamaArgs) -> dict[str, torch.Tensor]:
-    """The inverse of to_hf, for Llama.load_state_dict: a tied head is there again."""
-    return form(args).from_hf(state)
-
-
-# -- config.json ------------------------------------------------------------------------------------------------------
 
 
 def config_to_hf(args: LlamaArgs, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -92,37 +77,8 @@ def _scaling_from_hf(config: Mapping[str, Any]) -> RopeScaling | None:
     return RopeScaling(*(rope[key] for key in keys))
 
 
-# -- folders ----------------------------------------------------------------------------------------------------------
-
 COMPARED = ("dim", "n_layers", "n_heads", "num_kv_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
 COMPARED += ("rope_scaling", "tied_embeddings")
 
 
-def save_hf(
-    folder: str | os.PathLike[str],
-    state: Mapping[str, torch.Tensor],
-    args: LlamaArgs,
-    *,
-    dtype: torch.dtype = torch.float32,
-    shard_bytes: int = SHARD_BYTES,
-    write: bool = True,
-) -> None:
-    """See hf_folders.save_folder; in a process group all ranks call it, one of them with `write`."""
-    config = config_to_hf(args, dtype)
-    save_folder(folder, state, form(args), config, _shapes(args), dtype=dtype, shard_bytes=shard_bytes, write=write)
-
-
-def load_hf(folder: str | os.PathLike[str], model: nn.Module, args: LlamaArgs) -> None:
-    """See hf_folders.load_folder. ValueError, with everything that is wrong, for a folder that does not fit."""
-    check_config(folder, args, config_from_hf, COMPARED)
-    load_folder(folder, model, form(args), _shapes(args), ignored=lambda name: _is_ignored(name, args))
-
-
-def _is_ignored(name: str, args: LlamaArgs) -> bool:
-    """What is computed, and a copy of the embedding: some exports hold them, transformers reads neither."""
-    return name.endswith("rotary_emb.inv_freq") or (args.tied_embeddings and name == "lm_head.weight")
-
-
-def _shapes(args: LlamaArgs) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in Llama(args).named_parameters()}
+HF = HuggingFace(build=Llama, form=form, config_to_hf=config_to_hf, config_from_hf=config_from_hf, compared=COMPARED)

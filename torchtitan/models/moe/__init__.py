@@ -1,4 +1,4 @@
-"""Mixture of experts: the arguments of a layer. No torch here; the rest of the folder holds
+"""Mixture of experts: the arguments of a layer and of a decoder. No torch here; the rest of the folder holds
 
 router.py    which experts a token goes to, with which weight; the balance of their load
 experts.py   the experts, one grouped matrix product over all of them
@@ -75,3 +75,47 @@ class MoEArgs:
     def active_moe_parameters(self) -> int:
         """Those that one token is multiplied with."""
         return self.moe_parameters - (self.n_experts - self.top_k) * self.expert_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEDecoderArgs(MoEArgs):
+    """Of a whole decoder. A family adds its own, and says how many weights its matrices and its norms have."""
+
+    n_layers: int
+    n_heads: int
+    vocab_size: int
+    norm_eps: float = 1e-6
+    tied_embeddings: bool = False
+    max_seq_len: int  # what the family was trained for; nothing in the model depends on it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("n_layers", "n_heads", "vocab_size", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+
+    def _matrices(self, moe: int) -> int:
+        """Of all layers and the output head, with `moe` weights in a layer with experts."""
+        raise NotImplementedError
+
+    @property
+    def _norm_parameters(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def num_matmul_parameters(self) -> int:
+        """Weights that a token is multiplied with: of the routed experts, only its own."""
+        return self._matrices(self.active_moe_parameters)
+
+    @property
+    def num_parameters(self) -> int:
+        return self._matrices(self.moe_parameters) + self._other_parameters
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token uses, the whole embedding and the head among them, as published."""
+        return self.num_matmul_parameters + self._other_parameters
+
+    @property
+    def _other_parameters(self) -> int:
+        return self._norm_parameters + (0 if self.tied_embeddings else self.vocab_size * self.dim)

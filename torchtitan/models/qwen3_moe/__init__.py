@@ -2,26 +2,22 @@
 
 from dataclasses import dataclass
 
-from torchtitan.models.moe import MoEArgs
+from torchtitan.models.moe import MoEDecoderArgs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoEArgs(MoEArgs):
+class Qwen3MoEArgs(MoEDecoderArgs):
     """All layers have experts."""
 
-    n_layers: int
-    n_heads: int
     n_kv_heads: int
     head_dim: int = 128  # of queries, keys and values; n_heads of them need not add up to dim
     vocab_size: int = 151936
-    norm_eps: float = 1e-6
     rope_theta: float = 1000000.0
-    tied_embeddings: bool = False
-    max_seq_len: int = 40960  # what the family was trained for; nothing in the model depends on it
+    max_seq_len: int = 40960
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_seq_len"):
+        for name in ("n_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
         if self.head_dim % 2:
@@ -37,28 +33,12 @@ class Qwen3MoEArgs(MoEArgs):
         return self.n_kv_heads
 
     def _matrices(self, moe: int) -> int:
-        """Of all layers and the output head, with `moe` weights in each layer's experts and router."""
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
         return self.n_layers * (attention + moe) + self.dim * self.vocab_size
 
     @property
-    def num_matmul_parameters(self) -> int:
-        """Weights that a token is multiplied with: of the routed experts, only its own."""
-        return self._matrices(self.active_moe_parameters)
-
-    @property
-    def _other_parameters(self) -> int:
-        norms = self.n_layers * (2 * self.dim + 2 * self.head_dim) + self.dim
-        return norms + (0 if self.tied_embeddings else self.vocab_size * self.dim)
-
-    @property
-    def num_parameters(self) -> int:
-        return self._matrices(self.moe_parameters) + self._other_parameters
-
-    @property
-    def num_active_parameters(self) -> int:
-        """Those that one token uses, the whole embedding and the head among them, as published."""
-        return self._matrices(self.active_moe_parameters) + self._other_parameters
+    def _norm_parameters(self) -> int:
+        return self.n_layers * (2 * self.dim + 2 * self.head_dim) + self.dim
 
 
 def _qwen3(**sizes: object) -> Qwen3MoEArgs:

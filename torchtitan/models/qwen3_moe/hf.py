@@ -4,15 +4,13 @@ Two numerical differences: the order of a head's features, so that the rows of w
 come in another order; and experts, which stand stacked here and one by one, transposed, there.
 """
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from torchtitan.models.hf_config import check_numbers, check_only, decoder_config, rope_kind, rope_theta
-from torchtitan.models.hf_folders import SHARD_BYTES, check_config, load_folder, save_folder
+from torchtitan.models.hf_family import HuggingFace
 from torchtitan.models.hf_names import ATTENTION, EXPERTS, Form
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
@@ -28,16 +26,6 @@ TURNED = frozenset(f"attention.{name}.weight" for name in ("wq", "wk", "q_norm",
 
 def form(args: Qwen3MoEArgs) -> Form:
     return Form(parts=PARTS, n_experts=args.n_experts, turned=TURNED, head_dim=args.head_dim, tied=args.tied_embeddings)
-
-
-def to_hf(state: Mapping[str, torch.Tensor], args: Qwen3MoEArgs) -> dict[str, torch.Tensor]:
-    """Full tensors by our names (weights, or their gradients) -> by transformers' names. A tied head is left out."""
-    return form(args).to_hf(state)
-
-
-def from_hf(state: Mapping[str, torch.Tensor], args: Qwen3MoEArgs) -> dict[str, torch.Tensor]:
-    """The inverse of to_hf, for load_state_dict: a tied head is there again."""
-    return form(args).from_hf(state)
 
 
 def config_to_hf(args: Qwen3MoEArgs, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -102,30 +90,4 @@ def config_from_hf(config: Mapping[str, Any]) -> Qwen3MoEArgs:
     )
 
 
-def save_hf(
-    folder: str | os.PathLike[str],
-    state: Mapping[str, torch.Tensor],
-    args: Qwen3MoEArgs,
-    *,
-    dtype: torch.dtype = torch.float32,
-    shard_bytes: int = SHARD_BYTES,
-    write: bool = True,
-) -> None:
-    """See hf_folders.save_folder; in a process group all ranks call it, one of them with `write`."""
-    config = config_to_hf(args, dtype)
-    save_folder(folder, state, form(args), config, _shapes(args), dtype=dtype, shard_bytes=shard_bytes, write=write)
-
-
-def load_hf(folder: str | os.PathLike[str], model: nn.Module, args: Qwen3MoEArgs) -> None:
-    """See hf_folders.load_folder. ValueError, with everything that is wrong, for a folder that does not fit."""
-    check_config(folder, args, config_from_hf)
-    load_folder(folder, model, form(args), _shapes(args), ignored=lambda name: _is_copy(name, args))
-
-
-def _is_copy(name: str, args: Qwen3MoEArgs) -> bool:
-    return args.tied_embeddings and name == "lm_head.weight"
-
-
-def _shapes(args: Qwen3MoEArgs) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        return {name: tuple(value.shape) for name, value in Qwen3MoE(args).state_dict().items()}
+HF = HuggingFace(build=Qwen3MoE, form=form, config_to_hf=config_to_hf, config_from_hf=config_from_hf)

@@ -1,0 +1,160 @@
+"""What holds in every family of decoders: published sizes, causality, documents, cutting, the loss, the plan."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.hf_parity import build, close, tokens_for
+from tests.pool import run_ranks
+from tests.tiny_decoders import DEEPSEEK, LLAMA, QWEN3_MOE
+from torchtitan.loss import SummedCrossEntropy
+from torchtitan.models import SIZES
+from torchtitan.models.moe.layer import MoEBlock
+from torchtitan.models.registry import MODELS
+from torchtitan.parallelisms.tensor_parallel import apply_tensor_parallel
+
+PUBLISHED = {  # parameters, as transformers counts them in the published checkpoints
+    ("llama2", "7B"): 6_738_415_616,
+    ("llama2", "13B"): 13_015_864_320,
+    ("llama2", "70B"): 68_976_648_192,
+    ("llama3", "8B"): 8_030_261_248,
+    ("llama3", "70B"): 70_553_706_496,
+    ("llama3", "405B"): 405_853_388_800,
+    ("llama3.1", "8B"): 8_030_261_248,
+    ("llama3.1", "70B"): 70_553_706_496,
+    ("llama3.1", "405B"): 405_853_388_800,
+    ("llama3.2", "1B"): 1_235_814_400,
+    ("llama3.2", "3B"): 3_212_749_824,
+    ("deepseek", "16B"): 15_706_484_224,
+    ("deepseek", "236B"): 235_741_434_880,
+    ("deepseek", "671B"): 671_026_404_352,  # without multi-token prediction and the 14,848 biases
+    ("qwen3_moe", "30B-A3B"): 30_532_122_624,
+    ("qwen3_moe", "235B-A22B"): 235_093_634_560,
+}
+ACTIVE = {  # those that one token uses
+    ("deepseek", "16B"): 2_661_150_208,
+    ("deepseek", "236B"): 21_375_800_320,
+    ("deepseek", "671B"): 37_552_282_624,
+    ("qwen3_moe", "30B-A3B"): 3_353_032_704,
+    ("qwen3_moe", "235B-A22B"): 22_190_763_520,
+}
+TINY = {
+    "llama": ("llama3", LLAMA["llama3"]),
+    "v2 lite": ("deepseek", DEEPSEEK["v2 lite"]),
+    "v2": ("deepseek", DEEPSEEK["v2"]),
+    "v3": ("deepseek", DEEPSEEK["v3"]),
+    "qwen": ("qwen3_moe", QWEN3_MOE["published"]),
+}
+ONE_OF_EACH = ["llama", "v3", "qwen"]
+
+
+def tiny(name, dtype=torch.float32):
+    family, args = TINY[name]
+    return build(MODELS[family].build, args, dtype=dtype)
+
+
+def tokens(name, batch=2):
+    return tokens_for(TINY[name][1], batch)
+
+
+def on_meta(family, flavor):
+    with torch.device("meta"):
+        return MODELS[family].build(SIZES[family][flavor])
+
+
+@pytest.mark.parametrize("family, flavor", [(family, flavor) for family in SIZES for flavor in SIZES[family]])
+def test_parameter_counts(family, flavor):
+    args, model = SIZES[family][flavor], on_meta(family, flavor)
+    counted = sum(p.numel() for p in model.parameters())
+    assert counted == args.num_parameters == PUBLISHED.get((family, flavor), counted)
+
+
+@pytest.mark.parametrize("family, flavor", [(f, flavor) for f in SIZES if f.startswith("llama") for flavor in SIZES[f]])
+def test_weights_of_products_are_those_of_linear_layers(family, flavor):
+    linear = [module for module in on_meta(family, flavor).modules() if isinstance(module, nn.Linear)]
+    assert sum(module.weight.numel() for module in linear) == SIZES[family][flavor].num_matmul_parameters
+
+
+@pytest.mark.parametrize("family, flavor", [(f, flavor) for f in ("deepseek", "qwen3_moe") for flavor in SIZES[f]])
+def test_of_the_routed_experts_only_a_tokens_own_are_active(family, flavor):
+    args, model = SIZES[family][flavor], on_meta(family, flavor)
+    assert ACTIVE.get((family, flavor), args.num_active_parameters) == args.num_active_parameters
+    outside = sum(p.numel() for name, p in model.named_parameters() if "norm" in name or "tok_embeddings" in name)
+    assert args.num_active_parameters - args.num_matmul_parameters == outside
+    layers = sum(isinstance(block, MoEBlock) for block in model.layers.values())
+    idle = layers * (args.n_experts - args.top_k) * args.expert_parameters
+    assert args.num_parameters - args.num_active_parameters == idle
+
+
+# an expert's rows are multiplied together, so that another row may change the last bit
+@pytest.mark.parametrize("name, tolerance", [("llama", 0.0), ("v3", 1e-12), ("qwen", 1e-12)])
+def test_a_later_token_changes_nothing_before_it(name, tolerance):
+    model, x = tiny(name, torch.float64), tokens(name)
+    changed = x.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % model.args.vocab_size
+    before, after = model(x), model(changed)
+    assert close(before[:, :7], after[:, :7], tolerance)
+    assert not torch.allclose(before[:, 7:], after[:, 7:])
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_packed_documents_are_computed_as_if_alone(name, backend):
+    model, x, lengths = tiny(name, torch.float64), tokens(name, 1), [5, 3, 4]
+    model.set_attention_backend(backend)
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = model(x, positions=positions, document_ids=ids)
+    alone = torch.cat([model(part) for part in x.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone)
+    assert not torch.allclose(packed, model(x))
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_cut_model_computes_the_same(name):
+    whole, first, last = (tiny(name) for _ in range(3))
+    first.norm = first.output = last.tok_embeddings = None
+    end = str(len(whole.layers) - 1)
+    del first.layers[end]
+    for layer in first.layers:
+        del last.layers[layer]
+    assert set(first.state_dict()) | set(last.state_dict()) == set(whole.state_dict())
+    x = tokens(name)
+    hidden = first(x)
+    assert hidden.shape == (2, 12, whole.args.dim)
+    assert torch.equal(last(hidden), whole(x))
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_labels_give_the_attached_loss(name):
+    model, x = tiny(name), tokens(name)
+    names = set(model.state_dict())
+    with pytest.raises(AssertionError, match="labels need a loss"):
+        model(x, labels=x)
+    model.loss = SummedCrossEntropy(1)
+    expected = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten(), reduction="sum")
+    torch.testing.assert_close(model(x, labels=x), expected)
+    assert set(model.state_dict()) == names
+
+
+def split_over_two(name, sequence_parallel):
+    """Logits, and the whole gradients, of a model split by its plan."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model, plan = tiny(name, torch.float64), MODELS[TINY[name][0]].plan
+    apply_tensor_parallel(model, mesh, plan, sequence_parallel=sequence_parallel, loss_parallel=False)
+    logits = model(tokens(name))
+    logits.square().sum().backward()
+    return logits.detach(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("name", TINY)
+def test_a_plan_splits_its_family_rightly(name, sequence_parallel):
+    model = tiny(name, torch.float64)
+    logits = model(tokens(name))
+    logits.square().sum().backward()
+    for other_logits, gradients in run_ranks(2, split_over_two, name, sequence_parallel):
+        assert close(other_logits, logits, 1e-10)
+        for parameter_name, parameter in model.named_parameters():
+            assert close(gradients[parameter_name], parameter.grad, 1e-10), parameter_name

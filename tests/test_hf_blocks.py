@@ -1,0 +1,181 @@
+"""Folders in 8 bits with a scale for each block: read exactly, whole and in parts, or refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+from tests.hf_parity import build, refuse_folder, same, write_folder
+from tests.pool import run_ranks
+from tests.tiny_decoders import DEEPSEEK, QWEN3_MOE
+from torchtitan.models.deepseek.hf import HF
+from torchtitan.models.deepseek.model import Deepseek
+from torchtitan.models.hf_blocks import Dequantized, block_of
+from torchtitan.models.qwen3_moe.hf import HF as QWEN3_HF
+from torchtitan.models.qwen3_moe.model import Qwen3MoE
+
+TINY = DEEPSEEK["v3"]
+WIDE = replace(TINY, dim=200, ffn_dim=300, expert_dim=136)  # blocks of 128 are cut by edges and by ranks
+FAMILIES = {
+    "wide": (Deepseek, WIDE, HF),
+    "v3": (Deepseek, TINY, HF),
+    "qwen": (Qwen3MoE, QWEN3_MOE["published"], QWEN3_HF),
+}
+IN_16_BITS = ("embed_tokens", "lm_head", "norm", "mlp.gate.")
+EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
+SCALES = f"{EXPERT}_scale_inv"
+
+
+def quantized(weight, block):
+    """8 bits, scales, and the product of the two block by block."""
+    rows, columns = block
+    bits, back = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
+    scales = torch.empty(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            place = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+            scales[i, j] = weight[place].abs().max() / 448
+            bits[place] = (weight[place] / scales[i, j]).to(torch.float8_e4m3fn)
+            back[place] = bits[place].float() * scales[i, j]
+    return bits, scales, back
+
+
+def config_of(block, **change):
+    return {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)} | change}
+
+
+def stored(case, block):
+    """A folder's tensors, and what they are as the model's."""
+    family, args, hf = FAMILIES[case]
+    tensors, expected = {}, {}
+    for name, weight in hf.to_hf(build(family, args).state_dict(), args).items():
+        tensors[name] = expected[name] = weight
+        if weight.dim() == 2 and not any(part in name for part in IN_16_BITS):
+            tensors[name], tensors[f"{name}_scale_inv"], expected[name] = quantized(weight, block)
+    return tensors, hf.from_hf(expected, args)
+
+
+@pytest.mark.parametrize("case, block", [("wide", (128, 128)), ("v3", (7, 10)), ("v3", (100, 100)), ("qwen", (7, 10))])
+def test_a_folder_in_8_bits_is_read_exactly(case, block, tmp_path):
+    family, args, hf = FAMILIES[case]
+    tensors, expected = stored(case, block)
+    assert sum(value.dtype == torch.float8_e4m3fn for value in tensors.values()) > 20
+    write_folder(tmp_path, tensors, args, hf, config=config_of(block))
+    model = build(family, args, seed=1)
+    hf.load_hf(tmp_path, model, args)
+    assert same(model.state_dict(), expected)
+
+
+def sharded(folder, case, dim):
+    """Over two ranks by rows or by columns; vectors and experts by rows."""
+    family, args, hf = FAMILIES[case]
+    model = build(family, args, seed=1)
+    columns = {p for name, p in model.named_parameters() if dim and p.dim() == 2}
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), shard_placement_fn=lambda p: Shard(int(p in columns)))
+    hf.load_hf(folder, model, args)
+    return {name: getattr(v, "full_tensor", lambda v=v: v)() for name, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("case, block, dim", [("wide", (128, 128), 0), ("v3", (7, 10), 1), ("qwen", (7, 10), 0)])
+def test_each_rank_reads_its_part(case, block, dim, tmp_path):
+    _, args, hf = FAMILIES[case]
+    tensors, expected = stored(case, block)
+    write_folder(tmp_path, tensors, args, hf, config=config_of(block))
+    for state in run_ranks(2, sharded, str(tmp_path), case, dim):
+        assert same(state, expected)
+
+
+class Recorded:
+    def __init__(self, tensor):
+        self.tensor, self.read = tensor, []
+
+    def __getitem__(self, spans):
+        self.read.append(tuple((span.start, span.stop) for span in spans))
+        return self.tensor[spans]
+
+
+def test_only_the_blocks_of_a_part_are_read():
+    bits, scales, back = quantized(torch.randn(200, 300, generator=torch.Generator().manual_seed(0)), (16, 24))
+    weight, numbers = Recorded(bits), Recorded(scales)
+    part = Dequantized(weight, numbers, (16, 24))[100:112, 48:299]
+    assert torch.equal(part, back[100:112, 48:299])
+    assert weight.read == [((100, 112), (48, 299))]
+    assert numbers.read == [((6, 7), (2, 13))]
+
+
+def split_experts(folder, dim):
+    model = build(Deepseek, WIDE, seed=1)
+    experts = model.layers["2"].moe.experts
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(experts, mesh=mesh, shard_placement_fn=lambda p: Shard(dim))
+    HF.load_hf(folder, model, WIDE)
+    return {f"layers.2.moe.experts.{name}": p.full_tensor().detach() for name, p in experts.named_parameters()}
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_experts_are_split_within_their_matrices_too(dim, tmp_path):
+    tensors, expected = stored("wide", (128, 128))
+    write_folder(tmp_path, tensors, WIDE, HF, config=config_of((128, 128)))
+    for state in run_ranks(2, split_experts, str(tmp_path), dim):
+        assert all(torch.equal(value, expected[name]) for name, value in state.items())
+
+
+def refused(folder, message, change=None, config=None):
+    tensors = {n: value for n, value in (stored("v3", (7, 10))[0] | (change or {})).items() if value is not None}
+    write_folder(folder, tensors, TINY, HF, config=config_of((7, 10)) if config is None else config)
+    refuse_folder(Deepseek, TINY, HF, folder, message)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({SCALES: None}, f"{EXPERT} is stored as F8_E4M3, but its scales, {SCALES}, are missing"),
+        ({SCALES: torch.ones(3, 3)}, rf"{SCALES} has shape \(3, 3\), blocks of \(7, 10\) make \(3, 4\)"),
+        ({SCALES: torch.ones(3, 4, dtype=torch.uint8)}, f"{SCALES} is stored as U8"),
+        ({EXPERT: torch.ones(16, 32)}, f"{SCALES} is there, but {EXPERT} is stored as F32 instead of F8_E4M3"),
+        (
+            {"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)},
+            "norm.weight is stored as F8_E4M3; readable are",
+        ),
+        ({EXPERT: None, SCALES: None}, f"{EXPERT} is missing"),
+        ({SCALES.replace("3", "8"): torch.ones(3, 4)}, "experts.8.up_proj.weight_scale_inv is not part of the model"),
+    ],
+)
+def test_scales_that_do_not_fit_are_named(change, message, tmp_path):
+    refused(tmp_path, message, change)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({}, "scale_inv is not part of the model"),
+        (config_of((8, 10)), r"blocks of \(8, 10\) make"),
+        (
+            config_of((7, 10), quant_method="gptq"),
+            "config.json: quantization_config = .*'gptq'.*Convert the weights to",
+        ),
+        (config_of((7, 10), fmt="e5m2"), "'e5m2'.*allowed are none, or quant_method 'fp8' with fmt 'e4m3'"),
+        (config_of((7, 10), weight_block_size=None), "weight_block_size of two whole numbers above 0"),
+        (config_of((7, 10, 3)), r"\[7, 10, 3\].*two whole numbers"),
+        (config_of((7, 0)), r"\[7, 0\].*two whole numbers"),
+        ({"quantization_config": "fp8"}, "quantization_config = 'fp8'"),
+    ],
+)
+def test_another_quantization_is_refused(config, message, tmp_path):
+    refused(tmp_path, message, config=config)
+
+
+def test_matrices_in_8_bits_need_a_config_that_says_so(tmp_path):
+    tensors = {n: value for n, value in stored("v3", (7, 10))[0].items() if not n.endswith("_scale_inv")}
+    write_folder(tmp_path, tensors, TINY, HF)
+    message = "is stored as F8_E4M3; readable are BF16, F16, F32, F64, and F8_E4M3 for matrices if config.json has a"
+    refuse_folder(Deepseek, TINY, HF, tmp_path, message)
+
+
+def test_the_published_config_is_understood():
+    published = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert block_of({"quantization_config": published}) == (128, 128)
+    assert block_of({}) is None

@@ -1,0 +1,173 @@
+"""DeepSeek's folders: config.json, names, whole, sharded and spoiled. 8 bits: test_hf_blocks."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+
+from tests.hf_parity import (
+    build,
+    close,
+    configs,
+    names_go_both_ways,
+    refuse_config,
+    refuse_folder,
+    same,
+    save_and_load,
+    tokens_for,
+    twin,
+    write_folder,
+)
+from tests.pool import run_ranks
+from tests.tiny_decoders import DEEPSEEK
+from torchtitan.models import SIZES
+from torchtitan.models.deepseek.hf import HF
+from torchtitan.models.deepseek.model import Deepseek
+
+TINY = DEEPSEEK["v3"]
+
+
+def theirs_of(args):
+    v2 = args.score == "softmax"
+    return (DeepseekV2ForCausalLM, DeepseekV2Config) if v2 else (DeepseekV3ForCausalLM, DeepseekV3Config)
+
+
+@pytest.mark.parametrize("flavor", SIZES["deepseek"])
+def test_config_goes_both_ways_and_through_transformers(flavor, tmp_path):
+    args = SIZES["deepseek"][flavor]
+    for stored in configs(args, HF, theirs_of(args)[1], tmp_path):
+        assert dataclasses.replace(HF.config_from_hf(stored), bias_rate=args.bias_rate) == args
+
+
+@pytest.mark.parametrize("shape", DEEPSEEK)
+def test_state_dicts_go_both_ways(shape):
+    names_go_both_ways(build(Deepseek, DEEPSEEK[shape]), HF)
+
+
+@pytest.mark.parametrize("shape", DEEPSEEK)
+@pytest.mark.parametrize("shard_bytes", [10**9, 10000])
+def test_a_saved_folder_loads_here_and_in_transformers(shape, shard_bytes, tmp_path):
+    args = DEEPSEEK[shape]
+    save_and_load(Deepseek, args, HF, theirs_of(args)[0], tmp_path, shard_bytes)
+
+
+def test_a_folder_of_transformers_loads(tmp_path):
+    theirs = twin(*theirs_of(TINY), build(Deepseek, TINY), HF)
+    theirs.save_pretrained(tmp_path)
+    model = build(Deepseek, TINY, seed=1)
+    HF.load_hf(tmp_path, model, TINY)
+    assert close(model(tokens_for(TINY)), theirs(tokens_for(TINY)).logits, 2e-6)
+
+
+def test_biases_are_saved_in_float32_and_not_forgotten(tmp_path):
+    model = build(Deepseek, TINY)
+    HF.save_hf(tmp_path, model.state_dict(), TINY, dtype=torch.bfloat16)
+    stored = load_file(tmp_path / "model-00001-of-00001.safetensors")
+    (bias,) = [name for name, value in stored.items() if value.dtype == torch.float32]
+    assert bias == "model.layers.2.mlp.gate.e_score_correction_bias"
+    with pytest.raises(ValueError, match="the state lacks layers.2.moe.router.expert_bias. Pass parameters and"):
+        HF.save_hf(tmp_path, dict(model.named_parameters()), TINY)
+
+
+def sharded_round_trip(folder):
+    model, fresh = build(Deepseek, TINY), build(Deepseek, TINY, seed=1)
+    whole = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (model, fresh):
+        fully_shard(part, mesh=mesh)
+    assert fresh.layers["2"].moe.experts.w1.to_local().shape[0] == 4
+    HF.save_hf(folder, model.state_dict(), TINY, write=mesh.get_rank() == 0)
+    torch.distributed.barrier()
+    HF.load_hf(folder, fresh, TINY)
+    return same({name: getattr(v, "full_tensor", lambda v=v: v)() for name, v in fresh.state_dict().items()}, whole)
+
+
+def test_sharded_models_save_and_load(tmp_path):
+    assert run_ranks(2, sharded_round_trip, str(tmp_path)) == [True, True]
+
+
+def test_layers_of_multi_token_prediction_are_left_unread(tmp_path):
+    model = build(Deepseek, TINY)
+    longer = dataclasses.replace(TINY, n_layers=4)
+    HF.save_hf(tmp_path, build(Deepseek, longer).state_dict(), longer)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    HF.load_hf(tmp_path, model, TINY)
+
+
+def spoiled(folder, message, args=TINY):
+    refuse_folder(Deepseek, TINY, HF, folder, message, args)
+
+
+def test_a_folder_that_does_not_fit_is_refused(tmp_path):
+    model = build(Deepseek, TINY)
+    state = HF.to_hf(model.state_dict(), TINY)
+    expert = "model.layers.2.mlp.experts.3.up_proj.weight"
+    for change, message in (
+        ({expert: None}, f"{expert} is missing"),
+        ({expert: torch.ones(32, 16)}, r"up_proj.weight has shape \(32, 16\), the model's is \(16, 32\)"),
+        ({expert: torch.ones(16, 32, dtype=torch.uint8)}, "is stored as U8; readable are"),
+        ({expert.replace("3", "8"): torch.ones(1)}, "experts.8.up_proj.weight is not part of the model"),
+    ):
+        write_folder(tmp_path, {n: value for n, value in (state | change).items() if value is not None}, TINY, HF)
+        spoiled(tmp_path, message)
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    spoiled(tmp_path, "neither model.safetensors.index.json nor a readable model.safetensors")
+    index = {"weight_map": dict.fromkeys(state, "../model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    spoiled(tmp_path, "not the plain name of a .safetensors file")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    spoiled(tmp_path, "no weight_map")
+    index = {"weight_map": dict.fromkeys(state, "a.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    spoiled(tmp_path, "cannot read the weights.*a.safetensors")
+    save_file({"x": torch.ones(1)}, tmp_path / "a.safetensors")
+    spoiled(tmp_path, "is not in a.safetensors, where the index says it is; .* more")
+    (tmp_path / "config.json").write_text("[]")
+    spoiled(tmp_path, "config.json holds no JSON object")
+    (tmp_path / "config.json").write_text("{")
+    spoiled(tmp_path, "config.json cannot be read")
+
+
+def test_constants_that_no_shape_shows_are_compared(tmp_path):
+    model = build(Deepseek, TINY)
+    HF.save_hf(tmp_path, model.state_dict(), TINY)
+    spoiled(tmp_path, "route_scale is 2.5, the job's is 1.0", dataclasses.replace(TINY, route_scale=1.0))
+    spoiled(tmp_path, "top_k is 3, the job's is 2", dataclasses.replace(TINY, top_k=2))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "llama"}, "model_type = 'llama', but this model is one of deepseek_v2"),
+        ({"kv_lora_rank": None}, "no whole number above 0 for kv_lora_rank"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"rope_interleave": False}, "rope_interleave = False"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads = 1, but this model only has 2"),
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary scaling.*linear.*allowed are none and type yarn"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rotary scaling.*mscale"),
+    ],
+)
+def test_a_config_of_another_model_is_refused(change, message):
+    refuse_config(TINY, HF, change, message)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"expert_bias": False}, "expert_bias = False with score = 'sigmoid': transformers' DeepSeek V3 only has True"),
+        ({"score_before_experts": True}, "score_before_experts = True"),
+        ({"group_score": "max"}, "group_score = 'max'"),
+        ({"n_shared_experts": 0}, "n_shared_experts = 0"),
+    ],
+)
+def test_what_transformers_does_not_have_is_not_exported(change, message):
+    with pytest.raises(ValueError, match=message):
+        HF.config_to_hf(dataclasses.replace(TINY, **change))

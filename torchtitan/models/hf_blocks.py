@@ -1,0 +1,56 @@
+"""Weights in 8 bits with a scale for each block, in which DeepSeek V3 is published (arXiv:2412.19437, section 3.3).
+
+Beside a matrix in float8_e4m3fn stands another one of the same name and `_scale_inv`, with one number for each block of
+weight_block_size rows and columns, those at the edges being smaller. A weight is its 8 bits times its block's number.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+FP8 = "F8_E4M3"
+Block = tuple[int, int]
+
+
+def block_of(config: Mapping[str, Any]) -> Block | None:
+    """Of a config.json; None where weights are not quantised. ValueError where they are in another way."""
+    given = config.get("quantization_config")
+    if given is None:
+        return None
+    known = isinstance(given, dict) and given.get("quant_method") == "fp8" and given.get("fmt") in (None, "e4m3")
+    block = given.get("weight_block_size") if known else None
+    if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+        raise ValueError(
+            f"quantization_config = {given!r}; allowed are none, or quant_method 'fp8' with fmt 'e4m3' and a "
+            f"weight_block_size of two whole numbers above 0. Convert the weights to bfloat16 first"
+        )
+    return block[0], block[1]
+
+
+def scales_name(name: str) -> str:
+    return f"{name}_scale_inv"
+
+
+def scales_shape(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
+    return tuple(-(-length // size) for length, size in zip(shape, block, strict=True))
+
+
+@dataclass(frozen=True)
+class Dequantized:
+    """A stored matrix and its scales, of which only what a slice needs is read."""
+
+    weight: Any  # both as safetensors' get_slice gives them
+    scales: Any
+    block: Block
+
+    def __getitem__(self, spans: tuple[slice, slice]) -> torch.Tensor:
+        """float32"""
+        first = [span.start // size for span, size in zip(spans, self.block, strict=True)]
+        last = [-(-span.stop // size) for span, size in zip(spans, self.block, strict=True)]
+        scales = self.scales[slice(first[0], last[0]), slice(first[1], last[1])].float()
+        for dim, (span, size) in enumerate(zip(spans, self.block, strict=True)):
+            begin = span.start - first[dim] * size
+            scales = scales.repeat_interleave(size, dim).narrow(dim, begin, span.stop - span.start)
+        return self.weight[spans].float() * scales
