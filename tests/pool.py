@@ -19,7 +19,15 @@ from datetime import timedelta
 from multiprocessing import connection, get_context
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint", "tests.pool"]
+# Imported once for all ranks: what most of them would import themselves, which takes longer than their tests.
+PRELOAD = [
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor.experimental",
+    "torch._inductor.compile_fx",
+    "torchtitan.trainer",
+    "tests.test_combinations",
+    "tests.pool",
+]
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 DEFAULT_LIMIT = 180.0
 
