@@ -6,7 +6,6 @@ test gets a fresh one.
 """
 
 import atexit
-import functools
 import importlib
 import os
 import random
@@ -21,6 +20,7 @@ from typing import Any
 
 # Imported once for all ranks: what most of them would import themselves, which takes longer than their tests.
 PRELOAD = [
+    "tests.shared_meshes",  # before whoever takes the name from where it puts another
     "torch.distributed.checkpoint",
     "torch.distributed.tensor.experimental",
     "torch._inductor.compile_fx",
@@ -126,23 +126,12 @@ def _serve(rank: int, world_size: int, folder: str, pipe: connection.Connection)
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
-    _reuse_meshes()
     while True:
         try:
             module, name, args = pipe.recv()
         except EOFError:
             os._exit(0)
         _answer(pipe, module, name, args)
-
-
-def _reuse_meshes() -> None:
-    """One mesh for all tests that ask for the same one. Each of its groups has three threads, and hundreds of meshes
-    would add up to a standstill. They cannot be left behind: DTensor's caches keep the first mesh of equal ones.
-    """
-    import torch.distributed as dist
-    from torch.distributed import device_mesh
-
-    device_mesh.init_device_mesh = dist.init_device_mesh = functools.cache(device_mesh.init_device_mesh)
 
 
 def _answer(pipe: connection.Connection, module: str, name: str, args: tuple[Any, ...]) -> None:

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import RankFailed, run_ranks
+from torchtitan.parallelisms.parallel_dims import ParallelDims
 
 
 def sum_of_ranks(offset):
@@ -27,3 +28,13 @@ def test_a_failing_rank_is_named_and_the_next_test_gets_fresh_ranks():
     with pytest.raises(RankFailed, match=r"rank 1 ---[\s\S]*planted"):
         run_ranks(2, fail_on_rank_one)
     assert run_ranks(2, sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)]
+
+
+def makes_equal_meshes() -> bool:
+    dims = ParallelDims(2, 1, 2)
+    return dims.build_mesh("cpu") is dims.build_mesh("cpu")
+
+
+def test_equal_meshes_are_one():
+    """Else the threads of their groups add up over the tests, until the machine does nothing but switch threads."""
+    assert all(run_ranks(2, makes_equal_meshes))
