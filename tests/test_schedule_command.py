@@ -132,14 +132,33 @@ def test_a_table_of_ones_own(run, tmp_path):
         ("--schedule DualPipeV --microbatches 4", "needs at least 8 microbatches"),
         ("--chunks 3", "1F1B needs exactly 1 stage per rank"),
         ("--out a.gif", "--out: given 'a.gif'; allowed: names with .png or .svg"),
-        ("--out none/a.png", "none/a.png: No such file or directory; name a file that can be written"),
-        ("--write_csv none/a.csv", "none/a.csv: No such file or directory; name a file that can be written"),
+        (
+            "--out /dev/null/a.png",
+            "--out: given '/dev/null/a.png'; allowed: a folder; /dev/null is a file; name another",
+        ),
+        (
+            "--write_csv /dev/null/a",
+            "--write_csv: given '/dev/null/a'; allowed: a folder; /dev/null is a file; name another",
+        ),
+        ("--write_csv /dev", "--write_csv: given '/dev'; allowed: a file; it is a folder; name another"),
     ],
 )
 def test_mistakes(argv, message, run, tmp_path):
-    code, _, err = run(*argv.split())
-    assert code == 2 and message in err and "Traceback" not in err
+    code, out, err = run(*argv.split())
+    assert code == 2 and message in err and "Traceback" not in err and out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_what_is_written_are_made(run, tmp_path):
+    assert run("--out", "some/new/a.svg", "--write_csv", "other/a.csv")[0] == 0
+    assert (tmp_path / "some/new/a.svg").exists() and (tmp_path / "other/a.csv").exists()
+
+
+def test_a_disk_that_does_not_take_it(run, monkeypatch):
+    """What cannot be seen before."""
+    monkeypatch.setattr(schedule, "check_file", lambda *of: None)
+    code, _, err = run("--write_csv", "/dev/full")
+    assert code == 2 and "the output: No space left on device; name a file that can be written" in err
 
 
 # A job
@@ -176,6 +195,18 @@ def test_options_go_before_the_job(run, job):
     assert out.startswith("1F1B                   4 ranks x 1 stage, 16 microbatches, F:I:W = 2:1:1\n")
     out = run("--chunks", 2, *job(parallelism__pipeline_parallel_schedule="LoopedBFS"))[1]
     assert "2 ranks x 2 stages, 4 microbatches" in out
+
+
+def test_unequal_stages_of_a_job_are_told(run, job):
+    """Embedding and head count as a layer each: 1 + 1, 2 and 1 + 1 are equal."""
+    sizes = "{{dim=32, n_layers={}, n_heads=4, vocab_size=260}}"
+    three = {"parallelism__pipeline_parallel_degree": 3, "model__overrides": sizes.format(4)}
+    assert "taken as equal" not in run(*job(**three))[1]
+    uneven = three | {"model__overrides": sizes.format(5)}
+    assert "\nstages                 taken as equal; the job's have 2, 2, 1 layers\n" in run(*job(**uneven))[1]
+    uneven = three | {"parallelism__pipeline_parallel_last_stage_less_layers": 0}
+    assert "the job's have 1, 2, 1 layers\n" in run(*job(**uneven))[1]
+    assert "taken as equal" not in run("--chunks", 1, *job(**uneven))[1]  # the question's stages, not the job's
 
 
 def test_recompute_merges_the_backward(run, job):

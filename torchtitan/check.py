@@ -8,11 +8,11 @@ from typing import Any
 import tomli_w
 
 from torchtitan.config import JobConfig
-from torchtitan.config_manager import Layer, assemble, layer_of, load, nest, read_layers, to_toml
+from torchtitan.config_manager import Values, assemble, layer_of, load, nest, read_layers, to_toml
 from torchtitan.options import ConfigError, Fault, help_text, options, show
 from torchtitan.ranks import likely_device
 from torchtitan.renames import Upgrade, upgrade
-from torchtitan.rules import RULES, Device, Facts, check, with_faults_of_the_rest
+from torchtitan.rules import RULES, WITHOUT_EFFECT, Device, Facts, check, with_faults_of_the_rest
 from torchtitan.rules.pipeline import layers_by_stage
 
 __all__ = ["RULES", "check", "main"]
@@ -174,16 +174,24 @@ def _upgrade(argv: list[str]) -> int:
     faults += translated.all_faults()
     if faults:
         return _refuse(faults)
-    assemble(translated.values, [])
-    print(_as_file(name, result, translated))
+    values = _with_effect(translated.values, result)
+    print(_as_file(name, result, values))
     return 0
+
+
+def _with_effect(values: Values, result: Upgrade) -> Values:
+    """Leave out what does nothing where another option is as it is, and would be a fault here."""
+    while faults := [fault for rule in WITHOUT_EFFECT for fault in rule(Facts(assemble(values, []), 1, "cpu"))]:
+        result.notes += [f"left out, changed nothing: {fault.key} (allowed: {fault.allowed})" for fault in faults]
+        values = {key: value for key, value in values.items() if key not in {fault.key for fault in faults}}
+    return values
 
 
 def _merged(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-def _as_file(name: str, result: Upgrade, translated: Layer) -> str:
+def _as_file(name: str, result: Upgrade, values: Values) -> str:
     head = [f"Translated from {name}, read as a job for torchtitan of {result.dialect}.", *result.notes]
-    ordered = {key: translated.values[key] for key in options() if key in translated.values}
+    ordered = {key: values[key] for key in options() if key in values}
     return "".join(f"# {line}\n" for line in head) + "\n" + tomli_w.dumps(nest(ordered))

@@ -26,7 +26,8 @@ from torchtitan.parallelisms.schedule_simulator import EVEN, Costs, Simulation, 
 from torchtitan.parallelisms.schedule_tables import build_table
 from torchtitan.ranks import likely_device
 from torchtitan.rules import Facts, check
-from torchtitan.rules.pipeline import num_stages
+from torchtitan.rules.output import unwritable
+from torchtitan.rules.pipeline import layers_by_stage, num_stages
 from torchtitan.schedule_plot import check_format, draw_schedule
 
 OF_THE_PIPELINE = (
@@ -56,6 +57,8 @@ class Question:
     costs: Costs
     p2p: Fraction
     overlap: Fraction | None
+    layers: tuple[int, ...] = ()
+    """Of the job's stages, where they do not cost the same, as the simulation takes them to."""
 
     @property
     def name(self) -> str:
@@ -83,6 +86,8 @@ def main(argv: list[str]) -> int:
     options, rest = parse(argv)
     question = ask(options, rest)
     check_format(options.out)
+    for option in ("out", "write_csv"):
+        check_file(option, getattr(options, option))
     work = question.pp * question.microbatches * (question.chunks or 1)
     if work > MOST_WORK:
         given = f"{question.pp} ranks x {question.microbatches} microbatches x {question.chunks or 1} stages"
@@ -92,13 +97,26 @@ def main(argv: list[str]) -> int:
     print("\n".join([*report(question, table, simulation), *comparison(question, simulation)]))
     try:
         if options.write_csv:
+            options.write_csv.parent.mkdir(parents=True, exist_ok=True)
             options.write_csv.write_text(to_csv(table))
             print(f"table                  {options.write_csv}")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         draw_schedule(simulation, options.out, question.name, caption(question, table, simulation))
     except OSError as error:
-        raise ValueError(f"{error.filename}: {error.strerror}; name a file that can be written") from None
+        file = error.filename or "the output"
+        raise ValueError(f"{file}: {error.strerror}; name a file that can be written") from None
     print(f"picture                {options.out}")
     return 0
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """ValueError, before anything is simulated, where the file cannot be written. Its folder is made if need be."""
+    if path is None:
+        return
+    fault = ("a file", "it is a folder") if path.is_dir() else unwritable(path.parent)
+    if fault:
+        allowed, why = fault
+        raise ValueError(f"--{option}: given {str(path)!r}; allowed: {allowed}; {why}; name another")
 
 
 # The question
@@ -188,7 +206,17 @@ def ask(options: argparse.Namespace, job: list[str]) -> Question:
         costs=options.costs,
         p2p=options.p2p,
         overlap=options.overlap,
+        layers=unequal_layers(facts) if job and not options.chunks else (),
     )
+
+
+def unequal_layers(facts: Facts) -> tuple[int, ...]:
+    """Layers of the job's stages; none where they cost the same, as the cut counts embedding and head."""
+    degrees, layers = facts.config.parallelism, layers_by_stage(facts)
+    costs = list(layers)
+    costs[0] += degrees.pipeline_parallel_first_stage_less_layers
+    costs[-1] += degrees.pipeline_parallel_last_stage_less_layers
+    return tuple(layers) if len(set(costs)) > 1 else ()
 
 
 def facts_of(options: argparse.Namespace, job: list[str]) -> Facts:
@@ -224,6 +252,9 @@ def report(question: Question, table: Table, simulation: Simulation) -> list[str
         f"makespan               {_short(simulation.makespan)}, of which a rank works {' to '.join(works)}",
         f"peak activations       {peaks} by rank, in a rank's layers x a microbatch",
     ]
+    if question.layers:
+        layers = ", ".join(map(str, question.layers))
+        lines.append(f"stages                 taken as equal; the job's have {layers} layers")
     apart = dataclasses.replace(question, merge_backward=False)
     if question.merge_backward and (split := apart.table()) != table:
         share = apart.simulated(split).bubble_share

@@ -125,7 +125,11 @@ class Trainer:
 
     def trainer_state(self) -> dict[str, Any]:
         state = {"step": self.step, "tokens": self.tokens, "lr_scheduler": self.schedulers.state_dict()}
-        return state | {"degrees": self.dims.degrees}
+        return state | {"degrees": self.degrees}
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        return self.dims.degrees | {"ep": self.dims.ep}
 
     def rank_state(self) -> dict[str, Any]:
         return {"rng": rng_state(), "dataloader": self.loader.state_dict()}
@@ -137,8 +141,8 @@ class Trainer:
             self.schedulers.load_state_dict(trainer["lr_scheduler"])
         if all("dataloader" in state for state in ranks):
             self.data_state = merge_states([state["dataloader"] for state in ranks])
-        degrees = self.dims.degrees
-        same_plan = len(ranks) == self.ranks.world_size and trainer.get("degrees", degrees) == degrees
+        saved = self.degrees | trainer.get("degrees", {})  # what an old checkpoint does not say is taken as it is here
+        same_plan = len(ranks) == self.ranks.world_size and saved == self.degrees
         if same_plan and "rng" in ranks[self.ranks.rank]:
             set_rng_state(ranks[self.ranks.rank]["rng"])
         else:  # another plan: nobody's generator is ours, but do not repeat the numbers of step 0 either

@@ -41,7 +41,10 @@ def clip_gradients(
         for group in groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
-    total = torch.stack(squares).sum() if squares else torch.zeros(())
+    if squares:
+        total = torch.stack(squares).sum()
+    else:  # nothing here has a gradient, but other pipeline ranks add theirs, on the same kind of device
+        total = torch.zeros((), device=parameters[0].device if parameters else None)
     if pp_group is not None:
         dist.all_reduce(total, group=pp_group)
     total = total.sqrt()

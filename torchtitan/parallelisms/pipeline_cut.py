@@ -107,12 +107,6 @@ def stages_of_rank(rank: int, pp: int, num_stages: int, style: str) -> list[int]
     return [turn * pp + (pp - 1 - rank if turned[turn] else rank) for turn in rounds]
 
 
-def ranks_of_stages(pp: int, num_stages: int, style: str) -> list[int]:
-    """The rank of each stage: stages_of_rank the other way round."""
-    owner = {stage: rank for rank in range(pp) for stage in stages_of_rank(rank, pp, num_stages, style)}
-    return [owner[stage] for stage in range(num_stages)]
-
-
 def forward_order(ranks: Sequence[int], microbatches: int) -> list[tuple[int, int]]:
     """(stage, microbatch) of a pass without backward, over all ranks in one order; `ranks` is that of each stage.
 

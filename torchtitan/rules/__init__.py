@@ -7,6 +7,7 @@ together. What one option can say by its type alone is in config.py.
 from torchtitan.config import JobConfig
 from torchtitan.options import ConfigError, Fault
 from torchtitan.rules.experts import (
+    communication_is_kept_with_overlap,
     expert_parallel_borrows,
     experts_divide_over_expert_parallel,
     experts_divide_over_what_is_left,
@@ -16,8 +17,17 @@ from torchtitan.rules.experts import (
 )
 from torchtitan.rules.facts import Device, Facts, Rule
 from torchtitan.rules.model_and_data import data_is_there, known_names, loader_workers, model_sizes, tokenizer_fits
+from torchtitan.rules.multi_token import depths_are_whole
 from torchtitan.rules.optimization import BACKENDS, precision, recompute_and_compile, schedule_fits, step_in_backward
-from torchtitan.rules.output import checkpoint_rules, folders, needs_a_gpu, profiler_window, trackers, without_effect
+from torchtitan.rules.output import (
+    checkpoint_rules,
+    folders,
+    needs_a_gpu,
+    needs_checkpoints,
+    profiler_window,
+    trackers,
+    without_effect,
+)
 from torchtitan.rules.pipeline import (
     excluded_by_a_pipeline,
     known_schedule,
@@ -44,7 +54,7 @@ from torchtitan.rules.tensor_and_context import (
     sizes_divide_over_tensor_parallel,
 )
 
-__all__ = ["BACKENDS", "RULES", "Device", "Facts", "check", "with_faults_of_the_rest"]
+__all__ = ["BACKENDS", "RULES", "WITHOUT_EFFECT", "Device", "Facts", "check", "with_faults_of_the_rest"]
 
 
 def check(config: JobConfig, world_size: int, devices: Device) -> list[Fault]:
@@ -64,13 +74,20 @@ def with_faults_of_the_rest(error: ConfigError, world_size: int, devices: Device
     return error.faults + [fault for fault in check(error.rest, world_size, devices) if fault.key not in wrong]
 
 
+WITHOUT_EFFECT: list[Rule] = [
+    needs_its_degree,
+    overlap_needs_a_pipeline_and_experts,
+    needs_checkpoints,
+    without_effect,
+]
+"""Of options that are set and would do nothing on any number of ranks. A translated job leaves them out."""
+
 RULES: list[Rule] = [
     known_names,
     model_sizes,
     tokenizer_fits,
     data_is_there,
     degrees_fit_the_ranks,
-    needs_its_degree,
     needs_shards,
     batch_divides,
     sizes_divide_over_tensor_parallel,
@@ -83,8 +100,9 @@ RULES: list[Rule] = [
     expert_parallel_borrows,
     experts_divide_over_what_is_left,
     experts_that_travel_are_not_compiled,
-    overlap_needs_a_pipeline_and_experts,
+    communication_is_kept_with_overlap,
     tensor_parallel_knows_both_kinds_of_layers,
+    depths_are_whole,
     known_schedule,
     schedule_of_a_file,
     stages_suit_the_schedule,
@@ -104,5 +122,5 @@ RULES: list[Rule] = [
     checkpoint_rules,
     folders,
     profiler_window,
-    without_effect,
+    *WITHOUT_EFFECT,
 ]

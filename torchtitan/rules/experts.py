@@ -6,32 +6,36 @@ from typing import Any
 
 from torchtitan.options import Fault
 from torchtitan.rules.facts import Facts
-from torchtitan.rules.tensor_and_context import divisors
+from torchtitan.rules.tensor_and_context import divisors, uneven
 
 KEY = "parallelism.expert_parallel_degree"
+OVERLAP = "parallelism.pipeline_parallel_expert_parallel_overlap"
 
 
 def experts_divide_over_expert_parallel(facts: Facts) -> Iterator[Fault]:
     if facts.ep == 1 or facts.args is None:
         return
-    experts = getattr(facts.args, "n_experts", 0)
+    experts = facts.experts
     if not experts:
-        remedy = f"leave it out, or choose a model with experts; {facts.config.model.name} has none"
-        yield facts.fault(KEY, "1 for a model without experts", remedy)
+        other = f"choose a model with experts; {facts.config.model.name} has none"
+        if hasattr(facts.args, "n_dense_layers"):
+            other = f"lower n_dense_layers in model.overrides; all {facts.args.n_layers} layers are dense"
+        yield facts.fault(KEY, "1 for a model without experts", f"leave it out, or {other}")
     elif experts % facts.ep:
         allowed = f"what divides the {experts} experts and the ranks that it borrows"
-        yield facts.fault(KEY, allowed, f"write one of {divisors(math.gcd(experts, facts.lenders or experts))}")
+        fits = math.gcd(experts, facts.lenders or experts)
+        remedy = f"write one of {divisors(experts)}, and lend it a multiple of as many ranks"
+        yield facts.fault(KEY, allowed, f"write one of {divisors(fits)}" if fits > 1 else remedy)
 
 
 def expert_parallel_borrows(facts: Facts) -> Iterator[Fault]:
-    if facts.ep == 1 or facts.shard is None:
+    if facts.ep == 1 or facts.shard is None or not facts.experts:
         return
-    experts = getattr(facts.args, "n_experts", facts.ep)
-    if facts.lenders % facts.ep and experts % facts.ep == 0:
+    if facts.lenders % facts.ep and facts.experts % facts.ep == 0 and not uneven(facts):
         product = f"data_parallel_shard {facts.shard} x context_parallel {facts.cp} x tensor_parallel {facts.tp}"
         allowed = f"what divides {product} = {facts.lenders}, the ranks that it borrows"
-        fits = divisors(math.gcd(experts, facts.lenders))
-        yield facts.fault(KEY, allowed, f"write one of {fits}, or lend it a multiple of {facts.ep} ranks")
+        fits = _one_of(divisors(math.gcd(facts.experts, facts.lenders)))
+        yield facts.fault(KEY, allowed, f"write {fits}, or lend it a multiple of {facts.ep} ranks")
     if facts.tp > 1 and not facts.sequence_parallel:
         why = "tensor-parallel ranks would all send the same tokens"
         yield facts.fault("parallelism.disable_sequence_parallel", f"false with {KEY} and tensor parallel", why)
@@ -39,10 +43,9 @@ def expert_parallel_borrows(facts: Facts) -> Iterator[Fault]:
 
 def experts_divide_over_what_is_left(facts: Facts) -> Iterator[Fault]:
     """FSDP shards a rank's experts evenly: whole ones, or a part of each."""
-    args = facts.args
-    if facts.ep == 1 or facts.shard is None or not getattr(args, "n_experts", 0):
+    if facts.ep == 1 or facts.shard is None or not facts.experts or uneven(facts):
         return
-    lenders = facts.lenders
+    args, lenders = facts.args, facts.lenders
     if lenders % facts.ep or args.n_experts % facts.ep:
         return
     left, here = lenders // facts.ep, args.n_experts // facts.ep
@@ -50,7 +53,11 @@ def experts_divide_over_what_is_left(facts: Facts) -> Iterator[Fault]:
         allowed = f"a degree that leaves {lenders} / {facts.ep} = {left} ranks, which divide the {here} experts of "
         allowed += f"each, or dim {args.dim} and expert_dim {args.expert_dim}"
         fits = [ep for ep in range(1, lenders + 1) if _fits(ep, lenders, args)]
-        yield facts.fault(KEY, allowed, f"write one of {', '.join(map(str, fits))}")
+        yield facts.fault(KEY, allowed, f"write {_one_of(', '.join(map(str, fits)))}")
+
+
+def _one_of(numbers: str) -> str:
+    return f"one of {numbers}" if "," in numbers else numbers
 
 
 def _fits(ep: int, lenders: int, args: Any) -> bool:
@@ -61,22 +68,30 @@ def _fits(ep: int, lenders: int, args: Any) -> bool:
 
 
 def tensor_parallel_knows_both_kinds_of_layers(facts: Facts) -> Iterator[Fault]:
-    """The plan names modules of dense layers and of layers with experts, and each has to be there."""
+    """The plan names modules of dense layers, of layers with experts and of shared experts: each has to be there."""
     dense = getattr(facts.args, "n_dense_layers", None)
-    if facts.tp > 1 and dense is not None and not 0 < dense < facts.args.n_layers:
+    if facts.tp == 1 or dense is None:
+        return
+    remedy = "change it, or write parallelism.tensor_parallel_degree = 1"
+    if not 0 < dense < facts.args.n_layers:
         allowed = f"n_dense_layers between 1 and {facts.args.n_layers - 1} with tensor parallel"
-        remedy = "change it, or write parallelism.tensor_parallel_degree = 1"
         yield facts.fault("model.overrides", allowed, remedy, f"n_dense_layers = {dense}")
+    if facts.args.n_shared_experts == 0:
+        allowed = "n_shared_experts of at least 1 with tensor parallel"
+        yield facts.fault("model.overrides", allowed, remedy, "n_shared_experts = 0")
 
 
 def overlap_needs_a_pipeline_and_experts(facts: Facts) -> Iterator[Fault]:
-    config, key = facts.config, "parallelism.pipeline_parallel_expert_parallel_overlap"
-    overlap = config.parallelism.pipeline_parallel_expert_parallel_overlap
-    if overlap and (facts.ep == 1 or facts.pp == 1):
+    if facts.config.parallelism.pipeline_parallel_expert_parallel_overlap and (facts.ep == 1 or facts.pp == 1):
         allowed = "true with expert_parallel_degree > 1 and pipeline_parallel_degree > 1, whose all-to-alls it hides"
-        yield facts.fault(key, allowed, "leave it out")
+        yield facts.fault(OVERLAP, allowed, "leave it out")
+
+
+def communication_is_kept_with_overlap(facts: Facts) -> Iterator[Fault]:
+    config = facts.config
+    overlap = config.parallelism.pipeline_parallel_expert_parallel_overlap
     if config.activation_checkpoint.mode == "full_keep_comm" and not overlap:
-        yield facts.fault("activation_checkpoint.mode", f"with {key} only", 'write "full", or set it')
+        yield facts.fault("activation_checkpoint.mode", f"with {OVERLAP} only", 'write "full", or set it')
 
 
 def experts_that_travel_are_not_compiled(facts: Facts) -> Iterator[Fault]:

@@ -123,6 +123,12 @@ class Facts:
         except (TypeError, ValueError, OverflowError):
             return None
 
+    @property
+    def experts(self) -> int:
+        """Of a layer; 0 where no layer of the model has any, or its sizes are wrong."""
+        layers = getattr(self.args, "n_layers", 0) - getattr(self.args, "n_dense_layers", 0)
+        return getattr(self.args, "n_experts", 0) if layers else 0
+
     @cached_property
     def tokenizer(self) -> Tokenizer | OSError | ValueError:
         try:

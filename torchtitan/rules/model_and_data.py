@@ -30,6 +30,10 @@ def known_names(facts: Facts) -> Iterator[Fault]:
             yield facts.fault(key, f"one of {', '.join(map(show, known))}", hint(given, known, quote=True))
 
 
+MAY_BE_ZERO = ("n_dense_layers", "n_shared_experts", "q_lora_rank", "aux_loss_weight", "bias_rate")
+"""Sizes of which 0 means that a part of the model is not there."""
+
+
 def model_sizes(facts: Facts) -> Iterator[Fault]:
     model, key = facts.config.model, "model.overrides"
     sizes = SIZES.get(model.name, {}).get(model.flavor)
@@ -43,8 +47,9 @@ def model_sizes(facts: Facts) -> Iterator[Fault]:
             faults.append(facts.fault(key, f"sizes of {model.name}: {', '.join(types)}", hint(name, types), given=name))
         elif not _is_a(types[name], value):
             faults.append(facts.fault(key, f"{name} = {describe(types[name])}", "", given=given))
-        elif value <= 0 and value is not False:
-            faults.append(facts.fault(key, f"{name} > 0", "", given=given))
+        elif value < 0 or value == 0 and value is not False and name not in MAY_BE_ZERO:
+            least = f"{name} >= 0" if name in MAY_BE_ZERO else f"{name} > 0"
+            faults.append(facts.fault(key, least, "", given=given))
     yield from faults
     if not faults and facts.args is None:
         try:

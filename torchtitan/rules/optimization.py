@@ -55,6 +55,10 @@ def recompute_and_compile(facts: Facts) -> Iterator[Fault]:
         allowed = "with a compiled model only, as the compiler keeps to the budget"
         remedy = 'set compile.enable = true with "model" in compile.components, or another mode'
         yield facts.fault("activation_checkpoint.mode", allowed, remedy)
+    elif config.activation_checkpoint.mode == "memory_budget" and facts.tp > 1:
+        why = "the compiler cannot tell how large the meshes of split weights are (torch 2.13)"
+        remedy = f'{why}; write "full" or "selective"'
+        yield facts.fault("activation_checkpoint.mode", "another mode with tensor parallel", remedy)
     if compiled.enable and not compiled.components:
         yield facts.fault("compile.components", '"model", "loss" or both', "or set compile.enable = false")
     if compiled.enable and compiled.scope == "model" and set(compiled.components) != {"model", "loss"}:

@@ -35,18 +35,9 @@ def checkpoint_rules(facts: Facts) -> Iterator[Fault]:
     if options.keep_latest_k == 1:
         why = "the only checkpoint would be deleted for one that nobody has read yet"
         yield facts.fault(key + "keep_latest_k", "0 (all) or at least 2", why)
-    needs_enable = {"load_step": options.load_step >= 0, "initial_load_path": options.initial_load_path is not None}
-    used_alone = ("load_only", "last_save_model_only", "enable_first_step_checkpoint")
-    needs_enable |= {name: getattr(options, name) for name in used_alone}
-    for name in (name for name, used in needs_enable.items() if used and not options.enable):
-        yield facts.fault(key + name, "nothing with checkpoint.enable = false", "set checkpoint.enable = true")
     if options.load_only and (options.last_save_model_only or options.enable_first_step_checkpoint):
         name = "last_save_model_only" if options.last_save_model_only else "enable_first_step_checkpoint"
         yield facts.fault(key + name, "false with checkpoint.load_only, which never saves", "drop one of the two")
-    if options.last_save_in_hf and not options.last_save_model_only:
-        yield facts.fault(key + "last_save_in_hf", "true only with last_save_model_only", "set both")
-    if options.initial_load_in_hf and options.initial_load_path is None:
-        yield facts.fault(key + "initial_load_in_hf", "true only with initial_load_path", "set the path")
     if options.initial_load_in_hf and not options.initial_load_model_only:
         why = "safetensors of Hugging Face hold no optimizer state"
         yield facts.fault(key + "initial_load_model_only", "true with initial_load_in_hf", why)
@@ -87,15 +78,22 @@ def folders(facts: Facts) -> Iterator[Fault]:
     if not dump.strip() or "\0" in dump:
         yield facts.fault(key, "a folder", 'write "./outputs"')
         return
+    if fault := unwritable(Path(dump)):
+        allowed, why = fault
+        yield facts.fault(key, allowed, f"{why}; name another folder")
+
+
+def unwritable(folder: Path) -> tuple[str, str] | None:
+    """Of a folder that nothing can be written into, what is allowed and why this is not; it may have yet to be made."""
     try:
-        existing = next(p for p in (Path(dump).absolute(), *Path(dump).absolute().parents) if p.exists())
+        existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     except OSError as error:
-        yield facts.fault(key, "a folder", f"{error.strerror}; name another folder")
-        return
+        return "a folder", error.strerror
     if not existing.is_dir():
-        yield facts.fault(key, "a folder", f"{existing} is a file; name another folder")
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield facts.fault(key, "a folder that can be written to", f"{existing} cannot; name another folder")
+        return "a folder", f"{existing} is a file"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return "a folder that can be written to", f"{existing} cannot"
+    return None
 
 
 def profiler_window(facts: Facts) -> Iterator[Fault]:
@@ -113,7 +111,21 @@ def without_effect(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("debug.deterministic_warn_only", "false without debug.deterministic", "set both or neither")
     if config.metrics.save_for_all_ranks and not config.metrics.enable_tensorboard:
         yield facts.fault("metrics.save_for_all_ranks", "false without enable_tensorboard", "set both or neither")
-    if config.checkpoint.exclude_from_loading and not config.checkpoint.enable:
-        yield facts.fault("checkpoint.exclude_from_loading", "nothing with checkpoint.enable = false", "enable them")
-    if config.checkpoint.export_dtype != "float32" and not config.checkpoint.last_save_model_only:
-        yield facts.fault("checkpoint.export_dtype", "float32 without last_save_model_only", "set both or neither")
+    options, key = config.checkpoint, "checkpoint."
+    if options.export_dtype != "float32" and not options.last_save_model_only:
+        yield facts.fault(key + "export_dtype", '"float32" without last_save_model_only', "set both or neither")
+    if options.last_save_in_hf and not options.last_save_model_only:
+        yield facts.fault(key + "last_save_in_hf", "true only with last_save_model_only", "set both")
+    if options.initial_load_in_hf and options.initial_load_path is None:
+        yield facts.fault(key + "initial_load_in_hf", "true only with initial_load_path", "set the path")
+
+
+def needs_checkpoints(facts: Facts) -> Iterator[Fault]:
+    """Options of checkpoints that are set and would do nothing, as there are none."""
+    options = facts.config.checkpoint
+    used = {"load_step": options.load_step >= 0, "initial_load_path": options.initial_load_path is not None}
+    alone = ("load_only", "last_save_model_only", "enable_first_step_checkpoint", "exclude_from_loading")
+    used |= {name: bool(getattr(options, name)) for name in alone}
+    for name in (name for name, is_used in used.items() if is_used and not options.enable):
+        allowed = "nothing with checkpoint.enable = false"
+        yield facts.fault(f"checkpoint.{name}", allowed, "set checkpoint.enable = true, or leave it out")

@@ -69,11 +69,15 @@ def needs_its_degree(facts: Facts) -> Iterator[Fault]:
 
 
 def needs_shards(facts: Facts) -> Iterator[Fault]:
+    """Beside a pipeline, which excludes prefetch and "always" on any number of shards (excluded_by_a_pipeline)."""
     degrees = facts.config.parallelism
     if facts.fsdp_shards != 1 or facts.config.training.enable_cpu_offload:
         return
-    if degrees.fsdp_prefetch:
-        yield facts.fault("parallelism.fsdp_prefetch", "0 where nothing is sharded", "leave it out")
-    if degrees.fsdp_reshard_after_forward != "default":
-        allowed = '"default" where nothing is sharded'
-        yield facts.fault("parallelism.fsdp_reshard_after_forward", allowed, "leave it out")
+    ranks = f"{facts.world_size} rank{'s' * (facts.world_size > 1)}"
+    where, remedy = f"where nothing is sharded, as here on {ranks}", "leave it out, or start more ranks"
+    if degrees.fsdp_prefetch and facts.pp == 1:
+        yield facts.fault("parallelism.fsdp_prefetch", f"0 {where}", remedy)
+    if degrees.fsdp_reshard_after_forward != "default" and (
+        facts.pp == 1 or degrees.fsdp_reshard_after_forward == "never"
+    ):
+        yield facts.fault("parallelism.fsdp_reshard_after_forward", f'"default" {where}', remedy)

@@ -10,19 +10,28 @@ RINGS = ("ring", "alltoall")
 """Ways of context parallel that pass keys and values on from rank to rank."""
 
 
-def sizes_divide_over_tensor_parallel(facts: Facts) -> Iterator[Fault]:
-    """Each rank has whole heads, and as many columns and rows as any other, where DTensor would deal unevenly."""
-    args, tp = facts.args, facts.tp
-    if tp == 1 or args is None:
-        return
+def _split_sizes(facts: Facts) -> dict[str, int]:
+    """What tensor parallel deals out; nothing where that is not known."""
+    args = facts.args
+    if facts.tp == 1 or args is None:
+        return {}
     sizes = {
         "n_heads": args.n_heads,
         "n_kv_heads": args.num_kv_heads,
         "feed-forward width": getattr(args, "ffn_dim", 0),  # where every layer has experts there is none
         "vocab_size": args.vocab_size,
     }
-    sizes = {name: size for name, size in sizes.items() if size}
-    wrong = [name for name, size in sizes.items() if size % tp]
+    return {name: size for name, size in sizes.items() if size}
+
+
+def uneven(facts: Facts) -> list[str]:
+    """Sizes that keep the model from being split so: what else depends on the degree can be judged when it is right."""
+    return [name for name, size in _split_sizes(facts).items() if size % facts.tp]
+
+
+def sizes_divide_over_tensor_parallel(facts: Facts) -> Iterator[Fault]:
+    """Each rank has whole heads, and as many columns and rows as any other, where DTensor would deal unevenly."""
+    args, tp, sizes, wrong = facts.args, facts.tp, _split_sizes(facts), uneven(facts)
     if wrong:
         told = ", ".join(f"{name} {size}" for name, size in sizes.items())
         remedy = "write one of these"
@@ -37,7 +46,11 @@ def sizes_divide_over_tensor_parallel(facts: Facts) -> Iterator[Fault]:
 
 
 def sequence_divides(facts: Facts) -> Iterator[Fault]:
-    """The shares are equally long; where work is levelled, each is a piece of the head and one of the tail."""
+    """The shares are equally long; where work is levelled, each is a piece of the head and one of the tail. A degree
+    that the model does not allow asks for nothing: the sequence would only be fitted to it in vain.
+    """
+    if _deals_heads_unevenly(facts):
+        return
     needs, degrees = {}, facts.config.parallelism
     levelled = (
         degrees.context_parallel_load_balancer == "headtail" and degrees.context_parallel_rotate_method != "ulysses"
@@ -46,7 +59,7 @@ def sequence_divides(facts: Facts) -> Iterator[Fault]:
         needs[f"2 x context_parallel {facts.cp} (a head and a tail each)"] = 2 * facts.cp
     elif facts.cp > 1:
         needs[f"context_parallel {facts.cp}"] = facts.cp
-    if facts.sequence_parallel:
+    if facts.sequence_parallel and not uneven(facts):
         over = f"context_parallel {facts.cp} x " * (facts.cp > 1) + f"tensor_parallel {facts.tp}"
         needs[f"{over} (sequence parallel)"] = facts.cp * facts.tp
     if not needs:
@@ -61,13 +74,17 @@ def sequence_divides(facts: Facts) -> Iterator[Fault]:
             yield facts.fault(key, allowed, "write " + f"{below} or " * bool(below) + str(below + multiple))
 
 
-def heads_divide_over_context_parallel(facts: Facts) -> Iterator[Fault]:
+def _deals_heads_unevenly(facts: Facts) -> bool:
     """Ulysses deals out the heads that tensor parallel has left on a rank."""
     args, cp, method = facts.args, facts.cp, facts.config.parallelism.context_parallel_rotate_method
     if cp == 1 or method != "ulysses" or args is None or args.n_heads % facts.tp:
-        return
-    heads = args.n_heads // facts.tp
-    if heads % cp:
+        return False
+    return args.n_heads // facts.tp % cp != 0
+
+
+def heads_divide_over_context_parallel(facts: Facts) -> Iterator[Fault]:
+    if _deals_heads_unevenly(facts):
+        args, heads = facts.args, facts.args.n_heads // facts.tp
         of = f" (n_heads {args.n_heads} / tensor_parallel {facts.tp})" * (facts.tp > 1)
         allowed = f'with "ulysses" what divides the {heads} query heads of a rank{of}: {divisors(heads)}'
         remedy = 'write one of these, or parallelism.context_parallel_rotate_method = "allgather"'

@@ -1,0 +1,119 @@
+"""The rules on experts: a table of jobs that cannot work and what is said of each, and some that can."""
+
+import pytest
+
+from tests import judged
+from tests.judged import EP, MOE, PP, SCHEDULE, TP, lines, name
+
+anywhere = judged.anywhere
+OVERLAP = "--parallelism.pipeline_parallel_expert_parallel_overlap"
+EXPERTS = [
+    (
+        [EP + "2"],
+        "expert_parallel_degree: given 2; allowed: 1 for a model without experts; leave it out, or choose a model with "
+        "experts; llama3 has none",
+    ),
+    (
+        [MOE, EP + "3"],
+        "expert_parallel_degree: given 3; allowed: what divides the 8 experts and the ranks that it borrows; write one "
+        "of 1, 2, 4",
+    ),
+    (
+        [MOE, EP + "3", PP + "4"],
+        "expert_parallel_degree: given 3; allowed: what divides the 8 experts and the ranks that it borrows; write one "
+        "of 1, 2, 4, 8, and lend it a multiple of as many ranks",
+    ),
+    (
+        [MOE, EP + "2", "--model.overrides={n_dense_layers = 6}"],
+        "expert_parallel_degree: given 2; allowed: 1 for a model without experts; leave it out, or lower "
+        "n_dense_layers in model.overrides; all 6 layers are dense",
+    ),
+    (
+        [MOE, TP + "2", "--model.overrides={n_dense_layers = 0}"],
+        "model.overrides: given n_dense_layers = 0; allowed: n_dense_layers between 1 and 5 with tensor parallel; "
+        "change it, or write parallelism.tensor_parallel_degree = 1",
+    ),
+    (
+        [MOE, TP + "2", "--model.overrides={n_shared_experts = 0}"],
+        "model.overrides: given n_shared_experts = 0; allowed: n_shared_experts of at least 1 with tensor parallel; "
+        "change it, or write parallelism.tensor_parallel_degree = 1",
+    ),
+    (
+        [MOE, EP + "8", TP + "2"],
+        "expert_parallel_degree: given 8; allowed: what divides data_parallel_shard 2 x context_parallel 1 x "
+        "tensor_parallel 2 = 4, the ranks that it borrows; write one of 1, 2, 4, or lend it a multiple of 8 ranks",
+    ),
+    (
+        [MOE, EP + "2", TP + "2", "--parallelism.disable_sequence_parallel"],
+        "disable_sequence_parallel: given true; allowed: false with parallelism.expert_parallel_degree and tensor "
+        "parallel; tensor-parallel ranks would all send the same tokens",
+    ),
+    (
+        [MOE, EP + "2", "--compile.enable"],
+        "compile.enable: given true; allowed: false with parallelism.expert_parallel_degree, or without the component "
+        "model; the host reads how many tokens go where, which would break the graph",
+    ),
+    (
+        [OVERLAP],
+        "pipeline_parallel_expert_parallel_overlap: given true; allowed: true with expert_parallel_degree > 1 and "
+        "pipeline_parallel_degree > 1, whose all-to-alls it hides; leave it out",
+    ),
+    (
+        [MOE, EP + "2", PP + "2", "--activation_checkpoint.mode=full_keep_comm"],
+        'activation_checkpoint.mode: given "full_keep_comm"; allowed: with '
+        'parallelism.pipeline_parallel_expert_parallel_overlap only; write "full", or set it',
+    ),
+    (
+        [MOE, EP + "4", "--training.local_batch_size=1"],
+        "expert_parallel_degree: given 4; allowed: a degree that leaves 12 / 4 = 3 ranks, which divide the 2 experts "
+        "of each, or dim 256 and expert_dim 256; write 1",
+    ),
+    (
+        [MOE, TP + "2", "--model.overrides={n_dense_layers = 6}"],
+        "model.overrides: given n_dense_layers = 6; allowed: n_dense_layers between 1 and 5 with tensor parallel; "
+        "change it, or write parallelism.tensor_parallel_degree = 1",
+    ),
+    (
+        [MOE, "--model.overrides={top_k = 9}"],
+        "model.overrides: given {top_k = 9}; allowed: sizes that fit together: top_k = 9 with n_experts = 8: a token "
+        "goes to different experts, so top_k can be 8 at most",
+    ),
+    (
+        [MOE, "--model.overrides={n_groups = 3}"],
+        "model.overrides: given {n_groups = 3}; allowed: sizes that fit together: n_groups = 3 with n_experts = 8: "
+        "groups are equally large, so n_groups must divide n_experts",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", EXPERTS, ids=name)
+def test_expert_plans_that_cannot_work(case):
+    words, line = case
+    assert line in lines(*words, ranks=12 if {EP + "3", EP + "4"} & set(words) else 4)
+
+
+@pytest.mark.parametrize(
+    "plan", [[EP + "4"], [EP + "2", TP + "2"], [EP + "2", PP + "2", SCHEDULE + "DualPipeV", OVERLAP]]
+)
+def test_expert_plans_that_work(plan):
+    assert lines(MOE, *plan, "--training.local_batch_size=8", ranks=4) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [EP + "3"],  # a model without experts lends them no ranks either
+        [EP + "2", TP + "2", "--parallelism.disable_sequence_parallel"],
+    ],
+    ids=" ".join,
+)
+def test_a_model_without_experts_has_one_fault(words):
+    (line,) = lines(*words, ranks=4)
+    assert line.startswith("expert_parallel_degree: ") and line.endswith("llama3 has none")
+
+
+def test_experts_are_judged_when_tensor_parallel_can_be():
+    """Ranks that could not lend anything are not counted among the lenders."""
+    for degree in ("2", "4"):
+        (line,) = lines(MOE, EP + degree, TP + "3")
+        assert line.startswith("tensor_parallel_degree: given 3")

@@ -1,0 +1,187 @@
+"""The rules on trackers, the profiler, checkpoints and folders, and on options that would do nothing."""
+
+import pytest
+
+from tests import judged
+from tests.judged import lines, name
+from torchtitan.config_manager import load
+from torchtitan.rules import check
+
+anywhere = judged.anywhere
+# Jobs -> faults. {0} stands for an empty folder.
+INPUT_AND_OUTPUT = [
+    (
+        ["--training.dataloader.prefetch_factor=2"],
+        "training.dataloader.prefetch_factor: given 2; allowed: unset without workers; set "
+        "training.dataloader.num_workers, or leave it out",
+    ),
+    (
+        ["--training.dataloader.persistent_workers"],
+        "training.dataloader.persistent_workers: given true; allowed: false without workers; set "
+        "training.dataloader.num_workers, or leave it out",
+    ),
+    (
+        ["--training.dataloader.pin_memory"],
+        "training.dataloader.pin_memory: given true; allowed: false without a GPU; it speeds copies to one",
+    ),
+    (
+        ["--checkpoint.async_mode=async_with_pinned_mem"],
+        'checkpoint.async_mode: given "async_with_pinned_mem"; allowed: "async" or "disabled" without a GPU; '
+        'write "async"',
+    ),
+    (
+        ["--profiling.enable_memory_snapshot"],
+        "profiling.enable_memory_snapshot: given true; allowed: false without a GPU; it records CUDA's allocator",
+    ),
+    (
+        ["--model.attention_backend=flex"],
+        'model.attention_backend: given "flex"; allowed: "auto" or "sdpa" without a GPU; flex has no backward on a CPU',
+    ),
+    (
+        ["--checkpoint.keep_latest_k=1"],
+        "checkpoint.keep_latest_k: given 1; allowed: 0 (all) or at least 2; the only checkpoint would be deleted for "
+        "one that nobody has read yet",
+    ),
+    (
+        ["--checkpoint.load_step=5"],
+        "checkpoint.load_step: given 5; allowed: nothing with checkpoint.enable = false; set checkpoint.enable = true, "
+        "or leave it out",
+    ),
+    (
+        ["--checkpoint.initial_load_path=x"],
+        'checkpoint.initial_load_path: given "x"; allowed: nothing with checkpoint.enable = false; '
+        "set checkpoint.enable = true, or leave it out",
+    ),
+    (
+        ["--checkpoint.load_only"],
+        "checkpoint.load_only: given true; allowed: nothing with checkpoint.enable = false; "
+        "set checkpoint.enable = true, or leave it out",
+    ),
+    (
+        ["--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.last_save_model_only"],
+        "checkpoint.last_save_model_only: given true; allowed: false with checkpoint.load_only, which never saves; "
+        "drop one of the two",
+    ),
+    (
+        ["--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.enable_first_step_checkpoint"],
+        "checkpoint.enable_first_step_checkpoint: given true; allowed: false with checkpoint.load_only, which never "
+        "saves; drop one of the two",
+    ),
+    (
+        ["--checkpoint.last_save_in_hf"],
+        "checkpoint.last_save_in_hf: given true; allowed: true only with last_save_model_only; set both",
+    ),
+    (
+        ["--checkpoint.initial_load_in_hf"],
+        "checkpoint.initial_load_in_hf: given true; allowed: true only with initial_load_path; set the path",
+    ),
+    (
+        [
+            "--checkpoint.enable",
+            "--checkpoint.initial_load_in_hf",
+            "--checkpoint.initial_load_path={0}",
+            "--checkpoint.no-initial_load_model_only",
+        ],
+        "checkpoint.initial_load_model_only: given false; allowed: true with initial_load_in_hf; safetensors of "
+        "Hugging Face hold no optimizer state",
+        'checkpoint.initial_load_path: given "{0}"; allowed: a folder with *.safetensors; there are none',
+    ),
+    (
+        ["--checkpoint.enable", "--checkpoint.initial_load_path={0}/no"],
+        'checkpoint.initial_load_path: given "{0}/no"; allowed: a checkpoint; {0}/no: no complete checkpoint (no such '
+        "folder); give a step-* folder, a folder that holds some, or an export",
+    ),
+    *(
+        (
+            [f"--{key}={folder}"],
+            f'{key}: given "{folder}"; allowed: a folder inside job.dump_folder; give its name alone',
+        )
+        for key, folder in (
+            ("checkpoint.folder", ""),
+            ("metrics.save_tb_folder", "/tb"),
+            ("profiling.save_traces_folder", "../traces"),
+            ("profiling.save_memory_snapshot_folder", "a/../../b"),
+        )
+    ),
+    (["--job.dump_folder="], 'job.dump_folder: given ""; allowed: a folder; write "./outputs"'),
+    (
+        ["--job.dump_folder=/dev/null/x"],
+        'job.dump_folder: given "/dev/null/x"; allowed: a folder; /dev/null is a file; name another folder',
+    ),
+    (
+        ["--profiling.enable_profiling", "--profiling.profile_freq=3"],
+        "profiling.profile_freq: given 3; allowed: at least profiler_warmup 3 + profiler_active 1 = 4; write 4 or more",
+    ),
+    (
+        ["--debug.deterministic_warn_only"],
+        "debug.deterministic_warn_only: given true; allowed: false without debug.deterministic; set both or neither",
+    ),
+    (
+        ["--metrics.save_for_all_ranks"],
+        "metrics.save_for_all_ranks: given true; allowed: false without enable_tensorboard; set both or neither",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", INPUT_AND_OUTPUT, ids=name)
+def test_bad_jobs(case, tmp_path):
+    words, *expected = case
+    words = [word.replace("{0}", str(tmp_path)) for word in words]
+    assert lines(*words, ranks=2) == [line.replace("{0}", str(tmp_path)) for line in expected]
+
+
+def test_gpu_options_are_fine_on_a_gpu():
+    words = ["--training.dataloader.pin_memory", "--checkpoint.async_mode=async_with_pinned_mem"]
+    words += ["--profiling.enable_memory_snapshot", "--model.attention_backend=flex"]
+    assert lines(*words, device="cuda") == []
+
+
+def test_a_run_with_checkpoints_of_its_own_needs_the_first_one_no_more(tmp_path, monkeypatch):
+    words = ["--checkpoint.enable", "--checkpoint.initial_load_path=gone"]
+    assert len(lines(*words)) == 1
+    monkeypatch.setattr("torchtitan.rules.output.newest_complete", lambda root: (root / "step-00000001", []))
+    assert lines(*words) == []
+
+
+def test_safetensors_to_start_from(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    assert (
+        lines("--checkpoint.enable", "--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={tmp_path}")
+        == []
+    )
+
+
+def test_a_dump_folder_that_cannot_be_written(monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    (line,) = [line for line in lines() if line.startswith("job.dump_folder")]
+    assert "a folder that can be written to" in line
+
+
+def test_a_tracker_that_is_not_installed(monkeypatch):
+    job = load(["--metrics.enable_wandb", "--model.tokenizer_path=bytes"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (fault,) = check(job, 1, "cpu")
+    assert fault.key == "metrics.enable_wandb" and "torchtitan-toml[wandb]" in fault.remedy
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert not check(job, 1, "cpu")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--checkpoint.folder=model"],
+        ["--metrics.save_tb_folder=./metrics.jsonl"],
+        ["--parallelism.disable_loss_parallel"],
+        ["--parallelism.context_parallel_rotate_method=ring"],
+        ["--parallelism.pipeline_parallel_schedule_csv=/nope.csv"],
+        ["--checkpoint.exclude_from_loading=rng"],
+        ["--checkpoint.last_save_model_only"],
+        ["--checkpoint.export_dtype=bfloat16"],
+        ["--parallelism.fsdp_prefetch=2"],
+        ["--parallelism.fsdp_reshard_after_forward=never"],
+        ["--compile.enable", "--compile.scope=model", "--compile.components=loss"],
+    ],
+)
+def test_what_would_do_nothing_or_harm_is_refused(words):
+    (fault,) = check(load([*words, "--model.tokenizer_path=bytes"]), 1, "cpu")
+    assert words[-1].split("=")[0] == f"--{fault.key}"

@@ -1,0 +1,142 @@
+"""The rules on tensor and context parallel: a table of jobs that cannot work and what is said, some that can."""
+
+import pytest
+
+from tests import judged
+from tests.judged import CP, METHOD, TP, lines, name
+
+anywhere = judged.anywhere
+TENSOR = [
+    (
+        [TP + "3", "--training.seq_len=99"],
+        "tensor_parallel_degree: given 3, which does not divide n_heads 16 and n_kv_heads 16 and vocab_size 2048; "
+        "allowed: what divides n_heads 16, n_kv_heads 16, feed-forward width 768, vocab_size 2048, as ranks do not get "
+        "uneven shares: 1, 2, 4, 8, 16; write one of these",
+    ),
+    (
+        [TP + "4", "--model.overrides={n_kv_heads = 2}"],
+        "tensor_parallel_degree: given 4, which does not divide n_kv_heads 2; allowed: what divides n_heads 16, "
+        "n_kv_heads 2, feed-forward width 768, vocab_size 2048, as ranks do not get uneven shares: 1, 2; write one of "
+        "these",
+    ),
+    (
+        [TP + "4", "--model.overrides={multiple_of = 1}"],
+        "tensor_parallel_degree: given 4, which does not divide feed-forward width 682; allowed: what divides n_heads "
+        "16, n_kv_heads 16, feed-forward width 682, vocab_size 2048, as ranks do not get uneven shares: 1, 2; write "
+        "one of these",
+    ),
+    (
+        [TP + "4", "--model.overrides={vocab_size = 258}"],
+        "tensor_parallel_degree: given 4, which does not divide vocab_size 258; allowed: what divides n_heads 16, "
+        "n_kv_heads 16, feed-forward width 768, vocab_size 258, as ranks do not get uneven shares: 1, 2; write one of "
+        "these, or fill it up: model.overrides = {vocab_size = 260}",
+    ),
+    (  # seq_len need not be a multiple of what tensor parallel cannot be
+        [TP + "3"],
+        "tensor_parallel_degree: given 3, which does not divide n_heads 16 and n_kv_heads 16 and vocab_size 2048; "
+        "allowed: what divides n_heads 16, n_kv_heads 16, feed-forward width 768, vocab_size 2048, as ranks do not get "
+        "uneven shares: 1, 2, 4, 8, 16; write one of these",
+    ),
+    (
+        [TP + "2", "--compile.enable", "--activation_checkpoint.mode=memory_budget"],
+        'activation_checkpoint.mode: given "memory_budget"; allowed: another mode with tensor parallel; the compiler '
+        'cannot tell how large the meshes of split weights are (torch 2.13); write "full" or "selective"',
+    ),
+    (
+        [TP + "2", "--training.seq_len=33"],
+        "training.seq_len: given 33; allowed: a multiple of tensor_parallel 2 (sequence parallel); write 32 or 34",
+    ),
+    (
+        [TP + "2", "--parallelism.enable_async_tensor_parallel", "--parallelism.disable_sequence_parallel"],
+        "enable_async_tensor_parallel: given true; allowed: true only with GPUs, a compiled model (compile.enable), "
+        "sequence parallel (no disable_sequence_parallel); add GPUs and a compiled model (compile.enable) and sequence "
+        "parallel (no disable_sequence_parallel), or leave it out",
+    ),
+]
+CONTEXT = [
+    (
+        [CP + "2", "--training.seq_len=30", "--validation.enable", "--validation.seq_len=2"],
+        "training.seq_len: given 30; allowed: a multiple of 2 x context_parallel 2 (a head and a tail each); write 28 "
+        "or 32",
+        "validation.seq_len: given 2; allowed: a multiple of 2 x context_parallel 2 (a head and a tail each); write 4",
+    ),
+    (
+        [CP + "2", "--training.seq_len=31", "--parallelism.context_parallel_load_balancer=none"],
+        "training.seq_len: given 31; allowed: a multiple of context_parallel 2; write 30 or 32",
+    ),
+    (
+        [CP + "2", TP + "4", "--training.seq_len=36"],
+        "training.seq_len: given 36; allowed: a multiple of 2 x context_parallel 2 (a head and a tail each) and of "
+        "context_parallel 2 x tensor_parallel 4 (sequence parallel), so of 8; write 32 or 40",
+    ),
+    (
+        [CP + "3", METHOD + "ulysses", "--training.seq_len=48"],
+        'context_parallel_degree: given 3; allowed: with "ulysses" what divides the 16 query heads of a rank: 1, 2, 4, '
+        '8, 16; write one of these, or parallelism.context_parallel_rotate_method = "allgather"',
+    ),
+    (  # nor a multiple of what context parallel cannot be
+        [CP + "3", METHOD + "ulysses", "--training.seq_len=2048"],
+        'context_parallel_degree: given 3; allowed: with "ulysses" what divides the 16 query heads of a rank: 1, 2, 4, '
+        '8, 16; write one of these, or parallelism.context_parallel_rotate_method = "allgather"',
+    ),
+    (
+        [CP + "8", TP + "4", METHOD + "ulysses", "--training.seq_len=64"],
+        'context_parallel_degree: given 8; allowed: with "ulysses" what divides the 4 query heads of a rank (n_heads '
+        "16 / tensor_parallel 4): 1, 2, 4; write one of these, or parallelism.context_parallel_rotate_method = "
+        '"allgather"',
+    ),
+    *(
+        (
+            [CP + "2", METHOD + method, "--compile.enable"],
+            f'context_parallel_rotate_method: given "{method}"; allowed: "allgather" or "ulysses" with a compiled '
+            'model, whose graph has no messages between two ranks; write "allgather", or compile.enable = false',
+        )
+        for method in ("ring", "alltoall")
+    ),
+]
+
+
+@pytest.mark.parametrize("case", [*TENSOR, *CONTEXT], ids=name)
+def test_plans_that_cannot_work(case):
+    words, *expected = case
+    assert lines(*words) == expected
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [TP + "2"],
+        [TP + "16", "--training.seq_len=32"],
+        [TP + "2", "--parallelism.disable_sequence_parallel", "--training.seq_len=33"],
+        [TP + "2", "--parallelism.disable_loss_parallel", "--compile.enable"],
+        [CP + "2", "--training.document_mask"],
+        [CP + "3", "--training.seq_len=48"],
+        [CP + "2", METHOD + "ring", "--compile.enable", "--compile.components=loss"],
+        [CP + "8", TP + "2", METHOD + "ulysses", "--training.seq_len=64", "--compile.enable"],
+        [CP + "2", TP + "2", "--training.seq_len=4"],  # a piece of head and tail each, of one token
+        [CP + "2", METHOD + "ulysses", "--training.seq_len=18"],  # whose ranks have whole sequences: no head and tail
+        [CP + "2", "--parallelism.fsdp_prefetch=2"],  # parameters are sharded over the ranks of a sequence too
+    ],
+    ids=" ".join,
+)
+def test_plans_that_can_work(words):
+    assert lines(*words) == []
+
+
+def test_async_tensor_parallel_on_gpus():
+    words = [TP + "2", "--parallelism.enable_async_tensor_parallel"]
+    assert lines(*words, "--compile.enable", device="cuda") == []
+    (line,) = lines(*words, device="cuda")
+    assert line.endswith("add a compiled model (compile.enable), or leave it out")
+
+
+def test_rings_bring_their_own_attention():
+    flex = [CP + "2", "--model.attention_backend=flex"]
+    for method in ("ring", "alltoall"):
+        (line,) = lines(*flex, METHOD + method, device="cuda")
+        assert line == (
+            'model.attention_backend: given "flex"; allowed: "auto" or "sdpa" with context_parallel_rotate_method = '
+            f'"{method}", which joins attention of pieces; write "auto"'
+        )
+    for method in ("allgather", "ulysses"):
+        assert lines(*flex, METHOD + method, device="cuda") == []
