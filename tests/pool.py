@@ -20,7 +20,7 @@ from typing import Any
 
 # Imported once for all ranks: what most of them would import themselves, which takes longer than their tests.
 PRELOAD = [
-    "tests.shared_meshes",  # before whoever takes the name from where it puts another
+    "tests.shared_meshes",
     "torch.distributed.checkpoint",
     "torch.distributed.tensor.experimental",
     "torch._inductor.compile_fx",
@@ -120,6 +120,9 @@ def _serve(rank: int, world_size: int, folder: str, pipe: connection.Connection)
     import torch
     import torch.distributed as dist
 
+    from tests.shared_meshes import share
+
+    share()
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )

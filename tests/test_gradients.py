@@ -1,10 +1,13 @@
-"""The gradient norm where there is nothing to add up. With gradients, every plan's norm is held against one device's
-in test_combinations.py.
-"""
+"""The gradient norm in the corners. Every plan's norm is held against one device's in test_combinations.py."""
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
+from tests.pool import run_ranks
+from tests.shared_meshes import unshared_mesh
 from torchtitan.parallelisms.gradients import clip_gradients
 
 
@@ -15,3 +18,18 @@ def test_a_rank_without_gradients_adds_zero_on_its_device():
     frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
     assert clip_gradients(iter([frozen]), 1.0).item() == 0
     assert clip_gradients([], 0.0).item() == 0
+
+
+def norm_over_equal_meshes() -> float:
+    """Ranks 2 and 3 have the second gradient on another mesh, equal to the first one's, as DTensor's caches may do."""
+    first, second = (unshared_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")) for _ in range(2))
+    parameters = []
+    for mesh in (first, second if dist.get_rank() >= 2 else first):
+        value, grad = (DTensor.from_local(torch.full((2, 2), 3.0), mesh, [Shard(0), Shard(1)]) for _ in range(2))
+        parameters.append(nn.Parameter(value))
+        parameters[-1].grad = grad
+    return clip_gradients(parameters, 0.0).item()
+
+
+def test_equal_meshes_add_up_in_the_same_sums_on_all_ranks():
+    assert run_ranks(4, norm_over_equal_meshes, limit=30) == pytest.approx([(2 * 16 * 9) ** 0.5] * 4)

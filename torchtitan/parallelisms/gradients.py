@@ -30,15 +30,20 @@ def clip_gradients(
     parameters = list(parameters)
     sum_partial_gradients(parameters)
     grads = [(p.grad, p in copies) for p in parameters if p.grad is not None]
-    sharing: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = defaultdict(list)
+    # By ranks, as equal meshes of one process have groups of their own: ranks must agree on how many sums there are.
+    sharing: dict[tuple[tuple[int, ...], ...], list[torch.Tensor]] = defaultdict(list)
+    groups_of: dict[tuple[tuple[int, ...], ...], tuple[dist.ProcessGroup, ...]] = {}
     for grad, is_copy in grads:
         if not is_copy:
-            sharing[_groups_sharing(grad)].append(_local(grad))
+            groups = _groups_sharing(grad)
+            ranks = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+            groups_of.setdefault(ranks, groups)
+            sharing[ranks].append(_local(grad))
     squares = []
-    for groups, locals_ in sharing.items():
+    for ranks, locals_ in sharing.items():
         norms = [norm.to(torch.promote_types(norm.dtype, torch.float32)) for norm in _norms(locals_)]
         square = torch.linalg.vector_norm(torch.stack(norms)) ** 2
-        for group in groups:
+        for group in groups_of[ranks]:
             dist.all_reduce(square, group=group)
         squares.append(square)
     if squares:
