@@ -31,6 +31,7 @@ class Combination:
     prefetch: int = 0
     cpu_offload: bool = False
     document_mask: bool = False
+    multi_token_prediction: int = 0  # depths
     model: str = "llama3"
 
     def __str__(self) -> str:
@@ -179,6 +180,7 @@ def experts() -> list[Combination]:
         for mode in ("full", "op"):
             rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], model=model, recompute=mode, accumulation=2)]
         rows += [Combination(ranks=2, tp=2, sequence_parallel=False, model=model)]
+    rows += multi_token()
     layout = EXPERT_LAYOUTS["PP 2 x FSDP 2"] | dict(model="deepseek", precision="float64")
     for schedule in SCHEDULES:
         rows += [Combination(**layout, schedule=schedule, recompute=mode) for mode in ("none", "full", "op")]
@@ -190,6 +192,21 @@ def experts() -> list[Combination]:
     rows += [Combination(**EXPERT_LAYOUTS["PP 2 x TP 2"], **overlap, model="qwen3_moe", recompute="full_keep_comm")]
     rows += [Combination(**EXPERT_LAYOUTS["PP 2 x TP 2"], **overlap, model="deepseek", precision="float64")]
     rows += [Combination(ranks=4, pp=2, cp=2, ep=2, **overlap, model="qwen3_moe", recompute="full")]
+    return rows
+
+
+def multi_token() -> list[Combination]:
+    one, two = (dict(model="deepseek", multi_token_prediction=depths) for depths in (1, 2))
+    exact = dict(precision="float64", document_mask=True, loss_chunks=2)
+    rows = [Combination(**one, recompute=mode) for mode in ("full", "2")]
+    rows += [Combination(**two, **exact, recompute="op", accumulation=2), Combination(**one, compile="model")]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **one, recompute="full", accumulation=2)]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **two, recompute="op", prefetch=2, cpu_offload=True)]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **one, compile="block", loss_chunks=2)]
+    rows += [Combination(**LAYOUTS["DDP 2"], **two, precision="float64", accumulation=2)]
+    rows += [Combination(**LAYOUTS["HSDP 2x2"], **one, accumulation=2)]
+    rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], **two, **exact)]
+    rows += [Combination(**EXPERT_LAYOUTS["FSDP 4"], **one, recompute=mode) for mode in ("full", "op")]
     return rows
 
 

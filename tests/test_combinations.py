@@ -35,6 +35,8 @@ MICRO_SIZES = {
 
 def build_plain(row: Combination) -> torch.nn.Module:
     args = replace(SIZES[row.model]["debugmodel"], **MICRO_SIZE, **MICRO_SIZES[row.model], n_layers=row.layers)
+    if row.multi_token_prediction:
+        args = replace(args, n_mtp_layers=row.multi_token_prediction)
     model = MODELS[row.model].build(args).to(DTYPE[row.precision])
     model.loss = SummedCrossEntropy(row.loss_chunks)
     return model
@@ -128,8 +130,8 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, torch.Tensor], fl
 
 
 @cache
-def reference(row: Combination) -> tuple[float, float, dict[str, torch.Tensor], float]:
-    """Loss, norm, gradients, and the largest load of an expert."""
+def reference(row: Combination) -> tuple[float, float, dict[str, torch.Tensor], float, float]:
+    """Loss, norm, gradients, the largest load of an expert, and the loss of multi-token prediction."""
     model, balance = build_plain(row), MODELS[row.model].balance
     initialize(model, 7, model.init_rule)
     everything = batch()
@@ -141,25 +143,29 @@ def reference(row: Combination) -> tuple[float, float, dict[str, torch.Tensor], 
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
     norm = torch.linalg.vector_norm(torch.cat([g.flatten().double() for g in grads.values()]))
-    peak = 0.0
+    peak = further = 0.0
     if balance is not None:
         peak = balance.metrics(model, balance.take_load(model)[1])["load_max"].item()
-    return loss.item(), norm.item(), grads, peak
+    if row.multi_token_prediction:
+        further = balance.take_mtp_loss(model).item() / valid
+    return loss.item(), norm.item(), grads, peak, further
 
 
 def plain_twin(row: Combination) -> Combination:
     """The row on one device: what does not change the mathematics set aside."""
     exact = "float32" if row.precision == "bfloat16" else row.precision
-    return Combination(precision=exact, document_mask=row.document_mask, model=row.model, pp=row.pp)
+    what = dict(document_mask=row.document_mask, multi_token_prediction=row.multi_token_prediction, model=row.model)
+    return Combination(precision=exact, pp=row.pp, **what)
 
 
 @pytest.mark.parametrize("row", table(), ids=str)
 def test_equal_to_one_device(row):
-    loss, norm, grads, peak = reference(plain_twin(row))
+    loss, norm, grads, peak, further = reference(plain_twin(row))
     tolerance = TOLERANCE[row.precision]
     found = set()
     for got_loss, got_norm, got_grads, evaluated, load in run_ranks(row.ranks, run_row, row):
         assert load.get("expert_load_max", 0.0) == pytest.approx(peak)
+        assert load.get("mtp_loss", 0.0) == pytest.approx(further, rel=tolerance)
         assert got_loss == pytest.approx(loss, rel=tolerance)
         assert row.compile != "no" or evaluated == pytest.approx(loss, rel=tolerance)
         assert got_norm == pytest.approx(norm, rel=tolerance)

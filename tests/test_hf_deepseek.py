@@ -24,7 +24,7 @@ from tests.hf_parity import (
     write_folder,
 )
 from tests.pool import run_ranks
-from tests.tiny_decoders import DEEPSEEK
+from tests.tiny_decoders import DEEPSEEK, MULTI_TOKEN
 from torchtitan.models import SIZES
 from torchtitan.models.deepseek.hf import HF
 from torchtitan.models.deepseek.model import Deepseek
@@ -98,6 +98,58 @@ def test_layers_of_multi_token_prediction_are_left_unread(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(config))
     HF.load_hf(tmp_path, model, TINY)
+
+
+def depths(number, **sizes):
+    return dataclasses.replace(MULTI_TOKEN, n_mtp_layers=number, **sizes)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_depths_go_both_ways_with_copies_of_what_they_share(tied, tmp_path):
+    """The names are those of the published folder; transformers reads what is the main model's."""
+    args = depths(2, tied_embeddings=tied)
+    model, other = build(Deepseek, args), build(Deepseek, args, seed=1)
+    names_go_both_ways(model, HF)
+    HF.save_hf(tmp_path, model.state_dict(), args)
+    stored = load_file(tmp_path / "model-00001-of-00001.safetensors")
+    for layer in ("model.layers.3.", "model.layers.4."):
+        assert torch.equal(stored[layer + "embed_tokens.weight"], model.tok_embeddings.weight)
+        assert torch.equal(stored[layer + "shared_head.head.weight"], model.output.weight)
+    block = {name.removeprefix("model.layers.3.") for name in stored if name.startswith("model.layers.3.")}
+    own = {name for name in block if name.split(".")[0] not in ("self_attn", "mlp")}
+    norms = {"enorm.weight", "hnorm.weight", "input_layernorm.weight", "post_attention_layernorm.weight"}
+    assert own == norms | {f"{name}.weight" for name in ("eh_proj", "embed_tokens", "shared_head.norm")} | {
+        "shared_head.head.weight"
+    }
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in stored.values())
+    assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 2
+    HF.load_hf(tmp_path, other, args)
+    assert same(model.state_dict(), other.state_dict())
+    theirs = DeepseekV3ForCausalLM.from_pretrained(tmp_path, experts_implementation="eager").eval()
+    assert close(model(tokens_for(args)), theirs(tokens_for(args)).logits, 2e-6)
+
+
+def test_copies_count_in_the_size_of_a_file(tmp_path):
+    """A matrix of the ends takes 8192 bytes, and its two copies as much each."""
+    HF.save_hf(tmp_path, build(Deepseek, MULTI_TOKEN).state_dict(), MULTI_TOKEN, shard_bytes=25000)
+    for file in tmp_path.glob("*.safetensors"):
+        assert sum(value.nbytes for value in load_file(file).values()) <= 25000
+
+
+@pytest.mark.parametrize("stored, wanted", [(2, 1), (1, 0), (0, 0)])
+def test_a_folder_may_hold_more_depths_than_the_job(stored, wanted, tmp_path):
+    model = build(Deepseek, depths(stored))
+    other = build(Deepseek, depths(wanted), seed=1)
+    HF.save_hf(tmp_path, model.state_dict(), depths(stored))
+    HF.load_hf(tmp_path, other, depths(wanted, mtp_loss_weight=0.1))
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
+
+
+def test_a_folder_with_fewer_depths_than_the_job_is_refused(tmp_path):
+    HF.save_hf(tmp_path, build(Deepseek, depths(1)).state_dict(), depths(1))
+    message = "does not fit the model: model.layers.4.input_layernorm.weight is missing.*Choose its .* or overrides"
+    refuse_folder(Deepseek, depths(2), HF, tmp_path, message)
 
 
 def spoiled(folder, message, args=TINY):

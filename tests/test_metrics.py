@@ -331,10 +331,11 @@ def test_trackers_see_every_logged_step(tmp_path):
     assert tracker.logged[4]["n_tokens_seen"] == 400
 
 
-def test_largest_loss_has_its_tag():
+def test_further_losses_have_their_tags():
     record = dict(step=1, loss=2.0, grad_norm=None, lr=1.0, tokens=1, tokens_per_second=1.0, step_seconds=1.0)
-    tags = tags_of(record | {"data_seconds": 0.0, "max_loss": 3.0}, 1, 1.0)
+    tags = tags_of(record | {"data_seconds": 0.0, "max_loss": 3.0, "mtp_loss": 4.0}, 1, 1.0)
     assert tags["loss_metrics/global_max_loss"] == 3.0 and "grad_norm" not in tags
+    assert tags["loss_metrics/global_avg_mtp_loss"] == 4.0
 
 
 def test_tensorboard_shows_a_resumed_run_as_one(tmp_path):

@@ -56,6 +56,7 @@ DEEPSEEK = {
         _PLAIN, score="sigmoid", expert_bias=True, n_dense_layers=0, tied_embeddings=True, norm_eps=1e-5
     ),
 }
+MULTI_TOKEN = replace(DEEPSEEK["v3"], n_mtp_layers=2, mtp_loss_weight=0.4)
 
 _QWEN3 = Qwen3MoEArgs(
     dim=32,

@@ -209,7 +209,8 @@ def tags_of(record: Record, world_size: int, flops_per_token_full: float) -> dic
     if "mfu" in record:
         tags |= {"mfu(%)": 100 * record["mfu_full"], "mfu_full(%)": 100 * record["mfu_full"]}
         tags["mfu_causal(%)"] = 100 * record["mfu"]
-    if "max_loss" in record:
-        tags["loss_metrics/global_max_loss"] = record["max_loss"]
+    for name, tag in (("max_loss", "global_max_loss"), ("mtp_loss", "global_avg_mtp_loss")):
+        if name in record:
+            tags[f"loss_metrics/{tag}"] = record[name]
     experts = {name: value for name, value in record.items() if name.startswith("expert_")}
     return tags | {f"expert_metrics/{name.removeprefix('expert_')}": value for name, value in experts.items()}

@@ -74,22 +74,43 @@ class Decoder(nn.Module):
 
         positions [B, S] default to 0..S-1. With document_ids [B, S], tokens see only their own document.
         """
-        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # [B, S, D]
-        dtype = autocast_dtype(x.device.type)  # which leaves embeddings in float32, unlike FSDP's mixed precision
-        if dtype is not None:
-            x = x.to(dtype)
+        x = tokens if self.tok_embeddings is None else self.embed(tokens)  # [B, S, D]
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)[None]  # [1, S]
         rotation = self.rotary(positions)
         mask = self.kernel.prepare(document_ids)
-        for block in self.layers.values():
-            x = block(x, rotation, mask)
+        for layer, block in self.layers.items():
+            if int(layer) < self.args.n_layers:
+                x = block(x, rotation, mask)
         if self.norm is not None:
             x = self.norm(x)
         if labels is not None:
             assert self.loss is not None and self.output is not None, "labels need a loss and the output head"
-            return self.loss(x, self.output, labels)
+            loss, extra = self.loss(x, self.output, labels), None
+            if self.training:
+                extra = self.extra_loss(x, tokens, labels, document_ids, rotation, mask)
+            return loss if extra is None else loss + (extra - extra.detach())
         return x if self.output is None else self.output(x)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[B, S] -> [B, S, D]"""
+        x = self.tok_embeddings(tokens)
+        dtype = autocast_dtype(x.device.type)  # which leaves embeddings in float32, unlike FSDP's mixed precision
+        return x if dtype is None else x.to(dtype)
+
+    def extra_loss(
+        self,
+        x: torch.Tensor,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        document_ids: torch.Tensor | None,
+        rotation: torch.Tensor,
+        mask: object,
+    ) -> torch.Tensor | None:
+        """What a family adds to the gradient, and not to the value, of the sum of losses in training: a scalar of the
+        hidden states x [B, S, D] that the head reads, or None. Its layers stand in `layers` behind the model's own.
+        """
+        return None
 
     def set_attention_backend(self, backend: str) -> None:
         self.set_attention_kernel(AttentionKernel(backend))

@@ -4,7 +4,8 @@ A multiply-add counts 2; a weight is used once forward and twice backward, so ea
 multiplied with costs 6. N has the output head (also when tied) and neither the input embedding nor the norms; of
 routed experts it has those that a token goes to, and the router and shared experts in full. Attention adds 12 L A K:
 L layers, A = heads x head_dim, K the mean number of keys that a query looks at; where values are not as wide as keys,
-6 L heads (d_qk + d_v) K. Recompute and padding never count. No torch here.
+6 L heads (d_qk + d_v) K. Multi-token prediction counts with its layers, and the head once more for each of its depths.
+Recompute and padding never count. No torch here.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ class Sizes(Protocol):
 
 class LatentSizes(Protocol):
     n_layers: int
+    n_mtp_layers: int
     n_heads: int
     qk_head_dim: int
     v_head_dim: int
@@ -52,7 +54,8 @@ def with_keys(sizes: Sizes, keys: float) -> float:
 
 def latent_with_keys(sizes: LatentSizes, keys: float) -> float:
     widths = sizes.qk_head_dim + sizes.v_head_dim
-    return 6 * sizes.num_matmul_parameters + 6 * sizes.n_layers * sizes.n_heads * widths * keys
+    layers = sizes.n_layers + sizes.n_mtp_layers
+    return 6 * sizes.num_matmul_parameters + 6 * layers * sizes.n_heads * widths * keys
 
 
 def causal_keys(seq_len: int) -> float:

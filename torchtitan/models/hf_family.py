@@ -13,7 +13,8 @@ from torch import nn
 from torchtitan.models.hf_folders import SHARD_BYTES, check_config, load_folder, save_folder
 from torchtitan.models.hf_names import Form
 
-NOT_COMPUTED_WITH = ("max_seq_len", "bias_rate", "aux_loss_weight")
+NOT_COMPUTED_WITH = ("max_seq_len", "bias_rate", "aux_loss_weight", "n_mtp_layers", "mtp_loss_weight")
+"""Of the arguments, those that change nothing in the main model's logits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ def save_folder(
                 theirs = {each: part.contiguous() for each, part in form.to_hf({name: value}).items()}
                 tensors |= theirs
                 weight_map |= dict.fromkeys(theirs, file)
-                total += value.nbytes
+                total += sum(part.nbytes for part in theirs.values())
         if write and failure is None:
             try:
                 save_file(tensors, folder / file, metadata={"format": "pt"})
@@ -103,7 +103,9 @@ class _Gathered:
         return torch.float32 if self.form.is_float32(name) else self.dtype
 
     def bytes_of(self, name: str) -> int:
-        return math.prod(self.shapes[name]) * self.dtype_of(name).itemsize
+        """In the file, with its copies."""
+        times = 1 + len(self.form.copies.get(name, ()))
+        return times * math.prod(self.shapes[name]) * self.dtype_of(name).itemsize
 
     def whole(self, name: str) -> torch.Tensor | None:
         """The full tensor on the CPU of the writing rank, in the type of the file; None on the others."""

@@ -39,6 +39,7 @@ EXPERTS = {
 class Form:
     """`parts`: names within a layer, ours -> theirs, a star where theirs are one for each expert. `turned`: those whose
     rows come in another order there, by heads of `head_dim` rows. `float32`: those that are never stored narrower.
+    `copies`: theirs, beyond that of `hf_names`, that one of ours is written as once more; they are not read.
     """
 
     parts: Mapping[str, str]
@@ -47,6 +48,7 @@ class Form:
     head_dim: int = 0
     float32: frozenset[str] = frozenset()
     tied: bool = False
+    copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     _ours: dict[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -84,13 +86,17 @@ class Form:
                 theirs |= {each: matrix.t() for each, matrix in zip(names, value, strict=True)}
             else:
                 theirs[names[0]] = self.rows_to_hf(value) if self.is_turned(name) else value
+            theirs |= {copy: value.clone() for copy in self.copies.get(name, ())}  # files hold no shared memory
         return theirs
 
     def from_hf(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The inverse of to_hf, for load_state_dict: a tied head is there again."""
+        copies = {name for names in self.copies.values() for name in names}
         ours: dict[str, torch.Tensor] = {}
         stacks: dict[str, dict[int, torch.Tensor]] = {}
         for theirs, value in state.items():
+            if theirs in copies:
+                continue
             name, expert = self.our_name(theirs)
             if expert is not None:
                 stacks.setdefault(name, {})[expert] = value.t()

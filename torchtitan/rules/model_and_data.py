@@ -30,7 +30,15 @@ def known_names(facts: Facts) -> Iterator[Fault]:
             yield facts.fault(key, f"one of {', '.join(map(show, known))}", hint(given, known, quote=True))
 
 
-MAY_BE_ZERO = ("n_dense_layers", "n_shared_experts", "q_lora_rank", "aux_loss_weight", "bias_rate")
+MAY_BE_ZERO = (
+    "n_dense_layers",
+    "n_shared_experts",
+    "q_lora_rank",
+    "aux_loss_weight",
+    "bias_rate",
+    "n_mtp_layers",
+    "mtp_loss_weight",
+)
 """Sizes of which 0 means that a part of the model is not there."""
 
 

@@ -26,7 +26,8 @@ class YarnScaling:
 @dataclass(frozen=True, kw_only=True)
 class DeepseekArgs(MoEDecoderArgs):
     """Experts from layer `n_dense_layers` on. Keys and values of a token come from kv_lora_rank numbers, and what of a
-    key is turned by position, qk_rope_head_dim features, is one for all heads.
+    key is turned by position, qk_rope_head_dim features, is one for all heads. Behind the layers, n_mtp_layers depths
+    of multi-token prediction learn to predict further tokens (multi_token.py), in training only.
     """
 
     ffn_dim: int  # of the dense layers
@@ -39,12 +40,17 @@ class DeepseekArgs(MoEDecoderArgs):
     rope_theta: float = 10000.0
     rope_scaling: YarnScaling | None = YarnScaling()
     max_seq_len: int = 163840
+    n_mtp_layers: int = 0
+    mtp_loss_weight: float = 0.3  # of the mean of the depths' losses, beside the main loss
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("ffn_dim", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+        for name in ("n_mtp_layers", "mtp_loss_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must not be negative")
         if self.q_lora_rank < 0:
             raise ValueError(f"q_lora_rank = {self.q_lora_rank}: must be 0 (queries are not compressed) or more")
         if not 0 <= self.n_dense_layers <= self.n_layers:
@@ -80,11 +86,18 @@ class DeepseekArgs(MoEDecoderArgs):
     def _matrices(self, moe: int) -> int:
         dense = self.n_dense_layers * 3 * self.dim * self.ffn_dim
         experts = (self.n_layers - self.n_dense_layers) * moe
-        return self.n_layers * self._attention_matrices + dense + experts + self.dim * self.vocab_size
+        depths = self.n_mtp_layers * (self._attention_matrices + moe + 2 * self.dim**2)
+        return self.n_layers * self._attention_matrices + dense + experts + depths + self.dim * self.vocab_size
+
+    @property
+    def num_matmul_parameters(self) -> int:
+        """The head counts once for the main model and for each depth: all of them use it."""
+        return super().num_matmul_parameters + self.n_mtp_layers * self.dim * self.vocab_size
 
     @property
     def _norm_parameters(self) -> int:
-        return self.n_layers * (2 * self.dim + self.q_lora_rank + self.kv_lora_rank) + self.dim
+        of_layers = (self.n_layers + self.n_mtp_layers) * (2 * self.dim + self.q_lora_rank + self.kv_lora_rank)
+        return of_layers + (3 * self.n_mtp_layers + 1) * self.dim
 
 
 def _v2(**sizes: object) -> DeepseekArgs:

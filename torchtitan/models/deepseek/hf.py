@@ -2,7 +2,8 @@
 
 Which of the two follows from the routing: softmax is V2, sigmoid with an expert bias V3. Features of heads come in the
 same order there; experts, stacked here, stand one by one and transposed. The published V3 is in 8 bits, which are read
-(hf_blocks.py) but not written. What it holds behind the last layer for multi-token prediction is not read.
+(hf_blocks.py) but not written. Depths of multi-token prediction stand behind the last layer, each with copies of the
+embedding and the head, which are written and not read. A folder may hold more depths than the job has.
 """
 
 from collections.abc import Mapping
@@ -31,6 +32,10 @@ PARTS = {name: theirs for name, theirs in ATTENTION.items() if name not in NOT_L
     "moe.shared_experts.w2.weight": "mlp.shared_experts.down_proj.weight",
     "moe.shared_experts.w3.weight": "mlp.shared_experts.up_proj.weight",
     **EXPERTS,
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "norm.weight": "shared_head.norm.weight",
 }
 V2 = {"score": "softmax", "normalize_top_k": False, "expert_bias": False, "group_score": "max"}
 V3 = {"score": "sigmoid", "expert_bias": True, "group_score": "top2"}
@@ -39,8 +44,21 @@ V3 = {"score": "sigmoid", "expert_bias": True, "group_score": "top2"}
 def form(args: DeepseekArgs) -> Form:
     compressed = {"attention.wq.weight": "self_attn.q_b_proj.weight"} if args.q_lora_rank else {}
     return Form(
-        parts=PARTS | compressed, n_experts=args.n_experts, float32=frozenset({BIAS}), tied=args.tied_embeddings
+        parts=PARTS | compressed,
+        n_experts=args.n_experts,
+        float32=frozenset({BIAS}),
+        tied=args.tied_embeddings,
+        copies=_copies(args),
     )
+
+
+def _copies(args: DeepseekArgs) -> dict[str, tuple[str, ...]]:
+    depths = [f"model.layers.{args.n_layers + depth}" for depth in range(args.n_mtp_layers)]
+    embeddings = tuple(f"{depth}.embed_tokens.weight" for depth in depths)
+    heads = tuple(f"{depth}.shared_head.head.weight" for depth in depths)
+    if args.tied_embeddings:
+        return {"tok_embeddings.weight": embeddings + heads}
+    return {"tok_embeddings.weight": embeddings, "output.weight": heads}
 
 
 def config_to_hf(args: DeepseekArgs, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -80,7 +98,7 @@ def config_to_hf(args: DeepseekArgs, dtype: torch.dtype = torch.float32) -> dict
         "routed_scaling_factor": args.route_scale,
         "aux_loss_alpha": args.aux_loss_weight,
         "seq_aux": True,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": args.n_mtp_layers,
         "rope_scaling": _scaling_to_hf(args.rope_scaling),
         **routing[version],
     }
@@ -132,6 +150,7 @@ def config_from_hf(config: Mapping[str, Any]) -> DeepseekArgs:
         rope_scaling=_scaling_from_hf(config),
         tied_embeddings=config.get("tie_word_embeddings", False),
         max_seq_len=config.get("max_position_embeddings", 2048),
+        n_mtp_layers=config.get("num_nextn_predict_layers") or 0,
         **routing,
     )
 
@@ -167,7 +186,7 @@ def _scaling_from_hf(config: Mapping[str, Any]) -> YarnScaling | None:
 
 
 def _is_ignored(name: str, args: DeepseekArgs) -> bool:
-    """Layers of multi-token prediction, behind the last."""
+    """Of multi-token prediction, behind the last layer: depths that the job does not have, and copies."""
     parts = name.split(".")
     return parts[:2] == ["model", "layers"] and parts[2].isdecimal() and int(parts[2]) >= args.n_layers
 

@@ -2,7 +2,7 @@
 
 Notable: latent attention, whose keys and values are unfolded from a few hundred numbers a token; only some features of
 queries and keys are turned by position, and those of the key are the same for all heads; YaRN's stretched wavelengths;
-the first layers dense, the others with experts. Multi-token prediction is left out.
+the first layers dense, the others with experts; multi-token prediction (multi_token.py).
 
 Letters of the shapes: B samples, S tokens, D = args.dim, H heads.
 """
@@ -14,6 +14,7 @@ from torch import nn
 
 from torchtitan.models.decoder import Block, Decoder
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
+from torchtitan.models.deepseek.multi_token import MultiTokenBlock, labels_of_depth
 from torchtitan.models.layers import AttentionKernel, RMSNorm, Rotary, rotate
 from torchtitan.models.moe.layer import MoEBlock
 
@@ -88,6 +89,8 @@ class LatentAttention(nn.Module):
 
 
 class Deepseek(Decoder):
+    """`mtp_loss`: the mean of the depths' losses, summed over the tokens since it was last taken; None before any."""
+
     def __init__(self, args: DeepseekArgs, attention_backend: str = "auto"):
         def block(layer: int, kernel: AttentionKernel) -> nn.Module:
             kind = Block if layer < args.n_dense_layers else MoEBlock
@@ -95,3 +98,31 @@ class Deepseek(Decoder):
 
         rotary = YarnRotary(args.qk_rope_head_dim, args.rope_theta, args.rope_scaling)
         super().__init__(args, rotary, block, attention_backend)
+        self.mtp_loss: torch.Tensor | None = None
+        for layer in range(args.n_layers, args.n_layers + args.n_mtp_layers):
+            self.layers[str(layer)] = MultiTokenBlock(args, LatentAttention(args, self.kernel))
+
+    def extra_loss(
+        self,
+        x: torch.Tensor,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        document_ids: torch.Tensor | None,
+        rotation: torch.Tensor,
+        mask: object,
+    ) -> torch.Tensor | None:
+        """mtp_loss_weight times the mean over the depths of the sums of their losses. Divided by the number of valid
+        main labels, like the main loss: the report divides every depth's sum by the length of the sequence.
+        """
+        depths = self.args.n_mtp_layers
+        if not depths:
+            return None
+        losses = []
+        for depth in range(1, depths + 1):
+            block = self.layers[str(self.args.n_layers + depth - 1)]
+            # what comes around from the sample's head meets no label
+            x = block(x, self.embed(tokens.roll(-depth, 1)), rotation, mask)
+            losses.append(self.loss(x, self.output, labels_of_depth(labels, document_ids, depth)))
+        mean = torch.stack(losses).mean()
+        self.mtp_loss = mean.detach() if self.mtp_loss is None else self.mtp_loss + mean.detach()
+        return self.args.mtp_loss_weight * mean

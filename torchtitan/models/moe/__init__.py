@@ -114,7 +114,7 @@ class MoEDecoderArgs(MoEArgs):
     @property
     def num_active_parameters(self) -> int:
         """Those that one token uses, the whole embedding and the head among them, as published."""
-        return self.num_matmul_parameters + self._other_parameters
+        return self._matrices(self.active_moe_parameters) + self._other_parameters
 
     @property
     def _other_parameters(self) -> int:

@@ -1,0 +1,309 @@
+"""Multi-token prediction: loss and every gradient against the formula written out, documents, counts, what is refused.
+
+Plans: test_combinations. Folders: test_hf_deepseek.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests import jobs, judged
+from tests.hf_parity import build, tokens_for
+from tests.judged import CP, EP, MOE, PP, TP, lines
+from tests.pool import run_ranks
+from tests.tiny_decoders import MULTI_TOKEN
+from torchtitan.initialization import Constant, Normal
+from torchtitan.loss import IGNORE_INDEX, SummedCrossEntropy
+from torchtitan.metrics.json_lines import read_records
+from torchtitan.models import SIZES
+from torchtitan.models.deepseek.model import Deepseek, LatentAttention
+from torchtitan.models.deepseek.multi_token import IGNORED
+from torchtitan.models.layers import AttentionKernel
+from torchtitan.models.moe import balance, experts
+from torchtitan.models.moe.layer import MoEBlock
+from torchtitan.models.registry import MODELS
+
+anywhere = judged.anywhere
+LENGTHS = [5, 1, 2, 4]
+
+
+class Recording(SummedCrossEntropy):
+    """Keeps the value of each of its calls."""
+
+    def __init__(self, num_chunks=1):
+        super().__init__(num_chunks)
+        self.values = []
+
+    def forward(self, hidden, head, labels):
+        loss = super().forward(hidden, head, labels)
+        self.values.append(loss.item())
+        return loss
+
+
+def training(args=MULTI_TOKEN, **recording):
+    model = build(Deepseek, args, dtype=torch.float64).train()
+    model.loss = Recording(**recording)
+    return model
+
+
+def labelled(args=MULTI_TOKEN, batch=2, length=12):
+    """Tokens, and labels of which some do not count."""
+    drawn = torch.cat((tokens_for(args, batch, length), tokens_for(args, batch, length).flip(0, 1)[:, :1]), dim=1)
+    labels = drawn[:, 1:].clone()
+    labels[0, :3] = labels[-1, 7] = IGNORE_INDEX
+    return drawn[:, :-1], labels
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+# -- the formula ------------------------------------------------------------------------------------------------------
+
+
+def rms(x, weight, eps):
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def block_of(model, weights, prefix):
+    """A plain block that computes with these weights."""
+    block = MoEBlock(model.args, LatentAttention(model.args, AttentionKernel())).double().train()
+    own = {name: weights[prefix + name] for name in block.state_dict()}
+    return lambda *inputs: torch.func.functional_call(block, own, inputs)
+
+
+def written_out(model, tokens, labels):
+    """The main sum of losses, those of the depths, and the gradients of main + weight / depths * their sum."""
+    args = model.args
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    for name, _ in model.named_parameters():
+        weights[name].requires_grad_()
+    plain = Deepseek(replace(args, n_mtp_layers=0)).double().train()
+    plain.output = None
+    main = {name: weights[name] for name in plain.state_dict()}
+    h = torch.func.functional_call(plain, main, (tokens,))
+    sums = []
+    for depth in range(args.n_mtp_layers + 1):
+        length = tokens.shape[1] - depth
+        if depth:
+            layer = f"layers.{args.n_layers + depth - 1}."
+            part = {name.removeprefix(layer): value for name, value in weights.items() if name.startswith(layer)}
+            ahead = weights["tok_embeddings.weight"][tokens[:, depth:]]
+            e = rms(ahead, part["enorm.weight"], args.norm_eps)
+            h = rms(h[:, :length], part["hnorm.weight"], args.norm_eps)
+            x = torch.cat((e, h), -1) @ part["eh_proj.weight"].T
+            y = block_of(model, weights, layer)(x, plain.rotary(torch.arange(length)[None]), None)
+            h = rms(y, part["norm.weight"], args.norm_eps)
+        logs = (h @ weights["output.weight"].T).log_softmax(-1)
+        each = [
+            -logs[sample, position, labels[sample, position + depth]]
+            for sample in range(tokens.shape[0])
+            for position in range(length)
+            if labels[sample, position + depth] != IGNORE_INDEX
+        ]
+        sums.append(torch.stack(each).sum())
+    extra = sum(sums[1:]) * args.mtp_loss_weight / max(args.n_mtp_layers, 1)
+    (sums[0] + extra).backward()
+    grads = {name: weights[name].grad for name, _ in model.named_parameters()}
+    return [value.item() for value in sums], grads
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@pytest.mark.parametrize("depths", [0, 1, 2])
+def test_equal_to_the_formula(depths, num_chunks):
+    model = training(replace(MULTI_TOKEN, n_mtp_layers=depths), num_chunks=num_chunks)
+    tokens, labels = labelled()
+    loss = model(tokens, labels=labels)
+    loss.backward()
+    sums, expected = written_out(model, tokens, labels)
+    assert model.loss.values == pytest.approx(sums, rel=1e-12)
+    assert loss.item() == pytest.approx(sums[0], rel=1e-12)  # the value stays the main one
+    taken = balance.take_mtp_loss(model)
+    assert (taken is None) == (depths == 0) and balance.take_mtp_loss(model) is None
+    assert not depths or taken.item() == pytest.approx(sum(sums[1:]) / depths, rel=1e-12)
+    for parameter, grad in gradients(model).items():
+        assert expected[parameter].any(), parameter
+        torch.testing.assert_close(grad, expected[parameter], rtol=1e-9, atol=1e-12, msg=parameter)
+
+
+def test_only_training_looks_further():
+    """Validation, logits and generation are the main model's, whatever stands behind it."""
+    model, (tokens, labels) = training(), labelled()
+    main = build(Deepseek, replace(MULTI_TOKEN, n_mtp_layers=0), dtype=torch.float64)
+    main.load_state_dict({name: model.state_dict()[name] for name in main.state_dict()})
+    main.loss = Recording()
+    model.eval()
+    assert torch.equal(model(tokens), main(tokens))
+    assert torch.equal(model(tokens, labels=labels), main(tokens, labels=labels))
+    assert len(model.loss.values) == 1
+    assert torch.equal(model.train()(tokens), main(tokens))
+
+
+def test_what_does_not_count_is_what_the_loss_ignores():
+    assert IGNORED == IGNORE_INDEX
+
+
+def test_packed_documents_give_the_loss_of_each_alone():
+    """Shorter than the depths, some of them."""
+    packed, alone = training(), training()
+    tokens, labels = labelled(batch=1)
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))[None]
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    packed(tokens, positions=positions, document_ids=ids, labels=labels).backward()
+    for piece, own in zip(tokens.split(LENGTHS, 1), labels.split(LENGTHS, 1), strict=True):
+        alone(piece, labels=own).backward()
+    sums = torch.tensor(alone.loss.values).view(-1, 3).sum(0)
+    torch.testing.assert_close(torch.tensor(packed.loss.values), sums)
+    for parameter, grad in gradients(packed).items():
+        torch.testing.assert_close(grad, gradients(alone)[parameter], rtol=1e-9, atol=1e-12, msg=parameter)
+    free = training()
+    free(tokens, positions=positions, labels=labels)
+    assert free.loss.values[1:] != pytest.approx(packed.loss.values[1:], rel=1e-3)
+
+
+def test_a_sample_shorter_than_a_depth_gives_it_nothing():
+    model = training()
+    tokens, labels = labelled(batch=1)
+    model(tokens[:, 8:9], labels=labels[:, 8:9]).backward()
+    assert model.loss.values[0] > 0 and model.loss.values[1:] == [0, 0]
+    assert not model.layers["4"].eh_proj.weight.grad.any()
+
+
+def test_under_autocast_a_depth_computes_as_the_layers_do():
+    model, (tokens, labels) = build(Deepseek, MULTI_TOKEN).train(), labelled()
+    model.loss, seen = Recording(), []
+    model.layers["3"].register_forward_pre_hook(lambda module, inputs: seen.extend(x.dtype for x in inputs[:2]))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens, labels=labels).backward()
+    assert seen == [torch.bfloat16, torch.bfloat16]
+
+
+def test_initial_weights_are_those_of_layers():
+    model = Deepseek(MULTI_TOKEN)
+    assert model.init_rule("layers.3.eh_proj.weight") == Normal(0.02)
+    assert model.init_rule("layers.4.attention.wo.weight") == Normal(0.02 / 10**0.5)
+    assert {model.init_rule(f"layers.3.{norm}.weight") for norm in ("enorm", "hnorm", "norm")} == {Constant(1.0)}
+
+
+# -- counts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", [MULTI_TOKEN, replace(SIZES["deepseek"]["671B"], n_mtp_layers=1)], ids=["tiny", "V3"])
+def test_weights_are_counted(args):
+    with torch.device("meta"):
+        model = Deepseek(args)
+    assert sum(p.numel() for p in model.parameters()) == args.num_parameters
+    linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    routed = (args.n_layers - args.n_dense_layers + args.n_mtp_layers) * args.top_k * args.expert_parameters
+    head = args.dim * args.vocab_size
+    assert sum(linear) + routed + args.n_mtp_layers * head == args.num_matmul_parameters
+    idle = routed // args.top_k * (args.n_experts - args.top_k)
+    assert args.num_parameters - args.num_active_parameters == idle
+
+
+def test_the_published_depth_has_its_published_size():
+    """Its README_WEIGHTS says 11.5e9 of its own, and 2.4e9 in use with the embedding and the head. Both fit without
+    eh_proj, of 0.1e9, which is among the published names.
+    """
+    main, more = (replace(SIZES["deepseek"]["671B"], n_mtp_layers=depths) for depths in (0, 1))
+    own = more.num_parameters - main.num_parameters
+    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 * 128 * 256 + 128 * 128 * 7168
+    moe = 7168 * 256 + 257 * 3 * 7168 * 2048
+    joining = 2 * 7168**2
+    assert own == attention + moe + joining + 5 * 7168 + 1536 + 512
+    assert round((own - joining) / 1e9, 1) == 11.5
+    active = more.num_active_parameters - main.num_active_parameters + 2 * 129280 * 7168
+    assert round((active - joining) / 1e9, 1) == 2.4
+
+
+@pytest.mark.parametrize("depths", [1, 2])
+def test_flops_equal_torchs_counter(depths, monkeypatch):
+    """See test_flops: torch counts its grouped product and fused attention as nothing."""
+    monkeypatch.setattr(experts, "_native", None)
+    sizes = dict(n_layers=2, n_heads=2, vocab_size=256, ffn_dim=128, kv_lora_rank=64, n_mtp_layers=depths)
+    args = replace(SIZES["deepseek"]["debugmodel"], **sizes)
+    model = build(Deepseek, args).train()
+    model.loss = SummedCrossEntropy()
+    tokens = tokens_for(args, 2, 64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens, labels=tokens).backward()
+    expected = MODELS["deepseek"].flops_per_token(args, 64).full
+    assert counter.get_total_flops() / tokens.numel() == pytest.approx(expected, rel=5e-3)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [{"n_mtp_layers": -1}, {"mtp_loss_weight": -0.1}])
+def test_impossible_sizes_are_refused(change):
+    ((key, value),) = change.items()
+    with pytest.raises(ValueError, match=f"{key} = {value}: must not be negative"):
+        replace(MULTI_TOKEN, **change)
+
+
+DEPTH = "--model.overrides={n_mtp_layers = 1}"
+WHY = "allowed: 1 with multi-token prediction (n_mtp_layers = 1 in model.overrides)"
+REFUSED = [
+    (
+        [MOE, DEPTH, TP + "2"],
+        f"tensor_parallel_degree: given 2; {WHY}, whose last norm and head are not split; write 1, or leave "
+        "n_mtp_layers out",
+    ),
+    (
+        [MOE, DEPTH, CP + "2"],
+        f"context_parallel_degree: given 2; {WHY}, which needs tokens of other ranks; write 1, or leave n_mtp_layers "
+        "out",
+    ),
+    (
+        [MOE, DEPTH, PP + "2"],
+        f"pipeline_parallel_degree: given 2; {WHY}, which needs the embedding in the last stage; write 1, or leave "
+        "n_mtp_layers out",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=judged.name)
+def test_axes_that_cut_a_depth_are_refused(case):
+    words, *expected = case
+    assert lines(*words) == expected
+
+
+SHARDS, REPLICAS = (f"--parallelism.data_parallel_{kind}_degree=" for kind in ("shard", "replicate"))
+ALLOWED = [
+    [MOE, DEPTH],
+    [MOE, DEPTH, SHARDS + "4", EP + "2", "--activation_checkpoint.mode=full"],
+    [MOE, DEPTH, REPLICAS + "2", SHARDS + "2", "--training.document_mask"],
+    [MOE, DEPTH, "--compile.enable"],
+    [MOE, TP + "2", "--model.overrides={n_mtp_layers = 0, mtp_loss_weight = 0.0}"],
+]
+
+
+@pytest.mark.parametrize("words", ALLOWED, ids=" ".join)
+def test_the_others_may_have_depths(words):
+    assert lines(*words) == []
+
+
+# -- through the trainer ----------------------------------------------------------------------------------------------
+
+SMALL = "{dim=32, n_layers=2, n_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, "
+SMALL += "ffn_dim=48, expert_dim=16, vocab_size=260, n_mtp_layers=1}"
+JOB = dict(model__name="deepseek", model__overrides=SMALL, optimizer__lr=1e-3, training__document_mask=True)
+JOB |= dict(lr_scheduler__total_steps=6, validation__enable=True, validation__freq=3, validation__steps=2)
+JOB |= dict(validation__dataset="text", checkpoint__enable=True, checkpoint__interval=3)
+
+
+def test_a_job_goes_on_with_its_depth_under_another_plan(tmp_path):
+    texts = jobs.write_texts(tmp_path / "texts")
+    job = JOB | dict(validation__dataset_path=str(texts))
+    sharded = dict(parallelism__expert_parallel_degree=2, training__local_batch_size=4, validation__local_batch_size=4)
+    for folder, ranks, steps, plan in (("plain", 1, 6, {}), ("both", 2, 3, sharded), ("both", 1, 6, {})):
+        argv = jobs.arguments(tmp_path / folder, texts, **job | plan, training__steps=steps)
+        run_ranks(ranks, jobs.train, argv)
+    plain, both = (read_records(tmp_path / folder / "metrics.jsonl") for folder in ("plain", "both"))
+    for key, count in {"loss": 6, "validation_loss": 2, "expert_load_max": 6, "mtp_loss": 6}.items():
+        expected = [record[key] for record in plain if key in record]
+        assert [record[key] for record in both if key in record] == pytest.approx(expected, rel=1e-5)
+        assert len(expected) == count
