@@ -88,6 +88,8 @@ PLANS: dict[str, tuple[int, int, dict[str, str]]] = {
     "MoE, EP 2": (2, 2, MOE | EP | NONE),
     "MoE, PP 2 DualPipeV, full": (2, 1, MOE | pipeline("DualPipeV") | FULL),
     "MoE, PP 2 x EP 2 DualPipeV": (4, 2, MOE | EP | pipeline("DualPipeV") | NONE),
+    "MoE, the same, full": (4, 2, MOE | EP | pipeline("DualPipeV") | FULL),
+    "MoE, the same, overlap": (4, 2, MOE | EP | pipeline("DualPipeV") | OVERLAP | NONE),
     "MoE, the same, overlap, keep_comm": (4, 2, MOE | EP | pipeline("DualPipeV") | OVERLAP | KEEP_COMM),
     "MoE, the same, overlap, full": (4, 2, MOE | EP | pipeline("DualPipeV") | OVERLAP | FULL),
 }
@@ -204,16 +206,20 @@ def job_alone(name: str, ranks: int, options: argparse.Namespace) -> str:
     )
 
 
+def job_of_plan(name: str, sizes: bench_bare.Sizes, folder: Path, steps: int) -> tuple[int, list[str]]:
+    ranks, data_parallel, options = PLANS[name]
+    job = {"training.mixed_precision_param": "float32", "activation_checkpoint.selective_ac_option": "2"}
+    job |= options | {"training.local_batch_size": sizes.batch // data_parallel, "training.steps": steps}
+    return ranks, arguments(sizes, folder, **job)
+
+
 def plan_alone(name: str, options: argparse.Namespace) -> str:
     """Speed of a plan, and CPU time a step: that of a job of 25 steps less that of one of 5."""
-    ranks, data_parallel, options_of_plan = PLANS[name]
-    job = {"training.mixed_precision_param": "float32", "activation_checkpoint.selective_ac_option": "2"}
-    job |= options_of_plan | {"training.local_batch_size": str(options.sizes.batch // data_parallel)}
     few, many = (2, 4) if options.quick else (5, 25)
     spent = []
     for steps_ in (few, many):
         with tempfile.TemporaryDirectory() as folder:
-            argv = arguments(options.sizes, Path(folder), **job, **{"training.steps": steps_})
+            ranks, argv = job_of_plan(name, options.sizes, Path(folder), steps_)
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
             command = [sys.executable, "-m", "torchtitan.launch", str(ranks), *argv]
             seconds_to_first_step(command, max(1, options.threads // ranks))

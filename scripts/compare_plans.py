@@ -78,13 +78,17 @@ EXPERT_PLANS: dict[str, Plan] = {
 }
 
 
+def job_of_plan(plan: Plan, folder: str, steps: int, extra: list[str]) -> tuple[int, list[str]]:
+    ranks, data_parallel, options = plan
+    job = JOB | {"job.dump_folder": folder, "training.steps": steps}
+    job |= {"training.local_batch_size": job["training.global_batch_size"] // data_parallel} | options
+    return ranks, [*(f"--{key}={value}" for key, value in job.items()), *extra]
+
+
 def losses(name: str, plans: dict[str, Plan], steps: int, extra: list[str]) -> list[float]:
-    ranks, data_parallel, options = plans[name]
     with tempfile.TemporaryDirectory() as folder:
-        job = JOB | {"job.dump_folder": folder, "training.steps": steps}
-        job |= {"training.local_batch_size": job["training.global_batch_size"] // data_parallel} | options
-        words = [f"--{key}={value}" for key, value in job.items()]
-        command = [sys.executable, "-m", "torchtitan.launch", str(ranks), *words, *extra]
+        ranks, words = job_of_plan(plans[name], folder, steps, extra)
+        command = [sys.executable, "-m", "torchtitan.launch", str(ranks), *words]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if run.returncode:
             raise SystemExit(f"{name} ended with {run.returncode}:\n{run.stderr}")

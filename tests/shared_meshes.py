@@ -1,7 +1,7 @@
-"""In a rank that many tests share: one mesh for all that ask for the same one.
+"""In a rank that many tests share: one mesh, and one group of all ranks, for all that ask for the same one.
 
-Each group of a mesh has three threads, and hundreds of meshes would add up to a standstill. They cannot be left behind:
-DTensor's caches keep the first mesh of equal ones. Imported before whoever takes the name from where this puts another.
+Each group has three threads, and those of hundreds of tests would add up to a standstill. Meshes cannot be left behind:
+DTensor's caches keep the first of equal ones. Imported before whoever takes the names from where this puts others.
 """
 
 import functools
@@ -12,6 +12,8 @@ from torch.distributed import device_mesh
 
 unshared_mesh = device_mesh.init_device_mesh
 _keep = functools.cache(unshared_mesh)
+_new_group = dist.new_group
+_keep_group = functools.cache(_new_group)
 _shared = False
 
 
@@ -25,4 +27,9 @@ def _init_device_mesh(*args: Any, **kwargs: Any) -> device_mesh.DeviceMesh:
     return (_keep if _shared else unshared_mesh)(*args, **kwargs)
 
 
+def _group(ranks: list[int] | None = None, **kwargs: Any) -> dist.ProcessGroup:
+    return _keep_group(**kwargs) if _shared and ranks is None else _new_group(ranks, **kwargs)
+
+
+dist.new_group = _group
 device_mesh.init_device_mesh = dist.init_device_mesh = _init_device_mesh

@@ -1,5 +1,6 @@
 """The benchmarks run and print their rows, and their arithmetic is right. No clock is judged here."""
 
+import importlib
 import subprocess
 import sys
 
@@ -7,6 +8,8 @@ import pytest
 
 from scripts.bench_timing import WARM_UP, Goal, Guest, Turns, order, row, seconds_to_first_step, steps, take_turns
 from tests.jobs import ROOT
+from torchtitan.config_manager import load
+from torchtitan.rules import check
 
 
 def run(*command: str) -> list[str]:
@@ -102,3 +105,15 @@ def test_bench_debug_plans():
 def test_bench_schedules():
     lines = run("scripts/bench_schedules.py", "--quick", "--only", "1F1B", "DualPipeV in pairs")
     assert [line.split(":")[0] for line in lines[3:]] == ["1F1B", "DualPipeV in pairs"]
+
+
+def test_every_plan_of_the_benchmarks_is_legal(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.chdir(ROOT)
+    bench_debug, compare_plans = (importlib.import_module(name) for name in ("bench_debug", "compare_plans"))
+    jobs = [bench_debug.job_of_plan(name, bench_debug.SIZES, tmp_path, 5) for name in bench_debug.PLANS]
+    jobs += [compare_plans.job_of_plan(plan, tmp_path, 20, []) for plan in compare_plans.PLANS.values()]
+    moe = ["--model.name=deepseek"]
+    jobs += [compare_plans.job_of_plan(plan, tmp_path, 20, moe) for plan in compare_plans.EXPERT_PLANS.values()]
+    for ranks, argv in jobs:
+        assert check(load(argv), ranks, "cpu") == [], argv

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import RankFailed, run_ranks
+from torchtitan.checkpoint.agreement import Peers
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 
 
@@ -30,11 +31,11 @@ def test_a_failing_rank_is_named_and_the_next_test_gets_fresh_ranks():
     assert run_ranks(2, sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)]
 
 
-def makes_equal_meshes() -> bool:
+def makes_meshes_and_groups() -> tuple[bool, bool]:
     dims = ParallelDims(2, 1, 2)
-    return dims.build_mesh("cpu") is dims.build_mesh("cpu")
+    return dims.build_mesh("cpu") is dims.build_mesh("cpu"), Peers().group is Peers().group
 
 
-def test_equal_meshes_are_one():
+def test_equal_meshes_and_groups_are_one():
     """Else the threads of their groups add up over the tests, until the machine does nothing but switch threads."""
-    assert all(run_ranks(2, makes_equal_meshes))
+    assert run_ranks(2, makes_meshes_and_groups) == [(True, True)] * 2

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests import jobs
 from tests.combinations import SCHEDULES
@@ -282,3 +284,18 @@ def test_bad_job_is_explained_before_anything_starts(tmp_path):
     assert code == 2
     assert "training.stepz" in err and "9B" in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()
+
+
+def timeouts_of_groups(argv: list[str]) -> set[tuple[str, float]]:
+    trainer = Trainer(config_manager.load(argv), read_ranks())
+    axes = [trainer.mesh.get_group(axis) for axis in ("dp_replicate", "dp_shard")]
+    groups = {"world": dist.group.WORLD, "axis": axes[0], "other axis": axes[1]}
+    backends = {name: group._get_backend(torch.device("cpu")) for name, group in groups.items()}
+    return {(name, backend.options._timeout.total_seconds()) for name, backend in backends.items()}
+
+
+def test_until_the_first_step_every_group_waits_as_long_as_the_job_says(texts, tmp_path):
+    options = dict(parallelism__data_parallel_replicate_degree=2, training__local_batch_size=2)
+    argv = jobs.arguments(tmp_path, texts, comm__init_timeout_seconds=77, **options)
+    expected = {(name, 77.0) for name in ("world", "axis", "other axis")}
+    assert run_ranks(4, timeouts_of_groups, argv) == [expected] * 4

@@ -59,8 +59,16 @@ def apply_data_parallel(
         module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, which a factor would use otherwise
     if prefetch:
         for index, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + prefetch])
+            ahead = blocks[index + 1 : index + 1 + prefetch]
+            if not _in_training_only(block):  # in evaluation nothing would run, and so free, what is gathered
+                ahead = [each for each in ahead if not _in_training_only(each)]
+            block.set_modules_to_forward_prefetch(ahead)
             block.set_modules_to_backward_prefetch(blocks[max(0, index - prefetch) : index][::-1])
+
+
+def _in_training_only(block: nn.Module) -> bool:
+    """Whether evaluation leaves the block out, which its class then says."""
+    return getattr(block, "in_training_only", False)
 
 
 def _shard_experts(shards: int, parameter: nn.Parameter) -> Shard:

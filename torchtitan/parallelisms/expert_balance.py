@@ -1,7 +1,8 @@
 """The load of experts over all ranks: what each step's bias update and the metrics need.
 
 What a model keeps and does with it is its own business (models/moe/balance.py); here its numbers are added up over the
-ranks that have other tokens of the same layers, and its metrics gathered from the stages that have other layers.
+ranks that have other tokens of the same layers, and its metrics gathered from the stages that have other layers. The
+same goes for what a model's extra loss reports of itself.
 """
 
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from torchtitan.parallelisms.parallel_dims import ParallelDims
 
 
 class ExpertBalance:
-    """`rules`: take_load, take_aux_loss, take_mtp_loss, update_biases, metrics, set_aux_loss_scale, set_sequence_sum
-    and not_finite, each of a model (part). `copies`: how many ranks have the same tokens (tensor without sequence
+    """`rules`: take_load, take_aux_loss, update_biases, metrics, set_aux_loss_scale, set_sequence_sum and
+    not_finite, each of a model (part). `copies`: how many ranks have the same tokens (tensor without sequence
     parallel).
     """
 
@@ -30,7 +31,7 @@ class ExpertBalance:
         self.pp_group = mesh["pp"].get_group() if dims.pp > 1 else None
         self.loads: list[torch.Tensor] = []  # of the last step, by part
         self.aux_loss: torch.Tensor | None = None  # of the last step and this stage, the mean over tokens
-        self.mtp_loss: torch.Tensor | None = None  # of the last step, the mean over tokens
+        self.extra_losses: dict[str, torch.Tensor] = {}  # of the last step, sums / valid tokens
         self.valid_tokens = 1
         axes = tuple(axis for axis in ("cp", "tp") if dims.degrees[axis] > 1)
         if axes:
@@ -46,7 +47,7 @@ class ExpertBalance:
     @torch.no_grad()
     def after_step(self) -> None:
         """Once per optimizer step: count the tokens of all ranks, move the biases."""
-        self.loads, self.aux_loss, self.mtp_loss = [], None, None
+        self.loads, self.aux_loss, self.extra_losses = [], None, {}
         for part in self.parts:
             layers, load = self.rules.take_load(part)
             if layers:
@@ -58,10 +59,9 @@ class ExpertBalance:
                 dist.all_reduce(aux_loss, group=self.stage_group)
                 aux_loss /= self.copies * self.valid_tokens
                 self.aux_loss = aux_loss if self.aux_loss is None else self.aux_loss + aux_loss
-            mtp_loss = self.rules.take_mtp_loss(part)
-            if mtp_loss is not None:  # no pipeline then, so there is one part
-                dist.all_reduce(mtp_loss, group=self.stage_group)
-                self.mtp_loss = mtp_loss / self.valid_tokens
+            for name, total in part.take_extra_losses().items():  # no pipeline then, so there is one part
+                dist.all_reduce(total, group=self.stage_group)
+                self.extra_losses[name] = total / self.valid_tokens
 
     @torch.no_grad()
     def metrics(self, device: torch.device) -> dict[str, float]:
@@ -85,7 +85,7 @@ class ExpertBalance:
             return {}
         named = {"load_max": load_max, "load_max_mean": load_sum / count, "entropy": entropy_sum / count}
         named |= {"bias_range": bias_range} | ({"aux_loss": aux_loss} if has_aux_loss else {})
-        beside = {} if self.mtp_loss is None else {"mtp_loss": self.mtp_loss.item()}
+        beside = {name: loss.item() for name, loss in self.extra_losses.items()}
         return {f"expert_{name}": value for name, value in named.items()} | beside
 
     def not_finite(self) -> list[str]:

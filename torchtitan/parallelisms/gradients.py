@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 ROW = 4096
+Ranks = tuple[tuple[int, ...], ...]
+"""Of each of some groups."""
 
 
 @torch.no_grad()
@@ -30,20 +32,16 @@ def clip_gradients(
     parameters = list(parameters)
     sum_partial_gradients(parameters)
     grads = [(p.grad, p in copies) for p in parameters if p.grad is not None]
-    # By ranks, as equal meshes of one process have groups of their own: ranks must agree on how many sums there are.
-    sharing: dict[tuple[tuple[int, ...], ...], list[torch.Tensor]] = defaultdict(list)
-    groups_of: dict[tuple[tuple[int, ...], ...], tuple[dist.ProcessGroup, ...]] = {}
+    sharing: dict[Ranks, list[torch.Tensor]] = defaultdict(list)
+    known = _Groups()
     for grad, is_copy in grads:
         if not is_copy:
-            groups = _groups_sharing(grad)
-            ranks = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
-            groups_of.setdefault(ranks, groups)
-            sharing[ranks].append(_local(grad))
+            sharing[known.ranks(_groups_sharing(grad))].append(_local(grad))
     squares = []
     for ranks, locals_ in sharing.items():
         norms = [norm.to(torch.promote_types(norm.dtype, torch.float32)) for norm in _norms(locals_)]
         square = torch.linalg.vector_norm(torch.stack(norms)) ** 2
-        for group in groups_of[ranks]:
+        for group in known.groups(ranks):
             dist.all_reduce(square, group=group)
         squares.append(square)
     if squares:
@@ -81,20 +79,43 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Finish gradients of which each tensor-parallel rank has only its own tokens' part: those of norms under sequence
     parallel, which DTensor leaves at that and FSDP, where it is there, has already summed. One reduction for all.
     """
-    waiting: dict[tuple[dist.ProcessGroup, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+    waiting: dict[tuple[Ranks, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+    known = _Groups()
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, DTensor):
             for axis, placement in enumerate(grad.placements):
                 if placement.is_partial():
                     assert placement.reduce_op == "sum" and parameter.placements[axis].is_replicate()
-                    waiting[grad.device_mesh.get_group(axis), grad.dtype].append(parameter)
-    for (group, _), owners in waiting.items():
+                    waiting[known.ranks((grad.device_mesh.get_group(axis),)), grad.dtype].append(parameter)
+    for (ranks, _), owners in waiting.items():
         flat = torch.cat([owner.grad.to_local().flatten() for owner in owners])
-        dist.all_reduce(flat, group=group)
+        for group in known.groups(ranks):
+            dist.all_reduce(flat, group=group)
         for owner, summed in zip(owners, flat.split([owner.grad.to_local().numel() for owner in owners]), strict=True):
             local = summed.view_as(owner.grad.to_local())
             owner.grad = DTensor.from_local(local, owner.device_mesh, owner.placements, run_check=False)
+
+
+class _Groups:
+    """Groups by their ranks. Equal meshes of one process have groups of their own, and DTensor's caches may hand a
+    tensor the other mesh, on some ranks and not on others; all have to agree on how many sums there are.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[tuple[dist.ProcessGroup, ...], Ranks] = {}
+        self._first: dict[Ranks, tuple[dist.ProcessGroup, ...]] = {}
+
+    def ranks(self, groups: tuple[dist.ProcessGroup, ...]) -> Ranks:
+        if groups not in self._ranks:
+            ranks = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+            self._ranks[groups] = ranks
+            self._first.setdefault(ranks, groups)
+        return self._ranks[groups]
+
+    def groups(self, ranks: Ranks) -> tuple[dist.ProcessGroup, ...]:
+        """The first that were seen with these ranks."""
+        return self._first[ranks]
 
 
 def _groups_sharing(grad: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:

@@ -92,7 +92,9 @@ class ParallelDims:
         """The ranks of this rank's axis ep in a second group, for messages that shall not queue behind the first one's
         tokens. All ranks call this together.
         """
-        return dist.new_subgroups_by_enumeration(expert_mesh.mesh.view(-1, self.ep).tolist())[0]
+        backend = dist.get_default_backend_for_device(expert_mesh.device_type)
+        ranks = expert_mesh.mesh.view(-1, self.ep).tolist()
+        return dist.new_subgroups_by_enumeration(ranks, backend=backend, group_desc="expert_counts")[0]
 
     def stage_group(self, mesh: DeviceMesh) -> dist.ProcessGroup:
         """The ranks that have the same layers and, with sequence parallel, different tokens."""

@@ -86,6 +86,9 @@ class ParallelModel:
         for part in self.parts:
             part.tied_names = tied  # checkpoints save what is held twice once
             part.to_empty(device="cpu" if options.cpu_offload else device)
+            for module in part.modules():  # buffers are not offloaded: nothing would bring them to the device
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, buffer.to(device))
             initialize(part, seed, part.init_rule, drawn_as=tied)
         self.pipeline = None
         if dims.pp > 1:

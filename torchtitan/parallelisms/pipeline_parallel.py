@@ -188,10 +188,6 @@ class Pipeline:
         assert self.stage_indices == [stage for stage, rank in enumerate(self.ranks) if rank == self.rank]
         self.schedules: dict[int, TableSchedule] = {}  # by the length of the sequence
 
-    @property
-    def has_last_stage(self) -> bool:
-        return self.ranks[-1] == self.rank
-
     # Training
 
     def train_step(self, batch: Mapping[str, torch.Tensor], valid_tokens: int, is_last: bool = True) -> torch.Tensor:
