@@ -200,6 +200,7 @@ def multi_token() -> list[Combination]:
     exact = dict(precision="float64", document_mask=True, loss_chunks=2)
     rows = [Combination(**one, recompute=mode) for mode in ("full", "2")]
     rows += [Combination(**two, **exact, recompute="op", accumulation=2), Combination(**one, compile="model")]
+    rows += [Combination(**one, compile="model", accumulation=2)]
     rows += [Combination(**LAYOUTS["FSDP 2"], **one, recompute="full", accumulation=2)]
     rows += [Combination(**LAYOUTS["FSDP 2"], **two, recompute="op", prefetch=2, cpu_offload=True)]
     rows += [Combination(**LAYOUTS["FSDP 2"], **one, compile="block", loss_chunks=2)]

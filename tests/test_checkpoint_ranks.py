@@ -271,7 +271,7 @@ def test_a_folder_that_the_hosts_do_not_share_is_named(tmp_path):
 
 
 def agreeing() -> list:
-    peers = Peers()
+    peers = Peers("test")
     texts = []
     for failing in ([1], [0, 1]):
         try:

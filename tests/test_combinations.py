@@ -147,7 +147,7 @@ def reference(row: Combination) -> tuple[float, float, dict[str, torch.Tensor], 
     if balance is not None:
         peak = balance.metrics(model, balance.take_load(model)[1])["load_max"].item()
     if row.multi_token_prediction:
-        further = balance.take_mtp_loss(model).item() / valid
+        further = model.take_extra_losses()["mtp_loss"].item() / valid
     return loss.item(), norm.item(), grads, peak, further
 
 

@@ -121,6 +121,8 @@ def test_a_feed_forward_narrower_than_usual_is_read_exactly():
         ({"num_attention_heads": 0}, "no whole number above 0 for num_attention_heads"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rotary scaling.*linear"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rotary scaling.*low_freq_factor"),
+        ({"rope_scaling": [1]}, r"rope_scaling = \[1\]; allowed are null and an object"),
+        ({"rope_parameters": "llama3"}, "rope_parameters = 'llama3'; allowed are null and an object"),
         ({"num_key_value_heads": 3}, "n_kv_heads = 3"),
     ],
 )
@@ -324,6 +326,10 @@ def test_a_config_that_makes_no_sense_names_its_file(tmp_path):
         "[1]",
         '{"model_type": "gpt2"}',
         json.dumps(HF.config_to_hf(TINY) | {"num_key_value_heads": "two"}),
+        json.dumps(HF.config_to_hf(TINY) | {"rope_scaling": [1]}),
+        json.dumps(HF.config_to_hf(TINY) | {"rope_theta": 10**400}),
+        json.dumps(HF.config_to_hf(TINY) | {"hidden_size": 10**400}),
+        "[" * 10**5,
     ):
         (tmp_path / "config.json").write_text(content)
         refused(tmp_path, "config.json")

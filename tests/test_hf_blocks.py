@@ -106,6 +106,16 @@ def test_only_the_blocks_of_a_part_are_read():
     assert numbers.read == [((6, 7), (2, 13))]
 
 
+@pytest.mark.parametrize("block", [(100, 10**12), (10**30, 10**30)])
+def test_blocks_larger_than_their_matrices_are_read(block, tmp_path):
+    """A size is a file's word: as much as a matrix is made of it, and no more."""
+    tensors, expected = stored("v3", (100, 100))
+    write_folder(tmp_path, tensors, TINY, HF, config=config_of(block))
+    model = build(Deepseek, TINY, seed=1)
+    HF.load_hf(tmp_path, model, TINY)
+    assert same(model.state_dict(), expected)
+
+
 def split_experts(folder, dim):
     model = build(Deepseek, WIDE, seed=1)
     experts = model.layers["2"].moe.experts

@@ -34,7 +34,7 @@ ALLOWED = {
     "config_manager": {"config", "options", "renames"},
     "rules": {"config", "options", "lr_shapes", "models", "parallelisms", "datasets", "checkpoint", "optimizers"},
     "check": {"config", "config_manager", "options", "renames", "ranks", "rules"},
-    "schedule": {"config_manager", "check", "options", "parallelisms", "ranks", "rules", "schedule_plot"},
+    "schedule": {"config", "config_manager", "check", "options", "parallelisms", "ranks", "rules", "schedule_plot"},
 }
 BUILD = set(ALLOWED) - {"options", "renames", "config_manager", "rules", "check", "plot", "schedule", "schedule_plot"}
 ABOVE = set(ALLOWED) | {"build"}

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,10 +23,12 @@ from torchtitan.metrics.json_lines import read_records
 from torchtitan.models import SIZES
 from torchtitan.models.deepseek.model import Deepseek, LatentAttention
 from torchtitan.models.deepseek.multi_token import IGNORED
+from torchtitan.models.deepseek.plan import PLAN
 from torchtitan.models.layers import AttentionKernel
-from torchtitan.models.moe import balance, experts
+from torchtitan.models.moe import experts
 from torchtitan.models.moe.layer import MoEBlock
 from torchtitan.models.registry import MODELS
+from torchtitan.parallelisms.data_parallel import apply_data_parallel
 
 anywhere = judged.anywhere
 LENGTHS = [5, 1, 2, 4]
@@ -121,9 +125,8 @@ def test_equal_to_the_formula(depths, num_chunks):
     sums, expected = written_out(model, tokens, labels)
     assert model.loss.values == pytest.approx(sums, rel=1e-12)
     assert loss.item() == pytest.approx(sums[0], rel=1e-12)  # the value stays the main one
-    taken = balance.take_mtp_loss(model)
-    assert (taken is None) == (depths == 0) and balance.take_mtp_loss(model) is None
-    assert not depths or taken.item() == pytest.approx(sum(sums[1:]) / depths, rel=1e-12)
+    taken = model.take_extra_losses()
+    assert taken == ({"mtp_loss": pytest.approx(sum(sums[1:]) / depths, rel=1e-12)} if depths else {})
     for parameter, grad in gradients(model).items():
         assert expected[parameter].any(), parameter
         torch.testing.assert_close(grad, expected[parameter], rtol=1e-9, atol=1e-12, msg=parameter)
@@ -179,6 +182,69 @@ def test_under_autocast_a_depth_computes_as_the_layers_do():
     with torch.autocast("cpu", torch.bfloat16):
         model(tokens, labels=labels).backward()
     assert seen == [torch.bfloat16, torch.bfloat16]
+
+
+def test_its_loss_adds_up_until_it_is_taken():
+    model, (tokens, labels) = training(), labelled()
+    for _ in range(2):
+        model(tokens, labels=labels)
+    depths = [value for number, value in enumerate(model.loss.values) if number % 3]
+    assert model.take_extra_losses() == {"mtp_loss": pytest.approx(sum(depths) / 2, rel=1e-12)}
+    assert model.take_extra_losses() == {"mtp_loss": 0}
+    model.eval()(tokens, labels=labels)
+    assert model.take_extra_losses() == {"mtp_loss": 0}
+
+
+def test_its_sum_begins_at_zero_and_stays_in_float64(monkeypatch):
+    """Whatever lies in the memory that the model gets; and checkpoints do not have it."""
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: empty_like(*args, **kwargs).fill_(7))
+    with torch.device("meta"):
+        model = Deepseek(MULTI_TOKEN)
+    model.to_empty(device="cpu").bfloat16()
+    assert model.mtp_loss.dtype == torch.float64 and model.take_extra_losses() == {"mtp_loss": 0}
+    assert "mtp_loss" not in model.state_dict()
+
+
+def test_compiled_whole_it_is_compiled_once_for_all_microbatches():
+    model, (tokens, labels) = build(Deepseek, MULTI_TOKEN).train(), labelled()
+    model.loss, compiled, numbers = SummedCrossEntropy(), [], []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    model.compile(backend=backend)
+    for _ in range(3):
+        model(tokens, labels=labels).backward()
+        numbers.append(len(compiled))
+    assert numbers[0] > 0 and numbers[1:] == numbers[:1] * 2
+
+
+def gathered_while_running(prefetch, training):
+    """Of each block that runs, in its forward: the layers whose weights are whole; and those after all."""
+    model, seen = build(Deepseek, MULTI_TOKEN), []
+    model.loss = SummedCrossEntropy()
+    mesh, types = init_device_mesh("cpu", (2,)), dict(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    apply_data_parallel(model, mesh, PLAN, **types, prefetch=prefetch)
+
+    def whole(*_):
+        seen.append([n for n, block in model.layers.items() if not isinstance(block.attention.wo.weight, DTensor)])
+
+    for block in model.layers.values():
+        block.ffn_norm.register_forward_hook(whole)
+    tokens, labels = labelled()
+    with torch.set_grad_enabled(training):
+        model.train(training)(tokens, labels=labels)
+    whole()
+    return seen
+
+
+def test_evaluation_gathers_no_depth_ahead():
+    """It would not run it, and so not free it either."""
+    assert run_ranks(2, gathered_while_running, 2, False) == [[["0"], ["1"], ["2"], []]] * 2
+    assert run_ranks(2, gathered_while_running, 2, True) == [[["0"], ["1"], ["2"], ["3"], ["4"], []]] * 2
 
 
 def test_initial_weights_are_those_of_layers():
@@ -262,11 +328,19 @@ REFUSED = [
         f"pipeline_parallel_degree: given 2; {WHY}, which needs the embedding in the last stage; write 1, or leave "
         "n_mtp_layers out",
     ),
+    *(
+        (
+            [MOE, f"--model.overrides={{{sizes}mtp_loss_weight = 0.1}}"],
+            "model.overrides: given mtp_loss_weight = 0.1; allowed: mtp_loss_weight with n_mtp_layers of at least 1, "
+            "whose loss it weighs; set n_mtp_layers too, or leave it out",
+        )
+        for sizes in ("", "n_mtp_layers = 0, ")
+    ),
 ]
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=judged.name)
-def test_axes_that_cut_a_depth_are_refused(case):
+def test_axes_that_cut_a_depth_and_weights_without_one_are_refused(case):
     words, *expected = case
     assert lines(*words) == expected
 
@@ -277,7 +351,8 @@ ALLOWED = [
     [MOE, DEPTH, SHARDS + "4", EP + "2", "--activation_checkpoint.mode=full"],
     [MOE, DEPTH, REPLICAS + "2", SHARDS + "2", "--training.document_mask"],
     [MOE, DEPTH, "--compile.enable"],
-    [MOE, TP + "2", "--model.overrides={n_mtp_layers = 0, mtp_loss_weight = 0.0}"],
+    [MOE, "--model.overrides={n_mtp_layers = 1, mtp_loss_weight = 0.1}"],
+    [MOE, TP + "2", "--model.overrides={n_mtp_layers = 0}"],
 ]
 
 

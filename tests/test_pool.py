@@ -33,7 +33,9 @@ def test_a_failing_rank_is_named_and_the_next_test_gets_fresh_ranks():
 
 def makes_meshes_and_groups() -> tuple[bool, bool]:
     dims = ParallelDims(2, 1, 2)
-    return dims.build_mesh("cpu") is dims.build_mesh("cpu"), Peers().group is Peers().group
+    return dims.build_mesh("cpu") is dims.build_mesh("cpu"), Peers("a").group is Peers("a").group is not Peers(
+        "b"
+    ).group
 
 
 def test_equal_meshes_and_groups_are_one():

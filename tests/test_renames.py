@@ -127,6 +127,7 @@ OVERLAP = "pipeline_parallel_expert_parallel_overlap"
             ["checkpoint.last_save_model_only", "checkpoint.export_dtype", "checkpoint.last_save_in_hf"],
         ),
         ("[metrics]\nrank_0_only = false", ["metrics.save_for_all_ranks"]),
+        ("[checkpoint]\ninitial_load_in_hf = true", ["checkpoint.initial_load_in_hf"]),  # checkpoints are off
     ],
 )
 def test_what_did_nothing_in_an_old_job_is_left_out(old, left_out, capsys, tmp_path):
@@ -140,6 +141,19 @@ def test_what_did_nothing_in_an_old_job_is_left_out(old, left_out, capsys, tmp_p
     config = load(["--job.config_file=new.toml"])
     faults = {fault.key for fault in check(config, command.fewest_ranks(config), "cpu")}
     assert faults <= {"training.dataset_path", "model.tokenizer_path"}  # which are elsewhere
+
+
+def test_a_default_that_does_nothing_is_left_alone(capsys, tmp_path, monkeypatch):
+    """There is nothing to leave out, however often it is asked."""
+    asked = iter(range(3))
+
+    def at_its_default(facts):
+        next(asked)  # StopIteration, which a generator makes a RuntimeError, if it is asked again and again
+        yield facts.fault("training.steps", "another", "")
+
+    monkeypatch.setattr(command, "WITHOUT_EFFECT", [at_its_default])
+    code, out, err = upgrade(capsys, tmp_path, "")
+    assert (code, err) == (0, []) and "training.steps" not in out
 
 
 def test_overlap_of_an_old_job_stays_where_it_did_something(capsys, tmp_path):
@@ -193,6 +207,20 @@ def test_july_2024_means_its_own_defaults(capsys, tmp_path):
             "[model]\nhf_assets_path = 'a'\n[checkpoint]\nenable = true\ninitial_load_in_hf = true",
             {"checkpoint.initial_load_path": "a", "model.tokenizer_path": "a", "checkpoint.last_save_model_only": True},
         ),
+        *(  # without hf_assets_path weights were where its default says, wherever the tokenizer is
+            (
+                f"{model}[checkpoint]\n{enable} = true\ninitial_load_in_hf = true\n{rest}",
+                {"checkpoint.initial_load_in_hf": True, "checkpoint.initial_load_path": path},
+            )
+            for model, enable, rest, path in (
+                ("", "enable", "", "./tests/assets/tokenizer"),
+                ("", "enable", "initial_load_path = ''", "./tests/assets/tokenizer"),
+                ("", "enable", "initial_load_path = 'b'", "b"),
+                ("", "enable", "initial_load_in_hf_quantized = true", "./tests/assets/tokenizer"),
+                ("[model]\ntokenizer_path = 'a'\n", "enable_checkpoint", "", "./tests/assets/tokenizer"),
+                ("[model]\nhf_assets_path = 'a'\n", "enable_checkpoint", "", "a"),
+            )
+        ),
         ("[model]\nhf_assets_path = 'a'\ntokenizer_path = 'b'", {"model.tokenizer_path": "b"}),
         ("[validation]\nenable = false\nsteps = -1", {}),
     ],
@@ -215,7 +243,22 @@ def test_translations(old, new, capsys, tmp_path):
         ),
         (
             "[training]\nenable_float8_linear = true",
-            "training.enable_float8_linear: given true; has no translation: float8 is not in this version",
+            "training.enable_float8_linear: given true; has no translation: training in float8 is not in this version",
+        ),
+        (
+            "[parallelism]\nexpert_tensor_parallel_degree = 2",
+            "parallelism.expert_tensor_parallel_degree: given 2; has no translation: tensor parallel leaves experts "
+            "whole",
+        ),
+        (
+            "[parallelism]\nexpert_parallel_comm_backend = 'deepep'",
+            'parallelism.expert_parallel_comm_backend: given "deepep"; has no translation: tokens travel by '
+            "torch's own all-to-all",
+        ),
+        (
+            "[debug]\nmoe_force_load_balance = true",
+            "debug.moe_force_load_balance: given true; has no translation: tokens go to the experts that the router "
+            "chooses",
         ),
         (
             "[training]\ndata_parallel_type = 'ddp'",

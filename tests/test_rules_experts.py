@@ -39,6 +39,11 @@ EXPERTS = [
         "change it, or write parallelism.tensor_parallel_degree = 1",
     ),
     (
+        [MOE, EP + "3", "--model.overrides={n_dense_layers = 6, n_mtp_layers = 1}"],
+        "expert_parallel_degree: given 3; allowed: what divides the 8 experts and the ranks that it borrows; write one "
+        "of 1, 2, 4",
+    ),
+    (
         [MOE, EP + "8", TP + "2"],
         "expert_parallel_degree: given 8; allowed: what divides data_parallel_shard 2 x context_parallel 1 x "
         "tensor_parallel 2 = 4, the ranks that it borrows; write one of 1, 2, 4, or lend it a multiple of 8 ranks",
@@ -93,7 +98,13 @@ def test_expert_plans_that_cannot_work(case):
 
 
 @pytest.mark.parametrize(
-    "plan", [[EP + "4"], [EP + "2", TP + "2"], [EP + "2", PP + "2", SCHEDULE + "DualPipeV", OVERLAP]]
+    "plan",
+    [
+        [EP + "4"],
+        [EP + "2", TP + "2"],
+        [EP + "2", PP + "2", SCHEDULE + "DualPipeV", OVERLAP],
+        [EP + "4", "--model.overrides={n_dense_layers = 6, n_mtp_layers = 1}"],  # the depth has experts
+    ],
 )
 def test_expert_plans_that_work(plan):
     assert lines(MOE, *plan, "--training.local_batch_size=8", ranks=4) == []

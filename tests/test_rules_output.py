@@ -5,7 +5,7 @@ import pytest
 from tests import judged
 from tests.judged import lines, name
 from torchtitan.config_manager import load
-from torchtitan.rules import check
+from torchtitan.rules import WITHOUT_EFFECT, Facts, check
 
 anywhere = judged.anywhere
 # Jobs -> faults. {0} stands for an empty folder.
@@ -72,8 +72,13 @@ INPUT_AND_OUTPUT = [
         "checkpoint.last_save_in_hf: given true; allowed: true only with last_save_model_only; set both",
     ),
     (
-        ["--checkpoint.initial_load_in_hf"],
+        ["--checkpoint.enable", "--checkpoint.initial_load_in_hf"],
         "checkpoint.initial_load_in_hf: given true; allowed: true only with initial_load_path; set the path",
+    ),
+    (
+        ["--checkpoint.initial_load_in_hf"],
+        "checkpoint.initial_load_in_hf: given true; allowed: nothing with checkpoint.enable = false; "
+        "set checkpoint.enable = true, or leave it out",
     ),
     (
         [
@@ -136,11 +141,24 @@ def test_gpu_options_are_fine_on_a_gpu():
     assert lines(*words, device="cuda") == []
 
 
+def test_settings_of_what_is_off_as_a_whole_may_stay():
+    words = ["--checkpoint.folder=a", "--checkpoint.interval=5", "--checkpoint.interval_type=seconds"]
+    words += ["--checkpoint.keep_latest_k=3", "--checkpoint.async_mode=async", "--metrics.save_tb_folder=b"]
+    words += ["--compile.backend=eager", "--compile.components=loss", "--profiling.save_traces_folder=c"]
+    words += ["--profiling.profile_freq=1", "--validation.freq=3", "--activation_checkpoint.memory_budget=0.2"]
+    assert lines(*words) == []
+
+
 def test_a_run_with_checkpoints_of_its_own_needs_the_first_one_no_more(tmp_path, monkeypatch):
     words = ["--checkpoint.enable", "--checkpoint.initial_load_path=gone"]
     assert len(lines(*words)) == 1
     monkeypatch.setattr("torchtitan.rules.output.newest_complete", lambda root: (root / "step-00000001", []))
     assert lines(*words) == []
+
+
+def test_weights_to_start_from_are_nothing_that_a_translation_may_leave_out():
+    job = load(["--checkpoint.enable", "--checkpoint.initial_load_in_hf"])
+    assert [fault for rule in WITHOUT_EFFECT for fault in rule(Facts(job, 1, "cpu"))] == []
 
 
 def test_safetensors_to_start_from(tmp_path):

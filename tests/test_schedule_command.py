@@ -1,5 +1,6 @@
 """`torchtitan schedule`: what it prints, draws and refuses; options of its own and of a job."""
 
+import errno
 import re
 
 import pytest
@@ -108,6 +109,9 @@ def test_a_table_of_ones_own(run, tmp_path):
     assert "2 ranks, 3 stages, 1 microbatches" in run("--csv", "uneven.csv", "--pp", 2, "--microbatches", 1)[1]
 
 
+LONG = 300 * "a"
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -141,12 +145,28 @@ def test_a_table_of_ones_own(run, tmp_path):
             "--write_csv: given '/dev/null/a'; allowed: a folder; /dev/null is a file; name another",
         ),
         ("--write_csv /dev", "--write_csv: given '/dev'; allowed: a file; it is a folder; name another"),
+        (f"--out {LONG}.png", f"--out: given '{LONG}.png'; allowed: a file; File name too long; name another"),
+        (f"--write_csv {LONG}", f"--write_csv: given '{LONG}'; allowed: a file; File name too long; name another"),
+        (f"--out {LONG}/a.png", f"--out: given '{LONG}/a.png'; allowed: a folder; File name too long; name another"),
     ],
+    ids=lambda words: words[:40],
 )
 def test_mistakes(argv, message, run, tmp_path):
     code, out, err = run(*argv.split())
     assert code == 2 and message in err and "Traceback" not in err and out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_may_not_be_read(run, monkeypatch):
+    """As only root finds none."""
+
+    def refuse(path, **_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(schedule.Path, "is_dir", lambda path: refuse(path) if path.name == "a.svg" else True)
+    code, out, err = run("--out", "a.svg")
+    assert (code, out) == (2, "")
+    assert "--out: given 'a.svg'; allowed: a file; Permission denied; name another" in err
 
 
 def test_folders_of_what_is_written_are_made(run, tmp_path):
@@ -164,6 +184,10 @@ def test_a_disk_that_does_not_take_it(run, monkeypatch):
 # A job
 
 
+SIX_LAYERS = {"model__overrides": "{dim=32, n_layers=6, n_heads=4, vocab_size=260}"}
+SIX_LAYERS |= {f"parallelism__pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}
+
+
 @pytest.fixture
 def job(tmp_path):
     texts = jobs.write_texts(tmp_path / "texts", documents=3)
@@ -179,11 +203,8 @@ def test_numbers_of_a_job(run, job, tmp_path):
     interleaved = {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}
     out = run(*job(**interleaved))[1]
     assert out.startswith("Interleaved1F1B        2 ranks x 2 stages, 4 microbatches, F:I:W = 1:1:1\n")
-    # the six layers of which embedding and head count as one each make 6 stages
-    deep = {"model__overrides": "{dim=32, n_layers=6, n_heads=4, vocab_size=260}"}
-    deep |= {"parallelism__pipeline_parallel_first_stage_less_layers": 0}
-    deep |= {"parallelism__pipeline_parallel_last_stage_less_layers": 0}
-    out = run(*job(**interleaved, **deep, parallelism__pipeline_parallel_layers_per_stage=1))[1]
+    # where embedding and head do not count, six layers make six stages
+    out = run(*job(**interleaved, **SIX_LAYERS, parallelism__pipeline_parallel_layers_per_stage=1))[1]
     assert "2 ranks x 3 stages, 4 microbatches" in out
     assert not (tmp_path / "run").exists()
 
@@ -195,6 +216,42 @@ def test_options_go_before_the_job(run, job):
     assert out.startswith("1F1B                   4 ranks x 1 stage, 16 microbatches, F:I:W = 2:1:1\n")
     out = run("--chunks", 2, *job(parallelism__pipeline_parallel_schedule="LoopedBFS"))[1]
     assert "2 ranks x 2 stages, 4 microbatches" in out
+
+
+NAMED = '[["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2"], ["layers.3", "norm", "output"]]'
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule", "head"),
+    [
+        # the job's own cut stays where the schedule can have it
+        (SIX_LAYERS | {"parallelism__pipeline_parallel_layers_per_stage": 1}, "LoopedBFS", "LoopedBFS|3 stages"),
+        (SIX_LAYERS | {"parallelism__pipeline_parallel_layers_per_stage": 1}, "1f1b", "1F1B|1 stage"),
+        ({"parallelism__module_fqns_per_model_part": NAMED}, "LoopedBFS", "LoopedBFS|2 stages"),
+        ({"parallelism__module_fqns_per_model_part": NAMED}, "1F1B", "1F1B|1 stage"),
+    ],
+)
+def test_a_schedule_replaces_what_the_job_says_of_its_own(stages, schedule, head, run, job):
+    name, each = head.split("|")
+    _, out, err = run("--schedule", schedule, *job(parallelism__pipeline_parallel_schedule="Interleaved1F1B", **stages))
+    assert err == ""
+    assert out.startswith(f"{name:22} 2 ranks x {each}, 4 microbatches, ")
+
+
+def test_a_schedule_and_a_table_replace_each_other(run, job, tmp_path):
+    for table, kind in (("one", "1F1B"), ("two", "Interleaved1F1B")):
+        assert run("--write_csv", f"{table}.csv", "--schedule", kind, "--pp", 2, "--microbatches", 4)[0] == 0
+    table = {"parallelism__pipeline_parallel_schedule_csv": tmp_path / "two.csv"}
+    _, out, err = run("--schedule", "GPipe", *job(**table))
+    assert err == "" and out.startswith("GPipe                  2 ranks x 1 stage, 4 microbatches, ")
+    _, out, err = run("--csv", "one.csv", *job(**table))
+    assert err == "" and out.startswith("one.csv                2 ranks x 1 stage, 4 microbatches, ")
+    interleaved = {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}
+    interleaved |= SIX_LAYERS | {"parallelism__pipeline_parallel_layers_per_stage": 1}
+    _, out, err = run("--csv", "one.csv", *job(**interleaved))
+    assert err == "" and out.startswith("one.csv                2 ranks x 1 stage, 4 microbatches, ")
+    code, out, err = run("--schedule", "ZBV", *job(**table))
+    assert (code, out) == (2, "") and 'pipeline_parallel_schedule: given "ZBV"; allowed: one of "GPipe"' in err
 
 
 def test_unequal_stages_of_a_job_are_told(run, job):

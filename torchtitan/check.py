@@ -130,7 +130,7 @@ def summary(facts: Facts) -> str:
 def _parameters_of_a_rank(facts: Facts) -> float:
     """Experts are whole on tensor-parallel ranks unless expert parallel splits them; shared ones and routers always."""
     args, shards = facts.args, facts.fsdp_shards * facts.pp
-    layers = args.n_layers - getattr(args, "n_dense_layers", 0) if hasattr(args, "n_experts") else 0
+    layers = facts.expert_layers
     routed = layers * args.n_experts * args.expert_parameters if layers else 0
     beside = layers * args.moe_parameters - routed if layers else 0
     split = (args.num_parameters - routed - beside) / facts.tp
@@ -181,10 +181,15 @@ def _upgrade(argv: list[str]) -> int:
 
 def _with_effect(values: Values, result: Upgrade) -> Values:
     """Leave out what does nothing where another option is as it is, and would be a fault here."""
-    while faults := [fault for rule in WITHOUT_EFFECT for fault in rule(Facts(assemble(values, []), 1, "cpu"))]:
+    while faults := [fault for fault in _faults_without_effect(values) if fault.key in values]:
         result.notes += [f"left out, changed nothing: {fault.key} (allowed: {fault.allowed})" for fault in faults]
         values = {key: value for key, value in values.items() if key not in {fault.key for fault in faults}}
     return values
+
+
+def _faults_without_effect(values: Values) -> list[Fault]:
+    facts = Facts(assemble(values, []), 1, "cpu")
+    return [fault for rule in WITHOUT_EFFECT for fault in rule(facts)]
 
 
 def _merged(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:

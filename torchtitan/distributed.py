@@ -49,7 +49,7 @@ def set_timeout(timeout_seconds: int) -> None:
     afterwards. A save may take longer than any step.
     """
     for group in list(distributed_c10d._world.pg_map):  # torch has no public way to list or to change them
-        if group.group_desc != "checkpoint":
+        if not group.group_desc.startswith("checkpoint"):
             distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 

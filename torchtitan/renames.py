@@ -55,10 +55,9 @@ _schedule = _words(
     # what was to run the schedule of a file; None: left out, since the file is enough
     **{"PipelineScheduleSingle": None, "PipelineScheduleMulti": None, "_PipelineScheduleRuntime": None},
 )
-_fp8 = "float8 is not in this version"
+_fp8 = "training in float8 is not in this version"
 _mx = "mx formats are not in this version"
 _ft = "fault tolerance by torchft is not in this version"
-_moe = "mixture of experts is not in this version"
 _plugin = "code named by a job file is not run"
 _estimate = "memory is not estimated by a training run"
 _recorder = "the flight recorder writes where torch's environment variables say"
@@ -140,13 +139,13 @@ GONE: dict[str, Gone] = {
     "fault_tolerance.enable": Gone(_ft, (False,)),
     "memory_estimation.enable": Gone(_estimate, (False,)),
     "memory_estimation.enabled": Gone(_estimate, (False,)),
-    "parallelism.expert_tensor_parallel_degree": Gone(_moe, (1,)),
-    "parallelism.expert_parallel_comm_backend": Gone(_moe, ("standard",)),
-    "debug.moe_force_load_balance": Gone(_moe, (False,)),
+    "parallelism.expert_tensor_parallel_degree": Gone("tensor parallel leaves experts whole", (1,)),
+    "parallelism.expert_parallel_comm_backend": Gone("tokens travel by torch's own all-to-all", ("standard",)),
+    "debug.moe_force_load_balance": Gone("tokens go to the experts that the router chooses", (False,)),
     "checkpoint.create_seed_checkpoint": Gone(
         "initial weights are a function of debug.seed and the parameter's name, equal on any number of ranks", (False,)
     ),
-    "checkpoint.initial_load_in_hf_quantized": Gone("quantized weights are not read", (False,)),
+    "checkpoint.initial_load_in_hf_quantized": Gone("the folder's config.json says how its weights are stored", None),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Gone(
         '"op" keeps every matrix product', (["moe.router.gate"], [])
     ),
@@ -269,9 +268,11 @@ def _combined(old: Values, values: Values, result: Upgrade) -> Values:
             result.notes.append("moved: training.data_parallel_type -> parallelism.data_parallel_replicate_degree")
     elif kind != "fsdp":
         result.stuck.append(("training.data_parallel_type", kind, 'known are "fsdp" and "ddp"'))
-    assets = old.get("model.hf_assets_path")
-    if values.get("checkpoint.initial_load_in_hf") and "checkpoint.initial_load_path" not in values and assets:
-        values["checkpoint.initial_load_path"] = assets  # weights were looked for beside the tokenizer
+    loads = values.get("checkpoint.enable", old.get("checkpoint.enable_checkpoint"))
+    if loads and values.get("checkpoint.initial_load_in_hf") and not values.get("checkpoint.initial_load_path"):
+        default = DEFAULTS[V0_2_2]["model.tokenizer_path"]  # of the one dialect that knew these options
+        # weights were looked for beside the tokenizer
+        values["checkpoint.initial_load_path"] = old.get("model.hf_assets_path", default)
         result.notes.append("written out, as it was model.hf_assets_path: checkpoint.initial_load_path")
     if values.get("validation.enable") and values.get("validation.steps", -1) == -1:
         why = "-1, the default then, was to the data's end; give the number of batches"

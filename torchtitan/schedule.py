@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torchtitan import config_manager
 from torchtitan.check import fewest_ranks
+from torchtitan.config import JobConfig, Parallelism
 from torchtitan.options import ConfigError, hint
 from torchtitan.parallelisms.pipeline_cut import SCHEDULES, schedule_traits
 from torchtitan.parallelisms.schedule_actions import (
@@ -113,10 +114,16 @@ def check_file(option: str, path: Path | None) -> None:
     """ValueError, before anything is simulated, where the file cannot be written. Its folder is made if need be."""
     if path is None:
         return
-    fault = ("a file", "it is a folder") if path.is_dir() else unwritable(path.parent)
-    if fault:
+    if fault := unwritable(path.parent) or _no_file(path):
         allowed, why = fault
         raise ValueError(f"--{option}: given {str(path)!r}; allowed: {allowed}; {why}; name another")
+
+
+def _no_file(path: Path) -> tuple[str, str] | None:
+    try:
+        return ("a file", "it is a folder") if path.is_dir() else None
+    except OSError as error:
+        return "a file", error.strerror
 
 
 # The question
@@ -223,10 +230,16 @@ def facts_of(options: argparse.Namespace, job: list[str]) -> Facts:
     """The job, with what the options say instead. ConfigError where its pipeline cannot be."""
     config = config_manager.load(job)
     degrees = config.parallelism
-    instead = {"degree": options.pp, "schedule": options.schedule, "schedule_csv": options.csv}
-    for name, value in instead.items():
-        if value is not None:
-            setattr(degrees, f"pipeline_parallel_{name}", value)
+    if options.pp:
+        degrees.pipeline_parallel_degree = options.pp
+    if options.csv:
+        degrees.pipeline_parallel_schedule_csv = options.csv
+        degrees.pipeline_parallel_schedule = Parallelism().pipeline_parallel_schedule
+        degrees.pipeline_parallel_layers_per_stage = None
+    if options.schedule:
+        degrees.pipeline_parallel_schedule, degrees.pipeline_parallel_schedule_csv = options.schedule, None
+        if not cut_suits(config):
+            degrees.pipeline_parallel_layers_per_stage = degrees.module_fqns_per_model_part = None
     if options.microbatches:
         config.training.local_batch_size = options.microbatches * degrees.pipeline_parallel_microbatch_size
     ranks = fewest_ranks(config)
@@ -238,6 +251,15 @@ def facts_of(options: argparse.Namespace, job: list[str]) -> Facts:
     if faults:
         raise ConfigError(faults)
     return facts
+
+
+def cut_suits(config: JobConfig) -> bool:
+    """Whether the job's schedule can have the stages into which the job cuts its model."""
+    facts = Facts(config, 1, "cpu")
+    try:
+        return facts.args is None or num_stages(facts, config.parallelism.pipeline_parallel_schedule) > 0
+    except ValueError:
+        return False
 
 
 # The answer

@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 from torchtitan.checkpoint.layout import CheckpointError
 
-GROUP_DESCRIPTION = "checkpoint"
-"""`group_desc` of these groups, so that whoever changes time-outs of groups can leave them out."""
 TIMEOUT = timedelta(minutes=30)
 """A rank waits here while another writes or checks its files, which takes longer than any step."""
 
@@ -22,13 +20,15 @@ T = TypeVar("T")
 
 
 class Peers:
-    """The ranks of the job, or this process alone. Every rank constructs it at the same point."""
+    """The ranks of the job, or this process alone. Every rank constructs it at the same point, and one thread uses it,
+    for `purpose`, which is in the group's name (where distributed.set_timeout sees whose group it is).
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, purpose: str) -> None:
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.group: dist.ProcessGroup | None = None
         if self.size > 1:
-            self.group = dist.new_group(backend="gloo", timeout=TIMEOUT, group_desc=GROUP_DESCRIPTION)
+            self.group = dist.new_group(backend="gloo", timeout=TIMEOUT, group_desc=f"checkpoint: {purpose}")
 
     @property
     def is_main(self) -> bool:

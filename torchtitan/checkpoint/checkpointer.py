@@ -68,7 +68,7 @@ class Checkpointer:
         self.excluded = set(exclude_from_loading)
         self.enable_first_step_checkpoint, self.load_only = enable_first_step_checkpoint, load_only
 
-        self.main_peers, self.save_peers = Peers(), Peers()
+        self.main_peers, self.save_peers = Peers("main thread"), Peers("saves")
         self.staging: tensors.Staging | None = None
         if async_mode != "disabled":
             pinned = async_mode == "async_with_pinned_mem" and torch.cuda.is_available()

@@ -87,7 +87,7 @@ def load_model_for_inference(path: Path, model: nn.Module) -> int:
 
     Returns the step it was saved at. Weights are cast to the model's dtype. Raises `CheckpointError`.
     """
-    peers = Peers()
+    peers = Peers("loading")
     source = open_checkpoint(resolve(path, peers), peers)
     live = Wanted(tensors.model_tensors([model]), tensors.copied_tensors([model]))
     load_tensors(source, live, peers, prefixes=(MODEL,), cast=True)

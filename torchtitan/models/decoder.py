@@ -112,6 +112,10 @@ class Decoder(nn.Module):
         """
         return None
 
+    def take_extra_losses(self) -> dict[str, torch.Tensor]:
+        """What a family logs of its extra_loss: sums over the tokens since the last call, by their names in metrics."""
+        return {}
+
     def set_attention_backend(self, backend: str) -> None:
         self.set_attention_kernel(AttentionKernel(backend))
 

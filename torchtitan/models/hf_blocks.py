@@ -51,6 +51,7 @@ class Dequantized:
         last = [-(-span.stop // size) for span, size in zip(spans, self.block, strict=True)]
         scales = self.scales[slice(first[0], last[0]), slice(first[1], last[1])].float()
         for dim, (span, size) in enumerate(zip(spans, self.block, strict=True)):
-            begin = span.start - first[dim] * size
-            scales = scales.repeat_interleave(size, dim).narrow(dim, begin, span.stop - span.start)
+            # a size comes from the file, and may be any: no larger than the matrix, it divides to the same
+            blocks = torch.arange(span.start, span.stop) // min(size, span.stop) - first[dim]
+            scales = scales.index_select(dim, blocks)
         return self.weight[spans].float() * scales

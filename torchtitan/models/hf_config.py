@@ -21,8 +21,12 @@ def check_only(config: Mapping[str, Any], only: Mapping[str, Any]) -> None:
 
 
 def rope_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Scaling and, of transformers 5, theta."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """Scaling and, of transformers 5, theta. ValueError where that is no object."""
+    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = config.get(name) or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"{name} = {rope!r}; allowed are null and an object with rope_type and its numbers")
+    return rope
 
 
 def rope_kind(config: Mapping[str, Any]) -> str:

@@ -13,14 +13,14 @@ from torch import nn
 from torchtitan.models.hf_folders import SHARD_BYTES, check_config, load_folder, save_folder
 from torchtitan.models.hf_names import Form
 
-NOT_COMPUTED_WITH = ("max_seq_len", "bias_rate", "aux_loss_weight", "n_mtp_layers", "mtp_loss_weight")
-"""Of the arguments, those that change nothing in the main model's logits."""
+NOT_COMPUTED_WITH = ("max_seq_len", "bias_rate", "aux_loss_weight")
+"""Of the arguments that families share, those that change nothing in the logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace:
-    """`compared`: fields of the arguments that have to be those of a folder's config.json; without it, all that decide
-    what is computed. `ignored`: what a folder may hold beside the model.
+    """`compared`: fields of the arguments that have to be those of a folder's config.json; without it, all but
+    `not_compared`, which change nothing in the logits. `ignored`: what a folder may hold beside the model.
     """
 
     build: Callable[[Any], nn.Module]
@@ -28,6 +28,7 @@ class HuggingFace:
     config_to_hf: Callable[..., dict[str, Any]]  # (args, dtype); ValueError for what transformers does not have
     config_from_hf: Callable[[Mapping[str, Any]], Any]  # ValueError for what the model does not have
     compared: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = NOT_COMPUTED_WITH
     ignored: Callable[[str, Any], bool] = lambda name, args: False
 
     def to_hf(self, state: Mapping[str, torch.Tensor], args: Any) -> dict[str, torch.Tensor]:
@@ -56,7 +57,7 @@ class HuggingFace:
 
     def load_hf(self, folder: str | os.PathLike[str], model: nn.Module, args: Any) -> None:
         """See hf_folders.load_folder. ValueError, with everything that is wrong, for a folder that does not fit."""
-        compared = self.compared or [each.name for each in fields(args) if each.name not in NOT_COMPUTED_WITH]
+        compared = self.compared or [each.name for each in fields(args) if each.name not in self.not_compared]
         check_config(folder, args, self.config_from_hf, compared)
         load_folder(folder, model, self.form(args), self._shapes(args), lambda name: self._may_stay_unread(name, args))
 

@@ -150,7 +150,7 @@ def check_config(
     folder = Path(folder)
     try:
         stored = from_hf(_read_json(folder / CONFIG))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error
     _refuse(
         folder,
@@ -297,7 +297,7 @@ def _block(folder: Path) -> Block | None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} holds no JSON object")

@@ -17,7 +17,7 @@ from torchtitan.rules.experts import (
 )
 from torchtitan.rules.facts import Device, Facts, Rule
 from torchtitan.rules.model_and_data import data_is_there, known_names, loader_workers, model_sizes, tokenizer_fits
-from torchtitan.rules.multi_token import depths_are_whole
+from torchtitan.rules.multi_token import depths_are_whole, weight_is_of_a_loss
 from torchtitan.rules.optimization import BACKENDS, precision, recompute_and_compile, schedule_fits, step_in_backward
 from torchtitan.rules.output import (
     checkpoint_rules,
@@ -103,6 +103,7 @@ RULES: list[Rule] = [
     communication_is_kept_with_overlap,
     tensor_parallel_knows_both_kinds_of_layers,
     depths_are_whole,
+    weight_is_of_a_loss,
     known_schedule,
     schedule_of_a_file,
     stages_suit_the_schedule,

@@ -124,10 +124,17 @@ class Facts:
             return None
 
     @property
+    def expert_layers(self) -> int:
+        """Layers with experts, those of multi-token prediction among them; 0 where the model's sizes are wrong."""
+        if not hasattr(self.args, "n_experts"):
+            return 0
+        dense, depths = (getattr(self.args, name, 0) for name in ("n_dense_layers", "n_mtp_layers"))
+        return self.args.n_layers - dense + depths
+
+    @property
     def experts(self) -> int:
-        """Of a layer; 0 where no layer of the model has any, or its sizes are wrong."""
-        layers = getattr(self.args, "n_layers", 0) - getattr(self.args, "n_dense_layers", 0)
-        return getattr(self.args, "n_experts", 0) if layers else 0
+        """Of a layer; 0 where no layer of the model has any."""
+        return self.args.n_experts if self.expert_layers else 0
 
     @cached_property
     def tokenizer(self) -> Tokenizer | OSError | ValueError:

@@ -1,4 +1,4 @@
-"""Rules on multi-token prediction, which data and expert parallel run and no other axis does."""
+"""Rules on multi-token prediction, which data and expert parallel run and no other axis does, and on its weight."""
 
 from collections.abc import Iterator
 
@@ -19,3 +19,11 @@ def depths_are_whole(facts: Facts) -> Iterator[Fault]:
         if degree > 1:
             allowed = f"1 with multi-token prediction (n_mtp_layers = {depths} in model.overrides), {why}"
             yield facts.fault(f"parallelism.{axis}_parallel_degree", allowed, "write 1, or leave n_mtp_layers out")
+
+
+def weight_is_of_a_loss(facts: Facts) -> Iterator[Fault]:
+    weight = facts.config.model.overrides.get("mtp_loss_weight")
+    if weight is not None and getattr(facts.args, "n_mtp_layers", None) == 0:
+        allowed = "mtp_loss_weight with n_mtp_layers of at least 1, whose loss it weighs"
+        remedy = "set n_mtp_layers too, or leave it out"
+        yield facts.fault("model.overrides", allowed, remedy, f"mtp_loss_weight = {weight}")

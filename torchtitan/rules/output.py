@@ -38,6 +38,8 @@ def checkpoint_rules(facts: Facts) -> Iterator[Fault]:
     if options.load_only and (options.last_save_model_only or options.enable_first_step_checkpoint):
         name = "last_save_model_only" if options.last_save_model_only else "enable_first_step_checkpoint"
         yield facts.fault(key + name, "false with checkpoint.load_only, which never saves", "drop one of the two")
+    if options.enable and options.initial_load_in_hf and options.initial_load_path is None:
+        yield facts.fault(key + "initial_load_in_hf", "true only with initial_load_path", "set the path")
     if options.initial_load_in_hf and not options.initial_load_model_only:
         why = "safetensors of Hugging Face hold no optimizer state"
         yield facts.fault(key + "initial_load_model_only", "true with initial_load_in_hf", why)
@@ -116,15 +118,14 @@ def without_effect(facts: Facts) -> Iterator[Fault]:
         yield facts.fault(key + "export_dtype", '"float32" without last_save_model_only', "set both or neither")
     if options.last_save_in_hf and not options.last_save_model_only:
         yield facts.fault(key + "last_save_in_hf", "true only with last_save_model_only", "set both")
-    if options.initial_load_in_hf and options.initial_load_path is None:
-        yield facts.fault(key + "initial_load_in_hf", "true only with initial_load_path", "set the path")
 
 
 def needs_checkpoints(facts: Facts) -> Iterator[Fault]:
     """Options of checkpoints that are set and would do nothing, as there are none."""
     options = facts.config.checkpoint
     used = {"load_step": options.load_step >= 0, "initial_load_path": options.initial_load_path is not None}
-    alone = ("load_only", "last_save_model_only", "enable_first_step_checkpoint", "exclude_from_loading")
+    alone = ("initial_load_in_hf", "load_only", "last_save_model_only", "enable_first_step_checkpoint")
+    alone += ("exclude_from_loading",)
     used |= {name: bool(getattr(options, name)) for name in alone}
     for name in (name for name, is_used in used.items() if is_used and not options.enable):
         allowed = "nothing with checkpoint.enable = false"

@@ -14,7 +14,7 @@ import torch
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
 from torchtitan.models.deepseek.model import Deepseek
 from torchtitan.models.hf_config import check_numbers, check_only, decoder_config, rope_kind, rope_of, rope_theta
-from torchtitan.models.hf_family import HuggingFace
+from torchtitan.models.hf_family import NOT_COMPUTED_WITH, HuggingFace
 from torchtitan.models.hf_names import ATTENTION, EXPERTS, FEED_FORWARD, Form
 
 BIAS = "moe.router.expert_bias"
@@ -192,5 +192,10 @@ def _is_ignored(name: str, args: DeepseekArgs) -> bool:
 
 
 HF = HuggingFace(
-    build=Deepseek, form=form, config_to_hf=config_to_hf, config_from_hf=config_from_hf, ignored=_is_ignored
+    build=Deepseek,
+    form=form,
+    config_to_hf=config_to_hf,
+    config_from_hf=config_from_hf,
+    not_compared=(*NOT_COMPUTED_WITH, "n_mtp_layers", "mtp_loss_weight"),
+    ignored=_is_ignored,
 )

@@ -12,6 +12,7 @@ import math
 import torch
 from torch import nn
 
+from torchtitan.models.buffers import ZeroedBuffers, add_once
 from torchtitan.models.decoder import Block, Decoder
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
 from torchtitan.models.deepseek.multi_token import MultiTokenBlock, labels_of_depth
@@ -88,8 +89,10 @@ class LatentAttention(nn.Module):
         return self.wo(y.transpose(1, 2).flatten(-2))  # [B, S, D]
 
 
-class Deepseek(Decoder):
-    """`mtp_loss`: the mean of the depths' losses, summed over the tokens since it was last taken; None before any."""
+class Deepseek(ZeroedBuffers, Decoder):
+    """Buffer, if there are depths: `mtp_loss` [], the mean of their losses, summed over the tokens since it was last
+    taken; float64, as a step has many tokens.
+    """
 
     def __init__(self, args: DeepseekArgs, attention_backend: str = "auto"):
         def block(layer: int, kernel: AttentionKernel) -> nn.Module:
@@ -98,7 +101,8 @@ class Deepseek(Decoder):
 
         rotary = YarnRotary(args.qk_rope_head_dim, args.rope_theta, args.rope_scaling)
         super().__init__(args, rotary, block, attention_backend)
-        self.mtp_loss: torch.Tensor | None = None
+        mtp_loss = torch.zeros((), dtype=torch.float64) if args.n_mtp_layers else None
+        self.register_buffer("mtp_loss", mtp_loss, persistent=False)
         for layer in range(args.n_layers, args.n_layers + args.n_mtp_layers):
             self.layers[str(layer)] = MultiTokenBlock(args, LatentAttention(args, self.kernel))
 
@@ -124,5 +128,13 @@ class Deepseek(Decoder):
             x = block(x, self.embed(tokens.roll(-depth, 1)), rotation, mask)
             losses.append(self.loss(x, self.output, labels_of_depth(labels, document_ids, depth)))
         mean = torch.stack(losses).mean()
-        self.mtp_loss = mean.detach() if self.mtp_loss is None else self.mtp_loss + mean.detach()
+        add_once(self.mtp_loss, mean.detach())
         return self.args.mtp_loss_weight * mean
+
+    @torch.no_grad()
+    def take_extra_losses(self) -> dict[str, torch.Tensor]:
+        if self.mtp_loss is None:
+            return {}
+        total = self.mtp_loss.clone()
+        self.mtp_loss.zero_()
+        return {"mtp_loss": total}

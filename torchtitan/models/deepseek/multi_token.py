@@ -26,6 +26,8 @@ IGNORED = -100
 class MultiTokenBlock(MoEBlock):
     """One depth, without the embedding and the head, which are the main model's."""
 
+    in_training_only = True  # so that no block which evaluation runs has FSDP gather this one ahead
+
     def __init__(self, args: MoEDecoderArgs, attention: nn.Module):
         super().__init__(args, attention)
         self.enorm = RMSNorm(args.dim, args.norm_eps)

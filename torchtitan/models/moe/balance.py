@@ -63,16 +63,6 @@ def take_aux_loss(model: nn.Module) -> torch.Tensor | None:
     return total
 
 
-def take_mtp_loss(model: nn.Module) -> torch.Tensor | None:
-    """The mean of the depths' losses (deepseek/multi_token.py), summed over the tokens since the last call; None for a
-    model without them.
-    """
-    total = getattr(model, "mtp_loss", None)
-    if total is not None:
-        model.mtp_loss = None
-    return total
-
-
 @torch.no_grad()
 def update_biases(model: nn.Module, load: torch.Tensor) -> None:
     """Move the biases by the load of all ranks, [layers, E]; the rate is the model's."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchtitan.models.buffers import ZeroedBuffers, add_once
 from torchtitan.models.layers import autocast_off
 from torchtitan.models.moe import MoEArgs
 
@@ -24,7 +25,7 @@ class Gate(nn.Linear):
             return F.linear(x.to(dtype), self.weight.to(dtype))
 
 
-class Router(nn.Module):
+class Router(ZeroedBuffers):
     """Buffers: `expert_bias` [E], float32 whatever the weights are, part of checkpoints, and, since they were last
     taken: `load` [E], tokens by expert; `not_finite` [], the tokens whose scores are not; `aux_loss` [], its sum.
     """
@@ -122,20 +123,6 @@ class Router(nn.Module):
             add_once(self.aux_loss, loss.detach())
         return _Attach.apply(weights, loss, self.aux_scale)
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> "Router":
-        """Buffers have no rule of initial values, so they get theirs on leaving the meta device. They keep their type:
-        in bfloat16, steps of a thousandth would be rounded away.
-        """
-        before = dict(self.named_buffers(recurse=False))
-        super()._apply(fn, recurse)
-        for name, old in before.items():
-            new = getattr(self, name)
-            if old.is_meta and not new.is_meta:
-                setattr(self, name, torch.zeros_like(old, device=new.device))
-            elif new.dtype != old.dtype:
-                setattr(self, name, old.to(new.device))
-        return self
-
 
 class _Attach(torch.autograd.Function):
     """`carrier` unchanged; in backward the scalar `loss` gets the gradient `scale`."""
@@ -156,18 +143,3 @@ def count(ids: torch.Tensor, n_experts: int) -> torch.Tensor:
     """ids [..., n] -> how often each expert is among the last axis, int64 [..., E]. Waits for no device."""
     zeros = torch.zeros(*ids.shape[:-1], n_experts, dtype=torch.int64, device=ids.device)
     return zeros.scatter_add_(-1, ids, torch.ones_like(ids))
-
-
-@torch.library.custom_op("torchtitan::add_once", mutates_args=("total",))
-def add_once(total: torch.Tensor, amount: torch.Tensor) -> None:
-    """total += amount, but not in a forward that runs inside a backward: activation checkpointing, the second time.
-
-    An operator, and so one node of a compiled graph, because the compiler could not ask which of the two it is.
-    """
-    if torch._C._current_graph_task_id() == -1:
-        total += amount
-
-
-@add_once.register_fake
-def _(total: torch.Tensor, amount: torch.Tensor) -> None:
-    pass
