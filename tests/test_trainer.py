@@ -60,7 +60,11 @@ PLANS = {
     "PP x FSDP x TP": (8, PP | TP | dict(training__local_batch_size=4)),
     "PP x CP x TP, recompute": (
         8,
-        PP | TP | CP | dict(parallelism__pipeline_parallel_schedule="DualPipeV", activation_checkpoint__mode="full"),
+        PP
+        | TP
+        | CP
+        | dict(parallelism__pipeline_parallel_schedule="DualPipeV", activation_checkpoint__mode="full")
+        | dict(parallelism__pipeline_parallel_microbatch_size=2),
     ),
     "FSDP x CP x TP": (8, TP | CP | dict(training__local_batch_size=4)),
 }

@@ -53,13 +53,14 @@ def match(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
 
 def match_end(model: nn.Module, name: str) -> nn.Module | None:
     """The embedding, last norm or head of that name; None in a pipeline part that lacks it. ValueError where the model
-    has no such attribute at all.
+    has no such module at all.
     """
     parent, _, child = name.rpartition(".")
     owner = match(model, parent)[0][1] if parent else model
-    if not hasattr(owner, child):
-        return match(model, name)[0][1]  # which says what there is
-    return getattr(owner, child)
+    end = getattr(owner, child, NotImplemented)
+    if end is None or isinstance(end, nn.Module):
+        return end
+    return match(model, name)[0][1]  # which says what there is
 
 
 def is_part(model: nn.Module, plan: ParallelPlan) -> bool:
