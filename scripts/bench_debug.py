@@ -41,6 +41,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from torchtitan import config_manager
+from torchtitan.leaving import exit_with
 from torchtitan.metrics.json_lines import read_records
 from torchtitan.ranks import read_ranks
 from torchtitan.trainer import Trainer
@@ -264,4 +265,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

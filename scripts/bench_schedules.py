@@ -21,6 +21,7 @@ import torch.distributed as dist
 from bench_timing import ROOT, Goal, heading, row, torchrun
 from torch import nn
 
+from torchtitan.leaving import exit_with
 from torchtitan.parallelisms.pipeline_cut import SCHEDULES
 from torchtitan.parallelisms.pipeline_torch import Stage, TableSchedule
 from torchtitan.parallelisms.schedule_actions import num_stages_of, rank_of_stages
@@ -149,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "torchtitan"
 ALLOWED = {
     "config": set(),
     "ranks": set(),
+    "leaving": set(),
     "lr_shapes": set(),
     "lr_scheduling": {"lr_shapes"},
     "loss": set(),
@@ -42,11 +43,11 @@ ALLOWED |= {
     "build": BUILD,
     "trainer": ABOVE,
     "train": ABOVE | {"trainer"},
-    "launch": {"train", "ranks"},
+    "launch": {"train", "leaving", "ranks"},
     "generate": ABOVE,
     "preview": ABOVE,
     "prepare": ABOVE,
-    "cli": {"options"},
+    "cli": {"leaving", "options"},
     "__main__": {"cli"},
     "__init__": set(),
 }

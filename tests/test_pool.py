@@ -1,9 +1,16 @@
 """The harness itself: results in order, failures named by rank, a fresh set of ranks after a failure."""
 
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.jobs import ROOT
 from tests.pool import RankFailed, run_ranks
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.parallelisms.parallel_dims import ParallelDims
@@ -32,12 +39,29 @@ def test_a_failing_rank_is_named_and_the_next_test_gets_fresh_ranks():
 
 
 def makes_meshes_and_groups() -> tuple[bool, bool]:
-    dims = ParallelDims(2, 1, 2)
-    return dims.build_mesh("cpu") is dims.build_mesh("cpu"), Peers("a").group is Peers("a").group is not Peers(
-        "b"
-    ).group
+    dims, group = ParallelDims(2, 1, 2), Peers("a").group
+    return dims.build_mesh("cpu") is dims.build_mesh("cpu"), Peers("a").group is group is not Peers("b").group
 
 
 def test_equal_meshes_and_groups_are_one():
     """Else the threads of their groups add up over the tests, until the machine does nothing but switch threads."""
     assert run_ranks(2, makes_meshes_and_groups) == [(True, True)] * 2
+
+
+KILLED = """
+import os, signal
+from tests import pool
+
+pool._context.set_forkserver_preload([])
+print(pool.run_ranks(1, os.getpid)[0], flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_stopped_ranks_do_not_outlive_their_tests():
+    done = subprocess.run([sys.executable, "-c", KILLED], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{int(done.stdout)}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{int(done.stdout)}").exists()

@@ -207,7 +207,7 @@ def test_july_2024_means_its_own_defaults(capsys, tmp_path):
             "[model]\nhf_assets_path = 'a'\n[checkpoint]\nenable = true\ninitial_load_in_hf = true",
             {"checkpoint.initial_load_path": "a", "model.tokenizer_path": "a", "checkpoint.last_save_model_only": True},
         ),
-        *(  # without hf_assets_path weights were where its default says, wherever the tokenizer is
+        *(  # weights were beside the tokenizer
             (
                 f"{model}[checkpoint]\n{enable} = true\ninitial_load_in_hf = true\n{rest}",
                 {"checkpoint.initial_load_in_hf": True, "checkpoint.initial_load_path": path},
@@ -217,7 +217,8 @@ def test_july_2024_means_its_own_defaults(capsys, tmp_path):
                 ("", "enable", "initial_load_path = ''", "./tests/assets/tokenizer"),
                 ("", "enable", "initial_load_path = 'b'", "b"),
                 ("", "enable", "initial_load_in_hf_quantized = true", "./tests/assets/tokenizer"),
-                ("[model]\ntokenizer_path = 'a'\n", "enable_checkpoint", "", "./tests/assets/tokenizer"),
+                ("[model]\ntokenizer_path = 'a'\n", "enable_checkpoint", "", "a"),
+                ("[model]\nhf_assets_path = 'a'\ntokenizer_path = 'b'\n", "enable", "", "b"),
                 ("[model]\nhf_assets_path = 'a'\n", "enable_checkpoint", "", "a"),
             )
         ),

@@ -291,17 +291,22 @@ def test_bad_job_is_explained_before_anything_starts(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def timeouts_of_groups(argv: list[str]) -> set[tuple[str, float]]:
+def timeouts_of_groups(argv: list[str]) -> list[dict[str, float]]:
+    """At the trainer's start, and when it sets another."""
     trainer = Trainer(config_manager.load(argv), read_ranks())
     axes = [trainer.mesh.get_group(axis) for axis in ("dp_replicate", "dp_shard")]
     groups = {"world": dist.group.WORLD, "axis": axes[0], "other axis": axes[1], "saves": Peers("saves").group}
-    distributed.set_timeout(77)
     backends = {name: group._get_backend(torch.device("cpu")) for name, group in groups.items()}
-    return {(name, backend.options._timeout.total_seconds()) for name, backend in backends.items()}
+    seen = []
+    for seconds in (None, 78):
+        if seconds:
+            distributed.set_timeout(seconds)
+        seen.append({name: backend.options._timeout.total_seconds() for name, backend in backends.items()})
+    return seen
 
 
 def test_until_the_first_step_every_group_but_those_of_checkpoints_waits_as_long_as_the_job_says(texts, tmp_path):
     options = dict(parallelism__data_parallel_replicate_degree=2, training__local_batch_size=2)
     argv = jobs.arguments(tmp_path, texts, comm__init_timeout_seconds=77, **options)
-    expected = {(name, 77.0) for name in ("world", "axis", "other axis")} | {("saves", 1800.0)}
+    expected = [dict.fromkeys(("world", "axis", "other axis"), s) | {"saves": 1800.0} for s in (77.0, 78.0)]
     assert run_ranks(4, timeouts_of_groups, argv) == [expected] * 4

@@ -1,7 +1,5 @@
 """`python -m torchtitan`, the same as the command `torchtitan`."""
 
-import sys
+from torchtitan.cli import run
 
-from torchtitan.cli import main
-
-sys.exit(main())
+run()

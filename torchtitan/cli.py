@@ -9,6 +9,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
+
+from torchtitan.leaving import exit_with
 
 COMMANDS = {
     "train": "train the job of --job.config_file job.toml, with --section.key value to change it",
@@ -22,9 +25,14 @@ USAGE = "usage: torchtitan COMMAND [--help] [arguments]\n\n" + "\n".join(f"  {c:
 REFUSED, INTERRUPTED, OUTPUT_CLOSED = 2, 130, 141
 
 
-def main(argv: list[str] | None = None) -> int:
+def run() -> NoReturn:
+    """The program."""
+    exit_with(lambda: main(sys.argv[1:]))
+
+
+def main(argv: list[str]) -> int:
     """Run a subcommand; returns the exit code of the process."""
-    return guarded(lambda: _dispatch(sys.argv[1:] if argv is None else argv))
+    return guarded(lambda: _dispatch(argv))
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -9,6 +9,7 @@ import os
 import sys
 
 from torchtitan import train
+from torchtitan.leaving import exit_with
 from torchtitan.ranks import set_default
 
 EXPLAINED = {train.REFUSED, train.NOT_LOADED, train.NON_FINITE, train.NOT_SAVED, train.INTERRUPTED, 143}
@@ -55,4 +56,4 @@ def launch(num_ranks: int, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    train.exit_with(main, sys.argv[1:])
+    exit_with(lambda: train.quietly(main, sys.argv[1:]))

@@ -270,10 +270,11 @@ def _combined(old: Values, values: Values, result: Upgrade) -> Values:
         result.stuck.append(("training.data_parallel_type", kind, 'known are "fsdp" and "ddp"'))
     loads = values.get("checkpoint.enable", old.get("checkpoint.enable_checkpoint"))
     if loads and values.get("checkpoint.initial_load_in_hf") and not values.get("checkpoint.initial_load_path"):
+        # weights were looked for beside the tokenizer, of whose two options the older one went first
         default = DEFAULTS[V0_2_2]["model.tokenizer_path"]  # of the one dialect that knew these options
-        # weights were looked for beside the tokenizer
-        values["checkpoint.initial_load_path"] = old.get("model.hf_assets_path", default)
-        result.notes.append("written out, as it was model.hf_assets_path: checkpoint.initial_load_path")
+        folder = values.get("model.tokenizer_path") or old.get("model.hf_assets_path", default)
+        values["checkpoint.initial_load_path"] = folder
+        result.notes.append("written out, as weights lay beside the tokenizer: checkpoint.initial_load_path")
     if values.get("validation.enable") and values.get("validation.steps", -1) == -1:
         why = "-1, the default then, was to the data's end; give the number of batches"
         result.stuck.append(("validation.steps", values.pop("validation.steps", None), why))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from torchtitan import config_manager
 from torchtitan.checkpoint import CheckpointError
 from torchtitan.config import JobConfig
+from torchtitan.leaving import exit_with
 from torchtitan.options import ConfigError
 from torchtitan.ranks import Ranks, likely_device, read_ranks, set_up_logging
 from torchtitan.rules import check, with_faults_of_the_rest
@@ -87,14 +88,13 @@ def run(config: JobConfig, ranks: Ranks) -> int:
     return 0 if finished or not stopped_by else 128 + stopped_by[0]
 
 
-def exit_with(command: Callable[[list[str]], int], argv: list[str]) -> None:
-    """Leave the process with the command's exit code; Ctrl-C needs no traceback."""
+def quietly(command: Callable[[list[str]], int], argv: list[str]) -> int:
+    """The command's exit code; Ctrl-C needs no traceback."""
     try:
-        code = command(argv)
+        return command(argv)
     except KeyboardInterrupt:
-        code = INTERRUPTED
-    sys.exit(code)
+        return INTERRUPTED
 
 
 if __name__ == "__main__":
-    exit_with(main, sys.argv[1:])
+    exit_with(lambda: quietly(main, sys.argv[1:]))

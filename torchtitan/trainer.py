@@ -68,7 +68,7 @@ class Trainer:
         if config.checkpoint.last_save_in_hf:  # whether the format has these sizes is better known before the run
             build.model_spec(config).hf.config_to_hf(build.model_args(config))
         self.model = build.model(config, self.mesh, self.dims, self.device)
-        distributed.set_timeout(config.comm.init_timeout_seconds)  # the mesh's groups begin with torch's 30 minutes
+        distributed.set_timeout(config.comm.init_timeout_seconds)  # else torch's own for the mesh's groups
         self.optimizers = build.optimizers(config, self.model)
         self.schedulers = build.lr_schedulers(config, self.optimizers)
 
