@@ -1,5 +1,7 @@
 """The harness itself: results in order, failures named by rank, a fresh set of ranks after a failure."""
 
+import os
+import resource
 import signal
 import subprocess
 import sys
@@ -36,6 +38,31 @@ def test_a_failing_rank_is_named_and_the_next_test_gets_fresh_ranks():
     with pytest.raises(RankFailed, match=r"rank 1 ---[\s\S]*planted"):
         run_ranks(2, fail_on_rank_one)
     assert run_ranks(2, sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)]
+
+
+def crash_on_rank_one(marker: Path, times: int):
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if dist.get_rank() == 1 and len(list(marker.iterdir())) < times:
+        Path(marker, str(os.getpid())).touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+
+
+def test_a_crash_below_python_is_tried_once_more(tmp_path):
+    with pytest.warns(UserWarning, match=r"crash_on_rank_one.* is run again: [\s\S]*rank 1 ---\nprocess ended .* -11"):
+        assert run_ranks(2, crash_on_rank_one, tmp_path, 1) == [None, None]
+    with pytest.warns(UserWarning), pytest.raises(RankFailed, match="exit code -11"):
+        run_ranks(2, crash_on_rank_one, tmp_path, 3)
+
+
+def wait_for_ever():
+    while True:
+        time.sleep(0.1)
+
+
+def test_ranks_that_hang_say_where():
+    with pytest.raises(RankFailed, match=r"rank 0 ---\nno answer within 1 s[\s\S]*in wait_for_ever[\s\S]*rank 1 ---"):
+        run_ranks(2, wait_for_ever, limit=1)
 
 
 def makes_meshes_and_groups() -> tuple[bool, bool]:
