@@ -6,6 +6,7 @@ layer.py     order by expert, experts, back to the tokens; the transformer block
 balance.py   what the trainer does once per step: load, bias, metrics
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
@@ -78,7 +79,7 @@ class MoEArgs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEDecoderArgs(MoEArgs):
+class MoEDecoderArgs(MoEArgs, ABC):
     """Of a whole decoder. A family adds its own, and says how many weights its matrices and its norms have."""
 
     n_layers: int
@@ -94,13 +95,13 @@ class MoEDecoderArgs(MoEArgs):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
 
+    @abstractmethod
     def _matrices(self, moe: int) -> int:
-        """Of all layers and the output head, with `moe` weights in a layer with experts."""
-        raise NotImplementedError
+        """Weights of all layers and the output head, with `moe` of them in a layer with experts."""
 
     @property
-    def _norm_parameters(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def _norm_parameters(self) -> int: ...
 
     @property
     def num_matmul_parameters(self) -> int:
