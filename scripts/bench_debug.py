@@ -77,6 +77,8 @@ NONE, SECOND, FULL, KEEP_COMM = (
 )
 OVERLAP = {"parallelism.pipeline_parallel_expert_parallel_overlap": "true"}
 MOE = {"model.name": "deepseek"}
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+"""Of torchtitan v0.2.2's debug model with experts, which is what the figures there are of."""
 PLANS: dict[str, tuple[int, int, dict[str, str]]] = {
     "one rank": (1, 1, SECOND),
     "FSDP 2": (2, 2, SECOND),
@@ -99,8 +101,11 @@ GOALS = {"same settings": 1.0, "shipped": 1.45, "compiled blocks": 1.65, "compil
 
 
 def arguments(sizes: bench_bare.Sizes, folder: Path, **options: object) -> list[str]:
+    numbers = {"dim": sizes.dim, "n_layers": sizes.layers, "n_heads": sizes.heads}
+    if options.get("model.name") == "deepseek":
+        numbers |= LATENT
     shape = {
-        "model.overrides": f"{{dim={sizes.dim}, n_layers={sizes.layers}, n_heads={sizes.heads}}}",
+        "model.overrides": "{" + ", ".join(f"{name}={number}" for name, number in numbers.items()) + "}",
         "training.local_batch_size": sizes.batch,
         "training.seq_len": sizes.seq_len,
     }

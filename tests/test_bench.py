@@ -8,6 +8,7 @@ import pytest
 
 from scripts.bench_timing import WARM_UP, Goal, Guest, Turns, order, row, seconds_to_first_step, steps, take_turns
 from tests.jobs import ROOT
+from torchtitan import build
 from torchtitan.config_manager import load
 from torchtitan.rules import check
 
@@ -117,3 +118,13 @@ def test_every_plan_of_the_benchmarks_is_legal(monkeypatch, tmp_path):
     jobs += [compare_plans.job_of_plan(plan, tmp_path, 20, moe) for plan in compare_plans.EXPERT_PLANS.values()]
     for ranks, argv in jobs:
         assert check(load(argv), ranks, "cpu") == [], argv
+
+
+def test_the_model_with_experts_is_the_one_that_is_measured_against(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    bench_debug = importlib.import_module("bench_debug")
+    args = build.model_args(load(bench_debug.job_of_plan("MoE, EP 2", bench_debug.SIZES, tmp_path, 5)[1]))
+    assert (args.dim, args.n_layers, args.n_dense_layers, args.n_heads, args.vocab_size) == (256, 6, 1, 16, 2048)
+    latent = (args.kv_lora_rank, args.qk_nope_head_dim, args.qk_rope_head_dim, args.v_head_dim)
+    assert latent == (512, 128, 64, 128)
+    assert (args.n_experts, args.top_k, args.n_shared_experts, args.expert_dim) == (8, 3, 2, 256)

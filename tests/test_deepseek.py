@@ -1,6 +1,7 @@
 """DeepSeek V2 and V3: arguments, logits and gradients against transformers, positions. See also test_hf_deepseek."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -36,12 +37,14 @@ def test_biases_of_the_largest_are_as_many_as_published():
     assert sum(b.numel() for name, b in model.named_buffers() if name.endswith("expert_bias")) == 14_848
 
 
-def test_the_debug_model_is_the_one_that_is_measured_against():
-    args = SIZES["deepseek"]["debugmodel"]
-    assert (args.dim, args.n_layers, args.n_dense_layers, args.vocab_size) == (256, 6, 1, 2048)
-    latent = (args.kv_lora_rank, args.qk_nope_head_dim, args.qk_rope_head_dim, args.v_head_dim)
-    assert latent == (512, 128, 64, 128)
-    assert (args.n_experts, args.top_k, args.n_shared_experts, args.expert_dim) == (8, 3, 2, 256)
+def test_the_debug_model_has_the_proportions_of_the_smallest_published():
+    debug, published = SIZES["deepseek"]["debugmodel"], SIZES["deepseek"]["16B"]
+    assert debug.n_heads * debug.v_head_dim == debug.dim
+    for size in ("n_heads * v_head_dim", "kv_lora_rank", "n_heads * qk_nope_head_dim", "n_heads * qk_rope_head_dim"):
+        one, other = (
+            math.prod(getattr(args, name) for name in size.split(" * ")) / args.dim for args in (debug, published)
+        )
+        assert one == other, size
 
 
 @pytest.mark.parametrize(
