@@ -63,6 +63,7 @@ PLANS: dict[str, Plan] = {
     **{f"cp 2 {name}": (2, 1, method(name)) for name in ("allgather", "ring", "alltoall", "ulysses")},
     **{f"pp 2 {name}": (2, 1, schedule(name)) for name in SCHEDULES},
     "fsdp 2 x tp 2 x pp 2": (8, 2, TP | PP),
+    "fsdp 2 x cp 2 x tp 2": (8, 2, CP | TP),
     "tp 2 x cp 2 x pp 2, DualPipeV, recompute": (8, 1, TP | CP | schedule("DualPipeV") | recompute("full")),
 }
 EXPERT_PLANS: dict[str, Plan] = {

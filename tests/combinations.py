@@ -44,6 +44,13 @@ class Combination:
         """Enough for two stages a rank, and one that makes the cut uneven."""
         return 3 if self.pp == 1 else 2 * self.pp + 1
 
+    @property
+    def evaluated(self) -> bool:
+        """Whether the loss without gradients is compared too: recompute has no part in it, and compiled it would be
+        compiled a second time.
+        """
+        return self.compile == "no" and self.recompute == "none"
+
 
 LAYOUTS = {
     "one rank": dict(ranks=1),
@@ -108,7 +115,7 @@ def tensor_and_context_parallel() -> list[Combination]:
         rows += [Combination(**layout, loss_parallel=False, loss_chunks=2)]
         rows += [Combination(**layout, sequence_parallel=False, loss_parallel=False, precision="float64")]
         rows += [Combination(**layout, model="llama3.2")]
-        rows += [Combination(**layout, compile="block", recompute=mode) for mode in ("full", "op")]
+    rows += [Combination(**COMPOSED["TP 2"], compile="block", recompute=mode) for mode in ("full", "op")]
     rows += [Combination(ranks=4, tp=4, model="llama2"), Combination(ranks=4, dp_replicate=2, tp=2)]
     rows += [Combination(**COMPOSED[name], cpu_offload=True, recompute="2") for name in OFFLOADED]
     for method in METHODS:
@@ -235,12 +242,12 @@ def data_parallel() -> list[Combination]:
         rows += [Combination(**layout, precision="float64", recompute="full", accumulation=2, loss_chunks=2)]
         rows += [Combination(**layout, precision="bfloat16")]
         rows += [Combination(**layout, document_mask=True, recompute="op")]
-        rows += [Combination(**layout, compile="block", recompute="2", accumulation=2)]
         if name != "FSDP 4":
+            rows += [Combination(**layout, compile="block", recompute="2", accumulation=2)]
             rows += [Combination(**layout, cpu_offload=True, recompute="2")]
     for layout in (LAYOUTS["one rank"], LAYOUTS["FSDP 2"], LAYOUTS["DDP 2"]):
-        rows += [Combination(**layout, compile="block", recompute=mode) for mode in ("none", "full", "op")]
-        rows += [Combination(**layout, compile="block", recompute="memory_budget")]
+        modes = ("none", "memory_budget") if layout.get("dp_replicate") else ("none", "full", "op", "memory_budget")
+        rows += [Combination(**layout, compile="block", recompute=mode) for mode in modes]
         rows += [Combination(**layout, compile="block", precision="bfloat16", document_mask=True, loss_chunks=2)]
         rows += [Combination(**layout, precision="bfloat16", recompute=mode) for mode in ("full", "op")]
     rows += [

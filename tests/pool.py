@@ -3,19 +3,16 @@
 Importing torch costs seconds and starting a rank from a fork server that has imported it 0.05 s, so a test pays only
 for what it runs. A rank that fails leaves its peers inside a collective; then the whole set is killed and the next
 test gets a fresh one.
-
-Between its tests a set is stopped (SIGSTOP): gloo looks for news of each group a hundred times a second, and the groups
-of thirty idle ranks took a third of the suite's time.
 """
 
 import atexit
 import faulthandler
+import gc
 import importlib
 import os
 import random
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
 import traceback
@@ -100,18 +97,8 @@ class RankPool:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
-        # Stopped ranks would outlive a pytest that is killed: at the end of our pipe they are woken, see the end of
-        # theirs and leave.
-        wake = ["sh", "-c", 'read _; kill -CONT "$@"', "sh", *(str(process.pid) for process in self.processes)]
-        self.watcher = subprocess.Popen(wake, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
-
-    def signal(self, number: int) -> None:
-        for process in self.processes:
-            if process.is_alive():
-                os.kill(process.pid, number)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], limit: float) -> list[Any]:
-        self.signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send((function.__module__, function.__qualname__, args))
         deadline = time.monotonic() + limit
@@ -139,12 +126,13 @@ class RankPool:
         failed = {rank: text for rank, (ok, text) in sorted(answers.items()) if not ok}
         if failed:
             raise kind("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in failed.items()))
-        self.signal(signal.SIGSTOP)
         return [answers[rank][1] for rank in range(len(self.pipes))]
 
     def stacks(self) -> list[str]:
         """What each rank is doing."""
-        self.signal(signal.SIGUSR1)
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
         time.sleep(1)
         return [path.read_text() if path.exists() else "" for path in map(self.stack_file, range(len(self.pipes)))]
 
@@ -158,7 +146,6 @@ class RankPool:
             process.join(10)
         for pipe in self.pipes:
             pipe.close()
-        self.watcher.communicate()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -173,6 +160,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: connection.Connection)
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
     torch.set_num_threads(1)
+    gc.freeze()  # what came with the fork stays; looking through it costs 3 to 8 % of a row
     faulthandler.register(signal.SIGUSR1, file=open(os.path.join(folder, f"stacks-{rank}"), "w"))  # noqa: SIM115
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)

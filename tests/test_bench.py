@@ -84,8 +84,8 @@ def test_bench_trainer():
 
 
 def test_bench_trainer_against_itself():
-    lines = run("scripts/bench_trainer.py", "--quick", "--aa", "--only", "1", "3")
-    assert [line.split()[0] for line in lines[3:]] == list("13")
+    lines = run("scripts/bench_trainer.py", "--quick", "--aa", "--only", "3")
+    assert [line.split()[0] for line in lines[3:]] == ["3"]
 
 
 def test_bench_debug():
@@ -97,15 +97,15 @@ def test_bench_debug():
 
 
 def test_bench_debug_plans():
-    names = ["MoE, EP 2"]
+    names = ["one rank"]
     lines = run("scripts/bench_debug.py", "--quick", "--plans", *names)
     assert [line[: line.index("  ")] for line in lines[3:]] == names
     assert all("tok/s" in line and "CPU seconds a step" in line for line in lines[3:])
 
 
 def test_bench_schedules():
-    lines = run("scripts/bench_schedules.py", "--quick", "--only", "1F1B", "DualPipeV in pairs")
-    assert [line.split(":")[0] for line in lines[3:]] == ["1F1B", "DualPipeV in pairs"]
+    lines = run("scripts/bench_schedules.py", "--quick", "--only", "DualPipeV in pairs")
+    assert [line.split(":")[0] for line in lines[3:]] == ["DualPipeV in pairs"]
 
 
 def test_every_plan_of_the_benchmarks_is_legal(monkeypatch, tmp_path):

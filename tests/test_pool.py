@@ -85,7 +85,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_stopped_ranks_do_not_outlive_their_tests():
+def test_ranks_do_not_outlive_a_killed_pytest():
     done = subprocess.run([sys.executable, "-c", KILLED], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL, done.stderr
     deadline = time.monotonic() + 20

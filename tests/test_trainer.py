@@ -57,16 +57,7 @@ PLANS = {
     },
     **{f"PP {name}": (2, PP | dict(parallelism__pipeline_parallel_schedule=name)) for name in SCHEDULES},
     "PP, accumulation": (2, PP | dict(training__local_batch_size=4)),
-    "PP x FSDP x TP": (8, PP | TP | dict(training__local_batch_size=4)),
-    "PP x CP x TP, recompute": (
-        8,
-        PP
-        | TP
-        | CP
-        | dict(parallelism__pipeline_parallel_schedule="DualPipeV", activation_checkpoint__mode="full")
-        | dict(parallelism__pipeline_parallel_microbatch_size=2),
-    ),
-    "FSDP x CP x TP": (8, TP | CP | dict(training__local_batch_size=4)),
+    "PP x FSDP x TP": (8, PP | TP | dict(training__local_batch_size=4)),  # compare_plans.py has more of this size
 }
 
 

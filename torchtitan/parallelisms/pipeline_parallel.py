@@ -135,8 +135,10 @@ def cut_model(model: nn.Module, stages: Sequence[Sequence[str]], mine: Sequence[
     everything = {name for stage in stages for name in stage}
     parts = []
     for index in mine:
-        part = copy.deepcopy(model)
-        for name in everything.difference(stages[index]):
+        others = everything.difference(stages[index])
+        # what is "copied" already stays what it is said to be: None. A large model's other stages take a while to copy.
+        part = copy.deepcopy(model, {id(model.get_submodule(name)): None for name in others})
+        for name in others:
             parent_name, _, child = name.rpartition(".")
             parent = part.get_submodule(parent_name)
             if isinstance(parent, nn.ModuleDict):
