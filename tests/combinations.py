@@ -46,10 +46,11 @@ class Combination:
 
     @property
     def evaluated(self) -> bool:
-        """Whether the loss without gradients is compared too: recompute has no part in it, and compiled it would be
-        compiled a second time.
+        """Whether the loss without gradients is compared too. Compiled it would be compiled a second time. Recompute has
+        no part in it: layouts with many rows are evaluated in those without.
         """
-        return self.compile == "no" and self.recompute == "none"
+        rare = self.pp > 2 or self.ep > 1 or self.precision == "bfloat16" or self.cpu_offload
+        return self.compile == "no" and (rare or self.recompute == "none")
 
 
 LAYOUTS = {
@@ -116,6 +117,7 @@ def tensor_and_context_parallel() -> list[Combination]:
         rows += [Combination(**layout, sequence_parallel=False, loss_parallel=False, precision="float64")]
         rows += [Combination(**layout, model="llama3.2")]
     rows += [Combination(**COMPOSED["TP 2"], compile="block", recompute=mode) for mode in ("full", "op")]
+    rows += [Combination(**COMPOSED["FSDP 2 x TP 2"], compile="block", recompute="full")]
     rows += [Combination(ranks=4, tp=4, model="llama2"), Combination(ranks=4, dp_replicate=2, tp=2)]
     rows += [Combination(**COMPOSED[name], cpu_offload=True, recompute="2") for name in OFFLOADED]
     for method in METHODS:

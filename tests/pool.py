@@ -1,4 +1,4 @@
-"""Ranks for distributed tests: one set of gloo processes per world size, started once and kept.
+"""Ranks for distributed tests: one set of gloo processes per world size (and test worker), started once and kept.
 
 Importing torch costs seconds and starting a rank from a fork server that has imported it 0.05 s, so a test pays only
 for what it runs. A rank that fails leaves its peers inside a collective; then the whole set is killed and the next

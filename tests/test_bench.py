@@ -97,10 +97,8 @@ def test_bench_debug():
 
 
 def test_bench_debug_plans():
-    names = ["one rank"]
-    lines = run("scripts/bench_debug.py", "--quick", "--plans", *names)
-    assert [line[: line.index("  ")] for line in lines[3:]] == names
-    assert all("tok/s" in line and "CPU seconds a step" in line for line in lines[3:])
+    (line,) = run("scripts/bench_debug.py", "--quick", "--plans", "TP 2")[3:]
+    assert line.startswith("TP 2  ") and "tok/s" in line and "CPU seconds a step" in line
 
 
 def test_bench_schedules():
@@ -122,9 +120,11 @@ def test_every_plan_of_the_benchmarks_is_legal(monkeypatch, tmp_path):
 
 def test_the_model_with_experts_is_the_one_that_is_measured_against(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.chdir(ROOT)
     bench_debug = importlib.import_module("bench_debug")
     args = build.model_args(load(bench_debug.job_of_plan("MoE, EP 2", bench_debug.SIZES, tmp_path, 5)[1]))
     assert (args.dim, args.n_layers, args.n_dense_layers, args.n_heads, args.vocab_size) == (256, 6, 1, 16, 2048)
     latent = (args.kv_lora_rank, args.qk_nope_head_dim, args.qk_rope_head_dim, args.v_head_dim)
     assert latent == (512, 128, 64, 128)
     assert (args.n_experts, args.top_k, args.n_shared_experts, args.expert_dim) == (8, 3, 2, 256)
+    assert args.bias_rate == 0.001  # what moves the load

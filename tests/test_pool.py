@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import shared_meshes
 from tests.jobs import ROOT
 from tests.pool import RankFailed, run_ranks
 from torchtitan.checkpoint.agreement import Peers
@@ -73,6 +74,12 @@ def makes_meshes_and_groups() -> tuple[bool, bool]:
 def test_equal_meshes_and_groups_are_one():
     """Else the threads of their groups add up over the tests, until the machine does nothing but switch threads."""
     assert run_ranks(2, makes_meshes_and_groups) == [(True, True)] * 2
+
+
+def test_ranks_listen_where_they_are_told(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    with pytest.raises(RuntimeError, match="nowhere0"):
+        shared_meshes.share_gloo_device()
 
 
 KILLED = """

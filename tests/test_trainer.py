@@ -57,7 +57,12 @@ PLANS = {
     },
     **{f"PP {name}": (2, PP | dict(parallelism__pipeline_parallel_schedule=name)) for name in SCHEDULES},
     "PP, accumulation": (2, PP | dict(training__local_batch_size=4)),
-    "PP x FSDP x TP": (8, PP | TP | dict(training__local_batch_size=4)),  # compare_plans.py has more of this size
+    "PP x CP, recompute, microbatches of 2": (
+        4,
+        PP | CP | dict(activation_checkpoint__mode="full", parallelism__pipeline_parallel_microbatch_size=2),
+    ),
+    # one of this size; scripts/compare_plans.py, run by hand, has the others
+    "PP x FSDP x TP": (8, PP | TP | dict(training__local_batch_size=4)),
 }
 
 

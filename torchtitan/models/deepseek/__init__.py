@@ -126,7 +126,7 @@ DEEPSEEK = {
         n_experts=8,
         top_k=3,
         n_shared_experts=2,
-        bias_rate=0.01,  # ten times V3's: the job has 60 steps
+        bias_rate=0.01,  # ten times V3's: the 60 steps of deepseek_debug.toml have to do
         max_seq_len=16384,
     ),
     # V2-Lite
