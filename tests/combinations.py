@@ -46,8 +46,8 @@ class Combination:
 
     @property
     def evaluated(self) -> bool:
-        """Whether the loss without gradients is compared too. Compiled it would be compiled a second time. Recompute has
-        no part in it: layouts with many rows are evaluated in those without.
+        """Whether the loss without gradients is compared too. Compiled it would be compiled a second time. Recompute
+        has no part in it: layouts with many rows are evaluated in those without.
         """
         rare = self.pp > 2 or self.ep > 1 or self.precision == "bfloat16" or self.cpu_offload
         return self.compile == "no" and (rare or self.recompute == "none")
