@@ -206,7 +206,3 @@ def same(value: Any, expected: Any) -> bool:
     if not is_tensor(value):
         return value == expected
     return value.dtype == expected.dtype and torch.equal(local(value), expected)
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -69,9 +69,13 @@ def state_hash(trainer: Trainer) -> str:
     for name, parameter in sorted(trainer.model.named_parameters(), key=lambda item: clean_name(item[0])):
         state = next((o.state[parameter] for o in trainer.optimizers if parameter in o.state), {})
         for key, value in [("", parameter.detach()), *sorted(state.items())]:
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            digest.update(f"{clean_name(name)}.{key}".encode() + whole.contiguous().numpy().tobytes())
+            digest.update(f"{clean_name(name)}.{key}".encode() + full(value).contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor of which this rank perhaps has a piece. All ranks call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def logged_steps(folder: Path) -> list[dict]:

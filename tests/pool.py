@@ -51,7 +51,7 @@ class RankCrashed(RankFailed):
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit: float = DEFAULT_LIMIT) -> list[Any]:
     """Run `function(*args)`, a module-level function, on every rank; the results in rank order. Once more, with a
-    warning, if a rank crashed: gloo was seen to spoil the heap once in some thousand runs.
+    warning, if a rank crashed: once in some thousand runs a rank's heap was found spoiled, and nobody knows by whom.
     """
     for attempt in (1, 2):
         pool = _pools.get(world_size)

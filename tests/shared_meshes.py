@@ -36,8 +36,8 @@ def _group(ranks: list[int] | None = None, **kwargs: Any) -> dist.ProcessGroup:
 
 def share_gloo_device() -> None:
     """One device for all groups. A device has a thread that looks for news a hundred times a second: with one for each
-    group, as torch makes them, those of eight ranks took a third of the time of their tests. (The names with a line in
-    front are torch's, 2.11 to 2.13.)
+    group, as torch makes them, those of eight ranks took a third of the time of their tests. Through private names of
+    torch 2.13.
     """
     group, interface = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME", "")
     device = group.create_device(interface=interface) if interface else group.create_default_device()

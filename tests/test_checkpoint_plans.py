@@ -9,7 +9,8 @@ import torch
 
 from tests import jobs
 from tests.checkpoint_job import rank
-from tests.checkpoint_plans import ARGS, MOMENTS, PLANS, TIED, Held, Plan, full, reference
+from tests.checkpoint_plans import ARGS, MOMENTS, PLANS, TIED, Held, Plan, reference
+from tests.jobs import full
 from tests.pool import run_ranks
 from torchtitan.checkpoint import CheckpointError, layout, load_model_for_inference, storage, tensors
 from torchtitan.models import SIZES

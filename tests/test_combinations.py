@@ -6,9 +6,9 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from tests.combinations import Combination, table
+from tests.jobs import full
 from tests.pool import run_ranks
 from torchtitan.initialization import initialize
 from torchtitan.loss import IGNORE_INDEX, SummedCrossEntropy
@@ -59,11 +59,15 @@ def batch() -> dict[str, torch.Tensor]:
     return {"tokens": tokens[:, :-1], "labels": labels, "positions": positions, "document_ids": document_ids}
 
 
+def local_batch_size(row: Combination, dims: ParallelDims) -> int:
+    return SAMPLES // dims.dp // row.accumulation
+
+
 def assembled(row: Combination) -> ParallelModel:
     dims = ParallelDims(row.ranks, row.dp_replicate, row.dp_shard, row.cp, row.tp, row.pp, row.ep)
     with torch.device("meta"):
         model = build_plain(row)
-    local = SAMPLES // dims.dp // row.accumulation
+    local = local_batch_size(row, dims)
     # Rows in float64 show schedules with more microbatches than fill the pipeline; the others take less time.
     microbatch_size = 2 if local >= 4 * row.pp and row.precision != "float64" else 1
     modes = ("none", "full", "full_keep_comm", "memory_budget")
@@ -116,7 +120,7 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
     everything = batch()
     names = ("tokens", "labels", "positions", "document_ids")[: 4 if row.document_mask else 2]
     mine = {name: everything[name][model.dims.dp_rank(model.mesh) :: model.dims.dp] for name in names}
-    size = SAMPLES // model.dims.dp // row.accumulation
+    size = local_batch_size(row, model.dims)
     valid = int((everything["labels"] != IGNORE_INDEX).sum())
     losses = torch.zeros(2, dtype=DTYPE[row.precision])
     if row.evaluated:
@@ -129,10 +133,7 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
     dist.all_reduce(losses)
     losses /= row.tp
     norm = model.clip_gradients(0.0)
-    grads = {
-        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()
-    }
-    grads = {name: grad.numpy() for name, grad in grads.items()}
+    grads = {name: full(p.grad).numpy() for name, p in model.named_parameters()}
     model.after_step()
     return losses[0].item(), norm.item(), grads, losses[1].item(), model.extra_metrics()
 

@@ -23,6 +23,7 @@ from tests.hf_parity import (
     twin,
     write_folder,
 )
+from tests.jobs import full
 from tests.pool import run_ranks
 from tests.tiny_decoders import DEEPSEEK, MULTI_TOKEN
 from torchtitan.models import SIZES
@@ -84,7 +85,7 @@ def sharded_round_trip(folder):
     HF.save_hf(folder, model.state_dict(), TINY, write=mesh.get_rank() == 0)
     torch.distributed.barrier()
     HF.load_hf(folder, fresh, TINY)
-    return same({name: getattr(v, "full_tensor", lambda v=v: v)() for name, v in fresh.state_dict().items()}, whole)
+    return same({name: full(v) for name, v in fresh.state_dict().items()}, whole)
 
 
 def test_sharded_models_save_and_load(tmp_path):

@@ -8,9 +8,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.jobs import full
 from tests.pool import run_ranks
 from torchtitan import initialization
 from torchtitan.initialization import Constant, Normal, clean_name, initialize
@@ -43,11 +44,7 @@ def drawn(seed=0, prepare=lambda model: None):
 
 
 def whole_tensors(model):
-    return {clean_name(name): whole(p.detach()) for name, p in model.named_parameters()}
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return {clean_name(name): full(p.detach()) for name, p in model.named_parameters()}
 
 
 def by_rows(model):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests import test_combinations
 from tests.combinations import Combination
+from tests.jobs import full
 from tests.pool import run_ranks
 from torchtitan.initialization import Normal, initialize
 from torchtitan.loss import SummedCrossEntropy
@@ -273,7 +274,7 @@ def test_backward_of_inputs_and_of_weights_apart(num_chunks, options):
 def logits_of(options):
     with torch.no_grad():
         logits = split(*meshed(2), options=options)(test_combinations.batch()["tokens"])
-    return isinstance(logits, DTensor), logits.full_tensor() if isinstance(logits, DTensor) else logits
+    return isinstance(logits, DTensor), full(logits)
 
 
 @pytest.mark.parametrize("loss_parallel", [True, False])
