@@ -2,6 +2,7 @@
 # Train from a TOML job file. Further arguments override the file: ./run_llama_train.sh --training.steps 20
 #   NGPU         ranks to start (default: the GPUs there are, or 2 gloo ranks without one)
 #   CONFIG_FILE  the job (default: train_configs/debug_model.toml)
+#   NNODES, NODE_RANK, HEAD_ADDR, HEAD_PORT   of several machines: how many, which this is, where the first one is
 #   LOG_RANK     local ranks that print, separated by commas (default: 0)
 # Relative paths in the job and in arguments are relative to this folder.
 set -euo pipefail

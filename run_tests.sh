@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
 # The test command. Arguments go to pytest: ./run_tests.sh tests/test_llama.py -k gradients
 # Without any, two workers share the whole suite: what one rank alone computes goes on beside what many ranks wait for.
+# `./run_tests.sh quick` leaves out what takes long, and answers in under three minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh
 ensure_environment test
-[ $# -gt 0 ] || set -- -n 2 --dist worksteal
+if [ "${1:-}" = quick ]; then
+  set -- --quick -n 2 --dist worksteal "${@:2}"
+elif [ $# -eq 0 ]; then
+  set -- -n 2 --dist worksteal
+fi
 exec "$PYTHON" -m pytest "$@"

@@ -40,9 +40,10 @@ from bench_timing import (
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from torchtitan import config_manager
+from torchtitan.config import manager
 from torchtitan.leaving import exit_with
 from torchtitan.metrics.json_lines import read_records
+from torchtitan.parallelisms.context.kernel import Tokens
 from torchtitan.ranks import read_ranks
 from torchtitan.trainer import Trainer
 
@@ -140,8 +141,8 @@ class PlainLoop:
 class PlainAttention(nn.Module):
     """The CPU's own kernel in whatever type comes, for "same settings"."""
 
-    def prepare(self, document_ids: torch.Tensor | None) -> None:
-        assert document_ids is None
+    def prepare(self, queries: Tokens, keys: Tokens | None = None) -> None:
+        assert queries.documents is None and keys is None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -153,7 +154,7 @@ def compare(options: argparse.Namespace) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     throw_lines_away()
     job = SETTINGS[options.worker] | {"training.steps": steps(options.pairs, options.repeats)}
-    trainer = Trainer(config_manager.load(arguments(options.sizes, options.folder / "run", **job)), ranks)
+    trainer = Trainer(manager.load(arguments(options.sizes, options.folder / "run", **job)), ranks)
     if options.worker == "same settings":
         trainer.model.parts[0].set_attention_kernel(PlainAttention())
     batches = list(islice(iter(trainer.loader), 8))

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 
-from torchtitan.parallelisms.exchange import Sizes
-from torchtitan.parallelisms.schedule_actions import rank_of_stages
-from torchtitan.parallelisms.schedule_tables import build_table
-from torchtitan.parallelisms.segmented_stage import SegmentedSchedule, SegmentedStage
-from torchtitan.parallelisms.segments import CountExchange, Exchange, Policy, Program, Segment
+from torchtitan.parallelisms.pipeline.actions import rank_of_stages
+from torchtitan.parallelisms.pipeline.overlap.exchange import Sizes
+from torchtitan.parallelisms.pipeline.overlap.segments import CountExchange, Exchange, Policy, Program, Segment
+from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedSchedule, SegmentedStage
+from torchtitan.parallelisms.pipeline.tables import build_table
 
 RUNS = {
     "ZBV": ("ZBVZeroBubble", False),

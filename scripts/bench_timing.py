@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,17 @@ def take_turns(a: Callable[[], Any], b: Callable[[], Any], pairs: int, repeats: 
     return turns
 
 
+class Later:
+    """A loader's batches without the first ones."""
+
+    def __init__(self, loader: Any, left_out: int):
+        self.loader, self.left_out = loader, left_out
+        self.position = loader.position
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.loader, self.left_out, None)
+
+
 class Guest:
     """Batches for a trainer (A), whose real loop runs untouched; between its steps another loop (B) takes its turns.
 
@@ -83,6 +95,10 @@ class Guest:
         self.turns = Turns(repeats)
         self.order = order(WARM_UP + pairs * repeats)
         self.steps = steps(pairs, repeats)
+
+    def position(self) -> Any:
+        """Which the trainer notes after every step."""
+        return self.batches.position()
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.batches)

@@ -24,6 +24,7 @@ from bench_timing import (
     ROOT,
     Goal,
     Guest,
+    Later,
     heading,
     row,
     seconds_to_first_step,
@@ -37,17 +38,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan import build, config_manager
-from torchtitan.datasets.loader import build_loader
+from torchtitan import build
+from torchtitan.config import manager
+from torchtitan.datasets.loader import Weighted, build_loader
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.datasets.tokens import ShardWriter
+from torchtitan.datasets.tokens import ShardWriter, TokenShards
 from torchtitan.metrics.json_lines import read_records
 from torchtitan.ranks import Ranks
 from torchtitan.trainer import Trainer
 
 SEQ_LEN, BATCH = 256, 4
 THREADS = 1
-ON_HOST = ("count_valid", "refuse_non_finite")
+ON_HOST = ("count", "refuse_non_finite")
 """Functions of the trainer that look at values: at labels before they go to the device; at the norm, on a CPU only."""
 
 
@@ -72,7 +74,7 @@ def arguments(folder: Path, **options: object) -> list[str]:
 
 
 def trainer_of(folder: Path, **options: object) -> Trainer:
-    return Trainer(config_manager.load(arguments(folder, **options)), Ranks())
+    return Trainer(manager.load(arguments(folder, **options)), Ranks())
 
 
 def write_shards(folder: Path, tokens: int) -> None:
@@ -92,7 +94,7 @@ class BareLoop:
     """The trainer's model, optimizer and data in the loop that one would write by hand; it prints nothing."""
 
     def __init__(self, folder: Path):
-        config = config_manager.load(arguments(folder))
+        config = manager.load(arguments(folder))
         plan = build.dims(config, 1)
         (self.model,) = build.model(config, plan.build_mesh("cpu"), plan, torch.device("cpu")).parts
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=8e-4, weight_decay=0.1, fused=True)
@@ -192,9 +194,7 @@ def loading(folder: Path, options: argparse.Namespace) -> Iterator[str]:
     floor = MemoryMap(folder / "shards", batch, seq_len)
     loader = iter(
         build_loader(
-            dataset="tokens",
-            dataset_path=str(folder / "shards"),
-            text_field="text",
+            sources=[Weighted("tokens", TokenShards(folder / "shards"))],
             tokenizer=build_tokenizer("bytes"),
             seq_len=seq_len,
             local_batch_size=batch,
@@ -256,7 +256,7 @@ def waiting(folder: Path, quick: bool, options: dict[str, object]) -> float:
     trainer = trainer_of(folder, **(settings | length | options))
     # Texts are tokenized whole, so each of the lanes costs most at its beginning: 0.1 s over the first 40 batches.
     # What is left out here falls into the first step, which is marked.
-    trainer.loader = islice(trainer.loader, 4 if quick else 64, None)
+    trainer.loader = Later(trainer.loader, 4 if quick else 64)
     trainer.train()
     trainer.metrics.close()
     records = [record for record in read_records(trainer.metrics.path) if "marked" not in record]

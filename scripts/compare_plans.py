@@ -21,7 +21,7 @@ from bench_timing import ROOT
 
 from torchtitan.metrics.json_lines import read_records
 from torchtitan.models import SIZES
-from torchtitan.parallelisms.pipeline_cut import SCHEDULES
+from torchtitan.parallelisms.pipeline.cut import SCHEDULES
 
 TOLERANCE = 1e-5  # float32 sums in another order, 1e-7 a step, amplified by 20 updates
 JOB = {

@@ -1,6 +1,7 @@
-"""What composes with what, as a Markdown table of the rows that tests/combinations.py holds equal to one device.
+"""What composes with what, as Markdown tables of the rows that tests/combinations.py holds equal to one device.
 
-Prints it; with --write, puts it between the two `matrix` marks of README.md.
+Prints them; with --write, puts the whole matrix between the two `matrix` marks of docs/combinations.md, and the pairs
+of parallelisms between those of README.md.
 """
 
 import sys
@@ -14,6 +15,7 @@ sys.path.insert(0, str(ROOT))
 from tests.combinations import METHODS, SCHEDULES, Combination, table  # noqa: E402
 
 BEGIN, END = "<!-- matrix -->", "<!-- /matrix -->"
+PAGE, README = ROOT / "docs/combinations.md", ROOT / "README.md"
 AXES = {"pp": "PP", "cp": "CP", "tp": "TP"}
 LAYOUT = ("ranks", "dp_replicate", "dp_shard", *AXES)
 """Fields that make a row; every other field of a combination is a column."""
@@ -62,18 +64,37 @@ def matrix(rows: list[Combination]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def pairs(rows: list[Combination]) -> str:
+    """Which parallelisms are tested together, and with how many ranks at most."""
+    on = {
+        "FSDP": lambda row: row.dp_shard > 1,
+        "DDP": lambda row: row.dp_replicate > 1,
+        **{name: lambda row, axis=axis: getattr(row, axis) > 1 for axis, name in AXES.items()},
+        "EP": lambda row: row.ep > 1,
+    }
+    lines = [["", *on], ["---"] * (len(on) + 1)]
+    for a, has_a in on.items():
+        cells = []
+        for b, has_b in on.items():
+            ranks = [row.ranks for row in rows if has_a(row) and has_b(row)]
+            cells.append(f"{max(ranks)} ranks" if ranks and a != b else "")
+        lines.append([a, *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def written_into(text: str, block: str) -> str:
     """The text with the block between its marks. ValueError without both of them."""
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"README.md needs the lines {BEGIN} and {END}, between which the table goes")
+        raise ValueError(f"the page needs the lines {BEGIN} and {END}, between which the table goes")
     return f"{head}{BEGIN}\n{block}\n{END}{tail}"
 
 
 if __name__ == "__main__":
-    if "--write" in sys.argv[1:]:
-        readme = ROOT / "README.md"
-        readme.write_text(written_into(readme.read_text(), matrix(table())))
-    else:
-        print(matrix(table()))
+    tables = {PAGE: matrix(table()), README: pairs(table())}
+    for page, content in tables.items():
+        if "--write" in sys.argv[1:]:
+            page.write_text(written_into(page.read_text(), content))
+        else:
+            print(content, end="\n\n")

@@ -32,6 +32,7 @@ class Combination:
     cpu_offload: bool = False
     document_mask: bool = False
     multi_token_prediction: int = 0  # depths
+    adapter: str = "none"  # what is trained instead of the model's own parameters (tests/support/adapted.py)
     model: str = "llama3"
 
     def __str__(self) -> str:
@@ -50,7 +51,8 @@ class Combination:
         has no part in it: layouts with many rows are evaluated in those without.
         """
         rare = self.pp > 2 or self.ep > 1 or self.precision == "bfloat16" or self.cpu_offload
-        return self.compile == "no" and (rare or self.recompute == "none")
+        drops = self.model in ("other_decoder", "classifier")  # in training only
+        return self.compile == "no" and not drops and (rare or self.recompute == "none")
 
 
 LAYOUTS = {
@@ -99,7 +101,7 @@ OFFLOADED = ("FSDP 2 x TP 2", "FSDP 2 x CP 2")
 
 
 def table() -> list[Combination]:
-    return data_parallel() + tensor_and_context_parallel() + pipelines() + experts() + eight_ranks()
+    return data_parallel() + tensor_and_context_parallel() + pipelines() + experts() + eight_ranks() + adapters()
 
 
 def tensor_and_context_parallel() -> list[Combination]:
@@ -115,7 +117,7 @@ def tensor_and_context_parallel() -> list[Combination]:
         rows += [Combination(**layout, sequence_parallel=False)]
         rows += [Combination(**layout, loss_parallel=False, loss_chunks=2)]
         rows += [Combination(**layout, sequence_parallel=False, loss_parallel=False, precision="float64")]
-        rows += [Combination(**layout, model="llama3.2")]
+        rows += [Combination(**layout, model=model) for model in ("llama3.2", "qwen3")]
     rows += [Combination(**COMPOSED["TP 2"], compile="block", recompute=mode) for mode in ("full", "op")]
     rows += [Combination(**COMPOSED["FSDP 2 x TP 2"], compile="block", recompute="full")]
     rows += [Combination(ranks=4, tp=4, model="llama2"), Combination(ranks=4, dp_replicate=2, tp=2)]
@@ -153,6 +155,8 @@ def pipelines() -> list[Combination]:
     rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], compile="block", schedule="Interleaved1F1B")]
     rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], model="llama3.2", schedule=s) for s in ("1F1B", "ZBVZeroBubble")]
     rows += [Combination(**COMPOSED["PP 2 x TP 2"], model="llama3.2", accumulation=2)]
+    rows += [Combination(**COMPOSED["PP 2"], model="qwen3", schedule=s) for s in ("1F1B", "DualPipeV")]
+    rows += [Combination(**COMPOSED["CP 2"], model="qwen3", method=method) for method in ("allgather", "ulysses")]
     for schedule in ("1F1B", "ZBVZeroBubble"):
         rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], schedule=schedule, accumulation=2, recompute="full")]
         rows += [Combination(**COMPOSED["PP 2 x DDP 2"], schedule=schedule, accumulation=2)]
@@ -220,6 +224,118 @@ def multi_token() -> list[Combination]:
     return rows
 
 
+def adapters() -> list[Combination]:
+    return one_number_a_block() + low_rank() + directed() + packed()
+
+
+def one_number_a_block() -> list[Combination]:
+    """Little to compare: rows that differ in what a gradient passes through on its way to it."""
+    scale, exact = dict(adapter="scale"), dict(adapter="scale", precision="float64")
+    rows = [Combination(**LAYOUTS[name], **exact) for name in ("one rank", "FSDP 2", "DDP 2")]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **scale, recompute=mode, accumulation=2) for mode in ("full", "op", "2")]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **scale, cpu_offload=True)]
+    rows += [Combination(**layout, **scale, compile="block") for layout in (LAYOUTS["one rank"], COMPOSED["TP 2"])]
+    rows += [Combination(**COMPOSED[name], **exact) for name in ("TP 2", "CP 2", "PP 2")]
+    rows += [Combination(**COMPOSED["TP 2"], **exact, sequence_parallel=False)]
+    rows += [Combination(**COMPOSED["PP 2"], **exact, model="llama3.2", schedule=s) for s in ("1F1B", "ZBVZeroBubble")]
+    rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], **scale, schedule="DualPipeV", recompute="full")]
+    overlap = dict(schedule="DualPipeV", overlap=True, model="deepseek")
+    rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **exact, **overlap, recompute="op")]
+    return rows
+
+
+def low_rank() -> list[Combination]:
+    lora, exact = dict(adapter="lora"), dict(adapter="lora", precision="float64")
+    rows = [Combination(**LAYOUTS[name], **exact) for name in ("one rank", "FSDP 2", "DDP 2", "HSDP 2x2")]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **lora, recompute=mode, accumulation=2) for mode in ("full", "op", "2")]
+    rows += [Combination(**LAYOUTS[name], **lora, precision="bfloat16") for name in ("one rank", "FSDP 2", "DDP 2")]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **lora, cpu_offload=True, prefetch=2)]
+    rows += [Combination(**LAYOUTS[name], **lora, compile="block", recompute="2") for name in ("one rank", "FSDP 2")]
+    for layout in (COMPOSED["TP 2"], COMPOSED["FSDP 2 x TP 2"]):
+        rows += [Combination(**layout, **exact, loss_chunks=2), Combination(**layout, **lora, sequence_parallel=False)]
+    rows += [Combination(**COMPOSED["TP 2"], **lora, recompute=mode) for mode in ("full", "op")]
+    rows += [Combination(**COMPOSED["TP 2"], **lora, compile="block")]
+    rows += [Combination(**COMPOSED["TP 2"], **lora, precision="bfloat16", model="llama3.2")]
+    rows += [Combination(**COMPOSED["TP 2"], **lora, loss_parallel=False, model="llama3.2")]
+    rows += [Combination(ranks=2, cp=2, **exact, method=method, document_mask=True) for method in METHODS]
+    rows += [Combination(**COMPOSED["CP 2 x TP 2"], **lora)]
+    for schedule in SCHEDULES:
+        rows += [Combination(**COMPOSED["PP 2"], **exact, schedule=schedule)]
+    rows += [Combination(**COMPOSED["PP 2"], **lora, schedule=s, recompute="full") for s in ("1F1B", "DualPipeV")]
+    rows += [Combination(**COMPOSED["PP 2"], **lora, model="llama3.2", schedule=s) for s in ("1F1B", "ZBVZeroBubble")]
+    rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], **exact, schedule="ZBVZeroBubble")]
+    rows += [Combination(**COMPOSED["PP 2 x TP 2"], **lora, schedule="DualPipeV")]
+    for model in MOE:
+        rows += [Combination(ranks=1, **lora, model=model, compile="block")]
+        rows += [Combination(**LAYOUTS["FSDP 2"], **exact, model=model)]
+        rows += [Combination(**EXPERT_LAYOUTS[name], **exact, model=model) for name in ("FSDP 2", "CP 2", "TP 2")]
+        rows += [Combination(**COMPOSED["TP 2"], **lora, model=model, sequence_parallel=False)]
+    rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], **lora, model="deepseek", recompute="full", accumulation=2)]
+    rows += [Combination(**EXPERT_LAYOUTS["FSDP 4"], **exact, model="deepseek")]
+    overlap = dict(schedule="DualPipeV", overlap=True, model="deepseek")
+    rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **exact, **overlap)]
+    rows += [Combination(**EXPERT_LAYOUTS["PP 2 x TP 2"], **lora, **overlap, recompute="full_keep_comm")]
+    return rows
+
+
+def directed() -> list[Combination]:
+    """DoRA measures whole rows, of which a rank may have a part."""
+    dora, exact = dict(adapter="dora"), dict(adapter="dora", precision="float64")
+    rows = [Combination(**LAYOUTS[name], **exact) for name in ("one rank", "FSDP 2", "DDP 2")]
+    rows += [Combination(**COMPOSED[name], **exact) for name in ("TP 2", "PP 2", "FSDP 2 x TP 2")]
+    rows += [Combination(**COMPOSED["TP 2"], **dora, sequence_parallel=False)]
+    rows += [Combination(**COMPOSED["TP 2"], **dora, recompute="full", compile="block")]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **dora, precision="bfloat16", recompute="op")]
+    rows += [Combination(**COMPOSED["TP 2"], **exact, model="deepseek")]
+    return rows
+
+
+def other_models() -> list[Combination]:
+    """What the families of the project are not: LayerNorm, biases, learned positions and dropout; attention to all. Not
+    of the README's table: tests/support/other_families.py.
+    """
+    drops, to_all = dict(model="other_decoder"), dict(model="encoder", precision="float64", document_mask=True)
+    rows = [Combination(**drops, recompute=mode) for mode in RECOMPUTE]
+    rows += [Combination(**drops, compile="block", recompute=mode) for mode in ("none", "full")]
+    rows += [Combination(**drops, compile="model"), Combination(**drops, precision="bfloat16", accumulation=2)]
+    rows += [Combination(**LAYOUTS[name], **drops, accumulation=2, recompute="full") for name in ("FSDP 2", "DDP 2")]
+    rows += [
+        Combination(**COMPOSED[name], **drops) for name in ("TP 2", "CP 2", "PP 2", "FSDP 2 x TP 2", "PP 2 x TP 2")
+    ]
+    rows += [Combination(**COMPOSED["TP 2"], **drops, sequence_parallel=False, document_mask=True, recompute="op")]
+    rows += [Combination(**COMPOSED["TP 2"], **drops, compile="block")]
+    rows += [Combination(**COMPOSED["CP 2 x TP 2"], **drops, method="ulysses", precision="float64")]
+    rows += [
+        Combination(**COMPOSED["PP 2"], **drops, schedule=s, recompute="full") for s in ("ZBVZeroBubble", "DualPipeV")
+    ]
+    rows += [
+        Combination(ranks=2, cp=2, method=method, balance=b, **to_all) for method in METHODS for b in (True, False)
+    ]
+    rows += [Combination(**COMPOSED[name], **to_all) for name in ("TP 2", "PP 2", "FSDP 2 x TP 2", "PP 2 x CP 2")]
+    rows += [Combination(model="encoder", compile="block")]
+    classes = dict(model="classifier", precision="float64", loss_chunks=2)
+    rows += [Combination(**classes), Combination(**LAYOUTS["FSDP 2"], **classes, accumulation=2)]
+    rows += [
+        Combination(**COMPOSED[name], **classes) for name in ("TP 2", "CP 2", "PP 2", "PP 2 x CP 2", "PP 2 x TP 2")
+    ]
+    rows += [Combination(**COMPOSED["CP 2"], model="classifier", method="ring", recompute="full")]
+    rows += [Combination(**COMPOSED["PP 2"], model="classifier", schedule="DualPipeV")]
+    return rows
+
+
+def packed() -> list[Combination]:
+    """QLoRA: what every rank packs has to be the whole matrix's bits, for the loss to be one device's to 1e-10."""
+    qlora, exact = dict(adapter="qlora"), dict(adapter="qlora", precision="float64")
+    rows = [Combination(**LAYOUTS[name], **exact) for name in ("one rank", "FSDP 2", "DDP 2")]
+    rows += [Combination(**COMPOSED["PP 2"], **exact, schedule=s) for s in ("1F1B", "ZBVZeroBubble", "DualPipeV")]
+    rows += [Combination(**COMPOSED[name], **exact, model="qwen3_moe") for name in ("TP 2", "FSDP 2 x TP 2")]
+    rows += [Combination(**COMPOSED["TP 2"], **qlora, model="qwen3_moe", sequence_parallel=False, recompute="op")]
+    rows += [Combination(**LAYOUTS[name], **qlora, precision="bfloat16") for name in ("one rank", "FSDP 2")]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **qlora, recompute="full", accumulation=2, cpu_offload=True)]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **qlora, compile="block", recompute="2")]
+    return rows
+
+
 def eight_ranks() -> list[Combination]:
     rows = [Combination(**layout) for layout in EIGHT.values()]
     rows += [Combination(**EIGHT["PP 2 x FSDP 2 x TP 2"], schedule=s, recompute="full") for s in SCHEDULES[3:]]
@@ -263,7 +379,7 @@ def data_parallel() -> list[Combination]:
         Combination(ranks=2, dp_shard=2, cpu_offload=True, accumulation=2, precision="bfloat16"),
         Combination(ranks=4, dp_replicate=2, dp_shard=2, reshard=False, prefetch=1, accumulation=2),
     ]
-    for model in ("llama2", "llama3.1", "llama3.2"):
+    for model in ("llama2", "llama3.1", "llama3.2", "qwen3"):
         rows += [Combination(ranks=2, dp_shard=2, model=model), Combination(ranks=2, dp_replicate=2, model=model)]
         rows += [Combination(ranks=1, model=model, compile="block", recompute="op")]
     return rows

@@ -1,7 +1,12 @@
-"""Set before torch is imported: one thread per rank (2 cores), loopback only, no network, no shared autograd cache."""
+"""Set before torch is imported: one thread per rank (2 cores), loopback only, no network, no shared autograd cache.
+
+And the option --quick, which `./run_tests.sh quick` gives: an answer in under three minutes on two cores.
+"""
 
 import os
 import sys
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -11,3 +16,48 @@ if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 # torch's on-disk autograd cache mixes up entries of different optimizers and wrappers (measured on 2.13)
 os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
+
+# What many ranks, whole jobs or compilers make slow: nine tenths of the suite's time. Of the table of combinations
+# some rows on one and two ranks stay, all families and axes among them.
+SLOW = {
+    f"test_{name}"
+    for name in (
+        "adapters",
+        "bench",
+        "checkpoint_plans",
+        "checkpoint_ranks",
+        "convert",
+        "expert_jobs",
+        "fake_cuda",
+        "generate",
+        "hf_round_trip",
+        "nodes",
+        "overlap",
+        "overlap_guards",
+        "package",
+        "pipeline_parallel",
+        "qlora",
+        "relora",
+        "restarts",
+        "tokenizer_files",
+        "trainer",
+        "trainer_options",
+        "traffic",
+    )
+}
+EVERY_NTH_ROW = 9
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out what takes long: an answer in under three minutes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--quick"):
+        return
+    rows = [item for item in items if "row" in getattr(getattr(item, "callspec", None), "params", ())]
+    cheap = [item for item in rows if (row := item.callspec.params["row"]).ranks <= 2 and row.compile == "no"]
+    left_out = set(rows) - set(cheap[::EVERY_NTH_ROW])
+    left_out |= {item for item in items if item.module.__name__.rpartition(".")[2] in SLOW}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from scripts.bench_timing import WARM_UP, Goal, Guest, Turns, order, row, seconds_to_first_step, steps, take_turns
-from tests.jobs import ROOT
+from tests.support.jobs import ROOT
 from torchtitan import build
-from torchtitan.config_manager import load
+from torchtitan.config.manager import load
 from torchtitan.rules import check
 
 
@@ -86,6 +86,12 @@ def test_bench_trainer():
 def test_bench_trainer_against_itself():
     lines = run("scripts/bench_trainer.py", "--quick", "--aa", "--only", "3")
     assert [line.split()[0] for line in lines[3:]] == ["3"]
+
+
+def test_bench_adapters():
+    lines = run("scripts/bench_adapters.py", "--quick", "--rank", "4")
+    rows = ["lora step / full step", "dora step / lora step", "qlora step / lora step", "folding in"]
+    assert all(line.startswith(row) for line, row in zip(lines, rows, strict=True))
 
 
 def test_bench_debug():

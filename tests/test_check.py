@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import tomli
 
-from torchtitan import check as command
-from torchtitan.check import fewest_ranks
-from torchtitan.config_manager import load
-from torchtitan.options import options
+from torchtitan.commands import check as command
+from torchtitan.commands.check import fewest_ranks
+from torchtitan.config.manager import load
+from torchtitan.config.options import options
 
 REPOSITORY = Path(__file__).parent.parent
 TOKENIZER = REPOSITORY / "tests/assets/tokenizer/tiktoken.model"
@@ -83,6 +83,19 @@ def test_stages_in_the_summary(words, expected, capsys, tmp_path):
     assert f"  pipeline  {expected}\n" in out, err
 
 
+@pytest.mark.parametrize(
+    "words, kept",
+    [
+        ([], "two moments"),
+        (["--optimizer.name=SGD"], "no moments"),
+        (["--optimizer.name=SGD", "--optimizer.options={momentum = 0.9}"], "one moment"),
+    ],
+)
+def test_the_state_is_that_of_the_optimizer(words, kept, capsys):
+    code, out, _ = run(capsys, f"--model.tokenizer_path={TOKENIZER}", *words)
+    assert code == 0 and f"(parameters, gradients, {kept} in float32)" in out
+
+
 def test_without_a_world_size_the_fewest_ranks_are_taken(capsys):
     word = "--parallelism.data_parallel_replicate_degree=2"
     code, out, _ = run(capsys, f"--model.tokenizer_path={TOKENIZER}", word)
@@ -128,8 +141,8 @@ def test_usage(capsys):
 
 
 def test_neither_checking_nor_loading_needs_torch():
-    program = "import sys, torchtitan.check, torchtitan.cli; assert torchtitan.check.main(sys.argv[1:]) == 0; "
-    program += "assert 'torch' not in sys.modules"
+    program = "import sys, torchtitan.cli; from torchtitan.commands import check; "
+    program += "assert check.main(sys.argv[1:]) == 0; assert 'torch' not in sys.modules"
     argv = [f"--model.tokenizer_path={TOKENIZER}", "--validation.enable", "--world-size=2"]
     subprocess.run([sys.executable, "-c", program, *argv], check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
 

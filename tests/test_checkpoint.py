@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
-from tests.checkpoint_job import Job, TinyModel, saved_steps
+from tests.support.checkpoint_job import Job, TinyModel, saved_steps
 from torchtitan.checkpoint import (
     CheckpointError,
+    saving,
     storage,
     tensors,
 )
@@ -200,6 +201,24 @@ def test_going_back_to_an_older_step_moves_the_newer_ones_aside(tmp_path, caplog
     assert sorted(path.name[-1] for path in tmp_path.glob("step-*")) == ["1", "2", "3", "4"]
     assert len(list(tmp_path.glob(".aside-step-0000000[34]-*"))) == 2
     assert "went back to step 2" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_run_that_went_back_has_not_forgotten_it_after_a_save_that_failed(tmp_path, monkeypatch, mode):
+    Job(tmp_path, interval=1).train(4)
+    job = Job(tmp_path, interval=1, load_step=2, on_save_error="continue", async_mode=mode)
+    job.checkpointer.load()
+    job.position += 10  # other data than before
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "_look_for_space", lambda root, needed: root / needed)
+        job.train(1)
+        if job.checkpointer.running is not None:
+            job.checkpointer.running.join()
+    job.train(1)
+    job.checkpointer.finish()
+    assert len(list(tmp_path.glob(".aside-step-0000000[34]-*"))) == 2
+    resumed = Job(tmp_path)
+    assert resumed.checkpointer.load() == 4 and resumed.digest() == job.digest()
 
 
 def test_the_latest_are_kept_and_the_one_loaded_from(tmp_path):

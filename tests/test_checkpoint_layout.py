@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.checkpoint import NothingLoadable, folders, layout
+from torchtitan.checkpoint import NothingLoadable, folders, layout, retention
+from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.layout import CheckpointError, FileEntry, Manifest, TensorEntry
 
 
@@ -39,6 +40,10 @@ def make_step(root: Path, step: int, **changes) -> Path:
 
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
+
+
+def retain(root: Path, keep: int, protected: set[Path]) -> None:
+    retention.retain(root, keep, protected, Peers("test"), set())
 
 
 def edit_manifest(folder: Path, reseal: bool = True, **changes) -> None:
@@ -202,7 +207,7 @@ def test_folders_are_private_and_files_are_never_replaced(tmp_path):
 def test_retention_keeps_the_newest_and_at_least_two(tmp_path, keep, left):
     for step in range(1, 6):
         make_step(tmp_path, step)
-    folders.retain(tmp_path, keep, set())
+    retain(tmp_path, keep, set())
     assert names(tmp_path) == [layout.step_name(step) for step in left]
 
 
@@ -218,7 +223,7 @@ def test_retention_touches_only_complete_checkpoints_of_ours(tmp_path):
     (root / "step-00000001").symlink_to(outside / "step-00000001")
     (root / "step-00000012" / layout.MANIFEST).unlink()
     (root / "step-00000013" / "link").symlink_to(outside)
-    folders.retain(root, 2, {root / "step-00000011"})
+    retain(root, 2, {root / "step-00000011"})
     left = {"step-00000011", "step-00000012", "step-00000014", "step-00000015", "step-00000001", *foreign}
     assert set(names(root)) == left
     assert (outside / "step-00000001" / layout.MANIFEST).exists()
@@ -232,7 +237,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_no_more(tmp_pa
         raise PermissionError("planted")
 
     monkeypatch.setattr(folders, "delete", fail)
-    folders.retain(tmp_path, 2, set())
+    retain(tmp_path, 2, set())
     assert "cannot be deleted: planted" in caplog.text
 
 
@@ -263,6 +268,6 @@ def test_whatever_happens_there_is_a_complete_checkpoint_and_the_newest_is_never
             os.truncate(rng.choice(complete) / "__0_0.distcp", 0)
         elif action == "retain":
             newest = complete[0]
-            folders.retain(tmp_path, rng.randint(1, 4), set())
+            retain(tmp_path, rng.randint(1, 4), set())
             assert layout.newest_complete(tmp_path)[0] == newest
         assert layout.newest_complete(tmp_path)[0] is not None

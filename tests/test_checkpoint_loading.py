@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint_job import Job, TinyModel, saved_steps
+from tests.support.checkpoint_job import Job, TinyModel, saved_steps
 from torchtitan.checkpoint import (
     CheckpointError,
     NothingLoadable,
@@ -196,6 +196,19 @@ def test_an_export_of_another_step_replaces_nothing(tmp_path):
         job.checkpointer.export_model(tmp_path / "out" / "weights", torch.float32, step)
     assert len(list((tmp_path / "out").glob(".aside-weights-*"))) == 1
     assert load_model_for_inference(tmp_path / "out" / "weights", TinyModel()) == 2
+
+
+def test_an_export_of_another_job_is_not_taken_for_this_ones(tmp_path):
+    """Of a run that went back and came to the same step at another rate."""
+    for rate in (0.05, 0.01):
+        job = Job(tmp_path / str(rate))
+        job.schedules[0].base_lrs = [rate]
+        job.train(1)
+        assert job.checkpointer.export_model(tmp_path / "model", torch.float32, 1)
+    (aside,) = tmp_path.glob(".aside-model-*")
+    found = TinyModel()
+    load_model_for_inference(tmp_path / "model", found)
+    assert torch.equal(found.output.weight, job.model.output.weight)
 
 
 def test_inference_reads_the_newest_checkpoint_into_a_model_of_any_float_type(tmp_path):

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import jobs
-from tests.checkpoint_job import rank
-from tests.checkpoint_plans import ARGS, MOMENTS, PLANS, TIED, Held, Plan, reference
-from tests.jobs import full
-from tests.pool import run_ranks
+from tests.support import jobs
+from tests.support.checkpoint_job import rank
+from tests.support.checkpoint_plans import ARGS, MOMENTS, PLANS, TIED, Held, Plan, reference
+from tests.support.jobs import full
+from tests.support.pool import run_ranks
 from torchtitan.checkpoint import CheckpointError, layout, load_model_for_inference, storage, tensors
 from torchtitan.models import SIZES
 from torchtitan.models.llama.hf import HF

@@ -11,9 +11,18 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
-from tests.checkpoint_job import Job, TinyModel, rank, saved_steps, tensor_hash
-from tests.pool import RankFailed, run_ranks
-from torchtitan.checkpoint import CheckpointError, folders, layout, load_model_for_inference, saving, storage, tensors
+from tests.support.checkpoint_job import Job, TinyModel, rank, saved_steps, tensor_hash
+from tests.support.pool import RankFailed, run_ranks
+from torchtitan.checkpoint import (
+    CheckpointError,
+    folders,
+    layout,
+    load_model_for_inference,
+    retention,
+    saving,
+    storage,
+    tensors,
+)
 from torchtitan.checkpoint.agreement import Peers
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -249,7 +258,7 @@ def test_nothing_to_load_is_told_on_all_ranks(tmp_path):
 
 def another_disk(folder: Path) -> str:
     """Rank 1 writes to a place that rank 0 does not see, as without a shared file system."""
-    job = Job(folder, "fsdp")
+    job = Job(folder, "fsdp", verify=False)
     job.train(1)
     original = saving._write
 
@@ -308,7 +317,7 @@ KILLS = [
     (0, folders, "write_file"),
     (0, layout, "manifest_text"),
     (0, folders, "publish"),
-    (0, folders, "retain"),
+    (0, retention, "retain"),
 ]
 
 

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as DCP
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from tests.checkpoint_job import Job, TinyModel
-from torchtitan.checkpoint import CheckpointError, NothingLoadable, layout, load_model_for_inference, storage
+from tests.support.checkpoint_job import Job, TinyModel
+from torchtitan.checkpoint import CheckpointError, NothingLoadable, layout, load_model_for_inference, records, storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -157,8 +157,7 @@ def test_the_records_allowed_are_those_that_torch_writes(folder):
     with (folder / ".metadata").open("rb") as file:
         Collecting(file).load()
     dtypes = {(module, name) for module, name in asked if module == "torch" and name != "Size"}
-    enum_member = {("builtins", "getattr")}  # Python 3.11.0 to 3.11.3
-    assert asked - dtypes - enum_member <= set(storage._RECORDS)
+    assert asked - dtypes <= records.KNOWN
     assert dtypes == {("torch", "float32")}
 
 
@@ -178,30 +177,139 @@ class AttributeOf:
         return getattr, self.arguments
 
 
-def test_enum_members_are_read_as_any_python_writes_them():
-    member = DCP._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
-    text = pickle.dumps(AttributeOf(DCP._MEM_FORMAT_ENCODING, member.name))
-    assert storage._RecordsUnpickler(io.BytesIO(text)).load() is member
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
+        (DCP._MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"),
         (DCP._MEM_FORMAT_ENCODING, "__class__"),
         (DCP.Metadata, "__init__"),
         (torch.Size, "__subclasses__"),
-        (torch.float32, "__class__"),
     ],
 )
-def test_no_other_attribute_is_got(arguments):
-    with pytest.raises(CheckpointError, match="which no checkpoint needs"):
-        storage._RecordsUnpickler(io.BytesIO(pickle.dumps(AttributeOf(*arguments)))).load()
+def test_no_attribute_is_got(arguments):
+    """An enum's member, as some Pythons write it, is a record like any other."""
+    made = records._Inert(io.BytesIO(pickle.dumps(AttributeOf(*arguments)))).load()
+    assert isinstance(made, records._Made) and made.kind == ("builtins", "getattr")
 
 
-def test_metadata_cannot_change_the_classes_it_is_made_of():
+def test_metadata_cannot_change_the_classes_it_is_made_of(folder, planted):
     """Opcodes of pickle: find Metadata, set its attribute `planted`."""
     text = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x07\x00\x00\x00planted"
     text += b"X\x04\x00\x00\x00evils\x86b."
-    with pytest.raises(CheckpointError, match="changes Metadata"):
-        storage._load_records(io.BytesIO(text))
+    (folder / ".metadata").write_bytes(text)
+    assert_refused(folder, planted, "changes Metadata")
     assert not hasattr(DCP.Metadata, "planted")
+
+
+def test_what_is_read_is_what_torch_reads(folder):
+    theirs, ours = FileSystemReader(folder).read_metadata(), storage.read_metadata(folder, layout.read_manifest(folder))
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\x80\x04}()" + 60 * b"2\x86" + b"K\x01u.",
+        b"\x80\x04})" + 60 * b"2\x86" + b"K\x01s.",
+        b"\x80\x04\x8f()" + 60 * b"2\x86" + b"\x90.",
+        b"\x80\x04()" + 60 * b"2\x86" + b"K\x01d.",
+    ],
+    ids=["items", "item", "set", "table"],
+)
+def test_a_tuple_that_doubles_itself_is_refused_at_once(folder, planted, text):
+    """An empty tuple, put into a pair with itself sixty times. To be a key, it would be hashed 2^60 times."""
+    (folder / ".metadata").write_bytes(text)
+    assert_refused(folder, planted, "which no checkpoint needs|damaged")
+
+
+def test_records_that_hold_each_other_are_not_compared(folder, planted):
+    """As the name of an index, through objects instead of tuples."""
+    metadata = FileSystemReader(folder).read_metadata()
+    nested = ()
+    for _ in range(60):
+        nested = (nested, nested)
+    index, place = next(iter(metadata.storage_data.items()))
+    place.relative_path = nested
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert_refused(folder, planted, "a tuple in the place of a str")
+
+
+def first_tensor(metadata, dimensions=2):
+    return next(name for name, entry in metadata.state_dict_metadata.items() if len(entry.size) == dimensions)
+
+
+def without_a_chunk(metadata):
+    metadata.state_dict_metadata[first_tensor(metadata)].chunks.clear()
+
+
+def half_a_chunk(metadata):
+    (chunk,) = metadata.state_dict_metadata[first_tensor(metadata)].chunks
+    chunk.sizes = torch.Size([chunk.sizes[0] - 1, *chunk.sizes[1:]])
+
+
+def twice_the_first_half(metadata):
+    entry = metadata.state_dict_metadata[first_tensor(metadata)]
+    rows = entry.size[0] // 2
+    assert 2 * rows < entry.size[0] or rows
+    chunk = DCP.ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([rows, entry.size[1]]))
+    rest = DCP.ChunkStorageMetadata(torch.Size([1, 0]), torch.Size([entry.size[0] - rows, entry.size[1]]))
+    entry.chunks[:] = [chunk, rest] if rows > 1 else entry.chunks
+
+
+def beyond_the_end(metadata):
+    (chunk,) = metadata.state_dict_metadata[first_tensor(metadata)].chunks
+    chunk.offsets = torch.Size([1, 0])
+
+
+def no_place(metadata):
+    name = first_tensor(metadata)
+    metadata.storage_data = {index: place for index, place in metadata.storage_data.items() if index.fqn != name}
+
+
+def another_dimension(metadata):
+    (chunk,) = metadata.state_dict_metadata[first_tensor(metadata)].chunks
+    chunk.offsets = torch.Size([0])
+
+
+def beyond_the_file(metadata):
+    next(iter(metadata.storage_data.values())).length = 10**9
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (without_a_chunk, "is not all there"),
+        (half_a_chunk, "is not all there"),
+        (twice_the_first_half, "has a piece outside of it|has pieces that overlap"),
+        (beyond_the_end, "has a piece outside of it"),
+        (no_place, "has no place in the files"),
+        (another_dimension, "has a piece of other dimensions"),
+        (beyond_the_file, "points outside"),
+    ],
+)
+def test_every_element_of_every_tensor_has_its_place(folder, planted, change, reason):
+    """Sealed by a stranger: else half a weight would stay at its initial values without a word."""
+    metadata = FileSystemReader(folder).read_metadata()
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert_refused(folder, planted, reason)
+
+
+@pytest.mark.parametrize("name", [".metadata", "manifest.json", "state.json", "__0_0.distcp"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(folder, name):
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
+        load_model_for_inference(folder, TinyModel())
+    with pytest.raises(NothingLoadable, match=f"{name} is not a regular file"):
+        Job(folder.parent).checkpointer.load()
+
+
+def test_a_state_of_another_step_than_its_folder_is_refused(folder, planted):
+    """A sealed state that says 999999 would end a run at once, or skip its data."""
+    for change in ({"step": 999999}, {"trainer": {"step": 999999}}):
+        state = json.loads((folder / "state.json").read_text())
+        state |= {"trainer": state["trainer"] | change["trainer"]} if "trainer" in change else change
+        (folder / "state.json").write_text(json.dumps(state))
+        assert_refused(folder, planted, "state.json is of step 999999, its folder of 2")

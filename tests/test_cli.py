@@ -1,6 +1,8 @@
 """The command `torchtitan`: what it dispatches to, and that no user's mistake ends in a traceback."""
 
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -9,9 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan import cli
-from torchtitan.config_manager import ConfigError
-from torchtitan.options import Fault
+from torchtitan import cli, train, trainer
+from torchtitan.config.job import JobConfig
+from torchtitan.config.manager import ConfigError
+from torchtitan.config.options import Fault
+from torchtitan.errors import JobError
+from torchtitan.ranks import Ranks
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -38,7 +43,7 @@ def command(monkeypatch):
 
 
 def test_every_command_is_a_module_with_the_same_name():
-    assert [name for name in cli.COMMANDS if find_spec(f"torchtitan.{name}") is None] == []
+    assert [name for name in cli.COMMANDS if find_spec(cli.module_of(name)) is None] == []
 
 
 def test_usage(capsys):
@@ -92,11 +97,45 @@ def test_a_users_mistake_is_a_line_and_not_a_traceback(command, capsys, monkeypa
 
 def test_our_own_mistake_is_a_traceback(command):
     def broken(argv):
-        raise TypeError("ours")
+        _one, _two = (1,)
 
     command(broken)
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="not enough values to unpack"):
         cli.main(["check"])
+    with pytest.raises(ValueError, match="not enough values to unpack"):
+        train.quietly(broken, [])
+
+
+@pytest.mark.parametrize("error, code", [(JobError("yours"), 2), (ValueError("ours"), None)])
+def test_a_run_ends_quietly_only_for_what_the_user_caused(error, code, monkeypatch):
+    """As with a wrong unpacking in a model's forward, which is a ValueError too."""
+
+    def broken(config, ranks):
+        raise error
+
+    monkeypatch.setattr(trainer, "Trainer", broken)
+    monkeypatch.setattr(train.signal, "signal", lambda number, handler: None)
+    if code is None:
+        with pytest.raises(ValueError, match="ours"):
+            train.run(JobConfig(), Ranks())
+    else:
+        assert train.run(JobConfig(), Ranks()) == code
+
+
+def test_a_rank_that_is_no_number(tmp_path):
+    done = torchtitan("train", folder=tmp_path, WORLD_SIZE="two")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "WORLD_SIZE in the environment: given 'two'; allowed: a whole number; let torchrun set it\n"
+    )
+
+
+def test_errors_of_the_package_are_the_users_or_none_of_his_business():
+    """A class of ours that derives from ValueError beside JobError would be taken for a fault of the program."""
+    for info in pkgutil.walk_packages([str(REPOSITORY / "torchtitan")], "torchtitan."):
+        if not info.name.endswith("__main__"):
+            for kind in vars(importlib.import_module(info.name)).values():
+                if isinstance(kind, type) and issubclass(kind, ValueError) and kind.__module__ == info.name:
+                    assert issubclass(kind, JobError), kind
 
 
 @pytest.mark.parametrize("name", ["train", "check"])

@@ -7,23 +7,30 @@ import numpy as np
 import pytest
 import torch
 
-from tests.combinations import Combination, table
-from tests.jobs import full
-from tests.pool import run_ranks
+from tests.combinations import Combination, other_models, table
+from tests.support import other_families
+from tests.support.adapted import installed, learn_something
+from tests.support.jobs import full
+from tests.support.pool import run_ranks
+from torchtitan.adapters.interface import Adapter
 from torchtitan.initialization import initialize
-from torchtitan.loss import IGNORE_INDEX, SummedCrossEntropy
+from torchtitan.loss import IGNORE_INDEX, Objective, SummedCrossEntropy
 from torchtitan.models import SIZES
+from torchtitan.models.dropout import token_keys
 from torchtitan.models.registry import MODELS
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.parallelisms.parallelize import ParallelOptions
-from torchtitan.parallelisms.pipeline_parallel import PipelineOptions
+from torchtitan.parallelisms.pipeline.pipeline_parallel import PipelineOptions
+from torchtitan.parallelisms.plan import ParallelPlan
+from torchtitan.stores import draw_stores
 
 DTYPE = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 # float32 and float64: sums in another order. bfloat16 has 8 bits of mantissa, 2^-8 = 0.4 % per operation; a gradient
 # passes tens of them, so 5 % of the largest entry tells a wrong plan from rounding (a missing factor 2 is 100 %).
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 5e-2}
 SAMPLES, SEQ_LEN = 8, 24
+FAMILIES = {**MODELS, **other_families.MODELS}
 MICRO_SIZE = dict(dim=48, n_heads=4, vocab_size=104)
 LATENT = dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
 # the weight of the auxiliary loss is a hundred times a usual one, to be seen in the gradients
@@ -31,17 +38,33 @@ MICRO_SIZES = {
     "llama2": dict(multiple_of=16),
     **{name: dict(multiple_of=16, n_kv_heads=2) for name in ("llama3", "llama3.1", "llama3.2")},
     "deepseek": LATENT | dict(ffn_dim=64, expert_dim=32, aux_loss_weight=0.1),
+    "qwen3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
     "qwen3_moe": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1),
+    **dict.fromkeys(other_families.SIZES, {}),
 }
 
 
+def objective(row: Combination) -> Objective:
+    return other_families.OBJECTIVES.get(row.model, SummedCrossEntropy)(row.loss_chunks)
+
+
 def build_plain(row: Combination) -> torch.nn.Module:
-    args = replace(SIZES[row.model]["debugmodel"], **MICRO_SIZE, **MICRO_SIZES[row.model], n_layers=row.layers)
+    return build_adapted(row)[0]
+
+
+def build_adapted(row: Combination) -> tuple[torch.nn.Module, ParallelPlan, Adapter | None]:
+    """The model with its adapter, and the plan that fits it."""
+    args = replace(
+        {**SIZES, **other_families.SIZES}[row.model]["debugmodel"],
+        **MICRO_SIZE,
+        **MICRO_SIZES[row.model],
+        n_layers=row.layers,
+    )
     if row.multi_token_prediction:
         args = replace(args, n_mtp_layers=row.multi_token_prediction)
-    model = MODELS[row.model].build(args).to(DTYPE[row.precision])
-    model.loss = SummedCrossEntropy(row.loss_chunks)
-    return model
+    model = FAMILIES[row.model].build(args).to(DTYPE[row.precision])
+    model.loss = objective(row)
+    return model, *installed(row.adapter, model, FAMILIES[row.model].plan)
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -56,7 +79,14 @@ def batch() -> dict[str, torch.Tensor]:
     document_ids = starts.cumsum(1)
     index = torch.arange(SEQ_LEN).expand(SAMPLES, -1)
     positions = index - torch.where(starts.bool(), index, 0).cummax(1).values
-    return {"tokens": tokens[:, :-1], "labels": labels, "positions": positions, "document_ids": document_ids}
+    whole = {"tokens": tokens[:, :-1], "labels": labels, "positions": positions, "document_ids": document_ids}
+    classes = torch.randint(0, 4, (SAMPLES,), generator=generator).index_fill(0, torch.tensor([2, 5]), IGNORE_INDEX)
+    return whole | {"classes": classes, "keys": token_keys(7, 3, torch.arange(SAMPLES), SEQ_LEN)}
+
+
+def names_for(row: Combination, draws: bool) -> list[str]:
+    """Of the tensors of a batch, those that go into the row's model."""
+    return ["tokens", *objective(row).targets] + ["positions", "document_ids"] * row.document_mask + ["keys"] * draws
 
 
 def local_batch_size(row: Combination, dims: ParallelDims) -> int:
@@ -66,7 +96,7 @@ def local_batch_size(row: Combination, dims: ParallelDims) -> int:
 def assembled(row: Combination) -> ParallelModel:
     dims = ParallelDims(row.ranks, row.dp_replicate, row.dp_shard, row.cp, row.tp, row.pp, row.ep)
     with torch.device("meta"):
-        model = build_plain(row)
+        model, plan, adapter = build_adapted(row)
     local = local_batch_size(row, dims)
     # Rows in float64 show schedules with more microbatches than fill the pipeline; the others take less time.
     microbatch_size = 2 if local >= 4 * row.pp and row.precision != "float64" else 1
@@ -91,11 +121,11 @@ def assembled(row: Combination) -> ParallelModel:
         compile_scope=row.compile,
         compile_backend="inductor" if row.recompute == "memory_budget" or row.compile == "model" else "aot_eager",
     )
-    return ParallelModel(
+    model = ParallelModel(
         model,
         dims.build_mesh("cpu"),
         dims,
-        MODELS[row.model].plan,
+        plan,
         options,
         device=torch.device("cpu"),
         seed=7,
@@ -105,8 +135,11 @@ def assembled(row: Combination) -> ParallelModel:
             microbatch_size=microbatch_size,
             schedule=row.schedule,
         ),
-        balance=MODELS[row.model].balance,
+        balance=FAMILIES[row.model].balance,
+        adapter=adapter,
     )
+    learn_something(model.named_parameters())
+    return model
 
 
 def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], float, dict[str, float]]:
@@ -118,10 +151,10 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
     torch._dynamo.reset()
     model = assembled(row)
     everything = batch()
-    names = ("tokens", "labels", "positions", "document_ids")[: 4 if row.document_mask else 2]
+    names = names_for(row, model.draws)
     mine = {name: everything[name][model.dims.dp_rank(model.mesh) :: model.dims.dp] for name in names}
     size = local_batch_size(row, model.dims)
-    valid = int((everything["labels"] != IGNORE_INDEX).sum())
+    valid = objective(row).count(everything)
     losses = torch.zeros(2, dtype=DTYPE[row.precision])
     if row.evaluated:
         model.train(False)
@@ -133,7 +166,8 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
     dist.all_reduce(losses)
     losses /= row.tp
     norm = model.clip_gradients(0.0)
-    grads = {name: full(p.grad).numpy() for name, p in model.named_parameters()}
+    grads = {name: full(p.grad).numpy() for name, p in model.named_parameters() if p.requires_grad}
+    assert all(p.grad is None for _, p in model.named_parameters() if not p.requires_grad)
     model.after_step()
     return losses[0].item(), norm.item(), grads, losses[1].item(), model.extra_metrics()
 
@@ -141,16 +175,19 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
 @cache
 def reference(row: Combination) -> tuple[float, float, dict[str, torch.Tensor], float, float]:
     """Loss, norm, gradients, the largest load of an expert, and the loss of multi-token prediction."""
-    model, balance = build_plain(row), MODELS[row.model].balance
+    (model, _, adapter), balance = build_adapted(row), FAMILIES[row.model].balance
     initialize(model, 7, model.init_rule)
+    draw_stores(model, 7, model.init_rule)
+    if adapter is not None:
+        adapter.follow_base([model])
+        learn_something(model.named_parameters())
     everything = batch()
-    masked = {name: everything[name] if row.document_mask else None for name in ("positions", "document_ids")}
-    valid = int((everything["labels"] != IGNORE_INDEX).sum())
+    valid = objective(row).count(everything)
     if balance is not None:
         balance.set_aux_loss_scale(model, 1 / valid)
-    loss = model(everything["tokens"], labels=everything["labels"], **masked) / valid
+    loss = model(**{name: everything[name] for name in names_for(row, model.draws)}) / valid
     loss.backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
+    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     norm = torch.linalg.vector_norm(torch.cat([g.flatten().double() for g in grads.values()]))
     peak = further = 0.0
     if balance is not None:
@@ -164,10 +201,10 @@ def plain_twin(row: Combination) -> Combination:
     """The row on one device: what does not change the mathematics set aside."""
     exact = "float32" if row.precision == "bfloat16" else row.precision
     what = dict(document_mask=row.document_mask, multi_token_prediction=row.multi_token_prediction, model=row.model)
-    return Combination(precision=exact, pp=row.pp, **what)
+    return Combination(precision=exact, pp=row.pp, adapter=row.adapter, **what)
 
 
-@pytest.mark.parametrize("row", table(), ids=str)
+@pytest.mark.parametrize("row", table() + other_models(), ids=str)
 def test_equal_to_one_device(row):
     loss, norm, grads, peak, further = reference(plain_twin(row))
     tolerance = TOLERANCE[row.precision]
@@ -181,13 +218,15 @@ def test_equal_to_one_device(row):
         for name, grad in got_grads.items():
             # a pipeline's last stage holds a tied head under a name of its own
             expected = grads[name if name in grads else "tok_embeddings.weight"]
-            error = (torch.from_numpy(grad) - expected).abs().max() / expected.abs().max()
+            # what is added to all keys changes no softmax: that gradient is nothing but rounding
+            largest = norm if name.endswith("wk.bias") else expected.abs().max()
+            error = (torch.from_numpy(grad) - expected).abs().max() / largest
             assert error <= tolerance, f"{name}: gradient differs by {error:.2e} of its largest entry"
         found |= got_grads.keys()
     assert grads.keys() <= found
 
 
 def test_rows_are_distinct_and_legal():
-    rows = table()
+    rows = table() + other_models()
     assert len(set(rows)) == len(rows)
     assert all(row.dp_replicate * row.dp_shard * row.cp * row.tp * row.pp == row.ranks for row in rows)

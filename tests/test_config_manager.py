@@ -3,16 +3,18 @@
 import json
 import os
 import random
+import re
 import types
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 import tomli
 
-from torchtitan.config import JobConfig
-from torchtitan.config_manager import ConfigError, assemble, load, to_toml
-from torchtitan.options import Fault, describe, help_text, options, sections, show
+from torchtitan.config.job import JobConfig
+from torchtitan.config.manager import ConfigError, assemble, load, nest, to_toml
+from torchtitan.config.options import Fault, columns, describe, help_text, options, options_of, sections, show
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -138,8 +140,8 @@ BAD_FILES = {
         "[zzz]\n",
         [
             "FILE: zzz: given the section [zzz]; allowed: a section of the job; sections are activation_checkpoint, "
-            "checkpoint, comm, compile, debug, job, lr_scheduler, metrics, model, optimizer, parallelism, profiling, "
-            "training, validation"
+            "adapter, checkpoint, comm, compile, debug, job, lr_scheduler, metrics, model, optimizer, parallelism, "
+            "profiling, training, validation"
         ],
     ),
     "section as a value": (
@@ -164,7 +166,7 @@ BAD_FILES = {
     ),
     "flag as a number": (
         "[compile]\nenable = 1\n",
-        ["FILE: compile.enable: given 1; allowed: true or false; help: torch.compile."],
+        ["FILE: compile.enable: given 1; allowed: true or false; write true"],
     ),
     "flag for a number": (
         "[training]\nsteps = true\n",
@@ -204,8 +206,9 @@ BAD_FILES = {
         '[model.overrides]\nn_layers = "4"\ndim = []\n',
         [
             'FILE: model.overrides: given {n_layers = "4", dim = []}; allowed: a table, each value a whole number or a '
-            "number or true or false; help: Sizes to change in the flavor, by the field names of the family's "
-            "arguments, e.g. {n_layers = 4}."
+            "number or true or false or text or a table, each value a whole number or a number; help: Sizes to change "
+            "in the flavor, by the field names of the family's arguments, e.g. {n_layers = 4} or {rope_scaling = "
+            "{factor = 4.0}}; rope_scaling = false leaves the scaling out."
         ],
     ),
     "table for a value": (
@@ -224,7 +227,7 @@ BAD_FILES = {
         "[model]\noverrides = {norm_eps = nan}\n",
         [
             "FILE: model.overrides: given nan; allowed: a table, each value a whole number or a number or true or "
-            "false; the number must be finite"
+            "false or text or a table, each value a whole number or a number; the number must be finite"
         ],
     ),
     "dates and times": (
@@ -298,6 +301,15 @@ BAD_FILES = {
             "FILE: training.a\\nb: given 1; allowed: a known option; `torchtitan check --help-config` lists them",
         ],
     ),
+    "a text that no file can be called": (
+        '[job]\ndescription = "a\\u0000b"\n[parallelism]\nmodule_fqns_per_model_part = [["norm\\u0000"]]\n',
+        [
+            'FILE: job.description: given "a\\u0000b"; allowed: text; the text must not have NUL characters (\\u0000) '
+            "in it",
+            'FILE: parallelism.module_fqns_per_model_part: given "norm\\u0000"; allowed: a list, each a list, each '
+            "text; the text must not have NUL characters (\\u0000) in it",
+        ],
+    ),
     "an old option that moved": (
         "[training]\nbatch_size = 4\n",
         [
@@ -347,12 +359,13 @@ def test_bad_files(name, tmp_path):
     assert faults("--job.config_file", file) == [line.replace("FILE", file) for line in expected]
 
 
+NAMED = "every option is named; jobs are .toml files, or names of `torchtitan list jobs`"
 BAD_ARGUMENTS = {
     "no option": (
         ["steps", "5"],
-        [f'given "{word}"; allowed: --section.key value; every option is named' for word in ("steps", "5")],
+        [f'given "{word}"; allowed: --section.key value; {NAMED}' for word in ("steps", "5")],
     ),
-    "one dash": (["-x"], ['given "-x"; allowed: --section.key value; every option is named']),
+    "one dash": (["-x"], [f'given "-x"; allowed: --section.key value; {NAMED}']),
     "no value": (
         ["--training.steps", "--compile.enable"],
         ["training.steps: given nothing; allowed: a whole number >= 1; write --training.steps VALUE"],
@@ -384,11 +397,11 @@ BAD_ARGUMENTS = {
     ),
     "no flag": (
         ["--compile.enable=yes"],
-        ['compile.enable: given "yes"; allowed: true or false; help: torch.compile.'],
+        ['compile.enable: given "yes"; allowed: true or false; write true'],
     ),
     "a word after a flag": (
-        ["--compile.enable", "yes"],
-        ['given "yes"; allowed: --section.key value; every option is named'],
+        ["--training.shuffle", "0"],
+        ['training.shuffle: given "0"; allowed: true or false; write false'],
     ),
     "no of what is no flag": (
         ["--training.no-steps", "1"],
@@ -544,7 +557,10 @@ def random_value(random: random.Random, annotation: Any) -> Any:
             if getattr(limit, name, None) is not None
         }
         if "pattern" in limits:
-            return random.choice(["op", "1", "17"])
+            of_the_form = [
+                word for word in ("op", "1", "17", "1:00:00", "2-03:00:00") if re.match(limits["pattern"], word)
+            ]
+            return random.choice(of_the_form)
         low, high = limits.get("ge", limits.get("gt", -1)), limits.get("le", limits.get("lt", 1e6))
         if inner is int:
             return random.randint(low, int(high))
@@ -557,6 +573,8 @@ def random_value(random: random.Random, annotation: Any) -> Any:
         return random.choice(get_args(kind))
     if get_origin(kind) is list:
         return [random_value(random, get_args(kind)[0]) for _ in range(random.randrange(3))]
+    if is_dataclass(kind):
+        return nest({key: random_value(random, option.annotation) for key, option in options_of(kind, "")})
     if get_origin(kind) is dict:
         return {random_text(random): random_value(random, get_args(kind)[1]) for _ in range(random.randrange(4))}
     return {
@@ -568,7 +586,7 @@ def random_value(random: random.Random, annotation: Any) -> Any:
 
 
 def random_text(random: random.Random) -> str:
-    letters = "ab '\"\\\n\t\r\x00\x1b\x7f#=[]{},.é\u2028\U0001f600\ufeff"
+    letters = "ab '\"\\\n\t\r\x1b\x7f#=[]{},.é\u2028\U0001f600\ufeff"
     return "".join(random.choice(letters) for _ in range(random.randrange(6)))
 
 
@@ -621,6 +639,7 @@ def test_help_has_every_option_with_type_default_and_text(capsys):
     for key, option in options().items():
         assert f"--{key}  (" in text and option.help, key
         assert option.help.splitlines()[0].strip() in text
+        assert all(column.help.splitlines()[0].strip() in text for column in columns(key).values()), key
     assert "  --training.steps  (a whole number >= 1; default 10000)\n      Optimizer steps.\n" in text
     assert "  --training.dataset_path  (text; default unset)\n" in text
     assert all(f"[{section}]" in text for section in sections())

@@ -16,15 +16,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.pool import run_ranks
+from tests.support.pool import run_ranks
+from torchtitan.errors import JobError
 from torchtitan.initialization import clean_name, initialize
 from torchtitan.loss import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.models.layers import AttentionKernel
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
-from torchtitan.parallelisms import block_attention
-from torchtitan.parallelisms.context_parallel import METHODS, apply_context_parallel, sequence_layout, shard_sequence
-from torchtitan.parallelisms.sequence_layout import SequenceLayout
+from torchtitan.parallelisms.context import block_attention
+from torchtitan.parallelisms.context.context_parallel import (
+    METHODS,
+    apply_context_parallel,
+    sequence_layout,
+    shard_sequence,
+)
+from torchtitan.parallelisms.context.kernel import Tokens
+from torchtitan.parallelisms.context.sequence_layout import SequenceLayout
+from torchtitan.parallelisms.degrees import LimitError
 
 # float32 and float64: sums in another order. bfloat16 against float64: rounding of inputs' products to 8 bits
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -34,26 +42,30 @@ SAMPLES, SEQ_LEN, HEADS, HEAD_DIM = 2, 24, 4, 8
 class Holder(nn.Module):
     """The least that has an attention kernel."""
 
-    def __init__(self, backend="auto"):
+    def __init__(self, kernel=None):
         super().__init__()
-        self.kernel = AttentionKernel(backend)
+        self.kernel = kernel or AttentionKernel()
 
     def set_attention_kernel(self, kernel):
         self.kernel = kernel
 
 
-def parallel_kernel(ranks, method, balance, backend="auto"):
+def parallel_kernel(ranks, method, balance, kernel=None):
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
-    holder = Holder(backend)
+    holder = Holder(kernel)
     apply_context_parallel(holder, mesh["cp"], method, balance)
     return holder.kernel
 
 
-def written_out(q, k, v, documents):
-    """Causal attention with all scores written down, [B, H, S, E]."""
+def tokens_of(q, documents):
+    return Tokens(torch.arange(q.shape[2]), documents)
+
+
+def written_out(q, k, v, documents, seen=torch.tril):
+    """Attention with all scores written down, [B, H, S, E]; `seen` takes away from a matrix of ones what is hidden."""
     groups, length = q.shape[1] // k.shape[1], q.shape[2]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    visible = torch.ones(length, length, dtype=torch.bool).tril()
+    visible = seen(torch.ones(length, length, dtype=torch.bool))
     if documents is not None:
         visible = visible & (documents[:, :, None] == documents[:, None, :])[:, None]
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~visible, -math.inf)
@@ -77,10 +89,10 @@ def relative_error(got, expected):
     return ((got.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
 
 
-def attend_and_compare(ranks, method, balance, cases):
+def attend_and_compare(ranks, method, balance, cases, kernel=AttentionKernel, reference=written_out):
     """Largest relative errors of output and the three gradients, by case of `kernel_cases`."""
     kernel, layout, rank = (
-        parallel_kernel(ranks, method, balance),
+        parallel_kernel(ranks, method, balance, kernel()),
         sequence_layout(ranks, method, balance),
         dist.get_rank(),
     )
@@ -90,10 +102,10 @@ def attend_and_compare(ranks, method, balance, cases):
         *qkv, grad, documents = whole_tensors(heads, kv_heads, dtype, value_dim)
         documents = documents if with_documents else None
         exact = [x.double().requires_grad_() for x in qkv]
-        expected = written_out(*exact, documents)
+        expected = reference(*exact, documents)
         expected_grads = torch.autograd.grad(expected, exact, grad.double())
         local = [layout.share(x, rank, dim=2).requires_grad_() for x in qkv]
-        mask = kernel.prepare(None if documents is None else layout.share(documents, rank))
+        mask = kernel.prepare(tokens_of(local[0], None if documents is None else layout.share(documents, rank)))
         y = kernel(*local, mask)
         grads = torch.autograd.grad(y, local, layout.share(grad, rank, dim=2))
         assert y.dtype == dtype and [g.dtype for g in grads] == [dtype] * 3
@@ -118,6 +130,90 @@ def test_equal_to_written_out_attention(method, balance, ranks):
         assert len(errors) == 18
         for case, worst in errors.items():
             assert max(worst) <= TOLERANCE[case[3]], f"{case}: output, q, k, v differ by {worst}"
+
+
+# --- kernels that are not the usual one
+
+
+class ToAll(AttentionKernel):
+    def __init__(self):
+        super().__init__(causal=False)
+
+
+def written_out_to_all(q, k, v, documents):
+    return written_out(q, k, v, documents, seen=lambda ones: ones)
+
+
+class Half(AttentionKernel):
+    """Halves the queries, and says nothing of a part of a sequence."""
+
+    def forward(self, q, k, v, mask):
+        return super().forward(q / 2, k, v, mask)
+
+
+class HalfOfParts(Half):
+    takes_parts = True
+
+
+def written_out_half(q, k, v, documents):
+    return written_out(q / 2, k, v, documents)
+
+
+class Window(AttentionKernel):
+    """Each token sees itself and the one before it."""
+
+    takes_parts = True
+
+    def prepare(self, queries, keys=None):
+        keys = keys or queries
+        distance = queries.places[:, None] - keys.places
+        visible = ((distance == 0) | (distance == 1))[None, None]
+        if queries.documents is not None:
+            visible = visible & (queries.documents[:, None, :, None] == keys.documents[:, None, None, :])
+        return visible
+
+
+def written_out_window(q, k, v, documents):
+    return written_out(q, k, v, documents, seen=lambda ones: ones.tril().triu(-1))
+
+
+class Bare(torch.nn.Module):
+    """Not made of AttentionKernel: two methods and no word about itself."""
+
+    def prepare(self, queries, keys=None):
+        return AttentionKernel("sdpa").prepare(queries, keys)
+
+    def forward(self, q, k, v, mask):
+        return AttentionKernel("sdpa")(q, k, v, mask)
+
+
+KERNELS = {
+    ToAll: (written_out_to_all, METHODS),
+    Half: (written_out_half, ("ulysses",)),
+    HalfOfParts: (written_out_half, ("ulysses", "allgather")),
+    Window: (written_out_window, ("ulysses", "allgather")),
+    Bare: (written_out, ("ulysses",)),
+}
+
+
+def attend_or_say_why_not(method, balance, name):
+    kernel = globals()[name]
+    cases = [(4, 2, 5, torch.float64, False), (4, 2, 8, torch.float64, True)]
+    try:
+        return attend_and_compare(2, method, balance, cases, kernel, KERNELS[kernel][0])
+    except JobError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("balance", (True, False), ids=("headtail", "in order"))
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_of_ones_own_is_right_or_refused(kernel, method, balance):
+    for outcome in run_ranks(2, attend_or_say_why_not, method, balance, kernel.__name__):
+        if method in KERNELS[kernel][1]:
+            assert all(max(worst) <= 1e-10 for worst in outcome.values()), outcome
+        else:
+            assert f"{method!r} with the attention kernel {kernel.__name__}" in outcome and "Choose one" in outcome
 
 
 # --- the whole model
@@ -238,7 +334,7 @@ def measure_traffic(ranks, method, dtype):
     *qkv, grad, documents = whole_tensors(4, 2, dtype)
     local = [layout.share(x, rank, dim=2).requires_grad_() for x in qkv]
     with Traffic(ranks) as prepared:
-        mask = kernel.prepare(layout.share(documents, rank))
+        mask = kernel.prepare(tokens_of(local[0], layout.share(documents, rank)))
     with Traffic(ranks) as forward:
         y = kernel(*local, mask)
     with Traffic(ranks) as backward:
@@ -360,10 +456,13 @@ def test_choice_of_kernel(dtype, head_dim, masked, kernel):
     assert block_attention.kernel_for(torch.zeros(1, 1, 1, head_dim, dtype=dtype), None) == "cpu"
 
 
-class DenseFlex(nn.Module):
+class DenseFlex(AttentionKernel):
     """What flex attention does with a block mask, slowly: it has no backward on a CPU and takes a minute to compile."""
 
-    backend = "flex"
+    plain_attention = takes_parts = True
+
+    def __init__(self):
+        super().__init__("flex")
 
     def forward(self, q, k, v, mask):
         visible = create_mask(mask.mask_mod, q.shape[0], 1, q.shape[2], k.shape[2], device="cpu")
@@ -372,12 +471,11 @@ class DenseFlex(nn.Module):
 
 def attend_by_block_mask(balance):
     mesh, rank, layout = init_device_mesh("cpu", (2,)), dist.get_rank(), SequenceLayout(2, balance)
-    holder = Holder()
-    holder.kernel = DenseFlex()
+    holder = Holder(DenseFlex())
     apply_context_parallel(holder, mesh, "allgather", balance)
     q, k, v, _, documents = whole_tensors(4, 2, torch.float64)
-    mask = holder.kernel.prepare(layout.share(documents, rank))
-    y = holder.kernel(*(layout.share(x, rank, dim=2) for x in (q, k, v)), mask)
+    local = [layout.share(x, rank, dim=2) for x in (q, k, v)]
+    y = holder.kernel(*local, holder.kernel.prepare(tokens_of(local[0], layout.share(documents, rank))))
     return relative_error(y, layout.share(written_out(q, k, v, documents), rank, dim=2))
 
 
@@ -391,21 +489,25 @@ def test_block_mask_of_gathered_keys(balance):
 )
 def test_sequence_that_does_not_divide(method, balance, multiple):
     length = 12 if multiple == 8 else 10
-    with pytest.raises(
-        ValueError, match=rf"tokens has {length} .* multiple of {multiple} .*change training.seq_len"
-    ) as e:
+    with pytest.raises(LimitError) as error:
         shard_sequence({"tokens": torch.zeros(1, length)}, 0, 4, method, balance)
-    assert ("load_balancer" in str(e.value)) == (multiple == 8)
+    pieces = "2 x context_parallel 4 (a head and a tail each)" if multiple == 8 else "context_parallel 4"
+    assert str(error.value) == (
+        f"training.seq_len (or validation.seq_len): given {length}; allowed: a multiple of {pieces}; write 8 or "
+        f"{8 + multiple}"
+    )
 
 
 def test_unknown_method():
-    with pytest.raises(ValueError, match="'rings': choose one of allgather, ring, alltoall, ulysses"):
+    with pytest.raises(JobError, match="'rings': choose one of allgather, ring, alltoall, ulysses"):
         shard_sequence({"tokens": torch.zeros(1, 8)}, 0, 2, "rings", True)
 
 
 def deal_three_heads():
     kernel = parallel_kernel(2, "ulysses", True)
-    with pytest.raises(ValueError, match="3 query heads .* 2 context-parallel .* or set .* to allgather or ring"):
+    with pytest.raises(
+        JobError, match='given 2; allowed: with "ulysses" what divides the 3 query heads of a rank: 1, 3'
+    ):
         kernel(*(torch.zeros(1, heads, 4, 8) for heads in (3, 1, 1)), None)
     return True
 

@@ -65,7 +65,7 @@ def test_bad_ids_are_not_written(tmp_path):
     writer = ShardWriter(tmp_path, 10)
     writer.write([])
     for ids in ([3, 10], [-1]):
-        with pytest.raises(DataError, match="but its vocabulary ends at 9"):
+        with pytest.raises(DataError, match="but the tokenizer's vocabulary ends at 9"):
             writer.write(ids)
 
 
@@ -127,7 +127,9 @@ def cut(name):
         (cut("header.json"), "/header.json: damaged"),
         (flip("shard-00002.bin"), "/shard-00002.bin: its contents are not those of the header"),
         (flip("documents.bin"), "/documents.bin: its contents are not those of the header"),
-        (edit(version=2), "/header.json: version 2, but this program reads version 1"),
+        (edit(version=3), "/header.json: version 3, but this program reads versions 1 and 2"),
+        (edit(version=2), "/header.json: fields are missing or do not fit"),
+        (edit(trained={}), "/header.json: fields are missing or do not fit"),
         (lambda f: (f / "header.json").write_text("[]"), "/header.json: version None"),
         (edit(tokens=5), " tokens in shards, 5 in the header"),
         (edit(dtype="object"), "/header.json: fields are missing or do not fit"),

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.hf_parity import build, close, tokens_for
-from tests.pool import run_ranks
-from tests.tiny_decoders import DEEPSEEK, LLAMA, QWEN3_MOE
+from tests.support.hf_parity import build, close, tokens_for
+from tests.support.pool import run_ranks
+from tests.support.tiny_decoders import DEEPSEEK, LLAMA, QWEN3, QWEN3_MOE
 from torchtitan.loss import SummedCrossEntropy
 from torchtitan.models import SIZES
 from torchtitan.models.moe.layer import MoEBlock
@@ -29,6 +29,12 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("deepseek", "16B"): 15_706_484_224,
     ("deepseek", "236B"): 235_741_434_880,
     ("deepseek", "671B"): 671_026_404_352,  # without multi-token prediction and the 14,848 biases
+    ("qwen3", "0.6B"): 596_049_920,
+    ("qwen3", "1.7B"): 1_720_574_976,
+    ("qwen3", "4B"): 4_022_468_096,
+    ("qwen3", "8B"): 8_190_735_360,
+    ("qwen3", "14B"): 14_768_307_200,
+    ("qwen3", "32B"): 32_762_123_264,
     ("qwen3_moe", "30B-A3B"): 30_532_122_624,
     ("qwen3_moe", "235B-A22B"): 235_093_634_560,
 }
@@ -39,14 +45,17 @@ ACTIVE = {  # those that one token uses
     ("qwen3_moe", "30B-A3B"): 3_353_032_704,
     ("qwen3_moe", "235B-A22B"): 22_190_763_520,
 }
+ROUTED = [name for name in SIZES if MODELS[name].balance is not None]
+DENSE = [name for name in SIZES if name not in ROUTED]
 TINY = {
     "llama": ("llama3", LLAMA["llama3"]),
     "v2 lite": ("deepseek", DEEPSEEK["v2 lite"]),
     "v2": ("deepseek", DEEPSEEK["v2"]),
     "v3": ("deepseek", DEEPSEEK["v3"]),
+    "dense qwen": ("qwen3", QWEN3["plain"]),
     "qwen": ("qwen3_moe", QWEN3_MOE["published"]),
 }
-ONE_OF_EACH = ["llama", "v3", "qwen"]
+ONE_OF_EACH = ["llama", "v3", "dense qwen", "qwen"]
 
 
 def tiny(name, dtype=torch.float32):
@@ -70,13 +79,13 @@ def test_parameter_counts(family, flavor):
     assert counted == args.num_parameters == PUBLISHED.get((family, flavor), counted)
 
 
-@pytest.mark.parametrize("family, flavor", [(f, flavor) for f in SIZES if f.startswith("llama") for flavor in SIZES[f]])
+@pytest.mark.parametrize("family, flavor", [(f, flavor) for f in DENSE for flavor in SIZES[f]])
 def test_weights_of_products_are_those_of_linear_layers(family, flavor):
     linear = [module for module in on_meta(family, flavor).modules() if isinstance(module, nn.Linear)]
     assert sum(module.weight.numel() for module in linear) == SIZES[family][flavor].num_matmul_parameters
 
 
-@pytest.mark.parametrize("family, flavor", [(f, flavor) for f in ("deepseek", "qwen3_moe") for flavor in SIZES[f]])
+@pytest.mark.parametrize("family, flavor", [(f, flavor) for f in ROUTED for flavor in SIZES[f]])
 def test_of_the_routed_experts_only_a_tokens_own_are_active(family, flavor):
     args, model = SIZES[family][flavor], on_meta(family, flavor)
     assert ACTIVE.get((family, flavor), args.num_active_parameters) == args.num_active_parameters
@@ -88,7 +97,7 @@ def test_of_the_routed_experts_only_a_tokens_own_are_active(family, flavor):
 
 
 # an expert's rows are multiplied together, so that another row may change the last bit
-@pytest.mark.parametrize("name, tolerance", [("llama", 0.0), ("v3", 1e-12), ("qwen", 1e-12)])
+@pytest.mark.parametrize("name, tolerance", [("llama", 0.0), ("v3", 1e-12), ("dense qwen", 0.0), ("qwen", 1e-12)])
 def test_a_later_token_changes_nothing_before_it(name, tolerance):
     model, x = tiny(name, torch.float64), tokens(name)
     changed = x.clone()
@@ -130,7 +139,7 @@ def test_a_cut_model_computes_the_same(name):
 def test_labels_give_the_attached_loss(name):
     model, x = tiny(name), tokens(name)
     names = set(model.state_dict())
-    with pytest.raises(AssertionError, match="labels need a loss"):
+    with pytest.raises(AssertionError, match="targets need a loss"):
         model(x, labels=x)
     model.loss = SummedCrossEntropy(1)
     expected = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten(), reduction="sum")

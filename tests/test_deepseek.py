@@ -9,8 +9,9 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Conf
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
-from tests.hf_parity import build, compare, compare_positions, exact, twin
-from tests.tiny_decoders import DEEPSEEK, YARN
+from tests.support.hf_parity import build, compare, compare_positions, exact, twin
+from tests.support.tiny_decoders import DEEPSEEK, YARN
+from torchtitan.errors import JobError
 from torchtitan.initialization import Constant, Normal, initialize
 from torchtitan.models import SIZES
 from torchtitan.models.deepseek import YarnScaling
@@ -58,7 +59,7 @@ def test_the_debug_model_has_the_proportions_of_the_smallest_published():
     ],
 )
 def test_impossible_sizes_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(JobError, match=message):
         dataclasses.replace(TINY, **change)
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import jobs
-from tests.pool import RankFailed, run_ranks
-from torchtitan import config_manager
+from tests.support import jobs
+from tests.support.pool import RankFailed, run_ranks
+from torchtitan.config import manager
 from torchtitan.metrics.logger import tags_of
-from torchtitan.parallelisms.pipeline_cut import SCHEDULES
+from torchtitan.parallelisms.pipeline.cut import SCHEDULES
 from torchtitan.ranks import read_ranks
 from torchtitan.trainer import Trainer
 
@@ -94,7 +94,7 @@ def test_a_model_without_a_layer_of_experts_logs_nothing_of_them(texts, tmp_path
 
 
 def train_with_a_broken_router(argv: list[str]) -> None:
-    trainer = Trainer(config_manager.load(argv), read_ranks())
+    trainer = Trainer(manager.load(argv), read_ranks())
     with torch.no_grad():
         for part in trainer.model.parts:
             if "2" in part.layers:

@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.initialization import initialize
 from torchtitan.models import SIZES
 from torchtitan.models.flops import causal_keys, flops_per_token, with_keys
-from torchtitan.models.llama.model import Llama
 from torchtitan.models.moe import balance, experts
 from torchtitan.models.registry import MODELS
 
@@ -39,10 +38,11 @@ def counted(args, build, length=64):
     return counter.get_total_flops() / tokens.numel()
 
 
-@pytest.mark.parametrize("family", ["llama3", "llama3.1", "llama3.2"])  # plain, grouped, grouped and tied heads
+# plain, grouped, grouped and tied heads; heads that do not add up to the width
+@pytest.mark.parametrize("family", ["llama3", "llama3.1", "llama3.2", "qwen3"])
 def test_equal_to_torchs_counter(family):
     args = dataclasses.replace(SIZES[family]["debugmodel"], n_layers=2, vocab_size=256)
-    assert counted(args, Llama) == pytest.approx(flops_per_token(args, 64).full, rel=1e-3)
+    assert counted(args, MODELS[family].build) == pytest.approx(flops_per_token(args, 64).full, rel=1e-3)
 
 
 LATENT = {"n_layers": 3, "n_heads": 2, "vocab_size": 256, "ffn_dim": 128, "kv_lora_rank": 64}

@@ -1,6 +1,8 @@
 """`torchtitan generate` against transformers on the same weights, and its sampling on models whose logits are known."""
 
 import dataclasses
+import io
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import checkpoint_plans, jobs
-from tests.pool import run_ranks
-from torchtitan import cli, config_manager, generate
+from tests.support import checkpoint_plans, jobs
+from tests.support.pool import run_ranks
+from torchtitan import build, cli
+from torchtitan.commands import generate
+from torchtitan.config import manager
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.models import SIZES
@@ -243,18 +247,18 @@ def test_a_checkpoint_of_any_plan_is_taken(run, tmp_path, capsys, tied):
     for degrees in [{}, *PLANS]:
         plan, folder = checkpoint_plans.Plan(**degrees), tmp_path / str(degrees)
         folder.mkdir()
-        config = config_manager.load(["--job.config_file", str(run / "config.toml")])
+        config = manager.load(["--job.config_file", str(run / "config.toml")])
         parallelism = dataclasses.replace(
             config.parallelism, tensor_parallel_degree=plan.tp, pipeline_parallel_degree=plan.pp
         )
         model = dataclasses.replace(config.model, overrides=overrides)
         job = dataclasses.replace(config, parallelism=parallelism, model=model)
-        (folder / "config.toml").write_text(config_manager.to_toml(job))
+        (folder / "config.toml").write_text(manager.to_toml(job))
         if plan.world == 1:
             save_under(folder, plan, args)
         else:
             run_ranks(plan.world, save_under, folder, plan, args)
-        loaded = generate.load(*generate.find_checkpoint(folder, None), torch.device("cpu"))
+        loaded, _ = build.filled_model(*generate.find_checkpoint(folder, None), torch.device("cpu"))
         for name, parameter in checkpoint_plans.reference(args).named_parameters():
             assert torch.equal(loaded.get_parameter(name), parameter), (plan, name)
         texts.append(generated(capsys, folder, "--prompt", "al", "--max_new_tokens", 6))
@@ -286,7 +290,7 @@ def test_no_job(tmp_path, capsys):
     said = refusal(capsys, tmp_path / "nothing/here/at/all")
     assert "no job found" in said and str(tmp_path / "nothing/here/at/all/config.toml") in said
     assert "--config JOB.toml" in said
-    assert f"no job found ({tmp_path}/job.toml)" in refusal(capsys, tmp_path, "--config", tmp_path / "job.toml")
+    assert f'{tmp_path}/job.toml" (no such file)' in refusal(capsys, tmp_path, "--config", tmp_path / "job.toml")
 
 
 def test_another_job_for_a_folder_without_one(run, tmp_path, capsys):
@@ -299,7 +303,7 @@ def test_another_job_for_a_folder_without_one(run, tmp_path, capsys):
 
 def test_no_checkpoint(run, tmp_path, capsys):
     (tmp_path / "config.toml").write_bytes((run / "config.toml").read_bytes())
-    assert "no step-* folders" in refusal(capsys, tmp_path)
+    assert "no weights in it; give a checkpoint, a folder of them, an export" in refusal(capsys, tmp_path)
     (tmp_path / "checkpoint/step-00000003").mkdir(parents=True)
     said = refusal(capsys, tmp_path)
     assert "no complete checkpoint" in said and "step-00000003: it has no manifest.json" in said
@@ -332,8 +336,26 @@ def test_a_job_that_does_not_fit(run, tmp_path, capsys, old, new, said):
     assert said in refusal(capsys, home)
 
 
-def test_an_export_in_another_form_is_no_checkpoint(run, capsys):
-    assert "no step-* folders" in refusal(capsys, run / "model_hf")
+def test_an_export_in_another_form_is_taken_by_what_is_in_it(run, tmp_path, capsys):
+    words = ["--prompt", "alpha", "--temperature", "0", "--max_new_tokens", "8"]
+    alone = shutil.copytree(run / "model_hf", tmp_path / "alone")
+    assert generated(capsys, alone, *words) == generated(capsys, run, *words)
+    (alone / "tokenizer.json").unlink()
+    assert "the folder has no tokenizer" in refusal(capsys, alone)
+    assert generated(capsys, alone, *words, "--model.tokenizer_path=bytes") == generated(capsys, run, *words)
+
+
+def test_the_prompt_of_a_file(run, tmp_path, capsys, monkeypatch):
+    words = ["--temperature", "0", "--max_new_tokens", "8"]
+    text = "alpha\nbeta äö\n"
+    (tmp_path / "prompt.txt").write_text(text, encoding="utf-8")
+    expected = generated(capsys, run, *words, "--prompt", text)
+    assert generated(capsys, run, *words, "--prompt-file", tmp_path / "prompt.txt") == expected
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert generated(capsys, run, *words, "--prompt-file", "-") == expected
+    assert f"--prompt-file {tmp_path}/no: [Errno 2]" in refusal(capsys, run, "--prompt-file", tmp_path / "no")
+    (tmp_path / "prompt.txt").write_bytes(b"\xff")
+    assert "can't decode byte 0xff" in refusal(capsys, run, "--prompt-file", tmp_path / "prompt.txt")
 
 
 def bad_arguments() -> Iterator[tuple[list[str], str]]:
@@ -347,6 +369,8 @@ def bad_arguments() -> Iterator[tuple[list[str], str]]:
     yield ["x", "--seed", "-1"], "--seed -1: must be at least 0"
     yield ["x", "--seed", str(2**64)], "and less than 2**63"
     yield ["x", "--promt", "y"], "unrecognized arguments: --promt"
+    yield ["x", "y"], "unrecognized arguments: y"
+    yield ["x", "--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file: give one of them"
 
 
 @pytest.mark.parametrize(("argv", "said"), bad_arguments(), ids=lambda value: " ".join(value) or "none")

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.pool import run_ranks
-from tests.shared_meshes import unshared_mesh
+from tests.support.pool import run_ranks
+from tests.support.shared_meshes import unshared_mesh
 from torchtitan.parallelisms.gradients import clip_gradients
 
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Shard
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from tests import checkpoint_plans
-from tests.hf_parity import (
+from tests.support import checkpoint_plans
+from tests.support.hf_parity import (
     build,
     compare,
     compare_positions,
@@ -26,10 +26,11 @@ from tests.hf_parity import (
     twin,
     write_folder,
 )
-from tests.pool import run_ranks
-from tests.tiny_decoders import LLAMA, SCALING
+from tests.support.pool import run_ranks
+from tests.support.tiny_decoders import LLAMA, SCALING
+from torchtitan.errors import JobError
 from torchtitan.models import SIZES
-from torchtitan.models.hf_folders import INDEX
+from torchtitan.models.hf.config import INDEX
 from torchtitan.models.llama.hf import HF
 from torchtitan.models.llama.model import Llama
 
@@ -220,7 +221,7 @@ def half_of_the_folder(folder):
     """Refused by all ranks with the same words, though each has half of the names."""
     held = checkpoint_plans.Held(checkpoint_plans.Plan(pp=2))
     before = held.snapshot()
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(JobError) as caught:
         HF.load_hf(folder, held.parts[0], checkpoint_plans.TIED)
     return str(caught.value), held.differing(before)
 

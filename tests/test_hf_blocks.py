@@ -8,12 +8,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from tests.hf_parity import build, refuse_folder, same, write_folder
-from tests.pool import run_ranks
-from tests.tiny_decoders import DEEPSEEK, QWEN3_MOE
+from tests.support.hf_parity import build, refuse_folder, same, write_folder
+from tests.support.pool import run_ranks
+from tests.support.tiny_decoders import DEEPSEEK, QWEN3_MOE
 from torchtitan.models.deepseek.hf import HF
 from torchtitan.models.deepseek.model import Deepseek
-from torchtitan.models.hf_blocks import Dequantized, block_of
+from torchtitan.models.hf.blocks import Dequantized
+from torchtitan.models.hf.config import block_of
 from torchtitan.models.qwen3_moe.hf import HF as QWEN3_HF
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
 

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.jobs import full
-from tests.pool import run_ranks
+from tests.support.jobs import full
+from tests.support.pool import run_ranks
 from torchtitan import initialization
 from torchtitan.initialization import Constant, Normal, clean_name, initialize
 
@@ -90,14 +90,12 @@ def test_every_sharding_starts_from_the_same_bits(world_size, prepare):
 
 def draws_of_rank(prepare):
     drawn_elements = []
-    original = initialization._truncated_normal
-    initialization._truncated_normal = lambda shape, *args: (
-        drawn_elements.append(math.prod(shape)) or original(shape, *args)
-    )
+    original = initialization._values
+    initialization._values = lambda shape, *args: drawn_elements.append(math.prod(shape)) or original(shape, *args)
     try:
         drawn(prepare=prepare)
     finally:
-        initialization._truncated_normal = original
+        initialization._values = original
     return sum(drawn_elements)
 
 

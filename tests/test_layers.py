@@ -8,9 +8,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from torchtitan.errors import JobError
 from torchtitan.models import layers
 from torchtitan.models.layers import AttentionKernel, Rotary, SwiGLU, rotate
 from torchtitan.models.llama import RopeScaling
+from torchtitan.parallelisms.context.kernel import Tokens
 
 
 @pytest.fixture(autouse=True)
@@ -95,36 +97,46 @@ def heads(dtype, kv_heads=2, head_dim=16):
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
+PLACES = torch.arange(7)
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 9]])
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["causal", "documents"])
-def test_kernel_equals_attention_written_out(kv_heads, documents):
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "documents"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "to all"])
+def test_kernel_equals_attention_written_out(kv_heads, documents, causal):
     inputs = heads(torch.float64, kv_heads)
-    visible = torch.ones(7, 7, dtype=torch.bool).tril().expand(2, 1, 7, 7)
+    visible = torch.ones(7, 7, dtype=torch.bool).expand(2, 1, 7, 7)
+    visible = visible.tril() if causal else visible
     if documents is not None:
         visible = visible & (documents[:, None, :, None] == documents[:, None, None, :])
-    kernel = AttentionKernel()
-    ours, reference = kernel(*inputs, kernel.prepare(documents)), plain_attention(*inputs, visible)
+    kernel = AttentionKernel(causal=causal)
+    ours, reference = kernel(*inputs, kernel.prepare(Tokens(PLACES, documents))), plain_attention(*inputs, visible)
     torch.testing.assert_close(ours, reference)
     weight = torch.randn_like(ours)
     ours_grads, reference_grads = (torch.autograd.grad((y * weight).sum(), inputs) for y in (ours, reference))
     torch.testing.assert_close(ours_grads, reference_grads)
 
 
-def test_flex_attention_masks_the_same(monkeypatch):
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "to all"])
+def test_flex_attention_masks_the_same(causal, monkeypatch):
     monkeypatch.setattr(layers, "compiled", lambda function: function)  # compiling takes 10 s and changes no mask
     q, k, v = (x.detach() for x in heads(torch.float32))
-    flex, sdpa = AttentionKernel("flex"), AttentionKernel("sdpa")
-    mask = flex.prepare(DOCUMENTS)
-    assert isinstance(mask, BlockMask) and isinstance(sdpa.prepare(DOCUMENTS), torch.Tensor)
+    flex, sdpa = AttentionKernel("flex", causal), AttentionKernel("sdpa", causal)
+    masks = flex.prepare(Tokens(PLACES, DOCUMENTS)), sdpa.prepare(Tokens(PLACES, DOCUMENTS))
+    assert isinstance(masks[0], BlockMask) and isinstance(masks[1], torch.Tensor)
     with torch.no_grad():
-        torch.testing.assert_close(flex(q, k, v, mask), sdpa(q, k, v, sdpa.prepare(DOCUMENTS)))
+        torch.testing.assert_close(flex(q, k, v, masks[0]), sdpa(q, k, v, masks[1]))
 
 
-def test_without_documents_no_mask_is_made():
-    assert AttentionKernel("flex").prepare(None) is None and AttentionKernel("sdpa").prepare(None) is None
+@pytest.mark.parametrize("backend", ["flex", "sdpa"])
+def test_without_documents_no_mask_is_made(backend):
+    tokens = Tokens(PLACES, None)
+    assert AttentionKernel(backend).prepare(tokens) is None
+    assert AttentionKernel(backend, causal=False).prepare(tokens) is None
+    assert AttentionKernel(backend, causal=False).prepare(tokens, Tokens(torch.arange(14), None)) is None
+    part = AttentionKernel(backend).prepare(Tokens(PLACES + 2, None), Tokens(torch.arange(14), None))
+    assert torch.equal(part[0, 0], torch.ones(14, 14, dtype=torch.bool).tril()[2:9]), "its queries are a part"
 
 
 def test_narrow_heads_in_bfloat16_are_computed_in_float32_on_a_cpu(monkeypatch):
@@ -145,5 +157,5 @@ def test_narrow_heads_in_bfloat16_are_computed_in_float32_on_a_cpu(monkeypatch):
 
 
 def test_an_unknown_backend_is_refused():
-    with pytest.raises(ValueError, match="'fast'.*auto, sdpa, flex"):
+    with pytest.raises(JobError, match="'fast'.*auto, sdpa, flex"):
         AttentionKernel("fast")

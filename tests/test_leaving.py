@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.jobs import ROOT
+from tests.support.jobs import ROOT
 
 PROGRAM = """
 import atexit, sys, threading, time

@@ -11,11 +11,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tests.pool import run_ranks
+from tests.support.pool import run_ranks
+from torchtitan.errors import JobError
 from torchtitan.initialization import Constant, Normal, initialize
-from torchtitan.models import SIZES
+from torchtitan.models import SIZES, changed
 from torchtitan.models.layers import AttentionKernel
-from torchtitan.models.llama import LlamaArgs, RopeScaling
+from torchtitan.models.llama import LLAMA3, LLAMA31, LLAMA32, LlamaArgs, RopeScaling
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.llama.plan import PLAN
 from torchtitan.parallelisms.plan import ParallelPlan, match
@@ -70,7 +71,7 @@ def test_sizes_are_known_without_importing_torch():
     ],
 )
 def test_impossible_sizes_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(JobError, match=message):
         dataclasses.replace(TINY, **change)
 
 
@@ -128,6 +129,8 @@ def test_initial_weights_follow_the_recipe():
     assert all((w[name] == 1).all() for name in w if "norm" in name)
     assert Llama(TIED).init_rule("tok_embeddings.weight") == Normal(TIED.dim**-0.5)
     assert model.init_rule("layers.0.ffn_norm.weight") == Constant(1.0)
+    for bias in ("layers.0.ffn_norm.bias", "layers.1.attention.wo.bias", "norm.bias", "output.bias"):
+        assert model.init_rule(bias) == Constant(0.0)  # no Llama has one, but families that build on the same parts do
 
 
 def test_a_fresh_model_knows_nothing():
@@ -159,7 +162,7 @@ def angles_in_blocks():
     model = build()
     seen = []
     for block in model.layers.values():
-        block.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+        block.register_forward_pre_hook(lambda module, args: seen.append(args[1].rotation))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)  # as data_parallel.py has it
     mesh = init_device_mesh("cpu", (2,))
     for block in model.layers.values():
@@ -192,3 +195,14 @@ def test_patterns_find_modules_through_wrappers():
 def test_a_pattern_without_a_module_is_refused():
     with pytest.raises(ValueError, match="no module of Llama is called 'blocks.*'.*layers, norm, output"):
         match(build(), ParallelPlan(blocks="blocks.*").blocks)
+
+
+def test_tables_of_sizes_are_changed_in_part():
+    """As model.overrides says: a table changes some of it, false leaves it out, the rest stays."""
+    assert changed(LLAMA31["8B"], {"rope_scaling": {"factor": 4.0}}).rope_scaling == RopeScaling(factor=4.0)
+    assert changed(LLAMA3["8B"], {"rope_scaling": {"factor": 4.0}}).rope_scaling == RopeScaling(factor=4.0)
+    assert changed(LLAMA31["8B"], {"rope_scaling": False, "n_layers": 2}).rope_scaling is None
+    scaled = changed(LLAMA32["1B"], {"rope_scaling": {"low_freq_factor": 2.0}}).rope_scaling
+    assert (scaled.factor, scaled.low_freq_factor) == (32.0, 2.0)
+    with pytest.raises(TypeError):
+        changed(LLAMA3["8B"], {"rope_scaling": {"facto": 4.0}})

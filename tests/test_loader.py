@@ -12,27 +12,30 @@ import pytest
 import torch
 
 from tests.test_datasets_tokens import make as make_shards
+from torchtitan.datasets import open_source
 from torchtitan.datasets.lanes import IndexedLanes
-from torchtitan.datasets.loader import Loader, build_loader, merge_states
+from torchtitan.datasets.loader import Loader, Weighted, build_loader, merge_states
+from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.packing import IGNORE, batch_arrays
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_text import text
 from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.errors import JobError
 
 TOKENIZER = build_tokenizer("bytes")
 SEQ_LEN = 16
 
 
 def workers_alive() -> list[multiprocessing.process.BaseProcess]:
-    """This process's children, without the ranks of tests/pool.py."""
+    """This process's children, without the ranks of tests/support/pool.py."""
     return [child for child in multiprocessing.active_children() if type(child).__name__ != "ForkServerProcess"]
 
 
-def loader(dataset_path, **options) -> Loader:
+def loader(dataset_path=None, dataset="text", sources=(), **options) -> Loader:
+    """Of one dataset, or of `sources` as (dataset, dataset_path, weight)."""
+    sources = sources or [(dataset, dataset_path, 1.0)]
+    opened = [Weighted(name, open_source(name, str(path), "text"), weight) for name, path, weight in sources]
     defaults = dict(
-        dataset="text",
-        dataset_path=str(dataset_path),
-        text_field="text",
         tokenizer=TOKENIZER,
         seq_len=SEQ_LEN,
         local_batch_size=2,
@@ -48,7 +51,7 @@ def loader(dataset_path, **options) -> Loader:
         pin_memory=False,
         prefetch_factor=None,
     )
-    return build_loader(**(defaults | options))
+    return build_loader(sources=opened, **(defaults | options))
 
 
 def write_documents(path, count=150, seed=0):
@@ -115,10 +118,10 @@ def reference(lanes, count, document_mask):
                 tokens = TOKENIZER.encode(content, bos=True, eos=True) if content.strip() else []
                 stream += [(token, i == 0) for i, token in enumerate(tokens)]
         by_lane.append(stream)
-    samples = []
+    mixture, samples = Mixture([1], [lanes.count], lanes.seed), []
     for i in range(count):
-        start = i // lanes.count * SEQ_LEN
-        piece = by_lane[i % lanes.count][start : start + SEQ_LEN + 1]
+        lane, before = (int(found[0]) for found in mixture.locate(np.array([i])))
+        piece = by_lane[lane][before * SEQ_LEN : (before + 1) * SEQ_LEN + 1]
         assert len(piece) == SEQ_LEN + 1
         tokens, labels, positions, documents = [], [], [], []
         for t in range(SEQ_LEN):
@@ -137,7 +140,7 @@ def reference(lanes, count, document_mask):
 def test_packing_equals_the_reference(data, shuffle, document_mask):
     path = str(data["indexed"]["dataset_path"])
     lanes = IndexedLanes(text(path, "text"), 3, shuffle)
-    assert lanes.count == 4
+    assert lanes.count == 16
     expected = reference(lanes, 120, document_mask)
     found = global_samples(120, dataset_path=path, seed=3, shuffle=shuffle, document_mask=document_mask)
     assert found == expected
@@ -284,38 +287,7 @@ def test_a_rank_tokenizes_only_its_own_lanes(data, monkeypatch):
     list(islice(far, 100))
     encoded.clear()
     next(iter(loader(**data["indexed"], local_batch_size=4, state=far.state_dict())))
-    assert len(encoded) <= 12
-
-
-# A finite run
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_epoch(data, kind):
-    options = dict(**data[kind], infinite=False, document_mask=True)
-    whole = [row for batch in loader(**options, local_batch_size=1) for row in rows(batch)]
-    assert whole == global_samples(len(whole), **data[kind], document_mask=True) and len(whole) > 20
-    for dp_size, accumulation in ((2, 1), (3, 2)):
-        step = 2 * dp_size * accumulation
-        ranks = [
-            list(loader(**options, dp_rank=r, dp_size=dp_size, global_batch_size=step, num_workers=2 * (r == 1)))
-            for r in range(dp_size)
-        ]
-        assert {len(batches) for batches in ranks} == {len(whole) // step * accumulation}
-        taken = [[row for batch in batches for row in rows(batch)] for batches in ranks]
-        assert in_turn(taken) == whole[: len(whole) // step * step]
-    # What is left after a resume.
-    first = loader(**options, local_batch_size=1)
-    list(islice(first, 5))
-    rest = loader(**options, local_batch_size=1, state=first.state_dict())
-    assert [row for batch in rest for row in rows(batch)] == whole[5:]
-
-
-def test_an_epoch_that_is_too_short(tmp_path):
-    (tmp_path / "a.txt").write_text("few words")
-    with pytest.raises(DataError, match=r"the shortest of 1 lanes has 11 tokens, a sample needs 17"):
-        loader(tmp_path, infinite=False)
-    assert next(iter(loader(tmp_path)))["tokens"].shape == (2, SEQ_LEN)  # goes round without an end
+    assert len(encoded) <= 16 + 8  # lanes, and what the batch goes on to
 
 
 # Refused states
@@ -332,7 +304,7 @@ def test_an_epoch_that_is_too_short(tmp_path):
 )
 def test_a_state_of_other_settings_is_refused(data, options, message):
     state = loader(**data["indexed"]).state_dict()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(JobError, match=message):
         loader(**data["indexed"], **options, state=state)
 
 
@@ -343,22 +315,30 @@ def test_a_state_of_other_data_is_refused(tmp_path, data):
     state = first.state_dict()
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(ValueError, match=f"files: a.jsonl: {size} in the checkpoint, {size - 40} now"):
+    with pytest.raises(JobError, match=f"files: a.jsonl: {size} in the checkpoint, {size - 40} now"):
         loader(path, state=state, on_bad_data="skip")
     other = write_documents(tmp_path / "b.jsonl")
-    with pytest.raises(
-        ValueError, match="files: a.jsonl: .* in the checkpoint, nothing now; files: b.jsonl: nothing in"
-    ):
+    with pytest.raises(JobError, match="files: a.jsonl: .* in the checkpoint, nothing now; files: b.jsonl: nothing in"):
         loader(other, state=state)
-    with pytest.raises(ValueError, match="dataset: text in the checkpoint, tokens now"):
+    with pytest.raises(JobError, match="dataset: text in the checkpoint, tokens now"):
         loader(**data["prepared"], state=state)
     for key, value, message in [
-        ("version", 9, "has version 9, this program reads 1"),
-        ("lanes", 8, "lanes: 8 in the checkpoint, 4 now"),
-        ("cursors", {}, "is not whole: lane 0 is at sample 0 instead of 2; join the states"),
+        ("version", 9, "has version 9, this program reads 2"),
+        ("version", 1, "has version 1, this program reads 2: it takes samples in another order"),
+        ("lanes", 8, "lanes: 8 in the checkpoint, 16 now"),
+        ("cursors", {}, "is not whole: lane 0 is at sample 0 instead of 1; join the states"),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(JobError, match=message):
             loader(write_documents(path), state={**state, key: value})
+
+
+def test_an_older_position_in_prepared_shards_goes_on(data):
+    """Their order is what it was: only lanes changed."""
+    whole = global_samples(12, **data["prepared"])
+    first = loader(**data["prepared"])
+    list(islice(first, 3))
+    older = first.state_dict() | {"version": 1}
+    assert [row for batch in islice(loader(**data["prepared"], state=older), 3) for row in rows(batch)] == whole[6:]
 
 
 def test_same_size_but_other_text_is_noticed_where_it_matters(tmp_path):
@@ -367,14 +347,18 @@ def test_same_size_but_other_text_is_noticed_where_it_matters(tmp_path):
     next(batch for batch in first if first.state_dict()["cursors"]["0"][4] > 3)  # stop in the midst of a document
     shorter = (b'{"text":"a"}'.ljust(len(line)) for line in path.read_bytes().splitlines())
     path.write_bytes(b"".join(line + b"\n" for line in shorter))
+    state = first.state_dict()
+    with pytest.raises(JobError, match="samples of the contents"):
+        loader(path, state=state)
+    del state["fingerprint"]["samples of the contents"]  # as in a checkpoint from before, or had the samples missed it
     with pytest.raises(DataError, match="the data have changed since"):
-        next(iter(loader(path, state=first.state_dict())))
+        next(iter(loader(path, state=state)))
 
 
 def test_states_of_different_steps_cannot_be_merged(data):
     ranks = [loader(**data["indexed"], dp_rank=r, dp_size=2) for r in range(2)]
     next(iter(ranks[0]))
-    with pytest.raises(ValueError, match=r"different steps or different data cannot be joined: samples \[0, 4\]"):
+    with pytest.raises(JobError, match=r"different steps or different data cannot be joined: samples \[0, 4\]"):
         merge_states([rank.state_dict() for rank in ranks])
 
 
@@ -384,7 +368,7 @@ def test_states_of_different_steps_cannot_be_merged(data):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(dataset="nothing"), "training.dataset is 'nothing'; allowed: python_stdlib, "),
+        (dict(dataset="nothing"), "dataset is 'nothing'; allowed: python_stdlib, "),
         (
             dict(global_batch_size=6, dp_size=2),
             r"is 6; allowed: multiples of 4 = local_batch_size \* data-parallel ranks = 2 \* 2",
@@ -397,7 +381,7 @@ def test_states_of_different_steps_cannot_be_merged(data):
 )
 def test_settings_that_do_not_fit(data, options, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(JobError, match=message):
         loader(**(data["indexed"] | options))
 
 
@@ -446,8 +430,6 @@ def test_no_text_is_an_error_and_no_endless_loop(tmp_path, name, texts):
     path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     with pytest.raises(DataError, match="no text in 8 epochs of lane"):
         next(iter(loader(path)))
-    with pytest.raises(DataError, match="one epoch is too short"):
-        loader(path, infinite=False)
 
 
 def test_nothing_but_bad_records_is_an_error_and_no_endless_loop(tmp_path):
@@ -455,16 +437,8 @@ def test_nothing_but_bad_records_is_an_error_and_no_endless_loop(tmp_path):
     path.write_bytes(b"broken\n" * 20)
     with pytest.raises(DataError, match="a.jsonl:20: no valid JSON"):
         loader(path)
-    for on_bad_data, infinite, message in (("skip", True, "no text in 8"), ("skip", False, "one epoch is too short")):
-        with pytest.raises(DataError, match=message):
-            next(iter(loader(path, on_bad_data=on_bad_data, infinite=infinite)))
-
-
-def test_a_bad_record_in_a_finite_run(tmp_path):
-    path = bad_documents(tmp_path / "a.jsonl")
-    with pytest.raises(DataError, match="a.jsonl:8"):
-        loader(path, infinite=False)
-    assert list(loader(path, infinite=False, on_bad_data="skip"))
+    with pytest.raises(DataError, match="no text in 8"):
+        next(iter(loader(path, on_bad_data="skip")))
 
 
 def test_a_file_that_disappears(tmp_path):

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tests.pool import run_ranks
-from torchtitan.loss import CHUNK_BYTES, IGNORE_INDEX, SummedCrossEntropy, auto_chunks
+from tests.support.pool import run_ranks
+from torchtitan.loss import CHUNK_BYTES, IGNORE_INDEX, Objective, SummedCrossEntropy, auto_chunks
 
 WIDTH, VOCABULARY = 8, 20
 
@@ -40,36 +40,38 @@ def reference(hidden, head, labels):
 @pytest.mark.parametrize("num_chunks", [1, 2, 5, 18, 50])
 def test_values_and_gradients_do_not_depend_on_the_number_of_pieces(num_chunks):
     hidden, head, labels = example()
-    loss = SummedCrossEntropy(num_chunks)(hidden, head, labels)
+    loss = SummedCrossEntropy(num_chunks)(hidden, head, {"labels": labels})
     expected = reference(hidden, head, labels)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     ours, theirs = (torch.autograd.grad(y / 7, (hidden, head.weight)) for y in (loss, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
     with torch.no_grad():
-        torch.testing.assert_close(SummedCrossEntropy(num_chunks)(hidden, head, labels), expected, rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            SummedCrossEntropy(num_chunks)(hidden, head, {"labels": labels}), expected, rtol=1e-12, atol=0
+        )
 
 
 def test_gradients_by_finite_differences():
     hidden, head, labels = example(length=4)
     loss = SummedCrossEntropy(3)
-    assert torch.autograd.gradcheck(lambda h, w: loss(h, head, labels), (hidden, head.weight))
+    assert torch.autograd.gradcheck(lambda h, w: loss(h, head, {"labels": labels}), (hidden, head.weight))
 
 
 def test_a_frozen_head_and_a_frozen_body():
     hidden, head, labels = example()
     (expected,) = torch.autograd.grad(reference(hidden, head, labels), hidden)
     head.weight.requires_grad_(False)
-    (grad,) = torch.autograd.grad(SummedCrossEntropy(3)(hidden, head, labels), hidden)
+    (grad,) = torch.autograd.grad(SummedCrossEntropy(3)(hidden, head, {"labels": labels}), hidden)
     torch.testing.assert_close(grad, expected)
     head.weight.requires_grad_(True)
-    SummedCrossEntropy(3)(hidden.detach(), head, labels).backward()
+    SummedCrossEntropy(3)(hidden.detach(), head, {"labels": labels}).backward()
     assert head.weight.grad is not None
 
 
 def test_only_ignored_labels_give_zero():
     hidden, head, labels = example()
     for num_chunks in (1, 3):
-        loss = SummedCrossEntropy(num_chunks)(hidden, head, torch.full_like(labels, IGNORE_INDEX))
+        loss = SummedCrossEntropy(num_chunks)(hidden, head, {"labels": torch.full_like(labels, IGNORE_INDEX)})
         loss.backward()
         assert loss.item() == 0 and not head.weight.grad.any()
 
@@ -80,7 +82,7 @@ def test_bfloat16_logits_give_a_float32_loss_and_keep_the_scale_of_gradients(num
     hidden, head, labels = example(torch.float32 if autocast else torch.bfloat16, batch=8, length=64)
     valid = 509  # 1 / 509 rounded to bfloat16 is off by 0.2 %, which would show in the sum of all gradients
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = SummedCrossEntropy(num_chunks)(hidden, head, labels)
+        loss = SummedCrossEntropy(num_chunks)(hidden, head, {"labels": labels})
     assert loss.dtype == torch.float32
     head = copy.deepcopy(head).double()
     exact = reference(hidden.double(), head, labels)
@@ -112,7 +114,7 @@ class LiveLogits(TorchDispatchMode):
 def peak_of_logits(num_chunks):
     hidden, head, labels = example(torch.bfloat16, batch=4, length=64)
     with LiveLogits() as tracker:
-        SummedCrossEntropy(num_chunks)(hidden, head, labels).backward()
+        SummedCrossEntropy(num_chunks)(hidden, head, {"labels": labels}).backward()
     return tracker.peak
 
 
@@ -135,12 +137,12 @@ def test_no_chunks_is_refused():
 
 def test_compiled_pieces_share_one_graph():
     hidden, head, labels = example(torch.float32, length=8)
-    (expected,) = torch.autograd.grad(SummedCrossEntropy(4)(hidden, head, labels), head.weight)
+    (expected,) = torch.autograd.grad(SummedCrossEntropy(4)(hidden, head, {"labels": labels}), head.weight)
     counter = CompileCounterWithBackend("aot_eager")
     loss = SummedCrossEntropy(4)
     loss.compile(backend=counter)
     for _ in range(2):
-        (grad,) = torch.autograd.grad(loss(hidden, head, labels), head.weight)
+        (grad,) = torch.autograd.grad(loss(hidden, head, {"labels": labels}), head.weight)
         torch.testing.assert_close(grad, expected)
     heads = sum("cross_entropy" in graph.code for graph in counter.graphs)
     assert heads == 1, "one graph for all pieces, reused in the next step"
@@ -153,7 +155,7 @@ class Model(nn.Module):
         self.body.weight.data.copy_(torch.eye(WIDTH))
 
     def forward(self, hidden, labels):
-        return self.loss(self.body(hidden), self.output, labels)
+        return self.loss(self.body(hidden), self.output, {"labels": labels})
 
 
 def fsdp_gradients(num_chunks, compute):
@@ -203,10 +205,10 @@ def split_loss(num_chunks, dtype, scale, compiled):
     loss = SummedCrossEntropy(num_chunks)
     if compiled:
         loss.compile(backend="aot_eager")
-    value = loss(hidden * scale, head, labels)
+    value = loss(hidden * scale, head, {"labels": labels})
     hidden_grad, weight_grad = torch.autograd.grad(value / 7, (hidden, head.weight))
     with torch.no_grad():
-        without_grad = loss(hidden * scale, head, labels)
+        without_grad = loss(hidden * scale, head, {"labels": labels})
     return value.detach(), without_grad, hidden_grad, weight_grad
 
 
@@ -235,10 +237,20 @@ def test_words_split_over_ranks(ranks, scale, compiled, num_chunks, dtype, toler
 def ignored_split_loss():
     hidden, head, labels = example()
     head = SplitHead(head, init_device_mesh("cpu", (2,)))
-    value = SummedCrossEntropy(2)(hidden, head, torch.full_like(labels, IGNORE_INDEX))
+    value = SummedCrossEntropy(2)(hidden, head, {"labels": torch.full_like(labels, IGNORE_INDEX)})
     value.backward()
     return value.item(), head.weight.grad.abs().max().item()
 
 
 def test_only_ignored_labels_give_zero_with_words_split_over_ranks():
     assert run_ranks(2, ignored_split_loss) == [(0.0, 0.0)] * 2
+
+
+def test_an_objective_says_what_it_counts_and_cuts():
+    hidden, head, labels = example()
+    ignored = labels.clone()
+    ignored[0, 0] = IGNORE_INDEX
+    assert SummedCrossEntropy().count({"labels": ignored}) == int((labels != IGNORE_INDEX).sum()) - 1
+    for method, args in (("count", ({},)), ("rows", (hidden, {})), ("loss_of", (head, hidden))):
+        with pytest.raises(NotImplementedError):
+            getattr(Objective(), method)(*args)

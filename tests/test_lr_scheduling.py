@@ -76,6 +76,8 @@ def test_warmup_stable_decay():
     assert values[15:20] == pytest.approx([0.82, 0.64, 0.46, 0.28, 0.1])
     assert values[19:] == [0.1] * 6
     assert column(LRSchedule(20, 4, decay_ratio=0.0), 25)[3:] == [1.0] * 22
+    # a share too small for a step is one step, the last: whoever asks for a decay gets to the floor
+    assert column(LRSchedule(20, 4, decay_ratio=0.01), 25)[18:] == [1.0] + [0.1] * 6
 
 
 def test_never_outside_the_bounds():

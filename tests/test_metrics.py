@@ -132,7 +132,7 @@ def test_resume_drops_what_comes_again(tmp_path):
 
     metrics = build(tmp_path, clock, resume_step=4, tokens_seen=400)
     assert path.read_text() == "".join(until_4)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.redone.jsonl"]
     train(metrics, clock, 5, 10)
     metrics.close()
     records = read_records(path)
@@ -309,7 +309,8 @@ def test_summary_says_where_things_are(tmp_path):
     assert lines[1:] == [f"  metrics  {tmp_path}/metrics.jsonl", "  picture  x.png"]
     assert (
         build(tmp_path, resume_step=10).summary({})
-        == "nothing was left to train; raise training.steps to go on, or start anew in another job.dump_folder"
+        == "nothing was left to train; raise training.steps, or training.epochs, to go on, or start anew in another "
+        "job.dump_folder"
     )
 
 
@@ -348,6 +349,22 @@ def test_tensorboard_shows_a_resumed_run_as_one(tmp_path):
         board.close()
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("lr")] == [(1, 10.0), (2, 21.0)]
+
+
+def test_tensorboard_has_the_job(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    job = {"training": {"steps": 2, "shuffle": True, "sources": [{"weight": 1.0}]}, "optimizer": {"lr": 0.5}}
+    TensorBoard(tmp_path / "tb", None, job).close()
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    (text,) = events.Tensors("job/text_summary")
+    assert json.loads(text.tensor_proto.string_val[0].decode().strip("`\n")) == job
+    plugin = events.PluginTagToContent("hparams")
+    start = HParamsPluginData.FromString(plugin["_hparams_/session_start_info"]).session_start_info
+    values = {name: value.ListFields()[0][1] for name, value in start.hparams.items()}
+    assert values == {"training.steps": 2, "training.shuffle": True, "optimizer.lr": 0.5}
+    assert [path.name for path in (tmp_path / "tb").iterdir() if path.is_dir()] == []  # one run, not two
 
 
 def test_wandb_continues_its_run(tmp_path, monkeypatch):
@@ -427,7 +444,7 @@ def test_picture_shows_the_figures(tmp_path, monkeypatch):
     assert list(loss.lines[0].get_ydata()) == [7.0, 6.0, 5.0] and list(loss.lines[0].get_xdata()) == [1, 2, 3]
     assert list(rate.lines[0].get_ydata()) == [1e-3 / step for step in (1, 2, 3)]
     texts = [text.get_text() for axes in seen[0].axes for text in axes.texts]
-    assert {"5.000", "3.3e-04", "tokens per second, median 5,000"} <= set(texts)
+    assert {"6.000", "3.3e-04", "tokens per second, median 5,000"} <= set(texts)
 
 
 def test_no_picture_of_nothing(tmp_path):
@@ -436,8 +453,11 @@ def test_no_picture_of_nothing(tmp_path):
     assert not (tmp_path / "training.png").exists()
 
 
-def test_smoothing_is_centred():
+def test_smoothing_is_centred_but_for_the_end():
     line = [float(i) for i in range(90)]
-    assert plot.smoothed(line) == pytest.approx(line)  # a straight line stays where it is
+    assert plot.smoothed(line)[:-3] == pytest.approx(line[:-3])  # a straight line stays where it is
+    assert plot.smoothed(line)[-3:] == pytest.approx([86.0] * 3)  # the mean of the last window
+    assert plot.smoothed([5.0] * 59 + [9.0])[-1] == pytest.approx(5.8)
+    assert plot.smoothed([2.0, 1.0]) == [2.0, 1.0] and plot.smoothed([3.0, 2.0, 1.0])[-1] == 2.0
     noisy = [1.0 if i % 2 else -1.0 for i in range(300)]
     assert max(map(abs, plot.smoothed(noisy)[20:-20])) < 0.1

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.tiny_moe import ARGS, made, tokens
+from tests.support.tiny_moe import ARGS, made, tokens
+from torchtitan.errors import JobError
 from torchtitan.models.moe import experts as products
 from torchtitan.models.moe.experts import Experts, grouped_mm
 from torchtitan.models.moe.layer import MoE, sort_by_expert
@@ -251,7 +252,7 @@ def test_experts_come_from_the_best_groups():
     ],
 )
 def test_impossible_routings_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(JobError, match=message):
         dataclasses.replace(ARGS, **change)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from tests.tiny_moe import ARGS, made, tokens
+from tests.support.tiny_moe import ARGS, made, tokens
 from torchtitan.initialization import clean_name, initialize
 from torchtitan.models.deepseek import DEEPSEEK
 from torchtitan.models.deepseek.model import Deepseek
@@ -224,6 +224,7 @@ def test_metrics_of_the_load():
         router.update_bias(load[1], rate)
     values = {name: value.item() for name, value in balance.metrics(model, load).items()}
     assert values == pytest.approx({"load_max": 8, "load_max_mean": 4.5, "entropy": 0.5, "bias_range": 0.5})
+    assert balance.metrics(model, torch.tensor([[24], [24]]))["entropy"] == 1  # one expert is never uneven
     assert balance.metrics(nn.Linear(2, 2), torch.zeros(0, 0)) == {}
     assert balance.take_load(nn.Linear(2, 2))[0] == []
 

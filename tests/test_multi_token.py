@@ -11,11 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests import jobs, judged
-from tests.hf_parity import build, tokens_for
-from tests.judged import CP, EP, MOE, PP, TP, lines
-from tests.pool import run_ranks
-from tests.tiny_decoders import MULTI_TOKEN
+from tests.support import jobs, judged
+from tests.support.hf_parity import build, tokens_for
+from tests.support.judged import CP, EP, MOE, PP, TP, lines
+from tests.support.pool import run_ranks
+from tests.support.tiny_decoders import MULTI_TOKEN
+from torchtitan.errors import JobError
 from torchtitan.initialization import Constant, Normal
 from torchtitan.loss import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.metrics.json_lines import read_records
@@ -40,8 +41,8 @@ class Recording(SummedCrossEntropy):
         super().__init__(num_chunks)
         self.values = []
 
-    def forward(self, hidden, head, labels):
-        loss = super().forward(hidden, head, labels)
+    def forward(self, hidden, head, batch):
+        loss = super().forward(hidden, head, batch)
         self.values.append(loss.item())
         return loss
 
@@ -98,7 +99,7 @@ def written_out(model, tokens, labels):
             e = rms(ahead, part["enorm.weight"], args.norm_eps)
             h = rms(h[:, :length], part["hnorm.weight"], args.norm_eps)
             x = torch.cat((e, h), -1) @ part["eh_proj.weight"].T
-            y = block_of(model, weights, layer)(x, plain.rotary(torch.arange(length)[None]), None)
+            y = block_of(model, weights, layer)(x, plain.shared(x, None, None))
             h = rms(y, part["norm.weight"], args.norm_eps)
         logs = (h @ weights["output.weight"].T).log_softmax(-1)
         each = [
@@ -299,7 +300,7 @@ def test_flops_equal_torchs_counter(depths, monkeypatch):
 @pytest.mark.parametrize("change", [{"n_mtp_layers": -1}, {"mtp_loss_weight": -0.1}])
 def test_impossible_sizes_are_refused(change):
     ((key, value),) = change.items()
-    with pytest.raises(ValueError, match=f"{key} = {value}: must not be negative"):
+    with pytest.raises(JobError, match=f"{key} = {value}: must not be negative"):
         replace(MULTI_TOKEN, **change)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers against torch.optim called directly; the step in backward against the ordinary one, bit for bit."""
+"""Optimizers against their references, of every kind that a spec can describe; the step in backward bit for bit."""
 
 import copy
 
@@ -9,11 +9,51 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.pool import run_ranks
+from tests.support import jobs, toy_optimizers
+from tests.support.pool import run_ranks
+from tests.support.toy_optimizers import TOYS, add_toys
+from torchtitan.checkpoint.tensors import allocate_state, optimizer_state, set_optimizer_values
+from torchtitan.errors import JobError
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.build import build_optimizers
 
-SETTINGS = dict(lr=0.01, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1)
+toys = toy_optimizers.toys
+
+SHARED = dict(beta1=0.8, beta2=0.9, eps=1e-6)
+SETTINGS = dict(lr=0.01, shared=SHARED, weight_decay=0.1)
+FLAGS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+class LionInFloat64:
+    """Algorithm 2 of arXiv:2302.06675, line by line."""
+
+    def __init__(self, parameters, lr, beta1, beta2, decay):
+        self.parameters = list(parameters)
+        self.means = [torch.zeros_like(p, dtype=torch.float64) for p in self.parameters]
+        self.lr, self.beta1, self.beta2, self.decay = lr, beta1, beta2, decay
+
+    @torch.no_grad()
+    def step(self):
+        for parameter, mean in zip(self.parameters, self.means, strict=True):
+            gradient = parameter.grad.double()
+            update = torch.sign(self.beta1 * mean + (1 - self.beta1) * gradient)
+            parameter.copy_(parameter.double() - self.lr * (update + self.decay * parameter.double()))
+            mean.copy_(self.beta2 * mean + (1 - self.beta2) * gradient)
+
+    def zero_grad(self):
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+REFERENCES = {
+    "Adam": lambda p, flags: torch.optim.Adam(p, 0.01, (0.8, 0.9), 1e-6, 0.1, **flags),
+    "AdamW": lambda p, flags: torch.optim.AdamW(p, 0.01, (0.8, 0.9), 1e-6, 0.1, **flags),
+    "Lion": lambda p, flags: LionInFloat64(p, lr=0.01, beta1=0.8, beta2=0.9, decay=0.1),
+    "SGD": lambda p, flags: torch.optim.SGD(p, 0.01, 0.7, weight_decay=0.1, nesterov=True, **flags),
+}
+"""Each optimizer made by hand, with the SETTINGS and OPTIONS of these tests."""
+OPTIONS = {"Lion": {"beta1": 0.8, "beta2": 0.9}, "SGD": {"momentum": 0.7, "nesterov": True}}
+KINDS = [(name, words) for name, spec in OPTIMIZERS.items() for words in spec.implementations]
 
 
 def network():
@@ -37,17 +77,25 @@ def same(model, other):
     return all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(
-    "implementation, flags",
-    [("for-loop", {"foreach": False}), ("foreach", {"foreach": True}), ("fused", {"fused": True})],
-)
-def test_equal_to_torch(name, implementation, flags):
+def options_of(name):
+    return dict(name=name, options=OPTIONS.get(name, {}), **SETTINGS)
+
+
+def test_every_optimizer_has_a_reference():
+    assert REFERENCES.keys() == OPTIMIZERS.keys()
+
+
+@pytest.mark.parametrize("name, implementation", KINDS)
+def test_equal_to_its_reference(name, implementation):
     ours, theirs = network(), network()
-    train(ours, build_optimizers([ours], name=name, implementation=implementation, **SETTINGS))
-    reference = getattr(torch.optim, name)(theirs.parameters(), 0.01, (0.8, 0.9), 1e-6, 0.1, **flags)
+    train(ours, build_optimizers([ours], implementation=implementation, **options_of(name)))
+    reference = REFERENCES[name](theirs.parameters(), FLAGS[implementation])
     train(theirs, reference)
-    assert same(ours, theirs) and not same(ours, network())
+    assert not same(ours, network())
+    if isinstance(reference, torch.optim.Optimizer):
+        assert same(ours, theirs)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other)  # float32 against float64: a unit or two in the last place
 
 
 def test_norms_and_biases_can_be_spared_from_decay():
@@ -80,12 +128,11 @@ def test_frozen_parameters_are_left_out():
     assert sum(len(group["params"]) for group in optimizers.param_groups) == 3
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
+@pytest.mark.parametrize("name, implementation", [*KINDS, *((name, "for-loop") for name in TOYS)])
 @pytest.mark.parametrize("decay", [True, False])
-def test_stepping_in_backward_gives_the_same_bits_and_keeps_no_gradient(name, implementation, decay):
+def test_stepping_in_backward_gives_the_same_bits_and_keeps_no_gradient(name, implementation, decay, toys):
     ordinary, early = network(), network()
-    settings = dict(name=name, implementation=implementation, decay_norms_and_biases=decay, **SETTINGS)
+    settings = options_of(name) | dict(implementation=implementation, decay_norms_and_biases=decay)
     train(ordinary, build_optimizers([ordinary], **settings))
     optimizers = build_optimizers([early], in_backward=True, **settings)
     gradients(early, 0)
@@ -93,8 +140,42 @@ def test_stepping_in_backward_gives_the_same_bits_and_keeps_no_gradient(name, im
     early = network()
     optimizers = build_optimizers([early], in_backward=True, **settings)
     train(early, optimizers)
-    assert same(ordinary, early)
+    assert same(ordinary, early) and not same(early, network())
     assert len(optimizers.optimizers) == len(optimizers.param_groups) == 5
+
+
+def test_parameters_are_grouped_by_name(toys):
+    model = network()
+    (optimizer,) = build_optimizers([model], decay_norms_and_biases=False, **options_of("ByName"))
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    assert groups == [
+        dict(weight_decay=0.1, whole=True, lr=0.05, memory=0.9, param_names=["0.weight"]),
+        dict(weight_decay=0.1, whole=False, lr=0.01, memory=0.9, param_names=["2.weight"]),
+        dict(weight_decay=0.0, whole=False, lr=0.01, memory=0.9, param_names=["0.bias", "1.weight", "2.bias"]),
+    ]
+    assert optimizer.param_groups[0]["params"] == [model[0].weight]
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *TOYS])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_checkpoint_holds_all_that_an_optimizer_keeps(name, early, toys):
+    """As a resume does: state is made first, overwritten then. A run that stopped goes on bit for bit."""
+    straight, resumed = network(), network()
+    first = build_optimizers([straight], **options_of(name))
+    train(straight, first, steps=3)
+    tensors, values = optimizer_state([straight], first)
+    kept, values = {key: tensor.clone() for key, tensor in tensors.items()}, dict(values)
+    resumed.load_state_dict(straight.state_dict())
+    second = build_optimizers([resumed], in_backward=early, **options_of(name))
+    allocate_state(second)
+    live, names = optimizer_state([resumed], second)
+    assert live.keys() == kept.keys() and names.keys() == values.keys() and (live or name == "SGD")
+    for key, tensor in live.items():
+        tensor.copy_(kept[key])
+    set_optimizer_values([resumed], second, values)
+    train(straight, first)
+    train(resumed, second)
+    assert same(straight, resumed)
 
 
 def test_a_schedule_reaches_the_step_in_backward():
@@ -126,12 +207,13 @@ def test_states_are_named_by_parameter_and_cross_over():
     assert same(ordinary, early)
 
 
-def sharded(in_backward):
+def sharded(name, implementation, in_backward):
+    add_toys()
     model = network()
     mesh = init_device_mesh("cpu", (2,))
     for part in (model[0], model[2], model):
         fully_shard(part, mesh=mesh)
-    optimizers = build_optimizers([model], name="AdamW", in_backward=in_backward, **SETTINGS)
+    optimizers = build_optimizers([model], implementation=implementation, in_backward=in_backward, **options_of(name))
     freed = []
     for step in range(4):
         torch.manual_seed(step)
@@ -142,15 +224,52 @@ def sharded(in_backward):
     return freed, [p.detach().full_tensor() for p in model.parameters()]
 
 
-def test_sharded_parameters_step_in_backward_too():
-    ordinary, early = run_ranks(2, sharded, False)[0], run_ranks(2, sharded, True)[0]
+@pytest.mark.parametrize("name, implementation", [*KINDS, *((name, "for-loop") for name in TOYS)])
+def test_sharded_parameters_step_as_whole_ones_and_in_backward_too(name, implementation, toys):
+    ordinary, early = (run_ranks(2, sharded, name, implementation, in_backward)[0] for in_backward in (False, True))
     assert early[0] == [True] * 4 and ordinary[0] == [False] * 4
     assert all(torch.equal(p, q) for p, q in zip(ordinary[1], early[1], strict=True))
+    whole = network()
+    optimizers = build_optimizers([whole], **options_of(name))
+    for step in range(4):
+        torch.manual_seed(step)
+        for half in torch.randn(4, 6).chunk(2):  # FSDP divides the sum by its ranks
+            (whole(half).square().sum() / 2).backward()
+        optimizers.step()
+        optimizers.zero_grad()
+    for ours, theirs in zip(ordinary[1], whole.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-6)
     assert not torch.equal(early[1][0], network()[0].weight)
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="optimizer 'Lion'.*Adam, AdamW"):
-        build_optimizers([network()], name="Lion", **SETTINGS)
-    with pytest.raises(ValueError, match="implementation 'slow'.*for-loop, foreach, fused"):
+    with pytest.raises(JobError, match="optimizer 'Sophia'.*Adam, AdamW"):
+        build_optimizers([network()], name="Sophia", **SETTINGS)
+    with pytest.raises(JobError, match="implementation 'slow'.*fused, foreach, for-loop"):
         build_optimizers([network()], name="Adam", implementation="slow", **SETTINGS)
+    with pytest.raises(JobError, match="optimizer.options: given momentum = 0.9; allowed: nothing with optimizer.name"):
+        build_optimizers([network()], name="Adam", options={"momentum": 0.9}, **SETTINGS)
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_a_job_with_it_trains_resumes_and_is_sharded(name, tmp_path, toys):
+    texts = jobs.write_texts(tmp_path / "data")
+
+    def job(folder, **options):
+        more = dict(optimizer__name=name, optimizer__lr=1e-3, training__steps=4, checkpoint__enable=True)
+        return jobs.arguments(tmp_path / folder, texts, **(more | {"checkpoint__interval": 2} | options))
+
+    (straight,) = run_ranks(1, trained, job("straight"))
+    run_ranks(1, trained, [*job("resumed", training__steps=2, lr_scheduler__total_steps=4)])
+    (resumed,) = run_ranks(1, trained, [*job("resumed", lr_scheduler__total_steps=4)])
+    assert resumed[1] == straight[1] and len(straight[0]) == 4
+    both = run_ranks(2, trained, job("both", training__local_batch_size=4, training__global_batch_size=8))
+    losses = [[row["loss"] for row in rows] for rows, _ in (straight, both[0])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][-1] < losses[0][0]
+    (early,) = run_ranks(1, trained, job("early", optimizer__early_step_in_backward=True, training__max_norm=0))
+    assert len(early[0]) == 4
+
+
+def trained(argv):
+    add_toys()
+    return jobs.train(argv)

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tests import toy_moe
-from tests.overlap_runs import CUTS, EP, MICROBATCHES, PP, SCHEDULES, check, random_case, run_case
-from tests.pool import run_ranks
+from tests.support import toy_moe
+from tests.support.overlap_runs import CUTS, EP, MICROBATCHES, PP, SCHEDULES, check, random_case, run_case
+from tests.support.pool import run_ranks
 from tests.test_segments import POLICIES
-from torchtitan.parallelisms.schedule_tables import build_table
-from torchtitan.parallelisms.segmented_stage import SegmentedStage
+from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedStage
+from torchtitan.parallelisms.pipeline.tables import build_table
 
 
 def table_case(schedule, policy):

@@ -14,8 +14,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import toy_moe
-from tests.overlap_runs import (
+from tests.support import toy_moe
+from tests.support.overlap_runs import (
     CUTS,
     EP,
     MICROBATCHES,
@@ -28,14 +28,15 @@ from tests.overlap_runs import (
     random_case,
     start_fake,
 )
-from tests.pool import run_alone, run_ranks
+from tests.support.pool import run_alone, run_ranks
 from tests.test_segments import POLICIES
-from torchtitan.parallelisms import segmented_stage
-from torchtitan.parallelisms.chunk import Chunk
-from torchtitan.parallelisms.exchange import AllToAll
-from torchtitan.parallelisms.overlap import Loop, Turn, alone, merge
 from torchtitan.parallelisms.parallel_dims import ParallelDims
-from torchtitan.parallelisms.schedule_tables import build_table
+from torchtitan.parallelisms.pipeline import runtime
+from torchtitan.parallelisms.pipeline.overlap import stage as segmented_stage
+from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
+from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
+from torchtitan.parallelisms.pipeline.overlap.merging import Loop, Turn, alone, merge
+from torchtitan.parallelisms.pipeline.tables import build_table
 
 # The order of collectives
 
@@ -91,13 +92,13 @@ def failing_rank(rank, folder, phase):
     try:
         table = build_table("DualPipeV", PP, MICROBATCHES, 2, overlap=True)
         pp_group, ep_group, _ = groups()
-        runtime, stages = pipeline(
+        schedule, stages = pipeline(
             table, CUTS[4], AllToAll(ep_group), pp_group, POLICIES["full"], True, rank=rank // EP, ep_rank=rank % EP
         )
         if rank == 2:
             spoil(stages[0].submod.layers["3"], phase)  # stage 1's last
         tokens, labels = toy_moe.batch(MICROBATCHES, rank % EP)
-        runtime.run(tokens, {"labels": labels}, VALID)
+        schedule.run(tokens, {"labels": labels}, VALID)
         message = "no error"
     except Exception as error:
         message = "\n".join([type(error).__name__, str(error), *getattr(error, "__notes__", [])])
@@ -201,14 +202,14 @@ def memory(policy, counts):
     for microbatches in counts:
         table = build_table("DualPipeV", PP, microbatches, 2, overlap=True)
         start_fake(1, PP)
-        runtime, stages = pipeline(table, cuts, Pretended(0, (4,)), dist.group.WORLD, POLICIES[policy], True, **more)
+        schedule, stages = pipeline(table, cuts, Pretended(0, (4,)), dist.group.WORLD, POLICIES[policy], True, **more)
         for stage in stages:
             for parameter in stage.submod.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         tokens, labels = toy_moe.batch(microbatches, 0)
         gc.collect()
         with LiveBytes([stage.submod for stage in stages]) as all_live:
-            runtime.run(tokens, {"labels": labels}, VALID)
+            schedule.run(tokens, {"labels": labels}, VALID)
         most.append(all_live.peak)
     return kept, live.peak, most
 
@@ -230,19 +231,21 @@ def test_peak_activations(policy):
 
 def test_private_names_of_torch_are_where_they_were():
     methods = {
-        PipelineStage: segmented_stage.STAGE_METHODS,
+        PipelineStage: segmented_stage.STAGE_METHODS + runtime.STAGE_METHODS,
         schedules._PipelineScheduleRuntime: segmented_stage.RUNTIME_METHODS,
     }
     for owner, names in methods.items():
         missing = [name for name in names if not callable(getattr(owner, name, None))]
-        assert not missing, f"torch {torch.__version__} moved {missing} of {owner.__name__}: see segmented_stage.py"
+        assert not missing, f"torch {torch.__version__} moved {missing} of {owner.__name__}: see pipeline/runtime.py"
     sources = {
-        segmented_stage.STAGE_ATTRIBUTES: inspect.getsource(inspect.getmodule(PipelineStage)),
+        segmented_stage.STAGE_ATTRIBUTES + runtime.STAGE_ATTRIBUTES: inspect.getsource(
+            inspect.getmodule(PipelineStage)
+        ),
         segmented_stage.RUNTIME_ATTRIBUTES: inspect.getsource(schedules),
     }
     for names, source in sources.items():
         missing = [name for name in names if f"self.{name}" not in source]
-        assert not missing, f"torch {torch.__version__} moved {missing}: see segmented_stage.py"
+        assert not missing, f"torch {torch.__version__} moved {missing}: see pipeline/runtime.py"
 
 
 def counts_and_tokens() -> tuple[list[int], list[int], bool, float]:

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.jobs import ROOT
-from torchtitan.parallelisms.pipeline_cut import (
+from tests.support.jobs import ROOT
+from torchtitan.errors import JobError
+from torchtitan.parallelisms.pipeline.cut import (
     SCHEDULES,
     check_microbatches,
     check_modules,
@@ -72,7 +73,7 @@ def test_names_given_by_hand():
         ([[modules[1], modules[0]], modules[2:]], "layers.0 stands where tok_embeddings comes in the model"),
         ([modules[:1], modules[1:]], "stage 0 has none of the layers"),
     ):
-        with pytest.raises(ValueError, match=f"{words}.*in order are tok_embeddings, layers.0, .*, norm, output"):
+        with pytest.raises(JobError, match=f"{words}.*in order are tok_embeddings, layers.0, .*, norm, output"):
             check_modules(stages, modules)
 
 
@@ -121,7 +122,7 @@ def test_numbers_that_torchs_classes_take(name):
         ]
         if SCHEDULES[name].stages_per_rank == 1:
             if each > 1:
-                with pytest.raises(ValueError, match=f"needs exactly 1 stage per rank, {pp} on {pp} ranks"):
+                with pytest.raises(JobError, match=f"needs exactly 1 stage per rank, {pp} on {pp} ranks"):
                     check_stages(name, pp, num_stages)
             else:
                 check_stages(name, pp, num_stages)
@@ -136,7 +137,7 @@ def test_numbers_that_torchs_classes_take(name):
             check_stages(name, pp, num_stages)
             check_microbatches(name, count, pp, num_stages)
             assert taken, (pp, each, count)
-        except ValueError:
+        except JobError:
             assert not taken, (pp, each, count)
 
 
@@ -154,7 +155,7 @@ def test_number_of_stages():
         (("LoopedBFS", 4, 6, 3, 1, 1), "multiple of 4 ranks, at least 8; layers per stage that would do: none"),
         (("ZBV", 4, 6, 3), "no pipeline schedule 'ZBV'; choose one of GPipe, 1F1B, .*, DualPipeV"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(JobError, match=words):
             num_stages_for(*arguments)
 
 
@@ -165,9 +166,9 @@ def test_schedule_names_in_any_case():
 
 def test_microbatches_of_a_local_batch():
     assert [num_microbatches(8, size) for size in (1, 2, 8)] == [8, 4, 1]
-    with pytest.raises(ValueError, match="sizes that would do: 1, 2, 4, 8; local batch sizes that would do: 6, 9"):
+    with pytest.raises(JobError, match="sizes that would do: 1, 2, 4, 8; local batch sizes that would do: 6, 9"):
         num_microbatches(8, 3)
-    with pytest.raises(ValueError, match="sizes that would do: 1, 3; local batch sizes that would do: 5"):
+    with pytest.raises(JobError, match="sizes that would do: 1, 3; local batch sizes that would do: 5"):
         num_microbatches(3, 5)
 
 
@@ -180,10 +181,10 @@ def test_microbatches_of_a_local_batch():
     ],
 )
 def test_microbatches_that_a_schedule_does_not_take(name, count, pp, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(JobError, match=words):
         check_microbatches(name, count, pp, 2 * pp)
 
 
 def test_needs_no_torch():
-    code = "import sys, torchtitan.parallelisms.pipeline_cut; sys.exit('torch' in sys.modules)"
+    code = "import sys, torchtitan.parallelisms.pipeline.cut; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

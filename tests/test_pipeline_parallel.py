@@ -16,16 +16,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.combinations import Combination
-from tests.pool import RankFailed, run_ranks
+from tests.support.pool import RankFailed, run_ranks
 from tests.test_combinations import DTYPE, TOLERANCE, batch, build_plain, plain_twin, reference
 from torchtitan.initialization import clean_name, initialize
 from torchtitan.loss import IGNORE_INDEX
 from torchtitan.models.registry import MODELS
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize
-from torchtitan.parallelisms.pipeline_cut import SCHEDULES
-from torchtitan.parallelisms.pipeline_parallel import Pipeline, PipelineOptions, cut_model, tied_names
-from torchtitan.parallelisms.pipeline_torch import named
+from torchtitan.parallelisms.pipeline.cut import SCHEDULES
+from torchtitan.parallelisms.pipeline.pipeline_parallel import Pipeline, PipelineOptions, cut_model, tied_names
+from torchtitan.parallelisms.pipeline.runtime import named
 
 CPU = torch.device("cpu")
 SPLIT = [name for name, traits in SCHEDULES.items() if traits.split_backward]
@@ -310,7 +310,8 @@ def test_evaluation_between_steps(schedule, dp_shard):
     loss, _, grads, *_ = reference(plain_twin(row))
     plain = build_plain(plain_twin(row))
     initialize(plain, 7, plain.init_rule)
-    everything = batch()
+    names = ("tokens", "labels", "positions", "document_ids")
+    everything = {name: tensor for name, tensor in batch().items() if name in names}
     parts = [{name: t[rank::dp_shard][:3, :16] for name, t in everything.items()} for rank in range(dp_shard)]
     with torch.no_grad():
         small = sum(plain(**part).item() for part in parts)
@@ -368,6 +369,37 @@ def test_a_part_has_its_modules_and_their_names():
 
 
 # What goes wrong
+
+
+def receive_buffers(row: Combination) -> list[int]:
+    """Most buffers of received tensors that this rank held at once, and how many it holds after the step."""
+    pipe, mesh = build(row)
+    batches, valid = local_batches(row, mesh)
+    held: list[int] = []
+
+    def count() -> int:
+        stages = [stage for schedule in pipe.schedules.values() for stage in schedule._stages]
+        infos = [
+            info for stage in stages for part in (stage.args_recv_info, stage.grad_recv_info) for info in part.values()
+        ]
+        return sum(info.buffer is not None for part in infos for info in part if not info.is_root_arg)
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            held.append(count())
+            return func(*args, **(kwargs or {}))
+
+    step(pipe, batches, valid)  # the first one finds out shapes
+    with Counting():
+        step(pipe, batches, valid)
+    return [max(held), count()]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_buffers_live_from_the_receive_to_their_use(schedule):
+    """torch's stages keep one for every microbatch, of activations and of gradients."""
+    for most, after in run_ranks(2, receive_buffers, Combination(ranks=2, pp=2, schedule=schedule)):
+        assert 0 < most <= 4 and after == 0
 
 
 def broken_block(row: Combination, layer: str) -> None:
@@ -437,4 +469,4 @@ def test_torch_still_has_what_is_overridden():
     losses = ("_maybe_compute_loss", "_maybe_get_loss", "_update_losses")
     for owner, names in ((PipelineStage, chunks), (_PipelineSchedule, losses)):
         for name in names:
-            assert hasattr(owner, name), f"torch's {owner.__name__} has no {name} any more: see pipeline_torch.py"
+            assert hasattr(owner, name), f"torch's {owner.__name__} has no {name} any more: see runtime.py"

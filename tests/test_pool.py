@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import shared_meshes
-from tests.jobs import ROOT
-from tests.pool import RankFailed, run_ranks
+from tests.support import shared_meshes
+from tests.support.jobs import ROOT
+from tests.support.pool import RankFailed, run_ranks
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 
@@ -84,7 +84,7 @@ def test_ranks_listen_where_they_are_told(monkeypatch):
 
 KILLED = """
 import os, signal
-from tests import pool
+from tests.support import pool
 
 pool._context.set_forkserver_preload([])
 print(pool.run_ranks(1, os.getpid)[0], flush=True)

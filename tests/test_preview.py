@@ -5,8 +5,10 @@ import sys
 
 import pytest
 
-from torchtitan import config_manager, preview
+from torchtitan.commands import preview
+from torchtitan.config import manager
 from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.errors import JobError
 
 
 @pytest.fixture
@@ -25,21 +27,21 @@ def test_what_the_model_sees(job, capsys):
     shown = capsys.readouterr().out
     assert "\033" not in shown and "\a" not in shown and "\x9b" not in shown  # not a terminal, and text is no command
     assert shown.splitlines()[2:] == [
-        "sample 0: 64 tokens, 4 documents, 3 labels not counted",
+        "sample 0: 64 tokens, 4 documents, 61 of 64 labels trained",
         "--- document 0: tokens 0-12, positions 0-12 ".ljust(100, "-"),
-        "<begin>First text.<end><not counted>",
+        "[-<begin>-]First text.<end>",
         "--- document 1: tokens 13-27, positions 0-14 ".ljust(100, "-"),
-        "<begin>Second: äö.<end><not counted>",
+        "[-<begin>-]Second: äö.<end>",
         "--- document 2: tokens 28-53, positions 0-25 ".ljust(100, "-"),
-        "<begin>bell ␇ and ␛[31mescape\ufffd<end><not counted>",
+        "[-<begin>-]bell ␇ and ␛[31mescape\ufffd<end>",
         "--- document 3: tokens 54-63, positions 0-9 ".ljust(100, "-"),
-        "<begin>yyyyyyyyy",
+        "[-<begin>-]yyyyyyyyy",
         "",
-        "sample 1: 64 tokens, 2 documents, 1 label not counted",
+        "sample 1: 64 tokens, 2 documents, 63 of 64 labels trained",
         "--- document 0: tokens 0-51, positions 0-51, begun in an earlier sample ".ljust(100, "-"),
-        "y" * 51 + "<end><not counted>",
+        "[-y-]" + "y" * 50 + "<end>",
         "--- document 1: tokens 52-63, positions 0-11 ".ljust(100, "-"),
-        "<begin>First text.",
+        "[-<begin>-]First text.",
     ]
 
 
@@ -48,7 +50,7 @@ def test_the_jobs_options_count(job, capsys):
     preview.main([*job, *options, "--training.document_mask=false"])
     shown = capsys.readouterr().out
     assert "seq_len 20, seed 0; attention over the whole sample" in shown
-    assert "sample 0: 20 tokens, 2 documents, 0 labels not counted" in shown and "sample 1" not in shown
+    assert "sample 0: 20 tokens, 2 documents, 20 of 20 labels trained" in shown and "sample 1" not in shown
     assert "tokens 13-19, positions 13-19" in shown
 
 
@@ -63,15 +65,37 @@ def test_colour_on_a_terminal_only(job, capsys, monkeypatch):
 
 def test_the_shipped_default_job(capsys):
     assert preview.main(["--training.seq_len", "64"]) == 0
-    assert "dataset python_stdlib" in capsys.readouterr().out
+    assert "data python_stdlib" in capsys.readouterr().out
 
 
 def test_long_documents_show_their_ends():
     tokenizer = build_tokenizer("bytes")
-    view = preview.View(tokenizer, 10, colour=False)
+    view = preview.View(tokenizer, 10, ids=False, colour=False)
     tokens = tokenizer.encode("abcdefghijklmnop")
-    assert view._piece(tokens, tokens, 8) == "abcdef\n... 8 more tokens ...\nop"
-    assert view._piece(tokens[:8], tokens[:8], 1) == "abcdefgh"
+    learned = [True] * 16
+    assert view._piece(tokens, learned, 8) == "abcdef\n... 8 more tokens ...\nop"
+    assert view._piece(tokens[:8], learned[:8], 8) == "abcdefgh"
+
+
+SEGMENTS = [{"text": "Two? ", "label": False}, {"text": "Four.", "label": True}]
+
+
+def test_what_is_only_read_is_marked(job, capsys, monkeypatch, tmp_path):
+    record = json.dumps({"text": SEGMENTS}) + "\n"
+    (tmp_path / "a.jsonl").write_text(record * 8)
+    options = [*job, "--samples", "1", "--training.seq_len", "12"]
+    preview.main([*options, "--ids"])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "sample 0: 12 tokens, 1 document, 6 of 12 labels trained",
+        "--- document 0: tokens 0-11, positions 0-11 ".ljust(100, "-"),
+        "[-<begin>Two? -]Four.<end>",
+        "ids 256 84 119 111 63 32 70 111 117 114 46 257",
+    ]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    preview.main(options)
+    special, masked, end = preview.SPECIAL, preview.MASKED, "\033[0m"
+    expected = f"{special}<begin>{end}{masked}Two? {end}Four.{special}<end>{end}"
+    assert capsys.readouterr().out.splitlines()[-1] == expected
 
 
 def test_refusals(job, capsys, tmp_path):
@@ -79,7 +103,7 @@ def test_refusals(job, capsys, tmp_path):
         with pytest.raises(SystemExit) as exit_code:
             preview.main([*job, f"--{name}", "0"])
         assert exit_code.value.code == 2 and f"--{name} 0: must be at least 1" in capsys.readouterr().err
-    with pytest.raises(config_manager.ConfigError):
+    with pytest.raises(manager.ConfigError):
         preview.main([*job, "--training.nothing", "1"])
-    with pytest.raises(ValueError, match="no such file or folder"):
+    with pytest.raises(JobError, match="no such file or folder"):
         preview.main([*job, "--training.dataset_path", str(tmp_path / "no")])

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from torchtitan.errors import JobError
 from torchtitan.profiling import Profiler
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -62,9 +63,9 @@ def test_off(tmp_path):
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(ValueError, match="profiler_warmup = 3 and profiler_active = 2.*profile_freq = 4.*at least 5"):
+    with pytest.raises(JobError, match="profiler_warmup = 3 and profiler_active = 2.*profile_freq = 4.*at least 5"):
         build(tmp_path, active=2, warmup=3)
-    with pytest.raises(ValueError, match="enable_memory_snapshot needs a GPU, this is a cpu device"):
+    with pytest.raises(JobError, match="enable_memory_snapshot needs a GPU, this is a cpu device"):
         build(tmp_path, snapshots=tmp_path)
 
 

@@ -7,8 +7,18 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from tests.hf_parity import build, compare, configs, exact, names_go_both_ways, refuse_config, save_and_load, twin
-from tests.tiny_decoders import QWEN3_MOE
+from tests.support.hf_parity import (
+    build,
+    compare,
+    configs,
+    exact,
+    names_go_both_ways,
+    refuse_config,
+    save_and_load,
+    twin,
+)
+from tests.support.tiny_decoders import QWEN3_MOE
+from torchtitan.errors import JobError
 from torchtitan.initialization import Constant, Normal
 from torchtitan.models import SIZES
 from torchtitan.models.qwen3_moe.hf import HF
@@ -31,7 +41,7 @@ def theirs_of(model, dtype=torch.float32):
     ],
 )
 def test_impossible_sizes_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(JobError, match=message):
         dataclasses.replace(TINY, **change)
 
 
@@ -89,5 +99,5 @@ def test_a_config_of_another_model_is_refused(change, message):
 
 
 def test_what_transformers_does_not_have_is_not_exported():
-    with pytest.raises(ValueError, match="n_shared_experts = 1: transformers' Qwen 3 only has 0"):
+    with pytest.raises(JobError, match="n_shared_experts = 1: transformers' Qwen 3 only has 0"):
         HF.config_to_hf(dataclasses.replace(TINY, n_shared_experts=1))

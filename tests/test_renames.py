@@ -6,19 +6,40 @@ from pathlib import Path
 import pytest
 import tomli
 
-from tests.old_dialects import BETWEEN, JULY_2024, UNSET_IN_V0_2_2, V0_2_2, leaves, listed
-from torchtitan import check as command
-from torchtitan import renames
-from torchtitan.config_manager import ConfigError, load
-from torchtitan.options import options, sections
-from torchtitan.rules import check
+from tests.support import old_dialects
+from tests.support.jobs import ROOT, train
+from tests.support.old_dialects import V0_2_2, leaves, listed
+from torchtitan.commands import check as command
+from torchtitan.commands import upgrade as upgrading
+from torchtitan.config import renames
+from torchtitan.config import upgrade as translation
+from torchtitan.config.manager import ConfigError, load
+from torchtitan.config.options import options, sections
+from torchtitan.models.deepseek import YarnScaling
+from torchtitan.models.llama import RopeScaling
+from torchtitan.rules import Facts, check
 
 OLD = sorted((Path(__file__).parent / "fixtures/old_tomls").glob("*.toml"))
 
 
+TOKENIZERS = ("tests/assets/tokenizer", "assets/hf/Llama-3.1-8B", "a", "b")
+TIKTOKENS = ("torchtitan/datasets/tokenizer/tokenizer.model", "torchtitan/datasets/tokenizer/original/tokenizer.model")
+TIKTOKENS += ("test/assets/test_tiktoken.model",)
+
+
 @pytest.fixture(autouse=True)
-def anywhere(tmp_path, monkeypatch):
+def a_place(tmp_path, monkeypatch):
+    """With the files that old jobs found in torchtitan's repository: nothing keeps a translation from starting."""
     monkeypatch.chdir(tmp_path)
+    for names, asset in ((TOKENIZERS, "tokenizer.json"), (TIKTOKENS, "tiktoken.model")):
+        for name in names:
+            path = tmp_path / name / asset if asset == "tokenizer.json" else tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.symlink_to(ROOT / "tests/assets/tokenizer" / asset)
+            (path.parent / "model.safetensors").touch()
+    for folder in ("tests/assets/c4_test", "torchtitan/datasets/c4_mini"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "data.json").write_text('{"text": "a document"}\n' * 64)
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
@@ -28,8 +49,9 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
 
 
 def test_every_option_of_the_old_dialects_is_at_home_moved_or_explained():
-    old = [*listed(JULY_2024), *listed(BETWEEN), *leaves(tomli.loads(V0_2_2)), *listed(UNSET_IN_V0_2_2)]
-    assert len(old) > 200
+    eras = ("JULY_2024", "BETWEEN", "V0_1_0", "AUGUST_2025", "EXPERIMENTS", "UNSET_IN_V0_2_2")
+    old = {*(key for era in eras for key in listed(getattr(old_dialects, era))), *leaves(tomli.loads(V0_2_2))}
+    assert len(old) > 250
     for key in old:
         assert (key in options()) != (renames.renamed(key) is not None), key
 
@@ -39,7 +61,7 @@ def test_the_table_of_renames_points_to_options_and_hides_none():
         assert moved.to in options() and old not in options() and old not in renames.GONE, old
     for old, gone in renames.GONE.items():
         assert old not in options() and gone.why, old
-    for key in [*renames.VALUES, *(key for defaults in renames.DEFAULTS.values() for key in defaults)]:
+    for key in [*renames.VALUES, *(key for defaults in translation.DEFAULTS.values() for key in defaults)]:
         assert key in options(), key
     assert not {"experimental", "quantize", "float8"} & sections()
 
@@ -56,15 +78,20 @@ def test_all_defaults_of_v0_2_2_translate_to_the_same_meaning(capsys, tmp_path):
     (tmp_path / "new.toml").write_text(out)
     config = load(["--job.config_file=new.toml"])
     old, new = leaves(tomli.loads(V0_2_2)), leaves(tomli.loads(out))
+    assert (
+        old.pop("model.name") == "llama3" and new.pop("model.name") == "llama3.1"
+    )  # see test_models_keep_their_meaning
     for key, value in old.items():
         assert key not in options() or new.get(key, "left out") in (value, "left out"), key
-    assert set(new) - set(old) == {"model.tokenizer_path", "training.shuffle"}
+    added = {"model.tokenizer_path", "training.shuffle", "training.dataset_path", "model.overrides.n_kv_heads"}
+    assert set(new) - set(old) == added
     assert config.model.tokenizer_path == old["model.hf_assets_path"] and not config.training.shuffle
 
 
 def test_an_empty_job_of_v0_2_2_means_its_defaults(capsys, tmp_path):
     """What the old project would have filled in comes out, wherever ours would fill in something else."""
-    given = {"checkpoint.enable", "validation.enable", "validation.steps"}
+    given = {"checkpoint.enable", "validation.enable", "validation.steps", "model.name"}
+    given |= {"optimizer.implementation"}  # unset, it is the optimizer's first: fused, as it was
     given |= {"training.dataloader.pin_memory"}  # now on where it helps; what is computed stays the same
     given |= {"parallelism.pipeline_parallel_expert_parallel_overlap"}  # hides time and changes no result either
     _, out, _ = upgrade(capsys, tmp_path, "[checkpoint]\nenable = true\n[validation]\nenable = true\nsteps = 7\n")
@@ -151,7 +178,7 @@ def test_a_default_that_does_nothing_is_left_alone(capsys, tmp_path, monkeypatch
         next(asked)  # StopIteration, which a generator makes a RuntimeError, if it is asked again and again
         yield facts.fault("training.steps", "another", "")
 
-    monkeypatch.setattr(command, "WITHOUT_EFFECT", [at_its_default])
+    monkeypatch.setattr(upgrading, "WITHOUT_EFFECT", [at_its_default])
     code, out, err = upgrade(capsys, tmp_path, "")
     assert (code, err) == (0, []) and "training.steps" not in out
 
@@ -165,7 +192,7 @@ def test_overlap_of_an_old_job_stays_where_it_did_something(capsys, tmp_path):
 def test_july_2024_means_its_own_defaults(capsys, tmp_path):
     (file,) = [file for file in OLD if file.name == "july2024_debug_model.toml"]
     _, out, _ = run(capsys, str(file), "--upgrade")
-    assert out.splitlines()[0].endswith("read as a job for torchtitan of July 2024.")
+    assert f"# Translated from {file}, read as a job for torchtitan of July 2024.\n" in out
     new = leaves(tomli.loads(out))
     assert new["optimizer.implementation"] == "foreach" and new["model.overrides.n_layers"] == 8
     assert new["training.dataset"] == "c4_test" and new["metrics.disable_color_printing"] is False
@@ -191,17 +218,12 @@ def test_july_2024_means_its_own_defaults(capsys, tmp_path):
         ("[metrics]\nrank_0_only = false\nenable_tensorboard = true", {"metrics.save_for_all_ranks": True}),
         ("[metrics]\nenable_color_printing = true", {"metrics.disable_color_printing": False}),
         ("[optimizer]\nfused = true", {"optimizer.implementation": "fused"}),
-        ("[model]\nname = 'llama'", {"model.name": "llama3"}),
+        ("[model]\nname = 'llama'\n[training]\nwarmup_steps = 2", {"model.name": "llama3"}),
         (
             "[experimental]\npipeline_parallel_schedule = 'gpipe'\npipeline_parallel_degree = 2",
             {"parallelism.pipeline_parallel_schedule": "GPipe"},
         ),
         ("[experimental]\npipeline_parallel_split_points = []", {}),
-        (
-            "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = 'PipelineScheduleMulti'\n"
-            "pipeline_parallel_schedule_csv = 'a'",
-            {"parallelism.pipeline_parallel_schedule_csv": "a"},
-        ),
         ("[training]\nseed = 3\n[lr_scheduler]\nlr_min = 0.1", {"debug.seed": 3, "lr_scheduler.min_lr_factor": 0.1}),
         (
             "[model]\nhf_assets_path = 'a'\n[checkpoint]\nenable = true\ninitial_load_in_hf = true",
@@ -298,3 +320,231 @@ def test_what_cannot_be_translated(old, expected, capsys, tmp_path):
     code, out, err = upgrade(capsys, tmp_path, old)
     assert (code, out, len(err), err[-1]) == (2, "", 2, "1 fault")
     assert err[0].startswith(f"old.toml: {expected}")
+
+
+@pytest.mark.parametrize("steps", [1, 10, 200, 201])
+def test_a_warmup_was_cut_to_the_job(steps, capsys, tmp_path):
+    """torchtitan's factor was (step + 1) / warmup with warmup = min(200, steps); nothing decayed before it ended."""
+    code, out, err = upgrade(capsys, tmp_path, f"[training]\nsteps = {steps}\nlocal_batch_size = 1")
+    assert (code, err) == (0, [])
+    (tmp_path / "new.toml").write_text(out)
+    schedule = Facts(load(["--job.config_file=new.toml"]), 1, "cpu").schedule
+    warmup = min(200, steps)
+    assert [schedule.multiplier(s) for s in range(warmup)] == pytest.approx([(s + 1) / warmup for s in range(warmup)])
+
+
+# What a model meant
+
+
+ROUTED = {"expert_bias": True, "bias_rate": 0.001, "aux_loss_weight": 0.0, "norm_eps": 1e-5}
+SCALED = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
+OLDER = "[checkpoint]\nenable_checkpoint = false\n"
+FLAT = "[metrics]\nrank_0_only = true\n"
+MEANINGS = [
+    # options of the job, name and flavor, sizes that the model has, whether documents are masked
+    ("", "llama3", "debugmodel", {"rope_scaling": SCALED, "num_kv_heads": 16, "n_layers": 6}, False),
+    ("", "llama3", "8B", {"rope_scaling": SCALED, "rope_theta": 5e5, "n_kv_heads": 8}, False),
+    ("", "llama3", "70B", {"rope_scaling": SCALED}, False),
+    ("", "llama3", "405B", {"rope_scaling": SCALED}, False),
+    ("", "llama3", "8B_flex", {"rope_scaling": SCALED, "dim": 4096}, True),
+    ("", "llama3", "debugmodel_flex_attn", {"num_kv_heads": 16}, True),
+    ("", "llama3", "debugmodel_varlen_attn", {"num_kv_heads": 16}, True),
+    ("", "simple_fsdp.llama3", "8B", {"rope_scaling": SCALED}, False),
+    (OLDER, "llama3", "8B", {"rope_scaling": None}, False),
+    (OLDER, "llama3", "405B", {"rope_scaling": None, "ffn_dim_multiplier": 1.2}, False),
+    (OLDER + "[model]\nattn_mask_type = 'block_causal'\nuse_flex_attn = true\n", "llama3", "8B", {}, True),
+    (OLDER + "[model]\nattn_mask_type = 'causal'\nuse_flex_attn = false\n", "llama3", "8B", {}, False),
+    (FLAT, "llama3", "8B", {"rope_scaling": None}, False),
+    (FLAT, "llama3", "405B", {"rope_scaling": None}, False),
+    (FLAT, "llama2", "26B", {"dim": 5120, "n_layers": 80, "n_heads": 40, "rope_theta": 1e4}, False),
+    (
+        "",
+        "deepseek_v3",
+        "debugmodel",
+        ROUTED
+        | {"kv_lora_rank": 512, "n_heads": 16, "qk_head_dim": 192, "v_head_dim": 128, "score": "softmax"}
+        | {"normalize_top_k": False, "rope_scaling": None},
+        False,
+    ),
+    ("", "deepseek_v3", "debugmodel_flex_attn", ROUTED, True),
+    ("", "deepseek_v3", "16B", ROUTED | {"n_layers": 27, "score": "softmax", "rope_scaling": None}, True),
+    (
+        "[training]\nseq_len = 8192\n",
+        "deepseek_v3",
+        "16B",
+        {"rope_scaling": YarnScaling(mscale=0.7, mscale_all_dim=0.7)},
+        True,
+    ),
+    (
+        "[training]\nseq_len = 8192\n",
+        "deepseek_v3",
+        "236B",
+        ROUTED | {"group_score": "top2", "rope_scaling": YarnScaling()},
+        True,
+    ),
+    ("", "deepseek_v3", "671B", ROUTED | {"score": "sigmoid", "group_score": "top2", "rope_scaling": None}, True),
+    (OLDER, "deepseek_v3", "671B", ROUTED, True),
+    ("", "qwen3", "30B-A3B", {"aux_loss_weight": 0.0, "expert_bias": False, "rope_theta": 1e6}, False),
+    ("", "qwen3", "235B-A22B", {"aux_loss_weight": 0.0, "rope_theta": 5e6}, False),
+    ("", "qwen3", "8B", {"ffn_dim": 12288, "tied_embeddings": False, "rope_theta": 1e6}, False),
+    ("", "qwen3", "debugmodel_flex", {"n_layers": 8, "head_dim": 128, "ffn_dim": 3072, "vocab_size": 2048}, True),
+    ("", "qwen3", "debugmodel_moe", {"n_experts": 64, "top_k": 8, "expert_dim": 768, "head_dim": 128}, False),
+]
+
+
+@pytest.mark.parametrize(("options", "name", "flavor", "sizes", "masked"), MEANINGS)
+def test_models_keep_their_meaning(options, name, flavor, sizes, masked, capsys, tmp_path):
+    """Facts of torchtitan's sources: rotary scaling, masks, routers, sizes where a debug model was another."""
+    model = f"name = '{name}'\nflavor = '{flavor}'\n"
+    old = options.replace("[model]\n", f"[model]\n{model}") if "[model]" in options else f"{options}[model]\n{model}"
+    _, out, _ = upgrade(capsys, tmp_path, old)
+    (tmp_path / "new.toml").write_text(out)
+    config = load(["--job.config_file=new.toml"])
+    args = Facts(config, 1, "cpu").args
+    assert {size: getattr(args, size) for size in sizes} == sizes
+    assert config.training.document_mask == masked
+    told = flavor == config.model.flavor and name == config.model.name and not config.model.overrides and not masked
+    assert told or "meant it: " in out or "moved: model.attn_mask_type" in out  # nothing changes in silence
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "why"),
+    [
+        ("llama4", "17bx16e", "Llama 4 is not in this version"),
+        ("gpt_oss", "20b", "gpt-oss is not in this version"),
+        ("flux", "flux-dev", "models of images (flux, vlm) are not in this version"),
+    ],
+)
+def test_models_that_are_not_here(name, flavor, why, capsys, tmp_path):
+    code, out, err = upgrade(capsys, tmp_path, f"[model]\nname = '{name}'\nflavor = '{flavor}'")
+    assert (code, out) == (2, "") and err == [
+        f'old.toml: model.name: given "{name}"; has no translation: {why}',
+        "1 fault",
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama4", "gpt_oss", "deepseek_v3", "llama3_ft"])
+def test_a_job_of_today_is_not_led_to_another_family(name, capsys):
+    code, _, err = run(capsys, f"--model.name={name}")
+    assert code == 2 and "did you mean" not in err
+    assert " is not in this version" in err or "; here it is " in err
+
+
+SINCE = "parallelism.pipeline_parallel_expert_parallel_overlap"
+
+
+@pytest.mark.parametrize(
+    ("options", "written"),
+    [
+        ("pipeline_parallel_schedule = 'DualPipeV'", True),
+        ("pipeline_parallel_schedule = 'DualPipeV'\n" + SINCE.split(".")[1] + " = false", False),
+        ("pipeline_parallel_schedule = 'Interleaved1F1B'", None),
+        ("pipeline_parallel_schedule = 'Interleaved1F1B'\n" + SINCE.split(".")[1] + " = true", None),
+    ],
+)
+def test_overlap_was_on_where_it_could_be(options, written, capsys, tmp_path):
+    model = "[model]\nname = 'deepseek_v3'\nflavor = '16B'\n"
+    degrees = "[parallelism]\npipeline_parallel_degree = 2\nexpert_parallel_degree = 2\n"
+    _, out, _ = upgrade(capsys, tmp_path, f"{model}{degrees}{options}")
+    assert leaves(tomli.loads(out)).get(SINCE) is written
+
+
+# Eras, and what is said about a translation
+
+
+@pytest.mark.parametrize(
+    ("old", "era"),
+    [
+        ("[training]\nwarmup_steps = 2", "July 2024"),
+        ("[metrics]\nrank_0_only = true", "July 2024"),
+        ("[checkpoint]\nlast_save_model_weights_only = true", "v0.1.0 to August 2025"),
+        ("[float8]\nmoe_fqns = []", "v0.1.0 to August 2025"),
+        ("[training]\ncompile = false\n[parallelism]\ntensor_parallel_degree = 1", "v0.1.0 to August 2025"),
+        ("[training]\nseed = 1\ndebug_moe_force_load_balance = false", "v0.2.2"),
+        ("[quantize.linear.float8]\nemulate = false", "v0.2.2"),
+        ("", "v0.2.2"),
+        ("[training]\nshuffle = false", "today"),
+    ],
+)
+def test_the_era_is_told_by_the_options(old, era, capsys, tmp_path):
+    _, out, _ = upgrade(capsys, tmp_path, old)
+    assert out.startswith(f"# Translated from old.toml, read as a job for torchtitan of {era}.\n")
+
+
+def test_the_era_can_be_said(capsys, tmp_path):
+    (tmp_path / "old.toml").write_text("")
+    for word, era in (("july-2024", "July 2024"), ("v0.1", "v0.1.0 to August 2025"), ("v0.2", "v0.2.2")):
+        code, out, _ = run(capsys, "old.toml", "--upgrade", "--from", word)
+        assert code == 0 and f"torchtitan of {era}." in out
+        assert (leaves(tomli.loads(out)).get("model.name") == "llama3.1") == (word == "v0.2")
+    for words in (["--upgrade", "--from", "v9"], ["--from=v0.1"]):
+        code, out, err = run(capsys, "old.toml", *words)
+        assert (code, out) == (2, "") and "allowed: july-2024, v0.1, v0.2, with --upgrade" in err
+
+
+@pytest.mark.parametrize(
+    ("old", "fault"),
+    [
+        ("[model]\nflavor = '9B'", "model.flavor"),
+        ("[model]\nname = 'mine'", "model.name"),
+        ("[model]\nhf_assets_path = 'nowhere'", "model.tokenizer_path"),
+        ("[training]\ndataset = 'mine'", "training.dataset"),
+        (
+            "[parallelism]\npipeline_parallel_schedule = 'DualPipe'\npipeline_parallel_degree = 2",
+            "pipeline_parallel_schedule",
+        ),
+        ("[training]\nlocal_batch_size = 3\nglobal_batch_size = 4", "training.global_batch_size"),
+    ],
+)
+def test_a_translation_that_cannot_start_says_so(old, fault, capsys, tmp_path):
+    """--upgrade is content with no job that check refuses, and says of it what check says."""
+    code, out, err = upgrade(capsys, tmp_path, old)
+    assert code == 2 and err[0] == "translated; but the job cannot start as it is:"
+    (tmp_path / "new.toml").write_text(out)
+    code, _, checked = run(capsys, "new.toml")
+    assert code == 2 and fault in checked
+    assert checked.replace("new.toml", "the translation of old.toml") == "\n".join(err[1:]) + "\n"
+
+
+def test_comments_are_kept(capsys, tmp_path):
+    old = (
+        "# my job\n# since July\n\n[job]  # the job\ndescription = 'x'\n\n# about the model\n[model]\n"
+        "hf_assets_path = 'a'  # ours\n# converters = ['float8']\n\n"
+        "[training]\n# four fit\nlocal_batch_size = 4 # no more\n"
+        "[quantize.linear.float8]\nemulate = false # not on CPU\n[debug]\nseed = 3\n# the end\n"
+    )
+    code, out, _ = upgrade(capsys, tmp_path, old)
+    body = out.split("\n\n", 1)[1]
+    assert out.startswith("# my job\n# since July\n# Translated from old.toml") and out.endswith("\n# the end\n")
+    assert "# not on CPU  [quantize.linear.float8.emulate]" in out.split("\n\n")[0]
+    assert "[job]  # the job\ndescription" in body and "\n\n# about the model\n[model]\n" in body
+    assert 'tokenizer_path = "a"  # ours\n' in body and "# four fit\nlocal_batch_size = 4  # no more\n" in body
+    assert "# converters = ['float8']\n[training]\n" in body
+    (tmp_path / "new.toml").write_text(out)
+    assert load(["--job.config_file=new.toml"]).training.local_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        FLAT,
+        OLDER,
+        "[training]\nsteps = 10\n",
+        "[model]\nflavor = 'debugmodel_flex_attn'\n",
+        "[model]\nname = 'deepseek_v3'\n",
+        "[model]\nname = 'qwen3'\nflavor = 'debugmodel_moe'\n",
+    ],
+)
+def test_translated_debug_jobs_train(old, capsys, tmp_path):
+    code, out, err = upgrade(capsys, tmp_path, old)
+    assert (code, err) == (0, [])
+    (tmp_path / "new.toml").write_text(out)
+    small = [
+        "--training.steps=2",
+        "--lr_scheduler.warmup_steps=1",
+        "--training.seq_len=64",
+        "--training.local_batch_size=2",
+        "--metrics.log_freq=1",
+    ]
+    rows, _ = train(["--job.config_file=new.toml", *small, "--model.tokenizer_path=bytes", "--job.dump_folder=out"])
+    assert [row["step"] for row in rows] == [1, 2] and all(0 < row["loss"] < 12 for row in rows)

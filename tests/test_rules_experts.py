@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests import judged
-from tests.judged import EP, MOE, PP, SCHEDULE, TP, lines, name
+from tests.support import judged
+from tests.support.judged import EP, MOE, PP, SCHEDULE, TP, lines, name
 
 anywhere = judged.anywhere
 OVERLAP = "--parallelism.pipeline_parallel_expert_parallel_overlap"
@@ -27,16 +27,6 @@ EXPERTS = [
         [MOE, EP + "2", "--model.overrides={n_dense_layers = 6}"],
         "expert_parallel_degree: given 2; allowed: 1 for a model without experts; leave it out, or lower "
         "n_dense_layers in model.overrides; all 6 layers are dense",
-    ),
-    (
-        [MOE, TP + "2", "--model.overrides={n_dense_layers = 0}"],
-        "model.overrides: given n_dense_layers = 0; allowed: n_dense_layers between 1 and 5 with tensor parallel; "
-        "change it, or write parallelism.tensor_parallel_degree = 1",
-    ),
-    (
-        [MOE, TP + "2", "--model.overrides={n_shared_experts = 0}"],
-        "model.overrides: given n_shared_experts = 0; allowed: n_shared_experts of at least 1 with tensor parallel; "
-        "change it, or write parallelism.tensor_parallel_degree = 1",
     ),
     (
         [MOE, EP + "3", "--model.overrides={n_dense_layers = 6, n_mtp_layers = 1}"],
@@ -74,11 +64,6 @@ EXPERTS = [
         "of each, or dim 256 and expert_dim 256; write 1",
     ),
     (
-        [MOE, TP + "2", "--model.overrides={n_dense_layers = 6}"],
-        "model.overrides: given n_dense_layers = 6; allowed: n_dense_layers between 1 and 5 with tensor parallel; "
-        "change it, or write parallelism.tensor_parallel_degree = 1",
-    ),
-    (
         [MOE, "--model.overrides={top_k = 9}"],
         "model.overrides: given {top_k = 9}; allowed: sizes that fit together: top_k = 9 with n_experts = 8: a token "
         "goes to different experts, so top_k can be 8 at most",
@@ -104,6 +89,8 @@ def test_expert_plans_that_cannot_work(case):
         [EP + "2", TP + "2"],
         [EP + "2", PP + "2", SCHEDULE + "DualPipeV", OVERLAP],
         [EP + "4", "--model.overrides={n_dense_layers = 6, n_mtp_layers = 1}"],  # the depth has experts
+        [TP + "2", "--model.overrides={n_dense_layers = 0, n_shared_experts = 0}"],
+        [TP + "2", "--model.overrides={n_dense_layers = 6}"],
     ],
 )
 def test_expert_plans_that_work(plan):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests import judged
-from tests.judged import lines, name
-from torchtitan.config_manager import load
+from tests.support import judged
+from tests.support.judged import lines, name
+from torchtitan.config.manager import load
 from torchtitan.rules import WITHOUT_EFFECT, Facts, check
 
 anywhere = judged.anywhere
@@ -36,6 +36,12 @@ INPUT_AND_OUTPUT = [
     (
         ["--model.attention_backend=flex"],
         'model.attention_backend: given "flex"; allowed: "auto" or "sdpa" without a GPU; flex has no backward on a CPU',
+    ),
+    (
+        ["--checkpoint.enable", "--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]
+        + ["--model.name=deepseek", "--model.overrides={n_shared_experts = 0}"],
+        "checkpoint.last_save_in_hf: given true; allowed: false with this model; n_shared_experts = 0: transformers' "
+        "DeepSeek models have at least 1",
     ),
     (
         ["--checkpoint.keep_latest_k=1"],
@@ -89,12 +95,13 @@ INPUT_AND_OUTPUT = [
         ],
         "checkpoint.initial_load_model_only: given false; allowed: true with initial_load_in_hf; safetensors of "
         "Hugging Face hold no optimizer state",
-        'checkpoint.initial_load_path: given "{0}"; allowed: a folder with *.safetensors; there are none',
+        'checkpoint.initial_load_path: given "{0}"; allowed: weights; {0}: no weights in it; give a checkpoint, a '
+        "folder of them, an export, a folder of Hugging Face or a .safetensors file",
     ),
     (
         ["--checkpoint.enable", "--checkpoint.initial_load_path={0}/no"],
-        'checkpoint.initial_load_path: given "{0}/no"; allowed: a checkpoint; {0}/no: no complete checkpoint (no such '
-        "folder); give a step-* folder, a folder that holds some, or an export",
+        'checkpoint.initial_load_path: given "{0}/no"; allowed: weights; {0}/no: no such file or folder; give a '
+        "checkpoint, a folder of them, an export, a folder of Hugging Face or a .safetensors file",
     ),
     *(
         (
@@ -181,6 +188,7 @@ def test_a_tracker_that_is_not_installed(monkeypatch):
     (fault,) = check(job, 1, "cpu")
     assert fault.key == "metrics.enable_wandb" and "torchtitan-toml[wandb]" in fault.remedy
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setenv("WANDB_API_KEY", "x")
     assert not check(job, 1, "cpu")
 
 

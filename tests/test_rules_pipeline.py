@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import judged
-from tests.judged import CP, CSV, PARTS, PP, SCHEDULE, TP, lines, name
-from torchtitan.parallelisms.pipeline_cut import SCHEDULES
+from tests.support import judged
+from tests.support.judged import CP, CSV, PARTS, PP, SCHEDULE, TP, lines, name
+from torchtitan.parallelisms.pipeline.cut import SCHEDULES
 from torchtitan.rules.pipeline import WHOLE_BACKWARD
 
 anywhere = judged.anywhere

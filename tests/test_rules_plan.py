@@ -2,9 +2,11 @@
 
 import pytest
 
-from tests import judged
-from tests.judged import CP, METHOD, PARTS, PP, SCHEDULE, TP, lines, name
-from torchtitan.config import Parallelism
+from tests.support import judged
+from tests.support.judged import CP, METHOD, PARTS, PP, SCHEDULE, TP, lines, name
+from torchtitan.config.job import Parallelism
+from torchtitan.parallelisms.degrees import LimitError
+from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.rules.plan import NEEDS_DEGREE
 
 anywhere = judged.anywhere
@@ -135,3 +137,28 @@ def test_every_option_of_a_degree_is_known():
     for axis, prefix in prefixes.items():
         options = {name for name in vars(Parallelism()) if name.startswith(prefix) and not name.endswith("_degree")}
         assert options - {"pipeline_parallel_expert_parallel_overlap"} <= set(NEEDS_DEGREE[f"{axis}_parallel_degree"])
+
+
+@pytest.mark.parametrize(
+    "ranks, degrees",
+    [
+        (4, {"tp": 3}),
+        (6, {"tp": 2, "pp": 2}),
+        (4, {"dp_shard": 3}),
+        (8, {"dp_shard": 2, "cp": 2, "tp": 4}),
+        (2, {"dp_shard": 0}),
+        (4, {"ep": 8}),
+    ],
+)
+def test_a_mesh_refuses_in_the_words_of_the_rules(ranks, degrees):
+    """One limit, one text: what is judged before a start is what would be refused in it."""
+    names = {"dp_shard": "data_parallel_shard", "ep": "expert_parallel", "cp": "context_parallel"}
+    names |= {"tp": "tensor_parallel", "pp": "pipeline_parallel"}
+    words = [f"--parallelism.{names[axis]}_degree={n}" for axis, n in degrees.items()]
+    words += ["--model.name=deepseek"] * ("ep" in degrees)
+    with pytest.raises(LimitError) as error:
+        ParallelDims(ranks, **degrees)
+    said = str(error.value).removeprefix("parallelism.")
+    judged = lines(*words, ranks=ranks)
+    assert said.partition("; write ")[0] in [line.partition("; write ")[0] for line in judged]
+    assert "ep" in degrees or said in judged  # only the rules know how many experts there are, and what would fit

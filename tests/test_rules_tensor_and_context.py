@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests import judged
-from tests.judged import CP, METHOD, TP, lines, name
+from tests.support import judged
+from tests.support.judged import CP, METHOD, TP, lines, name
 
 anywhere = judged.anywhere
 TENSOR = [

@@ -6,8 +6,7 @@ import re
 import pytest
 from torch.distributed.pipelining.schedules import _Action, get_schedule_class
 
-from torchtitan.parallelisms.pipeline_cut import SCHEDULES
-from torchtitan.parallelisms.schedule_actions import (
+from torchtitan.parallelisms.pipeline.actions import (
     Action,
     ScheduleTableError,
     apart,
@@ -20,7 +19,8 @@ from torchtitan.parallelisms.schedule_actions import (
     parse_action,
     to_csv,
 )
-from torchtitan.parallelisms.schedule_tables import build_table
+from torchtitan.parallelisms.pipeline.cut import SCHEDULES
+from torchtitan.parallelisms.pipeline.tables import build_table
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 

@@ -6,11 +6,12 @@ import re
 import pytest
 from PIL import Image
 
-from tests import jobs
-from torchtitan import cli, schedule, schedule_plot
-from torchtitan.parallelisms.schedule_actions import load_schedule_csv
-from torchtitan.parallelisms.schedule_simulator import Costs, simulate
-from torchtitan.parallelisms.schedule_tables import build_table
+from tests.support import jobs
+from torchtitan import cli
+from torchtitan.commands import schedule, schedule_plot
+from torchtitan.parallelisms.pipeline.actions import load_schedule_csv
+from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
+from torchtitan.parallelisms.pipeline.tables import build_table
 
 
 @pytest.fixture

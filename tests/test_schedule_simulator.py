@@ -12,8 +12,8 @@ import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from torchtitan.parallelisms.pipeline_cut import SCHEDULES, stages_of_rank
-from torchtitan.parallelisms.schedule_actions import (
+from torchtitan.errors import JobError
+from torchtitan.parallelisms.pipeline.actions import (
     ScheduleTableError,
     faults_of,
     merged,
@@ -22,8 +22,9 @@ from torchtitan.parallelisms.schedule_actions import (
     rank_of_stages,
     running_order,
 )
-from torchtitan.parallelisms.schedule_simulator import Costs, simulate
-from torchtitan.parallelisms.schedule_tables import bubble, build_table
+from torchtitan.parallelisms.pipeline.cut import SCHEDULES, stages_of_rank
+from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
+from torchtitan.parallelisms.pipeline.tables import bubble, build_table
 
 HALF, TENTH = Fraction(1, 2), Fraction(1, 10)
 TRIPLES = [(f, i, w) for f, i, w in product((HALF, 1, 2), (HALF, 1, 3 * HALF), (HALF, 1, 3 * HALF))]
@@ -103,9 +104,9 @@ def test_torchs_runtime_takes_the_tables_also_merged_and_with_pairs(schedule):
     ],
 )
 def test_what_a_schedule_cannot_do_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(JobError, match=message):
         build_table(*arguments)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(JobError, match=message):
         bubble(*arguments)
 
 

@@ -7,11 +7,11 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import toy_moe
-from torchtitan.parallelisms.chunk import Chunk
-from torchtitan.parallelisms.exchange import NoExchange
-from torchtitan.parallelisms.overlap import Loop, alone, merge, slots
-from torchtitan.parallelisms.segments import (
+from tests.support import toy_moe
+from tests.support.no_exchange import NoExchange
+from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
+from torchtitan.parallelisms.pipeline.overlap.merging import Loop, alone, merge, slots
+from torchtitan.parallelisms.pipeline.overlap.segments import (
     COMPUTE,
     ISSUE,
     CountExchange,
@@ -21,7 +21,7 @@ from torchtitan.parallelisms.segments import (
     Program,
     Segment,
 )
-from torchtitan.parallelisms.split_backward import backward_inputs
+from torchtitan.parallelisms.pipeline.split_backward import backward_inputs
 
 SAVED = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}
 POLICIES = {
@@ -294,12 +294,12 @@ def test_autocast_is_the_same_in_recomputation():
         assert grad is not None and torch.equal(grad, results[1][name]), name
 
 
-def test_meta_keeps_no_graph():
+def test_notes_keep_no_graph():
     part = toy_moe.Part([0])
     lists = NodeLists(part.segment_programs(), Policy())
-    meta = Chunk(lists, NoExchange(), torch.zeros(1, 2, dtype=torch.long)).blocks[0].meta
+    notes = Chunk(lists, NoExchange(), torch.zeros(1, 2, dtype=torch.long)).blocks[0].notes
     with pytest.raises(AssertionError, match="without its graph"):
-        meta.once("scores", lambda: torch.ones(1, requires_grad=True))
+        notes.once("scores", lambda: torch.ones(1, requires_grad=True))
 
 
 def test_without_gradients_nothing_is_kept():

@@ -10,16 +10,19 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests import test_combinations
 from tests.combinations import Combination
-from tests.jobs import full
-from tests.pool import run_ranks
+from tests.support.jobs import full
+from tests.support.pool import run_ranks
 from torchtitan.initialization import Normal, initialize
 from torchtitan.loss import SummedCrossEntropy
+from torchtitan.models import SIZES
 from torchtitan.models.llama.plan import PLAN
+from torchtitan.models.registry import MODELS
 from torchtitan.parallelisms import tensor_parallel
+from torchtitan.parallelisms.degrees import LimitError
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize, uses_fully_shard
 from torchtitan.parallelisms.plan import ParallelPlan
@@ -132,7 +135,7 @@ class Other(nn.Module):
         for block in self.blocks:
             x = x + block["mix"](block["before"](x), scale)
         x = self.last_norm(x)
-        return self.head(x) if labels is None else self.loss(x, self.head, labels)
+        return self.head(x) if labels is None else self.loss(x, self.head, {"labels": labels})
 
 
 OTHER = ParallelPlan(
@@ -184,6 +187,121 @@ def test_another_model_says_its_plan_in_a_few_lines(sequence_parallel, loss_para
                 assert got[name] is None and grad is None, f"{name} is frozen"
             else:
                 assert (got[name] - grad).abs().max() <= 1e-10 * grad.abs().max(), name
+
+
+# Modules with parameters of their own
+
+
+class LowRank(nn.Linear):
+    """x W' + b + x A' B', split as its linear is."""
+
+    def forward(self, x):
+        return nn.Linear.forward(self, x) + x @ self.a.t() @ self.b.t()
+
+    def tensor_placements(self, role, whole):
+        if role == "row":
+            return {"a": (Shard(1), Shard(1)), "b": (Replicate(), whole)}
+        by_output = (Replicate(), whole) if role == "replicated" else (Shard(0), Shard(0))
+        return {"a": (Replicate(), whole), "b": by_output}
+
+
+class Scaled(nn.LayerNorm):
+    """In whole modules nothing has to be said."""
+
+    def forward(self, x):
+        return nn.LayerNorm.forward(self, x) * self.scale
+
+
+def with_more_parameters(model):
+    for module in list(model.modules()):
+        like = dict(dtype=torch.float64, device=model.head.weight.device)
+        if isinstance(module, nn.Linear):
+            module.__class__ = LowRank
+            module.a = nn.Parameter(torch.empty(3, module.in_features, **like))
+            module.b = nn.Parameter(torch.empty(module.out_features, 3, **like))
+        elif isinstance(module, nn.LayerNorm):
+            module.__class__ = Scaled
+            module.scale = nn.Parameter(torch.empty(1, **like))
+    return model
+
+
+def gradients_with_more(plan=None):
+    """Of the plain model, or of one split over two ranks."""
+    with torch.device("cpu" if plan is None else "meta"):
+        model = with_more_parameters(Other().double())
+    if plan is not None:
+        parallelize(model, *meshed(2), OTHER, replace(ParallelOptions(param_dtype=torch.float64), **plan))
+        model.to_empty(device="cpu")
+    initialize(model, 3, lambda name: Normal(0.3))
+    tokens = torch.randint(0, WORDS, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(LENGTH)[None] if plan is None else None
+    model(tokens[:, :-1], positions=positions, labels=tokens[:, 1:]).backward()
+    return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_module_says_how_its_own_parameters_lie(sequence_parallel):
+    """A part of each matrix and of what is added to it: gradients are those of one device."""
+    grads = gradients_with_more()
+    assert sum(name.endswith((".a", ".b", ".scale")) for name in grads) == 2 * 9 + 5
+    for got in run_ranks(2, gradients_with_more, dict(sequence_parallel=sequence_parallel)):
+        for name, grad in grads.items():
+            assert (got[name] - grad).abs().max() <= 1e-10 * grad.abs().max(), name
+
+
+def say_wrong_things():
+    messages = []
+    for change in (
+        lambda m: setattr(m.blocks[0]["mix"].gate, "c", nn.Parameter(torch.empty(4))),
+        lambda m: setattr(m.blocks[1]["mix"].gate, "b", nn.Parameter(torch.empty(7, 3))),
+    ):
+        model = with_more_parameters(Other())
+        change(model)
+        with pytest.raises(ValueError) as caught:
+            parallelize(model, *meshed(2), OTHER, ParallelOptions())
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_parameters_that_nobody_can_place():
+    for unknown, uneven in run_ranks(2, say_wrong_things):
+        assert unknown.startswith("blocks.0.mix.gate.c: ") and "say in tensor_placements of LowRank" in unknown
+        assert "given 2, which does not divide dimension 0 of blocks.1.mix.gate.b 7; allowed:" in uneven
+
+
+# Sizes that lack what others have
+
+LATENT = dict(qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, kv_lora_rank=8, ffn_dim=32)
+EXPERTS = dict(dim=16, n_layers=2, n_heads=2, vocab_size=WORDS, expert_dim=16, n_experts=4, aux_loss_weight=0.0)
+SIZES_THAT_LACK = {
+    "Qwen 3 with shared experts": ("qwen3_moe", dict(n_kv_heads=2, head_dim=8, n_shared_experts=1)),
+    "DeepSeek without dense layers": ("deepseek", LATENT | dict(n_dense_layers=0)),
+    "DeepSeek without shared experts": ("deepseek", LATENT | dict(n_dense_layers=1, n_shared_experts=0)),
+    "DeepSeek without experts": ("deepseek", LATENT | dict(n_dense_layers=2)),
+}
+
+
+def gradients_of_sizes(name, is_split):
+    family, sizes = SIZES_THAT_LACK[name]
+    with torch.device("meta" if is_split else "cpu"):
+        model = MODELS[family].build(replace(SIZES[family]["debugmodel"], **EXPERTS | sizes)).double()
+    model.loss = SummedCrossEntropy()
+    if is_split:
+        parallelize(model, *meshed(2), MODELS[family].plan, ParallelOptions(param_dtype=torch.float64))
+        model.to_empty(device="cpu")
+    initialized(model)
+    tokens = torch.randint(0, WORDS, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    model(tokens[:, :-1], labels=tokens[:, 1:]).backward()
+    return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", SIZES_THAT_LACK)
+def test_sizes_that_lack_what_others_have(name):
+    grads = gradients_of_sizes(name, False)
+    for got in run_ranks(2, gradients_of_sizes, name, True):
+        assert got.keys() == grads.keys()
+        for name, grad in grads.items():
+            assert (got[name] - grad).abs().max() <= 1e-10 * grad.abs().max(), name
 
 
 # Pipeline parts
@@ -299,7 +417,7 @@ def compile_blocks():
         model(everything["tokens"], labels=everything["labels"]).backward()
     x = AsyncCollectiveTensor(torch.zeros(2, 4, 48))
     try:
-        model.layers["0"](x, model.rotary(torch.arange(8)[None]), None)
+        model.layers["0"](x, model.shared(x, None, None))
     except RuntimeError as error:
         return counter.frame_count, str(error)
     return counter.frame_count, "no error"
@@ -321,7 +439,9 @@ class FakeMesh:
 
 @pytest.mark.parametrize("device_type, compiled", [("cpu", True), ("cuda", False), ("cpu", False)])
 def test_asynchronous_tensor_parallel_needs_cuda_and_the_compiler(device_type, compiled):
-    with pytest.raises(ValueError, match=f"async.*on {device_type}: it needs CUDA and compile.enable"):
+    missing = "GPUs" * (device_type == "cpu") + " and " * (device_type == "cpu" and not compiled)
+    missing += "a compiled model (compile.enable)" * (not compiled)
+    with pytest.raises(LimitError, match=re.escape(f"add {missing}, or leave it out")):
         tensor_parallel.enable_async_tensor_parallel(FakeMesh(device_type), compiled)
 
 
@@ -356,15 +476,16 @@ REFUSALS = {
     "key and value heads": (
         {"layers.1.attention.wk": nn.Linear(48, 36)},
         {},
-        "layers.1.attention.wk: 3 heads cannot be split over 2 tensor-parallel ranks; choose a .* that divides 3",
+        "parallelism.tensor_parallel_degree: given 2, which does not divide heads of layers.1.attention.wk 3; allowed: "
+        "what divides .*: 1, 3; write one of these",
     ),
     "width": (
         {"layers.0.feed_forward.w2": nn.Linear(33, 48)},
         {},
-        "layers.0.feed_forward.w2: 33 in_features cannot be",
+        "in_features of layers.0.feed_forward.w2 33; allowed",
     ),
-    "vocabulary": ({"tok_embeddings": nn.Embedding(101, 48)}, {}, "tok_embeddings: 101 words cannot be split over 2"),
-    "head": ({"output": nn.Linear(48, 101)}, {}, "output: 101 words cannot be split over 2"),
+    "vocabulary": ({"tok_embeddings": nn.Embedding(101, 48)}, {}, "words of tok_embeddings 101; allowed"),
+    "head": ({"output": nn.Linear(48, 101)}, {}, "words of output 101; allowed"),
     "a norm without its head": ({"output": None}, {}, "only one of norm and output.*cut the model elsewhere"),
     "no such module": ({}, dict(row=("attention.wx",)), "no module of .* is called 'layers.*.attention.wx'"),
     "no such end": ({}, dict(embedding="embed"), "no module of .* is called 'embed'"),
@@ -381,7 +502,10 @@ def test_refusals(name):
 
 def test_a_sequence_that_does_not_divide_is_refused():
     for answer in run_ranks(2, refusal, {}, PLAN, {}, 7):
-        assert "a sequence of 7 tokens cannot be split over 2" in answer and "disable_sequence_parallel" in answer
+        assert answer == (
+            "training.seq_len (or validation.seq_len): given 7; allowed: a multiple of tensor_parallel 2 (sequence "
+            "parallel); write 6 or 8"
+        )
     for answer in run_ranks(2, refusal, {}, PLAN, dict(sequence_parallel=False), 7):
         assert answer == "no error"
 

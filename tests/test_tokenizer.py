@@ -231,23 +231,6 @@ def test_bad_file(tmp_path, content, message):
     assert path in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_sentencepiece_without_begin_and_end(tmp_path):
-    lines = ["one two three four five"] * 20
-    prefix = str(tmp_path / "m")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines), model_prefix=prefix, vocab_size=14, bos_id=-1, eos_id=-1, minloglevel=2
-    )
-    with pytest.raises(TokenizerError, match="no id for document begin or end.*bos -1, eos -1"):
-        build_tokenizer(prefix + ".model")
-
-
-def test_json_without_begin_and_end(tmp_path):
-    bare = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
-    bare.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(TokenizerError, match="no bos_token.*tokenizer_config.json"):
-        build_tokenizer(str(tmp_path))
-
-
 def test_missing_and_too_large(tmp_path, monkeypatch):
     with pytest.raises(TokenizerError, match="nowhere.model: No such file.*or the word bytes"):
         build_tokenizer(str(tmp_path / "nowhere.model"))

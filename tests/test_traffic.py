@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests import test_combinations
 from tests.combinations import Combination
-from tests.pool import run_ranks
-from tests.traffic import Traffic, axes_of
+from tests.support.pool import run_ranks
+from tests.support.traffic import Traffic, axes_of
 from torchtitan.loss import IGNORE_INDEX
 
 LAYERS, WIDTH = 3, test_combinations.MICRO_SIZE["dim"]

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT
-from tests.pool import run_alone
-from torchtitan import build, config_manager
+from tests.support.jobs import ROOT
+from tests.support.pool import run_alone
+from torchtitan import build
+from torchtitan.config import manager
 from torchtitan.initialization import clean_name
 from torchtitan.parallelisms.parallel_model import parallel_parts
 from torchtitan.rules import check
@@ -29,9 +30,10 @@ def test_the_promised_jobs_are_there():
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
 def test_nothing_is_wrong_but_what_has_to_be_fetched(path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    config = config_manager.load(["--job.config_file", str(path)])
+    config = manager.load(["--job.config_file", str(path)])
     faults = check(config, stated_ranks(path), "cpu" if "debug" in path.stem else "cuda")
     assert {fault.key for fault in faults} <= {"model.tokenizer_path"}
+    assert config.checkpoint.enable and not config.checkpoint.load_only  # no shipped job loses what it learns
 
 
 def build_on_fake_mesh(path: str, ranks: int) -> tuple[dict[str, int], list[dict[str, int]], dict[str, int]]:
@@ -40,7 +42,7 @@ def build_on_fake_mesh(path: str, ranks: int) -> tuple[dict[str, int], list[dict
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    config = config_manager.load(["--job.config_file", path])
+    config = manager.load(["--job.config_file", path])
     dims = build.dims(config, ranks)
     shares = []
     for rank in range(0, ranks, ranks // dims.pp):  # pp is the outermost axis
@@ -63,7 +65,7 @@ def build_on_fake_mesh(path: str, ranks: int) -> tuple[dict[str, int], list[dict
 def test_builds_on_a_mesh_of_its_stated_size(path):
     ranks = stated_ranks(path)
     whole, shares, degrees = run_alone(build_on_fake_mesh, str(path), ranks)
-    config = config_manager.load(["--job.config_file", str(path)])
+    config = manager.load(["--job.config_file", str(path)])
     assert sum(whole.values()) == build.model_args(config).num_parameters
     assert math.prod(degrees.values()) == ranks and len(shares) == degrees["pp"]
     assert sorted(name for share in shares for name in share) == sorted(whole)  # each on one pipeline rank

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from tests import jobs
-from tests.pool import run_alone, run_ranks
+from tests.support import jobs
+from tests.support.pool import run_alone, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +100,12 @@ def test_weights_go_out_and_in_as_hugging_face_files(texts, tmp_path):
 def logits_of(folder, ids):
     from pathlib import Path
 
-    from torchtitan import generate
+    from torchtitan import build
+    from torchtitan.commands import generate
 
     config, step_folder = generate.find_checkpoint(Path(folder), None)
     with torch.no_grad():
-        return generate.load(config, step_folder, torch.device("cpu"))(ids)
+        return build.filled_model(config, step_folder, torch.device("cpu"))[0](ids)
 
 
 def test_weights_alone_start_another_job(texts, tmp_path):

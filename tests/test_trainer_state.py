@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchtitan.checkpoint import rng_state
-from torchtitan.config import JobConfig
+from torchtitan.config.job import JobConfig
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.trainer import Trainer
 
@@ -16,7 +16,9 @@ def trainer(**degrees):
     made = Trainer.__new__(Trainer)
     made.config, made.dims = JobConfig(), ParallelDims(4, **degrees)
     made.ranks, made.dp_rank = SimpleNamespace(rank=1, world_size=4), 1
-    made.step, made.tokens, made.data_state = 3, 96, None
+    made.step, made.tokens, made.data_state, made.base = 3, 96, None, None
+    hooks = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+    made.model = SimpleNamespace(hooks=hooks)
     made.schedulers = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
     return made
 

@@ -1,35 +1,59 @@
-"""Config -> parts. The only reader of the whole config; the trainer, the command line and the tests build by it."""
+"""Config -> parts. Parts are made of a job here alone; the trainer, the command line and the tests build by it."""
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.checkpoint import Checkpointer
-from torchtitan.config import JobConfig, Parallelism, Training, Validation, as_dict
-from torchtitan.datasets.loader import Loader, build_loader
+from torchtitan.adapters import ADAPTERS, NONE, peft_folder
+from torchtitan.adapters.interface import Adapter
+from torchtitan.checkpoint import Checkpointer, base, load_model_for_inference, read_state
+from torchtitan.checkpoint.kinds import find_weights
+from torchtitan.config.changes import kept_job
+from torchtitan.config.job import JobConfig, Parallelism, as_dict, sources_of
+from torchtitan.datasets import open_source
+from torchtitan.datasets.epochs import samples_in, steps_for
+from torchtitan.datasets.loader import Loader, Weighted, build_loader
+from torchtitan.datasets.preparing import prepared
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.datasets.tokens import TokenShards
 from torchtitan.distributed import device_type
-from torchtitan.loss import SummedCrossEntropy, auto_chunks
+from torchtitan.loss import Objective, SummedCrossEntropy, auto_chunks
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
-from torchtitan.lr_shapes import LRSchedule
-from torchtitan.metrics import MetricsLogger, TensorBoard, WeightsAndBiases
-from torchtitan.models import SIZES
+from torchtitan.lr_shapes import LRSchedule, schedule_of
+from torchtitan.metrics import MetricsLogger, PatientTracker, TensorBoard, WeightsAndBiases
+from torchtitan.models import CONFIGS, sizes_of
+from torchtitan.models.hf.export import beside_weights, source_of
 from torchtitan.models.registry import MODELS
 from torchtitan.models.spec import ModelSpec
 from torchtitan.optimizers.build import Optimizers, build_optimizers
+from torchtitan.optimizers.spec import SHARED
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.parallelisms.parallelize import ParallelOptions
-from torchtitan.parallelisms.pipeline_parallel import PipelineOptions
+from torchtitan.parallelisms.pipeline.pipeline_parallel import PipelineOptions
+from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.profiling import Profiler
-from torchtitan.ranks import Ranks
+from torchtitan.ranks import Ranks, slurm_seconds_left
+from torchtitan.stores import stores
+from torchtitan.time_limit import TimeLimit, seconds_of, shortest
+from torchtitan.weights import load_foreign
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def taken(section: Any, part: Callable[..., Any], prefix: str = "") -> dict[str, Any]:
+    """Those options of a section that a part takes: they have the names of its arguments, after the prefix."""
+    wanted = signature(part).parameters
+    named = {field.name.removeprefix(prefix): getattr(section, field.name) for field in dataclasses.fields(section)}
+    return {name: value for name, value in named.items() if name in wanted}
 
 
 def dims(config: JobConfig, world_size: int) -> ParallelDims:
@@ -51,14 +75,39 @@ def tokenizer(config: JobConfig) -> Tokenizer:
 
 def model_args(config: JobConfig) -> Any:
     """The family's frozen dataclass of sizes, with the job's overrides."""
-    return dataclasses.replace(SIZES[config.model.name][config.model.flavor], **config.model.overrides)
+    model = config.model
+    return sizes_of(model.name, model.flavor, model.hf_folder, model.overrides)
 
 
 def movable(config: JobConfig) -> JobConfig:
-    """The job as it is kept with a run: its tokenizer is found from any folder."""
-    path = Path(config.model.tokenizer_path)
-    absolute = str(path.resolve()) if path.exists() else config.model.tokenizer_path
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, tokenizer_path=absolute))
+    """The job as it is kept with a run: its tokenizer and its model's sizes are found from any folder."""
+    paths = {name: getattr(config.model, name) for name in ("tokenizer_path", "hf_folder")}
+    found = {
+        name: str(Path(path).expanduser().resolve()) for name, path in paths.items() if path and Path(path).exists()
+    }
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **found))
+
+
+def job_of_checkpoint(config: JobConfig, plan: ParallelDims) -> dict[str, Any]:
+    """What a checkpoint keeps of the job, and a resume compares."""
+    return kept_job(movable(config), dataclasses.asdict(model_args(config)), global_batch_size(config, plan))
+
+
+def beside_hf_weights(config: JobConfig, vocabulary: Tokenizer) -> dict[str, bytes]:
+    """Name -> content of the files that make an export a folder which other programs open. JobError for what they do
+    not have.
+    """
+    sources = (config.model.hf_folder, config.checkpoint.initial_load_path)
+    folder = next((each for each in sources if each and Path(each, "config.json").is_file()), None)
+    return beside_weights(
+        CONFIGS[config.model.name],
+        model_args(config),
+        config.checkpoint.export_dtype,
+        source=folder and source_of(folder),
+        tokenizer_files=vocabulary.as_hf_files(),
+        bos_id=vocabulary.bos_id,
+        eos_id=vocabulary.eos_id,
+    )
 
 
 def model_spec(config: JobConfig) -> ModelSpec:
@@ -91,9 +140,7 @@ def parallel_options(config: JobConfig) -> ParallelOptions:
         overlap=config.parallelism.pipeline_parallel_expert_parallel_overlap,
         recompute=recompute.mode,
         selective_option=recompute.selective_ac_option,
-        memory_budget=recompute.memory_budget,
-        preserve_rng_state=recompute.preserve_rng_state,
-        early_stop=recompute.early_stop,
+        **taken(recompute, ParallelOptions),
         compile_model=compile_.enable and "model" in compile_.components,
         compile_loss=compile_.enable and "loss" in compile_.components,
         compile_scope=compile_.scope,
@@ -124,11 +171,42 @@ def loss_chunks(config: JobConfig) -> int:
     return auto_chunks(most, model_args(config).vocab_size // shards)
 
 
+def adapter(config: JobConfig) -> Adapter | None:
+    """What the job trains instead of the model's own parameters; not yet installed."""
+    options = config.adapter
+    return None if options.kind == NONE else resolve_name(ADAPTERS[options.kind])(options, config.debug.seed)
+
+
+def adapted_model(config: JobConfig) -> tuple[nn.Module, ParallelPlan, Adapter | None]:
+    """The job's model without values, in the type it is kept in, with its adapter; the plan that fits it."""
+    built, plan = meta_model(config).to(DTYPES[config.training.dtype]), model_spec(config).plan
+    installed = adapter(config)
+    if installed is not None:
+        plan = installed.install(built, plan)
+    return built, plan, installed
+
+
+def peft_tensors(config: JobConfig, installed: Adapter) -> dict[str, torch.Tensor]:
+    """Of the job's adapter.initial_path: whole tensors by our names."""
+    form = model_spec(config).hf.form(model_args(config))
+    return peft_folder.load(Path(config.adapter.initial_path), config.adapter, form, installed.shapes)
+
+
+def save_peft(config: JobConfig, folder: Path, installed: Adapter, whole: dict[str, torch.Tensor]) -> None:
+    form, path = model_spec(config).hf.form(model_args(config)), config.checkpoint.initial_load_path
+    peft_folder.save(folder, {name: whole[name] for name in installed.shapes}, config.adapter, form, path or "")
+
+
+def objective(config: JobConfig) -> Objective:
+    """What is learned, and how it is counted."""
+    return SummedCrossEntropy(config.training.loss_chunks or loss_chunks(config))
+
+
 def meta_model(config: JobConfig) -> nn.Module:
     """The plain model of the job, without values, its loss attached."""
     with torch.device("meta"):
         built = model_spec(config).build(model_args(config))
-    built.loss = SummedCrossEntropy(config.training.loss_chunks or loss_chunks(config))
+    built.loss = objective(config)
     built.set_attention_backend(config.model.attention_backend)
     return built
 
@@ -138,10 +216,8 @@ def pipeline_options(config: JobConfig) -> PipelineOptions:
     return PipelineOptions(
         hidden_dim=model_args(config).dim,
         local_batch_size=config.training.local_batch_size,
-        microbatch_size=degrees.pipeline_parallel_microbatch_size,
-        schedule=degrees.pipeline_parallel_schedule,
+        **taken(degrees, PipelineOptions, "pipeline_parallel_"),
         csv=degrees.pipeline_parallel_schedule_csv,
-        layers_per_stage=degrees.pipeline_parallel_layers_per_stage,
         first_less=degrees.pipeline_parallel_first_stage_less_layers,
         last_less=degrees.pipeline_parallel_last_stage_less_layers,
         modules=degrees.module_fqns_per_model_part,
@@ -150,16 +226,18 @@ def pipeline_options(config: JobConfig) -> PipelineOptions:
 
 def model(config: JobConfig, mesh: DeviceMesh, plan: ParallelDims, device: torch.device) -> ParallelModel:
     """The job's model, parallel and with its initial weights, a function of seed and parameter name."""
+    built, patterns, installed = adapted_model(config)
     return ParallelModel(
-        meta_model(config).to(DTYPES[config.training.dtype]),
+        built,
         mesh,
         plan,
-        model_spec(config).plan,
+        patterns,
         parallel_options(config),
         device=device,
         seed=config.debug.seed,
         pipeline=pipeline_options(config),
         balance=model_spec(config).balance,
+        adapter=installed,
     )
 
 
@@ -167,32 +245,24 @@ def optimizers(config: JobConfig, built: ParallelModel) -> Optimizers:
     options = config.optimizer
     return build_optimizers(
         built.parts,
-        name=options.name,
-        lr=options.lr,
-        beta1=options.beta1,
-        beta2=options.beta2,
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-        decay_norms_and_biases=options.decay_norms_and_biases,
-        implementation=options.implementation,
+        **taken(options, build_optimizers),
+        shared={key: getattr(options, key) for key in SHARED},
         in_backward=options.early_step_in_backward,
+        rate_of=built.adapter.rate_of if built.adapter else lambda name: 1.0,
     )
 
 
 def lr_schedule(config: JobConfig) -> LRSchedule:
-    shape = config.lr_scheduler
-    return LRSchedule(
-        total_steps=shape.total_steps or config.training.steps,
-        warmup_steps=shape.warmup_steps,
-        decay_ratio=shape.decay_ratio,
-        decay_type=shape.decay_type,
-        num_cycles=shape.num_cycles,
-        min_lr_factor=shape.min_lr_factor,
-    )
+    return schedule_of(config.lr_scheduler, config.training.steps, config.adapter.relora.reset_period)
 
 
 def lr_schedulers(config: JobConfig, built: Optimizers) -> LRSchedulers:
     return build_lr_schedulers(built.optimizers, lr_schedule(config))
+
+
+def time_limit(config: JobConfig) -> TimeLimit:
+    asked = config.job.time_limit
+    return TimeLimit(shortest(None if asked is None else seconds_of(asked), slurm_seconds_left()))
 
 
 def global_batch_size(config: JobConfig, plan: ParallelDims) -> int:
@@ -201,23 +271,62 @@ def global_batch_size(config: JobConfig, plan: ParallelDims) -> int:
     return asked if asked > 0 else config.training.local_batch_size * plan.dp
 
 
+def with_steps(config: JobConfig, plan: ParallelDims, taken: int = 0, step: int = 0) -> JobConfig:
+    """With training.epochs: the job with the number of steps that they take, when at `step` so many samples have been
+    taken. Text is tokenized for that, unless it has been."""
+    training = config.training
+    if training.epochs is None:
+        return config
+    sources = [weighted.source for weighted in data_sources(config, "training")]
+    left = max(0, samples_in(sources, training.seq_len, training.epochs) - taken)
+    steps = step + steps_for(left, global_batch_size(config, plan))
+    return dataclasses.replace(config, training=dataclasses.replace(training, steps=steps))
+
+
+def as_restarted(config: JobConfig) -> JobConfig:
+    """The job that goes on from what it has saved itself: what it was told to go back to, or to begin without, has been
+    done, and would be done again after every crash."""
+    return dataclasses.replace(
+        config, checkpoint=dataclasses.replace(config.checkpoint, load_step=-1, exclude_from_loading=[])
+    )
+
+
 def training_loader(
     config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims, state: dict[str, Any] | None = None
 ) -> Loader:
     batch = global_batch_size(config, plan)
-    return _loader(config, config.training, vocabulary, dp_rank, plan, batch, config.training.seq_len, state)
+    return _loader(config, "training", vocabulary, dp_rank, plan, batch, config.training.seq_len, state)
 
 
 def validation_loader(config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims) -> Loader:
     """Always the same batches: its own data set, from the start."""
     part = config.validation
     batch = part.local_batch_size * plan.dp
-    return _loader(config, part, vocabulary, dp_rank, plan, batch, part.seq_len or config.training.seq_len, None)
+    seq_len = part.seq_len or config.training.seq_len
+    return _loader(config, "validation", vocabulary, dp_rank, plan, batch, seq_len, None)
+
+
+def data_sources(config: JobConfig, section: Literal["training", "validation"]) -> list[Weighted]:
+    """Opened; what is to be gone through in epochs is tokenized before, so that it has an end that is known."""
+    training, found = config.training, []
+    for wanted in sources_of(config, section).values():
+        source = open_source(wanted.dataset, wanted.dataset_path, wanted.text_field)
+        if section == "training" and training.epochs is not None and not isinstance(source, TokenShards):
+            source = prepared(
+                source,
+                wanted.dataset_path,
+                config.model.tokenizer_path,
+                Path(config.job.dump_folder, "data"),
+                workers=max(1, training.dataloader.num_workers),
+                stop=training.on_bad_data == "stop",
+            )
+        found.append(Weighted(wanted.dataset, source, wanted.weight))
+    return found
 
 
 def _loader(
     config: JobConfig,
-    part: Training | Validation,
+    section: Literal["training", "validation"],
     vocabulary: Tokenizer,
     dp_rank: int,
     plan: ParallelDims,
@@ -226,13 +335,12 @@ def _loader(
     state: dict[str, Any] | None,
 ) -> Loader:
     workers = config.training.dataloader
+    on_gpu = device_type() == "cuda"
     return build_loader(
-        dataset=part.dataset,
-        dataset_path=part.dataset_path,
-        text_field=config.training.text_field,
+        sources=data_sources(config, section),
         tokenizer=vocabulary,
         seq_len=seq_len,
-        local_batch_size=part.local_batch_size,
+        local_batch_size=getattr(config, section).local_batch_size,
         global_batch_size=batch,
         dp_rank=dp_rank,
         dp_size=plan.dp,
@@ -240,11 +348,9 @@ def _loader(
         shuffle=config.training.shuffle,
         document_mask=config.training.document_mask,
         on_bad_data=config.training.on_bad_data,
-        num_workers=workers.num_workers,
-        persistent_workers=workers.persistent_workers,
-        pin_memory=device_type() == "cuda" if workers.pin_memory is None else workers.pin_memory,
-        prefetch_factor=workers.prefetch_factor,
+        **taken(workers, build_loader) | ({"pin_memory": on_gpu} if workers.pin_memory is None else {}),
         state=state,
+        epochs=config.training.epochs if section == "training" else None,
     )
 
 
@@ -256,27 +362,88 @@ def checkpointer(
     rank_state: Callable[[], dict[str, Any]],
     load_state: Callable[[dict[str, Any], list[dict[str, Any]]], None],
     before_save: Callable[[], None],
+    before_load: Callable[[dict[str, Any], bool], None],
+    after_save: Callable[[int], None],
 ) -> Checkpointer | None:
     options = config.checkpoint
     if not options.enable:
         return None
     return Checkpointer(
-        Path(config.job.dump_folder, options.folder),
         model_parts=built.parts,
         optimizers=built_optimizers.optimizers,
         trainer_state=trainer_state,
         rank_state=rank_state,
         load_state=load_state,
-        interval=options.interval,
-        interval_type=options.interval_type,
-        keep_latest_k=options.keep_latest_k,
-        async_mode=options.async_mode,
-        load_step=options.load_step,
-        exclude_from_loading=options.exclude_from_loading,
-        enable_first_step_checkpoint=options.enable_first_step_checkpoint,
-        load_only=options.load_only,
+        **taken(options, Checkpointer) | {"folder": Path(config.job.dump_folder, options.folder)},
         before_save=before_save,
+        before_load=before_load,
+        after_save=after_save,
+        fresh=built.adapter.fresh if built.adapter else (),
+        left_out=built.adapter.frozen if saves_adapter_alone(config) else (),
     )
+
+
+def on_one_rank(config: JobConfig) -> JobConfig:
+    """The job without its plan, samples of a step as many as of a pass: for commands that look at its data or model."""
+    return dataclasses.replace(
+        config, parallelism=Parallelism(), training=dataclasses.replace(config.training, global_batch_size=-1)
+    )
+
+
+def saves_adapter_alone(config: JobConfig) -> bool:
+    return config.adapter.kind != NONE and config.adapter.save == "alone"
+
+
+def base_reference(config: JobConfig) -> dict[str, str]:
+    """To what an adapter job starts from."""
+    return base.reference(config.checkpoint.initial_load_path)
+
+
+def filled_model(config: JobConfig, step_folder: Path, device: torch.device) -> tuple[nn.Module, Adapter | None]:
+    """The job's model on one device, with its adapter and the weights of a checkpoint; in evaluation. CheckpointError
+    where these do not fit, or where an adapter's base is not the one it was made for.
+    """
+    built, _, installed = adapted_model(config)
+    built.to_empty(device=device)
+    if find_weights(step_folder)[0] != "ours":
+        load_foreign(step_folder, [built], config.model.name, model_args(config))
+        return built.eval(), installed
+    alone = saves_adapter_alone(config)
+    if alone:
+        base.refuse_another(read_state(step_folder)["trainer"], base_reference(config))
+        fill_base(config, built, installed)
+    load_model_for_inference(step_folder, built, installed.frozen if alone else ())
+    return built.eval(), installed
+
+
+@torch.no_grad()
+def plain_state(
+    config: JobConfig, step_folder: Path, filled: nn.Module, installed: Adapter | None
+) -> tuple[dict[str, torch.Tensor], str]:
+    """The plain model's tensors with what its adapter has learned folded in; and into what. Beside a packed base, of
+    which checkpoints hold the adapter alone, that is the original weights, else those that the run computed with.
+    """
+    if installed is None:
+        return filled.state_dict(), "weights"
+    is_packed = any(True for _ in stores(filled))
+    if not is_packed or not saves_adapter_alone(config):
+        return installed.merged([filled]), "unpacked" if is_packed else "weights"
+    original = dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, kind="lora"))
+    built, _, unpacked = adapted_model(original)
+    built.to_empty(device="cpu")
+    fill_base(original, built, unpacked)
+    load_model_for_inference(step_folder, built, unpacked.frozen)
+    return unpacked.merged([built]), "original"
+
+
+def fill_base(config: JobConfig, built: nn.Module, installed: Adapter | None) -> None:
+    """Of a model on one device: the weights that the job starts from."""
+    kind, place = find_weights(Path(config.checkpoint.initial_load_path))
+    fresh = installed.fresh if installed else ()
+    if kind == "ours":
+        load_model_for_inference(place, built, fresh)
+    else:
+        load_foreign(place, [built], config.model.name, model_args(config), fresh)
 
 
 def metrics(
@@ -287,14 +454,15 @@ def metrics(
     if options.enable_tensorboard and (ranks.is_main or options.save_for_all_ranks):
         events = folder / options.save_tb_folder
         events = events / f"rank_{ranks.rank}" if options.save_for_all_ranks else events
-        trackers.append(TensorBoard(events, resumed_from))
+        trackers.append(PatientTracker("TensorBoard", partial(TensorBoard, events, resumed_from, as_dict(config))))
     if options.enable_wandb and ranks.is_main:
-        trackers.append(WeightsAndBiases(folder, resumed_from, config.job.description, as_dict(config)))
+        open_run = partial(WeightsAndBiases, folder, resumed_from, config.job.description, as_dict(config))
+        trackers.append(PatientTracker("Weights & Biases", open_run))
     flops = model_spec(config).flops_per_token(args, config.training.seq_len)
     return MetricsLogger(
         folder,
         writes=ranks.is_main,
-        log_freq=options.log_freq,
+        **taken(options, MetricsLogger),
         total_steps=config.training.steps,
         device=device,
         compute_dtype=parallel_options(config).param_dtype,
@@ -306,7 +474,6 @@ def metrics(
         tokens_seen=tokens_seen,
         trackers=trackers,
         color=ranks.on_terminal and not options.disable_color_printing,
-        log_lr=options.log_lr,
     )
 
 

@@ -1,27 +1,36 @@
-"""The command `torchtitan`. Each subcommand is the `main(argv) -> exit code` of the module of its name.
+"""The command `torchtitan`. Each subcommand is the `main(argv) -> exit code` of a module in commands/, or of train.py.
 
 Modules are imported when asked for, so that only those who need torch wait for it.
 """
 
 import difflib
 import importlib
+import importlib.metadata
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from torchtitan.errors import JobError
 from torchtitan.leaving import exit_with
 
 COMMANDS = {
-    "train": "train the job of --job.config_file job.toml, with --section.key value to change it",
+    "train": "train a job: train job.toml, with --section.key value to change it",
     "check": "explain a job, or all that is wrong with it, without starting it",
+    "list": "list models, datasets, tokenizers, optimizers, adapters and schedules, also of installed packages",
     "preview": "show what the model will see: decoded samples, document borders, masks",
     "schedule": "simulate a pipeline schedule: its bubble, what it keeps, how it compares, and its picture",
     "prepare": "tokenize a dataset once, into shards that are read at full speed",
-    "generate": "continue a prompt with the weights of a checkpoint",
+    "generate": "continue a prompt with the weights of a checkpoint or of a Hugging Face folder",
+    "convert": "weights from one form to another: checkpoints, Hugging Face folders, torchtitan's own",
+    "checkpoints": "list what a run has saved, in what state it is, and what a resume would take",
+    "export": "write a checkpoint's weights, an adapter folded in or alone, for other programs",
+    "init": "write a commented job to begin with",
+    "completion": "print the script with which bash, zsh or fish completes this command",
 }
-USAGE = "usage: torchtitan COMMAND [--help] [arguments]\n\n" + "\n".join(f"  {c:10}{t}" for c, t in COMMANDS.items())
+USAGE = "usage: torchtitan COMMAND [--help] [arguments]\n\n" + "\n".join(f"  {c:13}{t}" for c, t in COMMANDS.items())
+USAGE += "\n\n  --version  of this package and of torch"
 REFUSED, INTERRUPTED, OUTPUT_CLOSED = 2, 130, 141
 
 
@@ -39,17 +48,38 @@ def _dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in ("--help", "-h"):
         print(USAGE)
         return 0 if argv else REFUSED
+    if argv[0] == "--version":
+        print(", ".join(f"{name} {_version(name)}" for name in ("torchtitan-toml", "torch")))
+        return 0
     command, *rest = argv
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         print(f"torchtitan: no command {command!r}; {hint}", file=sys.stderr)
         return REFUSED
-    return importlib.import_module(f"torchtitan.{command}").main(rest)
+    return importlib.import_module(module_of(command)).main([_one_spelling(word) for word in rest])
+
+
+def _one_spelling(word: str) -> str:
+    """Names of options have underscores; those who write dashes are understood."""
+    name, equals, value = word.partition("=")
+    return f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") and " " not in name else word
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def module_of(command: str) -> str:
+    """Where a subcommand is: training is the package's own program, the others are beside it."""
+    return "torchtitan.train" if command == "train" else f"torchtitan.commands.{command}"
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """`run`'s exit code. What the user caused (ValueError, Ctrl-C) ends in a line and a code, not in a traceback."""
+    """`run`'s exit code. What the user caused (JobError, Ctrl-C) ends in a line and a code, not in a traceback."""
     try:
         code = run()
         sys.stdout.flush()
@@ -59,7 +89,7 @@ def guarded(run: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         return OUTPUT_CLOSED
-    except ValueError as error:
+    except JobError as error:
         if os.environ.get("TORCHTITAN_TRACEBACK") == "1":
             traceback.print_exc()
         else:

@@ -7,11 +7,13 @@ import random
 import sys
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from torchtitan.ranks import Ranks, set_default
+from torchtitan.errors import JobError
+from torchtitan.ranks import Launcher, Ranks, set_default
 
 
 def device_type() -> str:
@@ -21,11 +23,11 @@ def device_type() -> str:
 
 def init(ranks: Ranks, timeout_seconds: int, trace_buf_size: int = 0) -> torch.device:
     """Join the world and return this rank's device. Collectives on CPU tensors go over gloo on every machine."""
-    set_default("TORCH_FR_BUFFER_SIZE", str(trace_buf_size))
+    set_up_libraries(trace_buf_size)
     timeout = timedelta(seconds=timeout_seconds)
     if device_type() == "cuda":
         if ranks.local_rank >= torch.cuda.device_count():
-            raise ValueError(
+            raise JobError(
                 f"{ranks.local_world_size} ranks here and {torch.cuda.device_count()} visible GPUs; allowed: "
                 "one rank a GPU; lower NGPU or --nproc-per-node, or see CUDA_VISIBLE_DEVICES"
             )
@@ -36,12 +38,48 @@ def init(ranks: Ranks, timeout_seconds: int, trace_buf_size: int = 0) -> torch.d
     if dist.is_initialized():
         return device
     if ranks.local_world_size == ranks.world_size and sys.platform == "linux":
-        set_default("GLOO_SOCKET_IFNAME", "lo")  # one machine: nothing to offer to the network
+        for library in ("GLOO", "NCCL"):
+            set_default(f"{library}_SOCKET_IFNAME", "lo")  # one machine: nothing to offer to the network
     if ranks.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif ranks.launcher is not None:
+        store = _meet(ranks, ranks.launcher, timeout)
+        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
     return device
+
+
+def _meet(ranks: Ranks, launcher: Launcher, timeout: timedelta) -> dist.Store:
+    """By what the launcher's ranks find each other: a file on one machine, else a store that the first rank has on a
+    socket bound by its launcher (torch's own would listen on every interface)."""
+    if ranks.local_world_size == ranks.world_size:
+        return dist.FileStore(launcher.store, ranks.world_size)
+    options = {"is_master": True, "master_listen_fd": launcher.listen} if ranks.is_main else {"is_master": False}
+    try:
+        return dist.TCPStore(*ranks.head, ranks.world_size, timeout=timeout, **options)
+    except dist.DistError as error:
+        raise JobError(
+            f"HEAD_ADDR, HEAD_PORT: given {ranks.head[0]}, {ranks.head[1]}, where no store answers within "
+            f"{timeout.total_seconds():.0f} s ({str(error).splitlines()[0]}); allowed: where the machine with "
+            "NODE_RANK = 0 listens; start all machines together, with the same HEAD_ADDR and HEAD_PORT"
+        ) from None
+
+
+def set_up_libraries(trace_buf_size: int) -> None:
+    """What torch's libraries read when they start, unless the user has set it."""
+    set_default("TORCH_FR_BUFFER_SIZE", str(trace_buf_size))
+    # Each group of gloo would connect every rank with every other at once: some 1,560 open files a rank with 512 ranks,
+    # and minutes of look-ups with thousands. So it connects those that talk, when they first do.
+    set_default("TORCH_GLOO_LAZY_INIT", "1")
+    if device_type() == "cuda":
+        # blocks of memory that grow, instead of up to a sixth lost between blocks of fixed sizes
+        set_default("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if sys.platform == "linux":
+        import resource  # there is none on Windows
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # the usual 1,024 are too few for a rank of hundreds
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def set_timeout(timeout_seconds: int) -> None:
@@ -63,6 +101,7 @@ def set_seed(seed: int, rank: int) -> None:
     """Seed the generators that draw differently on every rank (dropout). Weights and data have keys of their own."""
     torch.manual_seed(seed + rank)
     random.seed(seed + rank)
+    np.random.seed((seed + rank) % 2**32)  # nothing here draws from it, but a library may
 
 
 def set_deterministic(warn_only: bool) -> None:

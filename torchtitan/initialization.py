@@ -30,11 +30,18 @@ class Normal:
 
 
 @dataclass(frozen=True)
+class Uniform:
+    """Uniform between -`bound` and `bound`."""
+
+    bound: float
+
+
+@dataclass(frozen=True)
 class Constant:
     value: float
 
 
-Init = Normal | Constant
+Init = Normal | Uniform | Constant
 
 
 def clean_name(name: str) -> str:
@@ -46,24 +53,38 @@ def clean_name(name: str) -> str:
 def initialize(
     model: nn.Module, seed: int, rule: Callable[[str], Init], drawn_as: Mapping[str, str] | None = None
 ) -> None:
-    """Fill every parameter in place, plain tensors and DTensors alike. `rule` is asked with the clean name.
+    """Fill every parameter in place, plain tensors and DTensors alike. `rule` is asked with the clean name, after the
+    module that owns the parameter: one whose class has `own_init` may give an Init for its own name of it, or None.
 
     A tensor with several names (tied weights) is drawn once, under its first name. `drawn_as` gives that name to a copy
     that a pipeline made of it: name -> name under which it is drawn.
     """
     for wrapped_name, parameter in model.named_parameters():
         assert not parameter.is_meta, f"{wrapped_name} has no storage yet: call to_empty before initialize"
+        if not parameter.is_floating_point():  # packed: see stores.py
+            continue
         name = clean_name(wrapped_name)
         name = (drawn_as or {}).get(name, name)
-        init = rule(name)
-        local, shape, offset = local_part(parameter)
-        if isinstance(init, Constant):
-            local.fill_(init.value)
-        elif local.numel():
-            _draw(local, shape, offset, init.std, f"{seed}/{name}")
+        draw(parameter, _own_init(model, wrapped_name) or rule(name), f"{seed}/{name}")
 
 
-def local_part(parameter: nn.Parameter) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+def _own_init(model: nn.Module, name: str) -> Init | None:
+    path, _, own = name.rpartition(".")
+    owner = model.get_submodule(path)
+    return owner.own_init(own) if hasattr(type(owner), "own_init") else None
+
+
+@torch.no_grad()
+def draw(parameter: torch.Tensor, init: Init, key: str) -> None:
+    """Fill this rank's part of a tensor, in place; random values follow from `key` and the global shape alone."""
+    local, shape, offset = local_part(parameter)
+    if isinstance(init, Constant):
+        local.fill_(init.value)
+    elif local.numel():
+        _draw(local, shape, offset, init, key)
+
+
+def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
     """This rank's tensor, the global shape, and where in it this rank's tensor begins."""
     if not isinstance(parameter, DTensor):
         return parameter, tuple(parameter.shape), (0,) * parameter.dim()
@@ -72,7 +93,9 @@ def local_part(parameter: nn.Parameter) -> tuple[torch.Tensor, tuple[int, ...], 
     return parameter.to_local(), shape, offset
 
 
-def _draw(local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...], std: float, key: str) -> None:
+def _draw(
+    local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...], init: Normal | Uniform, key: str
+) -> None:
     row_shape = shape[1:]
     rows_per_block = max(1, BLOCK_ELEMENTS // math.prod(row_shape))
     within_row = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
@@ -80,18 +103,25 @@ def _draw(local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...], 
     for block in range(first // rows_per_block, -(-last // rows_per_block)):
         start = block * rows_per_block
         stop = min(start + rows_per_block, shape[0])
-        values = _truncated_normal((stop - start, *row_shape), std, f"{key}/{block}")
+        values = _values((stop - start, *row_shape), init, f"{key}/{block}")
         mine = slice(max(first, start), min(last, stop))
         local[mine.start - first : mine.stop - first].copy_(
             values[(slice(mine.start - start, mine.stop - start), *within_row)]
         )
 
 
-def _truncated_normal(shape: tuple[int, ...], std: float, key: str) -> torch.Tensor:
-    """By the inverse of the normal's distribution function: erfinv of what is uniform between its values at +-3."""
+def _values(shape: tuple[int, ...], init: Normal | Uniform, key: str) -> torch.Tensor:
     digest = hashlib.sha256(key.encode()).digest()[:4]  # torch's CPU generator keeps 32 bits of a seed
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    values = torch.empty(shape, dtype=torch.float32)
+    if isinstance(init, Uniform):
+        return values.uniform_(-init.bound, init.bound, generator=generator)
+    return _truncated_normal(values, init.std, generator)
+
+
+def _truncated_normal(values: torch.Tensor, std: float, generator: torch.Generator) -> torch.Tensor:
+    """By the inverse of the normal's distribution function: erfinv of what is uniform between its values at +-3."""
     edge = math.erf(TRUNCATE_AT / math.sqrt(2))
-    values = torch.empty(shape, dtype=torch.float32).uniform_(-edge, edge, generator=generator)
+    values.uniform_(-edge, edge, generator=generator)
     limit = TRUNCATE_AT * std  # erfinv's rounding at the edge
     return values.erfinv_().mul_(std * math.sqrt(2)).clamp_(-limit, limit)

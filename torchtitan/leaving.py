@@ -1,4 +1,4 @@
-"""The end of a process that was in process groups.
+"""The end of a process: its exit code, that it dies with whoever started it, and how it leaves process groups.
 
 After a collective has ended, a thread of gloo still has to free its tensors, and asks for Python's lock to do so. If
 Python is being taken down by then, that aborts the process (pytorch/pytorch#190489; seen in 1 of 12 short runs on busy
@@ -6,12 +6,42 @@ cores), and a run that has finished looks failed. So everything but Python's own
 """
 
 import atexit
+import ctypes
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
+
+CRASHED = 1
+REFUSED, NOT_LOADED, NON_FINITE, CRASH_LOOP, HUNG, NOT_SAVED, OUT_OF_MEMORY = 2, 3, 4, 5, 6, 7, 8
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Ctrl-C, a scheduler, a terminal that is closed, a scheduler's notice: each asks to stop, saved, and ends in 128 + its
+number."""
+STOPPED = {128 + number for number in STOP_SIGNALS}
+EXPLAINED = {REFUSED, NOT_LOADED, NON_FINITE, NOT_SAVED} | STOPPED
+"""Exit codes of a rank that has said what there is to say, and that would come again if it was started again."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """From here on this process is killed when the process (its main thread) that started it ends, however it ends.
+    Linux only; elsewhere nothing happens."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it had ended before
+        os._exit(128 + signal.SIGKILL)
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Those to be handled. One that whoever started us has turned off (`nohup`) stays off."""
+    kept_off = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
+    return [number for number in STOP_SIGNALS if number not in kept_off]
 
 
 def exit_with(command: Callable[[], int | None]) -> NoReturn:

@@ -1,11 +1,15 @@
-"""Cross-entropy of the next token, summed over tokens, with the output head inside so that logits can stay small.
+"""What is learned: the summed loss of a task, with the output head inside so that logits can stay small.
+
+The usual one is cross-entropy of the next token, counted in tokens. Another (classes of sequences, pairs of answers) is
+an Objective of its own, and runs under every plan, in pieces too.
 
 Logits are the largest tensors of a step (8192 tokens x 128256 words: 4.2 GB in float32). With num_chunks > 1 the head
-and the loss run on pieces of the tokens, and each piece's gradients are taken at once, in forward, before the next
-piece is touched: never more than one piece of logits lives, and nothing is computed twice (recomputing the head in
-backward would cost 2 % of an 8B step and 7 % of a 1B one).
+and the loss run on pieces of the rows, such as tokens, and each piece's gradients are taken at once, in forward, before
+the next piece is touched: never more than one piece of logits lives, and nothing is computed twice (recomputing the
+head in backward would cost 2 % of an 8B step and 7 % of a 1B one).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+Batch = Mapping[str, torch.Tensor]
 IGNORE_INDEX = -100
 CHUNK_BYTES = 512 * 2**20
 
@@ -24,13 +29,17 @@ def auto_chunks(tokens: int, vocab_size: int) -> int:
     return min(tokens, -(-tokens * vocab_size * 4 // CHUNK_BYTES))
 
 
-class SummedCrossEntropy(nn.Module):
-    """(hidden [B, S, D], head, labels [B, S]) -> sum of the losses of all tokens whose label is not IGNORE_INDEX, a
-    float32 scalar. Divide by the global number of valid tokens to get the mean.
+class Objective(nn.Module):
+    """(hidden [B, S, D], head, batch) -> the sum of the losses of all units that are here, a float32 scalar. Divide by
+    their global number to get the mean. The batch holds `targets` and, as the model has them, positions [B or 1, S] and
+    perhaps document_ids [B, S]; under context parallel, hidden states and all that is [B, S] are of this rank's tokens.
 
     `head` makes logits of hidden states. It is called as a module, once per piece, so it must not be an FSDP unit by
     itself: its gradient would be reduced once per piece.
     """
+
+    targets: tuple[str, ...] = ("labels",)
+    """Tensors of a batch that only the loss reads, [B, S] or [B]. All are cut into microbatches along B."""
 
     def __init__(self, num_chunks: int = 1):
         super().__init__()
@@ -38,23 +47,48 @@ class SummedCrossEntropy(nn.Module):
             raise ValueError(f"num_chunks = {num_chunks}: must be at least 1 (1 runs the loss in one piece)")
         self.num_chunks = num_chunks
 
-    def forward(self, hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
-        hidden, labels = hidden.flatten(0, 1), labels.flatten()  # [B S, D], [B S]
+    def count(self, batch: Batch) -> int:
+        """How many units of a whole batch have a loss: what the sum is divided by, over all batches of a step."""
+        raise NotImplementedError
+
+    def rows(self, hidden: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """What can be cut along its first dimension: hidden states [N, ..., D] and what else their losses need."""
+        raise NotImplementedError
+
+    def loss_of(self, head: nn.Module, hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        """The sum of the losses of some rows."""
+        raise NotImplementedError
+
+    def forward(self, hidden: torch.Tensor, head: nn.Module, batch: Batch) -> torch.Tensor:
+        hidden, *others = self.rows(hidden, batch)
         if self.num_chunks == 1:
-            return _summed_loss(hidden, head, labels)
+            return self.loss_of(head, hidden, *others)
         if not torch.is_grad_enabled():
-            pieces = zip(hidden.chunk(self.num_chunks), labels.chunk(self.num_chunks), strict=True)
-            return torch.stack([_summed_loss(h, head, y) for h, y in pieces]).sum()
+            pieces = zip(*(x.chunk(self.num_chunks) for x in (hidden, *others)), strict=True)
+            return torch.stack([self.loss_of(head, *piece) for piece in pieces]).sum()
         weights = [p for p in head.parameters() if p.requires_grad]
-        return _ChunkedLoss.apply(hidden, labels, head, self.num_chunks, *weights)
+        return _ChunkedLoss.apply(hidden, others, head, self, *weights)
 
 
-def _summed_loss(hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor) -> torch.Tensor:
-    logits = head(hidden)
+class SummedCrossEntropy(Objective):
+    """Of the next token, whose number is in labels [B, S]; tokens whose label is IGNORE_INDEX do not count."""
+
+    def count(self, batch: Batch) -> int:
+        return int((batch["labels"] != IGNORE_INDEX).sum())
+
+    def rows(self, hidden: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:
+        return hidden.flatten(0, 1), batch["labels"].flatten()  # [B S, D], [B S]
+
+    def loss_of(self, head: nn.Module, hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return summed_cross_entropy(head(hidden), *others)
+
+
+def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """logits [N, V], which tensor parallel may have split by V, labels [N] -> a scalar, at least float32."""
     if isinstance(logits, DTensor):
         assert logits.placements[0].is_shard(1) and logits.device_mesh.ndim == 1
         return _VocabularyParallelLoss.apply(logits.to_local(), labels, logits.device_mesh)
-    # at least float32, or a bfloat16 model gets its loss back in bfloat16, with 3 digits
+    # or a bfloat16 model gets its loss back in bfloat16, with 3 digits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
@@ -91,12 +125,12 @@ class _VocabularyParallelLoss(torch.autograd.Function):
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, labels, head, num_chunks, *weights):
+    def forward(ctx, hidden, others, head, objective, *weights):
         total, hidden_grads, weight_grads = None, [], None
-        for h, y in zip(hidden.chunk(num_chunks), labels.chunk(num_chunks), strict=True):
+        for h, *rest in zip(*(x.chunk(objective.num_chunks) for x in (hidden, *others)), strict=True):
             h = h.detach().requires_grad_()
             with torch.enable_grad():
-                loss = _summed_loss(h, head, y)
+                loss = objective.loss_of(head, h, *rest)
             h_grad, *w_grads = torch.autograd.grad(loss, (h, *weights))
             hidden_grads.append(h_grad)
             if weight_grads is None:

@@ -7,19 +7,27 @@ Steps are 0-based. With T total steps, W of warmup, S stable and D of decay (W +
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import cos, pi, sqrt
+from typing import Any, NoReturn
+
+from torchtitan.errors import JobError
+from torchtitan.lr_restarts import CYCLICAL, JAGGED, cyclical, jagged
+from torchtitan.registration import Registry
 
 # f(p, cycles) for 0 < p < 1.
-DECAYS: dict[str, Callable[[float, int], float]] = {
+_own: dict[str, Callable[[float, int], float]] = {
     "linear": lambda p, cycles: 1 - p,
     "sqrt": lambda p, cycles: 1 - sqrt(p),
     "cosine": lambda p, cycles: (1 + cos(pi * p)) / 2,
     "cosine_restarts": lambda p, cycles: (1 + cos(pi * (p * cycles % 1))) / 2,
 }
+CONSTANT = "constant"
+"""The type that does not decay."""
+DECAYS: Registry[Callable[[float, int], float]] = Registry("torchtitan.schedules", _own, Callable)
 
 
-class ScheduleError(ValueError):
+class ScheduleError(JobError):
     """A schedule that makes no sense, in the words of the job's [lr_scheduler] section."""
 
     def __init__(self, key: str, given: str, allowed: str, remedy: str) -> None:
@@ -52,10 +60,13 @@ class LRSchedule:
     decay_type: str = "linear"
     num_cycles: int = 1
     min_lr_factor: float = 0.1
+    cycle_length: int | None = None
+    restart_warmup_steps: int | None = None
+    adjust_step: int = 0
 
     def __post_init__(self) -> None:
-        if self.decay_type not in (*DECAYS, "constant"):
-            allowed = f"must be one of {', '.join(DECAYS)}, constant"
+        if self.decay_type not in (known := (*DECAYS, CONSTANT, JAGGED, CYCLICAL)):
+            allowed = f"must be one of {', '.join(known)}"
             raise ScheduleError("lr_scheduler.decay_type", repr(self.decay_type), allowed, "choose one of these")
         if self.decay_steps > self.total_steps - self.warmup:
             raise ScheduleError(
@@ -65,20 +76,50 @@ class LRSchedule:
                 "lower it or the warmup, or leave it unset (decay starts right after the warmup)",
             )
 
+        if self.restarts:
+            self._check_restarts()
+
+    @property
+    def restarts(self) -> bool:
+        return self.decay_type in (JAGGED, CYCLICAL)
+
+    def _check_restarts(self) -> None:
+        total, cycle = self.total_steps, self.cycle_length
+
+        def refuse(key: str, given: object, allowed: str, remedy: str) -> NoReturn:
+            raise ScheduleError(f"lr_scheduler.{key}", str(given), allowed, remedy)
+
+        if cycle is None and self.decay_type == JAGGED:
+            refuse("cycle_length", "nothing", f"a number of steps with {JAGGED}", "set it, or adapter.relora.every")
+        if cycle is not None and total % cycle:
+            near = f"{total // cycle * cycle} or {(total // cycle + 1) * cycle}"
+            refuse("cycle_length", cycle, f"what divides the {total} steps in all", f"train {near} steps, or change it")
+        if self.decay_type == JAGGED and self.restart_warmup_steps is None:
+            refuse("restart_warmup_steps", "nothing", f"a number of steps with {JAGGED}", "set it")
+        if (self.restart_warmup_steps or 0) > (cycle or total):
+            refuse("restart_warmup_steps", self.restart_warmup_steps, f"at most the cycle's {cycle}", "shorten it")
+        if self.warmup + self.adjust_step > (cycle or total):
+            what = f"with adjust_step {self.adjust_step} at most the cycle's {cycle or total}"
+            refuse("warmup_steps", self.warmup, what, "shorten one of the two")
+        if not self.min_lr_factor:
+            refuse("min_lr_factor", 0, f"more than 0 with {self.decay_type}", "write 0.1")
+
     @property
     def warmup(self) -> int:
         return resolve_warmup(self.warmup_steps, self.total_steps)
 
     @property
     def decay_steps(self) -> int:
-        if self.decay_type == "constant":
+        if self.decay_type in (CONSTANT, JAGGED, CYCLICAL):
             return 0
         if self.decay_ratio is None:
             return self.total_steps - self.warmup
-        return round(self.decay_ratio * self.total_steps)
+        return max(1, round(self.decay_ratio * self.total_steps)) if self.decay_ratio else 0  # 0 alone: never
 
     def multiplier(self, step: int) -> float:
         """Of the peak learning rate, at a 0-based step of any size."""
+        if self.restarts:
+            return self._with_restarts(min(step, self.total_steps - 1))
         if step < self.warmup:
             return (step + 1) / self.warmup
         decayed = step + 1 - (self.total_steps - self.decay_steps)
@@ -89,9 +130,19 @@ class LRSchedule:
         shape = DECAYS[self.decay_type](decayed / self.decay_steps, self.num_cycles)
         return self.min_lr_factor + (1 - self.min_lr_factor) * shape
 
+    def _with_restarts(self, step: int) -> float:
+        cycle, again = self.cycle_length or self.total_steps, self.restart_warmup_steps or 0
+        if self.decay_type == CYCLICAL:
+            return cyclical(step, self.warmup, cycle, self.min_lr_factor)
+        return jagged(step, self.total_steps, self.warmup, cycle, again, self.min_lr_factor, self.adjust_step)
+
     def describe(self, peak: float) -> str:
         """The schedule in one line."""
         parts = [f"peak {peak:g}", f"warmup {self.warmup}"]
+        if self.restarts:
+            parts.append(f"{self.decay_type} in cycles of {self.cycle_length or self.total_steps}")
+            parts.append(f"floor {peak * self.min_lr_factor:g}")
+            return f"learning rate: {', '.join(parts)}; total {self.total_steps} steps"
         stable = self.total_steps - self.warmup - self.decay_steps
         if stable:
             parts.append(f"stable {stable}")
@@ -100,3 +151,9 @@ class LRSchedule:
             floor = f"{peak * self.min_lr_factor:g}"
             parts.append(f"{self.decay_type}{cycles} decay {self.decay_steps} to floor {floor}")
         return f"learning rate: {', '.join(parts)}; total {self.total_steps} steps"
+
+
+def schedule_of(section: Any, steps: int, cycle: int | None = None) -> LRSchedule:
+    """Of a job's [lr_scheduler], the steps that it trains and the cycle of its adapter. Raises ScheduleError."""
+    cycle = section.cycle_length or cycle
+    return LRSchedule(**asdict(section) | {"total_steps": section.total_steps or steps, "cycle_length": cycle})

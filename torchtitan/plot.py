@@ -48,6 +48,10 @@ def draw_training_curve(metrics_path: Path, png_path: Path, title: str) -> bool:
         _draw_loss(loss, steps, held_out)
         _draw_rate(rate, steps)
         _draw_speed(speed, steps)
+        for axes in (loss, rate, speed):
+            for record in records:
+                if record.get("event") == "restart":
+                    axes.axvline(record["step"], color=GREY, linewidth=0.8, linestyle=":")
         speed.set_xlabel("step")
         speed.xaxis.set_major_locator(MaxNLocator(integer=True))
         speed.xaxis.set_major_formatter("{x:,.0f}")
@@ -59,8 +63,9 @@ def draw_training_curve(metrics_path: Path, png_path: Path, title: str) -> bool:
 def _draw_loss(axes: Any, steps: list[Record], held_out: list[Record]) -> None:
     x, y = _column(steps, "loss")
     axes.plot(x, y, color=RAW, linewidth=1, label="each logged step")
-    axes.plot(x, smoothed(y), color=LOSS, linewidth=2.2, label="smoothed")
-    notes = [(x[-1], y[-1], LOSS)]
+    line = smoothed(y)
+    axes.plot(x, line, color=LOSS, linewidth=2.2, label="smoothed")
+    notes = [(x[-1], line[-1], LOSS)]
     if held_out:
         at, values = _column(held_out, "validation_loss")
         points = {"marker": "D", "markersize": 5, "markeredgecolor": "white", "markeredgewidth": 0.8, "clip_on": False}
@@ -104,13 +109,16 @@ def _column(records: list[Record], key: str) -> tuple[list[int], list[float]]:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Mean over a window of a 15th of the points, which narrows towards both ends so that it stays centred. Gaps (NaN)
-    are passed over."""
-    half = len(values) // 30
+    """Mean over a window of a 15th of the points, at least five. It narrows towards the beginning, where the loss falls
+    fast, so that it stays centred there; at the end it stays as wide, since a line that ended in the last step's value
+    would say no more than that. Gaps (NaN) are passed over.
+    """
+    half = min(max(len(values) // 30, 2), (len(values) - 1) // 2)
     means = []
     for i in range(len(values)):
-        reach = min(half, i, len(values) - 1 - i)
-        window = [value for value in values[i - reach : i + reach + 1] if not math.isnan(value)]
+        reach = min(half, i)
+        first = min(i - reach, max(0, len(values) - 1 - 2 * half))
+        window = [value for value in values[first : i + reach + 1] if not math.isnan(value)]
         means.append(statistics.fmean(window) if window else math.nan)
     return means
 

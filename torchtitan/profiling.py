@@ -7,6 +7,8 @@ from types import TracebackType
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from torchtitan.errors import JobError
+
 logger = logging.getLogger(__name__)
 
 # Allocations that the history of a snapshot goes back.
@@ -18,7 +20,7 @@ class Profiler:
     traced, after `warmup` steps that are traced and thrown away: folder `step_<n>`, one file a rank.
 
     traces, snapshots: folders, or None for none of them. A snapshot is also written when memory runs out; open it at
-    https://pytorch.org/memory_viz. Raises ValueError for a window longer than `freq`, and for snapshots without a GPU.
+    https://pytorch.org/memory_viz. Raises JobError for a window longer than `freq`, and for snapshots without a GPU.
     """
 
     def __init__(
@@ -34,12 +36,12 @@ class Profiler:
         start_step: int = 0,
     ) -> None:
         if traces and active + warmup > freq:
-            raise ValueError(
+            raise JobError(
                 f"profiling.profiler_warmup = {warmup} and profiler_active = {active} are together more than "
                 f"profile_freq = {freq}; raise profile_freq to at least {active + warmup}, or shorten the window"
             )
         if snapshots and device.type != "cuda":
-            raise ValueError(
+            raise JobError(
                 f"profiling.enable_memory_snapshot needs a GPU, this is a {device.type} device; set it to false"
             )
         self._traces, self._snapshots = traces, snapshots

@@ -1,7 +1,7 @@
-"""`torchtitan train`: load the job, refuse what cannot work, train, close.
+"""`torchtitan train`: one rank's program, under the launcher or torchrun; started by hand, it launches one rank.
 
-Under torchrun this is every rank's program. The job is checked before torch is imported, so a typo costs no more than
-a second; hence the one late import of the trainer.
+A rank checks its job before it imports torch, so that under torchrun too a typo costs no more than a second; hence the
+one late import of the trainer.
 """
 
 import logging
@@ -9,63 +9,82 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from torchtitan import config_manager
-from torchtitan.checkpoint import CheckpointError
-from torchtitan.config import JobConfig
-from torchtitan.leaving import exit_with
-from torchtitan.options import ConfigError
-from torchtitan.ranks import Ranks, likely_device, read_ranks, set_up_logging
-from torchtitan.rules import check, with_faults_of_the_rest
+from torchtitan.checkpoint import CannotSave, CheckpointError
+from torchtitan.config import manager
+from torchtitan.config.job import JobConfig
+from torchtitan.errors import JobError
+from torchtitan.failures import kind_of
+from torchtitan.launch import launch, load_job
+from torchtitan.launcher.answers import answer
+from torchtitan.launcher.lock import held, this_process
+from torchtitan.launcher.stops import Requests
+from torchtitan.leaving import (
+    CRASHED,
+    INTERRUPTED,
+    NON_FINITE,
+    NOT_LOADED,
+    NOT_SAVED,
+    OUT_OF_MEMORY,
+    REFUSED,
+    die_with,
+    exit_with,
+    stop_signals,
+)
+from torchtitan.ranks import Ranks, read_ranks, set_up_logging, slurm_job, started_as_rank
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("torchtitan.train")  # its name also where it is run as __main__
 
-REFUSED, NOT_LOADED, NON_FINITE, NOT_SAVED, INTERRUPTED = 2, 3, 4, 7, 130
 PATIENCE_SECONDS = 3
 
 
-def load_job(argv: list[str], world_size: int, explain: bool = True) -> JobConfig | None:
-    """The checked job, or None after its faults have been printed to stderr, one line each."""
-    try:
-        config = config_manager.load(argv)
-        faults = check(config, world_size, likely_device())
-    except ConfigError as error:
-        faults = with_faults_of_the_rest(error, world_size, likely_device())
-    if not faults:
-        return config
-    if explain:
-        print("\n".join(map(str, faults)), file=sys.stderr)
-        print(f"{len(faults)} fault{'s' if len(faults) > 1 else ''} in the job; nothing was started", file=sys.stderr)
-    return None
-
-
 def main(argv: list[str]) -> int:
+    if not started_as_rank():
+        return launch(1, argv)
     ranks = read_ranks()
+    if ranks.launcher is not None:
+        die_with(ranks.launcher.pid)
+        answer(ranks.launcher)
     config = load_job(argv, ranks.world_size, explain=ranks.local_rank == 0)  # each machine has files of its own
     if config is None:
         if ranks.local_rank:
-            time.sleep(PATIENCE_SECONDS)  # let the one that explains speak
+            wait_for_the_one_that_speaks(ranks)
         return REFUSED
     set_up_logging(ranks)
     if config.job.print_config and ranks.is_main:
-        print(config_manager.to_toml(config))
-    return run(config, ranks)
+        print(manager.to_toml(config))
+    if ranks.launcher is not None or not ranks.is_main:  # the launcher holds the folder for all of its ranks
+        return run(config, ranks)
+    with held(Path(config.job.dump_folder), this_process(*slurm_job())):
+        return run(config, ranks)
+
+
+def wait_for_the_one_that_speaks(ranks: Ranks, times: int = 1) -> None:
+    """torchrun ends all ranks when the first leaves. The launcher gives them time."""
+    if ranks.launcher is None:
+        time.sleep(times * PATIENCE_SECONDS)
 
 
 def run(config: JobConfig, ranks: Ranks) -> int:
     """Train the job on this rank; the process's exit code (README, "Exit codes")."""
-    stopped_by: list[int] = []
+    requests = Requests()
     trainer = None
 
     def request_stop(number: int, frame: object) -> None:
-        stopped_by.append(number)
-        if len(stopped_by) > 1 or trainer is None:  # a second request, or nothing to save yet
+        counted = requests.add(number)
+        if trainer is None:  # nothing to save yet
             raise KeyboardInterrupt
         trainer.stop_requested = True
-        logger.info("stopping after this step (once more to stop at once)")
+        if not counted or ranks.launcher is not None:  # which counts for all ranks, and kills at the third
+            return
+        if requests.count > 2:
+            raise KeyboardInterrupt
+        again = "once more" if requests.count == 2 else "twice more"
+        logger.info("stopping after this step (%s to stop at once, without saving)", again)
 
-    signal.signal(signal.SIGINT, request_stop)
-    signal.signal(signal.SIGTERM, request_stop)
+    for number in stop_signals():
+        signal.signal(number, request_stop)
     from torchtitan import trainer as training
 
     try:
@@ -73,25 +92,40 @@ def run(config: JobConfig, ranks: Ranks) -> int:
         finished = trainer.train()
         trainer.close()
     except KeyboardInterrupt:
-        return 128 + stopped_by[-1] if stopped_by else INTERRUPTED
+        return 128 + requests.first if requests.first else INTERRUPTED
     except training.PeerStopped:
-        time.sleep(2 * PATIENCE_SECONDS)  # the launcher ends all ranks when the first leaves: let the other one speak
+        wait_for_the_one_that_speaks(ranks, times=2)
         return REFUSED
-    except (ValueError, training.NonFiniteError) as error:
+    except (JobError, training.NonFiniteError) as error:
         if not ranks.is_main:
             # what went wrong on all ranks is said by the first alone: its end ends this wait
-            time.sleep(PATIENCE_SECONDS)
+            wait_for_the_one_that_speaks(ranks)
         logger.error("%s", error)
         if isinstance(error, CheckpointError):
-            return NOT_LOADED if trainer is None else NOT_SAVED
+            return NOT_LOADED if trainer is None and not isinstance(error, CannotSave) else NOT_SAVED
         return NON_FINITE if isinstance(error, training.NonFiniteError) else REFUSED
-    return 0 if finished or not stopped_by else 128 + stopped_by[0]
+    except Exception as error:
+        kind = kind_of(error)
+        if kind == "memory":
+            logger.error("out of memory: %s\n%s", error, trainer.memory() if trainer else "  in the start of the run")
+            return OUT_OF_MEMORY
+        if kind == "peer":  # its end is told by itself and by the launcher
+            logger.error("another rank is gone: %s", str(error).splitlines()[0])
+            return CRASHED
+        raise
+    if not finished and trainer.out_of_time:
+        return 128 + signal.SIGTERM
+    # also if another rank was asked, perhaps on another machine: a run that is not finished must not look so
+    return 0 if finished else 128 + (requests.first or signal.SIGTERM)
 
 
 def quietly(command: Callable[[list[str]], int], argv: list[str]) -> int:
-    """The command's exit code; Ctrl-C needs no traceback."""
+    """The command's exit code; what the user caused, and Ctrl-C, need no traceback."""
     try:
         return command(argv)
+    except JobError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
 

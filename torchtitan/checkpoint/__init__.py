@@ -6,9 +6,18 @@ What finds and judges them needs no torch and neither does importing this packag
 from importlib import import_module
 from typing import Any
 
-from torchtitan.checkpoint.layout import CheckpointError, NothingLoadable, Refused, newest_complete, read_state, resolve
+from torchtitan.checkpoint.layout import (
+    CannotSave,
+    CheckpointError,
+    NothingLoadable,
+    Refused,
+    newest_complete,
+    read_state,
+    resolve,
+)
 
 __all__ = [
+    "CannotSave",
     "CheckpointError",
     "Checkpointer",
     "NothingLoadable",

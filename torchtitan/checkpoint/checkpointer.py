@@ -9,21 +9,33 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from torchtitan.checkpoint import folders, layout, saving, tensors
+from torchtitan.checkpoint import folders, layout, retention, saving, tensors
 from torchtitan.checkpoint.agreement import Peers, describe
-from torchtitan.checkpoint.layout import MODEL, OPTIMIZER, CheckpointError, NothingLoadable, Refused
+from torchtitan.checkpoint.layout import (
+    MODEL,
+    OPTIMIZER,
+    CannotSave,
+    CheckpointError,
+    NotFinite,
+    NothingLoadable,
+    Refused,
+)
 from torchtitan.checkpoint.loading import Source, Wanted, load_tensors, open_checkpoint, resolve
-from torchtitan.checkpoint.saving import Snapshot
+from torchtitan.checkpoint.saving import Care, Snapshot
 from torchtitan.initialization import clean_name
 
 logger = logging.getLogger(__name__)
+
+RETRY_PAUSES = (2.0, 10.0)
+"""Seconds before a failed save is tried again."""
 
 
 class Checkpointer:
@@ -36,7 +48,11 @@ class Checkpointer:
     `trainer_state()` gives JSON-able values that are the same on all ranks, `rank_state()` those of this rank;
     `load_state(trainer_state, rank_states)` takes them back, the list in the order of the ranks that saved. Names in
     `exclude_from_loading` are left out of both (top-level keys); "optimizer" leaves the optimizers' state fresh.
-    `before_save()` may raise, on all ranks alike, to keep a state from being saved.
+    `before_save()` may raise, on all ranks alike, to keep a state from being saved. `before_load(trainer_state,
+    model_only)` may raise before anything is changed, to refuse what a checkpoint holds. `after_save(step)` is called
+    on rank 0, in the thread that saves, when one has been published. `fresh` are parameters that
+    another job's checkpoint may lack (an adapter's): an initial load then leaves them as they are. `left_out` are those
+    that checkpoints of this job lack: they have their values before `load` is called.
     """
 
     def __init__(
@@ -56,17 +72,27 @@ class Checkpointer:
         exclude_from_loading: Sequence[str] = (),
         enable_first_step_checkpoint: bool = False,
         load_only: bool = False,
+        verify: bool = True,
+        on_save_error: Literal["stop", "continue"] = "stop",
+        retry_pauses: Sequence[float] = RETRY_PAUSES,
         before_save: Callable[[], None] = lambda: None,
+        before_load: Callable[[dict[str, Any], bool], None] = lambda trainer_state, model_only: None,
+        after_save: Callable[[int], None] = lambda step: None,
+        fresh: Collection[str] = (),
+        left_out: Collection[str] = (),
     ):
         self.folder = Path(folder).resolve()
         self.model_parts, self.optimizers = list(model_parts), list(optimizers)
         self.trainer_state, self.rank_state, self.load_state = trainer_state, rank_state, load_state
-        self.before_save = before_save
+        self.before_save, self.before_load, self.after_save = before_save, before_load, after_save
+        self.fresh = {MODEL + name for name in fresh}
+        self.left_out = {MODEL + name for name in left_out}
         self.interval, self.interval_type = interval, interval_type
         self.keep_latest_k = keep_latest_k
         self.load_step = load_step
         self.excluded = set(exclude_from_loading)
         self.enable_first_step_checkpoint, self.load_only = enable_first_step_checkpoint, load_only
+        self.verify, self.on_save_error, self.retry_pauses = verify, on_save_error, tuple(retry_pauses)
 
         self.main_peers, self.save_peers = Peers("main thread"), Peers("saves")
         self.staging: tensors.Staging | None = None
@@ -77,20 +103,53 @@ class Checkpointer:
         self.running_step = 0
         self.failure: BaseException | None = None
         self.loaded_from: Path | None = None
+        self.place: folders.Place | None = None
         self.saved_step: int | None = None
+        self.needed_bytes = 0
+        """Of a checkpoint, as far as it is known."""
+        self.longest_save_seconds = 0.0
         self.rewound_to: int | None = None
         """Until the first save, the step loaded: newer ones (passed over as damaged, or not asked for) are history."""
         self.last_save_time = time.monotonic()
 
     # Saving
 
+    def prepare(self) -> None:
+        """Before the first step: see that all ranks can write to the folder and that it is the same one for all, and
+        know it again at every save. Raises `CheckpointError` on all ranks."""
+        if self.load_only:
+            return
+        try:
+            self.place = self.main_peers.decide(lambda: folders.Place.claim(self.folder))
+
+            def look() -> None:
+                self.place.check()
+                self.place.try_writing(self.main_peers.rank)
+
+            self.main_peers.agree("trying to write", look)
+        except CheckpointError as error:
+            raise CannotSave(f"checkpoints cannot be written to {self.folder}: {error}") from error
+
     def maybe_save(self, step: int, last: bool = False) -> bool:
         """Save if it is time to, and always after the last step. Whether a save was made or begun.
 
-        Raises `CheckpointError`, on all ranks, if this save or an earlier one in the background failed.
+        Raises `CheckpointError`, on all ranks, if this save or an earlier one in the background failed; with
+        `on_save_error` "continue" only if it is the last, else the failure is said and the next one is tried.
         """
         if self.load_only:
             return False
+        earlier = self.running is not None
+        try:
+            return self._save_if_due(step, last)
+        except CheckpointError as error:
+            if self.on_save_error == "stop" or (last and not earlier):
+                raise
+            self.saved_step = None
+            if self.main_peers.is_main:
+                logger.error("%s; the run goes on without it (checkpoint.on_save_error = continue)", error)
+        return self._save_if_due(step, last) if earlier else False
+
+    def _save_if_due(self, step: int, last: bool) -> bool:
         if not self._due(step, last) or step == self.saved_step:
             if self.staging is not None and self.staging.fresh:
                 self.staging.prepare(self._tensors()[0])
@@ -100,36 +159,46 @@ class Checkpointer:
         target = self.folder / layout.step_name(step)
         snapshot = self._snapshot(step)
         self.saved_step, self.last_save_time = step, time.monotonic()
-        rewound_to, self.rewound_to = self.rewound_to, None
+        self.needed_bytes = self.needed_bytes or sum(t.numel() * t.itemsize for t in snapshot.tensors.values())
         if self.staging is None:
-            return self._save(snapshot, target, rewound_to)
+            return self._save(snapshot, target)
         self.running_step = step
-        self.running = threading.Thread(
-            target=self._save_in_background, args=(snapshot, target, rewound_to), name="checkpoint"
-        )
+        self.running = threading.Thread(target=self._save_in_background, args=(snapshot, target), name="checkpoint")
         self.running.start()
         return True
+
+    def not_finite(self) -> list[str]:
+        """Names of weights and moments with a NaN or an infinity in them, on any rank; the same answer on all."""
+        found = self.main_peers.gather(tensors.not_finite(self._tensors()[0]))
+        return sorted({name for names in found for name in names})
 
     def finish(self) -> None:
         """Wait for the save under way. Raises `CheckpointError` on all ranks if it failed on any."""
         self._wait()
 
-    def export_model(self, path: Path, dtype: torch.dtype, step: int) -> bool:
-        """Write the model alone, its parameters as `dtype`: a folder for `initial_load` and for inference.
+    def export_model(
+        self, path: Path, dtype: torch.dtype, step: int, plain: Mapping[str, torch.Tensor] | None = None
+    ) -> bool:
+        """Write the model alone, its parameters as `dtype`: a folder for `initial_load` and for inference. `plain`: the
+        tensors of the plain model by its names, where the live model is another one.
 
-        False if it is there already, of the same step. Waits for the save under way.
+        False if it is there already, of the same step and job. Waits for the save under way.
         """
         self._wait()
         snapshot = Snapshot("model", step)
         try:
-            snapshot.trainer = self.trainer_state()
-            named = (name for part in self.model_parts for name, _ in part.named_parameters())
-            parameters = {MODEL + clean_name(name) for name in named}  # buffers, as biases of experts, stay as they are
-            for name, tensor in tensors.model_tensors(self.model_parts).items():
-                snapshot.tensors[name] = tensor.to(dtype) if name in parameters else tensor
+            snapshot.trainer = json.loads(json.dumps(self.trainer_state(), allow_nan=False))
+            named = (name for part in self.model_parts for name, _ in part.named_buffers())
+            buffers = {MODEL + clean_name(name) for name in named}  # they stay as they are: biases of experts
+            live = tensors.model_tensors(self.model_parts)
+            if plain is not None:
+                copies = {name for part in self.model_parts for name in getattr(part, "tied_names", ())}
+                live = {MODEL + name: tensor.detach() for name, tensor in plain.items() if name not in copies}
+            for name, tensor in live.items():
+                snapshot.tensors[name] = tensor if name in buffers else tensor.to(dtype)
         except Exception as error:
             snapshot.error = error
-        return saving.save(snapshot, Path(path).resolve(), None, self.save_peers)
+        return saving.save(snapshot, Path(path).resolve(), None, self.save_peers, Care(verify=self.verify)) > 0
 
     def _due(self, step: int, last: bool) -> bool:
         """The same on all ranks; on the way, notice the end of a save in the background."""
@@ -174,17 +243,27 @@ class Checkpointer:
 
     def _tensors(self) -> tuple[tensors.Tensors, dict[str, Any]]:
         of_optimizers, values = tensors.optimizer_state(self.model_parts, self.optimizers)
-        return tensors.model_tensors(self.model_parts) | of_optimizers, values
+        return self._without(self.left_out, tensors.model_tensors(self.model_parts)) | of_optimizers, values
 
-    def _save(self, snapshot: Snapshot, target: Path, rewound_to: int | None) -> bool:
-        saved = saving.save(snapshot, target, rewound_to, self.save_peers)
+    def _without(self, names: Collection[str], of_model: tensors.Tensors) -> tensors.Tensors:
+        return {name: tensor for name, tensor in of_model.items() if name not in names}
+
+    def _save(self, snapshot: Snapshot, target: Path) -> bool:
+        started = time.monotonic()
+        care = Care(self.place, self.verify, self.needed_bytes, self.retry_pauses)
+        size = saving.save(snapshot, target, self.rewound_to, self.save_peers, care)
+        self.rewound_to = None  # not before: after a save that fails, what is newer is still history
+        self.needed_bytes = size or self.needed_bytes
         if self.save_peers.is_main:
-            folders.retain(self.folder, self.keep_latest_k, {target, self.loaded_from})
-        return saved
+            self.after_save(snapshot.step)
+        good = {target} if self.verify else None
+        retention.retain(self.folder, self.keep_latest_k, {target, self.loaded_from}, self.save_peers, good)
+        self.longest_save_seconds = max(self.longest_save_seconds, time.monotonic() - started)
+        return size > 0
 
-    def _save_in_background(self, snapshot: Snapshot, target: Path, rewound_to: int | None) -> None:
+    def _save_in_background(self, snapshot: Snapshot, target: Path) -> None:
         try:
-            self._save(snapshot, target, rewound_to)
+            self._save(snapshot, target)
         except BaseException as error:  # nobody else looks at what a thread raises
             self.failure = error
 
@@ -208,6 +287,11 @@ class Checkpointer:
             except CheckpointError as error:
                 refused.append(Refused(folder, str(error)))
                 continue
+            try:
+                self._restore(source, with_state=True)
+            except NotFinite as error:  # from before such were not published; an older one may be good
+                refused.append(Refused(folder, str(error)))
+                continue
             break
         else:
             raise NothingLoadable(self._nothing(refused))
@@ -217,7 +301,6 @@ class Checkpointer:
             for what, here in saving.versions().items():
                 if (saved := source.manifest.versions.get(what)) != here:
                     logger.warning("saved with %s %s, going on with %s: not bit-equal any more", what, saved, here)
-        self._restore(source, with_state=True)
         self.loaded_from = folder
         self.saved_step = self.rewound_to = source.manifest.step
         return self.saved_step
@@ -236,7 +319,15 @@ class Checkpointer:
         self._restore(source, with_state=not model_only)
         return 0 if model_only else source.manifest.step
 
+    def refuse_not_finite(self, origin: Path) -> None:
+        """Where weights or moments that have been read from `origin` hold a NaN or an infinity. Raises `NotFinite`."""
+        if names := self.not_finite():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise NotFinite(f"{origin}: {names[0]}{more} holds NaN or infinity, from which no training comes back")
+
     def _restore(self, source: Source, with_state: bool) -> None:
+        judge = partial(self.before_load, source.state["trainer"], not with_state)
+        self.main_peers.agree(f"comparing the job with that of {source.folder.name}", judge)
         with_optimizer = with_state and "optimizer" not in self.excluded
         live = Wanted({}, {})
 
@@ -247,11 +338,17 @@ class Checkpointer:
                 of_optimizers, live.values = tensors.optimizer_state(self.model_parts, self.optimizers)
                 live.tensors |= of_optimizers
             live.copies = tensors.copied_tensors(self.model_parts, self.optimizers if with_optimizer else ())
+            absent = self.left_out if with_state else self.fresh
+            if with_state or absent.isdisjoint(source.manifest.tensors):
+                live.tensors, live.copies = self._without(absent, live.tensors), self._without(absent, live.copies)
+            if not with_state:
+                live.unpack(self.model_parts, source)
 
         # the parts of a pipeline differ, so a failure may be one rank's alone
         self.main_peers.agree("collecting what to load", collect)
         prefixes = (MODEL, OPTIMIZER) if with_optimizer else (MODEL,)
         load_tensors(source, live, self.main_peers, prefixes=prefixes, cast=not with_state)
+        self.refuse_not_finite(source.folder)
 
         def go_on() -> None:
             if with_optimizer:

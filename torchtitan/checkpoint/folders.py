@@ -10,6 +10,9 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.checkpoint import layout
@@ -26,6 +29,53 @@ def create_temporary(target: Path) -> Path:
     temporary = _beside(target, "tmp")
     temporary.mkdir(mode=PRIVATE)
     return temporary
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folder of the checkpoints as it was at the start, known again by the marker that the run has left in it.
+
+    A disk that is unmounted leaves an empty folder of the same name, which would take saves without a word.
+    """
+
+    root: Path
+    nonce: str
+
+    @property
+    def marker(self) -> Path:
+        return self.root / ".place"
+
+    @classmethod
+    def claim(cls, root: Path) -> "Place":
+        """Make the folder if need be, and mark it."""
+        root.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        place = cls(root, secrets.token_hex(8))
+        replace_file(place.marker, place.nonce)
+        return place
+
+    def check(self) -> None:
+        """Raises `CannotSave` where this is another folder by now, or another host's."""
+        try:
+            found = layout.read_bytes(self.marker, most=100).decode(errors="replace")
+        except layout.CheckpointError as error:
+            found = str(error)
+        if found != self.nonce:
+            raise layout.CannotSave(
+                f"{self.root} is not the folder that this run began with: its marker {self.marker.name} is not there "
+                "or another's. Is the disk still mounted, the same on all hosts, and no other run using it? Nothing "
+                "was written; bring it back and start again"
+            )
+
+    def try_writing(self, rank: int) -> None:
+        """A few bytes, before the first step is paid for. Raises `OSError`."""
+        probe = self.root / f".probe-{rank}-{self.nonce}"
+        try:
+            with probe.open("xb") as file:
+                file.write(bytes(1 << 12))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
 
 
 def remove_leftovers(target: Path) -> None:
@@ -52,11 +102,59 @@ def write_file(path: Path, text: str) -> None:
     temporary.rename(path)
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole under its name, or leave what was there; a link in its place is replaced, not followed."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # of a crash
+    with temporary.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
 def publish(temporary: Path, target: Path) -> None:
     """Give a finished folder its final name, for good."""
     sync_folder(temporary)
     temporary.rename(target)
     sync_folder(target.parent)
+
+
+@contextmanager
+def published(target: Path, write: bool) -> Iterator[Path]:
+    """Where to write a folder that takes the place of `target`, whole, when the block ends; until then, and if it ends
+    badly, what was there stays as it is. Without `write` (another rank's) nothing is done. Raises `OSError`.
+    """
+    if not write:
+        yield target
+        return
+    remove_leftovers(target)
+    temporary = _beside(target, "tmp")
+    try:
+        yield temporary
+        for path in temporary.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        if os.path.lexists(target):
+            if target.is_symlink() or not target.is_dir():
+                raise NotADirectoryError(f"{target} is not a folder of its own: move it away")
+            foreign = [path.name for path in target.iterdir() if not _is_of_export(path, temporary)]
+            before = move_aside(target)
+            publish(temporary, target)
+            if foreign:
+                logger.warning("%s also held %s: what was there is now %s", target, foreign[0], before.name)
+            else:
+                shutil.rmtree(before)
+        else:
+            publish(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _is_of_export(path: Path, newer: Path) -> bool:
+    """Whether a file of an older export is one that the newer replaces, or a shard of weights."""
+    return path.is_file() and (path.suffix == ".safetensors" or (newer / path.name).exists())
 
 
 def move_aside(folder: Path) -> Path:
@@ -72,24 +170,13 @@ def delete(folder: Path) -> None:
     shutil.rmtree(folder)  # refuses a symbolic link, and does not follow those inside
 
 
-def retain(root: Path, keep: int, protected: set[Path | None]) -> None:
-    """Delete complete step folders but the newest `keep` (at least 2; 0 keeps all) and the protected ones.
-
-    Folders that are not complete, are links, or are not named by us are neither counted nor touched. Failing
-    to delete is reported and no more: the new checkpoint is safe by now.
-    """
-    if keep == 0:
-        return
-    try:
-        complete, _ = layout.complete_steps(root)
-        for folder in complete[max(keep, 2) :]:
-            if folder not in protected:
-                unpublished = _beside(folder, "tmp")
-                folder.rename(unpublished)
-                sync_folder(root)
-                delete(unpublished)
-    except OSError as error:
-        logger.warning("old checkpoints in %s cannot be deleted: %s", root, error)
+def unpublish(folder: Path) -> None:
+    """Delete a step folder of ours: its name first, so that no half of it is ever seen."""
+    assert layout.step_of(folder.name) is not None, folder
+    unpublished = _beside(folder, "tmp")
+    folder.rename(unpublished)
+    sync_folder(folder.parent)
+    delete(unpublished)
 
 
 def sync_folder(folder: Path) -> None:

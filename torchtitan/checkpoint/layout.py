@@ -11,6 +11,7 @@ checkpoint/.aside-NAME-NONCE/  was in the way of a save: kept for its owner to l
 
 import hashlib
 import json
+import os
 import re
 import stat
 from collections.abc import Iterable
@@ -21,6 +22,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from torchtitan.errors import JobError
+
 FORMAT = 1
 MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -30,10 +33,20 @@ _STEP = re.compile(r"step-([0-9]{8,})")
 _FILE = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _HASH_BLOCK = 1 << 20
+LARGEST_TEXT = 1 << 30
+"""Bytes of a manifest or state; the state of 100,000 ranks is half of it."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(JobError):
     """A checkpoint cannot be written or read. The message names folder, file or tensor, and the remedy."""
+
+
+class CannotSave(CheckpointError):
+    """The place of the checkpoints takes none (exit code 7, also before the first step)."""
+
+
+class NotFinite(CheckpointError):
+    """Weights or moments are NaN or infinite."""
 
 
 class NothingLoadable(CheckpointError):
@@ -143,6 +156,16 @@ def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> lis
     return [name for name in names if sha256_of(folder / name) != manifest.files[name].sha256]
 
 
+def forget(path: Path) -> None:
+    """Have what is written of a file dropped from memory, where the system can: the next reader asks the disk."""
+    if hasattr(os, "posix_fadvise"):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
 def resolve(path: Path) -> Path:
     """A checkpoint or export itself, or the newest complete step of a folder that holds some.
 
@@ -214,12 +237,32 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{constant} is not JSON")
 
     try:
-        value = json.loads(path.read_bytes(), object_pairs_hook=unique, parse_constant=refuse)
-    except (OSError, ValueError, RecursionError) as error:
+        value = json.loads(read_bytes(path), object_pairs_hook=unique, parse_constant=refuse)
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path.name} is not a JSON object")
     return value
+
+
+def read_bytes(path: Path, most: int = LARGEST_TEXT) -> bytes:
+    """The content of a regular file, no link, pipe or device, of at most so many bytes. Raises `CheckpointError`."""
+    try:
+        # a pipe would wait for a writer for ever
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path.name} is not a regular file")
+            if status.st_size > most:
+                raise CheckpointError(f"{path.name} has {status.st_size} bytes; at most {most} are read")
+            return file.read(most + 1)
+    except (OSError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def sha256_of(path: Path) -> str:

@@ -5,8 +5,8 @@ agreed on by all ranks; a tensor that is missing, left over or of another shape 
 """
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torchtitan.checkpoint import layout, storage, tensors
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.layout import MODEL, CheckpointError, Manifest
 from torchtitan.checkpoint.tensors import Tensors
+from torchtitan.stores import Store, packed_names, stores
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,12 @@ def open_checkpoint(folder: Path, peers: Peers) -> Source:
         if damaged := layout.damaged_files(folder, manifest, share):
             raise CheckpointError(f"damaged: {', '.join(damaged)} (other content than was written)")
         storage.read_metadata(folder, manifest)
-        sources.append(Source(folder, manifest, layout.read_state(folder)))
+        state = layout.read_state(folder)
+        resumable = manifest.kind == "full"
+        for step in (state.get("step"), state["trainer"].get("step", manifest.step) if resumable else manifest.step):
+            if type(step) is not int or step != manifest.step:
+                raise CheckpointError(f"{layout.STATE} is of step {step}, its folder of {manifest.step}")
+        sources.append(Source(folder, manifest, state))
 
     peers.agree(f"checking {folder.name}", judge)
     return sources[0]
@@ -56,6 +62,15 @@ class Wanted:
     """Filled too, from the same names: the other end's copy of tied weights, maybe beside them on one rank."""
     values: Iterable[str] = ()
     """Names of optimizer values that are no tensors."""
+    stores: Mapping[str, Store] = field(default_factory=dict)
+    """What is packed here and not there, by its name there."""
+
+    def unpack(self, parts: Iterable[nn.Module], source: Source) -> None:
+        """Ask for plain tensors instead of packed ones, if the checkpoint has no packed ones."""
+        packed = {MODEL + name for part in parts for name in packed_names(part)} & self.tensors.keys()
+        if packed and packed.isdisjoint(source.manifest.tensors):
+            self.tensors = {name: tensor for name, tensor in self.tensors.items() if name not in packed}
+            self.stores = {MODEL + name: store for part in parts for name, store in stores(part)}
 
 
 def load_tensors(source: Source, live: Wanted, peers: Peers, *, prefixes: tuple[str, ...], cast: bool = False) -> None:
@@ -66,30 +81,49 @@ def load_tensors(source: Source, live: Wanted, peers: Peers, *, prefixes: tuple[
     """
     saved = source.manifest.tensors | dict.fromkeys(source.state["optimizer"], tensors.VALUE)
     saved = {name: entry for name, entry in saved.items() if name.startswith(prefixes)}
-    shares = peers.gather((tensors.entries(live.tensors, live.values), tensors.entries(live.copies)))
-    wanted = tensors.united(share for pair in shares for share in pair)
+    packed = {}
+    for name, store in live.stores.items():
+        packed |= tensors.entries({name: store.empty()})
+    shares = peers.gather((tensors.entries(live.tensors, live.values), tensors.entries(live.copies), packed))
+    wanted = tensors.united(share for triple in shares for share in triple)
     reason, casts = tensors.differences(wanted, saved, cast)
     if reason is not None:
         raise CheckpointError(f"{source.folder} does not fit this job: {reason}")
     if casts and peers.is_main:
         logger.info("%s: weights saved as %s are cast to the model's dtype", source.folder, ", ".join(sorted(casts)))
-    rounds = [live.tensors, live.copies] if any(copies for _, copies in shares) else [live.tensors]
-    for targets in rounds:  # two, as a rank can ask for a name only once at a time
+
+    def read(targets: Tensors) -> None:
         peers.agree(
             f"reading {source.folder.name}",
-            lambda targets=targets: storage.read_tensors(source.folder, source.manifest, targets, peers),
+            lambda: storage.read_tensors(source.folder, source.manifest, targets, peers),
         )
 
+    read(live.tensors)
+    if any(copies for _, copies, _ in shares):  # by itself, as a rank can ask for a name only once at a time
+        read(live.copies)
+    for name in sorted({name for _, _, names in shares for name in names}):  # one by one: larger before they are packed
+        values = {name: live.stores[name].empty()} if name in live.stores else {}
+        read(values)
+        if values:
+            live.stores[name].write(values[name])
 
-def load_model_for_inference(path: Path, model: nn.Module) -> int:
+
+def load_model_for_inference(path: Path, model: nn.Module, left_out: Collection[str] = ()) -> int:
     """Fill a model, plain or parallel, from a checkpoint, a folder of checkpoints (its newest) or an export, saved
-    under any plan.
+    under any plan. `left_out` are parameters that it lacks, and that stay as they are.
 
     Returns the step it was saved at. Weights are cast to the model's dtype. Raises `CheckpointError`.
     """
     peers = Peers("loading")
     source = open_checkpoint(resolve(path, peers), peers)
-    live = Wanted(tensors.model_tensors([model]), tensors.copied_tensors([model]))
+    absent = {MODEL + name for name in left_out}
+    live = Wanted(
+        *(
+            {name: tensor for name, tensor in found.items() if name not in absent}
+            for found in (tensors.model_tensors([model]), tensors.copied_tensors([model]))
+        )
+    )
+    live.unpack([model], source)
     load_tensors(source, live, peers, prefixes=(MODEL,), cast=True)
     return source.manifest.step
 

@@ -8,6 +8,7 @@ happens in between leaves at worst a temporary folder.
 import contextlib
 import logging
 import platform
+import shutil
 import time
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -45,25 +46,58 @@ class Snapshot:
             raise self.error
 
 
-def save(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers) -> bool:
-    """Write and publish `target`; False if it was there already. Raises `CheckpointError` on all ranks or on none."""
+@dataclass(frozen=True)
+class Care:
+    """How much a save looks at its disk."""
+
+    place: folders.Place | None = None
+    """What the folder must still be."""
+    verify: bool = False
+    """Read every file back from the disk before it is published."""
+    needed_bytes: int = 0
+    """Of a checkpoint, so that a full disk is known before it is filled to the last byte."""
+    pauses: tuple[float, ...] = ()
+    """Seconds before each further try."""
+
+
+def save(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers, care: Care) -> int:
+    """Write and publish `target`, trying again where that fails; its bytes, or 0 if it was there already. Raises
+    `CheckpointError` on all ranks or on none."""
     started = time.monotonic()
     peers.agree("collecting what to save", snapshot.check)
-    temporary = peers.decide(lambda: _open(snapshot, target, rewound_to))
+    for pause in (*care.pauses, None):
+        try:
+            shares = _save_once(snapshot, target, rewound_to, peers, care)
+            break
+        except CheckpointError as error:
+            if pause is None:
+                raise
+            if peers.is_main:
+                logger.warning("the checkpoint of step %d failed (%s): again in %g s", snapshot.step, error, pause)
+            time.sleep(pause)
+    size = sum(entry.size for share in shares or () for entry in share.files.values())
+    if peers.is_main and size:
+        logger.info("saved %s: %.1f MB in %.2f s", target, size / 1e6, time.monotonic() - started)
+    return size
+
+
+def _save_once(
+    snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers, care: Care
+) -> list["_Share"] | None:
+    temporary = peers.decide(lambda: _open(snapshot, target, rewound_to, care))
     if temporary is None:
-        return False
+        return None
     try:
         shares = peers.agree("writing a checkpoint", lambda: _write(snapshot, temporary, peers))
+        if care.verify:
+            peers.agree("reading a checkpoint back", lambda: _read_back(temporary, shares[peers.rank]))
         peers.agree("finishing a checkpoint", lambda: _commit(snapshot, temporary, target, shares, peers))
     except CheckpointError:
         if peers.is_main and temporary.is_dir():
             with contextlib.suppress(OSError):  # the next save removes it
                 folders.delete(temporary)
         raise
-    if peers.is_main:
-        size = sum(entry.size for share in shares for entry in share.files.values())
-        logger.info("saved %s: %.1f MB in %.2f s", target, size / 1e6, time.monotonic() - started)
-    return True
+    return shares
 
 
 @dataclass
@@ -77,15 +111,18 @@ class _Share:
     optimizer_values: dict[str, Any]
 
 
-def _open(snapshot: Snapshot, target: Path, rewound_to: int | None) -> Path | None:
+def _open(snapshot: Snapshot, target: Path, rewound_to: int | None, care: Care) -> Path | None:
     """The temporary folder, once nothing is in the way of its final name; None if nothing is to be done."""
+    if care.place is not None:
+        care.place.check()
     folders.remove_leftovers(target)
+    _look_for_space(target.parent, care.needed_bytes)
     for step, folder in layout.step_folders(target.parent) if rewound_to is not None else []:
         if step > rewound_to:
             aside = folders.move_aside(folder)
             logger.warning("%s is from before the run went back to step %d: now %s", folder, rewound_to, aside.name)
     if target.exists() or target.is_symlink():
-        reason = _unfit(target, snapshot.step)
+        reason = _unfit(target, snapshot)
         if reason is None:
             logger.info("%s is there already and complete: not saved again", target)
             return None
@@ -94,10 +131,23 @@ def _open(snapshot: Snapshot, target: Path, rewound_to: int | None) -> Path | No
     return folders.create_temporary(target)
 
 
-def _unfit(folder: Path, step: int) -> str | None:
+def _look_for_space(root: Path, needed: int) -> None:
+    needed = needed * 11 // 10  # headers, state, and what others write meanwhile
+    if needed and root.is_dir() and (free := shutil.disk_usage(root).free) < needed:
+        raise CheckpointError(
+            f"{root} has {free / 2**30:.2f} GiB free and a checkpoint needs {needed / 2**30:.2f}: make room, or keep "
+            "fewer (checkpoint.keep_latest_k)"
+        )
+
+
+def _unfit(folder: Path, snapshot: Snapshot) -> str | None:
     """Why what is there is not the checkpoint of this step; None if it is."""
     try:
-        return None if layout.check_complete(folder).step == step else "it belongs to another step"
+        if layout.check_complete(folder).step != snapshot.step:
+            return "it belongs to another step"
+        # a run that went back comes to the same step as another job; of its own checkpoints it has moved the newer away
+        other = snapshot.kind == "model" and layout.read_state(folder)["trainer"] != snapshot.trainer
+        return "it is of the same step of another job" if other else None
     except CheckpointError as error:
         return str(error)
 
@@ -106,6 +156,14 @@ def _write(snapshot: Snapshot, temporary: Path, peers: Peers) -> _Share:
     tensors = storage.write_tensors(temporary, snapshot.tensors, snapshot.staged, peers)
     files = {name: _entry(temporary / name) for name in storage.files_of_rank(temporary, peers.rank)}
     return _Share(files, tensors if peers.is_main else {}, snapshot.rank, snapshot.optimizer_values)
+
+
+def _read_back(temporary: Path, share: _Share) -> None:
+    """Compare what the disk gives back with what was written."""
+    for name, entry in share.files.items():
+        layout.forget(temporary / name)
+        if _entry(temporary / name) != entry:
+            raise CheckpointError(f"{name} is read back with other content than was written: the disk is not sound")
 
 
 def _commit(snapshot: Snapshot, temporary: Path, target: Path, shares: list[_Share], peers: Peers) -> None:

@@ -137,6 +137,15 @@ def differences(
     return "; ".join(text for text in told if text) or None, {saved[name].dtype for name in allowed}
 
 
+def not_finite(tensors: Tensors) -> list[str]:
+    """Names of those that hold a NaN or an infinity in this rank's part. Waits for the device once."""
+    floating = {name: local_part(t) for name, t in tensors.items() if t.is_floating_point() and local_part(t).numel()}
+    if not floating:
+        return []
+    largest = torch.stack([part.abs().amax().to(torch.float64) for part in floating.values()])  # NaN goes through
+    return [name for name, finite in zip(floating, torch.isfinite(largest).tolist(), strict=True) if not finite]
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

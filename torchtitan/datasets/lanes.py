@@ -1,8 +1,8 @@
 """The order of documents: every epoch's shuffled sequence is dealt to lanes, and each lane goes its own way.
 
-Global sample i comes from lane i % lanes, so a rank that takes every dp-th sample needs only its own lanes and
-tokenizes nothing else. The number of lanes is a function of the data alone: the order is the same for any number
-of ranks and workers. A lane that has used up its documents begins its next epoch without waiting for the others.
+Which lane a sample comes from, mixing.py says. The number of lanes is a function of the data alone: the order is the
+same for any number of ranks and workers. A lane that has used up its documents begins its next epoch without waiting
+for the others.
 
 * An Indexed source: the epoch's permutation of all documents, dealt one by one.
 * A Stream of few parts: one pass over the parts in shuffled order, documents dealt one by one; a reader keeps what
@@ -22,8 +22,9 @@ from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.sources import DataError, Indexed, Item, Part, Stream, attempt
 
 MAX_LANES = 64
-LEAST_DOCUMENTS = 32
-"""Per lane; a small source has fewer lanes instead, as every lane has to tokenize a whole document to begin."""
+LEAST_DOCUMENTS = 8
+"""Per lane; a small source has fewer lanes instead: the fewer documents, the more unlike in length the lanes, and the
+sooner a short one repeats itself."""
 BLOCK = 1024
 EMPTY_EPOCHS = 8
 """A lane gives up when it has found no text for so many of its epochs."""

@@ -1,9 +1,5 @@
 """Batches for the trainer, and the position to resume from.
 
-Global sample i is a function of i alone. Data-parallel rank r of n takes the samples r, r + n, r + 2n, ... (counted
-from the sample at which the run began or was resumed), local_batch_size of them for a batch. So after any number of
-batches the ranks together have taken an unbroken run of samples, and any other number of ranks can go on from there.
-
 Workers: from text, every worker makes the samples of its own share of the lanes, for every batch, so no document is
 tokenized twice, and the batch is put together here. Prepared shards need no shares: there a worker makes whole
 batches. The position is ours and not the StatefulDataLoader's: it is what the trainer was given, whatever has been
@@ -11,134 +7,43 @@ fetched ahead, and it is free of the numbers of ranks and workers. Errors in the
 and are raised here as DataError.
 """
 
+import hashlib
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count, islice
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan.datasets import DATASETS
+from torchtitan.datasets.epochs import samples_in, steps_for
 from torchtitan.datasets.lanes import IndexedLanes, Lanes, StreamLanes
-from torchtitan.datasets.packing import Cursor, LanePacker, batch_arrays, encode
+from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.position import Position, merge_states, resume
-from torchtitan.datasets.sources import DataError, Document, Indexed, Source, Stream
+from torchtitan.datasets.samples import BlockPieces, Form, LanePieces, Piece, Share
+from torchtitan.datasets.sources import DataError, Indexed, Source, Stream
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.datasets.tokens import BlockReader, TokenShards
+from torchtitan.datasets.tokens import TokenShards
+from torchtitan.errors import JobError
+from torchtitan.leaving import die_with
 
-__all__ = ["Batch", "Loader", "build_loader", "merge_states"]
+__all__ = ["Batch", "Loader", "Weighted", "build_loader", "merge_states"]
 
 NAMES = ("tokens", "labels", "document_ids", "positions")
 Batch = dict[str, torch.Tensor]
-# A part of a batch: its rows (None: all of one batch or more), [rows, S] for each name (or nothing), and the new
-# cursors of the lanes that it is from.
-Piece = tuple[list[int] | None, Sequence[torch.Tensor], dict[int, Cursor]]
 
 
-@dataclass(frozen=True)
-class Share:
-    """Which global samples a rank takes: first, first + stride, ...; batch_size of them for a batch."""
+class Weighted(NamedTuple):
+    """A source, its key in DATASETS, and how often samples are from it in proportion to the others."""
 
-    first: int
-    stride: int
-    batch_size: int
-
-    def samples(self, batches: np.ndarray) -> np.ndarray:
-        """[n] numbers of batches to [n, batch_size] global samples."""
-        own = batches[:, None] * self.batch_size + np.arange(self.batch_size)
-        return self.first + own * self.stride
-
-
-@dataclass(frozen=True)
-class Form:
-    """What a batch looks like, and how many there are (None: no end)."""
-
-    tokenizer: Tokenizer
-    seq_len: int
-    document_mask: bool
-    batches: int | None
-
-    def numbers(self, start: int = 0, step: int = 1) -> Iterable[int]:
-        return count(start, step) if self.batches is None else range(start, self.batches, step)
-
-    def tensors(self, rows: np.ndarray, begins: tuple[np.ndarray, np.ndarray]) -> list[torch.Tensor]:
-        arrays = batch_arrays(rows, begins, self.document_mask, self.tokenizer.vocab_size)
-        return [torch.from_numpy(array) for array in arrays]
-
-
-class LanePieces:
-    """Samples packed from text. `stop`: raise at a record that cannot be read."""
-
-    def __init__(self, lanes: Lanes, share: Share, form: Form, cursors: dict[int, Cursor], stop: bool) -> None:
-        self.lanes, self.share, self.form, self.cursors, self.stop = lanes, share, form, cursors, stop
-        period = int(np.lcm(share.stride, lanes.count)) // share.stride
-        self.own_lanes = [(share.first + i * share.stride) % lanes.count for i in range(period)]
-
-    def per_batch(self, workers: int) -> int:
-        return workers
-
-    def pieces(self, worker: int, workers: int) -> Iterator[Piece]:
-        packers = self._packers(self.own_lanes[worker::workers])
-        for batch in self.form.numbers():
-            samples = self.share.samples(np.array([batch]))[0].tolist()
-            own = [row for row, sample in enumerate(samples) if sample % self.lanes.count in packers]
-            ids = np.empty((len(own), self.form.seq_len + 1), dtype=np.int64)
-            begin_rows, begin_columns, cursors = [], [], {}
-            for i, row in enumerate(own):
-                position, lane = divmod(samples[row], self.lanes.count)
-                while packers[lane].samples <= position:  # the samples between are other ranks'
-                    columns = packers[lane].fill(ids[i])
-                begin_rows += [i] * len(columns)
-                begin_columns += columns
-                cursors[lane] = packers[lane].cursor
-            begins = np.array(begin_rows, dtype=np.int64), np.array(begin_columns, dtype=np.int64)
-            yield own, self.form.tensors(ids, begins) if own else [], cursors
-
-    def _packers(self, own: list[int]) -> dict[int, LanePacker]:
-        cursors = {lane: self.cursors.get(lane, Cursor()) for lane in own}
-        reader = self.lanes.reader({lane: cursor.place for lane, cursor in cursors.items()})
-        return {
-            lane: LanePacker(self.lanes, reader, lane, cursor, self.form.tokenizer, self.stop)
-            for lane, cursor in cursors.items()
-        }
-
-
-class BlockPieces:
-    """Samples of prepared shards; each is found by itself. Several batches go into a piece, as handing one over costs
-    more than reading a few thousand tokens."""
-
-    PIECE_TOKENS = 2**16
-    PIECE_BATCHES = 64
-    AHEAD = 2048
-    """Samples whose places are worked out at a time."""
-    own_lanes: list[int] = []
-
-    def __init__(self, shards: TokenShards, share: Share, form: Form, seed: int, shuffle: bool) -> None:
-        self.shards, self.share, self.form, self.seed, self.shuffle = shards, share, form, seed, shuffle
-
-    def per_batch(self, workers: int) -> int:
-        return 1
-
-    def pieces(self, worker: int, workers: int) -> Iterator[Piece]:
-        reader = BlockReader(self.shards, self.form.seq_len, self.seed, self.shuffle)
-        size, limit = self.share.batch_size, self.form.batches
-        together = min(max(1, self.PIECE_TOKENS // (size * self.form.seq_len)), self.PIECE_BATCHES)
-        ahead = max(1, self.AHEAD // (together * size))
-        for first in count(worker, workers * ahead):
-            batches = (first + np.arange(ahead)[:, None] * workers) * together + np.arange(together)
-            starts = reader.order(self.share.samples(batches.ravel()).ravel())
-            for numbers, own in zip(batches.tolist(), np.split(starts, ahead), strict=True):
-                left = together if limit is None else max(0, min(together, limit - numbers[0]))
-                if left == 0:
-                    return
-                yield None, self.form.tensors(*reader.read(own[: left * size])), {}
+    dataset: str
+    source: Source
+    weight: float = 1.0
 
 
 class _Pieces(IterableDataset):
@@ -226,11 +131,17 @@ class Loader:
         """Records that this rank's lanes have left out as unreadable, since the beginning of the job."""
         return sum(self._cursors[lane].skipped for lane in self._pieces.own_lanes if lane in self._cursors)
 
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-able: what the trainer has been given so far. merge_states joins those of all ranks."""
+    def position(self) -> Position:
+        """What the trainer has been given so far; kept, it is of that moment."""
         share = self._pieces.share
         samples = self._start.samples + self._batches * share.batch_size * share.stride
-        return Position(samples, self._start.lanes, self._cursors, self._start.fingerprint).to_dict()
+        if isinstance(self._pieces, BlockPieces) and self._pieces.end is not None:
+            samples = min(samples, self._pieces.end)  # what fills up the last step is nobody's
+        return Position(samples, self._start.lanes, dict(self._cursors), self._start.fingerprint)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able: the position. merge_states joins those of all ranks."""
+        return self.position().to_dict()
 
     def close(self) -> None:
         """End the workers. A new iteration starts new ones."""
@@ -241,9 +152,7 @@ class Loader:
 
 def build_loader(
     *,
-    dataset: str,
-    dataset_path: str | None,
-    text_field: str,
+    sources: Sequence[Weighted],
     tokenizer: Tokenizer,
     seq_len: int,
     local_batch_size: int,
@@ -259,44 +168,51 @@ def build_loader(
     pin_memory: bool,
     prefetch_factor: int | None,
     state: dict[str, Any] | None = None,
-    infinite: bool = True,
+    epochs: int | None = None,
 ) -> Loader:
     """The loader of one data-parallel rank. `state` is a merged state_dict to go on from.
 
-    infinite=False ends after one epoch, after the same whole step on every rank: when the shortest lane is through. To
-    know when that is, every rank tokenizes the epoch once before it begins; with prepared shards it is known.
-    Raises DataError for data that cannot be used, ValueError for settings that do not fit each other.
+    Several sources are mixed by their weights, see mixing.py, and have no end. With `epochs`, all are prepared shards
+    and the batches end after so many passes over all of them, on every rank after the same whole step, see epochs.py.
+    Raises DataError for data that cannot be used, JobError for settings that do not fit each other.
     """
-    if dataset not in DATASETS:
-        raise ValueError(f"training.dataset is {dataset!r}; allowed: {', '.join(DATASETS)}")
     _check_batches(local_batch_size, global_batch_size, dp_size)
     _check_workers(num_workers, persistent_workers, prefetch_factor, pin_memory)
     stop = on_bad_data == "stop"
-    source = DATASETS[dataset](dataset_path, text_field)
-    lanes = None if isinstance(source, TokenShards) else _build_lanes(source, seed, shuffle, stop)
-    settings = {"dataset": dataset, "seed": seed, "shuffle": shuffle, "seq_len": seq_len}
-    fingerprint = settings | {"tokenizer": tokenizer.fingerprint} | source.fingerprint
-    start = resume(state, lanes.count if lanes else 0, fingerprint)
+    opened = [_open(source, seed, shuffle, stop, tokenizer, seq_len) for _, source, _ in sources]
+    counts = [1 if isinstance(source, TokenShards) else source.count for source in opened]
+    mixture = Mixture([weight for _, _, weight in sources], counts, seed)
+    texts = np.repeat([not isinstance(source, TokenShards) for source in opened], counts)
+    settings = {"seed": seed, "shuffle": shuffle, "seq_len": seq_len, "tokenizer": tokenizer.fingerprint}
+    if tokenizer.chat_template is not None:
+        settings["chat_template"] = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+    start = resume(state, np.flatnonzero(texts).tolist(), mixture.taken, settings | _fingerprint(sources, epochs))
 
     step = local_batch_size * dp_size if global_batch_size == -1 else global_batch_size
+    shards = [source for source in opened if isinstance(source, TokenShards)]
+    assert epochs is None or len(shards) == len(opened), "the trainer prepares what is to end"
+    end = None if epochs is None else samples_in(shards, seq_len, epochs)
     batches = None
-    if not infinite:
-        left = _epoch_samples(source, lanes, tokenizer, seq_len, stop) - start.samples
-        batches = max(0, left) // step * (step // (local_batch_size * dp_size))
+    if end is not None:
+        batches = steps_for(max(0, end - start.samples), step) * (step // (local_batch_size * dp_size))
     share = Share(start.samples + dp_rank, dp_size, local_batch_size)
     form = Form(tokenizer, seq_len, document_mask, batches)
-    if lanes:
-        pieces: LanePieces | BlockPieces = LanePieces(lanes, share, form, start.cursors, stop)
+    if shards == opened and (len(opened) == 1 or epochs is not None):
+        pieces: LanePieces | BlockPieces = BlockPieces(shards, share, form, seed, shuffle, end)
     else:
-        source.check_tokenizer(tokenizer.fingerprint, tokenizer.vocab_size)
-        source.blocks(seq_len)
-        pieces = BlockPieces(source, share, form, seed, shuffle)
+        pieces = LanePieces(opened, mixture, share, form, start.cursors, seed, shuffle, stop)
     return Loader(
         pieces, start, num_workers, pin_memory, persistent_workers=persistent_workers, prefetch_factor=prefetch_factor
     )
 
 
-def _build_lanes(source: Source, seed: int, shuffle: bool, stop: bool) -> Lanes:
+def _open(
+    source: Source, seed: int, shuffle: bool, stop: bool, tokenizer: Tokenizer, seq_len: int
+) -> Lanes | TokenShards:
+    if isinstance(source, TokenShards):
+        source.check_tokenizer(tokenizer.fingerprint, tokenizer.vocab_size)
+        source.blocks(seq_len)
+        return source
     if isinstance(source, Indexed):
         if stop:
             source.probe()
@@ -305,30 +221,20 @@ def _build_lanes(source: Source, seed: int, shuffle: bool, stop: bool) -> Lanes:
     return StreamLanes(source, seed, shuffle, stop)
 
 
-def _epoch_samples(source: Source, lanes: Lanes | None, tokenizer: Tokenizer, seq_len: int, stop: bool) -> int:
-    """Global samples until the shortest lane begins its second epoch."""
-    if isinstance(source, TokenShards):
-        return source.blocks(seq_len)
-    assert lanes is not None
-    tokens = [0] * lanes.count
-    for lane, item in lanes.first_epoch():
-        if isinstance(item, Document):
-            tokens[lane] += len(encode(tokenizer, item))
-        elif stop:
-            raise item
-    samples = (min(tokens) - 1) // seq_len * lanes.count
-    if samples < 1:
-        raise DataError(
-            f"{source.name}: one epoch is too short: the shortest of {lanes.count} lanes has {min(tokens)} tokens, a "
-            f"sample needs {seq_len + 1}; give more text or a shorter seq_len"
-        )
-    return samples
+def _fingerprint(sources: Sequence[Weighted], epochs: int | None) -> dict[str, Any]:
+    """What the order depends on, beside the settings; of one source as it has always been."""
+    each: list[dict[str, Any]] = [{"dataset": name} | source.fingerprint for name, source, _ in sources]
+    if len(each) == 1:
+        return each[0]
+    for content, (_, _, weight) in zip(each, sources, strict=True):
+        content["weight"] = weight if epochs is None else "in epochs"
+    return {"sources": {str(number): content for number, content in enumerate(each)}}
 
 
 def _check_batches(local_batch_size: int, global_batch_size: int, dp_size: int) -> None:
     together = local_batch_size * dp_size
     if global_batch_size != -1 and (global_batch_size < together or global_batch_size % together):
-        raise ValueError(
+        raise JobError(
             f"training.global_batch_size is {global_batch_size}; allowed: multiples of {together} = local_batch_size * "
             f"data-parallel ranks = {local_batch_size} * {dp_size}, or -1 for just that"
         )
@@ -337,11 +243,11 @@ def _check_batches(local_batch_size: int, global_batch_size: int, dp_size: int) 
 def _check_workers(num_workers: int, persistent_workers: bool, prefetch_factor: int | None, pin_memory: bool) -> None:
     if num_workers == 0 and (persistent_workers or prefetch_factor is not None):
         name = "persistent_workers" if persistent_workers else "prefetch_factor"
-        raise ValueError(
+        raise JobError(
             f"training.dataloader.{name} is set, but num_workers is 0; set num_workers >= 1, or leave {name} out"
         )
     if pin_memory and not torch.cuda.is_available():
-        raise ValueError("training.dataloader.pin_memory is on, but there is no GPU to copy to; turn it off")
+        raise JobError("training.dataloader.pin_memory is on, but there is no GPU to copy to; turn it off")
 
 
 def _as_it_is(piece: Piece | str) -> Piece | str:
@@ -353,3 +259,4 @@ def _leave_signals_to_the_trainer(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setpgid(0, 0)  # out of reach of a launcher that signals the rank's whole process group
+    die_with(os.getppid())

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtitan.datasets.lanes import EMPTY_EPOCHS, LaneReader, Lanes, Place, no_text
-from torchtitan.datasets.sources import DataError, Document, Unreachable
+from torchtitan.datasets.records import NO_TOKENS, Tokens, encode
+from torchtitan.datasets.sources import BadRecord, DataError, Document, Item, Unreachable
 from torchtitan.datasets.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -43,11 +44,11 @@ class LanePacker:
     ) -> None:
         self.lanes, self.reader, self.lane, self.tokenizer, self.stop = lanes, reader, lane, tokenizer, stop
         self.samples, self.skipped = cursor.samples, cursor.skipped
-        self._place, self._tokens, self._offset = cursor.place, np.empty(0, dtype=np.int64), 0
+        self._place, self._tokens, self._offset = cursor.place, NO_TOKENS, 0
         if cursor.samples:
             # The rest of the document in which the last sample ended.
             self._next_document()
-            if self._place != cursor.place or cursor.offset >= len(self._tokens):
+            if self._place != cursor.place or cursor.offset >= len(self._tokens.ids):
                 raise DataError(
                     f"the document at {tuple(cursor.place)} of lane {lane}, where the checkpoint ends, is not what it "
                     "was; the data have changed since; bring back the old data, or start a new job"
@@ -58,18 +59,27 @@ class LanePacker:
     def cursor(self) -> Cursor:
         return Cursor(self.samples, self._place, self._offset, self.skipped)
 
-    def fill(self, row: np.ndarray) -> list[int]:
-        """Write the next sample's seq_len + 1 ids into the row; returns the columns at which documents begin."""
+    def sample(self, number: int, row: np.ndarray, trained: np.ndarray) -> list[int]:
+        """Fill the rows with the lane's sample of that number: the next, or, if other ranks have the lane too, one
+        further on."""
+        while self.samples <= number:
+            columns = self.fill(row, trained)
+        return columns
+
+    def fill(self, row: np.ndarray, trained: np.ndarray) -> list[int]:
+        """Write the next sample's seq_len + 1 ids, and whether each is trained, into rows; returns the columns at
+        which documents begin."""
         filled, begins = 0, []
         while filled < len(row):
-            if self._offset == len(self._tokens):
+            if self._offset == len(self._tokens.ids):
                 self._next_document()
             if self._offset == 0:
                 begins.append(filled)
-            piece = self._tokens[self._offset : self._offset + len(row) - filled]
-            row[filled : filled + len(piece)] = piece
-            filled += len(piece)
-            self._offset += len(piece)
+            count = min(len(self._tokens.ids) - self._offset, len(row) - filled)
+            for target, tokens in zip((row, trained), self._tokens, strict=True):
+                target[filled : filled + count] = tokens[self._offset : self._offset + count]
+            filled += count
+            self._offset += count
         self._offset -= 1
         self.samples += 1
         return begins
@@ -78,33 +88,39 @@ class LanePacker:
         epoch = self._place.epoch
         while True:
             self._place, item = self.reader.next(self.lane)
-            tokens = encode(self.tokenizer, item) if isinstance(item, Document) else self._skip(item)
-            if tokens:
-                self._tokens, self._offset = np.array(tokens), 0
+            tokens = self._tokens_of(item)
+            if len(tokens.ids):
+                self._tokens, self._offset = tokens, 0
                 return
             if self._place.epoch - epoch > EMPTY_EPOCHS:
                 raise no_text(self.lanes.source.name, self.lane, self.lanes.count)
 
-    def _skip(self, error: DataError) -> list[int]:
+    def _tokens_of(self, item: Item) -> Tokens:
+        if isinstance(item, Document):
+            try:
+                return encode(self.tokenizer, item)
+            except BadRecord as error:
+                item = error
+        return self._skip(item)
+
+    def _skip(self, error: DataError) -> Tokens:
         if self.stop or isinstance(error, Unreachable):
             raise error
         self.skipped += 1
         if self.skipped <= SHOWN_ERRORS:
             logger.warning("left out (%d in lane %d so far): %s", self.skipped, self.lane, error)
-        return []
-
-
-def encode(tokenizer: Tokenizer, document: Document) -> list[int]:
-    """Ids between those of document begin and end; none for a document without text."""
-    text = document.text
-    return tokenizer.encode(text, bos=True, eos=True) if text and not text.isspace() else []
+        return NO_TOKENS
 
 
 def batch_arrays(
-    rows: np.ndarray, begins: tuple[np.ndarray, np.ndarray], document_mask: bool, vocab_size: int
+    rows: np.ndarray,
+    begins: tuple[np.ndarray, np.ndarray],
+    document_mask: bool,
+    vocab_size: int,
+    trained: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Tokens, labels and document numbers, each [n, S] int64, from [n, S + 1] ids and the (row, column) at which
-    documents begin.
+    """Tokens, labels and document numbers, each [n, S] int64, from [n, S + 1] ids, the (row, column) at which
+    documents begin, and [n, S + 1] whether the tokens are trained (None: all). The label of one that is not is IGNORE.
 
     With document_mask also positions, which restart with each document; and the label that would be the next
     document's first token is IGNORE, as it cannot be known from the document before. Raises DataError at an id outside
@@ -129,4 +145,6 @@ def batch_arrays(
         arrays.append(np.arange(n * length) - starts.repeat(lengths))
         after = column > 0
         arrays[1][row[after], column[after] - 1] = IGNORE
+    if trained is not None:
+        arrays[1][~trained[:, 1:]] = IGNORE
     return [array.reshape(n, length) for array in arrays]

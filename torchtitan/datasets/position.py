@@ -1,11 +1,17 @@
 """The position in the data as a checkpoint keeps it: for no particular number of ranks, and only for the same data."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.datasets.packing import Cursor
+import numpy as np
 
-VERSION = 1
+from torchtitan.datasets.packing import Cursor
+from torchtitan.datasets.sources import CONTENTS
+from torchtitan.errors import JobError
+
+VERSION = 2
+"""1: lanes took turns at fixed places. Prepared shards have no lanes that take turns: their order is still the same."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     """The states of all data-parallel ranks after the same step, as one that any number of ranks can resume from."""
     first = states[0]
     if any(s["samples"] != first["samples"] or s["fingerprint"] != first["fingerprint"] for s in states):
-        raise ValueError(
+        raise JobError(
             f"data positions of different steps or different data cannot be joined: samples "
             f"{sorted({s['samples'] for s in states})}; save all ranks after the same step"
         )
@@ -43,39 +49,50 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     return {**first, "cursors": dict(sorted(cursors.items(), key=lambda item: int(item[0])))}
 
 
-def resume(state: dict[str, Any] | None, lanes: int, fingerprint: dict[str, Any]) -> Position:
-    """The position of a merged state, or the beginning. Raises ValueError if the state is of other data."""
+def resume(
+    state: dict[str, Any] | None, lanes: list[int], taken: Callable[[int], np.ndarray], fingerprint: dict[str, Any]
+) -> Position:
+    """The position of a merged state, or the beginning. `lanes` are those that have cursors; `taken` says how many of
+    the first samples each lane has given. Raises JobError if the state is of other data, or of a program that read them
+    in another order."""
     if state is None:
-        return Position(0, lanes, {}, fingerprint)
-    if state.get("version") != VERSION:
-        raise ValueError(
-            f"the checkpoint's data position has version {state.get('version')}, this program reads {VERSION}; "
-            "start a new job, or leave the position out with checkpoint.exclude_from_loading"
+        return Position(0, len(lanes), {}, fingerprint)
+    if state.get("version") != VERSION and not (state.get("version") == 1 and not lanes and not state["lanes"]):
+        raise JobError(
+            f"the checkpoint's data position has version {state.get('version')}, this program reads {VERSION}: it "
+            "takes samples in another order; finish the job with the program that began it, or begin the data anew "
+            'with checkpoint.exclude_from_loading = ["dataloader"]'
         )
-    different = _differences(state["fingerprint"], fingerprint)
-    if not different and state["lanes"] != lanes:
-        different = [f"lanes: {state['lanes']} in the checkpoint, {lanes} now"]
+    # states from before there were templates say nothing of them
+    before = state["fingerprint"]
+    known = {name: said for name, said in fingerprint.items() if name != "chat_template" or name in before}
+    different = _differences(before, known)
+    if not different and state["lanes"] != len(lanes):
+        different = [f"lanes: {state['lanes']} in the checkpoint, {len(lanes)} now"]
     if different:
         shown = "; ".join(different[:10]) + (f"; and {len(different) - 10} more" if len(different) > 10 else "")
-        raise ValueError(
+        raise JobError(
             f"the data are not those of the checkpoint, so its position means nothing in them: {shown}. Bring back the "
             'old data and settings, or begin the data anew with checkpoint.exclude_from_loading = ["dataloader"]'
         )
     cursors = {int(lane): Cursor.from_list(cursor) for lane, cursor in state["cursors"].items()}
-    for lane in range(lanes):
-        expected = max(0, -(-(state["samples"] - lane) // lanes))
+    expected_of = taken(state["samples"]).tolist()
+    for lane in lanes:
+        expected = expected_of[lane]
         found = cursors.get(lane, Cursor()).samples
         if found != expected:
-            raise ValueError(
+            raise JobError(
                 f"the checkpoint's data position is not whole: lane {lane} is at sample {found} instead of {expected}; "
                 "join the states of all data-parallel ranks with merge_states"
             )
-    return Position(state["samples"], lanes, cursors, fingerprint)
+    return Position(state["samples"], len(lanes), cursors, fingerprint)
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
     found = []
     for name in sorted(old.keys() | new.keys()):
+        if name == CONTENTS and name not in old:
+            continue
         a, b = old.get(name, "nothing"), new.get(name, "nothing")
         if isinstance(a, dict) and isinstance(b, dict):
             found += _differences(a, b, f"{path}{name}: ")

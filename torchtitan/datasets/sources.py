@@ -10,18 +10,25 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchtitan.errors import JobError
+
 REMEDY = 'repair the file, or set training.on_bad_data = "skip" to count and leave out what cannot be read'
+MAX_RECORD = 2**25
+"""A longer line, field or element is taken for damage: one runaway record must not take all memory."""
 # A fingerprint lists this many files one by one, so that a difference can be named; more go into one checksum.
 LISTED_FILES = 256
+CONTENTS = "samples of the contents"
+"""In a fingerprint; those of older checkpoints have none."""
+SAMPLE_BYTES = 4096
 
 
-class DataError(ValueError):
+class DataError(JobError):
     """Data that cannot be used. The message names the file, the place in it and the remedy."""
 
 
@@ -29,11 +36,44 @@ class Unreachable(DataError):
     """Data that may be good and cannot be had now. Never skipped: what is left out would depend on the network."""
 
 
+class BadRecord(DataError):
+    """Of a document that was read and has no tokens: its template or the tokenizer fails on it, and not on others."""
+
+
+class Span(NamedTuple):
+    """A stretch of a document. The model always reads it; what is not trained has no loss."""
+
+    content: str | Sequence[int]
+    """Text, or the ids of the job's tokenizer."""
+    trained: bool = True
+
+
+class Chat(NamedTuple):
+    """A conversation; the tokenizer's chat template says what its text is."""
+
+    messages: Sequence[dict[str, Any]]
+    """{role, content} each, and what else the template knows."""
+
+
 class Document(NamedTuple):
-    text: str
-    """May be empty: such a document is left out."""
+    content: str | Sequence[Span] | Chat
+    """A text, all of which is trained, spans, or a conversation. May be empty: such a document is left out."""
     place: str
     """Where it came from, for people."""
+    framed: bool = False
+    """Whether it brings the tokens that begin and end it; else they are added."""
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """Of a conversation what was said, without its template."""
+        if isinstance(self.content, Chat):
+            return [Span(str(message["content"]), message["role"] == "assistant") for message in self.content.messages]
+        return [Span(self.content)] if isinstance(self.content, str) else self.content
+
+    @property
+    def text(self) -> str:
+        """What of it is text."""
+        return "".join(span.content for span in self.spans if isinstance(span.content, str))
 
 
 Item = Document | DataError
@@ -92,6 +132,9 @@ class IndexedFile(Part):
 
 
 class Source:
+    packages: tuple[str, ...] = ()
+    """What reading it needs of what is not always installed."""
+
     def __init__(self, name: str, fingerprint: dict[str, Any]) -> None:
         self.name = name
         self.fingerprint = fingerprint
@@ -174,19 +217,33 @@ def find_files(path: str | None, suffixes: tuple[str, ...]) -> dict[str, Path]:
 
 
 def files_fingerprint(files: dict[str, Path]) -> dict[str, Any]:
-    """Names and sizes; DataError if there is not a byte in them."""
+    """Names, sizes and a checksum of samples of the content; DataError if there is not a byte in them."""
     sizes = {name: path.stat().st_size for name, path in files.items()}
     if not any(sizes.values()):
         what = "it is" if len(files) == 1 else f"all {len(files)} files are"
         raise DataError(f"{next(iter(files.values()))}: no data, {what} empty; give files with text")
+    contents = {CONTENTS: _samples_checksum(files, sizes)}
     if len(sizes) <= LISTED_FILES:
-        return {"files": sizes}
+        return {"files": sizes} | contents
     listing = "".join(f"{name}\0{size}\0" for name, size in sizes.items())
     return {
         "number of files": len(sizes),
         "bytes": sum(sizes.values()),
         "names and sizes": hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest(),
-    }
+    } | contents
+
+
+def _samples_checksum(files: dict[str, Path], sizes: dict[str, int]) -> str:
+    """Over the beginning, the end and two places between of up to LISTED_FILES files, evenly spaced: other texts of the
+    same names and sizes are told apart in milliseconds, a change of a few bytes elsewhere is not."""
+    names = list(files)
+    digest = hashlib.sha256()
+    for name in names[:: -(-len(names) // LISTED_FILES)]:
+        with files[name].open("rb") as file:
+            for third in range(4):
+                file.seek(max(0, sizes[name] - SAMPLE_BYTES) * third // 3)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def walk(folder: str, suffixes: tuple[str, ...], left_out: Collection[str] = ()) -> dict[str, Path]:
@@ -199,3 +256,17 @@ def walk(folder: str, suffixes: tuple[str, ...], left_out: Collection[str] = ())
             if not name.startswith(".") and name.lower().endswith(suffixes) and file.is_file():
                 found[file.relative_to(folder).as_posix()] = file
     return found
+
+
+def decode(content: bytes, place: str, offset: int) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{place}: byte {offset + error.start} (0x{content[error.start]:02x}) is not UTF-8; "
+            f'convert the file to UTF-8, or set training.on_bad_data = "skip"'
+        ) from None
+
+
+def missing(path: Path, package: str) -> DataError:
+    return DataError(f"{path}: reading it needs {package}; install it with: pip install 'torchtitan-toml[data]'")

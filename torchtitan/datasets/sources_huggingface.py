@@ -1,23 +1,26 @@
-"""Datasets of the Hugging Face hub, streamed, and local folders in its layout. A dataset's code never runs."""
+"""Datasets of the Hugging Face hub, streamed, and local folders in its layout or saved by the package `datasets`. A
+dataset's code never runs."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchtitan.datasets.formats import document_of_record, format_of
 from torchtitan.datasets.sources import (
     REMEDY,
     DataError,
-    Document,
     Item,
     Part,
     Source,
     Stream,
     Unreachable,
+    attempt,
     files_fingerprint,
     find_files,
 )
-from torchtitan.datasets.sources_text import not_text
+from torchtitan.datasets.sources_tables import saved_split
+from torchtitan.datasets.sources_text import text
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".gz", ".zst", ".csv", ".txt", ".arrow")
 BATCH = 256
@@ -53,13 +56,17 @@ def _named(name: str, path: str | None, split: str, text_field: str) -> Source:
     if path is None:
         raise DataError(
             f"dataset {name} needs dataset_path: the name of a dataset on the hub (owner/name, or "
-            "owner/name:configuration) or a local folder of one"
+            "owner/name:configuration), a local folder of one, or one that save_to_disk wrote"
         )
+    if os.path.isdir(path) and (saved := saved_split(path, split)):
+        return text(saved, text_field)
     return _Hub(name, path, split, text_field)
 
 
 class _Hub(Stream):
     """Nothing is fetched before the parts are asked for."""
+
+    packages = ("datasets",)
 
     def __init__(self, name: str, path: str, split: str, field: str) -> None:
         self.path, _, self.configuration = (path, "", "") if os.path.isdir(path) else path.partition(":")
@@ -104,16 +111,13 @@ class _Shard(Part):
         try:
             # In batches, because going through the rows would deal them out to loader workers a second time.
             for batch in self.dataset.skip(start).iter(BATCH):
-                if self.field not in batch:
-                    fields = ", ".join(map(repr, batch)) or "none"
-                    yield DataError(
-                        f"{self.name}, row {row}: no field {self.field!r}; the fields there are: {fields}; "
-                        "set training.text_field"
-                    )
-                    return
-                for value in batch[self.field]:
+                names = [self.field] if self.field in batch else list(batch)
+                for values in zip(*(batch[name] for name in names), strict=True):
                     place = f"{self.name}, row {row}"
-                    yield Document(value, place) if isinstance(value, str) else not_text(value, place, self.field)
+                    record = dict(zip(names, values, strict=True))
+                    yield attempt(document_of_record, record, self.field, place, place)
                     row += 1
+                    if self.field not in record and format_of(record) is None:
+                        return
         except Exception as error:  # as in open
             yield Unreachable(f"{self.name}, row {row}: cannot be read: {type(error).__name__}: {error}; {REMEDY}")

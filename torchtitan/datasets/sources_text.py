@@ -1,10 +1,9 @@
-"""Local text: .txt, .jsonl (plain, gzip, zstandard) and .parquet, one by one or a folder of them.
+"""Local text: .txt, JSON (arrays; lines, plain, gzip or zstandard), .parquet and tables, one by one or in a folder.
 
-Plain files can be read in any order: JSON lines by an index of their offsets, large text files by pieces whose borders
-are found where they are needed. Compressed files and parquet are streams. A folder that holds both kinds is a stream.
+Plain files can be read in any order: JSON by an index of offsets, large text files by pieces whose borders are found
+where they are needed. Compressed files, parquet and csv are streams. A folder that holds both kinds is a stream.
 """
 
-import json
 import os
 import zlib
 from collections.abc import Iterator
@@ -15,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan.datasets.records import document_of
 from torchtitan.datasets.sources import (
+    MAX_RECORD,
     REMEDY,
     DataError,
     Document,
@@ -26,35 +27,54 @@ from torchtitan.datasets.sources import (
     Source,
     Stream,
     attempt,
+    decode,
     files_fingerprint,
     find_files,
+    missing,
 )
+from torchtitan.datasets.sources_json import JsonArray, parse_line
+from torchtitan.datasets.sources_tables import BESIDE_ARROW, ArrowFile, CsvFile
 
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet", ".arrow", ".csv", ".tsv")
 PIECE = 256 * 1024
 """A text file longer than this is cut into documents of about this many bytes."""
 LINE_END_WITHIN = 64 * 1024
-MAX_RECORD = 2**28
-"""A longer line is taken for damage: one runaway record must not take all memory."""
 
 
 def text(path: str | None, text_field: str) -> Source:
     files = find_files(path, SUFFIXES)
+    if any(name.lower().endswith(".arrow") for name in files):
+        files = {name: file for name, file in files.items() if file.name not in BESIDE_ARROW}
+    if os.path.isfile(os.path.join(path or "", "dataset_dict.json")):
+        splits = ", ".join(sorted({name.split("/")[0] for name in files}))
+        remedy = 'give the folder of one of them, or set training.dataset = "huggingface", which takes train'
+        raise DataError(f"{path}: a dataset of several splits ({splits}); {remedy}")
     fingerprint = {"dataset_path": os.path.normpath(path or ""), "text_field": text_field, **files_fingerprint(files)}
-    parts: list[Part] = []
-    for name, file in files.items():
-        if name.lower().endswith(".txt"):
-            parts.append(TextFile(file, name))
-        elif name.lower().endswith(".jsonl"):
-            parts.append(JsonLines(file, name, text_field))
-        elif name.lower().endswith(".parquet"):
-            parts.extend(_row_groups(file, name, text_field))
-        else:
-            parts.append(CompressedJsonLines(file, text_field))
+    parts = [part for name, file in files.items() for part in _parts(file, name, text_field)]
     indexed = [part for part in parts if isinstance(part, IndexedFile)]
     if len(indexed) == len(parts):
         return Indexed(str(path), fingerprint, indexed)
     return Stream(str(path), fingerprint, parts)
+
+
+def _parts(file: Path, name: str, field: str) -> list[Part]:
+    """Of one file, by what its name ends with."""
+    suffix = file.suffix.lower()
+    if suffix == ".txt":
+        return [TextFile(file, name)]
+    if suffix in (".jsonl", ".json"):
+        is_array = suffix == ".json" and _first_sign(file) == b"["
+        return [JsonArray(file, name, field) if is_array else JsonLines(file, name, field)]
+    if suffix == ".parquet":
+        return _row_groups(file, name, field)
+    if suffix == ".arrow":
+        return [ArrowFile(file, name, field)]
+    return [CsvFile(file, name, field) if suffix in (".csv", ".tsv") else CompressedJsonLines(file, field)]
+
+
+def _first_sign(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
 
 
 class TextFile(IndexedFile):
@@ -175,9 +195,11 @@ class CompressedJsonLines(Part):
 
 
 class RowGroup(Part):
-    def __init__(self, path: Path, name: str, number: int, first_row: int, rows: int, field: str) -> None:
+    """`nested`: the column holds lists, of ids or of segments."""
+
+    def __init__(self, path: Path, name: str, number: int, first_row: int, rows: int, field: str, nested: bool) -> None:
         self.path, self.name, self.number, self.first_row, self.size = path, name, number, first_row, rows
-        self.field = field
+        self.field, self.nested = field, nested
 
     def read(self, start: int) -> Iterator[Item]:
         parquet, errors = _parquet(self.path)
@@ -185,18 +207,18 @@ class RowGroup(Part):
         try:
             with parquet.ParquetFile(self.path) as file:
                 for batch in file.iter_batches(1024, [self.number], [self.field], use_threads=False):
-                    for value in batch.column(0).cast("large_binary").to_pylist():
+                    column = batch.column(0) if self.nested else batch.column(0).cast("large_binary")
+                    for value in column.to_pylist():
                         if row - self.first_row >= start:
                             yield attempt(self._document, value, row)
                         row += 1
         except errors as error:
             yield DataError(f"{self.path}, row {row}: cannot be read: {error}; {REMEDY}")
 
-    def _document(self, value: bytes | None, row: int) -> Document:
+    def _document(self, value: Any, row: int) -> Document:
         place = f"{self.path}, row {row}"
-        if value is None:
-            raise not_text(value, place, self.field)
-        return Document(decode(value, place, 0), f"{self.name}, row {row}")
+        content = decode(value, place, 0) if isinstance(value, bytes) else value
+        return document_of(content, self.field, place, f"{self.name}, row {row}")
 
 
 def _row_groups(path: Path, name: str, field: str) -> list[Part]:
@@ -208,51 +230,14 @@ def _row_groups(path: Path, name: str, field: str) -> list[Part]:
         raise DataError(f"{path}: damaged or truncated parquet file ({size} bytes): {error}; fetch it again") from None
     columns = {meta.schema.column(i).path: meta.schema.column(i) for i in range(meta.num_columns)}
     column = columns.get(field)
-    if column is None or column.physical_type != "BYTE_ARRAY":
+    nested = column is None and any(name.startswith(f"{field}.") for name in columns)
+    if not nested and (column is None or column.physical_type != "BYTE_ARRAY"):
         what = "has no column" if column is None else f"has no text but {column.physical_type} in column"
         raise DataError(f"{path}: {what} {field!r}; its columns: {', '.join(columns)}; set training.text_field")
     rows = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
     ends = accumulate(rows)
-    return [RowGroup(path, name, i, end - n, n, field) for i, (end, n) in enumerate(zip(ends, rows, strict=True))]
-
-
-def parse_line(line: bytes, place: str, short_place: str, offset: int, field: str) -> Document:
-    """The text of one JSON object. `place` names the record in errors, `offset` is where the line begins."""
-    content = decode(line, place, offset)
-    if not content.strip():
-        return Document("", short_place)
-    try:
-        record = json.loads(content)
-    except json.JSONDecodeError as error:
-        byte = offset + len(content[: error.pos].encode())
-        raise DataError(f"{place}: no valid JSON at byte {byte}: {error.msg}; {REMEDY}") from None
-    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, thousands of brackets
-        raise DataError(f"{place}: no usable JSON at byte {offset}: {error}; {REMEDY}") from None
-    if not isinstance(record, dict):
-        kind = type(record).__name__
-        raise DataError(f"{place}: a {kind} at byte {offset}; each line must be a JSON object; {REMEDY}")
-    if field not in record:
-        fields = ", ".join(map(repr, list(record)[:20])) or "none"
-        raise DataError(f"{place}: no field {field!r}; the fields there are: {fields}; set training.text_field")
-    value = record[field]
-    if not isinstance(value, str):
-        raise not_text(value, place, field)
-    return Document(value, short_place)
-
-
-def not_text(value: Any, place: str, field: str) -> DataError:
-    kind = "nothing (null)" if value is None else type(value).__name__
-    return DataError(f"{place}: field {field!r} holds {kind}, not text; {REMEDY}")
-
-
-def decode(content: bytes, place: str, offset: int) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{place}: byte {offset + error.start} (0x{content[error.start]:02x}) is not UTF-8; "
-            f'convert the file to UTF-8, or set training.on_bad_data = "skip"'
-        ) from None
+    groups = enumerate(zip(ends, rows, strict=True))
+    return [RowGroup(path, name, i, end - n, n, field, nested) for i, (end, n) in groups]
 
 
 def _too_long(place: str) -> DataError:
@@ -266,7 +251,7 @@ def _decompressor(path: Path) -> tuple[Any, type[Exception]]:
     try:
         import zstandard
     except ImportError:
-        raise _missing(path, "zstandard") from None
+        raise missing(path, "zstandard") from None
     return lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
 
 
@@ -275,9 +260,5 @@ def _parquet(path: Path) -> tuple[Any, tuple[type[Exception], ...]]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise _missing(path, "pyarrow") from None
+        raise missing(path, "pyarrow") from None
     return pyarrow.parquet, (pyarrow.ArrowException, OSError)
-
-
-def _missing(path: Path, package: str) -> DataError:
-    return DataError(f"{path}: reading it needs {package}; install it with: pip install 'torchtitan-toml[data]'")

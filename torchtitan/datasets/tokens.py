@@ -1,7 +1,8 @@
 """Prepared shards: documents tokenized once, memory-mapped ever after.
 
 A folder holds `shard-00000.bin` and so on (ids as uint16 or uint32, little-endian, all documents one after another),
-`documents.bin` (where each document begins, as int64 over the whole) and `header.json`, which is written last. A
+`documents.bin` (where each document begins, as int64 over the whole), if some tokens are not trained `trained.bin` (a
+byte for each over the whole: 1 or, not trained, 0), and `header.json`, which is written last. A
 sample is a block of seq_len + 1 ids at a multiple of seq_len. The blocks of an epoch are shuffled by a computed
 permutation (shuffle.py), so starting at sample 1e9 costs what starting at sample 0 does.
 """
@@ -22,11 +23,15 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.sources import DataError, Source
 
-VERSION = 1
+VERSION, VERSION_WITH_FLAGS = 1, 2
+"""Of the folder, without and with `trained.bin`, which a program that knows only the first must not leave out."""
 HEADER = "header.json"
 DOCUMENTS = "documents.bin"
+TRAINED = "trained.bin"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SHARD_TOKENS = 2**28
+AT_A_TIME = 2**24
+"""Bytes that are read or written at a time."""
 REMEDY = "make the folder again with torchtitan prepare"
 
 
@@ -50,13 +55,15 @@ class TokenShards(Source):
         self.starts = [0, *accumulate(counts)]
         if self.starts[-1] != self.tokens or self.tokens == 0:
             raise DataError(f"{folder}: {sum(counts)} tokens in shards, {self.tokens} in the header; {REMEDY}")
-        for shard in [*self.header["shards"], self.header["index"]]:
+        self.flags: dict[str, Any] | None = self.header.get("trained")
+        self.files = [*self.header["shards"], self.header["index"], *([self.flags] if self.flags else [])]
+        for shard in self.files:
             file = folder / shard["name"]
             if not file.is_file():
                 raise DataError(f"{file}: the file is missing; {REMEDY}")
             if file.stat().st_size != shard["bytes"]:
                 raise DataError(f"{file}: {file.stat().st_size} bytes, {shard['bytes']} by the header; {REMEDY}")
-        hashes = {shard["name"]: shard["sha256"] for shard in self.header["shards"]}
+        hashes = {file["name"]: file["sha256"] for file in self.files if file["name"] != DOCUMENTS}
         super().__init__(str(folder), {"dataset_path": os.path.normpath(folder), "files": hashes})
 
     def check_tokenizer(self, fingerprint: str, vocab_size: int) -> None:
@@ -74,10 +81,10 @@ class TokenShards(Source):
 
     def verify(self) -> None:
         """Read everything and compare the checksums. Raises DataError naming the first file that differs."""
-        for part in [*self.header["shards"], self.header["index"]]:
+        for part in self.files:
             sha256 = hashlib.sha256()
             with (self.folder / part["name"]).open("rb") as file:
-                while content := file.read(2**24):
+                while content := file.read(AT_A_TIME):
                     sha256.update(content)
             if sha256.hexdigest() != part["sha256"]:
                 raise DataError(f"{self.folder / part['name']}: its contents are not those of the header; {REMEDY}")
@@ -103,6 +110,10 @@ class BlockReader:
         # With one shard (2**28 tokens) all rows come by one indexing.
         self._windows = sliding_window_view(self._maps[0], seq_len + 1) if len(self._maps) == 1 else None
         self._documents = _map(shards.folder / DOCUMENTS, np.dtype("<i8"))
+        self._trained = shards.flags and sliding_window_view(_map(shards.folder / TRAINED, np.dtype("u1")), seq_len + 1)
+        names = [*(s["name"] for s in shards.header["shards"]), DOCUMENTS, *([TRAINED] if shards.flags else [])]
+        self._open = [(shards.folder / name).open("rb") for name in names]
+        self._sizes = [os.fstat(file.fileno()).st_size for file in self._open]
 
     def order(self, samples: np.ndarray) -> np.ndarray:
         """Global sample indices to the first token of their blocks."""
@@ -113,6 +124,7 @@ class BlockReader:
 
     def read(self, starts: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
         """[n, seq_len + 1] ids of the blocks at these tokens, and (row, column) of each document's first token."""
+        self._refuse_shrunk()
         rows = self._rows(starts)
         first = self._documents.searchsorted(starts)
         last = self._documents.searchsorted(starts + self.seq_len, side="right")
@@ -122,6 +134,19 @@ class BlockReader:
         if len(columns) and not 0 <= columns.min() <= columns.max() <= self.seq_len:
             raise DataError(f"{self.shards.folder / DOCUMENTS}: damaged, the starts do not ascend; {REMEDY}")
         return rows, (np.repeat(np.arange(len(starts)), found), columns)
+
+    def _refuse_shrunk(self) -> None:
+        """Reading a mapping beyond its file's end would end the process by a signal, without a word."""
+        for file, before in zip(self._open, self._sizes, strict=True):
+            if (size := os.fstat(file.fileno()).st_size) < before:
+                raise DataError(
+                    f"{file.name}: the file shrank to {size} bytes from the {before} at the start; leave the data as "
+                    f"it is while a job runs; {REMEDY}"
+                )
+
+    def trained(self, starts: np.ndarray) -> np.ndarray | None:
+        """[n, seq_len + 1] whether the tokens of these blocks are trained; None: all of the folder are."""
+        return None if self._trained is None else self._trained[starts] != 0
 
     def _rows(self, starts: np.ndarray) -> np.ndarray:
         if self._windows is not None:
@@ -153,17 +178,23 @@ class ShardWriter:
     def __init__(self, folder: Path, vocab_size: int, shard_tokens: int = SHARD_TOKENS) -> None:
         self.folder, self.vocab_size, self.shard_tokens = folder, vocab_size, shard_tokens
         self.dtype_name = "uint16" if vocab_size <= 2**16 else "uint32"
-        self.tokens = self.documents = 0
+        self.tokens = self.documents = self.not_trained = 0
         self.shards: list[dict[str, Any]] = []
         self._shard: _File | None = None
         self._index = _File(folder / DOCUMENTS)
+        self._flags: _File | None = None  # from the first token on that is not trained
 
-    def write(self, document: Iterable[int]) -> None:
+    def write(self, document: Iterable[int], trained: np.ndarray | None = None) -> None:
+        """A document's ids, and whether each is trained (None: all)."""
         ids = np.asarray(document, dtype=np.int64)
         if not len(ids):
             return
         if ids.min() < 0 or ids.max() >= self.vocab_size:
-            raise DataError(f"the tokenizer gave the id {ids.max()}, but its vocabulary ends at {self.vocab_size - 1}")
+            raise DataError(
+                f"a document has ids from {ids.min()} to {ids.max()}, but the tokenizer's vocabulary ends at "
+                f"{self.vocab_size - 1}; give ids of this tokenizer"
+            )
+        self._write_flags(np.ones(len(ids), dtype=bool) if trained is None else trained)
         self._index.write(np.array([self.tokens], dtype="<i8"))
         self.tokens, self.documents = self.tokens + len(ids), self.documents + 1
         ids = ids.astype(DTYPES[self.dtype_name])
@@ -182,12 +213,25 @@ class ShardWriter:
             self._end_shard()
         counts = {"tokens": self.tokens, "documents": self.documents, "vocab_size": self.vocab_size}
         files = {"shards": self.shards, "index": self._index.close()}
-        header = {"version": VERSION, "dtype": self.dtype_name, **counts, **about, **files}
+        if self._flags is not None:
+            files["trained"] = self._flags.close()
+            counts["trained_tokens"] = self.tokens - self.not_trained
+        version = VERSION if self._flags is None else VERSION_WITH_FLAGS
+        header = {"version": version, "dtype": self.dtype_name, **counts, **about, **files}
         with (self.folder / HEADER).open("w") as file:
             json.dump(header, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         return header
+
+    def _write_flags(self, trained: np.ndarray) -> None:
+        self.not_trained += len(trained) - int(trained.sum())
+        if self._flags is None and self.not_trained:
+            self._flags = _File(self.folder / TRAINED)
+            for start in range(0, self.tokens, AT_A_TIME):  # those before
+                self._flags.write(np.ones(min(AT_A_TIME, self.tokens - start), dtype=np.uint8))
+        if self._flags is not None:
+            self._flags.write(trained.astype(np.uint8))
 
     def _end_shard(self) -> None:
         assert self._shard is not None
@@ -232,9 +276,10 @@ def _read_header(folder: Path) -> dict[str, Any]:
         header = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: damaged: {error}; {REMEDY}") from None
-    if not isinstance(header, dict) or header.get("version") != VERSION:
+    if not isinstance(header, dict) or header.get("version") not in (VERSION, VERSION_WITH_FLAGS):
         version = header.get("version") if isinstance(header, dict) else None
-        raise DataError(f"{path}: version {version}, but this program reads version {VERSION}; {REMEDY}")
+        known = f"versions {VERSION} and {VERSION_WITH_FLAGS}"
+        raise DataError(f"{path}: version {version}, but this program reads {known}; {REMEDY}")
 
     def is_file(entry: Any, item_bytes: int, items: str) -> bool:
         return bool(
@@ -245,7 +290,7 @@ def _read_header(folder: Path) -> dict[str, Any]:
             and entry.get("bytes") == entry[items] * item_bytes
         )
 
-    index, shards = header.get("index"), header.get("shards")
+    index, shards, flags = header.get("index"), header.get("shards"), header.get("trained")
     good = (
         isinstance(header.get("dtype"), str)
         and header["dtype"] in DTYPES
@@ -257,6 +302,9 @@ def _read_header(folder: Path) -> dict[str, Any]:
         and isinstance(index, dict)
         and is_file({**index, "documents": header["documents"]}, 8, "documents")
         and index["name"] == DOCUMENTS
+        and (flags is not None) == (header["version"] == VERSION_WITH_FLAGS)
+        and (flags is None or isinstance(flags, dict) and is_file({**flags, "tokens": header["tokens"]}, 1, "tokens"))
+        and (flags is None or flags["name"] == TRAINED)
     )
     if not good:
         raise DataError(f"{path}: fields are missing or do not fit each other; {REMEDY}")

@@ -3,9 +3,12 @@
 import re
 import resource
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from torchtitan.initialization import local_part
 
 # Dense bfloat16 (and float16) matrix products, FLOP/s, from the vendors' data sheets. First match wins, so the variants
 # with a lower clock stand before the family. A device that is not here has no MFU: another's peak would be a lie.
@@ -68,3 +71,22 @@ def read_memory(device: torch.device) -> tuple[float, dict[str, float]]:
     for count in ("num_alloc_retries", "num_ooms"):
         figures[f"memory/{count}"] = stats[count]
     return figures["memory/max_reserved(GiB)"], figures
+
+
+def describe_memory(
+    device: torch.device, parameters: Sequence[torch.nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]
+) -> str:
+    """A few lines for a run that has run out: what is whose on this rank, and what the allocator knows."""
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    owned: dict[str, list[torch.Tensor]] = {
+        "parameters": list(parameters),
+        "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+        "optimizer": [value for state in states for value in state.values() if isinstance(value, torch.Tensor)],
+    }
+    sizes = {name: sum(local_part(each)[0].nbytes for each in tensors) for name, tensors in owned.items()}
+    lines = [f"  {name:<12}{size / GIB:8.2f} GiB" for name, size in sizes.items()]
+    most, _ = read_memory(device)
+    lines.append(f"  {'at most':<12}{most:8.2f} GiB on this {device.type} rank, with activations and what torch keeps")
+    if device.type == "cuda":
+        lines.append(torch.cuda.memory_summary(device, abbreviated=True))
+    return "\n".join(lines)

@@ -142,10 +142,16 @@ class MetricsLogger:
         self._write({"step": step, "validation_loss": loss}, {"validation_metrics/loss": loss})
         logger.info(console.validation_line(step, self.total_steps, loss, self._color))
 
+    def record_event(self, step: int, event: str, told: Mapping[str, float | str]) -> None:
+        """Something that happened to the run at the state after `step`."""
+        if self._file:
+            self._file.write({"step": step, "event": event, **told})
+
     def summary(self, places: Mapping[str, object]) -> str:
         """A few lines for the end of the run; `places` says what lies where."""
         if self._first is None or self._last is None:
-            done = "nothing was left to train; raise training.steps to go on, or start anew in another job.dump_folder"
+            more = "raise training.steps, or training.epochs, to go on, or start anew in another job.dump_folder"
+            done = f"nothing was left to train; {more}"
             return done + console.aligned(places)
         first, last = self._first, self._last
         result = [f"step {last['step']}/{self.total_steps}"]

@@ -4,12 +4,15 @@ What a bare tag means is torchtitan's: throughput(tps) is per device, and tflops
 masked or not. mfu_causal(%) and mfu_full(%) cannot be confused.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchtitan.errors import JobError
 
-class TrackingError(ValueError):
+
+class TrackingError(JobError):
     """A tracker that was asked for is not there."""
 
 
@@ -20,12 +23,21 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in a folder. Events of an older run after the step that this one resumes at are not shown."""
+    """Event files in a folder. Events of an older run after the step that this one resumes at are not shown. The job is
+    there as text, and its options as what runs are told apart by (hparams).
+    """
 
-    def __init__(self, folder: Path, resume_step: int | None) -> None:
+    def __init__(self, folder: Path, resume_step: int | None, job: Mapping[str, Any] | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second
+        from torch.utils.tensorboard.summary import hparams
 
         self._writer = SummaryWriter(str(folder), purge_step=(resume_step or 0) + 1, max_queue=1000)
+        if job:
+            step = (resume_step or 0) + 1
+            self._writer.add_text("job", f"```\n{json.dumps(job, indent=1)}\n```", step)
+            # not add_hparams, which would make a run of its own beside this one
+            for summary in hparams(dict(_scalars(job)), {"loss_metrics/global_avg_loss": 0.0}):
+                self._writer.file_writer.add_summary(summary, step)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for tag, value in values.items():
@@ -33,6 +45,15 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _scalars(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | float | str]]:
+    """Dotted name and value of what is no list."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}{key}.")
+        elif isinstance(value, bool | int | float | str):
+            yield prefix + key, value
 
 
 class WeightsAndBiases:

@@ -1,14 +1,72 @@
-"""Model families and their sizes. No torch here; `registry.py` has what builds them."""
+"""Model families by name. A new one is a folder and one line here. No torch; `registry.py` has what builds them."""
 
-from torchtitan.models.deepseek import DEEPSEEK, DeepseekArgs
-from torchtitan.models.llama import LLAMA2, LLAMA3, LLAMA31, LLAMA32, LlamaArgs
-from torchtitan.models.qwen3_moe import QWEN3_MOE, Qwen3MoEArgs
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
 
-SIZES: dict[str, dict[str, LlamaArgs] | dict[str, DeepseekArgs] | dict[str, Qwen3MoEArgs]] = {
-    "llama2": LLAMA2,
-    "llama3": LLAMA3,
-    "llama3.1": LLAMA31,
-    "llama3.2": LLAMA32,
-    "deepseek": DEEPSEEK,
-    "qwen3_moe": QWEN3_MOE,
-}
+from torchtitan.errors import JobError
+from torchtitan.models.deepseek.family import FAMILY as DEEPSEEK
+from torchtitan.models.family import GROUP, Family
+from torchtitan.models.hf.config import ConfigForm
+from torchtitan.models.llama.family import LLAMAS
+from torchtitan.models.qwen3.family import FAMILY as QWEN3
+from torchtitan.models.qwen3_moe.family import FAMILY as QWEN3_MOE
+from torchtitan.registration import Registry
+
+FAMILIES: dict[str, Family] = {**LLAMAS, "deepseek": DEEPSEEK, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
+"""The project's own."""
+
+
+def _sizes(family: Family) -> Mapping[str, Any]:
+    return family.sizes
+
+
+def _config(family: Family) -> ConfigForm:
+    return family.config
+
+
+SIZES: Registry[Mapping[str, Any]] = Registry(GROUP, {k: _sizes(v) for k, v in FAMILIES.items()}, Family, _sizes)
+CONFIGS: Registry[ConfigForm] = Registry(GROUP, {k: _config(v) for k, v in FAMILIES.items()}, Family, _config)
+"""What each family says of config.json; of families that share one, the first is that of a folder without a job."""
+FROM_HF = "from_hf"
+"""The flavor whose sizes stand in a folder's config.json."""
+
+
+def sizes_of(name: str, flavor: str, folder: str | None, overrides: Mapping[str, Any]) -> Any:
+    """The family's frozen dataclass of sizes. KeyError for an unknown family or flavor; JobError where the
+    overrides, or what is in the folder of flavor from_hf, make no model.
+    """
+    if flavor != FROM_HF:
+        return changed(SIZES[name][flavor], overrides)
+    if folder is None:
+        raise JobError("model.hf_folder is not set, which holds the config.json")
+    return changed(CONFIGS[name].args_of(folder), overrides)
+
+
+def changed(sizes: Any, overrides: Mapping[str, Any]) -> Any:
+    """Sizes with some of them changed. For those that are a table of their own, such as rope_scaling, a table changes
+    some of it and false stands for none.
+    """
+    return dataclasses.replace(sizes, **{name: _value(sizes, name, value) for name, value in overrides.items()})
+
+
+def _value(sizes: Any, name: str, value: Any) -> Any:
+    table = table_of(type(sizes), name)
+    if table is None:
+        return value
+    if value is False:
+        return None
+    before = getattr(sizes, name)
+    return table(**value) if before is None else dataclasses.replace(before, **value)
+
+
+def table_of(args: type, name: str) -> type | None:
+    """The dataclass of a family's argument that is a table of its own; None for numbers and words."""
+    kind = typing.get_type_hints(args).get(name)
+    return next((part for part in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(part)), None)
+
+
+def family_of(model_type: Any) -> str | None:
+    """The family that reads this model_type of a config.json."""
+    return next((name for name, config in CONFIGS.items() if model_type in config.model_types), None)

@@ -1,19 +1,24 @@
 """What decoder models share: embedding, blocks, norm and head, and all that treats them alike in every family.
 
 A family gives the blocks and the rotary positions. Blocks stand in a dictionary, and the embedding, the final norm and
-the head may be None, so that a pipeline can cut the model and names stay what they are.
+the head may be None, so that a pipeline can cut the model and names stay what they are. What a block computes is said
+once, in its steps (parallelisms/steps.py).
 
 Letters of the shapes: B samples, S tokens, D = args.dim, V vocabulary.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
 
 from torchtitan.initialization import Constant, Init, Normal
-from torchtitan.models.layers import AttentionKernel, RMSNorm, SwiGLU, autocast_dtype
+from torchtitan.models.dropout import Dropout, layer_keys
+from torchtitan.models.layers import AttentionKernel, RMSNorm, Shared, SwiGLU, autocast_dtype
+from torchtitan.parallelisms.context.kernel import Tokens
+from torchtitan.parallelisms.steps import Chain, Notes, Segment, Stepwise
 
 
 class DecoderArgs(Protocol):
@@ -25,72 +30,177 @@ class DecoderArgs(Protocol):
     tied_embeddings: bool
 
 
-class Block(nn.Module):
-    def __init__(self, args: DecoderArgs, attention: nn.Module):
-        super().__init__()
-        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
-        self.attention = attention
-        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
-        self.feed_forward = SwiGLU(args.dim, args.ffn_dim)
-
-    def forward(self, x: torch.Tensor, rotation: torch.Tensor, mask: object) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), rotation, mask)
-        return x + self.feed_forward(self.ffn_norm(x))
-
-
-class Decoder(nn.Module):
-    """`loss`, a callable (hidden, head, labels) -> scalar, is attached by whoever trains.
-
-    `block` makes a layer of its number and the kernel; it has to keep the kernel in `attention.kernel`.
+class Block(Stepwise):
+    """`norm` makes a norm, RMSNorm unless said. `order`: norms stand before attention and feed-forward ("pre"), or
+    behind the sum with what they add ("post", as in arXiv:1706.03762). `dropout`: of what they add.
     """
 
     def __init__(
         self,
         args: DecoderArgs,
-        rotary: nn.Module,
+        attention: nn.Module,
+        feed_forward: nn.Module | None = None,
+        norm: Callable[[], nn.Module] | None = None,
+        order: Literal["pre", "post"] = "pre",
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        norm = norm or partial(RMSNorm, args.dim, args.norm_eps)
+        self.attention_norm = norm()
+        self.attention = attention
+        self.ffn_norm = norm()
+        self.feed_forward = feed_forward or SwiGLU(args.dim, args.ffn_dim)
+        self.order = order
+        self.attention_dropout = Dropout(dropout, 0) if dropout else None
+        self.ffn_dropout = Dropout(dropout, 1) if dropout else None
+
+    def steps(self) -> tuple[Segment, ...]:
+        return Segment("attention", self.attend, ("x",), ("h",)), Segment("feed_forward", self.feed, ("h",), ("out",))
+
+    def attend(self, notes: Notes, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, D] -> [B, S, D]"""
+        if self.order == "post":
+            return self.attention_norm(
+                x + self._dropped(self.attention(x, notes.shared), self.attention_dropout, notes)
+            )
+        y = self.attention(self.attention_norm(x), notes.shared)
+        return x + self._dropped(y, self.attention_dropout, notes)
+
+    def feed(self, notes: Notes, h: torch.Tensor) -> torch.Tensor:
+        """[B, S, D] -> [B, S, D]"""
+        if self.order == "post":
+            return self.ffn_norm(h + self._dropped(self.feed_forward(h), self.ffn_dropout, notes))
+        return h + self._dropped(self.feed_forward(self.ffn_norm(h)), self.ffn_dropout, notes)
+
+    def _dropped(self, y: torch.Tensor, dropout: Dropout | None, notes: Notes) -> torch.Tensor:
+        return y if dropout is None else dropout(y, notes.shared.keys)
+
+
+class Entrance(nn.Module):
+    """What is done with the embeddings of words before the first block: learned positions are added, `num_positions`
+    of them, then perhaps a norm and dropout. It is cut off with the embedding.
+    """
+
+    def __init__(self, dim: int, num_positions: int, norm: nn.Module | None = None, dropout: float = 0.0):
+        super().__init__()
+        self.positions = nn.Embedding(num_positions, dim)
+        self.norm = norm
+        self.dropout = Dropout(dropout) if dropout else None
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
+        """x [B, S, D], positions [B or 1, S] -> [B, S, D]"""
+        x = x + self.positions(positions).to(x.dtype)
+        x = x if self.norm is None else self.norm(x)
+        return x if self.dropout is None else self.dropout(x, keys)
+
+
+class Decoder(nn.Module):
+    """`loss`, an objective (hidden, head, batch) -> scalar, is attached by whoever trains.
+
+    `block` makes a layer of its number and the kernel; it has to keep the kernel in `attention.kernel`. `rotary` None:
+    positions are learned (`entrance`), or there are none. causal=False: tokens see their whole document. `norm`: the
+    last one, RMSNorm unless said; nn.Identity() where the last block ends with one. `head`: makes logits of what it
+    gives; unless said, of all words and without bias.
+    """
+
+    def __init__(
+        self,
+        args: DecoderArgs,
+        rotary: nn.Module | None,
         block: Callable[[int, AttentionKernel], nn.Module],
         attention_backend: str = "auto",
+        *,
+        causal: bool = True,
+        entrance: nn.Module | None = None,
+        norm: nn.Module | None = None,
+        head: nn.Module | None = None,
     ):
         super().__init__()
         self.args = args
         self.loss = None
         self.rotary = rotary
-        self.kernel = AttentionKernel(attention_backend)  # one for all blocks; it has no state
+        self.kernel = AttentionKernel(attention_backend, causal)  # one for all blocks; it has no state
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.entrance = entrance
         self.layers = nn.ModuleDict({str(i): block(i, self.kernel) for i in range(args.n_layers)})
-        self.norm = RMSNorm(args.dim, args.norm_eps)
-        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.norm = norm or RMSNorm(args.dim, args.norm_eps)
+        self.output = head or nn.Linear(args.dim, args.vocab_size, bias=False)
         self.tie_weights()
+
+    @property
+    def draws(self) -> bool:
+        """Whether training drops something, and so needs the keys of the tokens."""
+        return any(isinstance(module, Dropout) and module.p > 0 for module in self.modules())
 
     def forward(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
+        keys: torch.Tensor | None = None,
+        **targets: torch.Tensor | None,
     ) -> torch.Tensor:
         """tokens [B, S] (hidden states [B, S, D] where the embedding is cut off) -> logits [B, S, V] (hidden states
-        where the head is). With labels [B, S]: the sum of the tokens' losses, a scalar.
+        where the head is). With what the loss reads (labels [B, S]): the sum of losses, a scalar.
 
-        positions [B, S] default to 0..S-1. With document_ids [B, S], tokens see only their own document.
+        positions [B, S] default to 0..S-1. With document_ids [B, S], tokens see only their own document. keys [B, S]:
+        of the tokens' draws, for a model with dropout in training (dropout.token_keys).
         """
-        x = tokens if self.tok_embeddings is None else self.embed(tokens)  # [B, S, D]
-        if positions is None:
-            positions = torch.arange(x.shape[1], device=x.device)[None]  # [1, S]
-        rotation = self.rotary(positions)
-        mask = self.kernel.prepare(document_ids)
+        shared = self.shared(tokens, positions, document_ids, keys)
+        x = tokens if self.tok_embeddings is None else self.enter(tokens, shared)  # [B, S, D]
         for layer, block in self.layers.items():
             if int(layer) < self.args.n_layers:
-                x = block(x, rotation, mask)
-        if self.norm is not None:
-            x = self.norm(x)
-        if labels is not None:
-            assert self.loss is not None and self.output is not None, "labels need a loss and the output head"
-            loss, extra = self.loss(x, self.output, labels), None
-            if self.training:
-                extra = self.extra_loss(x, tokens, labels, document_ids, rotation, mask)
-            return loss if extra is None else loss + (extra - extra.detach())
-        return x if self.output is None else self.output(x)
+                x = block(x, of_layer(shared, int(layer)))
+        x = self.normed(x)
+        shared = shared._replace(targets={name: target for name, target in targets.items() if target is not None})
+        out = self.finish(x, shared)
+        if not shared.targets or not self.training:
+            return out
+        extra = self.extra_loss(x, tokens, document_ids, shared)
+        return out if extra is None else out + (extra - extra.detach())
+
+    def chains(self) -> list[Chain]:
+        """The same for a pipeline that runs a part by its steps. Extra losses have none."""
+        chains = [
+            Chain(f"layers.{name}", block.steps(), partial(of_layer, layer=int(name)))
+            for name, block in self.layers.items()
+        ]
+        if self.tok_embeddings is not None:
+            embed = Segment("embed", lambda notes, tokens: self.enter(tokens, notes.shared), ("x",), ("out",))
+            chains.insert(0, Chain("tok_embeddings", (embed._replace(light=True),), recompute=False))
+        if self.norm is not None or self.output is not None:
+            head = Segment("head", lambda notes, x: self.finish(self.normed(x), notes.shared), ("x",), ("out",))
+            chains.append(Chain("head", (head._replace(light=True),), recompute=False))
+        return chains
+
+    def context(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        keys: torch.Tensor | None = None,
+        **targets: torch.Tensor,
+    ) -> Shared:
+        """What the chains share: of tokens [B, S] or hidden states [B, S, D], and the rest as forward takes it."""
+        return self.shared(x, positions, document_ids, keys)._replace(targets=targets)
+
+    def shared(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        keys: torch.Tensor | None = None,
+    ) -> Shared:
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)[None]  # [1, S]
+        places = torch.arange(positions.shape[1], device=positions.device)  # [S]
+        rotation = None if self.rotary is None else self.rotary(positions)
+        return Shared(positions, document_ids, rotation, self.kernel.prepare(Tokens(places, document_ids)), keys)
+
+    def enter(self, tokens: torch.Tensor, shared: Shared) -> torch.Tensor:
+        """[B, S] -> [B, S, D], what the first block gets"""
+        x = self.embed(tokens)
+        return x if self.entrance is None else self.entrance(x, shared.positions, of_layer(shared, -1).keys)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """[B, S] -> [B, S, D]"""
@@ -98,14 +208,30 @@ class Decoder(nn.Module):
         dtype = autocast_dtype(x.device.type)  # which leaves embeddings in float32, unlike FSDP's mixed precision
         return x if dtype is None else x.to(dtype)
 
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, D] -> [B, S, D], what the head reads"""
+        return x if self.norm is None else self.norm(x)
+
+    def finish(self, x: torch.Tensor, shared: Shared) -> torch.Tensor:
+        """x [B, S, D], normed -> logits [B, S, V], or x where the head is cut off. With targets: the sum of losses."""
+        if shared.targets:
+            return self.loss_of(x, shared.targets, shared)
+        return x if self.output is None else self.output(x)
+
+    def loss_of(self, x: torch.Tensor, targets: Mapping[str, torch.Tensor], shared: Shared) -> torch.Tensor:
+        """x [B, S, D], what the head reads -> the sum of losses"""
+        assert self.loss is not None and self.output is not None, "targets need a loss and the output head"
+        batch = {"positions": shared.positions, **targets}
+        return self.loss(
+            x, self.output, batch if shared.documents is None else batch | {"document_ids": shared.documents}
+        )
+
     def extra_loss(
         self,
         x: torch.Tensor,
         tokens: torch.Tensor,
-        labels: torch.Tensor,
         document_ids: torch.Tensor | None,
-        rotation: torch.Tensor,
-        mask: object,
+        shared: Shared,
     ) -> torch.Tensor | None:
         """What a family adds to the gradient, and not to the value, of the sum of losses in training: a scalar of the
         hidden states x [B, S, D] that the head reads, or None. Its layers stand in `layers` behind the model's own.
@@ -117,10 +243,10 @@ class Decoder(nn.Module):
         return {}
 
     def set_attention_backend(self, backend: str) -> None:
-        self.set_attention_kernel(AttentionKernel(backend))
+        self.set_attention_kernel(AttentionKernel(backend, self.kernel.causal))
 
     def set_attention_kernel(self, kernel: nn.Module) -> None:
-        """Give all blocks another kernel, with AttentionKernel's two methods."""
+        """Give all blocks another kernel (see AttentionKernel)."""
         self.kernel = kernel
         for block in self.layers.values():
             block.attention.kernel = kernel
@@ -138,13 +264,23 @@ class Decoder(nn.Module):
     def init_rule(self, name: str) -> Init:
         """torchtitan's recipe for Llama 3: truncated normals, narrower with depth for what feeds the residual stream.
 
-        A tied matrix starts as a head does: embeddings of standard deviation 1 would make logits of sqrt(D).
+        A tied matrix starts as a head does: embeddings of standard deviation 1 would make logits of sqrt(D). Biases
+        start at zero.
         """
+        if name.endswith(".bias"):
+            return Constant(0.0)
         if "norm" in name:
             return Constant(1.0)
         if name.startswith("output.") or (name.startswith("tok_embeddings.") and self.args.tied_embeddings):
             return Normal(self.args.dim**-0.5)
         if name.startswith("tok_embeddings."):
             return Normal(1.0)
+        if not name.startswith("layers."):
+            return Normal(0.02)
         _, layer, *_, matrix = name.removesuffix(".weight").split(".")
         return Normal(0.02 / (2 * (int(layer) + 1)) ** 0.5 if matrix in ("wo", "w2", "w3") else 0.02)
+
+
+def of_layer(shared: Shared, layer: int) -> Shared:
+    """What a layer, -1 for what comes before the first, gets of what all share: with its own keys."""
+    return shared if shared.keys is None else shared._replace(keys=layer_keys(shared.keys, layer))

@@ -4,15 +4,18 @@ Everything here is plain torch and traces into one graph.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from torchtitan.errors import JobError
+from torchtitan.parallelisms.context.kernel import Tokens
 
 BACKENDS = ("auto", "sdpa", "flex")
 
@@ -44,6 +47,13 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's, with weight and bias, in the type of its input (see RMSNorm)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
 class Rotary(nn.Module):
@@ -106,34 +116,67 @@ class SwiGLU(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+class MLP(nn.Module):
+    """Feed-forward without a gate: w2(activation(w1 x)), both with biases."""
+
+    def __init__(self, dim: int, hidden_dim: int, activation: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim)
+        self.w2 = nn.Linear(hidden_dim, dim)
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(self.activation(self.w1(x)))
+
+
 class AttentionKernel(nn.Module):
-    """Causal attention by one of torch's kernels. The place to swap: whatever replaces it keeps these two methods.
+    """Causal attention, or with causal=False attention to the whole document, by one of torch's kernels. The place to
+    swap: whatever replaces it keeps `prepare` and `forward`, and says of them what it can do where a rank has a part of
+    the sequence (parallelisms/context/kernel.py).
 
     sdpa: scaled_dot_product_attention, which picks the fastest kernel itself. flex: flex attention, which skips blocks
     that a document mask empties. auto: flex for document masks on a GPU (it has no backward on a CPU), else sdpa.
     Without a document mask all three are sdpa: there is nothing more to skip.
     """
 
-    def __init__(self, backend: str = "auto"):
+    plain_attention = takes_parts = True
+
+    def __init__(self, backend: str = "auto", causal: bool = True):
         super().__init__()
         if backend not in BACKENDS:
-            raise ValueError(f"attention backend {backend!r}: choose one of {', '.join(BACKENDS)}")
-        self.backend = backend
+            raise JobError(f"attention backend {backend!r}: choose one of {', '.join(BACKENDS)}")
+        self.backend, self.causal = backend, causal
 
-    def prepare(self, document_ids: torch.Tensor | None) -> torch.Tensor | BlockMask | None:
-        """Once per forward: document_ids [B, S] -> the mask that `forward` takes. None means plainly causal."""
-        if document_ids is None:
+    def prepare(self, queries: Tokens, keys: Tokens | None = None) -> torch.Tensor | BlockMask | None:
+        """Once per forward: the mask that `forward` takes. None means plainly causal, or nothing hidden. Without `keys`
+        they are those of the queries.
+        """
+        whole, keys = keys is None, keys or queries
+        if queries.documents is None and (whole or not self.causal):
             return None
-        batch, length = document_ids.shape
-        if self.backend == "flex" or (self.backend == "auto" and document_ids.is_cuda):
+        if self.uses_flex(queries):
+            return self._block_mask(queries, keys)
+        visible = torch.ones((), dtype=torch.bool, device=queries.places.device)
+        if queries.documents is not None:
+            visible = queries.documents[:, :, None] == keys.documents[:, None, :]
+        if self.causal:
+            visible = visible & (queries.places[:, None] >= keys.places)
+        return visible.view(-1, 1, len(queries.places), len(keys.places))  # [B or 1, 1, Q, S], True = may look
 
-            def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-                return (q >= k) & (document_ids[b, q] == document_ids[b, k])
+    def uses_flex(self, queries: Tokens) -> bool:
+        if queries.documents is None:
+            return False
+        return self.backend == "flex" or (self.backend == "auto" and queries.documents.is_cuda)
 
-            create = compiled(create_block_mask) if document_ids.is_cuda else create_block_mask
-            return create(visible, batch, None, length, length, device=document_ids.device)
-        same_document = document_ids[:, :, None] == document_ids[:, None, :]
-        return same_document.tril()[:, None]  # [B, 1, S, S], True = may look
+    def _block_mask(self, queries: Tokens, keys: Tokens) -> BlockMask:
+        (batch, length), device = queries.documents.shape, queries.documents.device
+
+        def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            same = queries.documents[b, q] == keys.documents[b, k]
+            return same & (queries.places[q] >= keys.places[k]) if self.causal else same
+
+        create = compiled(create_block_mask) if device.type == "cuda" else create_block_mask
+        return create(visible, batch, None, length, keys.documents.shape[1], device=device)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | BlockMask | None
@@ -155,7 +198,9 @@ class AttentionKernel(nn.Module):
         if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
             grouped = False
-        attend = partial(F.scaled_dot_product_attention, q, k, is_causal=mask is None, enable_gqa=grouped)
+        attend = partial(
+            F.scaled_dot_product_attention, q, k, is_causal=self.causal and mask is None, enable_gqa=grouped
+        )
         narrower = q.shape[-1] - v.shape[-1]
         if narrower > 0 and q.device.type == "cpu" and (q.dtype == torch.bfloat16 or q.shape[-2] >= 512):
             # The CPU's flash kernel wants one width; without it all scores are written down. With keys of 192 and
@@ -171,6 +216,17 @@ class AttentionKernel(nn.Module):
             return self._sdpa(q.float(), k.float(), v.float(), mask).to(q.dtype)
 
 
+class Shared(NamedTuple):
+    """What all blocks of a forward share."""
+
+    positions: torch.Tensor  # [B or 1, S]
+    documents: torch.Tensor | None  # [B, S]
+    rotation: torch.Tensor | None  # of the positions, see Rotary; None without rotary positions
+    mask: object  # what the attention kernel made of the documents
+    keys: torch.Tensor | None = None  # [B, S], of this layer's draws, see Dropout
+    targets: Mapping[str, torch.Tensor] | None = None  # for the head, what the loss reads
+
+
 class GroupedSizes(Protocol):
     dim: int
     n_heads: int
@@ -180,30 +236,32 @@ class GroupedSizes(Protocol):
 
 
 class GroupedQueryAttention(nn.Module):
-    """Attention whose key/value heads each serve several query heads (arXiv:2305.13245), with rotary positions. With
-    `qk_norm` each head's query and key are normed before they are turned (arXiv:2302.05442, as in Qwen 3).
+    """Attention whose key/value heads each serve several query heads (arXiv:2305.13245), with rotary positions if the
+    model has them. With `qk_norm` each head's query and key are normed before they are turned (arXiv:2302.05442, as in
+    Qwen 3). `bias`: of all four matrices.
 
     Letters of the shapes: B samples, S tokens, D width, H query heads, K key/value heads, E = head_dim.
     """
 
-    def __init__(self, args: GroupedSizes, kernel: AttentionKernel, qk_norm: bool = False):
+    def __init__(self, args: GroupedSizes, kernel: AttentionKernel, qk_norm: bool = False, bias: bool = False):
         super().__init__()
         self.head_dim = args.head_dim
-        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
-        self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias=False)
-        self.wv = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias=False)
-        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias)
+        self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
+        self.wv = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
+        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias)
         self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if qk_norm else None
         self.kernel = kernel
 
-    def forward(self, x: torch.Tensor, rotation: torch.Tensor, mask: object) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, shared: Shared) -> torch.Tensor:
         # -1 and not the number of heads: under tensor parallelism a rank has only some of them
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H, E]
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # [B, S, K, E]
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))  # [B, S, K, E]
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, rotation), rotate(k, rotation)
-        y = self.kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)  # [B, H, S, E]
+        if shared.rotation is not None:
+            q, k = rotate(q, shared.rotation), rotate(k, shared.rotation)
+        y = self.kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), shared.mask)  # [B, H, S, E]
         return self.wo(y.transpose(1, 2).flatten(-2))  # [B, S, D]

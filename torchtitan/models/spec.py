@@ -1,22 +1,21 @@
 """What the rest of the project needs to know of a model family. A new family is one of these."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 from torchtitan.models.flops import FlopsPerToken
-from torchtitan.models.hf_family import HuggingFace
+from torchtitan.models.hf.family import HuggingFace
+from torchtitan.parallelisms.experts.balance import Balance
 from torchtitan.parallelisms.plan import ParallelPlan
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    sizes: Mapping[str, Any]  # flavor -> frozen dataclass of arguments
     build: Callable[..., nn.Module]  # build(args, attention_backend="auto")
     plan: ParallelPlan
     hf: HuggingFace
     flops_per_token: Callable[[Any, int], FlopsPerToken]  # (args, seq_len)
-    balance: ModuleType | None = None  # of a family with experts: models/moe/balance.py
+    balance: Balance | None = None  # of a family with experts, as models/moe/balance.py has it

@@ -1,16 +1,18 @@
 """Optimizers of a job: parameter groups, one optimizer per model part, or one per parameter that steps in backward."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchtitan.errors import JobError
+from torchtitan.initialization import clean_name
 from torchtitan.optimizers import OPTIMIZERS
-
-IMPLEMENTATIONS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+from torchtitan.optimizers.spec import OptimizerSpec
 
 
 class Optimizers:
@@ -70,33 +72,63 @@ def build_optimizers(
     *,
     name: str,
     lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
     weight_decay: float,
+    shared: Mapping[str, Any] = MappingProxyType({}),
+    options: Mapping[str, Any] = MappingProxyType({}),
     decay_norms_and_biases: bool = True,
-    implementation: str = "fused",
+    implementation: str | None = None,
     in_backward: bool = False,
+    rate_of: Callable[[str], float] = lambda name: 1.0,
 ) -> Optimizers:
     """One optimizer per model part, over the parameters that require gradients. Without `decay_norms_and_biases`,
-    those with fewer than two dimensions form a group of their own, with no weight decay.
+    those with fewer than two dimensions form groups of their own, with no weight decay.
+
+    `shared` and `options` are the job's beta1, beta2 and eps, and its table (see OptimizerSpec). `implementation`: None
+    is the optimizer's first. `rate_of` a parameter's name: what its rate is of `lr`. JobError for what the optimizer
+    does not have.
     """
     if name not in OPTIMIZERS:
-        raise ValueError(f"optimizer {name!r}: choose one of {', '.join(OPTIMIZERS)}")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"optimizer implementation {implementation!r}: choose one of {', '.join(IMPLEMENTATIONS)}")
-    make = resolve_name(OPTIMIZERS[name])
-    options = {"lr": lr, "betas": (beta1, beta2), "eps": eps, **IMPLEMENTATIONS[implementation]}
-    groups = [_groups(part, weight_decay, decay_norms_and_biases) for part in model_parts]
+        raise JobError(f"optimizer {name!r}: choose one of {', '.join(OPTIMIZERS)}")
+    spec = OPTIMIZERS[name]
+    implementation = implementation or next(iter(spec.implementations))
+    if implementation not in spec.implementations:
+        known = ", ".join(spec.implementations)
+        raise JobError(f"optimizer implementation {implementation!r}: {name} has {known}; choose one of these")
+    read = {key: shared[key] for key in spec.shared}
+    for option, given, allowed, remedy in spec.wrong(name, read, options):
+        raise JobError(f"{option}: given {given}; allowed: {allowed}; {remedy}")
+    make = resolve_name(spec.make)
+    arguments = {"lr": lr, **spec.arguments(read, options), **spec.implementations[implementation]}
+    groups = [_groups(part, spec, weight_decay, decay_norms_and_biases, rate_of) for part in model_parts]
+    for group in (group for part in groups for group in part):
+        group["lr"] = group.get("lr", lr) * group.pop("rate")
+    groups = [part for part in groups if part]  # of a pipeline, a part may have nothing that is trained
     if not in_backward:
-        return Optimizers([make(part, **options) for part in groups])
+        return Optimizers([make(part, **arguments) for part in groups])
     singles = [{**group, "params": [p]} for part in groups for group in part for p in group["params"]]
-    return OptimizersInBackward([make([single], **options) for single in singles])
+    return OptimizersInBackward([make([single], **arguments) for single in singles])
 
 
-def _groups(part: nn.Module, weight_decay: float, decay_norms_and_biases: bool) -> list[dict[str, Any]]:
-    parameters = [p for p in part.parameters() if p.requires_grad]
-    decayed = [p for p in parameters if decay_norms_and_biases or p.dim() > 1]
-    rest = [p for p in parameters if not decay_norms_and_biases and p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+def _groups(
+    part: nn.Module,
+    spec: OptimizerSpec,
+    weight_decay: float,
+    decay_norms_and_biases: bool,
+    rate_of: Callable[[str], float],
+) -> list[dict[str, Any]]:
+    """Groups of equal weight decay, rate and entries by `spec.group_of`; those that are decayed come first."""
+    entries_of = resolve_name(spec.group_of) if spec.group_of else lambda name, parameter: {}
+    parameters = [(clean_name(name), p) for name, p in part.named_parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = []
+    for decayed in (True, False):
+        for name, parameter in parameters:
+            if decayed != (decay_norms_and_biases or parameter.dim() > 1):
+                continue
+            entries = {"weight_decay": weight_decay if decayed else 0.0, "rate": rate_of(name)}
+            entries |= entries_of(name, parameter)
+            group = next((g for g in groups if {k: g[k] for k in g if k != "params"} == entries), None)
+            if group is None:
+                group = {"params": [], **entries}
+                groups.append(group)
+            group["params"].append((name, parameter) if spec.named else parameter)
+    return groups

@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_selective_checkpoint_contexts
 
+from torchtitan.parallelisms.pipeline.overlap.segments import Policy
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
-from torchtitan.parallelisms.segments import Policy
 
 # Dear to recompute: matrix products, attention kernels, and anything that would communicate a second time.
 SAVED_OPS = {

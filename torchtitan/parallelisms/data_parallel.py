@@ -73,7 +73,8 @@ def _in_training_only(block: nn.Module) -> bool:
 
 def _shard_experts(shards: int, parameter: nn.Parameter) -> Shard:
     """Whole experts to each rank, or, where a rank has too few of them, a part of every one."""
-    return Shard(0) if parameter.to_local().shape[0] % shards == 0 else Shard(1)
+    shape = parameter.to_local().shape
+    return Shard(next((dim for dim, size in enumerate(shape) if size % shards == 0), 0))
 
 
 def _hide_from_selective_recompute(module: FSDPModule) -> None:

@@ -10,6 +10,8 @@ from math import prod
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchtitan.parallelisms.degrees import check_borrowing, lenders, shards_of_ranks
+
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -24,25 +26,9 @@ class ParallelDims:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        others = self.dp_replicate * self.cp * self.tp * self.pp
-        if self.dp_shard == -1:
-            if self.world_size % others:
-                raise ValueError(
-                    f"{self.world_size} ranks cannot be divided into dp_replicate {self.dp_replicate} x cp {self.cp} x "
-                    f"tp {self.tp} x pp {self.pp} = {others}; use a multiple of {others} ranks or smaller degrees"
-                )
-            object.__setattr__(self, "dp_shard", self.world_size // others)
-        if others * self.dp_shard != self.world_size:
-            raise ValueError(
-                f"pp {self.pp} x dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} x cp {self.cp} x "
-                f"tp {self.tp} = {others * self.dp_shard}, but there are {self.world_size} ranks; "
-                "data_parallel_shard_degree = -1 takes what is left over"
-            )
-        if self.lenders % self.ep:
-            raise ValueError(
-                f"ep {self.ep} does not divide dp_shard {self.dp_shard} x cp {self.cp} x tp {self.tp} = "
-                f"{self.lenders}, the ranks that it borrows; choose a divisor"
-            )
+        others = dict(dp_replicate=self.dp_replicate, cp=self.cp, tp=self.tp, pp=self.pp)
+        object.__setattr__(self, "dp_shard", shards_of_ranks(self.world_size, self.dp_shard, **others))
+        check_borrowing(self.ep, self.dp_shard, self.cp, self.tp)
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -63,7 +49,7 @@ class ParallelDims:
     @property
     def lenders(self) -> int:
         """The ranks with different tokens of one replica and stage, from which expert parallel borrows."""
-        return self.dp_shard * self.cp * self.tp
+        return lenders(self.dp_shard, self.cp, self.tp)
 
     @property
     def readers(self) -> int:

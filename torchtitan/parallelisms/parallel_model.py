@@ -3,26 +3,36 @@
 The one place where the parts of parallelism meet. Trainer, tests and benchmarks assemble and run a model by it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from torchtitan.initialization import clean_name, initialize
 from torchtitan.parallelisms.activation_checkpoint import segment_policy
-from torchtitan.parallelisms.context_parallel import shard_sequence
+from torchtitan.parallelisms.context.context_parallel import shard_sequence
 from torchtitan.parallelisms.data_parallel import set_last_microbatch
-from torchtitan.parallelisms.exchange import AllToAll
-from torchtitan.parallelisms.expert_balance import ExpertBalance
+from torchtitan.parallelisms.experts.balance import Balance, ExpertBalance
 from torchtitan.parallelisms.gradients import clip_gradients
+from torchtitan.parallelisms.hooks import StepHooks
 from torchtitan.parallelisms.parallel_dims import ParallelDims
-from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize, uses_fully_shard
-from torchtitan.parallelisms.pipeline_parallel import Pipeline, PipelineOptions, Segmented, cut_model, tied_names
+from torchtitan.parallelisms.parallelize import ParallelOptions, dtype_of, parallelize, uses_fully_shard
+from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
+from torchtitan.parallelisms.pipeline.pipeline_parallel import (
+    Pipeline,
+    PipelineOptions,
+    Segmented,
+    cut_model,
+    tied_names,
+)
 from torchtitan.parallelisms.plan import ParallelPlan
+from torchtitan.parallelisms.steps import require_steps
+from torchtitan.stores import draw_stores
 
 Batch = dict[str, torch.Tensor]
 
@@ -44,8 +54,9 @@ def parallel_parts(
         assert pipeline is not None
         stages = pipeline.stages(model, plan, dims.pp)
         mine = pipeline.stages_of_rank(dims.rank_in(mesh, "pp"), dims.pp, len(stages))
-        parts = cut_model(model, stages, mine)
+        parts = cut_model(model, stages, mine, plan)
     if runs_by_segments(dims, options):
+        require_steps(model, plan)
         options = replace(options, recompute="none")  # which the segments do themselves
     for part in parts:
         parallelize(part, mesh, dims, plan, options, expert_mesh)
@@ -60,7 +71,7 @@ class ParallelModel:
     """This rank's share of a model. Without a pipeline `parts` holds the one model, else a part for each stage here.
 
     `model` comes on the meta device, in the type its parameters are kept in, its loss attached. `balance`: of a model
-    with experts, see ExpertBalance.
+    with experts. `adapter`: what has been installed in the model (adapters/interface.py).
     """
 
     def __init__(
@@ -74,13 +85,15 @@ class ParallelModel:
         device: torch.device,
         seed: int,
         pipeline: PipelineOptions | None = None,
-        balance: ModuleType | None = None,
+        balance: Balance | None = None,
+        adapter: Any = None,
     ):
         self.mesh, self.dims, self.options, self.device = mesh, dims, options, device
-        dtype = next(model.parameters()).dtype
+        dtype = dtype_of(model)
         mixed = dtype != options.param_dtype and not uses_fully_shard(dims, options, dtype)
         self.autocast = torch.autocast(device.type, options.param_dtype, enabled=mixed)
         tied = tied_names(model)
+        self.draws: bool = getattr(model, "draws", False)  # whether training needs the keys of the tokens
         self.expert_mesh = dims.build_expert_mesh(mesh.device_type)
         self.parts, stages, num_stages = parallel_parts(model, mesh, dims, plan, options, pipeline, self.expert_mesh)
         for part in self.parts:
@@ -90,6 +103,10 @@ class ParallelModel:
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.to(device))
             initialize(part, seed, part.init_rule, drawn_as=tied)
+            draw_stores(part, seed, part.init_rule)
+        self.adapter = adapter
+        if adapter is not None:
+            adapter.follow_base(self.parts)
         self.pipeline = None
         if dims.pp > 1:
             segments = None
@@ -118,6 +135,10 @@ class ParallelModel:
         if balance is not None:
             copies = 1 if options.sequence_parallel else dims.tp
             self.balance = ExpertBalance(self.parts, balance, mesh, dims, copies)
+        self.hooks = StepHooks()
+        for hook in (self.balance, adapter):
+            if hook is not None:
+                self.hooks.append(hook)
 
     def train(self, mode: bool = True) -> None:
         for part in self.parts:
@@ -137,8 +158,9 @@ class ParallelModel:
         """Add the gradients of sum of losses / `valid_tokens`, the global number. Returns this rank's share of that
         loss: over dp and cp the shares add up, over tp they are the same, and in a pipeline one rank has it all.
 
-        batch: [B, S] tensors of a data-parallel rank, the same on its tp, cp and pp ranks: tokens, labels and, to keep
-        attention inside documents, positions and document_ids. `is_last`: of the batches accumulated in this step.
+        batch: [B, S] tensors of a data-parallel rank, the same on its tp, cp and pp ranks: tokens, labels, to keep
+        attention inside documents positions and document_ids, and for dropout the tokens' keys. `is_last`: of the
+        batches accumulated in this step.
         """
         batch = self._share(batch)
         if self.balance is not None:
@@ -168,10 +190,9 @@ class ParallelModel:
         parameters = chain.from_iterable(part.parameters() for part in self.parts)
         return clip_gradients(parameters, max_norm, self.mesh["pp"].get_group(), self.pipeline.duplicated)
 
-    def after_step(self) -> None:
-        """After each optimizer step: what moves with it and is no parameter."""
-        if self.balance is not None:
-            self.balance.after_step()
+    def after_step(self, step: int = 0, optimizers: Sequence[Optimizer] = ()) -> None:
+        """After each optimizer step, the `step`-th of the run: what moves with it."""
+        self.hooks.after_step(step, self.parts, optimizers)
 
     def extra_metrics(self) -> dict[str, float]:
         """Of the last step, the same on all ranks. Every rank calls it, and waits for the device."""

@@ -15,9 +15,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.parallelisms.activation_checkpoint import apply_activation_checkpoint
-from torchtitan.parallelisms.context_parallel import apply_context_parallel
+from torchtitan.parallelisms.context.context_parallel import apply_context_parallel
 from torchtitan.parallelisms.data_parallel import apply_data_parallel
-from torchtitan.parallelisms.expert_parallel import apply_expert_parallel
+from torchtitan.parallelisms.experts.expert_parallel import apply_expert_parallel
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
 from torchtitan.parallelisms.tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
@@ -58,12 +58,12 @@ def parallelize(
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Apply `options` to `model`, whole or a pipeline part, in place. `expert_mesh`: of dims, with expert parallel."""
-    dtype = next(model.parameters()).dtype
+    dtype = dtype_of(model)
     if expert_mesh is not None:
         apply_expert_parallel(model, expert_mesh["ep"], plan)
     if dims.tp > 1:
         if options.async_tp:
-            enable_async_tensor_parallel(mesh["tp"], options.compile_model)
+            enable_async_tensor_parallel(mesh["tp"], options.compile_model, options.sequence_parallel)
         apply_tensor_parallel(
             model,
             mesh["tp"],
@@ -94,6 +94,11 @@ def parallelize(
             cpu_offload=options.cpu_offload,
             expert_mesh=None if expert_mesh is None else dims.expert_dp_mesh(expert_mesh),
         )
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The type in which a model's numbers are kept. Weights packed into integers are none."""
+    return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
 
 
 def uses_fully_shard(dims: ParallelDims, options: ParallelOptions, dtype: torch.dtype = torch.float32) -> bool:

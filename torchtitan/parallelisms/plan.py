@@ -22,12 +22,15 @@ class ParallelPlan:
 
     blocks: str = "layers.*"
     embedding: str = "tok_embeddings"
+    with_embedding: tuple[str, ...] = ()  # modules that a pipeline cuts off with it: learned positions
     head: tuple[str, str] = ("norm", "output")
     gathered: tuple[str, ...] = ()  # modules at which a region begins
     column: tuple[str, ...] = ()  # linears split by output; below a module with `head_dim` in whole heads of that width
     row: tuple[str, ...] = ()  # linears split by input
     replicated: tuple[str, ...] = ()  # inside a region, but whole on every rank, as its output is for all heads
     sequence: tuple[str, ...] = ()  # outside the regions, on the tokens of this rank: norms
+    indexed: tuple[str, ...] = ()  # outside too, with a further input of integers for all tokens: dropout and its keys
+    may_lack: tuple[str, ...] = ()  # which of these patterns some sizes of the model have no module for
     experts: str = ""  # expert parallelism's: the module inside a block whose parameters are stacked by expert
 
 
@@ -70,11 +73,12 @@ def is_part(model: nn.Module, plan: ParallelPlan) -> bool:
 
 def match_blocks(model: nn.Module, plan: ParallelPlan, inside: str = "") -> list[tuple[str, nn.Module]]:
     """The plan's blocks, or what a pattern names inside them. A pipeline part may have none of them: a first one with
-    the embedding alone, or one whose few layers are all of the other kind (dense, experts).
+    the embedding alone, or one whose few layers are all of the other kind (dense, experts). And what the plan says that
+    a model may lack, some sizes have not.
     """
     try:
         return match(model, f"{plan.blocks}.{inside}" if inside else plan.blocks)
     except ValueError:
-        if is_part(model, plan):
+        if inside in plan.may_lack or is_part(model, plan):
             return []
         raise

@@ -18,6 +18,8 @@ Why not the styles of torch.distributed.tensor.parallel, which make DTensors of 
   what turns DTensors into plain tensors has to be told how the gradient will lie, and here all of it is.
 """
 
+from collections import defaultdict
+from collections.abc import Mapping
 from functools import cache, partial
 from inspect import signature
 from types import MethodType
@@ -30,7 +32,9 @@ from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from torchtitan.parallelisms.plan import ParallelPlan, match_blocks, match_end
+from torchtitan.errors import JobError
+from torchtitan.parallelisms.degrees import SEQ_LEN, check_async, check_sequence, check_split, needs_of_a_sequence
+from torchtitan.parallelisms.plan import ParallelPlan, match, match_blocks, match_end
 
 
 def apply_tensor_parallel(
@@ -41,14 +45,14 @@ def apply_tensor_parallel(
     sequence_parallel: bool = True,
     loss_parallel: bool = True,
 ) -> None:
-    """Split `model`, whole or a pipeline part, in place over `mesh`, the axis tp. ValueError where it does not divide,
-    or where a parameter is in none of the plan's patterns.
+    """Split `model`, whole or a pipeline part, in place over `mesh`, the axis tp. JobError where it does not divide,
+    JobError where a parameter is in none of the plan's patterns.
 
     With `loss_parallel` the head's logits are a DTensor split by vocabulary, which loss.py takes; else plain and whole.
     """
     embedding, norm, head = (match_end(model, name) for name in (plan.embedding, *plan.head))
     if (norm is None) != (head is None):
-        raise ValueError(
+        raise JobError(
             f"a pipeline part has only one of {' and '.join(plan.head)}, but the hidden states are gathered between "
             f"the two under tensor parallel; cut the model elsewhere"
         )
@@ -57,25 +61,31 @@ def apply_tensor_parallel(
     border = Border(mesh, sequence_parallel)
     tokens_gradient = Partial() if sequence_parallel else Replicate()
 
-    for module in _matching(model, plan, plan.column):
-        _split(module, mesh, _Column, Shard(0), Shard(0))
-    for module in _matching(model, plan, plan.row):
-        _split(module, mesh, _Row, Shard(1), Replicate(), border=border, gradient=tokens_gradient)
-    for module in _matching(model, plan, plan.replicated):
-        _split(module, mesh, _Whole, Replicate(), Replicate(), gradient=Partial())
-    norms = [m for m in _matching(model, plan, plan.sequence) if not _is_split(m)]  # by expert parallel
-    for module in norms if norm is None else [*norms, norm]:
-        _split(module, mesh, _Whole, Replicate(), Replicate(), gradient=tokens_gradient)
+    for name, module in _matching(model, plan, plan.column):
+        _split(name, module, mesh, "column", _Column, BY_OUTPUT)
+    for name, module in _matching(model, plan, plan.row):
+        laid = {"weight": (Shard(1), Shard(1)), "bias": (Replicate(), tokens_gradient)}
+        _split(name, module, mesh, "row", _Row, laid, border=border)
+    for name, module in _matching(model, plan, plan.replicated):
+        _split(name, module, mesh, "replicated", _Whole, defaultdict(lambda: (Replicate(), Partial())))
+    norms = [(name, m) for name, m in _matching(model, plan, plan.sequence) if not _is_split(m)]  # by expert parallel
+    for name, module in norms if norm is None else [*norms, (plan.head[0], norm)]:
+        laid = defaultdict(lambda: (Replicate(), tokens_gradient))
+        _split(name, module, mesh, "sequence", _Whole, laid, whole=tokens_gradient)
+    beside = [leaf for name in plan.with_embedding if embedding is not None for leaf in _leaves(model, name)]
+    for name, module in [*_matching(model, plan, plan.indexed), *beside]:
+        laid = defaultdict(lambda: (Replicate(), tokens_gradient))
+        _split(name, module, mesh, "indexed", _Indexed, laid, whole=tokens_gradient, border=border)
     if embedding is not None:
-        _split(embedding, mesh, _Embedding, Shard(0), Shard(0), border=border)
+        _split(plan.embedding, embedding, mesh, "embedding", _Embedding, BY_OUTPUT, border=border)
     if head is not None:
-        _split(head, mesh, _Head, Shard(0), Shard(0), loss_parallel=loss_parallel)
+        _split(plan.head[1], head, mesh, "head", _Head, BY_OUTPUT, loss_parallel=loss_parallel)
         # once, before the loss: its pieces then need no communication for the hidden states
         norm.register_forward_hook(lambda _, inputs, output: border.enter(output))
     if tied:
         head.weight = embedding.weight
     hook = partial(_enter_first, border)  # one for all: the compiler knows it by its identity
-    for module in _matching(model, plan, plan.gathered):
+    for _, module in _matching(model, plan, plan.gathered):
         module.register_forward_pre_hook(hook)
     scale = mesh.size() if sequence_parallel and embedding is None else 1
     model.register_forward_pre_hook(partial(_give_positions, scale), with_kwargs=True)
@@ -89,32 +99,32 @@ def apply_tensor_parallel(
 
 
 def require_even_split(model: nn.Module, tp: int, plan: ParallelPlan) -> None:
-    """ValueError that names the first module whose heads, width or vocabulary do not divide by `tp`."""
-
-    def require(name: str, what: str, size: int, unit: int = 1) -> None:
-        if size % (unit * tp):
-            raise ValueError(
-                f"{name}: {size // unit} {what} cannot be split over {tp} tensor-parallel ranks; "
-                f"choose a tensor_parallel_degree that divides {size // unit}"
-            )
+    """JobError that names the first module whose heads, width or vocabulary do not divide by `tp`."""
 
     for patterns, side in ((plan.column, "out_features"), (plan.row, "in_features")):
         for pattern in patterns:
             for name, module in match_blocks(model, plan, pattern):
                 unit = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", 1)
-                require(name, "heads" if unit > 1 else side, getattr(module, side), unit)
+                what = "heads" if unit > 1 else side
+                check_split(tp, {f"{what} of {name}": getattr(module, side) // unit})
     for name, side in ((plan.embedding, "num_embeddings"), (plan.head[1], "out_features")):
         end = match_end(model, name)
         if end is not None:
-            require(name, "words", getattr(end, side))
+            check_split(tp, {f"words of {name}": getattr(end, side)})
 
 
 def _is_split(module: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
 
 
-def _matching(model: nn.Module, plan: ParallelPlan, patterns: tuple[str, ...]) -> list[nn.Module]:
-    return [module for pattern in patterns for _, module in match_blocks(model, plan, pattern)]
+def _matching(model: nn.Module, plan: ParallelPlan, patterns: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
+    return [named for pattern in patterns for named in match_blocks(model, plan, pattern)]
+
+
+def _leaves(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+    """The innermost modules of the one called `name`."""
+    inside = match(model, name)[0][1].named_modules(prefix=name)
+    return [(inner, module) for inner, module in inside if not list(module.children())]
 
 
 # The border of a region. The compiler sees functional collectives that name their group by a string.
@@ -178,6 +188,12 @@ class Border:
         """[B, S, D], a rank's share of a sum, -> [B, S / tp, D], the sum."""
         return _Leave.apply(x, self.sequence, self.size, self.group)
 
+    def here(self, x: torch.Tensor | None) -> torch.Tensor | None:
+        """Integers for all tokens, [B or 1, S], -> those for the tokens of this rank; activations are that already."""
+        if x is None or x.is_floating_point() or not self.sequence:
+            return x
+        return x.chunk(self.size, dim=1)[self.rank]
+
 
 # How each kind of module runs: its own forward, with this rank's weights. Modules change their class, as fully_shard's
 # do, and not their `forward`: blocks whose modules have objects of their own there cannot share a compiled graph.
@@ -186,11 +202,11 @@ class Border:
 class LocalWeights:
     """A module as its forward sees it, with plain tensors for DTensors: this rank's part of each weight."""
 
-    def __init__(self, module: nn.Module, gradient: Placement | None = None, **other: torch.Tensor | None):
-        placements = None if gradient is None else (gradient,)
+    def __init__(self, module: nn.Module, **other: torch.Tensor | None):
+        gradients = getattr(module, "gradient_placements", {})  # else they come as the parameters lie
         for name, parameter in module._parameters.items():
             if name not in other:
-                other[name] = None if parameter is None else parameter.to_local(grad_placements=placements)
+                other[name] = None if parameter is None else parameter.to_local(grad_placements=gradients.get(name))
         self.__dict__.update(other, _module=module)
 
     def __getattr__(self, name: str) -> Any:
@@ -206,12 +222,19 @@ class _Column:
 class _Row:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         share = self.border.leave(self.plain.forward(LocalWeights(self, bias=None), x))
-        return share if self.bias is None else share + self.bias.to_local(grad_placements=(self.gradient,))
+        if self.bias is None:
+            return share
+        return share + self.bias.to_local(grad_placements=self.gradient_placements["bias"])
 
 
 class _Whole:
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        return self.plain.forward(LocalWeights(self, self.gradient), *inputs, **options)
+        return self.plain.forward(LocalWeights(self), *inputs, **options)
+
+
+class _Indexed(_Whole):
+    def forward(self, *inputs: torch.Tensor | None) -> torch.Tensor:
+        return super().forward(*map(self.border.here, inputs))
 
 
 class _Head(_Column):
@@ -223,29 +246,61 @@ class _Head(_Column):
 class _Embedding:
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens [B, S] -> [B, S / tp, D], or [B, S, D] without sequence parallel: a rank looks up the words it has."""
-        if self.border.sequence and tokens.shape[1] % self.border.size:
-            raise ValueError(
-                f"a sequence of {tokens.shape[1]} tokens cannot be split over {self.border.size} tensor-parallel "
-                f"ranks; choose a multiple of {self.border.size}, or set disable_sequence_parallel"
-            )
+        if self.border.sequence:
+            needs = needs_of_a_sequence(1, self.border.size, levelled=False, sequence_parallel=True)
+            check_sequence(SEQ_LEN, tokens.shape[1], needs)
         weight = self.weight.to_local()  # [V / tp, D]
         rows = tokens - self.border.rank * weight.shape[0]
         here = (rows >= 0) & (rows < weight.shape[0])
         return self.border.leave(F.embedding(rows.where(here, 0), weight).where(here[..., None], 0))
 
 
+Laid = tuple[Placement, Placement]
+"""How a parameter lies over the ranks, and how its gradient comes."""
+BY_OUTPUT: dict[str, Laid] = {"weight": (Shard(0), Shard(0)), "bias": (Shard(0), Shard(0))}
+
+
 def _split(
-    module: nn.Module, mesh: DeviceMesh, kind: type, weight: Placement, bias: Placement, **settings: object
+    name: str,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    role: str,
+    kind: type,
+    laid: Mapping[str, Laid],
+    whole: Placement = Partial(),  # noqa: B008
+    **settings: object,
 ) -> None:
-    """Make DTensors of the parameters, and of the module one of that kind."""
-    assert all("." not in name for name, _ in module.named_parameters()), "a module with weights of its own only"
-    for name, parameter in module.named_parameters():
+    """Make DTensors of the parameters of `module`, called `name`, and of the module one of that kind.
+
+    A module whose class has `tensor_placements(role, whole)` says of its own parameters {name: Laid}; `role` is the
+    plan's word for it, and `whole` how the gradient of a parameter comes there that all ranks have whole. The others
+    lie as `laid` has it.
+    """
+    assert all("." not in own for own, _ in module.named_parameters()), "a module with weights of its own only"
+    said = module.tensor_placements(role, whole) if hasattr(type(module), "tensor_placements") else {}
+    gradients = {}
+    for own, parameter in module.named_parameters():
+        try:
+            placement, gradient = said[own] if own in said else laid[own]
+        except KeyError:
+            raise ValueError(
+                f"{name}.{own}: tensor parallel knows weight and bias of a {role} module; say in tensor_placements of "
+                f"{type(module).__name__} how this parameter lies over the ranks"
+            ) from None
+        if isinstance(placement, Shard):
+            check_split(mesh.size(), {f"dimension {placement.dim} of {name}.{own}": parameter.shape[placement.dim]})
         # every rank takes its part of its own values: they are the same everywhere, or have yet to come
-        part = distribute_tensor(parameter, mesh, [bias if name == "bias" else weight], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
+        part = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+        module.register_parameter(own, nn.Parameter(part, parameter.requires_grad))
+        gradients[own] = (_ONE_FOR_EACH.setdefault(gradient, gradient),)
     module.__class__ = _converted(kind, type(module))
-    for name, value in settings.items():
-        setattr(module, name, value)
+    module.gradient_placements = gradients
+    for key, value in settings.items():
+        setattr(module, key, value)
+
+
+_ONE_FOR_EACH: dict[Placement, Placement] = {}
+"""Equal placements as one object: the compiler knows them by their identity."""
 
 
 @cache
@@ -270,13 +325,8 @@ def _give_positions(
     return call.args, call.kwargs
 
 
-def enable_async_tensor_parallel(mesh: DeviceMesh, compiled: bool) -> None:
+def enable_async_tensor_parallel(mesh: DeviceMesh, compiled: bool, sequence_parallel: bool = True) -> None:
     """Let the compiler cut gathers and the matrix products beside them into pieces that overlap (symmetric memory)."""
-    if mesh.device_type != "cuda" or not compiled:
-        how = "compiled" if compiled else "not compiled"
-        raise ValueError(
-            f"enable_async_tensor_parallel with a model that is {how}, on {mesh.device_type}: it needs CUDA and "
-            f"compile.enable with the component model; turn it off or compile on CUDA"
-        )
+    check_async(mesh.device_type, compiled, sequence_parallel)
     torch._inductor.config._micro_pipeline_tp = True
     enable_symm_mem_for_group(mesh.get_group().group_name)

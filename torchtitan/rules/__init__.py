@@ -1,11 +1,20 @@
 """What makes a job impossible or pointless, as far as it can be known without starting it. Needs no torch.
 
 A rule is a function (Facts) -> faults, listed in RULES at the end; all of them always run, so that all faults come out
-together. What one option can say by its type alone is in config.py.
+together. What one option can say by its type alone is in config/job.py.
 """
 
-from torchtitan.config import JobConfig
-from torchtitan.options import ConfigError, Fault
+from collections.abc import Mapping
+
+from torchtitan.config.job import JobConfig
+from torchtitan.config.options import ConfigError, Fault, option_at
+from torchtitan.rules.adapters import (
+    adapter_alone_has_its_model,
+    adapter_fits_the_model,
+    adapter_folders_fit,
+    adapter_options_have_an_adapter,
+    restarts_make_sense,
+)
 from torchtitan.rules.experts import (
     communication_is_kept_with_overlap,
     expert_parallel_borrows,
@@ -13,14 +22,30 @@ from torchtitan.rules.experts import (
     experts_divide_over_what_is_left,
     experts_that_travel_are_not_compiled,
     overlap_needs_a_pipeline_and_experts,
-    tensor_parallel_knows_both_kinds_of_layers,
 )
 from torchtitan.rules.facts import Device, Facts, Rule
-from torchtitan.rules.model_and_data import data_is_there, known_names, loader_workers, model_sizes, tokenizer_fits
-from torchtitan.rules.multi_token import depths_are_whole, weight_is_of_a_loss
-from torchtitan.rules.optimization import BACKENDS, precision, recompute_and_compile, schedule_fits, step_in_backward
+from torchtitan.rules.model_and_data import (
+    data_is_there,
+    epochs_take_all,
+    folder_has_sizes,
+    known_names,
+    loader_workers,
+    model_sizes,
+    sources_are_said_once,
+    tokenizer_fits,
+    weights_are_met,
+)
+from torchtitan.rules.optimization import (
+    BACKENDS,
+    optimizer_options,
+    precision,
+    recompute_and_compile,
+    schedule_fits,
+    step_in_backward,
+)
 from torchtitan.rules.output import (
     checkpoint_rules,
+    export_has_a_form,
     folders,
     needs_a_gpu,
     needs_checkpoints,
@@ -41,9 +66,16 @@ from torchtitan.rules.pipeline import (
 )
 from torchtitan.rules.plan import (
     batch_divides,
+    batch_fits_the_memory,
     degrees_fit_the_ranks,
+    model_allows_the_plan,
     needs_its_degree,
     needs_shards,
+)
+from torchtitan.rules.resume import (
+    changes_that_can_be_allowed,
+    checkpoints_are_still_there,
+    same_job_as_the_checkpoint,
 )
 from torchtitan.rules.tensor_and_context import (
     async_tensor_parallel,
@@ -57,26 +89,36 @@ from torchtitan.rules.tensor_and_context import (
 __all__ = ["BACKENDS", "RULES", "WITHOUT_EFFECT", "Device", "Facts", "check", "with_faults_of_the_rest"]
 
 
-def check(config: JobConfig, world_size: int, devices: Device) -> list[Fault]:
+def check(config: JobConfig, world_size: int, devices: Device, said_by: Mapping[str, str] | None = None) -> list[Fault]:
     """All faults of a job that is to run on `world_size` ranks of this kind of device; none means it can start."""
-    facts = Facts(config, world_size, devices)
+    facts = Facts(config, world_size, devices, said_by or {})
     return [fault for rule in RULES for fault in rule(facts)]
 
 
-def with_faults_of_the_rest(error: ConfigError, world_size: int, devices: Device) -> list[Fault]:
+FOLLOW = {"model": ("parallelism", "compile"), "training": ("parallelism", "optimizer")}
+"""Sections whose rules look at another one."""
+
+
+def with_faults_of_the_rest(
+    error: ConfigError, world_size: int, devices: Device, said_by: Mapping[str, str] | None = None
+) -> list[Fault]:
     """A job's faults all at once: those of its text, and those of what can be understood of it.
 
-    What was misspelt or mistyped counts as unset there, so faults of the same option are left out.
+    What was misspelt or mistyped counts as unset there, which could be a fault that nobody made: sections with such an
+    option, and those that follow from them, are left alone until it is right.
     """
     if error.rest is None:
         return error.faults
-    wrong = {fault.key for fault in error.faults}
-    return error.faults + [fault for fault in check(error.rest, world_size, devices) if fault.key not in wrong]
+    wrong = {option_at(fault.key).split(".")[0] for fault in error.faults}
+    wrong |= {follows for section in wrong for follows in FOLLOW.get(section, ())}
+    rest = check(error.rest, world_size, devices, said_by)
+    return error.faults + [fault for fault in rest if fault.key.split(".")[0] not in wrong]
 
 
 WITHOUT_EFFECT: list[Rule] = [
     needs_its_degree,
     overlap_needs_a_pipeline_and_experts,
+    adapter_options_have_an_adapter,
     needs_checkpoints,
     without_effect,
 ]
@@ -84,12 +126,17 @@ WITHOUT_EFFECT: list[Rule] = [
 
 RULES: list[Rule] = [
     known_names,
+    folder_has_sizes,
     model_sizes,
     tokenizer_fits,
     data_is_there,
+    sources_are_said_once,
+    weights_are_met,
+    epochs_take_all,
     degrees_fit_the_ranks,
     needs_shards,
     batch_divides,
+    batch_fits_the_memory,
     sizes_divide_over_tensor_parallel,
     sequence_divides,
     heads_divide_over_context_parallel,
@@ -101,9 +148,7 @@ RULES: list[Rule] = [
     experts_divide_over_what_is_left,
     experts_that_travel_are_not_compiled,
     communication_is_kept_with_overlap,
-    tensor_parallel_knows_both_kinds_of_layers,
-    depths_are_whole,
-    weight_is_of_a_loss,
+    model_allows_the_plan,
     known_schedule,
     schedule_of_a_file,
     stages_suit_the_schedule,
@@ -113,7 +158,12 @@ RULES: list[Rule] = [
     schedule_has_its_microbatches,
     split_backward_is_not_compiled,
     excluded_by_a_pipeline,
+    adapter_fits_the_model,
+    adapter_alone_has_its_model,
+    adapter_folders_fit,
+    restarts_make_sense,
     schedule_fits,
+    optimizer_options,
     step_in_backward,
     precision,
     recompute_and_compile,
@@ -121,7 +171,11 @@ RULES: list[Rule] = [
     loader_workers,
     needs_a_gpu,
     checkpoint_rules,
+    export_has_a_form,
     folders,
     profiler_window,
+    changes_that_can_be_allowed,
+    same_job_as_the_checkpoint,
+    checkpoints_are_still_there,
     *WITHOUT_EFFECT,
 ]

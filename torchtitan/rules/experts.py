@@ -1,12 +1,12 @@
 """Rules on experts: whose ranks they borrow, and what they exclude."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
-from torchtitan.options import Fault
+from torchtitan.config.options import Fault
+from torchtitan.parallelisms.degrees import LimitError, check_borrowing, check_experts
 from torchtitan.rules.facts import Facts
-from torchtitan.rules.tensor_and_context import divisors, uneven
+from torchtitan.rules.tensor_and_context import uneven
 
 KEY = "parallelism.expert_parallel_degree"
 OVERLAP = "parallelism.pipeline_parallel_expert_parallel_overlap"
@@ -21,21 +21,21 @@ def experts_divide_over_expert_parallel(facts: Facts) -> Iterator[Fault]:
         if hasattr(facts.args, "n_dense_layers"):
             other = f"lower n_dense_layers in model.overrides; all {facts.args.n_layers} layers are dense"
         yield facts.fault(KEY, "1 for a model without experts", f"leave it out, or {other}")
-    elif experts % facts.ep:
-        allowed = f"what divides the {experts} experts and the ranks that it borrows"
-        fits = math.gcd(experts, facts.lenders or experts)
-        remedy = f"write one of {divisors(experts)}, and lend it a multiple of as many ranks"
-        yield facts.fault(KEY, allowed, f"write one of {divisors(fits)}" if fits > 1 else remedy)
+        return
+    try:
+        check_experts(facts.ep, experts, facts.lenders)
+    except LimitError as error:
+        yield facts.refused(error)
 
 
 def expert_parallel_borrows(facts: Facts) -> Iterator[Fault]:
     if facts.ep == 1 or facts.shard is None or not facts.experts:
         return
-    if facts.lenders % facts.ep and facts.experts % facts.ep == 0 and not uneven(facts):
-        product = f"data_parallel_shard {facts.shard} x context_parallel {facts.cp} x tensor_parallel {facts.tp}"
-        allowed = f"what divides {product} = {facts.lenders}, the ranks that it borrows"
-        fits = _one_of(divisors(math.gcd(facts.experts, facts.lenders)))
-        yield facts.fault(KEY, allowed, f"write {fits}, or lend it a multiple of {facts.ep} ranks")
+    if facts.experts % facts.ep == 0 and not uneven(facts):
+        try:
+            check_borrowing(facts.ep, facts.shard, facts.cp, facts.tp, facts.experts)
+        except LimitError as error:
+            yield facts.refused(error)
     if facts.tp > 1 and not facts.sequence_parallel:
         why = "tensor-parallel ranks would all send the same tokens"
         yield facts.fault("parallelism.disable_sequence_parallel", f"false with {KEY} and tensor parallel", why)
@@ -65,20 +65,6 @@ def _fits(ep: int, lenders: int, args: Any) -> bool:
         return False
     left, here = lenders // ep, args.n_experts // ep
     return ep == 1 or here % left == 0 or (args.dim % left == 0 and args.expert_dim % left == 0)
-
-
-def tensor_parallel_knows_both_kinds_of_layers(facts: Facts) -> Iterator[Fault]:
-    """The plan names modules of dense layers, of layers with experts and of shared experts: each has to be there."""
-    dense = getattr(facts.args, "n_dense_layers", None)
-    if facts.tp == 1 or dense is None:
-        return
-    remedy = "change it, or write parallelism.tensor_parallel_degree = 1"
-    if not 0 < dense < facts.args.n_layers:
-        allowed = f"n_dense_layers between 1 and {facts.args.n_layers - 1} with tensor parallel"
-        yield facts.fault("model.overrides", allowed, remedy, f"n_dense_layers = {dense}")
-    if facts.args.n_shared_experts == 0:
-        allowed = "n_shared_experts of at least 1 with tensor parallel"
-        yield facts.fault("model.overrides", allowed, remedy, "n_shared_experts = 0")
 
 
 def overlap_needs_a_pipeline_and_experts(facts: Facts) -> Iterator[Fault]:

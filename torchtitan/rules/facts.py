@@ -1,17 +1,23 @@
 """What the rules look at: a job, where it is to run, and what follows from both. Each is worked out once."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Literal
 
-from torchtitan.config import JobConfig
-from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.lr_shapes import LRSchedule
-from torchtitan.models import SIZES
-from torchtitan.options import Fault, show
-from torchtitan.parallelisms.schedule_actions import ScheduleTableError, Table, load_schedule_csv
+from torchtitan.config.job import JobConfig, sources_of
+from torchtitan.config.options import Fault, option_at, show
+from torchtitan.datasets import open_source
+from torchtitan.datasets.epochs import samples_in, steps_for
+from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
+from torchtitan.datasets.tokens import TokenShards
+from torchtitan.errors import JobError
+from torchtitan.lr_shapes import LRSchedule, schedule_of
+from torchtitan.models import changed, sizes_of
+from torchtitan.parallelisms.degrees import LimitError, lenders, shards_of_ranks
+from torchtitan.parallelisms.pipeline.actions import ScheduleTableError, Table, load_schedule_csv
+from torchtitan.rules.sizes import wrong_overrides
 
 Device = Literal["cpu", "cuda"]
 
@@ -23,32 +29,37 @@ class Facts:
     config: JobConfig
     world_size: int
     device: Device
+    said_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Of options, the file or the command line that said their value; of others the job's files are named."""
 
     def fault(self, key: str, allowed: str, remedy: str, given: str = "") -> Fault:
-        """A fault of the job's option `key`, with its value unless `given` says it better."""
+        """A fault of the job's option `key`, with its value unless `given` says it better. In a list of tables the key
+        names one of them, or an option of it: "training.sources[0].weight".
+        """
         value: Any = self.config
-        for part in key.split("."):
-            value = getattr(value, part)
+        for name, number in re.findall(r"(\w+)|\[(\d+)\]", key):
+            value = getattr(value, name) if name else value[int(number)]
         files = " + ".join(self.config.job.config_file) or "the job"
-        return Fault(files, key, given or show(value), allowed, remedy)
+        return Fault(self.said_by.get(option_at(key), files), key, given or show(value), allowed, remedy)
+
+    def refused(self, error: LimitError) -> Fault:
+        return self.fault(error.option, error.allowed, error.remedy, error.given)
 
     @cached_property
+    def shard_or_error(self) -> int | LimitError:
+        """Data-parallel shards, with -1 worked out, or why the degrees do not fit the ranks."""
+        asked = self.config.parallelism.data_parallel_shard_degree
+        try:
+            return shards_of_ranks(
+                self.world_size, asked, dp_replicate=self.replicas, cp=self.cp, tp=self.tp, pp=self.pp
+            )
+        except LimitError as error:
+            return error
+
+    @property
     def shard(self) -> int | None:
-        """Data-parallel shards, with -1 worked out; None where the degrees do not fit the ranks."""
-        degree, others = self.config.parallelism.data_parallel_shard_degree, math.prod(self.other_degrees.values())
-        if degree == -1:
-            return self.world_size // others if self.world_size % others == 0 else None
-        return degree if degree * others == self.world_size else None
-
-    @cached_property
-    def other_degrees(self) -> dict[str, int]:
-        degrees = self.config.parallelism
-        return {
-            "data_parallel_replicate_degree": degrees.data_parallel_replicate_degree,
-            "context_parallel_degree": degrees.context_parallel_degree,
-            "tensor_parallel_degree": degrees.tensor_parallel_degree,
-            "pipeline_parallel_degree": degrees.pipeline_parallel_degree,
-        }
+        """Data-parallel shards; None where the degrees do not fit the ranks."""
+        return None if isinstance(self.shard_or_error, LimitError) else self.shard_or_error
 
     @property
     def replicas(self) -> int:
@@ -73,7 +84,7 @@ class Facts:
     @cached_property
     def lenders(self) -> int | None:
         """Ranks with different tokens in a replica and stage, from which expert parallel borrows."""
-        return self.shard and self.shard * self.cp * self.tp
+        return self.shard and lenders(self.shard, self.cp, self.tp)
 
     @cached_property
     def fsdp_shards(self) -> int | None:
@@ -114,22 +125,49 @@ class Facts:
         return dp and dp * self.config.training.local_batch_size
 
     @cached_property
-    def args(self) -> Any | None:
-        """The model's sizes; None where name, flavor or overrides are wrong."""
-        sizes = SIZES.get(self.config.model.name, {}).get(self.config.model.flavor)
+    def sizes_or_error(self) -> Any | JobError | None:
+        """The flavor's sizes, before overrides; why a folder has none; None where there is no such family or flavor."""
+        model = self.config.model
         try:
-            args = sizes and dataclasses.replace(sizes, **self.config.model.overrides)
-            return args if args and args.num_parameters else None
-        except (TypeError, ValueError, OverflowError):
+            return sizes_of(model.name, model.flavor, model.hf_folder, {})
+        except KeyError:
+            return None
+        except JobError as error:
+            return error
+
+    @property
+    def sizes(self) -> Any | None:
+        """The flavor's sizes, before overrides; None where name, flavor or folder are wrong."""
+        return None if isinstance(self.sizes_or_error, JobError) else self.sizes_or_error
+
+    @cached_property
+    def wrong_overrides(self) -> list[tuple[str, str, str]]:
+        """(allowed, remedy, given) of each override that is wrong by itself."""
+        model = self.config.model
+        return list(wrong_overrides(model.name, self.sizes, model.overrides)) if self.sizes else []
+
+    @cached_property
+    def args_or_error(self) -> Any | JobError | None:
+        """The model's sizes, or why they do not fit together; None where what they come from is wrong by itself."""
+        if self.sizes is None or self.wrong_overrides:
+            return None
+        try:
+            args = changed(self.sizes, self.config.model.overrides)
+            return args if args.num_parameters else None
+        except JobError as error:
+            return error
+        except OverflowError:  # a width that is no finite number
             return None
 
     @property
+    def args(self) -> Any | None:
+        """The model's sizes; None where name, flavor, folder or overrides are wrong."""
+        return None if isinstance(self.args_or_error, JobError) else self.args_or_error
+
+    @property
     def expert_layers(self) -> int:
-        """Layers with experts, those of multi-token prediction among them; 0 where the model's sizes are wrong."""
-        if not hasattr(self.args, "n_experts"):
-            return 0
-        dense, depths = (getattr(self.args, name, 0) for name in ("n_dense_layers", "n_mtp_layers"))
-        return self.args.n_layers - dense + depths
+        """Layers with experts; 0 where the model's sizes are wrong."""
+        return getattr(self.args, "expert_layers", 0)
 
     @property
     def experts(self) -> int:
@@ -137,17 +175,34 @@ class Facts:
         return self.args.n_experts if self.expert_layers else 0
 
     @cached_property
-    def tokenizer(self) -> Tokenizer | OSError | ValueError:
+    def tokenizer(self) -> Tokenizer | OSError | TokenizerError:
         try:
             return build_tokenizer(self.config.model.tokenizer_path)
-        except (OSError, ValueError) as error:  # beside TokenizerError, those of names that no file can have
+        except (OSError, TokenizerError) as error:
             return error
 
     @cached_property
-    def schedule(self) -> LRSchedule:
-        """Raises ScheduleError."""
-        shape = dataclasses.asdict(self.config.lr_scheduler)
-        return LRSchedule(**shape | {"total_steps": shape["total_steps"] or self.config.training.steps})
+    def steps(self) -> int | None:
+        """Optimizer steps; None where the data that end them are not tokenized yet, or wrong."""
+        training = self.config.training
+        if training.epochs is None:
+            return training.steps
+        wanted = sources_of(self.config, "training").values()
+        batch = training.global_batch_size if training.global_batch_size > 0 else self.samples
+        try:
+            sources = [open_source(source.dataset, source.dataset_path, source.text_field) for source in wanted]
+            if batch is None or not all(isinstance(source, TokenShards) for source in sources):
+                return None
+            return steps_for(samples_in(sources, training.seq_len, training.epochs), batch)
+        except (OSError, JobError):
+            return None
+
+    @cached_property
+    def schedule(self) -> LRSchedule | None:
+        """None where the number of steps is not known. Raises ScheduleError."""
+        shape = self.config.lr_scheduler
+        total = shape.total_steps or self.steps
+        return total and schedule_of(shape, total, self.config.adapter.relora.reset_period)
 
 
 Rule = Callable[[Facts], Iterator[Fault]]

@@ -1,86 +1,104 @@
 """Rules on names, the model's sizes, its tokenizer and the data."""
 
-import dataclasses
-import typing
+import importlib.util
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
-from torchtitan.config import Training, Validation
-from torchtitan.datasets import DATASETS
+from torchtitan.adapters import ADAPTERS, NONE
+from torchtitan.config.job import DataSource, sources_of
+from torchtitan.config.old_models import advice
+from torchtitan.config.options import Fault, hint, options, show
+from torchtitan.datasets import DATASETS, open_source
+from torchtitan.datasets.mixing import shares
+from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokens import TokenShards
-from torchtitan.models import SIZES
+from torchtitan.errors import JobError
+from torchtitan.lr_restarts import CYCLICAL, JAGGED
+from torchtitan.lr_shapes import CONSTANT, DECAYS
+from torchtitan.models import CONFIGS, FROM_HF, SIZES, family_of
+from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.optimizers import OPTIMIZERS
-from torchtitan.options import Fault, describe, hint, show
 from torchtitan.rules.facts import Facts
 from torchtitan.rules.optimization import BACKENDS
 
 
 def known_names(facts: Facts) -> Iterator[Fault]:
     config = facts.config
-    names = [("model.name", SIZES), ("optimizer.name", OPTIMIZERS), ("training.dataset", DATASETS)]
-    names += [("model.flavor", SIZES[config.model.name])] if config.model.name in SIZES else []
-    names += [("validation.dataset", DATASETS)] if config.validation.enable else []
+    names = [("model.name", SIZES), ("optimizer.name", OPTIMIZERS)]
+    names += [("adapter.kind", (NONE, *ADAPTERS)), ("lr_scheduler.decay_type", (*DECAYS, CONSTANT, JAGGED, CYCLICAL))]
+    names += [("model.flavor", [*SIZES[config.model.name], FROM_HF])] if config.model.name in SIZES else []
     names += [("compile.backend", BACKENDS)] if config.compile.enable else []
     for key, known in names:
         section, name = key.split(".")
         given = getattr(getattr(config, section), name)
         if given not in known:
-            yield facts.fault(key, f"one of {', '.join(map(show, known))}", hint(given, known, quote=True))
+            remedy = (advice(given) if key == "model.name" else "") or hint(given, known, quote=True)
+            yield facts.fault(key, f"one of {', '.join(map(show, known))}", remedy)
+    for place, source, _ in _sources(facts):
+        if source.dataset not in DATASETS:
+            near = hint(source.dataset, DATASETS, quote=True)
+            yield facts.fault(f"{place}.dataset", f"one of {', '.join(map(show, DATASETS))}", near)
 
 
-MAY_BE_ZERO = (
-    "n_dense_layers",
-    "n_shared_experts",
-    "q_lora_rank",
-    "aux_loss_weight",
-    "bias_rate",
-    "n_mtp_layers",
-    "mtp_loss_weight",
-)
-"""Sizes of which 0 means that a part of the model is not there."""
+def _sources(facts: Facts) -> Iterator[tuple[str, DataSource, int]]:
+    """The place of each source of data that the job reads, the source, and the length of its samples."""
+    training, validation = facts.config.training, facts.config.validation
+    for place, source in sources_of(facts.config, "training").items():
+        yield place, source, training.seq_len
+    if validation.enable:
+        for place, source in sources_of(facts.config, "validation").items():
+            yield place, source, validation.seq_len or training.seq_len
+
+
+MOST_PARAMETERS = 10**14
+"""A hundred times the largest models that are known of; more fits no machine there is."""
 
 
 def model_sizes(facts: Facts) -> Iterator[Fault]:
-    model, key = facts.config.model, "model.overrides"
-    sizes = SIZES.get(model.name, {}).get(model.flavor)
-    if sizes is None:
-        return
-    types = {name: kind for name, kind in typing.get_type_hints(type(sizes)).items() if not _is_table(kind)}
-    faults = []
-    for name, value in model.overrides.items():
-        given = f"{name} = {show(value)}"
-        if name not in types:
-            faults.append(facts.fault(key, f"sizes of {model.name}: {', '.join(types)}", hint(name, types), given=name))
-        elif not _is_a(types[name], value):
-            faults.append(facts.fault(key, f"{name} = {describe(types[name])}", "", given=given))
-        elif value < 0 or value == 0 and value is not False and name not in MAY_BE_ZERO:
-            least = f"{name} >= 0" if name in MAY_BE_ZERO else f"{name} > 0"
-            faults.append(facts.fault(key, least, "", given=given))
-    yield from faults
-    if not faults and facts.args is None:
-        try:
-            dataclasses.replace(sizes, **model.overrides)
-            yield facts.fault(key, "sizes of a model that can be", "")
-        except ValueError as error:
-            yield facts.fault(key, f"sizes that fit together: {error}", "")
+    """Each override by itself; then whether all sizes together make a model."""
+    key = "model.overrides"
+    yield from (facts.fault(key, *wrong) for wrong in facts.wrong_overrides)
+    if isinstance(facts.args_or_error, JobError):
+        yield facts.fault(key, f"sizes that fit together: {facts.args_or_error}", "")
+    elif facts.sizes and not facts.wrong_overrides and facts.args is None:
+        yield facts.fault(key, "sizes of a model that can be", "")
+    elif facts.args is not None and facts.args.num_parameters > MOST_PARAMETERS:
+        given = f"{facts.args.num_parameters:.3g} parameters"
+        yield facts.fault(key, f"at most {MOST_PARAMETERS:.0e}", "a slip in a size?", given=given)
 
 
-def _is_a(kind: Any, value: Any) -> bool:
-    try:
-        TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
-    except ValidationError:
-        return False
-    return True
-
-
-def _is_table(kind: Any) -> bool:
-    return any(dataclasses.is_dataclass(part) for part in (kind, *typing.get_args(kind)))
-
-
-HOMES = {"llama": "meta-llama", "deepseek": "deepseek-ai", "qwen3_moe": "Qwen"}
+HOMES = {"llama": "meta-llama", "deepseek": "deepseek-ai", "qwen3": "Qwen"}
 """Of model families, on Hugging Face."""
+
+
+def folder_has_sizes(facts: Facts) -> Iterator[Fault]:
+    model, key = facts.config.model, "model.hf_folder"
+    if model.flavor != FROM_HF:
+        if model.hf_folder is not None:
+            remedy = f'set model.flavor = "{FROM_HF}", or drop it'
+            yield facts.fault(key, f"nothing with flavor {show(model.flavor)}", remedy)
+        return
+    if model.hf_folder is None:
+        yield facts.fault(key, f'a folder with config.json, with flavor "{FROM_HF}"', "set it")
+        return
+    if isinstance(facts.sizes_or_error, JobError):
+        remedy = f"{facts.sizes_or_error}{_other_family(model.name, model.hf_folder)}"
+        yield facts.fault(key, f"a folder whose config.json is a {model.name}'s", remedy)
+    if model.tokenizer_path == options()["model.tokenizer_path"].default:
+        remedy = f"write model.tokenizer_path = {show(model.hf_folder)}, or where it is"
+        yield facts.fault("model.tokenizer_path", "the tokenizer of the model in model.hf_folder", remedy)
+
+
+def _other_family(name: str, folder: str) -> str:
+    """A remedy, where the folder holds a model of another family."""
+    try:
+        model_type = read_json(Path(folder).expanduser() / CONFIG).get("model_type")
+    except JobError:
+        return ""
+    if model_type in CONFIGS[name].model_types:
+        return ""
+    family = family_of(model_type)
+    return f'; set model.name = "{family}"' if family else f"; families are {', '.join(SIZES)}"
 
 
 def tokenizer_fits(facts: Facts) -> Iterator[Fault]:
@@ -102,23 +120,50 @@ def tokenizer_fits(facts: Facts) -> Iterator[Fault]:
 
 
 def data_is_there(facts: Facts) -> Iterator[Fault]:
-    training, validation = facts.config.training, facts.config.validation
-    yield from _data_fault(facts, "training", training, training.seq_len)
-    if validation.enable:
-        yield from _data_fault(facts, "validation", validation, validation.seq_len or training.seq_len)
+    """Every source by itself."""
+    for place, wanted, seq_len in _sources(facts):
+        if wanted.dataset not in DATASETS:
+            continue
+        try:
+            source = open_source(wanted.dataset, wanted.dataset_path, wanted.text_field)
+            for package in source.packages:
+                if importlib.util.find_spec(package) is None:
+                    remedy = "pip install 'torchtitan-toml[data]', or choose a dataset that needs none"
+                    yield facts.fault(f"{place}.dataset", f"with the package {package}, which is not installed", remedy)
+            if isinstance(source, TokenShards):
+                source.blocks(seq_len)
+                if not isinstance(facts.tokenizer, Exception):
+                    source.check_tokenizer(facts.tokenizer.fingerprint, facts.tokenizer.vocab_size)
+        except (OSError, DataError) as error:
+            yield facts.fault(f"{place}.dataset_path", f"data for dataset {show(wanted.dataset)}", str(error))
 
 
-def _data_fault(facts: Facts, section: str, part: Training | Validation, seq_len: int) -> Iterator[Fault]:
-    if part.dataset not in DATASETS:
-        return
-    try:
-        source = DATASETS[part.dataset](part.dataset_path, facts.config.training.text_field)
-        if isinstance(source, TokenShards):
-            source.blocks(seq_len)
-            if not isinstance(facts.tokenizer, Exception):
-                source.check_tokenizer(facts.tokenizer.fingerprint, facts.tokenizer.vocab_size)
-    except (OSError, ValueError) as error:  # beside DataError, those of names that no file can have
-        yield facts.fault(f"{section}.dataset_path", f"data for dataset {show(part.dataset)}", str(error))
+def sources_are_said_once(facts: Facts) -> Iterator[Fault]:
+    """Either as a list or in the short form; what is left at its default is not said."""
+    for section in ("training", "validation"):
+        part = getattr(facts.config, section)
+        for name in ("dataset", "dataset_path"):
+            if part.sources and getattr(part, name) != options()[f"{section}.{name}"].default:
+                remedy = f"make it one of {section}.sources, or leave it out"
+                yield facts.fault(f"{section}.{name}", f"nothing beside {section}.sources", remedy)
+
+
+def epochs_take_all(facts: Facts) -> Iterator[Fault]:
+    """In a pass every source is gone through once, so there is nothing to weigh."""
+    training = facts.config.training
+    for number, source in enumerate(training.sources if training.epochs is not None else []):
+        if source.weight != 1:
+            remedy = "leave it out, or set training.steps instead of training.epochs"
+            yield facts.fault(f"training.sources[{number}].weight", "1 with training.epochs", remedy)
+
+
+def weights_are_met(facts: Facts) -> Iterator[Fault]:
+    for section in ("training", "validation"):
+        sources = getattr(facts.config, section).sources
+        try:
+            shares([source.weight for source in sources] or [1.0])
+        except JobError as error:
+            yield facts.fault(f"{section}.sources", "weights that can be met", str(error))
 
 
 def loader_workers(facts: Facts) -> Iterator[Fault]:

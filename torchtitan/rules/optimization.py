@@ -3,8 +3,12 @@
 import shutil
 from collections.abc import Iterator
 
+from torchtitan.config.job import Optimizer
+from torchtitan.config.options import Fault, show
+from torchtitan.lr_restarts import CYCLICAL, JAGGED
 from torchtitan.lr_shapes import ScheduleError
-from torchtitan.options import Fault
+from torchtitan.optimizers import OPTIMIZERS
+from torchtitan.optimizers.spec import SHARED
 from torchtitan.rules.facts import Facts
 
 BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
@@ -16,11 +20,37 @@ def schedule_fits(facts: Facts) -> Iterator[Fault]:
     try:
         facts.schedule  # noqa: B018 (it is made to see whether it can be)
     except ScheduleError as error:
+        if error.key == "lr_scheduler.decay_type":
+            return  # known_names says it, with the near ones
         yield facts.fault(error.key, error.allowed, error.remedy)
     if shape.decay_ratio is not None and shape.decay_type == "constant":
         yield facts.fault("lr_scheduler.decay_ratio", 'unset with decay_type = "constant"', "drop one of the two")
+    restarts = shape.decay_type in (JAGGED, CYCLICAL)
+    if shape.decay_ratio is not None and restarts:
+        yield facts.fault("lr_scheduler.decay_ratio", f'unset with decay_type = "{shape.decay_type}"', "drop it")
+    if shape.cycle_length is not None and not restarts:
+        allowed = f'unset, except with decay_type = "{JAGGED}" or "{CYCLICAL}"'
+        yield facts.fault("lr_scheduler.cycle_length", allowed, "drop it")
+    for name in ("restart_warmup_steps", "adjust_step") if shape.decay_type != JAGGED else ():
+        if getattr(shape, name):
+            yield facts.fault(f"lr_scheduler.{name}", f'unset, except with decay_type = "{JAGGED}"', "drop it")
     if shape.num_cycles > 1 and shape.decay_type != "cosine_restarts":
         yield facts.fault("lr_scheduler.num_cycles", '1, except with decay_type = "cosine_restarts"', "drop it")
+
+
+def optimizer_options(facts: Facts) -> Iterator[Fault]:
+    """What the optimizer would refuse, or never look at."""
+    given, default = facts.config.optimizer, Optimizer()
+    spec = OPTIMIZERS.get(given.name)
+    if spec is None:
+        return
+    shared = {key: getattr(given, key) for key in SHARED}
+    shared = {key: v for key, v in shared.items() if key in spec.shared or v != getattr(default, key)}
+    for key, value, allowed, remedy in spec.wrong(given.name, shared, given.options):
+        yield facts.fault(key, allowed, remedy, given=value)
+    if given.implementation is not None and given.implementation not in spec.implementations:
+        known = ", ".join(map(show, spec.implementations))
+        yield facts.fault("optimizer.implementation", f'{known} with optimizer.name = "{given.name}"', "leave it out")
 
 
 def step_in_backward(facts: Facts) -> Iterator[Fault]:

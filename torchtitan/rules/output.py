@@ -5,8 +5,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan.checkpoint.layout import newest_complete, resolve
-from torchtitan.options import Fault, show
+from torchtitan.checkpoint.kinds import find_weights
+from torchtitan.checkpoint.layout import NothingLoadable, newest_complete
+from torchtitan.config.options import Fault, show
+from torchtitan.errors import JobError
+from torchtitan.models import CONFIGS, FROM_HF
+from torchtitan.models.hf.config import CONFIG
 from torchtitan.rules.facts import Facts
 
 
@@ -14,6 +18,20 @@ def trackers(facts: Facts) -> Iterator[Fault]:
     if facts.config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         remedy = "pip install 'torchtitan-toml[wandb]', or leave it out"
         yield facts.fault("metrics.enable_wandb", "with the wandb package only, which is not installed", remedy)
+    elif facts.config.metrics.enable_wandb and not _wandb_can_log_in():
+        allowed = "with a key of Weights & Biases only, for which it would ask where nobody answers"
+        remedy = "run wandb login once, set WANDB_API_KEY, or log to this machine with WANDB_MODE=offline"
+        yield facts.fault("metrics.enable_wandb", allowed, remedy)
+
+
+def _wandb_can_log_in() -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE", "online") != "online":
+        return True
+    netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    try:
+        return "wandb" in netrc.read_text()
+    except OSError:
+        return False
 
 
 def needs_a_gpu(facts: Facts) -> Iterator[Fault]:
@@ -50,17 +68,50 @@ def checkpoint_rules(facts: Facts) -> Iterator[Fault]:
 def _initial_load(facts: Facts, path: Path) -> Iterator[Fault]:
     key, options = "checkpoint.initial_load_path", facts.config.checkpoint
     try:
-        if newest_complete(Path(facts.config.job.dump_folder, options.folder))[0] is not None:
+        own = newest_complete(Path(facts.config.job.dump_folder, options.folder))[0]
+        if own is not None and facts.config.adapter.save == "whole":
             return  # this run goes on from its own checkpoint and needs the first one no more
-        if not options.initial_load_in_hf:
-            resolve(path)
-        elif not any(path.glob("*.safetensors")):
-            yield facts.fault(key, "a folder with *.safetensors", "there are none")
-    except (OSError, ValueError) as error:  # NothingLoadable, and names that no folder can have
-        yield facts.fault(key, "a checkpoint", str(error))
+        kind, place = find_weights(path)
+    except (OSError, NothingLoadable) as error:
+        yield facts.fault(key, "weights", str(error))
+        return
+    if kind != "hf" and options.initial_load_in_hf:
+        why = f"{place} is a checkpoint of {'this project' if kind == 'ours' else 'torchtitan'}; leave it out"
+        yield facts.fault("checkpoint.initial_load_in_hf", "true with a folder or file of Hugging Face only", why)
+    if kind == "torchtitan" and not options.initial_load_model_only:
+        why = "of torchtitan's checkpoints the weights alone are read"
+        yield facts.fault("checkpoint.initial_load_model_only", "true with this initial_load_path", why)
+    if kind == "hf" and not options.initial_load_model_only and not options.initial_load_in_hf:
+        why = "safetensors of Hugging Face hold no optimizer state"
+        yield facts.fault("checkpoint.initial_load_model_only", "true with this initial_load_path", why)
+    if kind == "hf" and (place / CONFIG).is_file() and facts.args is not None:
+        yield from _other_sizes(facts, place)
 
 
-USED_BY_THE_RUN = {".", "model", "model_hf", "config.toml", "metrics.jsonl", "training.png", "wandb_run_id"}
+def _other_sizes(facts: Facts, folder: Path) -> Iterator[Fault]:
+    """What a folder's config.json says otherwise than the job; what its tensors say shows when they are loaded."""
+    allowed = f"weights of {facts.config.model.name} {facts.config.model.flavor}"
+    try:
+        differing = CONFIGS[facts.config.model.name].differences(folder, facts.args)
+    except JobError as error:
+        yield facts.fault("checkpoint.initial_load_path", allowed, str(error))
+        return
+    if differing:
+        remedy = f'{"; ".join(differing)}; set model.flavor = "{FROM_HF}" and model.hf_folder = {show(str(folder))}'
+        yield facts.fault("checkpoint.initial_load_path", allowed, remedy)
+
+
+def export_has_a_form(facts: Facts) -> Iterator[Fault]:
+    """transformers has not all sizes that the models can have."""
+    if facts.config.checkpoint.last_save_in_hf and facts.args is not None:
+        try:
+            CONFIGS[facts.config.model.name].to_hf(facts.args)
+        except JobError as error:
+            yield facts.fault("checkpoint.last_save_in_hf", "false with this model", str(error))
+
+
+USED_BY_THE_RUN = {".", "model", "model_hf", "adapter", "config.toml", "starts", "last_checkpoint", "metrics.jsonl"}
+USED_BY_THE_RUN |= {"training.png", "wandb_run_id", "data"}
 
 
 def folders(facts: Facts) -> Iterator[Fault]:
@@ -74,21 +125,28 @@ def folders(facts: Facts) -> Iterator[Fault]:
         if folder.strip() and os.path.normpath(folder).split(os.sep)[0] in USED_BY_THE_RUN:
             others = ", ".join(map(show, sorted(USED_BY_THE_RUN)))
             yield facts.fault(key, f"a name that the run does not use itself ({others})", "give another")
-        elif not folder.strip() or "\0" in folder or Path(folder).is_absolute() or ".." in Path(folder).parts:
+        elif not folder.strip() or Path(folder).is_absolute() or ".." in Path(folder).parts:
             yield facts.fault(key, "a folder inside job.dump_folder", "give its name alone")
     key, dump = "job.dump_folder", config.job.dump_folder
-    if not dump.strip() or "\0" in dump:
+    if not dump.strip():
         yield facts.fault(key, "a folder", 'write "./outputs"')
         return
     if fault := unwritable(Path(dump)):
         allowed, why = fault
         yield facts.fault(key, allowed, f"{why}; name another folder")
+        return
+    folder = config.checkpoint.folder
+    if config.checkpoint.enable and "\0" not in folder and (fault := unwritable(Path(dump, folder))):
+        allowed, why = fault
+        yield facts.fault("checkpoint.folder", allowed, f"{why}; bring it back, or name another folder")
 
 
 def unwritable(folder: Path) -> tuple[str, str] | None:
     """Of a folder that nothing can be written into, what is allowed and why this is not; it may have yet to be made."""
     try:
-        existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+        existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if _is_there(p))
+        if not existing.exists():
+            return "a folder", f"{existing} is a link to {os.readlink(existing)}, which is not there (not mounted?)"
     except OSError as error:
         return "a folder", error.strerror
     if not existing.is_dir():
@@ -96,6 +154,15 @@ def unwritable(folder: Path) -> tuple[str, str] | None:
     if not os.access(existing, os.W_OK | os.X_OK):
         return "a folder that can be written to", f"{existing} cannot"
     return None
+
+
+def _is_there(path: Path) -> bool:
+    """Also a link that leads nowhere. Raises OSError for names that nothing can have."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def profiler_window(facts: Facts) -> Iterator[Fault]:
@@ -125,7 +192,7 @@ def needs_checkpoints(facts: Facts) -> Iterator[Fault]:
     options = facts.config.checkpoint
     used = {"load_step": options.load_step >= 0, "initial_load_path": options.initial_load_path is not None}
     alone = ("initial_load_in_hf", "load_only", "last_save_model_only", "enable_first_step_checkpoint")
-    alone += ("exclude_from_loading",)
+    alone += ("exclude_from_loading", "allow_config_change")
     used |= {name: bool(getattr(options, name)) for name in alone}
     for name in (name for name, is_used in used.items() if is_used and not options.enable):
         allowed = "nothing with checkpoint.enable = false"

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
-from torchtitan.config import Parallelism
-from torchtitan.options import Fault, hint, show
-from torchtitan.parallelisms.pipeline_cut import (
+from torchtitan.config.job import Parallelism
+from torchtitan.config.options import Fault, hint, show
+from torchtitan.errors import JobError
+from torchtitan.parallelisms.pipeline.actions import INPUT_GRAD, WEIGHT_GRAD, ScheduleTableError, num_stages_of
+from torchtitan.parallelisms.pipeline.cut import (
     SCHEDULES,
     ScheduleTraits,
     check_microbatches,
@@ -16,7 +18,6 @@ from torchtitan.parallelisms.pipeline_cut import (
     num_stages_for,
     schedule_traits,
 )
-from torchtitan.parallelisms.schedule_actions import INPUT_GRAD, WEIGHT_GRAD, ScheduleTableError, num_stages_of
 from torchtitan.rules.facts import Facts
 
 SCHEDULE, CSV = "parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_schedule_csv"
@@ -31,12 +32,12 @@ def traits_of(facts: Facts) -> ScheduleTraits | None:
         degrees = facts.config.parallelism
         by_name = facts.pp > 1 and degrees.pipeline_parallel_schedule_csv is None
         return schedule_traits(degrees.pipeline_parallel_schedule) if by_name else None
-    except ValueError:
+    except JobError:
         return None
 
 
 def num_stages(facts: Facts, schedule: str) -> int:
-    """Stages of the whole pipeline. ValueError where the model cannot be cut that way for the schedule."""
+    """Stages of the whole pipeline. JobError where the model cannot be cut that way for the schedule."""
     degrees, parts = facts.config.parallelism, facts.config.parallelism.module_fqns_per_model_part
     if parts is not None:
         check_stages(schedule, facts.pp, len(parts))
@@ -73,7 +74,7 @@ def named_parts_are_the_model(facts: Facts) -> Iterator[Fault]:
     if facts.pp > 1 and parts is not None and facts.args:
         try:
             check_modules(parts, model_modules(facts.args.n_layers))
-        except ValueError as error:
+        except JobError as error:
             yield facts.fault(PARTS, "a list of module names for each stage", str(error), given=f"{len(parts)} stages")
 
 
@@ -84,7 +85,7 @@ def stages_suit_the_schedule(facts: Facts) -> Iterator[Fault]:
         return
     try:
         num_stages(facts, traits.name)
-    except ValueError as error:
+    except JobError as error:
         allowed = f"stages that suit {traits.name} on {facts.pp} ranks"
         if degrees.module_fqns_per_model_part is not None:
             yield facts.fault(PARTS, allowed, str(error), given=f"{len(degrees.module_fqns_per_model_part)} stages")
@@ -128,7 +129,7 @@ def microbatches_divide(facts: Facts) -> Iterator[Fault]:
         return
     try:
         num_microbatches(facts.config.training.local_batch_size, size)
-    except ValueError as error:
+    except JobError as error:
         yield facts.fault(
             "parallelism.pipeline_parallel_microbatch_size", "what divides training.local_batch_size", str(error)
         )
@@ -147,12 +148,12 @@ def _microbatch_fault(facts: Facts, schedule: str) -> str:
         return ""
     try:
         stages = num_stages(facts, schedule)
-    except ValueError:
+    except JobError:
         return ""
     try:
         check_microbatches(schedule, facts.microbatches, facts.pp, stages)
         return ""
-    except ValueError as error:
+    except JobError as error:
         return str(error)
 
 
@@ -173,7 +174,7 @@ def split_backward_is_not_compiled(facts: Facts) -> Iterator[Fault]:
 def _suits(facts: Facts, schedule: str) -> bool:
     try:
         return facts.args is None or (num_stages(facts, schedule) > 0 and not _microbatch_fault(facts, schedule))
-    except ValueError:
+    except JobError:
         return False
 
 

@@ -1,10 +1,12 @@
 """Rules on the degrees of parallelism, the ranks and the batches."""
 
 import math
+import os
 from collections.abc import Iterator
 
-from torchtitan.config import Parallelism
-from torchtitan.options import Fault
+from torchtitan.config.job import Parallelism
+from torchtitan.config.options import Fault
+from torchtitan.parallelisms.degrees import LimitError
 from torchtitan.rules.facts import Facts
 
 NEEDS_DEGREE = {
@@ -28,20 +30,15 @@ NEEDS_DEGREE = {
 
 
 def degrees_fit_the_ranks(facts: Facts) -> Iterator[Fault]:
-    degree, key = facts.config.parallelism.data_parallel_shard_degree, "parallelism.data_parallel_shard_degree"
-    others = math.prod(facts.other_degrees.values())
-    product = " x ".join(f"{name.removesuffix('_degree')} {n}" for name, n in facts.other_degrees.items() if n > 1)
-    if degree == 0:
-        yield facts.fault(key, "at least 1, or -1 for the ranks that are left", "write -1")
-    elif facts.shard is None and degree == -1:
-        several = sum(n > 1 for n in facts.other_degrees.values()) > 1
-        allowed = f"ranks that can be divided by {product}" + f" = {others}" * several
-        remedy = f"start a multiple of {others} ranks, or lower a degree"
-        yield facts.fault(key, allowed, remedy, given=f"{facts.world_size} rank{'s' * (facts.world_size > 1)}")
-    elif facts.shard is None:
-        arithmetic = f"data_parallel_shard {degree}" + f" x {product}" * bool(product) + f" = {degree * others}"
-        remedy = f"start {degree * others} ranks, or write -1 to shard over those that are left"
-        yield facts.fault(key, f"degrees whose product is the number of ranks, {facts.world_size}", remedy, arithmetic)
+    if isinstance(facts.shard_or_error, LimitError):
+        yield facts.refused(facts.shard_or_error)
+
+
+def model_allows_the_plan(facts: Facts) -> Iterator[Fault]:
+    """What a family alone asks for is said by its sizes."""
+    if hasattr(facts.args, "limits"):
+        limits = facts.args.limits(facts.config.model.overrides, tp=facts.tp, cp=facts.cp, pp=facts.pp)
+        yield from map(facts.refused, limits)
 
 
 def batch_divides(facts: Facts) -> Iterator[Fault]:
@@ -81,3 +78,15 @@ def needs_shards(facts: Facts) -> Iterator[Fault]:
         facts.pp == 1 or degrees.fsdp_reshard_after_forward == "never"
     ):
         yield facts.fault("parallelism.fsdp_reshard_after_forward", f'"default" {where}', remedy)
+
+
+def batch_fits_the_memory(facts: Facts) -> Iterator[Fault]:
+    """Of what is far beyond it: the ids of a batch alone, their labels, positions and documents."""
+    training = facts.config.training
+    bytes_of_a_sample = 4 * 8 * training.seq_len
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+    if training.local_batch_size * bytes_of_a_sample > memory:
+        key = "local_batch_size" if training.local_batch_size > 1 else "seq_len"
+        allowed = f"a batch whose ids fit into this machine's {memory / 2**30:.0f} GiB"
+        most = int(memory // bytes_of_a_sample) if key == "local_batch_size" else int(memory // 32)
+        yield facts.fault(f"training.{key}", allowed, f"write much less than {most:,}")

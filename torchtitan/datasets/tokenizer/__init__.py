@@ -1,31 +1,46 @@
 """Tokenizers by the path of their file. The kind is read from the content, because `.model` may be either of two."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan.datasets.tokenizer.base import Tokenizer, TokenizerError, read_content
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
-from torchtitan.datasets.tokenizer.hf_json import HuggingFaceTokenizer
+from torchtitan.datasets.tokenizer.hf_json import HuggingFaceTokenizer, from_vocab_and_merges
 from torchtitan.datasets.tokenizer.sentencepiece_model import SentencePieceTokenizer
 from torchtitan.datasets.tokenizer.tiktoken_bpe import TiktokenTokenizer
+from torchtitan.registration import Registry
+from torchtitan.shipped import TOKENIZER
 
 __all__ = ["Tokenizer", "TokenizerError", "build_tokenizer"]
 
+TOKENIZERS: Registry[Callable[[str], Tokenizer]] = Registry(
+    "torchtitan.tokenizers",
+    {
+        "bytes": lambda rest: ByteTokenizer(),
+        "debug": lambda rest: TiktokenTokenizer(TOKENIZER, read_content(TOKENIZER)),
+    },
+    Callable,
+)
+"""Those that are called by a word, and made of what comes after "word:" (nothing without a colon)."""
+
 # What a folder is searched for, in this order.
-FILE_NAMES = ["tokenizer.json", "tokenizer.model", "*.tiktoken", "*.model"]
+FILE_NAMES = ["tokenizer.json", "tokenizer.model", "*.tiktoken", "*.model", "vocab.json"]
 _TIKTOKEN_LINE = re.compile(rb"\s*[A-Za-z0-9+/]+={0,2} \d+\s")
 _SENTENCEPIECE_HEAD = re.compile(rb"\n.{1,2}\n", re.DOTALL)  # the first piece, and its text
 
 
-def build_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a file (tiktoken ranks, a sentencepiece model, a tokenizer.json), of a folder that holds one,
-    or of the word `bytes`. Raises TokenizerError."""
-    if path == "bytes":
-        return ByteTokenizer()
+def build_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a file (tiktoken ranks, a sentencepiece model, a tokenizer.json, a vocab.json with merges.txt
+    beside it), of a folder that holds one, of a word of TOKENIZERS, or of such a word, a colon and a path. Raises
+    TokenizerError."""
+    kind, _, rest = str(path).partition(":")
+    if path in TOKENIZERS.data or _is_word(kind) and not Path(path).exists() and kind in TOKENIZERS:
+        return TOKENIZERS[kind](rest)
     file = Path(path)
     if file.is_dir():
         file = _file_in(file)
-    content = read_content(file)
+    content = from_vocab_and_merges(file) if file.name == "vocab.json" else read_content(file)
     if content.lstrip()[:1] == b"{":
         return HuggingFaceTokenizer(file, content)
     if _TIKTOKEN_LINE.match(content):
@@ -36,6 +51,10 @@ def build_tokenizer(path: str) -> Tokenizer:
         raise TokenizerError(file, "a Git LFS pointer instead of the file", "run git lfs pull in its repository")
     cause = f"neither tiktoken ranks, nor a sentencepiece model, nor a tokenizer.json (it begins {content[:24]!r})"
     raise TokenizerError(file, cause, "give one of these, or the word bytes")
+
+
+def _is_word(kind: str) -> bool:
+    return kind not in TOKENIZERS.data and kind.replace("-", "_").isidentifier()
 
 
 def _file_in(folder: Path) -> Path:

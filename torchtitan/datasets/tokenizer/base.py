@@ -2,15 +2,21 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
+
+from torchtitan.errors import JobError
 
 # The largest vocabularies in use take 40 MB as JSON. What is larger is another kind of file (weights, data).
 MAX_BYTES = 128 * 2**20
+GUARD = "\n"
+"""A text that takes the added blank upon itself, and of tokens that join with nothing after them."""
 
 
-class TokenizerError(ValueError):
+class TokenizerError(JobError):
     """A tokenizer that cannot be used; the message names the file, the cause and the remedy."""
 
     def __init__(self, path: str | Path, cause: str, remedy: str) -> None:
@@ -26,21 +32,47 @@ class Tokenizer(ABC):
 
     vocab_size: int
     """The largest id plus one: the least number of embedding rows a model needs."""
-    bos_id: int
+    bos_id: int | None
+    """None where documents begin without a sign, as T5's do."""
     eos_id: int
+    special_tokens: Mapping[str, int] = MappingProxyType({})
+    """Name -> id of the tokens that no text becomes."""
+    chat_template: str | None = None
+    """Jinja that makes text of conversations, see templates.py."""
     fingerprint: str
     """sha256 in hexadecimal over what decides the ids; data tokenized with another fingerprint is not compatible."""
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
         """Ids of the text, between the ids of document begin and end if asked for. No text, no ids."""
         ids = self._encode(_without_lone_surrogates(text))
-        return [self.bos_id] * bos + ids + [self.eos_id] * eos
+        return self.begin * bos + ids + [self.eos_id] * eos
+
+    @property
+    def begin(self) -> list[int]:
+        """The ids that begin a document: one, or none."""
+        return [] if self.bos_id is None else [self.bos_id]
+
+    def encode_after(self, text: str) -> list[int]:
+        """Ids of a text that goes on where another one ended. Some tokenizers (sentencepiece's, mostly) put a blank
+        before every text; here there is none, so that the ids of both together decode to both texts."""
+        if not self._adds_blank:
+            return self.encode(text)
+        return self.encode(GUARD + text)[len(self.encode(GUARD)) :]
+
+    @cached_property
+    def _adds_blank(self) -> bool:
+        alone, guard, guarded = (self.encode(text) for text in ("a", GUARD, f"{GUARD}a"))
+        return guarded[: len(guard)] == guard and guarded[len(guard) :] != alone
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids. Special tokens are left out; ids outside the vocabulary (a model may have spare rows) and
         bytes that are not UTF-8 show as U+FFFD."""
         runs = groupby((int(i) for i in ids), key=lambda i: 0 <= i < self.vocab_size)
         return "".join(self._decode(list(run)) if known else "\ufffd" * len(list(run)) for known, run in runs)
+
+    @abstractmethod
+    def as_hf_files(self) -> dict[str, bytes]:
+        """Name -> content of the files by which Hugging Face's programs open it. JobError where it has no such form."""
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...

@@ -1,21 +1,29 @@
-"""Hugging Face's tokenizer.json. Which tokens begin and end a document stands in the tokenizer_config.json beside it,
-if there is one; else they are found by the names that are in use."""
+"""Hugging Face's tokenizer.json, or the vocab.json and merges.txt that came before it. Which tokens begin and end a
+document stands in the tokenizer_config.json beside it, if there is one; else they are found by the names in use.
+"""
 
 import json
 from pathlib import Path
 from typing import Any
 
+from torchtitan.datasets.tokenizer import hf_files
 from torchtitan.datasets.tokenizer.base import Tokenizer, TokenizerError, read_content, sha256
+from torchtitan.datasets.tokenizer.patterns import check_patterns
 
 # <|endoftext|> both begins and ends a document in the GPT-2 family.
 BOS_NAMES = ["<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]", "<|endoftext|>", "[CLS]"]
 EOS_NAMES = ["<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]", "[SEP]"]
+CONFIG = "tokenizer_config.json"
+BESIDE = (CONFIG, "special_tokens_map.json", "chat_template.jinja", "chat_template.json", "added_tokens.json")
+"""Files that belong to a tokenizer.json and go where it goes."""
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, path: Path, content: bytes) -> None:
         import tokenizers
 
+        check_patterns(path, content)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises nothing narrower
@@ -25,22 +33,101 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
+        self._path = path
+        config = _read_config(path.with_name(CONFIG))
+        _add_tokens(self._tokenizer, config, path)
         vocabulary = self._tokenizer.get_vocab()
-        config_path = path.with_name("tokenizer_config.json")
-        config = _read_config(config_path) if config_path.exists() else {}
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.bos_id = _find("bos_token", config, BOS_NAMES, vocabulary, path)
-        self.eos_id = _find("eos_token", config, EOS_NAMES, vocabulary, path)
+        eos_id = _find("eos_token", config, EOS_NAMES, vocabulary, path)
+        if eos_id is None:
+            cause = f"no eos_token: it has none of {', '.join(EOS_NAMES)}"
+            raise TokenizerError(path, cause, f"put a {CONFIG} beside it with eos_token = one of its tokens")
+        self.eos_id = eos_id
+        decoder = self._tokenizer.get_added_tokens_decoder()
+        self.special_tokens = {token.content: number for number, token in decoder.items() if token.special}
+        self.chat_template = _template(config, path)
         self.fingerprint = sha256(content + f"bos {self.bos_id}, eos {self.eos_id}".encode())
 
+    def as_hf_files(self) -> dict[str, bytes]:
+        """With those that came beside it, such as the chat template; code that one of them names is left out."""
+        name = self._tokenizer.id_to_token
+        bos = None if self.bos_id is None else name(self.bos_id)
+        written = hf_files.files_of(json.loads(self._tokenizer.to_str()), bos, name(self.eos_id))
+        beside = {name: self._path.with_name(name) for name in BESIDE}
+        found = {name: read_content(file) for name, file in beside.items() if file.is_file()}
+        if CONFIG in found:
+            config = _read_config(beside[CONFIG])
+            found[CONFIG] = hf_files.dumped({key: value for key, value in config.items() if key != "auto_map"})
+        return written | found
+
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            raise _translated(error, self._path, text) from None
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        try:
+            return self._tokenizer.decode(ids, skip_special_tokens=True)
+        except BaseException as error:
+            raise _translated(error, self._path, f"{len(ids)} tokens") from None
+
+
+def _translated(error: BaseException, path: Path, text: str) -> BaseException:
+    """A panic of the library, which is no Exception, as an error of the tokenizer; any other as it is."""
+    if type(error).__name__ != "PanicException":
+        return error
+    cause = f"it fails ({str(error)[:200]}) on a text that begins {text[:40]!r}"
+    return TokenizerError(path, cause, "give the tokenizer of the model's own repository, or leave that text out")
+
+
+def from_vocab_and_merges(path: Path) -> bytes:
+    """The tokenizer.json of a vocab.json and the merges.txt beside it, in the two ways that are in use: GPT-2's, or
+    Qwen 2's where tokenizer_config.json says so.
+    """
+    kind = _read_config(path.with_name(CONFIG)).get("tokenizer_class", "GPT2Tokenizer")
+    family = str(kind).removesuffix("Fast").removesuffix("Tokenizer")
+    if family not in ("GPT2", "Roberta", "Qwen2"):
+        cause = f"tokenizer_config.json says {kind!r}, and vocab.json alone does not tell how that one splits text"
+        raise TokenizerError(path, cause, "give its tokenizer.json (AutoTokenizer's save_pretrained writes one)")
+    vocabulary = _read_config(path)
+    merges = read_content(path.with_name("merges.txt")).decode(errors="replace").split("\n")
+    pairs = [line.split(" ") for line in merges if line.strip() and not line.startswith("#version")]
+    if any(type(i) is not int for i in vocabulary.values()) or any(len(pair) != 2 for pair in pairs):
+        cause = "vocab.json is no table of tokens to ids, or a line of merges.txt is no pair"
+        raise TokenizerError(path, cause, "fetch both again")
+    added = _read_config(path.with_name("added_tokens.json"))
+    special = {name: i for name, i in (vocabulary | added).items() if name in added or name in (*BOS_NAMES, *EOS_NAMES)}
+    written = hf_files.letters_bpe(vocabulary, pairs, special, qwen=family == "Qwen2")
+    return hf_files.dumped(written, indent=None)
+
+
+def _add_tokens(tokenizer: Any, config: dict[str, Any], path: Path) -> None:
+    """Those of tokenizer_config.json that tokenizer.json lacks, behind the others, in the order of their numbers there,
+    as transformers does it: the numbers themselves may be of a larger vocabulary.
+    """
+    import tokenizers
+
+    listed = config.get("added_tokens_decoder", {})
+    try:
+        entries = [entry for _, entry in sorted(listed.items(), key=lambda item: int(item[0]))]
+        known = tokenizer.get_vocab()
+        for entry in entries:
+            if entry["content"] not in known:
+                flags = {flag: bool(entry[flag]) for flag in FLAGS if flag in entry}
+                tokenizer.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
+                if (number := tokenizer.token_to_id(entry["content"])) in known.values():
+                    raise ValueError(f"{entry['content']} would be number {number}, which is another token's")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        cause = f"added_tokens_decoder of {CONFIG} is damaged ({type(error).__name__}: {error})"
+        raise TokenizerError(path, cause, "fetch it again, or remove it") from None
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    """Of a JSON file; empty where there is none."""
+    if not path.exists():
+        return {}
     try:
         config = json.loads(read_content(path))
     except (ValueError, RecursionError) as error:
@@ -52,7 +139,18 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _find(key: str, config: dict[str, Any], names: list[str], vocabulary: dict[str, int], path: Path) -> int:
+def _template(config: dict[str, Any], path: Path) -> str | None:
+    """Of a file beside the tokenizer, or of its configuration, where several may have names."""
+    file = path.with_name("chat_template.jinja")
+    if file.is_file():
+        return read_content(file).decode(errors="replace")
+    said = config.get("chat_template")
+    if isinstance(said, list):
+        said = next((e.get("template") for e in said if isinstance(e, dict) and e.get("name") == "default"), None)
+    return said if isinstance(said, str) else None
+
+
+def _find(key: str, config: dict[str, Any], names: list[str], vocabulary: dict[str, int], path: Path) -> int | None:
     said = config.get(key)
     if isinstance(said, dict):  # older files describe the token instead of naming it
         said = said.get("content")
@@ -61,8 +159,4 @@ def _find(key: str, config: dict[str, Any], names: list[str], vocabulary: dict[s
             cause = f"tokenizer_config.json names {said!r} as {key}, which is not in the vocabulary"
             raise TokenizerError(path, cause, "take both files from the same model")
         return vocabulary[said]
-    for name in names:
-        if name in vocabulary:
-            return vocabulary[name]
-    cause = f"no {key}: it has none of {', '.join(names)}"
-    raise TokenizerError(path, cause, f"put a tokenizer_config.json beside it with {key} = one of its tokens")
+    return next((vocabulary[name] for name in names if name in vocabulary), None)

@@ -1,8 +1,11 @@
-"""Llama 2's tokenizer: a sentencepiece model."""
+"""Llama 2's tokenizer, T5's and others: a sentencepiece model."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+from torchtitan.datasets.tokenizer import hf_files
 from torchtitan.datasets.tokenizer.base import Tokenizer, TokenizerError, sha256
+from torchtitan.errors import JobError
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -14,16 +17,80 @@ class SentencePieceTokenizer(Tokenizer):
         except (RuntimeError, UnicodeDecodeError):  # the second from quoting a damaged piece
             cause = "not a sentencepiece model, or a truncated or damaged one"
             raise TokenizerError(path, cause, "fetch it again") from None
+        self._path = path
         self.vocab_size = self._processor.vocab_size()
-        self.bos_id = self._processor.bos_id()
+        bos_id = self._processor.bos_id()
+        self.bos_id = None if bos_id < 0 else bos_id
         self.eos_id = self._processor.eos_id()
         self.fingerprint = sha256(content)
-        if self.bos_id < 0 or self.eos_id < 0:
-            cause = f"it has no id for document begin or end (bos {self.bos_id}, eos {self.eos_id})"
-            raise TokenizerError(path, cause, "train it with bos_id and eos_id, as Llama 2's is")
+        if self.eos_id < 0:
+            cause = f"it has no id for a document's end (eos {self.eos_id})"
+            raise TokenizerError(path, cause, "train it with eos_id, as Llama 2's and T5's are")
+
+    def as_hf_files(self) -> dict[str, bytes]:
+        """Beside tokenizer.json the model itself, from which llama.cpp takes it."""
+        name = self._processor.id_to_piece
+        bos = None if self.bos_id is None else name(self.bos_id)
+        special = {name(i): i for i in range(self.vocab_size) if self._processor.is_control(i)}
+        tokens = self._pieces()
+        try:
+            written = hf_files.pieces(tokens, {tokens.unknown: self._processor.unk_id(), **special}, bos)
+        except JobError as error:
+            raise TokenizerError(
+                self._path, str(error), "give the model's own, or leave out checkpoint.last_save_in_hf"
+            ) from None
+        files = hf_files.files_of(written, bos, name(self.eos_id), unknown=tokens.unknown)
+        return files | {"tokenizer.model": self._processor.serialized_model_proto()}
+
+    def _pieces(self) -> hf_files.Pieces:
+        trainer, normalizer = {}, {}
+        for number, value in _fields(self._processor.serialized_model_proto()):
+            if number in (2, 3):
+                (trainer if number == 2 else normalizer).update(_fields(value))
+        processor = self._processor
+        ids = {processor.id_to_piece(i): i for i in range(self.vocab_size)}
+        no_text = (processor.is_control, processor.is_unknown, processor.is_unused, processor.is_byte)
+        scored = {piece: i for piece, i in ids.items() if not any(is_such(i) for is_such in no_text)}
+        return hf_files.Pieces(
+            kind=trainer.get(3, hf_files.UNIGRAM),
+            ids=ids,
+            scores={piece: processor.get_score(i) for piece, i in scored.items()},
+            unknown=processor.id_to_piece(processor.unk_id()),
+            byte_fallback=bool(trainer.get(35, 0)),
+            suffixed=bool(trainer.get(24, 0)),
+            charsmap=normalizer.get(2, b""),
+            prefixed=bool(normalizer.get(3, 1)),
+            remove_extra_blanks=bool(normalizer.get(4, 1)),
+        )
 
     def _encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
 
     def _decode(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Number and value of each field of a protocol buffer that sentencepiece has already read. The numbers are those of
+    sentencepiece_model.proto; of 2 the trainer's (3 kind, 24 blanks as suffixes, 35 byte fallback), of 3 the
+    normalizer's (2 charsmap, 3 dummy prefix, 4 remove extra whitespace).
+    """
+    place = 0
+
+    def number() -> int:
+        nonlocal place
+        value, shift = 0, 0
+        while True:
+            byte = message[place]
+            value, shift, place = value | (byte & 127) << shift, shift + 7, place + 1
+            if byte < 128:
+                return value
+
+    while place < len(message):
+        key = number()
+        if key & 7 == 0:
+            yield key >> 3, number()
+        else:
+            size = {1: 8, 5: 4}.get(key & 7) or number()
+            yield key >> 3, message[place : place + size]
+            place += size

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from torchtitan.datasets.tokenizer import hf_files
 from torchtitan.datasets.tokenizer.base import Tokenizer, TokenizerError, sha256
 
 PATTERN = (
@@ -51,6 +52,12 @@ class TiktokenTokenizer(Tokenizer):
         self._encoding = tiktoken.Encoding(
             path.name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special, explicit_n_vocab=self.vocab_size
         )
+
+    def as_hf_files(self) -> dict[str, bytes]:
+        ranks = {self._encoding.decode_single_token_bytes(i): i for i in range(self._num_ranks)}
+        special = {token: self._num_ranks + i for i, token in enumerate(SPECIAL_TOKENS)}
+        bos, eos, *_ = SPECIAL_TOKENS
+        return hf_files.files_of(hf_files.byte_level(ranks, special, bos, PATTERN, merges=True), bos, eos)
 
     def _encode(self, text: str) -> list[int]:
         if len(text) <= RUN:

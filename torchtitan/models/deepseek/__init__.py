@@ -1,8 +1,14 @@
 """DeepSeek V2 and V3: the arguments and the published sizes. No torch here, so `torchtitan check` stays quick."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from torchtitan.models.moe import MoEDecoderArgs
+from torchtitan.errors import JobError
+from torchtitan.models.deepseek.limits import multi_token_limits
+from torchtitan.models.linears import Sizes, gated
+from torchtitan.models.moe import MoEArgs, MoEDecoderArgs
+from torchtitan.parallelisms.degrees import LimitError
 
 
 @dataclass(frozen=True)
@@ -42,30 +48,37 @@ class DeepseekArgs(MoEDecoderArgs):
     max_seq_len: int = 163840
     n_mtp_layers: int = 0
     mtp_loss_weight: float = 0.3  # of the mean of the depths' losses, beside the main loss
+    may_be_zero: ClassVar = (*MoEArgs.may_be_zero, "n_dense_layers", "q_lora_rank", "n_mtp_layers", "mtp_loss_weight")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("ffn_dim", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+                raise JobError(f"{name} = {getattr(self, name)}: must be at least 1")
         for name in ("n_mtp_layers", "mtp_loss_weight"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must not be negative")
+                raise JobError(f"{name} = {getattr(self, name)}: must not be negative")
         if self.q_lora_rank < 0:
-            raise ValueError(f"q_lora_rank = {self.q_lora_rank}: must be 0 (queries are not compressed) or more")
+            raise JobError(f"q_lora_rank = {self.q_lora_rank}: must be 0 (queries are not compressed) or more")
         if not 0 <= self.n_dense_layers <= self.n_layers:
-            raise ValueError(
+            raise JobError(
                 f"n_dense_layers = {self.n_dense_layers} with n_layers = {self.n_layers}: must be from 0 to n_layers"
             )
         if self.qk_rope_head_dim % 2:
-            raise ValueError(
-                f"qk_rope_head_dim = {self.qk_rope_head_dim}: must be even, as rotary embeddings turn pairs"
-            )
+            raise JobError(f"qk_rope_head_dim = {self.qk_rope_head_dim}: must be even, as rotary embeddings turn pairs")
         if self.v_head_dim > self.qk_head_dim:
-            raise ValueError(
+            raise JobError(
                 f"v_head_dim = {self.v_head_dim}: must be at most qk_nope_head_dim + qk_rope_head_dim = "
                 f"{self.qk_head_dim}, as attention kernels take values as wide as keys, or narrower"
             )
+
+    def limits(self, overrides: Mapping[str, Any], *, tp: int, cp: int, pp: int) -> Iterator[LimitError]:
+        """What it asks of a job's degrees, and of the sizes that the job gives."""
+        return multi_token_limits(self.n_mtp_layers, overrides, tp=tp, cp=cp, pp=pp)
+
+    @property
+    def expert_layers(self) -> int:
+        return self.n_layers - self.n_dense_layers + self.n_mtp_layers
 
     @property
     def num_kv_heads(self) -> int:
@@ -82,6 +95,19 @@ class DeepseekArgs(MoEDecoderArgs):
         latent = self.dim * (self.kv_lora_rank + self.qk_rope_head_dim)
         unfold = self.kv_lora_rank * self.n_heads * (self.qk_nope_head_dim + self.v_head_dim)
         return query + latent + unfold + self.n_heads * self.v_head_dim * self.dim
+
+    def block_linears(self, layer: int) -> Sizes:
+        queries, unfolded = self.n_heads * self.qk_head_dim, self.n_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        found = {"attention.wq": (queries, self.q_lora_rank or self.dim)}
+        if self.q_lora_rank:
+            found["attention.wq_a"] = (self.q_lora_rank, self.dim)
+        found["attention.wkv_a"] = (self.kv_lora_rank + self.qk_rope_head_dim, self.dim)
+        found["attention.wkv_b"] = (unfolded, self.kv_lora_rank)
+        found["attention.wo"] = (self.dim, self.n_heads * self.v_head_dim)
+        if layer >= self.n_layers:  # a depth of multi-token prediction
+            found["eh_proj"] = (self.dim, 2 * self.dim)
+        dense = layer < self.n_dense_layers
+        return found | (gated("feed_forward", self.dim, self.ffn_dim) if dense else self.moe_linears)
 
     def _matrices(self, moe: int) -> int:
         dense = self.n_dense_layers * 3 * self.dim * self.ffn_dim

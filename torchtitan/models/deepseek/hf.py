@@ -6,16 +6,11 @@ same order there; experts, stacked here, stand one by one and transposed. The pu
 embedding and the head, which are written and not read. A folder may hold more depths than the job has.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-import torch
-
-from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
+from torchtitan.models.deepseek import DeepseekArgs
+from torchtitan.models.deepseek.hf_config import CONFIG
 from torchtitan.models.deepseek.model import Deepseek
-from torchtitan.models.hf_config import check_numbers, check_only, decoder_config, rope_kind, rope_of, rope_theta
-from torchtitan.models.hf_family import NOT_COMPUTED_WITH, HuggingFace
-from torchtitan.models.hf_names import ATTENTION, EXPERTS, FEED_FORWARD, Form
+from torchtitan.models.hf.family import HuggingFace
+from torchtitan.models.hf.names import ATTENTION, EXPERTS, FEED_FORWARD, Form
 
 BIAS = "moe.router.expert_bias"
 NOT_LATENT = ("attention.wk.weight", "attention.wv.weight")
@@ -37,8 +32,6 @@ PARTS = {name: theirs for name, theirs in ATTENTION.items() if name not in NOT_L
     "eh_proj.weight": "eh_proj.weight",
     "norm.weight": "shared_head.norm.weight",
 }
-V2 = {"score": "softmax", "normalize_top_k": False, "expert_bias": False, "group_score": "max"}
-V3 = {"score": "sigmoid", "expert_bias": True, "group_score": "top2"}
 
 
 def form(args: DeepseekArgs) -> Form:
@@ -61,141 +54,10 @@ def _copies(args: DeepseekArgs) -> dict[str, tuple[str, ...]]:
     return {"tok_embeddings.weight": embeddings, "output.weight": heads}
 
 
-def config_to_hf(args: DeepseekArgs, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """The fields of transformers' DeepseekV2Config or DeepseekV3Config. ValueError for a routing that neither has."""
-    version = 3 if args.score == "sigmoid" else 2
-    wanted = (V3 if version == 3 else V2) | {"score_before_experts": False}
-    if args.n_groups == 1:
-        del wanted["group_score"]
-    for name, value in wanted.items():
-        if getattr(args, name) != value:
-            given = f"{name} = {getattr(args, name)!r} with score = {args.score!r}"
-            raise ValueError(f"{given}: transformers' DeepSeek V{version} only has {value!r}")
-    if args.n_shared_experts == 0:
-        raise ValueError("n_shared_experts = 0: transformers' DeepSeek models have at least 1")
-    routing = {
-        2: {"scoring_func": "softmax", "topk_method": "greedy" if args.n_groups == 1 else "group_limited_greedy"},
-        3: {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True},
-    }
-    return decoder_config(args, dtype) | {
-        "architectures": [f"DeepseekV{version}ForCausalLM"],
-        "model_type": f"deepseek_v{version}",
-        "intermediate_size": args.ffn_dim,
-        "first_k_dense_replace": args.n_dense_layers,
-        "moe_layer_freq": 1,
-        "q_lora_rank": args.q_lora_rank or None,
-        "kv_lora_rank": args.kv_lora_rank,
-        "qk_nope_head_dim": args.qk_nope_head_dim,
-        "qk_rope_head_dim": args.qk_rope_head_dim,
-        "v_head_dim": args.v_head_dim,
-        "moe_intermediate_size": args.expert_dim,
-        "n_routed_experts": args.n_experts,
-        "n_shared_experts": args.n_shared_experts,
-        "num_experts_per_tok": args.top_k,
-        "n_group": args.n_groups,
-        "topk_group": args.top_groups,
-        "norm_topk_prob": args.normalize_top_k,
-        "routed_scaling_factor": args.route_scale,
-        "aux_loss_alpha": args.aux_loss_weight,
-        "seq_aux": True,
-        "num_nextn_predict_layers": args.n_mtp_layers,
-        "rope_scaling": _scaling_to_hf(args.rope_scaling),
-        **routing[version],
-    }
-
-
-def config_from_hf(config: Mapping[str, Any]) -> DeepseekArgs:
-    """Sizes from a config.json of transformers 4 or 5. ValueError for what this model does not have."""
-    versions = {"deepseek_v2": 2, "deepseek_v3": 3}
-    version = versions.get(config.get("model_type"))
-    if version is None:
-        raise ValueError(f"model_type = {config.get('model_type')!r}, but this model is one of {', '.join(versions)}")
-    numbers = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    numbers += ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_intermediate_size")
-    numbers += ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")
-    check_numbers(config, numbers)
-    only = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1}
-    only |= {"num_key_value_heads": config["num_attention_heads"]}
-    only |= {"norm_topk_prob": False, "scoring_func": "softmax"} if version == 2 else {}
-    only |= {"rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"} if version == 3 else {}
-    check_only(config, only)
-    n_groups = config.get("n_group") or 1
-    if version == 2 and config.get("topk_method", "greedy") == "greedy":
-        n_groups = 1
-    routing = {**(V3 if version == 3 else V2), "normalize_top_k": version == 3 and config.get("norm_topk_prob", True)}
-    if n_groups == 1:
-        del routing["group_score"]
-    return DeepseekArgs(
-        dim=config["hidden_size"],
-        n_layers=config["num_hidden_layers"],
-        n_dense_layers=min(config.get("first_k_dense_replace", 0), config["num_hidden_layers"]),
-        n_heads=config["num_attention_heads"],
-        vocab_size=config["vocab_size"],
-        ffn_dim=config["intermediate_size"],
-        q_lora_rank=config.get("q_lora_rank") or 0,
-        kv_lora_rank=config["kv_lora_rank"],
-        qk_nope_head_dim=config["qk_nope_head_dim"],
-        qk_rope_head_dim=config["qk_rope_head_dim"],
-        v_head_dim=config["v_head_dim"],
-        expert_dim=config["moe_intermediate_size"],
-        n_experts=config["n_routed_experts"],
-        n_shared_experts=config["n_shared_experts"],
-        top_k=config["num_experts_per_tok"],
-        n_groups=n_groups,
-        top_groups=(config.get("topk_group") or 1) if n_groups > 1 else 1,
-        route_scale=config.get("routed_scaling_factor", 1.0),
-        aux_loss_weight=config.get("aux_loss_alpha", 0.0),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta(config),
-        rope_scaling=_scaling_from_hf(config),
-        tied_embeddings=config.get("tie_word_embeddings", False),
-        max_seq_len=config.get("max_position_embeddings", 2048),
-        n_mtp_layers=config.get("num_nextn_predict_layers") or 0,
-        **routing,
-    )
-
-
-def _scaling_to_hf(scaling: YarnScaling | None) -> dict[str, Any] | None:
-    return scaling and {
-        "type": "yarn",
-        "rope_type": "yarn",
-        "factor": scaling.factor,
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
-        "original_max_position_embeddings": scaling.original_max_seq_len,
-        "mscale": scaling.mscale,
-        "mscale_all_dim": scaling.mscale_all_dim,
-    }
-
-
-def _scaling_from_hf(config: Mapping[str, Any]) -> YarnScaling | None:
-    rope = rope_of(config)
-    if rope_kind(config) == "default":
-        return None
-    keys = ("factor", "original_max_position_embeddings", "mscale", "mscale_all_dim")
-    if rope_kind(config) != "yarn" or any(not rope.get(key) for key in keys) or rope.get("attention_factor"):
-        raise ValueError(f"rotary scaling {dict(rope)}; allowed are none and type yarn with {', '.join(keys)}")
-    return YarnScaling(
-        factor=float(rope["factor"]),
-        beta_fast=float(rope.get("beta_fast") or 32),
-        beta_slow=float(rope.get("beta_slow") or 1),
-        original_max_seq_len=rope["original_max_position_embeddings"],
-        mscale=float(rope["mscale"]),
-        mscale_all_dim=float(rope["mscale_all_dim"]),
-    )
-
-
 def _is_ignored(name: str, args: DeepseekArgs) -> bool:
     """Of multi-token prediction, behind the last layer: depths that the job does not have, and copies."""
     parts = name.split(".")
     return parts[:2] == ["model", "layers"] and parts[2].isdecimal() and int(parts[2]) >= args.n_layers
 
 
-HF = HuggingFace(
-    build=Deepseek,
-    form=form,
-    config_to_hf=config_to_hf,
-    config_from_hf=config_from_hf,
-    not_compared=(*NOT_COMPUTED_WITH, "n_mtp_layers", "mtp_loss_weight"),
-    ignored=_is_ignored,
-)
+HF = HuggingFace(build=Deepseek, form=form, config=CONFIG, ignored=_is_ignored)

@@ -16,7 +16,7 @@ from torchtitan.models.buffers import ZeroedBuffers, add_once
 from torchtitan.models.decoder import Block, Decoder
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
 from torchtitan.models.deepseek.multi_token import MultiTokenBlock, labels_of_depth
-from torchtitan.models.layers import AttentionKernel, RMSNorm, Rotary, rotate
+from torchtitan.models.layers import AttentionKernel, RMSNorm, Rotary, Shared, rotate
 from torchtitan.models.moe.layer import MoEBlock
 
 LATENT_NORM_EPS = 1e-6  # in all published models, whatever their other norms have
@@ -72,20 +72,20 @@ class LatentAttention(nn.Module):
         self.score_scale = 1.0 if scaling is None else _mscale(scaling, scaling.mscale_all_dim) ** 2
         self.kernel = kernel
 
-    def forward(self, x: torch.Tensor, rotation: torch.Tensor, mask: object) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, shared: Shared) -> torch.Tensor:
         q = self.wq(x if self.wq_a is None else self.q_norm(self.wq_a(x)))
         # -1 and not the number of heads: under tensor parallelism a rank has only some of them
         q = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim))  # [B, S, H, nope + rope]
         q_plain, q_turned = q.split((self.nope_dim, self.rope_dim), dim=-1)
         latent, k_turned = self.wkv_a(x).split((self.kv_rank, self.rope_dim), dim=-1)
-        k_turned = rotate(k_turned.unsqueeze(-2), rotation)  # [B, S, 1, rope]
+        k_turned = rotate(k_turned.unsqueeze(-2), shared.rotation)  # [B, S, 1, rope]
         kv = self.wkv_b(self.kv_norm(latent)).unflatten(-1, (-1, self.nope_dim + self.v_dim))
         k_plain, v = kv.split((self.nope_dim, self.v_dim), dim=-1)  # [B, S, H, nope], [B, S, H, v]
-        q = torch.cat((q_plain, rotate(q_turned, rotation)), dim=-1)
+        q = torch.cat((q_plain, rotate(q_turned, shared.rotation)), dim=-1)
         k = torch.cat((k_plain, k_turned.expand(-1, -1, k_plain.shape[-2], -1)), dim=-1)
         if self.score_scale != 1:
             q = q * self.score_scale
-        y = self.kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)  # [B, H, S, v]
+        y = self.kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), shared.mask)  # [B, H, S, v]
         return self.wo(y.transpose(1, 2).flatten(-2))  # [B, S, D]
 
 
@@ -110,10 +110,8 @@ class Deepseek(ZeroedBuffers, Decoder):
         self,
         x: torch.Tensor,
         tokens: torch.Tensor,
-        labels: torch.Tensor,
         document_ids: torch.Tensor | None,
-        rotation: torch.Tensor,
-        mask: object,
+        shared: Shared,
     ) -> torch.Tensor | None:
         """mtp_loss_weight times the mean over the depths of the sums of their losses. Divided by the number of valid
         main labels, like the main loss: the report divides every depth's sum by the length of the sequence.
@@ -125,8 +123,9 @@ class Deepseek(ZeroedBuffers, Decoder):
         for depth in range(1, depths + 1):
             block = self.layers[str(self.args.n_layers + depth - 1)]
             # what comes around from the sample's head meets no label
-            x = block(x, self.embed(tokens.roll(-depth, 1)), rotation, mask)
-            losses.append(self.loss(x, self.output, labels_of_depth(labels, document_ids, depth)))
+            x = block(x, self.embed(tokens.roll(-depth, 1)), shared)
+            targets = {"labels": labels_of_depth(shared.targets["labels"], document_ids, depth)}
+            losses.append(self.loss_of(x, targets, shared))
         mean = torch.stack(losses).mean()
         add_once(self.mtp_loss, mean.detach())
         return self.args.mtp_loss_weight * mean

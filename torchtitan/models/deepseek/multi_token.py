@@ -15,7 +15,7 @@ Letters of the shapes: B samples, S tokens, D width.
 import torch
 from torch import nn
 
-from torchtitan.models.layers import RMSNorm
+from torchtitan.models.layers import RMSNorm, Shared
 from torchtitan.models.moe import MoEDecoderArgs
 from torchtitan.models.moe.layer import MoEBlock
 
@@ -35,10 +35,10 @@ class MultiTokenBlock(MoEBlock):
         self.eh_proj = nn.Linear(2 * args.dim, args.dim, bias=False)
         self.norm = RMSNorm(args.dim, args.norm_eps)
 
-    def forward(self, x: torch.Tensor, ahead: torch.Tensor, rotation: torch.Tensor, mask: object) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ahead: torch.Tensor, shared: Shared) -> torch.Tensor:
         """x [B, S, D] of the depth before, and the embeddings of the tokens ahead [B, S, D] -> [B, S, D]."""
         joined = torch.cat((self.enorm(ahead), self.hnorm(x)), dim=-1)
-        return self.norm(super().forward(self.eh_proj(joined), rotation, mask))
+        return self.norm(super().forward(self.eh_proj(joined), shared))
 
 
 def labels_of_depth(labels: torch.Tensor, document_ids: torch.Tensor | None, depth: int) -> torch.Tensor:

@@ -13,4 +13,7 @@ PLAN = ParallelPlan(
     # whole on every rank: expert parallel splits experts, and what is shared is narrow
     sequence=("attention_norm", "ffn_norm", "moe.router.gate", "moe.experts", "moe.shared_experts.w*"),
     experts="moe.experts",
+    # all layers dense, or none; no shared experts
+    may_lack=("feed_forward", "feed_forward.w[13]", "feed_forward.w2", "moe.router.gate", "moe.experts")
+    + ("moe.shared_experts.w*",),
 )

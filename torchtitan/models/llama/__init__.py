@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from torchtitan.errors import JobError
+from torchtitan.models.linears import Sizes, gated, grouped_attention
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -35,14 +38,14 @@ class LlamaArgs:
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "max_seq_len"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+                raise JobError(f"{name} = {getattr(self, name)}: must be at least 1")
         if self.dim % self.n_heads or self.head_dim % 2:
-            raise ValueError(
+            raise JobError(
                 f"dim = {self.dim} with n_heads = {self.n_heads}: dim must be a multiple of n_heads, and dim / n_heads "
                 f"even (rotary embeddings turn pairs). Change either"
             )
         if self.num_kv_heads < 1 or self.n_heads % self.num_kv_heads:
-            raise ValueError(
+            raise JobError(
                 f"n_kv_heads = {self.n_kv_heads} with n_heads = {self.n_heads}: every key/value head serves the same "
                 f"number of query heads, so n_kv_heads must divide n_heads"
             )
@@ -63,6 +66,10 @@ class LlamaArgs:
             width = int(self.ffn_dim_multiplier * width)
         return -(-width // self.multiple_of) * self.multiple_of
 
+    def block_linears(self, layer: int) -> Sizes:
+        attention = grouped_attention(self.dim, self.n_heads, self.num_kv_heads, self.head_dim)
+        return attention | gated("feed_forward", self.dim, self.ffn_dim)
+
     @property
     def num_matmul_parameters(self) -> int:
         """Weights that a token is multiplied with: the layers' matrices and the output head (tied or not)."""
@@ -76,11 +83,37 @@ class LlamaArgs:
         return self.num_matmul_parameters + norms + embedding
 
 
+def _relora(width: int, hidden: int, heads: int, layers: int, vocab_size: int = 32000, **sizes: object) -> LlamaArgs:
+    """The presets of ReLoRA and GaLore: a feed-forward width that is said and not computed."""
+    dim, plain = width, int(2 * 4 * width / 3)
+    wider = None if plain <= hidden else hidden / plain
+    shape = dict(dim=dim, n_layers=layers, n_heads=heads, multiple_of=hidden, ffn_dim_multiplier=wider)
+    return LlamaArgs(**shape, vocab_size=vocab_size, norm_eps=1e-6, **{"max_seq_len": 1024} | sizes)
+
+
+RELORA = {
+    "9m": _relora(128, 352, 4, 4),
+    "20m": _relora(256, 688, 4, 4),
+    "35m": _relora(384, 1024, 8, 6),
+    "40m": _relora(416, 1024, 8, 8),
+    "60m": _relora(512, 1376, 8, 8),
+    "71m": _relora(512, 1368, 8, 12),
+    "100m": _relora(640, 1708, 10, 12),
+    "130m": _relora(768, 2048, 12, 12),
+    "250m": _relora(768, 2560, 16, 24),
+    "250m_50k": _relora(768, 2560, 16, 24, vocab_size=50257),
+    "350m": _relora(1024, 2736, 16, 24),
+    "1b": _relora(2048, 5461, 32, 24),
+    "3b": _relora(2560, 6848, 32, 32),
+    "7b": _relora(4096, 11008, 32, 32, max_seq_len=2048),
+}
+
 LLAMA2 = {
     "debugmodel": LlamaArgs(dim=256, n_layers=6, n_heads=16, vocab_size=2048),
     "7B": LlamaArgs(dim=4096, n_layers=32, n_heads=32),
     "13B": LlamaArgs(dim=5120, n_layers=40, n_heads=40),
     "70B": LlamaArgs(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096),
+    **RELORA,
 }
 
 

@@ -1,18 +1,13 @@
-"""Llama weights and sizes in the form of Hugging Face: names, order of rows, config.json, safetensors shards.
+"""Llama weights and sizes in the form of Hugging Face: names and order of rows. config.json: hf_config.py.
 
 The one numerical difference: we turn neighbouring pairs of a head's features (Meta's order), transformers turns feature
 i with i + head_dim / 2, so the rows of wq and wk come in another order. Everything else is a renaming.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-import torch
-
-from torchtitan.models.hf_config import check_numbers, check_only, decoder_config, rope_kind, rope_of, rope_theta
-from torchtitan.models.hf_family import HuggingFace
-from torchtitan.models.hf_names import ATTENTION, FEED_FORWARD, Form
-from torchtitan.models.llama import LlamaArgs, RopeScaling
+from torchtitan.models.hf.family import HuggingFace
+from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, Form
+from torchtitan.models.llama import LlamaArgs
+from torchtitan.models.llama.hf_config import CONFIG
 from torchtitan.models.llama.model import Llama
 
 TURNED = frozenset({"attention.wq.weight", "attention.wk.weight"})
@@ -22,63 +17,4 @@ def form(args: LlamaArgs) -> Form:
     return Form(parts=ATTENTION | FEED_FORWARD, turned=TURNED, head_dim=args.head_dim, tied=args.tied_embeddings)
 
 
-def config_to_hf(args: LlamaArgs, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """The fields of transformers' LlamaConfig."""
-    scaling = args.rope_scaling
-    return decoder_config(args, dtype) | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "intermediate_size": args.ffn_dim,
-        "head_dim": args.head_dim,
-        "mlp_bias": False,
-        "rope_scaling": scaling
-        and {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_seq_len,
-        },
-    }
-
-
-def config_from_hf(config: Mapping[str, Any]) -> LlamaArgs:
-    """Sizes from a config.json of transformers 4 or 5. ValueError for what this model does not have."""
-    if config.get("model_type") != "llama":
-        raise ValueError(f"model_type = {config.get('model_type')!r}, but this model is a llama")
-    numbers = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    check_numbers(config, numbers)
-    dim, heads, ffn_dim = config["hidden_size"], config["num_attention_heads"], config["intermediate_size"]
-    check_only(config, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": dim // heads})
-    plain_width = int(2 * 4 * dim / 3)
-    return LlamaArgs(
-        dim=dim,
-        n_layers=config["num_hidden_layers"],
-        n_heads=heads,
-        n_kv_heads=config.get("num_key_value_heads"),
-        vocab_size=config["vocab_size"],
-        multiple_of=ffn_dim,  # rounding up to it gives just it, once the plain width is not above
-        ffn_dim_multiplier=None if plain_width <= ffn_dim else ffn_dim / plain_width,
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta(config),
-        rope_scaling=_scaling_from_hf(config),
-        tied_embeddings=config.get("tie_word_embeddings", False),
-        max_seq_len=config.get("max_position_embeddings", 2048),
-    )
-
-
-def _scaling_from_hf(config: Mapping[str, Any]) -> RopeScaling | None:
-    rope = rope_of(config)
-    if rope_kind(config) == "default":
-        return None
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    if rope_kind(config) != "llama3" or any(key not in rope for key in keys):
-        raise ValueError(f"rotary scaling {dict(rope)}; allowed are none and type llama3 with {', '.join(keys)}")
-    return RopeScaling(*(rope[key] for key in keys))
-
-
-COMPARED = ("dim", "n_layers", "n_heads", "num_kv_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
-COMPARED += ("rope_scaling", "tied_embeddings")
-
-
-HF = HuggingFace(build=Llama, form=form, config_to_hf=config_to_hf, config_from_hf=config_from_hf, compared=COMPARED)
+HF = HuggingFace(build=Llama, form=form, config=CONFIG)

@@ -8,7 +8,10 @@ balance.py   what the trainer does once per step: load, bias, metrics
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
+
+from torchtitan.errors import JobError
+from torchtitan.models.linears import Sizes, gated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,32 +36,34 @@ class MoEArgs:
     bias_rate: float = 0.001
     # Balance by a loss within each sequence (arXiv:2405.04434, 2412.19437); 0 leaves it out.
     aux_loss_weight: float = 0.0
+    may_be_zero: ClassVar = ("n_shared_experts", "aux_loss_weight", "bias_rate")
+    """Sizes of which 0 means that a part of the model is not there."""
 
     def __post_init__(self) -> None:
         for name in ("dim", "expert_dim", "n_experts", "top_k", "n_groups", "top_groups"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+                raise JobError(f"{name} = {getattr(self, name)}: must be at least 1")
         for name in ("n_shared_experts", "bias_rate", "aux_loss_weight"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must not be negative")
+                raise JobError(f"{name} = {getattr(self, name)}: must not be negative")
         if self.top_k > self.n_experts:
-            raise ValueError(
+            raise JobError(
                 f"top_k = {self.top_k} with n_experts = {self.n_experts}: a token goes to different experts, so top_k "
                 f"can be {self.n_experts} at most"
             )
         if self.n_experts % self.n_groups:
-            raise ValueError(
+            raise JobError(
                 f"n_groups = {self.n_groups} with n_experts = {self.n_experts}: groups are equally large, so n_groups "
                 f"must divide n_experts"
             )
         size = self.n_experts // self.n_groups
         if self.top_groups > self.n_groups or self.top_groups * size < self.top_k:
-            raise ValueError(
+            raise JobError(
                 f"top_groups = {self.top_groups} with n_groups = {self.n_groups} of {size} experts: must be between "
                 f"{-(-self.top_k // size)}, to have top_k = {self.top_k} experts in them, and {self.n_groups}"
             )
         if self.n_groups > 1 and self.group_score == "top2" and size < 2:
-            raise ValueError(
+            raise JobError(
                 f"n_groups = {self.n_groups}: group_score 'top2' needs groups of at least 2 experts, but n_experts = "
                 f"{self.n_experts} makes groups of {size}"
             )
@@ -66,6 +71,11 @@ class MoEArgs:
     @property
     def expert_parameters(self) -> int:
         return 3 * self.dim * self.expert_dim
+
+    @property
+    def moe_linears(self) -> Sizes:
+        shared = gated("moe.shared_experts", self.dim, self.n_shared_experts * self.expert_dim)
+        return {"moe.experts": (self.expert_dim, self.dim)} | (shared if self.n_shared_experts else {})
 
     @property
     def moe_parameters(self) -> int:
@@ -93,7 +103,12 @@ class MoEDecoderArgs(MoEArgs, ABC):
         super().__post_init__()
         for name in ("n_layers", "n_heads", "vocab_size", "max_seq_len"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+                raise JobError(f"{name} = {getattr(self, name)}: must be at least 1")
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers with experts, whatever they are for."""
+        return self.n_layers
 
     @abstractmethod
     def _matrices(self, moe: int) -> int:

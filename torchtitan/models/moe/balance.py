@@ -10,6 +10,7 @@
 The counts are made in forward, in training, and not again when a forward is recomputed.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -83,7 +84,8 @@ def metrics(model: nn.Module, load: torch.Tensor) -> dict[str, torch.Tensor]:
     load = load.double()
     shares = load / load.sum(-1, keepdim=True).clamp(min=1)
     peaks = shares.amax(-1) * load.shape[-1]
-    entropy = -torch.special.xlogy(shares, shares).sum(-1) / torch.tensor(load.shape[-1]).double().log()
+    # of one expert the entropy is 0, and so is its logarithm, but its load is even
+    entropy = -torch.special.xlogy(shares, shares).sum(-1) / math.log(load.shape[-1]) if load.shape[-1] > 1 else shares
     biases = [router.expert_bias for router in found.values() if router.expert_bias is not None]
     named = {"load_max": peaks.max(), "load_max_mean": peaks.mean(), "entropy": entropy.mean()}
     if biases:

@@ -5,6 +5,7 @@ padded. torch's grouped matrix product does this in one kernel where it runs; el
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +29,16 @@ class Experts(nn.Module):
 
     def forward(self, xs: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """xs [R, D] sorted by expert, sizes [E] integers, the rows of each expert, adding up to R -> [R, D]."""
-        w1, w2, w3 = self.w1, self.w2, self.w3
-        dtype = autocast_dtype(xs.device.type)  # autocast knows matrix products, but not grouped ones
-        if dtype is not None:
-            xs, w1, w2, w3 = (x.to(dtype) for x in (xs, w1, w2, w3))
         ends = sizes.cumsum(0).to(torch.int32)
-        return grouped_mm(F.silu(grouped_mm(xs, w1, ends)) * grouped_mm(xs, w3, ends), w2, ends)
+        gate, up = (self.product(self, name, xs, ends) for name in ("w1", "w3"))
+        return self.product(self, "w2", F.silu(gate) * up, ends)
+
+    @staticmethod  # `experts` may be a stand-in with a rank's weights, which the compiler lets bind no methods
+    def product(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """x [R, I], whose rows end for each expert at `ends` [E], int32, with the matrices of that name -> [R, O]."""
+        w = getattr(experts, name)
+        dtype = autocast_dtype(x.device.type)  # autocast knows matrix products, but not grouped ones
+        return grouped_mm(x, w, ends) if dtype is None else grouped_mm(x.to(dtype), w.to(dtype), ends)
 
 
 def grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

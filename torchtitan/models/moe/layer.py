@@ -1,8 +1,8 @@
 """A mixture-of-experts layer and the transformer block around it.
 
-The layer is four steps that know no communication: route, dispatch (order the tokens by expert), experts, combine (back
-to the tokens). What sends tokens to the ranks of their experts goes around the third; what runs a block in segments
-calls the steps one by one. All shapes are known before the values are, and nothing waits for the device.
+The layer is steps that know no communication: route and dispatch (order the tokens by expert), experts, combine (back
+to the tokens). What sends tokens to the ranks of their experts goes around the second; the block is the layer's steps
+between attention and the residual. All shapes are known before the values are, and nothing waits for the device.
 
 Letters of the shapes: B samples, S tokens, N = B S, D width, E experts, k experts of a token.
 """
@@ -16,6 +16,7 @@ from torchtitan.models.layers import RMSNorm, SwiGLU, autocast_off
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.moe.experts import Experts
 from torchtitan.models.moe.router import Router, count
+from torchtitan.parallelisms.steps import Notes, RoutedExperts, Segment, Stepwise
 
 
 class Order(NamedTuple):
@@ -26,7 +27,7 @@ class Order(NamedTuple):
     sizes: torch.Tensor  # [E], rows of each expert
 
 
-class MoE(nn.Module):
+class MoE(Stepwise):
     def __init__(self, args: MoEArgs):
         super().__init__()
         self.args = args
@@ -36,12 +37,30 @@ class MoE(nn.Module):
         if args.n_shared_experts:
             self.shared_experts = SwiGLU(args.dim, args.n_shared_experts * args.expert_dim)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, S, D] -> [B, S, D]"""
-        ids, weights = self.route(x)
+    def steps(self) -> tuple[Segment | RoutedExperts, ...]:
+        """x [B, S, D] -> out [B, S, D]. Shared experts need nothing of the others, and can run while tokens travel."""
+        shared = () if self.shared_experts is None else ("s",)
+        return (
+            Segment("route", self._to_experts, ("x",), ("w", "xs"), light=True),
+            RoutedExperts("experts", self.experts, "xs", "ys"),
+            *(Segment("shared_experts", lambda _, x: self.shared_experts(x), ("x",), (name,)) for name in shared),
+            Segment("rest", self._to_tokens, ("w", "ys", *shared), ("out",), light=True),
+        )
+
+    def _to_experts(self, notes: Notes, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [B, S, D] -> weights [N, k], rows sorted by expert [N k, D]"""
+        ids, weights = self.route(x, notes.get("ids"))
+        notes.once("ids", lambda: ids)
         xs, order = self.dispatch(x, ids, weights)
-        ys = self.experts(xs, order.sizes)
-        return self.finish(x, self.combine(ys, weights, order))
+        notes.once("order", lambda: order)
+        notes.once("counts", lambda: order.sizes)
+        notes["shape"] = x.shape
+        return weights, xs
+
+    def _to_tokens(self, notes: Notes, weights: torch.Tensor, ys: torch.Tensor, *shared: torch.Tensor) -> torch.Tensor:
+        """weights [N, k], rows of experts [N k, D], and perhaps what shared experts made [B, S, D] -> [B, S, D]"""
+        y = self.combine(ys, weights, notes["order"]).view(notes["shape"])
+        return y + shared[0] if shared else y
 
     def route(self, x: torch.Tensor, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """x [B, S, D] -> ids and weights [N, k]. The weights carry the gradient, of an auxiliary loss too. `ids` that
@@ -65,13 +84,8 @@ class MoE(nn.Module):
         with autocast_off(ys.device.type):
             return torch.bmm(weights[:, None], copies.to(weights.dtype)).squeeze(1).to(ys.dtype)
 
-    def finish(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """What the layer got, [B, S, D], and what its experts made of it, [N, D] -> its output, [B, S, D]."""
-        y = y.view_as(x)
-        return y if self.shared_experts is None else y + self.shared_experts(x)
 
-
-class MoEBlock(nn.Module):
+class MoEBlock(Stepwise):
     """A transformer block, with experts where others have a feed-forward."""
 
     def __init__(self, args: MoEArgs, attention: nn.Module):
@@ -81,13 +95,36 @@ class MoEBlock(nn.Module):
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
         self.moe = MoE(args)
 
-    def forward(self, x: torch.Tensor, rotation: torch.Tensor, mask: object) -> torch.Tensor:
-        h = self.attend(x, rotation, mask)
-        return h + self.moe(self.ffn_norm(h))
+    def steps(self) -> tuple[Segment | RoutedExperts, ...]:
+        """h + moe(ffn_norm(h)), where the norm n is of one segment with the layer's first step, and the sum of one with
+        its last.
+        """
+        first, *between, last = self.moe.steps()
 
-    def attend(self, x: torch.Tensor, rotation: torch.Tensor, mask: object) -> torch.Tensor:
-        """The first half, x [B, S, D] -> h [B, S, D]; the second is h + moe(ffn_norm(h))."""
-        return x + self.attention(self.attention_norm(x), rotation, mask)
+        def route(notes: Notes, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            n = self.ffn_norm(h)
+            return n, *first.run(notes, n)
+
+        def rest(notes: Notes, h: torch.Tensor, *made: torch.Tensor) -> torch.Tensor:
+            return h + last.run(notes, *made)
+
+        return (
+            Segment("attention", self.attend, ("x",), ("h",)),
+            first._replace(run=route, inputs=("h",), outputs=("n", *first.outputs)),
+            *(_reading(step, x="n") for step in between),
+            last._replace(run=rest, inputs=("h", *last.inputs)),
+        )
+
+    def attend(self, notes: Notes, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, D] -> [B, S, D]"""
+        return x + self.attention(self.attention_norm(x), notes.shared)
+
+
+def _reading(step: Segment | RoutedExperts, x: str) -> Segment | RoutedExperts:
+    """The step, with `x` where it reads x."""
+    if isinstance(step, RoutedExperts):
+        return step
+    return step._replace(inputs=tuple(x if name == "x" else name for name in step.inputs))
 
 
 def sort_by_expert(ids: torch.Tensor, n_experts: int) -> Order:

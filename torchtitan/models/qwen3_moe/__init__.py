@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from torchtitan.errors import JobError
+from torchtitan.models.linears import Sizes, grouped_attention
 from torchtitan.models.moe import MoEDecoderArgs
 
 
@@ -19,11 +21,11 @@ class Qwen3MoEArgs(MoEDecoderArgs):
         super().__post_init__()
         for name in ("n_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+                raise JobError(f"{name} = {getattr(self, name)}: must be at least 1")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim = {self.head_dim}: must be even, as rotary embeddings turn pairs")
+            raise JobError(f"head_dim = {self.head_dim}: must be even, as rotary embeddings turn pairs")
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(
+            raise JobError(
                 f"n_kv_heads = {self.n_kv_heads} with n_heads = {self.n_heads}: every key/value head serves the same "
                 f"number of query heads, so n_kv_heads must divide n_heads"
             )
@@ -31,6 +33,9 @@ class Qwen3MoEArgs(MoEDecoderArgs):
     @property
     def num_kv_heads(self) -> int:
         return self.n_kv_heads
+
+    def block_linears(self, layer: int) -> Sizes:
+        return grouped_attention(self.dim, self.n_heads, self.n_kv_heads, self.head_dim) | self.moe_linears
 
     def _matrices(self, moe: int) -> int:
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)

@@ -1,93 +1,21 @@
-"""Qwen 3 with experts in the form of Hugging Face: names, order of rows, config.json, safetensors shards.
+"""Qwen 3 with experts in the form of Hugging Face: names and order of rows. config.json: hf_config.py.
 
 Two numerical differences: the order of a head's features, so that the rows of wq and wk and the weights of their norms
 come in another order; and experts, which stand stacked here and one by one, transposed, there.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-import torch
-
-from torchtitan.models.hf_config import check_numbers, check_only, decoder_config, rope_kind, rope_theta
-from torchtitan.models.hf_family import HuggingFace
-from torchtitan.models.hf_names import ATTENTION, EXPERTS, Form
+from torchtitan.models.hf.family import HuggingFace
+from torchtitan.models.hf.names import ATTENTION, EXPERTS, QK_NORMS, Form
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
+from torchtitan.models.qwen3_moe.hf_config import CONFIG
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
 
-PARTS = ATTENTION | {
-    "attention.q_norm.weight": "self_attn.q_norm.weight",
-    "attention.k_norm.weight": "self_attn.k_norm.weight",
-    "moe.router.gate.weight": "mlp.gate.weight",
-    **EXPERTS,
-}
-TURNED = frozenset(f"attention.{name}.weight" for name in ("wq", "wk", "q_norm", "k_norm"))
+PARTS = ATTENTION | QK_NORMS | {"moe.router.gate.weight": "mlp.gate.weight", **EXPERTS}
+TURNED = frozenset({"attention.wq.weight", "attention.wk.weight", *QK_NORMS})
 
 
 def form(args: Qwen3MoEArgs) -> Form:
     return Form(parts=PARTS, n_experts=args.n_experts, turned=TURNED, head_dim=args.head_dim, tied=args.tied_embeddings)
 
 
-def config_to_hf(args: Qwen3MoEArgs, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """The fields of transformers' Qwen3MoeConfig. ValueError for a routing that it does not have."""
-    plain = {
-        "score": "softmax",
-        "n_groups": 1,
-        "n_shared_experts": 0,
-        "route_scale": 1.0,
-        "expert_bias": False,
-        "score_before_experts": False,
-    }
-    for name, wanted in plain.items():
-        if getattr(args, name) != wanted:
-            raise ValueError(f"{name} = {getattr(args, name)!r}: transformers' Qwen 3 only has {wanted!r}")
-    return decoder_config(args, dtype) | {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "head_dim": args.head_dim,
-        "intermediate_size": args.expert_dim * args.top_k,  # of dense layers, of which there are none
-        "moe_intermediate_size": args.expert_dim,
-        "num_experts": args.n_experts,
-        "num_experts_per_tok": args.top_k,
-        "norm_topk_prob": args.normalize_top_k,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "use_sliding_window": False,
-        "router_aux_loss_coef": args.aux_loss_weight,
-        "rope_scaling": None,
-    }
-
-
-def config_from_hf(config: Mapping[str, Any]) -> Qwen3MoEArgs:
-    """Sizes from a config.json of transformers 4 or 5. ValueError for what this model does not have."""
-    if config.get("model_type") != "qwen3_moe":
-        raise ValueError(f"model_type = {config.get('model_type')!r}, but this model is a qwen3_moe")
-    n_experts = config.get("num_experts", config.get("num_local_experts"))  # transformers 4; 5
-    numbers = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    numbers += ("moe_intermediate_size", "num_experts", "num_experts_per_tok")
-    check_numbers(dict(config) | {"num_experts": n_experts}, numbers)
-    only = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1}
-    check_only(config, only | {"mlp_only_layers": []})
-    if rope_kind(config) != "default":
-        raise ValueError(f"rotary scaling {rope_kind(config)!r}, but this model has none")
-    heads = config["num_attention_heads"]
-    return Qwen3MoEArgs(
-        dim=config["hidden_size"],
-        n_layers=config["num_hidden_layers"],
-        n_heads=heads,
-        n_kv_heads=config["num_key_value_heads"],
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocab_size=config["vocab_size"],
-        expert_dim=config["moe_intermediate_size"],
-        n_experts=n_experts,
-        top_k=config["num_experts_per_tok"],
-        normalize_top_k=config.get("norm_topk_prob", False),
-        aux_loss_weight=config.get("router_aux_loss_coef", 0.001),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta(config),
-        tied_embeddings=config.get("tie_word_embeddings", False),
-        max_seq_len=config.get("max_position_embeddings", 32768),
-    )
-
-
-HF = HuggingFace(build=Qwen3MoE, form=form, config_to_hf=config_to_hf, config_from_hf=config_from_hf)
+HF = HuggingFace(build=Qwen3MoE, form=form, config=CONFIG)

@@ -10,6 +10,8 @@ PLAN = ParallelPlan(
     column=("attention.w[qkv]",),
     row=("attention.wo",),
     replicated=("attention.[qk]_norm",),  # each rank norms its own heads
-    sequence=("attention_norm", "ffn_norm", "moe.router.gate", "moe.experts"),  # whole: expert parallel splits experts
+    # whole on every rank: expert parallel splits experts, and what is shared is narrow
+    sequence=("attention_norm", "ffn_norm", "moe.router.gate", "moe.experts", "moe.shared_experts.w*"),
     experts="moe.experts",
+    may_lack=("moe.shared_experts.w*",),  # the published sizes have none
 )

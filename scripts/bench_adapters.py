@@ -1,0 +1,80 @@
+"""What adapters cost: a step of LoRA against one of the whole model, of QLoRA against LoRA, and how long a merge takes.
+
+One device, float32, the debug Llama with 8 samples of 256 tokens; both kinds take turns in one process. A frozen matrix
+needs no gradient of its own, a third of a step's matrix products, and AdamW has little to do; A and B add some.
+`--quick` makes one repeat of two pairs, with one sample.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.bench_timing import Goal, row, take_turns
+from torchtitan import build
+from torchtitan.adapters.interface import Adapter
+from torchtitan.config.manager import load
+from torchtitan.initialization import initialize
+from torchtitan.optimizers.build import build_optimizers
+from torchtitan.stores import draw_stores
+
+TOKENS = 256
+SHARED = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+
+
+def made(kind: str, rank: int) -> tuple[nn.Module, Adapter | None]:
+    argv = ["--model.tokenizer_path=bytes", f"--adapter.kind={kind}"]
+    model, _, adapter = build.adapted_model(load(argv + [f"--adapter.rank={rank}"] * (kind != "none")))
+    model.to_empty(device="cpu")
+    initialize(model, 0, model.init_rule)
+    draw_stores(model, 0, model.init_rule)
+    return model, adapter
+
+
+def step_of(kind: str, rank: int, samples: int) -> Callable[[], None]:
+    model, _ = made(kind, rank)
+    optimizer = build_optimizers([model], name="AdamW", lr=1e-4, weight_decay=0.1, shared=SHARED)
+    tokens = torch.randint(0, 2048, (samples, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        (model(tokens[:, :-1], labels=tokens[:, 1:]) / (samples * TOKENS)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def merge_seconds(rank: int) -> list[float]:
+    """For each billion bytes of matrices that something is folded into."""
+    model, adapter = made("lora", rank)
+    size = sum(t.nbytes for name, t in model.state_dict().items() if name in adapter.frozen and ".w" in name) / 1e9
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        adapter.merged([model])
+        seconds.append((time.perf_counter() - started) / size)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The cost of adapters, as ratios of CPU time within one process.")
+    parser.add_argument("--quick", action="store_true", help="one repeat of two pairs, with one sample")
+    parser.add_argument("--rank", type=int, default=16, help="of the low-rank matrices (default 16)")
+    options = parser.parse_args()
+    pairs, repeats, samples = (2, 1, 1) if options.quick else (8, 5, 8)
+    for first, second, goal in (("lora", "none", Goal("<=", 0.75)), ("dora", "lora", None), ("qlora", "lora", None)):
+        steps = (step_of(kind, options.rank, samples) for kind in (first, second))
+        turns = take_turns(*steps, pairs, repeats)
+        name = f"{first} step / {'full' if second == 'none' else second} step, rank {options.rank}"
+        print(row(name, turns.ratios(turns.cpu), goal, "CPU time"))
+    print(row(f"folding in, seconds a GB, rank {options.rank}", merge_seconds(options.rank), None))
+
+
+if __name__ == "__main__":
+    main()

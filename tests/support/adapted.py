@@ -1,0 +1,40 @@
+"""Models with the adapters that the table of combinations names."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from tests.support.scale_adapter import ScaleAdapter
+from torchtitan.adapters.dora import DoRA
+from torchtitan.adapters.interface import Adapter
+from torchtitan.adapters.lora import LoRA
+from torchtitan.adapters.qlora import QLoRA
+from torchtitan.config.job import Adapter as Options
+from torchtitan.initialization import Normal, draw
+from torchtitan.parallelisms.plan import ParallelPlan
+
+_SMALL = Options(rank=4, alpha=8.0, target=["all-linear", "output"])
+ROWS = {
+    "scale": (ScaleAdapter, Options()),
+    "lora": (LoRA, _SMALL),
+    "dora": (DoRA, Options(kind="dora", rank=4, alpha=8.0)),
+    "qlora": (QLoRA, Options(kind="qlora", rank=4, alpha=8.0)),
+}
+"""What a row of the table may name -> kind and options."""
+
+
+def installed(name: str, model: nn.Module, plan: ParallelPlan) -> tuple[ParallelPlan, Adapter | None]:
+    if name == "none":
+        return plan, None
+    kind, options = ROWS[name]
+    adapter = kind(options)
+    return adapter.install(model, plan), adapter
+
+
+@torch.no_grad()
+def learn_something(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Move adapters' parameters off the values at which they begin, where some gradients are zero."""
+    for name, parameter in named_parameters:
+        if "lora_B" in name:
+            draw(parameter, Normal(0.1), name)

@@ -1,0 +1,131 @@
+"""torch.cuda without a card: streams and events that only count, where the host would wait, and one H100's facts.
+
+To be imported before anything else imports torch: torch asks once what CUDA there is.
+"""
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+from tests.support.fake_cuda import LIBRARY
+
+ctypes.CDLL(os.environ[LIBRARY], ctypes.RTLD_GLOBAL)
+
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402  (what asks for a device when it is imported: before there seems to be one)
+import torch._inductor  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.fsdp  # noqa: E402
+import torch.distributed.tensor  # noqa: E402
+import torch.nn.attention.flex_attention  # noqa: E402
+
+host_waits: Counter[str] = Counter()
+"""By place in the package: `what file:function`."""
+
+
+_last: list = [None, 0]
+
+
+def waits(what: str) -> None:
+    """The host would wait for the device here. A whole list that is read number by number is one wait."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and "/torchtitan/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    if frame is _last[0] and frame.f_lasti == _last[1]:
+        return
+    _last[:] = frame, frame.f_lasti
+    host_waits[f"{what} {Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
+
+
+class Event:
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def record(self, *args):
+        pass
+
+    def wait(self, *args):
+        pass
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, other):
+        return 0.0
+
+    def synchronize(self):
+        waits("event")
+
+
+class Stream:
+    device = torch.device("cuda", 0)
+
+    def __new__(cls, *args, **kwargs):
+        return object.__new__(cls)
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def record_event(self, event=None):
+        return event or Event()
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        waits("stream")
+
+    def __enter__(self):
+        _streams.append(self)
+        return self
+
+    def __exit__(self, *error):
+        _streams.pop()
+
+
+class Card:
+    name, major, minor = "NVIDIA H100 80GB HBM3", 9, 0
+    total_memory, multi_processor_count = 80 * 2**30, 132
+
+
+_main = Stream()
+_streams = [_main]
+
+
+@contextlib.contextmanager
+def _stream(stream):
+    with stream or _streams[-1]:
+        yield
+
+
+def _nothing(*args, **kwargs):
+    return None
+
+
+def install() -> None:
+    """Replace what would ask a driver."""
+    cuda = torch.cuda
+    cuda.Stream, cuda.Event, cuda.stream = Stream, Event, _stream
+    cuda.current_stream, cuda.default_stream = lambda device=None: _streams[-1], lambda device=None: _main
+    cuda.is_available = cuda.is_initialized = cuda.is_bf16_supported = lambda *args, **kwargs: True
+    cuda.device_count, cuda.current_device = lambda: 8, lambda: 0
+    cuda.get_device_name, cuda.get_device_capability = lambda device=None: Card.name, lambda device=None: (9, 0)
+    cuda.get_device_properties = lambda device=None: Card
+    cuda.set_device = cuda._lazy_init = cuda.manual_seed = cuda.manual_seed_all = cuda.set_rng_state = _nothing
+    cuda.reset_peak_memory_stats = _nothing
+    cuda.get_rng_state = lambda *args: torch.zeros(16, dtype=torch.uint8, device="cpu")
+    cuda.memory_stats = lambda device=None: defaultdict(int)
+    cuda.synchronize = lambda device=None: waits("device")
+    torch._C._ensureCUDADeviceGuardSet = _nothing
+    torch.Tensor.record_stream = _nothing
+    torch.Tensor.pin_memory, torch.Tensor.is_pinned = lambda self, *args: self, lambda self, *args: True
+    dist.get_default_backend_for_device = lambda device: "fake"

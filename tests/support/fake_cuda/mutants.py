@@ -1,0 +1,50 @@
+"""Faults that the checks on the fake CUDA have to find, each planted before a step is built."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules
+
+from torchtitan.models import layers
+from torchtitan.parallelisms import parallel_model
+from torchtitan.parallelisms.pipeline import pipeline_parallel
+
+
+def wrong_device() -> None:
+    """A tensor that is made where no device is named."""
+    forward = layers.RMSNorm.forward
+    layers.RMSNorm.forward = lambda self, x: forward(self, x) + torch.ones(x.shape[-1])
+
+
+def host_wait() -> None:
+    """The norm is read in every step."""
+    clip = parallel_model.clip_gradients
+
+    def clip_and_read(*args, **kwargs):
+        total = clip(*args, **kwargs)
+        assert total.item() >= 0
+        return total
+
+    parallel_model.clip_gradients = clip_and_read
+
+
+def coalesced() -> None:
+    """Receives as before torch 2.12.1, which never meet plain sends."""
+    schedules._batch_p2p = lambda operations, desc=None: dist.batch_isend_irecv(operations) if operations else []
+
+
+def other_order() -> None:
+    """The first two microbatches change places on odd ranks."""
+    build = pipeline_parallel.build_table
+
+    def build_by_rank(*args, **kwargs):
+        table = build(*args, **kwargs)
+        if dist.get_rank() % 2:
+            swapped = {0: 1, 1: 0}
+            row = table[dist.get_rank()]
+            table[dist.get_rank()] = [a._replace(microbatch=swapped.get(a.microbatch, a.microbatch)) for a in row]
+        return table
+
+    pipeline_parallel.build_table = build_by_rank
+
+
+PLANTED = {function.__name__: function for function in (wrong_device, host_wait, coalesced, other_order)}

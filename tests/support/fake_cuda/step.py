@@ -1,0 +1,202 @@
+"""One rank's training step of a job on the fake CUDA."""
+
+import functools
+import inspect
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.support.fake_cuda import device  # first: see there
+
+import torch  # isort: skip
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan import build
+from torchtitan.config import manager
+from torchtitan.config.job import JobConfig
+from torchtitan.models import layers
+from torchtitan.parallelisms import data_parallel, parallel_dims, parallel_model
+from torchtitan.parallelisms.parallel_model import ParallelModel
+
+VALID_TOKENS = 1000
+
+
+class HostWaits(TorchDispatchMode):
+    """Counts where a number or a copy comes to the host, and answers for the device: `count`, which only it would know,
+    is the number of rows that every rank of an expert-parallel group sends to every other.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.count = count
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, func.name()
+        if name == "aten::nonzero" and args[0].device.type == "cuda":
+            device.waits("nonzero")
+        if name == "aten::_local_scalar_dense" and isinstance(args[0], FakeTensor):
+            if _torch_votes():
+                return 1
+            if args[0].device.type == "cuda":
+                device.waits("number")
+            return 1.0 if args[0].dtype.is_floating_point else self.count
+        target = kwargs.get("device")
+        if name == "aten::_to_copy" and target is not None and torch.device(target).type != args[0].device.type:
+            self._copy(kwargs.get("non_blocking", False))
+        if name == "aten::copy_" and args[0].device.type != args[1].device.type:
+            self._copy(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _copy(non_blocking: bool) -> None:
+        if not non_blocking:
+            device.waits("copy")
+
+
+def _torch_votes() -> bool:
+    """Whether torch's pipelining agrees on shapes, which it does once, in the first step."""
+    frames = traceback.extract_stack()[-10:]
+    return any("pipelining/stage" in f.filename or f.name == "_warmup_p2p" for f in frames)
+
+
+@contextmanager
+def recorded_messages() -> Iterator[list[tuple[str, int, list[int], bool]]]:
+    """Messages between two ranks as they are issued: isend or irecv, the peer in its group, the shape, and whether it
+    is one of a batch, which NCCL coalesces and carries in another communicator than a plain one.
+    """
+    messages: list[tuple[str, int, list[int], bool]] = []
+    kept = {name: getattr(c10d, name) for name in ("isend", "irecv", "batch_isend_irecv")}
+    in_batch = False
+
+    def one(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(kept[name]).bind(tensor, *args, **kwargs).arguments
+        messages.append((name, bound["group_dst" if name == "isend" else "group_src"], list(tensor.shape), in_batch))
+        return kept[name](tensor, *args, **kwargs)
+
+    def several(operations: list) -> Any:
+        nonlocal in_batch
+        in_batch = True
+        try:
+            return kept["batch_isend_irecv"](operations)
+        finally:
+            in_batch = False
+
+    recording = {name: functools.partial(one, name) for name in ("isend", "irecv")} | {"batch_isend_irecv": several}
+    for module in (c10d, dist):
+        module.__dict__.update(recording)
+    try:
+        yield messages
+    finally:
+        for module in (c10d, dist):
+            module.__dict__.update(kept)
+
+
+def outside_fake(owner: Any, *names: str) -> None:
+    """Methods that work with ranks' real numbers, whatever mode is on."""
+    for name in names:
+        kept = owner.__dict__[name]
+        wrapped = isinstance(kept, (staticmethod, classmethod))
+        function = kept.__func__ if wrapped else kept
+
+        @functools.wraps(function)
+        def call(*args, _function=function, **kwargs):
+            with unset_fake_temporarily():
+                return _function(*args, **kwargs)
+
+        setattr(owner, name, type(kept)(call) if wrapped else call)
+
+
+MESH = ("__init__", "__getitem__", "_flatten", "_concatenate", "get_local_rank", "get_coordinate", "get_group")
+MESH += ("_is_current_rank_part_of_mesh", "_get_mesh_tensor_from_full_mesh", "_create_sub_mesh", "_create_flatten_mesh")
+DIMS = ("build_expert_mesh", "counts_group", "stage_group", "expert_dp_mesh", "dp_mesh")
+
+
+def install() -> None:
+    """Make this process one that trains on the fake CUDA."""
+    device.install()
+    FakeTensorMode.avoid_device_init = True
+    outside_fake(DeviceMesh, *(name for name in MESH if name in DeviceMesh.__dict__))
+    outside_fake(parallel_dims.ParallelDims, *(name for name in DIMS if name in parallel_dims.ParallelDims.__dict__))
+    parallel_model.initialize = lambda *args, **kwargs: None  # there are no values
+    data_parallel._without_modes = lambda function: function
+    torch.nn.Module.to = lambda self, *args, **kwargs: self
+    layers.compiled = lambda function: function  # inductor has nothing to compile for
+
+
+@contextmanager
+def job_on_rank(config: JobConfig, rank: int, world_size: int) -> Iterator[tuple[ParallelModel, Any, dict]]:
+    """The job's model, optimizers and one batch, as rank `rank` of `world_size` would build them."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    dims = build.dims(config, world_size)
+    card = torch.device("cuda", 0)
+    mesh = dims.build_mesh("cuda")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = build.model(config, mesh, dims, card)
+        optimizers = build.optimizers(config, model)
+        names = ["tokens", "labels", *(["positions", "document_ids"] if config.training.document_mask else [])]
+        shape = config.training.local_batch_size, config.training.seq_len
+        yield model, optimizers, {name: torch.zeros(shape, dtype=torch.int64, device=card) for name in names}
+
+
+def train_step(model: ParallelModel, optimizers: Any, batch: dict[str, torch.Tensor]) -> None:
+    model.forward_backward(batch, VALID_TOKENS)
+    model.clip_gradients(1.0)
+    optimizers.step()
+    model.after_step()
+    optimizers.zero_grad()
+
+
+def rows_per_peer(config: JobConfig) -> int:
+    """Of one forward, with tokens spread evenly over the experts."""
+    degrees, samples = config.parallelism, config.training.local_batch_size
+    if degrees.pipeline_parallel_degree > 1:
+        samples = degrees.pipeline_parallel_microbatch_size
+    shards = degrees.context_parallel_degree * degrees.tensor_parallel_degree * degrees.expert_parallel_degree
+    return samples * config.training.seq_len * getattr(build.model_args(config), "top_k", 0) // shards
+
+
+def host_waits(argv: list[str], rank: int, world_size: int) -> dict[str, int]:
+    """In the second step of the job `argv` (the first one finds out shapes), by place."""
+    config = manager.load(argv)
+    with job_on_rank(config, rank, world_size) as (model, optimizers, batch), HostWaits(rows_per_peer(config)):
+        train_step(model, optimizers, batch)
+        device.host_waits.clear()
+        train_step(model, optimizers, batch)
+    return dict(device.host_waits)
+
+
+def messages(argv: list[str], rank: int, world_size: int) -> list[tuple[str, int, list[int], bool]]:
+    """Of rank `rank` in the second step of the job `argv`."""
+    config = manager.load(argv)
+    built, answers = job_on_rank(config, rank, world_size), HostWaits(rows_per_peer(config))
+    with recorded_messages() as found, built as (model, _, batch), answers:
+        model.forward_backward(batch, VALID_TOKENS)
+        found.clear()  # among the first step's are shapes that torch agrees on
+        model.forward_backward(batch, VALID_TOKENS)
+    return found
+
+
+def messages_by_schedule(argv: list[str], stride: int, world_size: int) -> dict[str, list]:
+    """Of every pipeline rank, which are `stride` apart, under each schedule that `--schedules=A,B` names."""
+    schedules, *job = argv
+    return {
+        schedule: [
+            messages([*job, f"--parallelism.pipeline_parallel_schedule={schedule}"], rank, world_size)
+            for rank in range(0, world_size, stride)
+        ]
+        for schedule in schedules.removeprefix("--schedules=").split(",")
+    }

@@ -1,0 +1,163 @@
+"""Transformers' twin of a model, the same weights in float32 or exactly in float64; and what of names and folders holds
+in every family. `hf` is a family's HuggingFace.
+"""
+
+import contextlib
+import json
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from torchtitan.errors import JobError
+from torchtitan.initialization import initialize
+from torchtitan.models.hf.config import INDEX, SINGLE
+
+
+def build(family, args, seed=0, dtype=torch.float32):
+    """A model whose norms are not ones and whose biases are not zero, which would hide mistakes."""
+    model = family(args)
+    initialize(model, seed, model.init_rule)
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        with torch.no_grad():
+            if "norm" in name:
+                tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
+            elif "router.gate" in name:  # scores far enough apart for a choice that rounding does not change
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+            elif "expert_bias" in name:
+                tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+    return model.to(dtype).eval()
+
+
+def fused(state, args):
+    """Ours in the form of a folder -> the names of transformers 5 in memory, where experts are stacked again."""
+    named = {name: value for name, value in state.items() if ".experts." not in name}
+    for layer in sorted({name.split(".mlp.experts.")[0] for name in state if ".mlp.experts." in name}):
+        experts = [f"{layer}.mlp.experts.{expert}" for expert in range(args.n_experts)]
+        gates = [torch.cat([state[f"{e}.gate_proj.weight"], state[f"{e}.up_proj.weight"]]) for e in experts]
+        named[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(gates)
+        named[f"{layer}.mlp.experts.down_proj"] = torch.stack([state[f"{e}.down_proj.weight"] for e in experts])
+    return named
+
+
+def eager(args):
+    return {"experts_implementation": "eager"} if hasattr(args, "n_experts") else {}
+
+
+def twin(theirs_class, config_class, model, hf, dtype=torch.float32):
+    config = config_class(**hf.config_to_hf(model.args))
+    theirs = theirs_class._from_config(config, attn_implementation="sdpa", **eager(model.args))
+    state = fused(hf.to_hf(model.state_dict(), model.args), model.args)
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert missing == (["lm_head.weight"] if model.args.tied_embeddings else []) and not unexpected
+    return theirs.to(dtype).eval()
+
+
+class _Wide:
+    """torch, with float64 in the places where transformers asks for float32."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def exact(modeling: ModuleType, model, theirs, monkeypatch):
+    """Norms, routers and angles of both in float64, with transformers' frequencies: ours may differ in the last bit."""
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling, "torch", _Wide())
+        frequencies = theirs.model.rotary_emb.inv_freq.double()
+
+        def rotation(positions):
+            angles = positions[..., None, None].double() * frequencies
+            return torch.stack((angles.cos(), angles.sin()), dim=-1)
+
+        model.rotary.forward = rotation
+        yield
+
+
+def close(ours, theirs, tolerance):
+    return (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+def tokens_for(args, batch=2, length=12):
+    return torch.randint(0, args.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def compare(model, theirs, hf, tolerance, length=40):
+    """Logits and every gradient."""
+    args = model.args
+    tokens = tokens_for(args, 2, length)
+    ours_logits, their_logits = model(tokens), theirs(tokens).logits
+    assert close(ours_logits, their_logits, tolerance)
+    weight = torch.randn(ours_logits.shape, dtype=ours_logits.dtype, generator=torch.Generator().manual_seed(1)) / 100
+    (ours_logits * weight).sum().backward()
+    (their_logits * weight).sum().backward()
+    gradients = fused(hf.to_hf({name: p.grad for name, p in model.named_parameters()}, args), args)
+    expected = {name: p.grad for name, p in theirs.named_parameters()}
+    assert set(gradients) == set(expected)
+    for name, gradient in gradients.items():
+        assert expected[name].any(), name
+        assert close(gradient, expected[name], tolerance), name
+
+
+def compare_positions(model, theirs):
+    """That do not begin at 0."""
+    tokens, positions = tokens_for(model.args), torch.arange(4, 16)[None].expand(2, -1)
+    assert close(model(tokens, positions=positions), theirs(tokens, position_ids=positions).logits, 2e-6)
+
+
+def same(state, other):
+    return set(state) == set(other) and all(torch.equal(state[name], other[name]) for name in state)
+
+
+def names_go_both_ways(model, hf):
+    state = model.state_dict()
+    assert same(hf.from_hf(hf.to_hf(state, model.args), model.args), state)
+
+
+def configs(args, hf, config_class, folder):
+    """config.json as written here, and as transformers spells it at present: rope_parameters, dtype."""
+    config = hf.config_to_hf(args, torch.bfloat16)
+    config_class(**config).save_pretrained(folder)
+    return config, json.loads((folder / "config.json").read_text())
+
+
+def save_and_load(family, args, hf, theirs_class, folder, shard_bytes):
+    """Written in files of this size, and read here and by transformers."""
+    model, other = build(family, args), build(family, args, seed=1)
+    hf.save_hf(folder, model.state_dict(), args, shard_bytes=shard_bytes)
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(files) > 2 if shard_bytes < 10**9 else files == ["model-00001-of-00001.safetensors"]
+    stored = sum(tensor.nbytes for name, tensor in model.named_parameters())
+    stored += sum(tensor.nbytes for name, tensor in model.named_buffers() if name in model.state_dict())
+    assert json.loads((folder / INDEX).read_text())["metadata"]["total_size"] == stored
+    hf.load_hf(folder, other, args)
+    assert same(model.state_dict(), other.state_dict())
+    theirs = theirs_class.from_pretrained(folder, **eager(args)).eval()
+    tokens = tokens_for(args)
+    assert close(model(tokens), theirs(tokens).logits, 2e-6)
+
+
+def refuse_folder(family, model_args, hf, folder, message, args=None):
+    """The model stays as it is."""
+    model = build(family, model_args, seed=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(JobError, match=message):
+        hf.load_hf(folder, model, args or model_args)
+    assert same(before, model.state_dict())
+
+
+def refuse_config(args, hf, change, message):
+    with pytest.raises(JobError, match=message):
+        hf.config_from_hf(hf.config_to_hf(args) | change)
+
+
+def write_folder(folder, tensors, args, hf, index=None, config=None):
+    (folder / "config.json").write_text(json.dumps(hf.config_to_hf(args) | (config or {})))
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / SINGLE)
+    if index is not None:
+        (folder / INDEX).write_text(json.dumps({"weight_map": index}))

@@ -1,0 +1,117 @@
+"""Small real jobs for tests: a model of a few thousand parameters, bytes as tokens, texts that the test makes."""
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchtitan.config import manager
+from torchtitan.initialization import clean_name
+from torchtitan.ranks import read_ranks
+from torchtitan.trainer import Trainer
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_texts(folder: Path, documents: int = 120) -> Path:
+    """Documents of uneven length, the same for every call."""
+    words = random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "texts.jsonl", "w") as file:
+        for _ in range(documents):
+            text = " ".join(words.choice(("alpha", "beta", "gamma", "delta")) for _ in range(words.randrange(3, 60)))
+            file.write(json.dumps({"text": text}) + "\n")
+    return folder / "texts.jsonl"
+
+
+def arguments(folder: Path, texts: Path, **options: object) -> list[str]:
+    """Command line of a tiny job that writes into `folder`; option names with __ for the dot."""
+    settings = {
+        "job.dump_folder": folder,
+        "model.name": "llama3",
+        "model.overrides": "{dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16}",
+        "model.tokenizer_path": "bytes",
+        "training.dataset": "text",
+        "training.dataset_path": texts,
+        "training.local_batch_size": 8,
+        "training.global_batch_size": 8,
+        "training.seq_len": 32,
+        "training.steps": 20,
+        "training.mixed_precision_param": "float32",
+        "activation_checkpoint.mode": "none",
+        "optimizer.lr": 1e-2,
+        "metrics.log_freq": 1,
+        "metrics.plot": "false",
+    }
+    settings |= {name.replace("__", "."): value for name, value in options.items()}
+    return [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()]
+
+
+def train(argv: list[str]) -> tuple[list[dict], str]:
+    """Run a job on this rank of an existing process group; the logged steps and the final state's sha256."""
+    torch._dynamo.reset()
+    config = manager.load(argv)
+    trainer = Trainer(config, read_ranks())
+    trainer.train()
+    trainer.metrics.close()
+    return logged_steps(Path(config.job.dump_folder)), state_hash(trainer)
+
+
+def state_hash(trainer: Trainer) -> str:
+    """Over name and bytes of all parameters and moments, whole tensors, whatever the plan."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(trainer.model.named_parameters(), key=lambda item: clean_name(item[0])):
+        state = next((o.state[parameter] for o in trainer.optimizers if parameter in o.state), {})
+        for key, value in [("", parameter.detach()), *sorted(state.items())]:
+            held = full(value).contiguous().numpy().tobytes() if torch.is_tensor(value) else repr(value).encode()
+            digest.update(f"{clean_name(name)}.{key}".encode() + held)
+    return digest.hexdigest()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor of which this rank perhaps has a piece. All ranks call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def logged_steps(folder: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row]
+
+
+def start(argv: list[str], ranks: int = 1, **environment: str) -> subprocess.Popen:
+    """The job as its user starts it, in processes of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "torchtitan.launch", str(ranks), *argv],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen, seconds: float = 240) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out, err
+
+
+def wait_for_step(folder: Path, step: int, process, seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        if (folder / "metrics.jsonl").exists() and len(logged_steps(folder)) >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was not reached: {process.communicate()}")
+
+
+def children(pid: int) -> list[int]:
+    found = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return found + [grandchild for child in found for grandchild in children(child)]

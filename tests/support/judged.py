@@ -1,0 +1,40 @@
+"""Jobs for the tests of the rules, and what is said of them.
+
+The model is the debug model (6 layers, 16 heads, feed-forward width 768, vocabulary 2048) unless a job says otherwise.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchtitan.config.manager import load
+from torchtitan.rules import check
+
+TP, CP, PP = (f"--parallelism.{axis}_parallel_degree=" for axis in ("tensor", "context", "pipeline"))
+EP, MOE = "--parallelism.expert_parallel_degree=", "--model.name=deepseek"
+SCHEDULE, CSV = "--parallelism.pipeline_parallel_schedule=", "--parallelism.pipeline_parallel_schedule_csv="
+METHOD, PARTS = "--parallelism.context_parallel_rotate_method=", "--parallelism.module_fqns_per_model_part="
+
+
+@pytest.fixture(autouse=True)
+def anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Jobs are checked from a folder of their own: a fault must not make one, nor need one."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not (tmp_path / "outputs").exists()
+
+
+def lines(*words: str, ranks: int | None = None, device: str = "cpu", tokenizer: object = "bytes") -> list[str]:
+    """The faults of a job that runs on as many ranks as its degrees need, if nothing else is said."""
+    for word in words if ranks is None else ():
+        degree = re.fullmatch(r"--parallelism\.(?!expert)\w+_degree=(\d+)", word)
+        ranks = (ranks or 1) * (int(degree[1]) if degree else 1)
+    faults = check(load([f"--model.tokenizer_path={tokenizer}", *words]), ranks or 1, device)
+    return [str(fault).removeprefix("the job: ").removeprefix("parallelism.") for fault in faults]
+
+
+def name(case: object) -> str:
+    """Of a case of a table: its words."""
+    return " ".join(case[0])[:90]

@@ -1,0 +1,114 @@
+"""Families that are built and taught otherwise than the project's: what models may be, each in a few lines."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan.loss import IGNORE_INDEX, Objective, summed_cross_entropy
+from torchtitan.models.decoder import Block, Decoder, Entrance
+from torchtitan.models.flops import flops_per_token
+from torchtitan.models.layers import MLP, GroupedQueryAttention, LayerNorm
+from torchtitan.models.spec import ModelSpec
+from torchtitan.parallelisms.plan import ParallelPlan
+
+
+@dataclass(frozen=True)
+class OtherArgs:
+    dim: int = 16
+    n_layers: int = 2
+    n_heads: int = 2
+    vocab_size: int = 64
+    causal: bool = True
+    order: Literal["pre", "post"] = "pre"
+    dropout: float = 0.0
+    tied_embeddings: bool = False
+    n_classes: int = 0  # instead of words, what the head tells apart
+    norm_eps: float = 1e-5
+    max_seq_len: int = 32
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.n_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        return 4 * self.dim
+
+    @property
+    def num_matmul_parameters(self) -> int:
+        return 12 * self.n_layers * self.dim**2 + self.dim * self.vocab_size
+
+    @property
+    def num_parameters(self) -> int:
+        norms = 2 * self.dim * (2 * self.n_layers + 1)
+        words = (self.vocab_size + self.max_seq_len) * self.dim
+        return self.n_layers * (12 * self.dim**2 + 9 * self.dim) + norms + words + self.dim * self.vocab_size
+
+
+class Other(Decoder):
+    """LayerNorm with biases before (GPT-2) or behind (BERT) what adds to the stream, learned positions, a plain
+    feed-forward, biases everywhere but in the head, dropout; causal or to all.
+    """
+
+    def __init__(self, args: OtherArgs, attention_backend: str = "auto"):
+        norm = partial(LayerNorm, args.dim, args.norm_eps)
+        post = args.order == "post"
+
+        def block(layer, kernel):
+            attention = GroupedQueryAttention(args, kernel, bias=True)
+            return Block(args, attention, MLP(args.dim, args.ffn_dim, F.gelu), norm, args.order, args.dropout)
+
+        super().__init__(
+            args,
+            None,
+            block,
+            attention_backend,
+            causal=args.causal,
+            entrance=Entrance(args.dim, args.max_seq_len, norm() if post else None, args.dropout),
+            norm=nn.Identity() if post else norm(),
+            head=nn.Linear(args.dim, args.n_classes) if args.n_classes else None,
+        )
+
+
+class SequenceClasses(Objective):
+    """One class for each sample, classes [B], told from its first token."""
+
+    targets = ("classes",)
+
+    def count(self, batch):
+        return int((batch["classes"] != IGNORE_INDEX).sum())
+
+    def rows(self, hidden, batch):
+        first = batch["positions"] == 0  # [B or 1, S], which under context parallel one rank has
+        classes = torch.where(first.any(1), batch["classes"], IGNORE_INDEX)
+        return (hidden * first[..., None]).sum(1), classes  # [B, D], [B]
+
+    def loss_of(self, head, hidden, *others):
+        return summed_cross_entropy(head(hidden), *others)
+
+
+PLAN = ParallelPlan(
+    with_embedding=("entrance",),
+    gathered=("attention", "feed_forward"),
+    column=("attention.w[qkv]", "feed_forward.w1"),
+    row=("attention.wo", "feed_forward.w2"),
+    sequence=("attention_norm", "ffn_norm"),
+    indexed=("attention_dropout", "ffn_dropout"),
+    may_lack=("attention_dropout", "ffn_dropout"),
+)
+SIZES = {
+    "other_decoder": {"debugmodel": OtherArgs(dropout=0.25)},
+    "encoder": {"debugmodel": OtherArgs(causal=False, order="post")},
+    "classifier": {"debugmodel": OtherArgs(causal=False, order="post", dropout=0.1, n_classes=4)},
+}
+MODELS = dict.fromkeys(SIZES, ModelSpec(build=Other, plan=PLAN, hf=None, flops_per_token=flops_per_token))
+OBJECTIVES = {"classifier": SequenceClasses}
+"""Of the families that do not learn the next token."""

@@ -1,0 +1,194 @@
+"""Ranks for distributed tests: one set of gloo processes per world size (and test worker), started once and kept.
+
+Importing torch costs seconds and starting a rank from a fork server that has imported it 0.05 s, so a test pays only
+for what it runs. A rank that fails leaves its peers inside a collective; then the whole set is killed and the next
+test gets a fresh one.
+"""
+
+import atexit
+import faulthandler
+import gc
+import importlib
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any
+
+# Imported once for all ranks: what most of them would import themselves, which takes longer than their tests.
+PRELOAD = [
+    "tests.support.shared_meshes",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor.experimental",
+    "torch._inductor.compile_fx",
+    "torchtitan.trainer",
+    "tests.test_combinations",
+    "tests.support.pool",
+]
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+DEFAULT_LIMIT = 180.0
+
+_context = get_context("forkserver")
+_context.set_forkserver_preload(PRELOAD)
+_pools: dict[int, "RankPool"] = {}
+
+
+class RankFailed(AssertionError):
+    """A function raised on some rank, or did not come back in time. The message holds the ranks' tracebacks."""
+
+
+class RankCrashed(RankFailed):
+    """A signal ended a rank: not Python code, but a library below it."""
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit: float = DEFAULT_LIMIT) -> list[Any]:
+    """Run `function(*args)`, a module-level function, on every rank; the results in rank order. Once more, with a
+    warning, if a rank crashed: once in some thousand runs a rank's heap was found spoiled, and nobody knows by whom.
+    """
+    for attempt in (1, 2):
+        pool = _pools.get(world_size)
+        if pool is None:
+            pool = _pools[world_size] = RankPool(world_size)
+        try:
+            return pool.run(function, args, limit)
+        except BaseException as error:
+            _pools.pop(world_size).kill()
+            if attempt == 2 or not isinstance(error, RankCrashed):
+                raise
+            warnings.warn(f"{function.__qualname__}{args} is run again: {error}", stacklevel=2)
+    raise AssertionError
+
+
+def run_alone(function: Callable[..., Any], *args: Any, limit: float = DEFAULT_LIMIT) -> Any:
+    """Run `function(*args)` in a fresh process without a process group, for what changes a process for good."""
+    ours, theirs = _context.Pipe()
+    process = _context.Process(target=_answer, args=(theirs, function.__module__, function.__qualname__, args))
+    process.start()
+    theirs.close()
+    try:
+        ok, answer = ours.recv() if ours.poll(limit) else (False, f"no answer within {limit:.0f} s")
+    except EOFError:
+        ok, answer = False, "the process ended without an answer"
+    finally:
+        process.kill()
+        process.join()
+    if not ok:
+        raise RankFailed(answer)
+    return answer
+
+
+class RankPool:
+    def __init__(self, world_size: int):
+        self.folder = tempfile.mkdtemp(prefix="ranks-")
+        self.pipes: list[connection.Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_serve, args=(rank, world_size, self.folder, theirs))
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], limit: float) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((function.__module__, function.__qualname__, args))
+        deadline = time.monotonic() + limit
+        answers: dict[int, tuple[bool, Any]] = {}
+        kind = RankFailed
+        while len(answers) < len(self.pipes):
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers}
+            ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                stacks = self.stacks()
+                answers |= {
+                    rank: (False, f"no answer within {limit:.0f} s\n{stacks[rank]}") for rank in waiting.values()
+                }
+            for pipe in ready:
+                rank = waiting[pipe]
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    self.processes[rank].join(5)
+                    code = self.processes[rank].exitcode
+                    kind = RankCrashed if code is not None and code < 0 else kind
+                    answers[rank] = (False, f"process ended with exit code {code}")
+                if not answers[rank][0]:  # its peers may wait for it for ever; give them a moment to fail by themselves
+                    deadline = min(deadline, time.monotonic() + 5)
+        failed = {rank: text for rank, (ok, text) in sorted(answers.items()) if not ok}
+        if failed:
+            raise kind("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in failed.items()))
+        return [answers[rank][1] for rank in range(len(self.pipes))]
+
+    def stacks(self) -> list[str]:
+        """What each rank is doing."""
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        return [path.read_text() if path.exists() else "" for path in map(self.stack_file, range(len(self.pipes)))]
+
+    def stack_file(self, rank: int) -> Path:
+        return Path(self.folder, f"stacks-{rank}")
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(10)
+        for pipe in self.pipes:
+            pipe.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _serve(rank: int, world_size: int, folder: str, pipe: connection.Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from tests.support.shared_meshes import share
+
+    share()
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    torch.set_num_threads(1)
+    gc.freeze()  # what came with the fork stays; looking through it costs 3 to 8 % of a row
+    faulthandler.register(signal.SIGUSR1, file=open(os.path.join(folder, f"stacks-{rank}"), "w"))  # noqa: SIM115
+    store = dist.FileStore(os.path.join(folder, "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    while True:
+        try:
+            module, name, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        _answer(pipe, module, name, args)
+
+
+def _answer(pipe: connection.Connection, module: str, name: str, args: tuple[Any, ...]) -> None:
+    import torch
+
+    random.seed(0)
+    torch.manual_seed(0)
+    try:
+        function: Any = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+        answer = (True, function(*args))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    pipe.send(answer)
+
+
+@atexit.register
+def close_pools() -> None:
+    for pool in _pools.values():
+        pool.kill()
+    _pools.clear()

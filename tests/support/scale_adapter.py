@@ -1,0 +1,42 @@
+"""The smallest adapter: one trained number per block, which the second norm's output is multiplied with."""
+
+import torch
+from torch import nn
+
+from torchtitan.adapters.interface import Adapter
+from torchtitan.initialization import Constant, Init
+from torchtitan.models.layers import RMSNorm
+from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
+
+INITIAL = 1.25
+
+
+class ScaledNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return RMSNorm.forward(self, x) * self.scale.to(x.dtype)
+
+    def own_init(self, name: str) -> Init | None:
+        return Constant(INITIAL) if name == "scale" else None
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        scale = self.scale.full_tensor() if hasattr(self.scale, "full_tensor") else self.scale
+        return {"weight": self.weight * scale.item()}
+
+
+class ScaleAdapter(Adapter):
+    steps = 0
+
+    def convert(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
+        for _, norm in match_blocks(model, plan, "ffn_norm"):
+            norm.__class__ = ScaledNorm
+            norm.scale = nn.Parameter(norm.weight.detach().new_empty(1))
+        return plan
+
+    def after_step(self, step, parts, optimizers):
+        self.steps += 1
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state.get("steps", 0)

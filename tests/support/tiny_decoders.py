@@ -1,0 +1,92 @@
+"""Tiny arguments of every family, in the shapes that differ in what is computed."""
+
+from dataclasses import replace
+
+from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
+from torchtitan.models.llama import LlamaArgs, RopeScaling
+from torchtitan.models.qwen3 import Qwen3Args
+from torchtitan.models.qwen3_moe import Qwen3MoEArgs
+
+_LLAMA2 = LlamaArgs(dim=32, n_layers=2, n_heads=4, vocab_size=64, multiple_of=16, max_seq_len=128)
+# of the 4 frequencies, one is kept, one blended and two are stretched
+SCALING = RopeScaling(factor=8.0, original_max_seq_len=100)
+LLAMA = {
+    "llama2": _LLAMA2,
+    "llama3": replace(_LLAMA2, n_kv_heads=2, rope_theta=500000.0),
+    "llama3.1": replace(_LLAMA2, n_kv_heads=2, rope_theta=5000.0, rope_scaling=SCALING),
+    "llama3.2": replace(_LLAMA2, n_kv_heads=1, tied_embeddings=True, rope_theta=5000.0, rope_scaling=SCALING),
+}
+
+_PLAIN = DeepseekArgs(
+    dim=32,
+    n_layers=3,
+    n_dense_layers=1,
+    n_heads=2,
+    vocab_size=64,
+    ffn_dim=48,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=16,
+    v_head_dim=12,
+    expert_dim=16,
+    n_experts=8,
+    top_k=3,
+    n_shared_experts=2,
+    rope_scaling=None,
+    max_seq_len=128,
+)
+YARN = YarnScaling(factor=4.0, original_max_seq_len=20, mscale=0.7, mscale_all_dim=0.5)
+DEEPSEEK = {
+    "v2 lite": replace(_PLAIN, rope_scaling=YARN),
+    "v2": replace(_PLAIN, q_lora_rank=20, n_groups=4, top_groups=2, route_scale=16.0),
+    "v3": replace(
+        _PLAIN,
+        q_lora_rank=20,
+        score="sigmoid",
+        normalize_top_k=True,
+        expert_bias=True,
+        n_groups=4,
+        top_groups=2,
+        group_score="top2",
+        route_scale=2.5,
+        n_shared_experts=1,
+        n_dense_layers=2,
+        rope_scaling=YARN,
+    ),
+    "v3 plain": replace(
+        _PLAIN, score="sigmoid", expert_bias=True, n_dense_layers=0, tied_embeddings=True, norm_eps=1e-5
+    ),
+}
+MULTI_TOKEN = replace(DEEPSEEK["v3"], n_mtp_layers=2, mtp_loss_weight=0.4)
+
+_DENSE_QWEN3 = Qwen3Args(
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,  # 4 x 16 is not 32
+    ffn_dim=48,
+    vocab_size=64,
+    rope_theta=5000.0,
+    max_seq_len=128,
+)
+QWEN3 = {"plain": _DENSE_QWEN3, "tied": replace(_DENSE_QWEN3, tied_embeddings=True, n_kv_heads=4, norm_eps=1e-5)}
+
+_QWEN3 = Qwen3MoEArgs(
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,  # 4 x 16 is not 32
+    vocab_size=64,
+    expert_dim=16,
+    n_experts=6,
+    top_k=2,
+    normalize_top_k=True,
+    rope_theta=5000.0,
+    max_seq_len=128,
+)
+QWEN3_MOE = {
+    "published": _QWEN3,
+    "not normalized, tied": replace(_QWEN3, normalize_top_k=False, tied_embeddings=True, norm_eps=1e-5),
+}

@@ -1,0 +1,286 @@
+"""The seam of adapters, by the smallest one (tests/support/scale_adapter.py): what is trained, saved, loaded and
+folded back. That every plan gives one device's gradients is in the table of combinations.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.jobs import arguments, full, train, write_texts
+from tests.support.judged import lines
+from tests.support.pool import run_ranks
+from tests.support.scale_adapter import INITIAL, ScaleAdapter
+from torchtitan import adapters, build, cli
+from torchtitan.adapters.low_rank import LowRankLinear
+from torchtitan.checkpoint import load_model_for_inference
+from torchtitan.config import manager
+from torchtitan.config.job import Adapter as Options
+from torchtitan.models import SIZES
+from torchtitan.models.registry import MODELS
+from torchtitan.ranks import read_ranks
+from torchtitan.trainer import Trainer
+
+SCALES = {f"layers.{layer}.ffn_norm.scale" for layer in range(4)}
+
+
+def known() -> None:
+    """A rank has not read what the test registers."""
+    adapters.ADAPTERS["scale"] = "tests.support.scale_adapter:ScaleAdapter"
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(adapters.ADAPTERS, "scale", "tests.support.scale_adapter:ScaleAdapter")
+
+
+def trained(argv: list[str]) -> tuple[list[dict], str]:
+    known()
+    return train(argv)
+
+
+def weights_after(argv: list[str]) -> tuple[dict, dict, dict, dict]:
+    """On each rank, before the first step: weights, and after the last: weights, optimizer state, adapter state."""
+    known()
+    trainer = Trainer(manager.load(argv), read_ranks())
+    before = {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    after = {name: full(p.detach()).clone() for name, p in trainer.model.named_parameters()}
+    names = {p: name for name, p in trainer.model.named_parameters()}
+    state = {names[p]: sorted(keys) for o in trainer.optimizers for p, keys in o.state.items()}
+    trainer.metrics.close()
+    return (
+        {n: t.numpy() for n, t in before.items()},
+        {n: t.numpy() for n, t in after.items()},
+        state,
+        trainer.trainer_state(),
+    )
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, texts):
+    """The folder of a plain job, in which its weights are in all forms that another one starts from; the weights."""
+    folder = tmp_path_factory.mktemp("base")
+    options = dict(checkpoint__enable=True, training__steps=4, checkpoint__last_save_model_only=True)
+    _, weights, _, _ = run_ranks(1, weights_after, arguments(folder, texts, **options))[0]
+    run_ranks(1, train, arguments(folder, texts, **options, checkpoint__last_save_in_hf=True))  # nothing but the export
+    return folder, weights
+
+
+@pytest.mark.parametrize("form", ["checkpoint", "export", "hugging face"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_initial_load_fills_the_base_and_leaves_the_adapter_fresh(tmp_path, texts, base, form, ranks):
+    folder, plain = base
+    path = {"checkpoint": folder / "checkpoint", "export": folder / "model", "hugging face": folder / "model_hf"}
+    options = dict(
+        checkpoint__enable=True,
+        checkpoint__initial_load_path=path[form],
+        checkpoint__initial_load_in_hf=form == "hugging face",
+        adapter__kind="scale",
+        training__local_batch_size=8 // ranks,
+        training__steps=2,
+    )
+    before, after, state, trainer = run_ranks(ranks, weights_after, arguments(tmp_path, texts, **options))[0]
+    assert set(before) - set(plain) == SCALES
+    for name, tensor in before.items():
+        wanted = torch.full((1,), INITIAL).numpy() if name in SCALES else plain[name]
+        assert (tensor == wanted).all(), name
+    changed = {name for name in before if (before[name] != after[name]).any()}
+    assert changed == SCALES, "what is frozen stays to the bit"
+    assert set(state) == SCALES, "frozen parameters have no optimizer state"
+    assert trainer["adapter"] == {"steps": 2}
+
+
+@pytest.mark.parametrize("ranks, plan", [(1, {}), (2, {}), (2, {"parallelism__pipeline_parallel_degree": 2})])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, texts, ranks, plan):
+    common = plan | dict(adapter__kind="scale", checkpoint__enable=True, checkpoint__interval=3, debug__seed=3)
+    if "parallelism__pipeline_parallel_degree" not in plan:
+        common |= dict(training__local_batch_size=8 // ranks)
+    common |= dict(training__steps=6)
+    whole = run_ranks(ranks, trained, arguments(tmp_path, texts, **common))[0][1]
+    again = run_ranks(ranks, trained, arguments(tmp_path, texts, **common, checkpoint__load_step=3))[0][1]
+    assert again == whole
+    saved = json.loads((tmp_path / "checkpoint" / "step-00000006" / "state.json").read_text())
+    assert saved["trainer"]["adapter"] == {"steps": 6}
+
+
+def test_an_export_has_the_adapter_folded_in(tmp_path, texts, base):
+    """And is a plain model: its logits are those of the adapted one."""
+    options = dict(adapter__kind="scale", checkpoint__enable=True, training__steps=3, training__local_batch_size=4)
+    options |= dict(checkpoint__initial_load_path=base[0] / "model", checkpoint__last_save_model_only=True)
+    argv = arguments(tmp_path, texts, **options)
+    _, after, _, _ = run_ranks(2, weights_after, argv)[0]
+    plain = build.meta_model(manager.load(argv)).to_empty(device="cpu")
+    load_model_for_inference(tmp_path / "model", plain)
+    adapted = build.adapted_model(manager.load(argv))[0].to_empty(device="cpu")
+    adapted.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in after.items()})
+    tokens = torch.arange(24).view(2, 12)
+    torch.testing.assert_close(plain(tokens), adapted(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_a_plain_job_refuses_an_adapted_checkpoint(tmp_path, texts):
+    options = dict(checkpoint__enable=True, training__steps=1)
+    run_ranks(1, trained, arguments(tmp_path / "a", texts, **options, adapter__kind="scale"))
+    plain = arguments(tmp_path / "b", texts, **options, checkpoint__initial_load_path=tmp_path / "a" / "checkpoint")
+    with pytest.raises(AssertionError, match=r"it also holds model.layers.0.ffn_norm.scale"):
+        run_ranks(1, trained, plain)
+
+
+def test_what_is_trained_beside_the_adapter():
+    with torch.device("meta"):
+        model = MODELS["llama3"].build(SIZES["llama3"]["debugmodel"])
+    adapter = ScaleAdapter(Options(kind="scale", train_fully=["norm.*", "*.0.attention_norm.*"]))
+    adapter.install(model, MODELS["llama3"].plan)
+    beside = {name for name, p in model.named_parameters() if p.requires_grad} - adapter.fresh
+    assert beside == {"norm.weight", "layers.0.attention_norm.weight"}
+    assert adapter.frozen == {name for name, _ in model.named_parameters()} - beside - adapter.fresh
+    of = SIZES["llama3"]["debugmodel"].num_parameters + 6  # blocks
+    assert adapter.describe() == f"scale: {6 + 2 * 256} of {of:,} parameters trained ({51800 / of:.2g} %)"
+
+
+def test_a_pattern_that_fits_nothing_is_refused():
+    with torch.device("meta"):
+        model = MODELS["llama3"].build(SIZES["llama3"]["debugmodel"])
+    with pytest.raises(
+        ValueError, match=r"train_fully = 'nom.\*' fits nothing .* it has layers.\*.attention.wk.weight"
+    ):
+        ScaleAdapter(Options(train_fully=["nom.*"])).install(model, MODELS["llama3"].plan)
+
+
+def test_faults():
+    (kind,) = lines("--adapter.kind=scael")
+    assert kind.startswith('adapter.kind: given "scael"; allowed: one of "none", ') and kind.endswith('mean "scale"?')
+    (idle,) = lines('--adapter.train_fully=["norm.*"]')
+    assert idle.startswith('adapter.train_fully: given ["norm.*"]; allowed: nothing with adapter.kind = "none"')
+
+
+def test_the_registry_names_adapters():
+    for name in adapters.ADAPTERS:
+        assert Path(name).name == name != adapters.NONE
+
+
+LORA = dict(adapter__kind="lora", adapter__rank=4, adapter__target='["*wq", "*w2"]', checkpoint__enable=True)
+
+
+@pytest.mark.parametrize(
+    "form, ranks, degrees", [("native", 2, "data"), ("hugging face", 1, "data"), ("native", 2, "pp")]
+)
+def test_a_checkpoint_of_the_adapter_alone(tmp_path, texts, base, form, ranks, degrees):
+    """It refers to the base, holds little, and resumes to the bit; another base is refused."""
+    folder, plain = base
+    is_hf = form == "hugging face"
+    options = LORA | dict(adapter__save="alone", checkpoint__interval=2, training__steps=4, debug__seed=5)
+    options |= dict(checkpoint__initial_load_path=folder / ("model_hf" if is_hf else "model"))
+    options |= dict(checkpoint__initial_load_in_hf=is_hf)
+    options |= (
+        dict(parallelism__pipeline_parallel_degree=2)
+        if degrees == "pp"
+        else dict(training__local_batch_size=8 // ranks)
+    )
+    whole = run_ranks(ranks, trained, arguments(tmp_path, texts, **options))[0][1]
+    again = run_ranks(ranks, trained, arguments(tmp_path, texts, **options, checkpoint__load_step=2))[0][1]
+    assert again == whole
+    step = tmp_path / "checkpoint" / "step-00000004"
+    held = json.loads((step / "manifest.json").read_text())["tensors"]
+    assert {n for n in held if n.startswith("model.")} == {
+        f"model.layers.{i}.{m}.lora_{x}" for i in range(4) for m in ("attention.wq", "feed_forward.w2") for x in "AB"
+    }
+    assert not [name for name in held if name.startswith("optimizer.") and ".lora_" not in name]
+    needed = sum(4 * math.prod(entry["shape"]) for entry in held.values())
+    shards = sum(path.stat().st_size for path in step.glob("*.distcp"))
+    assert shards <= 1.05 * needed + 2000 * len(held) * ranks, "beside the numbers, DCP's head of each piece"
+    if degrees == "data":
+        other = dict(options, checkpoint__initial_load_path=folder / "checkpoint", checkpoint__initial_load_in_hf=False)
+        with pytest.raises(AssertionError, match=r"it holds an adapter to the model that was in .*model.* another"):
+            run_ranks(ranks, trained, arguments(tmp_path, texts, **other))
+
+
+def test_whole_and_alone_are_told_apart(tmp_path, texts, base):
+    options = LORA | dict(training__steps=1, checkpoint__initial_load_path=base[0] / "model")
+    run_ranks(1, trained, arguments(tmp_path, texts, **options))
+    options |= dict(checkpoint__allow_config_change='["adapter.save"]', adapter__save="alone")
+    with pytest.raises(AssertionError, match=r"it holds a whole model, the job an adapter alone: write adapter.save"):
+        run_ranks(1, trained, arguments(tmp_path, texts, **options))
+
+
+@pytest.mark.parametrize("ranks, degree", [(1, {}), (2, {}), (2, {"parallelism__pipeline_parallel_degree": 2})])
+def test_peft_out_and_in(tmp_path, texts, base, ranks, degree):
+    """What a job writes in peft's layout, another begins from: its first loss is the one that the first would have."""
+    options = LORA | degree | dict(checkpoint__initial_load_path=base[0] / "model", training__steps=3)
+    options |= {} if degree else dict(training__local_batch_size=8 // ranks)
+    out = arguments(tmp_path / "a", texts, **options, adapter__last_save_in_peft=True)
+    _, after, _, _ = run_ranks(ranks, weights_after, out)[0]
+    into = arguments(tmp_path / "b", texts, **options, adapter__initial_path=tmp_path / "a" / "adapter")
+    before, _, _, _ = run_ranks(ranks, weights_after, into)[0]
+    assert set(before) == set(after) and all((before[name] == after[name]).all() for name in before)
+
+
+def test_export_folds_in_and_verifies(tmp_path, texts, base, capsys, monkeypatch):
+    """Of a checkpoint of the adapter alone; what peft computes with base and adapter is what transformers computes with
+    what was written.
+    """
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    options = LORA | dict(adapter__save="alone", training__steps=3, optimizer__lr=3e-2)
+    options |= dict(checkpoint__initial_load_path=base[0] / "model_hf", checkpoint__initial_load_in_hf=True)
+    run_ranks(2, trained, arguments(tmp_path / "run", texts, **options, training__local_batch_size=4))
+    assert (
+        cli.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "whole"), "--merge", "--dtype=float32"]) == 0
+    )
+    assert cli.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "adapter")]) == 0
+    told = capsys.readouterr().out
+    assert "step-00000003 in float32; loss" in told and "on 8 samples" in told
+    record = json.loads((tmp_path / "whole" / "export.json").read_text())
+    assert record["verified"] and record["same_tokens"] and record["step"] == 3
+    tokens = torch.arange(40).view(2, 20)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(base[0] / "model_hf", dtype=torch.float32)
+    plain = theirs(tokens).logits
+    theirs = PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    torch.testing.assert_close(merged(tokens).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+    assert (plain - theirs(tokens).logits).abs().max() > 1e-2, "the adapter has learned something"
+    # a folder that is not what the run has keeps another name
+    monkeypatch.setattr(LowRankLinear, "merged", lambda self: {})
+    assert cli.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "wrong"), "--merge"]) == 1
+    assert "NOT what the run has" in capsys.readouterr().err
+    assert not (tmp_path / "wrong").exists() and (tmp_path / "wrong.unverified" / "config.json").exists()
+    refused = [["--to", str(tmp_path / "whole")], ["--to", str(tmp_path / "wrong"), "--merge"]]
+    for words, said in zip(refused, ("it is there already", "it is there, from an export that failed"), strict=True):
+        assert cli.main(["export", str(tmp_path / "run"), *words]) == 2
+        assert said in capsys.readouterr().err
+    assert cli.main(["export", str(base[0]), "--to", str(tmp_path / "none")]) == 2
+    assert "its job has no adapter; write --merge" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--adapter.save=alone"], 'adapter.save: given "alone"; allowed: "whole" without checkpoint.enable and'),
+        (["--adapter.last_save_in_peft"], "adapter.last_save_in_peft: given true; allowed: nothing with checkpoint.en"),
+        (
+            ["--adapter.initial_path=nowhere", "--checkpoint.enable"],
+            'given "nowhere"; allowed: a folder with adapter_co',
+        ),
+        (
+            ["--adapter.last_save_in_peft", "--checkpoint.enable", '--adapter.train_fully=["norm.weight"]'],
+            "adapter.last_save_in_peft: given true; allowed: false with adapter.train_fully",
+        ),
+        (
+            ["--model.name=llama3.2", '--adapter.target=["output"]', "--checkpoint.enable"]
+            + ["--checkpoint.last_save_model_only"],
+            "checkpoint.last_save_model_only: given true; allowed: false with an adapter beside a tied head",
+        ),
+    ],
+    ids=str,
+)
+def test_faults_of_what_is_saved(words, said):
+    (fault,) = lines("--adapter.kind=lora", *words)
+    assert said in fault

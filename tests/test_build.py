@@ -1,0 +1,45 @@
+"""A section's options reach the part that they are for, by their names."""
+
+from dataclasses import replace
+from inspect import signature
+
+import pytest
+
+from torchtitan import build
+from torchtitan.checkpoint import Checkpointer
+from torchtitan.config.job import ActivationCheckpoint, Checkpoint, DataLoader, Metrics, Optimizer, Parallelism
+from torchtitan.datasets.loader import build_loader
+from torchtitan.metrics import MetricsLogger
+from torchtitan.optimizers.build import build_optimizers
+from torchtitan.parallelisms.parallelize import ParallelOptions
+from torchtitan.parallelisms.pipeline.pipeline_parallel import PipelineOptions
+
+TAKEN = {
+    Checkpointer: (
+        Checkpoint(interval=7, verify=False, load_step=3),
+        "",
+        {"interval", "verify", "load_step", "folder"},
+    ),
+    build_optimizers: (Optimizer(lr=0.5, options={"a": 1}), "", {"name", "lr", "options", "implementation"}),
+    build_loader: (DataLoader(num_workers=2), "", {"num_workers", "persistent_workers", "pin_memory"}),
+    ParallelOptions: (ActivationCheckpoint(early_stop=True), "", {"memory_budget", "preserve_rng_state", "early_stop"}),
+    MetricsLogger: (Metrics(log_freq=3), "", {"log_freq", "log_lr"}),
+    PipelineOptions: (
+        Parallelism(pipeline_parallel_microbatch_size=4),
+        "pipeline_parallel_",
+        {"microbatch_size", "schedule", "layers_per_stage"},
+    ),
+}
+
+
+@pytest.mark.parametrize("part", TAKEN, ids=lambda part: part.__name__)
+def test_options_reach_their_part(part):
+    section, prefix, expected = TAKEN[part]
+    taken = build.taken(section, part, prefix)
+    assert expected <= taken.keys() <= signature(part).parameters.keys()
+    for name, value in taken.items():
+        assert value == getattr(section, name if hasattr(section, name) else prefix + name)
+
+
+def test_an_option_of_another_name_is_not_taken():
+    assert "mode" not in build.taken(replace(ActivationCheckpoint(), mode="full"), ParallelOptions)

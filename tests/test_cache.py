@@ -1,0 +1,75 @@
+"""Generating with kept keys and values equals reading everything again, in every family, and reads each token once."""
+
+import pytest
+import torch
+
+from tests.support.hf_parity import build, close
+from tests.support.tiny_decoders import DEEPSEEK, LLAMA, QWEN3_MOE
+from torchtitan.commands.generate import sample
+from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
+from torchtitan.models.cache import Remembering
+from torchtitan.models.deepseek.model import Deepseek
+from torchtitan.models.llama.model import Llama
+from torchtitan.models.qwen3_moe.model import Qwen3MoE
+
+MODELS = {
+    "llama, grouped heads": (Llama, LLAMA["llama3.1"]),
+    "llama, tied": (Llama, LLAMA["llama3.2"]),
+    "deepseek, values narrower than keys": (Deepseek, DEEPSEEK["v2 lite"]),
+    "deepseek, groups of experts": (Deepseek, DEEPSEEK["v3"]),
+    "qwen3_moe": (Qwen3MoE, QWEN3_MOE["published"]),
+}
+
+
+class Watched:
+    """The model, and how many tokens it was given at a time."""
+
+    def __init__(self, model):
+        self.model, self.read = model, []
+        model.register_forward_pre_hook(lambda module, args: self.read.append(args[0].shape[1]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_pieces_of_any_length_are_as_the_whole(name):
+    family, args = MODELS[name]
+    model, plain = build(family, args), build(family, args)
+    watched, ids = (
+        Watched(model),
+        torch.randint(0, args.vocab_size, (1, 40), generator=torch.Generator().manual_seed(1)),
+    )
+    remembering = Remembering(model)
+    for end in (5, 6, 9, 10, 31, 40):
+        logits = remembering(ids[:, :end])
+        assert close(logits, plain(ids[:, :end])[:, -logits.shape[1] :], 2e-6)
+    assert watched.read == [5, 1, 3, 1, 21, 9]
+
+
+@torch.no_grad()
+def test_another_sequence_is_read_from_its_beginning():
+    family, args = MODELS["llama, grouped heads"]
+    model, plain = build(family, args), build(family, args)
+    remembering = Remembering(model)
+    remembering(torch.tensor([[1, 2, 3, 4]]))
+    for ids in ([[2, 3, 4, 5]], [[1, 2, 9, 4, 5]], [[1, 2]], [[1, 2]]):
+        ids = torch.tensor(ids)
+        assert close(remembering(ids), plain(ids), 2e-6)
+
+
+class Small(ByteTokenizer):
+    vocab_size, bos_id, eos_id = 64, 62, 99
+
+
+@pytest.mark.parametrize("context", [64, 12])
+def test_the_same_tokens_are_sampled(context):
+    """Also where the context is full and moves on: then, as before, all of it is read for each token."""
+    family, args = MODELS["qwen3_moe"]
+    model = build(family, args, dtype=torch.float64)
+    how = dict(max_new_tokens=30, context=context, temperature=1.5, top_k=0, seed=3)
+    expected = list(sample(model, [62, 5, 6], Small(), **how))
+    watched = Watched(build(family, args, dtype=torch.float64))
+    assert list(sample(Remembering(watched.model), [62, 5, 6], Small(), **how)) == expected
+    assert len(expected) > 15
+    grown = min(len(expected) - 1, context - 3)
+    assert watched.read[: grown + 1] == [3] + [1] * grown
+    assert set(watched.read[grown + 1 :]) <= {context}

@@ -1,0 +1,373 @@
+"""`torchtitan convert` and jobs that start from weights of others: ours, Hugging Face's, one file, and a checkpoint
+that torchtitan v0.2.2 wrote, with the logits that it has to give (tests/assets/torchtitan_v022).
+"""
+
+import json
+import os
+import pickle
+import shutil
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from transformers import AutoModelForCausalLM
+
+from tests.support import jobs
+from tests.support.hf_parity import build, same
+from tests.support.judged import lines
+from tests.support.pool import run_ranks
+from tests.support.tiny_decoders import DEEPSEEK, LLAMA, QWEN3, QWEN3_MOE
+from torchtitan import cli
+from torchtitan.checkpoint import CheckpointError, NothingLoadable
+from torchtitan.checkpoint.kinds import find_weights
+from torchtitan.checkpoint.torchtitan_dcp import TorchtitanCheckpoint
+from torchtitan.config.manager import load
+from torchtitan.models import sizes_of
+from torchtitan.models.llama import LlamaArgs, RopeScaling
+from torchtitan.models.llama.model import Llama
+from torchtitan.models.registry import MODELS
+from torchtitan.models.torchtitan_form import FORMS
+from torchtitan.ranks import read_ranks
+from torchtitan.trainer import Trainer
+from torchtitan.weights import Weights, load_foreign, opened
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+THEIRS = jobs.ROOT / "tests/assets/torchtitan_v022"
+SIZES = dict(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, multiple_of=16, vocab_size=2048)
+# torchtitan v0.2.2 scales its rotary angles in every llama3
+ARGS = LlamaArgs(**SIZES, rope_theta=500000.0, rope_scaling=RopeScaling(), max_seq_len=131072)
+WORDS = ["--model.name=llama3.1", f"--model.overrides={{{', '.join(f'{k} = {v}' for k, v in SIZES.items())}}}"]
+
+
+def convert(capsys, *words: object) -> str:
+    """What it says of itself."""
+    code = cli.main(["convert", *map(str, words)])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    return said.out + said.err
+
+
+def refusal(capsys, *words: object) -> str:
+    assert cli.main(["convert", *map(str, words)]) == 2
+    return capsys.readouterr().err
+
+
+# What torchtitan wrote
+
+
+def expected() -> dict:
+    return json.loads((THEIRS / "expected.json").read_text())
+
+
+def assert_logits(logits: torch.Tensor) -> None:
+    """Written with seven digits; sums of float32 in another order differ in the last."""
+    wanted = torch.tensor(expected()["logits"])
+    assert (logits[..., : wanted.shape[-1]] - wanted).abs().max() < 2e-6
+    assert abs(logits.double().sum().item() - expected()["logits_sum"]) < 1e-3
+
+
+@torch.no_grad()
+def test_a_checkpoint_of_torchtitan_gives_its_logits():
+    assert find_weights(THEIRS) == ("torchtitan", THEIRS / "step-4")
+    assert sizes_of("llama3.1", "debugmodel", None, SIZES) == ARGS
+    model = build(Llama, ARGS, seed=1)
+    load_foreign(THEIRS / "step-4", [model], "llama3.1", ARGS)
+    assert_logits(model(torch.tensor(expected()["tokens"])))
+
+
+@torch.no_grad()
+def test_all_forms_and_back(tmp_path, capsys):
+    said = convert(capsys, THEIRS, tmp_path / "hf", *WORDS)
+    assert f"{THEIRS}/step-4 -> {tmp_path}/hf: llama3.1, 168,160 parameters, a folder of Hugging Face" in said
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert_logits(theirs(torch.tensor(expected()["tokens"])).logits)
+    convert(capsys, tmp_path / "hf", tmp_path / "ours")
+    convert(capsys, tmp_path / "ours", tmp_path / "a.safetensors")
+    said = convert(capsys, tmp_path / "a.safetensors", tmp_path / "again", "--to", "hf")
+    assert "no tokenizer goes along: --model.tokenizer_path says which is its own" in said
+    (before,), (after,) = ((tmp_path / name).glob("*.safetensors") for name in ("hf", "again"))
+    assert before.read_bytes() == after.read_bytes()
+    convert(capsys, tmp_path / "a.safetensors", tmp_path / "narrow", "--to", "ours", "--dtype", "bfloat16")
+    with opened(tmp_path / "narrow", "llama3.1", ARGS) as narrow, opened(THEIRS, "llama3.1", ARGS) as wide:
+        assert torch.equal(narrow.whole("norm.weight"), wide.whole("norm.weight").bfloat16())
+    text = {generated(capsys, tmp_path / name) for name in ("hf", "ours")}
+    text |= {generated(capsys, tmp_path / "a.safetensors", f"--model.tokenizer_path={tmp_path / 'hf'}")}
+    text |= {generated(capsys, THEIRS, *WORDS)}
+    assert len(text) == 1
+
+
+def generated(capsys, folder: Path, *words: str) -> str:
+    words = [str(folder), "--prompt", "def", "--temperature", "0", "--max_new_tokens", "8", *words]
+    assert cli.main(["generate", *words]) == 0
+    return capsys.readouterr().out
+
+
+def in_their_form(state: dict, family: str, args) -> dict:
+    """By hand: experts transposed, their bias beside the router, the second of two query matrices by its own name, and
+    in Qwen the rows of a head's first features before those of its second.
+    """
+    theirs = {}
+    for name, value in state.items():
+        if ".moe.experts." in name:
+            value = torch.einsum("eio->eoi", value)
+        elif family.startswith("qwen3") and name.split(".")[-2] in ("wq", "wk", "q_norm", "k_norm"):
+            heads = value.reshape(-1, args.head_dim, *value.shape[1:])
+            value = torch.cat((heads[:, 0::2], heads[:, 1::2]), dim=1).reshape(value.shape)
+        name = name.replace("moe.router.expert_bias", "moe.expert_bias")
+        if family == "deepseek" and args.q_lora_rank:
+            name = name.replace("attention.wq.weight", "attention.wq_b.weight")
+        theirs[name] = value.contiguous()
+    return theirs
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize(
+    "family, args",
+    [
+        ("llama3.2", LLAMA["llama3.2"]),
+        ("deepseek", DEEPSEEK["v3"]),
+        ("deepseek", DEEPSEEK["v2 lite"]),
+        ("qwen3", QWEN3["plain"]),
+        ("qwen3_moe", QWEN3_MOE["published"]),
+    ],
+)
+def test_experts_and_rows_of_torchtitan(family, args, prefix, tmp_path):
+    model, other = (build(MODELS[family].build, args, seed) for seed in (0, 1))
+    state = {prefix + name: value for name, value in in_their_form(model.state_dict(), family, args).items()}
+    beside = {"train_state": {"step": 3}, f"{prefix}freqs_cis": torch.ones(3), "optimizer.state.x.step": torch.ones(())}
+    dcp.save(state | beside, checkpoint_id=tmp_path / "step-3", no_dist=True)
+    load_foreign(tmp_path / "step-3", [other], family, args)
+    assert same(other.state_dict(), model.state_dict())
+    with opened(tmp_path, family, args) as weights:
+        assert weights.step == 3
+
+
+def test_every_family_of_torchtitan_is_one_of_ours():
+    assert FORMS.keys() <= MODELS.keys()
+
+
+def started(folder: str, path: str, words: list[str]) -> str:
+    """The sha256 of the weights with which a job of these ranks starts."""
+    texts = jobs.write_texts(Path(folder) / "data")
+    job = dict(model__tokenizer_path="bytes", checkpoint__enable=True, checkpoint__initial_load_path=path)
+    argv = jobs.arguments(Path(folder) / "run", texts, **job, training__local_batch_size=4)
+    argv = [word for word in argv if not word.startswith(("--model.name", "--model.overrides"))]
+    return jobs.state_hash(Trainer(load([*argv, *words]), read_ranks()))
+
+
+def test_a_job_starts_from_each_of_them_on_any_number_of_ranks(tmp_path, capsys):
+    convert(capsys, THEIRS, tmp_path / "hf", *WORDS)
+    convert(capsys, tmp_path / "hf", tmp_path / "ours")
+    convert(capsys, tmp_path / "hf", tmp_path / "a.safetensors")
+    paths = [THEIRS, tmp_path / "hf", tmp_path / "ours", tmp_path / "a.safetensors"]
+    words = [*WORDS, "--model.flavor=debugmodel"]
+    found = {digest for path in paths for digest in run_ranks(2, started, str(tmp_path), str(path), words)}
+    assert found == set(run_ranks(1, started, str(tmp_path), str(THEIRS), words)) and len(found) == 1
+
+
+# Nothing in it is executed, no other file is opened
+
+
+class Payload:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    shutil.copytree(THEIRS / "step-4", tmp_path / "step-4")
+    return tmp_path / "step-4"
+
+
+def spoil(folder: Path, change) -> None:
+    metadata = FileSystemReader(THEIRS / "step-4").read_metadata()
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def set_path(path: str):
+    def change(metadata):
+        for place in metadata.storage_data.values():
+            place.relative_path = path
+
+    return change
+
+
+def test_a_payload_is_refused_and_not_run(copy, tmp_path):
+    planted = tmp_path / "planted"
+    for change in (
+        lambda m: setattr(m, "planner_data", Payload(planted)),
+        lambda m: m.state_dict_metadata.update(x=Payload(planted)),
+    ):
+        spoil(copy, change)
+        with pytest.raises(CheckpointError, match="asks for posix.mkdir, which no checkpoint needs: not opened"):
+            TorchtitanCheckpoint(copy)
+    assert not planted.exists()
+    FileSystemReader(copy).read_metadata()  # the control: torch's own reader runs it
+    assert planted.exists()
+
+
+@pytest.mark.parametrize("path", ["../secret.distcp", "/etc/passwd", "a/b.distcp", "x.txt"])
+def test_it_points_to_its_own_files_only(copy, path):
+    spoil(copy, set_path(path))
+    with pytest.raises(CheckpointError, match="metadata points to .* not opened"):
+        TorchtitanCheckpoint(copy)
+
+
+def test_files_that_are_missing_or_links(copy, tmp_path):
+    (copy / "__1_0.distcp").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="__1_0.distcp cannot be read .No such file"):
+        TorchtitanCheckpoint(copy)
+    (copy / "__1_0.distcp").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="__1_0.distcp is not a regular file"):
+        TorchtitanCheckpoint(copy)
+
+
+def transform(metadata):
+    for place in metadata.storage_data.values():
+        place.transform_descriptors = ["zstd"]
+
+
+def lose(metadata):
+    gone = [index for index in metadata.storage_data if index.fqn == "norm.weight"]
+    del metadata.storage_data[gone[0]]
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda m: m.state_dict_metadata.clear(), "holds no weights"),
+        (lambda m: m.state_dict_metadata.update(x=7), "is damaged .TypeError: a int in the place of"),
+        (lambda m: setattr(m, "state_dict_metadata", []), "is damaged .TypeError: a list"),
+        (lambda m: setattr(m, "storage_data", {1: 2}), "is damaged .TypeError: a int"),
+        (set_path(7), "is damaged .TypeError: a int"),
+        (transform, "is stored in a transformed way: not opened"),
+        (lose, "norm.weight has no place in the files for its piece at"),
+    ],
+)
+def test_metadata_that_are_no_index_of_weights(copy, change, said):
+    spoil(copy, change)
+    with pytest.raises(CheckpointError, match=said):
+        TorchtitanCheckpoint(copy)
+
+
+def test_a_file_that_is_cut_off(copy):
+    for file in copy.glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="distcp is cut off: .* is not all there"):
+        TorchtitanCheckpoint(copy)
+    (copy / ".metadata").write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match=".metadata is damaged"):
+        TorchtitanCheckpoint(copy)
+
+
+# Which is which, and what is wrong
+
+
+def test_kinds(tmp_path, capsys):
+    convert(capsys, THEIRS, tmp_path / "hf", *WORDS)
+    convert(capsys, tmp_path / "hf", tmp_path / "ours")
+    assert find_weights(tmp_path / "hf") == ("hf", tmp_path / "hf")
+    assert find_weights(tmp_path / "ours") == ("ours", tmp_path / "ours")
+    shutil.copytree(THEIRS / "step-4", tmp_path / "run/checkpoint/step-20")
+    shutil.copytree(THEIRS / "step-4", tmp_path / "run/checkpoint/step-3")
+    assert find_weights(tmp_path / "run") == ("torchtitan", tmp_path / "run/checkpoint/step-20")
+    (tmp_path / "run/checkpoint/step-20/.metadata").unlink()  # which is written last
+    assert find_weights(tmp_path / "run/checkpoint") == ("torchtitan", tmp_path / "run/checkpoint/step-3")
+    (tmp_path / "a.bin").write_bytes(b"x")
+    for path, said in (
+        ("nowhere", "no such file or folder"),
+        (".", "no weights in it"),
+        ("a.bin", "of another kind"),
+    ):
+        with pytest.raises(NothingLoadable, match=f"{said}.*; give a checkpoint, a folder of them"):
+            find_weights(tmp_path / path)
+
+
+JOB = ["--checkpoint.enable"]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--checkpoint.initial_load_in_hf"], "true with a folder or file of Hugging Face only"),
+        (["--checkpoint.no-initial_load_model_only"], "of torchtitan's checkpoints the weights alone are read"),
+    ],
+)
+def test_check_of_a_checkpoint_of_torchtitan(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (fault,) = lines(*JOB, f"--checkpoint.initial_load_path={THEIRS}", *WORDS, *words)
+    assert said in fault
+
+
+def test_check_of_a_folder_of_other_sizes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    convert(capsys, THEIRS, tmp_path / "hf", *WORDS)
+    words = [*JOB, f"--checkpoint.initial_load_path={tmp_path / 'hf'}"]
+    assert lines(*words, *WORDS) == []
+    (fault,) = lines(*words)
+    assert "allowed: weights of llama3 debugmodel; dim is 32, the job's is 256; " in fault
+    assert 'set model.flavor = "from_hf" and model.hf_folder = ' in fault
+    (fault,) = lines(*words, *WORDS, "--checkpoint.no-initial_load_model_only")
+    assert "safetensors of Hugging Face hold no optimizer state" in fault
+    (fault,) = lines(*words, "--model.name=qwen3_moe")
+    assert "model_type = 'llama', but this model is a qwen3_moe" in fault
+
+
+def test_what_is_refused(tmp_path, capsys):
+    (tmp_path / "there").mkdir()
+    assert f"{tmp_path}/there: exists; give another target" in refusal(capsys, THEIRS, tmp_path / "there")
+    assert "no job found" in refusal(capsys, THEIRS, tmp_path / "out")
+    assert 'did you mean "8B"?' in refusal(capsys, THEIRS, tmp_path / "out", *WORDS, "--model.flavor=8b")
+    words = ["--model.name=llama3", "--model.flavor=debugmodel", "--model.overrides={n_layers = 3}"]
+    said = refusal(capsys, THEIRS, tmp_path / "out", *words)
+    assert "tok_embeddings.weight has shape (2048, 32), the model's is (2048, 256)" in said
+    assert "Give the sizes that it was trained with" in said and "; and " in said
+    said = refusal(capsys, THEIRS, tmp_path / "out", "--model.name=qwen3_moe")
+    assert "layers.0.attention.q_norm.weight is missing" in said and not (tmp_path / "out").exists()
+    assert "no such file or folder" in refusal(capsys, tmp_path / "no", tmp_path / "out")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/config.json").write_text('{"model_type": "flux"}')
+    (tmp_path / "bad/model.safetensors").write_bytes(b"x" * 20)
+    assert "model_type = 'flux'; allowed: deepseek_v2, deepseek_v3, llama, qwen3, qwen3_moe" in refusal(
+        capsys, tmp_path / "bad", tmp_path / "out"
+    )
+    assert "bad/model.safetensors is no safetensors file" in refusal(
+        capsys, tmp_path / "bad/model.safetensors", tmp_path / "out"
+    )
+    with pytest.raises(SystemExit):
+        cli.main(["convert", "a", "b", "--dtpye", "x"])
+    assert "unrecognized arguments: --dtpye" in capsys.readouterr().err
+
+
+def test_a_target_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for target in ("file/x", "file/x.safetensors"):
+        said = refusal(capsys, THEIRS, tmp_path / target, *WORDS)
+        assert f"{tmp_path}/{target}: not written: " in said
+
+
+@pytest.mark.parametrize("to, most", [("ours", 1), ("file", 1), ("hf", 1)])
+def test_one_tensor_at_a_time_is_in_memory(to, most, tmp_path, capsys, monkeypatch):
+    """In folders of Hugging Face one file's worth; here a file holds one."""
+    live: set[int] = set()
+    peaks = []
+    plain = Weights.__subclasses__()[1].whole
+
+    def whole(self, name):
+        value = plain(self, name)
+        live.add(id(value))
+        weakref.finalize(value, live.discard, id(value))
+        peaks.append(len(live))
+        return value
+
+    monkeypatch.setattr(Weights.__subclasses__()[1], "whole", whole)
+    monkeypatch.setattr("torchtitan.models.hf.family.SHARD_BYTES", 1)
+    convert(capsys, THEIRS, tmp_path / "out", "--to", to, *WORDS)
+    assert len(peaks) == 30 and max(peaks) <= most + 1

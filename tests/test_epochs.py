@@ -1,0 +1,231 @@
+"""Data that end: exact steps, every sample once in a pass, and an end that all ranks reach together."""
+
+import json
+import shutil
+import threading
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from tests.support import jobs
+from tests.support.pool import run_ranks
+from tests.test_loader import TOKENIZER, global_samples, in_turn, loader, rows
+from tests.test_mixing import toml
+from tests.test_records import make_shards, records, write
+from torchtitan import build
+from torchtitan.commands import check, preview
+from torchtitan.config import manager
+from torchtitan.datasets import open_source, preparing
+from torchtitan.datasets.loader import merge_states
+from torchtitan.datasets.packing import IGNORE
+from torchtitan.datasets.preparing import prepared
+from torchtitan.datasets.sources import DataError
+from torchtitan.datasets.tokens import TokenShards
+from torchtitan.errors import JobError
+from torchtitan.rules import check as judge
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Two sources as they come and as shards: 16 tokens a sample, 3 of the shards' tokens left over."""
+    folder = tmp_path_factory.mktemp("epochs")
+    texts = write(folder / "a.jsonl", ["".join(map(chr, range(40, 40 + 7 + i % 19))) for i in range(60)])
+    masked = write(folder / "b.jsonl", records(40))
+    make_shards(texts, folder / "a")
+    make_shards(masked, folder / "b")
+    return {"texts": texts, "masked": masked, "a": folder / "a", "b": folder / "b"}
+
+
+def blocks(folder, seq_len=16):
+    return TokenShards(folder).blocks(seq_len)
+
+
+SOURCES = {"one": ["a"], "one with flags": ["b"], "two": ["a", "b"]}
+
+
+@pytest.mark.parametrize("names", SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_every_sample_once_in_every_pass(data, names, epochs):
+    """And then a last step that is filled up, on any number of ranks, with labels that do not count."""
+    sources = [("tokens", data[name], 1.0) for name in names]
+    alone = [
+        sample for source in sources for sample in global_samples(blocks(source[1]), sources=[source], shuffle=False)
+    ]
+    options = dict(sources=sources, epochs=epochs)
+    whole = [row for batch in loader(**options, local_batch_size=1) for row in rows(batch)]
+    assert len(whole) == epochs * len(alone)
+    passes = [whole[i : i + len(alone)] for i in range(0, len(whole), len(alone))]
+    assert all(sorted(one) == sorted(alone) for one in passes)
+    assert all(one != other for one, other in zip(passes, passes[1:], strict=False))
+    assert [row for b in loader(**options, local_batch_size=1, shuffle=False) for row in rows(b)] == alone * epochs
+
+    for dp_size, accumulation, workers in ((1, 4, 2), (2, 1, 0), (3, 2, 1)):
+        step = 2 * dp_size * accumulation
+        ranks = [
+            loader(**options, dp_rank=r, dp_size=dp_size, global_batch_size=step, num_workers=workers)
+            for r in range(dp_size)
+        ]
+        taken = [[row for batch in rank for row in rows(batch)] for rank in ranks]
+        samples = in_turn(taken)
+        assert len(samples) == -(-len(whole) // step) * step  # whole steps, the same on every rank
+        assert samples[: len(whole)] == whole
+        assert all(set(labels) == {IGNORE} for _, labels, *_ in samples[len(whole) :])
+        assert {rank.state_dict()["samples"] for rank in ranks} == {len(whole)}
+        for rank in ranks:
+            rank.close()
+
+
+@pytest.mark.parametrize("names", SOURCES.values(), ids=SOURCES)
+def test_a_resume_goes_on_to_the_same_end(data, names):
+    options = dict(sources=[("tokens", data[name], 1.0) for name in names], epochs=2, document_mask=True)
+    whole = [row for batch in loader(**options, local_batch_size=1) for row in rows(batch)]
+    ranks = [loader(**options, dp_rank=r, dp_size=2) for r in range(2)]
+    taken = in_turn([[row for batch in islice(rank, 5) for row in rows(batch)] for rank in ranks])
+    state = json.loads(json.dumps(merge_states([rank.state_dict() for rank in ranks])))
+    ranks = [loader(**options, dp_rank=r, dp_size=3, local_batch_size=1, state=state) for r in range(3)]
+    taken += in_turn([[row for batch in rank for row in rows(batch)] for rank in ranks])
+    assert taken[: len(whole)] == whole and len(taken) < len(whole) + 3
+    # another pass begins at the sample after the last, whatever has filled up the step before it
+    state = merge_states([rank.state_dict() for rank in ranks])
+    longer = [
+        row for batch in loader(**options | dict(epochs=3), local_batch_size=1, state=state) for row in rows(batch)
+    ]
+    assert len(longer) == len(whole) // 2
+    assert list(loader(**options, state=state)) == []
+
+
+def test_passes_and_mixtures_are_not_one_order(data):
+    sources = [("tokens", data[name], 1.0) for name in "ab"]
+    state = merge_states([loader(sources=sources).state_dict()])
+    with pytest.raises(JobError, match="sources: 0: weight: 1.0 in the checkpoint, in epochs now"):
+        loader(sources=sources, epochs=1, state=state)
+
+
+# Text, tokenized before
+
+
+def made(data, folder, name="texts", tokenizer="bytes", workers=1):
+    return prepared(
+        open_source("text", str(data[name]), "text"), str(data[name]), tokenizer, folder, workers, stop=True
+    )
+
+
+def test_text_is_tokenized_once(data, tmp_path, monkeypatch):
+    """By the first of those that ask at the same time."""
+    calls, found = [], []
+    original = preparing.prepare
+    monkeypatch.setattr(preparing, "prepare", lambda *args: calls.append(args) or original(*args))
+    threads = [threading.Thread(target=lambda: found.append(made(data, tmp_path))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1 and len({shards.folder for shards in found}) == 1
+    assert [(shard["sha256"]) for shard in found[0].header["shards"]] == [
+        shard["sha256"] for shard in TokenShards(data["a"]).header["shards"]
+    ]
+    assert found[0].fingerprint["dataset_path"] == str(data["texts"])
+    assert made(data, tmp_path, tokenizer="tests/assets/tokenizer/tiktoken.model").folder != found[0].folder
+    assert len(calls) == 2
+
+
+def test_changed_text_is_tokenized_again(tmp_path):
+    path = write(tmp_path / "a.jsonl", ["abc" * 9])
+    first = made({"texts": path}, tmp_path / "data")
+    state = first.fingerprint
+    path.write_bytes(path.read_bytes())  # written again as it was: another folder, the same data
+    again = made({"texts": path}, tmp_path / "data")
+    assert again.folder != first.folder and again.fingerprint == state
+    path.write_bytes(path.read_bytes().replace(b"a", b"x"))  # of the same size
+    assert made({"texts": path}, tmp_path / "data").fingerprint != state
+
+
+def test_a_folder_of_files_is_known_by_all_of_them(tmp_path):
+    for name in "ab":
+        write(tmp_path / f"{name}.jsonl", [name * 30])
+    data = {"texts": tmp_path}
+    first = made(data, tmp_path / ".data")
+    assert made(data, tmp_path / ".data").folder == first.folder
+    (tmp_path / "b.jsonl").write_bytes((tmp_path / "b.jsonl").read_bytes())
+    assert made(data, tmp_path / ".data").folder != first.folder
+
+
+def test_a_folder_that_cannot_hold_the_tokens(data, tmp_path):
+    (tmp_path / "data").write_text("a file")
+    with pytest.raises(JobError, match="data: cannot hold the tokenized data: .*; give a job.dump_folder that can"):
+        made(data, tmp_path / "data")
+
+
+# Jobs
+
+
+def arguments(folder, path, **options):
+    return jobs.arguments(folder, path, training__epochs=2, training__steps=1, **options)
+
+
+def steps_by_the_text(path):
+    """Of two passes in samples of 32, eight in a step."""
+    tokens = sum(len(TOKENIZER.encode(json.loads(line)["text"], bos=True, eos=True)) for line in path.open())
+    return -(-2 * ((tokens - 1) // 32) // 8)
+
+
+def test_a_job_ends_after_its_epochs_with_its_learning_rate(data, tmp_path):
+    """Text on one rank, on two, and cut in the midst to go on on another number of ranks."""
+    path, options = data["texts"], dict(checkpoint__enable=True, checkpoint__interval=4)
+    straight = run_ranks(1, jobs.train, arguments(tmp_path / "a", path, **options))[0][0]
+    steps = steps_by_the_text(path)
+    assert [row["step"] for row in straight] == list(range(1, steps + 1))
+    assert straight[-1]["lr"] == pytest.approx(1e-3, rel=1e-12)  # the floor, at the last step of the real total
+    two = run_ranks(2, jobs.train, arguments(tmp_path / "b", path, training__local_batch_size=4))[0][0]
+    # float32 sums in another order
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in straight], rel=1e-5)
+    for folder in (tmp_path / "a" / "checkpoint").glob("step-*"):
+        if folder.name > "step-00000004":
+            shutil.rmtree(folder)
+    resumed = run_ranks(2, jobs.train, arguments(tmp_path / "a", path, **options, training__local_batch_size=4))[0][0]
+    assert [row["loss"] for row in resumed] == pytest.approx([row["loss"] for row in straight], rel=1e-5)
+    assert [row["lr"] for row in resumed] == pytest.approx([row["lr"] for row in straight], rel=1e-12)
+
+
+def test_check_and_preview_know_the_end(data, tmp_path, capsys):
+    options = ["--model.tokenizer_path=bytes", "--training.seq_len=16", f"--job.dump_folder={tmp_path}/out"]
+    options += ["--training.epochs=2", "--training.local_batch_size=4"]
+    shards = [*options, "--training.dataset=tokens", f"--training.dataset_path={data['a']}"]
+    assert check.main(shards) == 0
+    steps = -(-2 * blocks(data["a"]) // 4)
+    assert f"{steps * 64:,} in {steps} steps, 2 epochs" in capsys.readouterr().out
+    text = [*options, "--training.dataset=text", f"--training.dataset_path={data['texts']}"]
+    assert check.main(text) == 0
+    shown = capsys.readouterr().out
+    assert "counted when the data have been tokenized, at the start, 2 epochs" in shown and "schedule" not in shown
+    config = build.with_steps(manager.load(text), build.dims(manager.load(text), 1))
+    assert config.training.steps == steps
+    assert preview.main(text) == 0
+    of_text = capsys.readouterr().out.splitlines()[1:]
+    preview.main(shards)
+    assert capsys.readouterr().out.splitlines()[1:] == of_text
+    assert check.main([*shards, "--lr_scheduler.warmup_steps=999"]) == 2
+    assert "lr_scheduler.warmup_steps" in capsys.readouterr().err
+
+
+def test_the_steps_that_are_left_follow_from_what_was_taken(data):
+    """Of a run whose steps became larger, or whose last step was filled up."""
+    options = ["--model.tokenizer_path=bytes", "--training.seq_len=16", "--training.epochs=2"]
+    shards = ["--training.dataset=tokens", f"--training.dataset_path={data['a']}", "--training.local_batch_size=4"]
+    config = manager.load([*options, *shards])
+    plan, total = build.dims(config, 1), 2 * blocks(data["a"])
+    for taken, step in ((0, 0), (12, 3), (10, 5), (total - 1, 9), (total, 9)):
+        left = int(np.ceil((total - taken) / 4))
+        assert build.with_steps(config, plan, taken, step).training.steps == step + left
+
+
+def test_what_does_not_go_with_epochs(data, tmp_path):
+    path = toml(tmp_path / "job.toml", "training", [("tokens", data["a"], 1), ("tokens", data["b"], 2)])
+    config = manager.load(["--job.config_file", str(path), "--training.epochs=1", "--model.tokenizer_path=bytes"])
+    (fault,) = [str(fault) for fault in judge(config, 1, "cpu") if "weight" in fault.key]
+    assert "training.sources[1].weight: given 2.0; allowed: 1 with training.epochs; leave it out" in fault
+    short = write(tmp_path / "short.jsonl", ["few words"])
+    argv = jobs.arguments(tmp_path / "out", short, training__epochs=1)
+    with pytest.raises(DataError, match="11 tokens are too few for one sample; at least 33 are needed"):
+        build.with_steps(manager.load(argv), build.dims(manager.load(argv), 1))

@@ -1,0 +1,92 @@
+"""Records of fine-tuning data: which format they are of, and what of them is trained."""
+
+import json
+
+import pytest
+
+from tests.test_loader import loader, rows
+from torchtitan.datasets.formats import FORMATS, document_of_record, format_of
+from torchtitan.datasets.packing import IGNORE
+from torchtitan.datasets.records import encode
+from torchtitan.datasets.sources import DataError
+from torchtitan.datasets.sources_huggingface import huggingface
+from torchtitan.datasets.sources_text import text
+from torchtitan.datasets.tokenizer import build_tokenizer
+
+BYTES = build_tokenizer("bytes")
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\nAdd.\n\n### Response:\n"
+)
+ALPACA_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 {2}\n\n"
+    "### Response:\n"
+)
+CASES = {
+    "prompt_completion": (dict(prompt="Two?", completion=" Four."), "Two?", " Four."),
+    "alpaca": (dict(instruction="Add.", output="3"), ALPACA, "3"),
+    "alpaca, empty input": (dict(instruction="Add.", input="", output="3"), ALPACA, "3"),
+    "alpaca, input": (dict(instruction="Add.", input="1 {2}", output="3", text_id=5), ALPACA_INPUT, "3"),
+    "input_output": (dict(segments=[dict(text="Q", label=False), dict(text="A", label=True)]), "Q", "A"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_answer_is_trained_with_its_end_and_nothing_else(name):
+    record, prompt, answer = CASES[name]
+    assert format_of(record) == name.partition(",")[0]
+    ids, trained = encode(BYTES, document_of_record(record, "text", "long", "short"))
+    assert BYTES.decode(ids[~trained]) == prompt and BYTES.decode(ids[trained]) == answer
+    assert ids[trained][-1] == BYTES.eos_id and not trained[0] and ids[0] == BYTES.bos_id
+
+
+def test_every_format_is_tried():
+    conversations = {"chat", "sharegpt"}  # in test_templates.py
+    assert {name.partition(",")[0] for name in CASES} | conversations == set(FORMATS)
+
+
+def test_the_field_of_the_job_comes_first():
+    record = dict(prompt="a", completion="b", text="c")
+    assert document_of_record(record, "text", "", "").content == "c"
+    assert document_of_record(record, "prompt", "", "").content == "a"
+
+
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        (
+            dict(prompt="a"),
+            "a.jsonl:3: no field 'text'; the fields there are: 'prompt'; set training.text_field, or",
+        ),
+        (dict(prompt="a", completion=None), "field 'completion' of format prompt_completion holds nothing (null), not"),
+        (dict(instruction=5, output="b"), "field 'instruction' of format alpaca holds int, not text"),
+        (dict(instruction="a", output="b", input=5), "field 'input' of format alpaca holds int, not text"),
+        (dict(segments=[5, {}]), "field 'segments' holds list, not text"),
+        ({}, "the fields there are: none; set"),
+    ],
+)
+def test_what_is_of_no_format_is_named(record, message):
+    with pytest.raises(DataError) as error:
+        document_of_record(record, "text", "a.jsonl:3", "3")
+    assert message in str(error.value)
+
+
+def test_files_of_any_format_are_read_and_packed(tmp_path):
+    records = [record for record, *_ in CASES.values()]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "b.json").write_text(json.dumps(records))
+    expected = [document_of_record(record, "text", "", "").content for record in records]
+    for name in ("a.jsonl", "b.json"):
+        assert [document.content for document in text(str(tmp_path / name), "text").documents()] == expected
+    tokens, labels, *_ = rows(next(iter(loader(tmp_path / "a.jsonl", seq_len=1024))))[0]
+    trained = [token for token, label in zip(tokens[1:], labels, strict=False) if label != IGNORE]
+    assert set(BYTES.decode(trained)) == set(" Four.3A")
+
+
+def test_datasets_of_the_hub_have_formats_too(tmp_path):
+    pytest.importorskip("datasets")
+    records = [dict(prompt=f"q{i}", completion=f"a{i}") for i in range(3)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = [document.content for document in huggingface(str(tmp_path), "text").documents()]
+    assert found == [document_of_record(record, "text", "", "").content for record in records]

@@ -1,0 +1,203 @@
+"""Jobs whose sizes stand in a folder's config.json, in every family, and what `check` says of it without torch."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from tests.support.hf_parity import build, close, eager, tokens_for
+from tests.support.jobs import ROOT
+from tests.support.judged import lines
+from tests.support.tiny_decoders import DEEPSEEK, LLAMA, MULTI_TOKEN, QWEN3, QWEN3_MOE
+from torchtitan import build as assembly
+from torchtitan.config.manager import load
+from torchtitan.errors import JobError
+from torchtitan.models import CONFIGS, sizes_of
+from torchtitan.models.deepseek.hf import HF
+from torchtitan.models.deepseek.model import Deepseek
+from torchtitan.models.hf.config import config_beside, header_of, tensor_files
+from torchtitan.models.registry import MODELS
+
+SHAPES = {
+    "llama2": (LLAMA["llama2"], LlamaConfig),
+    "llama3": (LLAMA["llama3"], LlamaConfig),
+    "llama3.1": (LLAMA["llama3.1"], LlamaConfig),
+    "llama3.2": (LLAMA["llama3.2"], LlamaConfig),
+    "deepseek v2": (DEEPSEEK["v2"], DeepseekV2Config),
+    "deepseek v3": (DEEPSEEK["v3"], DeepseekV3Config),
+    "deepseek plain": (DEEPSEEK["v3 plain"], DeepseekV3Config),
+    "qwen3": (QWEN3["plain"], Qwen3Config),
+    "qwen3_moe": (QWEN3_MOE["published"], Qwen3MoeConfig),
+}
+NEVER_IN_A_CONFIG = ("multiple_of", "ffn_dim_multiplier", "n_kv_heads", "bias_rate", "mtp_loss_weight")
+
+
+def job(family: str, folder: Path, *words: str) -> list[str]:
+    return [f"--model.name={family}", "--model.flavor=from_hf", f"--model.hf_folder={folder}", *words]
+
+
+def test_every_family_is_here():
+    assert {shape.split()[0] for shape in SHAPES} == set(CONFIGS) == set(MODELS)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sizes_and_constants_are_those_of_the_folder(shape, tmp_path):
+    """As transformers writes it; a mixture's depths of multi-token prediction are not in such a folder."""
+    args, config_class = SHAPES[shape]
+    family = shape.split()[0]
+    config_class(**MODELS[family].hf.config_to_hf(args)).save_pretrained(tmp_path)
+    found = assembly.model_args(load(job(family, tmp_path)))
+    for name in {each.name for each in dataclasses.fields(args)}.difference(NEVER_IN_A_CONFIG):
+        assert getattr(found, name) == getattr(args, name), name
+    assert found.num_parameters == args.num_parameters
+    assert assembly.model_args(load(job(family, tmp_path, "--model.overrides={vocab_size = 9}"))).vocab_size == 9
+
+
+def test_check_judges_by_them_without_torch(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["llama3"].hf.config_to_hf(LLAMA["llama3"])))
+    words = [*job("llama3", tmp_path), "--model.tokenizer_path=bytes"]
+    code = (
+        "import sys; from torchtitan.cli import main; main(['check', *sys.argv[1:]]); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, "torch was imported"
+    assert "allowed: at most the 64 tokens of model from_hf" in done.stderr
+
+
+def refusal(tmp_path, config, family="llama3"):
+    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return " ".join(lines(*job(family, tmp_path)))
+
+
+LLAMA3 = MODELS["llama3"].hf.config_to_hf(LLAMA["llama3"])
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (
+            {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+            "attention_bias = True, but this model only has False; mlp_bias = True, but this model only has False; "
+            "head_dim = 16, but this model only has 8",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rotary scaling"),
+        ({"model_type": "qwen3_moe"}, 'but this model is a llama; set model.name = "qwen3_moe"'),
+        ({"model_type": "flux"}, "but this model is a llama; families are llama3, llama2"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "Convert the weights to bfloat16 first"),
+        ({"rms_norm_eps": "small"}, "norm_eps = 'small': input should be a valid number"),
+        ({"tie_word_embeddings": 1}, "tied_embeddings = 1: input should be a valid boolean"),
+        ({"rope_theta": [1]}, "config.json: float() argument"),
+    ],
+)
+def test_what_the_model_cannot_do_is_named(tmp_path, change, said):
+    message = refusal(tmp_path, LLAMA3 | change)
+    assert f'model.hf_folder: given "{tmp_path}"; allowed: a folder whose config.json is a llama3\'s' in message
+    assert said in message
+
+
+def test_folders_that_say_no_sizes(tmp_path):
+    assert "config.json cannot be read as JSON: [Errno 2]" in " ".join(lines(*job("llama3", tmp_path)))
+    assert "config.json cannot be read as JSON" in refusal(tmp_path, "{")
+    assert "config.json holds no JSON object" in refusal(tmp_path, "[]")
+    with pytest.raises(JobError, match="model.hf_folder is not set"):
+        sizes_of("llama3", "from_hf", None, {})
+
+
+def test_the_debug_tokenizer_is_not_taken_for_the_models_own(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3 | {"vocab_size": 2048}))
+    default = load([]).model.tokenizer_path
+    (said,) = lines(*job("llama3", tmp_path), tokenizer=default)
+    assert "allowed: the tokenizer of the model in model.hf_folder; write model.tokenizer_path" in said
+
+
+# Of DeepSeek
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 20}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [None, YARN, YARN | {"mscale": 0.7}, YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}, YARN | {"mscale_all_dim": 0}],
+)
+def test_deepseek_v3_with_and_without_yarn_and_its_factors_loads(rope, tmp_path):
+    """Written by transformers, which names a depth of multi-token prediction that it does not write."""
+    config = HF.config_to_hf(DEEPSEEK["v3"]) | {"rope_scaling": rope, "num_nextn_predict_layers": 1}
+    theirs = DeepseekV3ForCausalLM._from_config(DeepseekV3Config(**config), **eager(DEEPSEEK["v3"])).eval()
+    theirs.save_pretrained(tmp_path)
+    args = sizes_of("deepseek", "from_hf", str(tmp_path), {})
+    model = build(Deepseek, args)
+    HF.load_hf(tmp_path, model, args)
+    tokens = tokens_for(args)
+    assert close(model(tokens), theirs(tokens).logits, 2e-6)
+    again = DeepseekV3ForCausalLM._from_config(DeepseekV3Config(**HF.config_to_hf(args)), **eager(args)).eval()
+    again.load_state_dict(theirs.state_dict())
+    assert close(again(tokens).logits, theirs(tokens).logits, 1e-6)
+
+
+def test_a_factor_that_the_model_cannot_have(tmp_path):
+    said = refusal(
+        tmp_path, HF.config_to_hf(DEEPSEEK["v3"]) | {"rope_scaling": YARN | {"mscale_all_dim": 1}}, "deepseek"
+    )
+    assert "with mscale_all_dim the model needs mscale" in said
+    said = refusal(tmp_path, HF.config_to_hf(DEEPSEEK["v3"]) | {"rope_scaling": YARN | {"truncate": False}}, "deepseek")
+    assert "truncate = False, but this model only has True" in said
+
+
+def test_depths_are_those_that_the_folder_holds(tmp_path):
+    HF.save_hf(tmp_path, build(Deepseek, MULTI_TOKEN).state_dict(), MULTI_TOKEN)
+    assert sizes_of("deepseek", "from_hf", str(tmp_path), {}).n_mtp_layers == 2
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (file,) = tmp_path.glob("*.safetensors")
+    file.rename(tmp_path / "model.safetensors")
+    assert sizes_of("deepseek", "from_hf", str(tmp_path), {}).n_mtp_layers == 2
+    (tmp_path / "model.safetensors").unlink()  # a config alone, to train from the start
+    assert sizes_of("deepseek", "from_hf", str(tmp_path), {}).n_mtp_layers == 2
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)  # said where it is loaded
+    assert sizes_of("deepseek", "from_hf", str(tmp_path), {}).n_mtp_layers == 2
+
+
+def test_headers_of_safetensors(tmp_path):
+    save_file({"a": torch.ones(2, 3)}, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    assert header_of(tmp_path / "x.safetensors")["a"]["shape"] == [2, 3]
+    (tmp_path / "x.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(ValueError, match="x.safetensors is no safetensors file"):
+        header_of(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("header", [b"[]", b"7", b"[" * 100_000, b"{"])
+def test_headers_that_are_none(tmp_path, header):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert tensor_files(tmp_path) == {}  # said where it is loaded
+    with pytest.raises(JobError, match="model.safetensors is no safetensors file"):
+        config_beside(file)
+
+
+@pytest.mark.parametrize("kept", ["[1]", "{", 3, "[" * 100_000])
+def test_a_config_in_a_file_that_is_none(tmp_path, kept):
+    header = json.dumps({"__metadata__": {"config.json": kept}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(JobError, match="x.safetensors is no safetensors file, or one that is cut off: "):
+        config_beside(tmp_path / "x.safetensors")
+
+
+def test_a_folder_of_another_library_opens_here(tmp_path):
+    """AutoModel knows what this project wrote by its config alone."""
+    args = QWEN3_MOE["published"]
+    MODELS["qwen3_moe"].hf.save_hf(tmp_path, build(MODELS["qwen3_moe"].build, args).state_dict(), args)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert theirs.config.model_type == "qwen3_moe"

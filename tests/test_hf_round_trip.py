@@ -1,0 +1,170 @@
+"""Round trips in every family: transformers writes a folder, we load it by its config.json alone, train and export, and
+transformers opens model and tokenizer of that and goes on with a text as `torchtitan generate` does.
+"""
+
+import dataclasses
+import io
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from tests.support import jobs
+from tests.support.hf_parity import eager
+from tests.support.pool import run_ranks
+from tests.test_from_hf import SHAPES
+from torchtitan import build, cli
+from torchtitan.config.manager import load
+from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.models.hf.export import Source, beside_weights, source_of
+from torchtitan.models.llama.hf_config import CONFIG
+from torchtitan.models.registry import MODELS
+
+TOKENIZER = jobs.ROOT / "tests/assets/tokenizer/tiktoken.model"
+FAMILIES = ["llama3.2", "deepseek v2", "deepseek v3", "qwen3", "qwen3_moe"]
+
+
+def write_theirs(shape: str, folder: Path) -> None:
+    """With a tokenizer, a chat template, two ends of a text, and numbers that no model of ours computes with."""
+    args, config_class = SHAPES[shape]
+    args = dataclasses.replace(args, vocab_size=2048)
+    config = MODELS[shape.split()[0]].hf.config_to_hf(args)
+    config |= {"max_position_embeddings": 77, "router_aux_loss_coef": 0.125, "eos_token_id": [1793, 1801]}
+    config |= {"bos_token_id": 1792, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config_class(**config), **eager(args))
+    theirs.generation_config = GenerationConfig(temperature=0.25, do_sample=True, eos_token_id=[1793, 1801])
+    theirs.save_pretrained(folder)
+    for name, content in build_tokenizer(str(TOKENIZER)).as_hf_files().items():
+        (folder / name).write_bytes(content)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+
+
+def job(family: str, home: Path, **options: object) -> list[str]:
+    texts = jobs.write_texts(home / "data")
+    settings = dict(
+        model__name=family,
+        model__flavor="from_hf",
+        model__hf_folder=home / "theirs",
+        model__overrides="{}",
+        model__tokenizer_path=home / "theirs",
+        training__steps=2,
+        checkpoint__enable=True,
+        checkpoint__initial_load_path=home / "theirs",
+        checkpoint__initial_load_in_hf=True,
+        checkpoint__last_save_model_only=True,
+        checkpoint__last_save_in_hf=True,
+    )
+    return jobs.arguments(home / "run", texts, **settings | options)
+
+
+def greedy(folder: Path, prompt: str, tokens: int) -> str:
+    """Of the model and tokenizer that transformers opens: the whole text, without caches."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    with torch.no_grad():
+        new = model.generate(ids, max_new_tokens=tokens, do_sample=False, use_cache=False)
+    return tokenizer.decode(new[0], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_there_and_back(shape, tmp_path, capsys):
+    write_theirs(shape, tmp_path / "theirs")
+    (steps, _) = run_ranks(1, jobs.train, job(shape.split()[0], tmp_path))[0]
+    assert len(steps) == 2
+    assert (
+        cli.main(
+            ["generate", str(tmp_path / "run"), "--prompt", "def f", "--temperature", "0", "--max_new_tokens", "9"]
+        )
+        == 0
+    )
+    out = tmp_path / "run/model_hf"
+    said = greedy(out, "def f", 9).rstrip("\ufffd")  # a character that is not whole yet is not printed
+    assert said + "\n" == capsys.readouterr().out
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.encode("import os", add_special_tokens=False) == build_tokenizer(str(TOKENIZER)).encode(
+        "import os"
+    )
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<user>hi"
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "theirs", out))
+    spelled = {"dtype", "torch_dtype", "rope_parameters", "rope_theta", "rope_scaling", "transformers_version"}
+    spelled |= {"num_nextn_predict_layers"}
+    assert {key: after.get(key) for key in before.keys() - spelled} == {
+        key: before[key] for key in before.keys() - spelled
+    }
+    generation = GenerationConfig.from_pretrained(out)
+    assert (generation.temperature, generation.eos_token_id) == (0.25, [1793, 1801])
+    again = build.model_args(load(job(shape.split()[0], tmp_path, model__hf_folder=out)))
+    assert again == build.model_args(load(job(shape.split()[0], tmp_path)))
+
+
+def save_sharded(folder: str) -> str:
+    """What torch has to say on this rank, FSDP with tensor parallel, while tensors become whole."""
+    heard = io.StringIO()
+    handler = logging.StreamHandler(heard)
+    torchs = logging.getLogger("torch.distributed.tensor._redistribute")
+    torchs.addHandler(handler)
+    degrees = {"parallelism__data_parallel_shard_degree": 2, "parallelism__tensor_parallel_degree": 2}
+    try:
+        jobs.train(job("llama3", Path(folder), training__steps=1, training__local_batch_size=4, **degrees))
+    finally:
+        torchs.removeHandler(handler)
+    return heard.getvalue()
+
+
+def test_an_export_of_a_sharded_model_opens_and_says_nothing_of_its_gathering(tmp_path):
+    write_theirs("llama3", tmp_path / "theirs")
+    jobs.write_texts(tmp_path / "data")
+    assert run_ranks(4, save_sharded, str(tmp_path)) == [""] * 4
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run/model_hf")
+
+
+# What stands beside the weights
+
+ARGS = SHAPES["llama3"][0]
+FILES = {"tokenizer.json": b"{}"}
+
+
+def written(source: Source | None, args=ARGS, bos_id: int | None = 1, eos_id: int = 2) -> tuple[dict, dict]:
+    """config.json and generation_config.json."""
+    files = beside_weights(CONFIG, args, "bfloat16", source=source, tokenizer_files=FILES, bos_id=bos_id, eos_id=eos_id)
+    assert set(files) == {"config.json", "generation_config.json", "tokenizer.json"}
+    return json.loads(files["config.json"]), json.loads(files["generation_config.json"])
+
+
+def test_without_a_source_the_tokenizer_says_the_ids():
+    config, generation = written(None)
+    assert config == CONFIG.to_hf(ARGS, "bfloat16") | {"bos_token_id": 1, "eos_token_id": 2}
+    assert generation == {"bos_token_id": 1, "eos_token_id": 2}
+    assert written(None, bos_id=None)[0]["bos_token_id"] is None
+
+
+def test_what_is_of_the_form_of_the_source_is_left_out():
+    said = CONFIG.to_hf(ARGS) | {
+        "use_cache": True,
+        "auto_map": {"A": "b.C"},
+        "dtype": "float16",
+        "eos_token_id": [7, 2],
+    }
+    said |= {"rope_parameters": {"rope_theta": ARGS.rope_theta, "rope_type": "default"}}
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [4, 4]}
+    config, generation = written(Source(said | {"quantization_config": fp8}, {"top_k": 3, "transformers_version": "5"}))
+    assert config == CONFIG.to_hf(ARGS, "bfloat16") | {"use_cache": True, "bos_token_id": 1, "eos_token_id": [7, 2]}
+    assert generation == {"top_k": 3, "bos_token_id": 1, "eos_token_id": [7, 2]}
+
+
+def test_of_another_model_or_tokenizer_the_source_says_nothing():
+    said = CONFIG.to_hf(ARGS) | {"use_cache": True, "eos_token_id": [7, 8]}
+    assert written(Source(said))[0]["eos_token_id"] == 2, "the tokenizer is another"
+    assert "use_cache" not in written(Source(said), dataclasses.replace(ARGS, n_layers=1))[0]
+    assert "use_cache" not in written(Source(said | {"model_type": "mistral"}))[0]
+
+
+def test_a_source_that_cannot_be_read(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(ValueError, match="generation_config.json holds no JSON object"):
+        source_of(tmp_path)

@@ -1,0 +1,64 @@
+"""Hooks of the step: asked in turn, and what they remember goes on with a resumed run."""
+
+from unittest.mock import patch
+
+import pytest
+
+from tests.support import jobs
+from tests.support.pool import run_ranks
+from torchtitan import build
+from torchtitan.parallelisms.hooks import StepHooks
+
+
+class Diary:
+    """Remembers the numbers of the steps."""
+
+    def __init__(self, name="diary"):
+        self.name, self.steps, self.parts = name, [], None
+
+    def after_step(self, step, parts, optimizers):
+        self.steps, self.parts = [*self.steps, step], (len(parts), len(optimizers))
+
+    def state_dict(self):
+        return {"steps": self.steps} if self.steps else {}
+
+    def load_state_dict(self, state):
+        self.steps = list(state.get("steps", []))
+
+
+def test_each_is_asked_in_turn_and_saved_under_its_name():
+    hooks = StepHooks()
+    for name in ("one", "two"):
+        hooks.append(Diary(name))
+    assert hooks.state_dict() == {}
+    hooks.after_step(1, [object()], [])
+    hooks[0].after_step(2, [], [])
+    assert hooks.state_dict() == {"one": {"steps": [1, 2]}, "two": {"steps": [1]}}
+    again = StepHooks()
+    again.append(Diary("two"))
+    again.append(Diary("new"))
+    again.load_state_dict({"step": 2, **hooks.state_dict()})
+    assert again.state_dict() == {"two": {"steps": [1]}}
+    with pytest.raises(AssertionError, match="a second hook called two"):
+        again.append(Diary("two"))
+
+
+def train_with_a_diary(argv):
+    make, diary = build.model, Diary()
+
+    def with_diary(*args):
+        model = make(*args)
+        model.hooks.append(diary)
+        return model
+
+    with patch.object(build, "model", with_diary):
+        jobs.train(argv)
+    return diary.steps, diary.parts
+
+
+def test_a_resumed_run_remembers(tmp_path):
+    texts = jobs.write_texts(tmp_path / "texts")
+    options = dict(checkpoint__enable=True, checkpoint__interval=2, lr_scheduler__total_steps=4)
+    for steps in (2, 4):
+        argv = jobs.arguments(tmp_path / "run", texts, training__steps=steps, **options)
+        assert run_ranks(1, train_with_a_diary, argv) == [(list(range(1, steps + 1)), (1, 1))]

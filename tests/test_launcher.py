@@ -1,0 +1,339 @@
+"""The launcher: what ranks are started with, that nobody from outside can reach them, and how a world ends.
+
+Most ranks here are programs of a few lines, which start in a moment; those that need torch train a small job.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import jobs
+from torchtitan.launcher import stops
+from torchtitan.launcher.stops import Requests
+from torchtitan.leaving import EXPLAINED, STOP_SIGNALS
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from torchtitan.launcher import stops, watching
+from torchtitan.launcher.hangs import Limits
+from torchtitan.launcher.processes import Processes
+from torchtitan.launcher.stops import SignalQueue
+from torchtitan.launcher.watching import Watch
+watching.FOLLOW_SECONDS, watching.SHUTDOWN_SECONDS, stops.ONE_REQUEST_SECONDS = {follow}, {shutdown}, 0
+ranks = Processes([sys.executable, "-c", sys.argv[1]], 2)
+sys.exit(Watch(ranks, SignalQueue(), Limits(1000, 1000), Path("unused")).until_the_end())
+"""
+# What a rank's program may use: what it is, telling its phase, and being seen by the test.
+RANK = r"""
+import os, signal, sys, time
+from torchtitan.leaving import die_with
+from torchtitan.progress import Progress
+from torchtitan.ranks import read_ranks
+ranks = read_ranks()
+die_with(ranks.launcher.pid)
+tell = Progress(ranks.launcher.progress, ranks.local_rank).enter
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())  # whole lines, also where two ranks write at once
+asked = []
+def handled(number, frame):
+    asked.append(number)
+    say("got", ranks.rank, number)
+signal.signal(signal.SIGTERM, handled)
+def ready(phase):
+    tell(phase, 3)
+    say("ready", ranks.rank, os.getpid())
+def wait():
+    while True:
+        time.sleep(10)
+def wait_to_be_asked():
+    while not asked:
+        time.sleep(0.01)
+"""
+
+
+def start(program: str, follow: float = 20, shutdown: float = 20, **options) -> subprocess.Popen:
+    """A launcher over two ranks that run `program`, and its output."""
+    command = [sys.executable, "-c", LAUNCHER.format(follow=follow, shutdown=shutdown), RANK + program]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | options
+    started.append(subprocess.Popen(command, cwd=jobs.ROOT, start_new_session=True, **pipes))
+    return started[-1]
+
+
+started: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    yield
+    while started:
+        started.pop().kill()  # its ranks die with it
+
+
+def lines(process: subprocess.Popen, count: int) -> list[list[str]]:
+    return [process.stdout.readline().split() for _ in range(count)]
+
+
+def ready(process: subprocess.Popen) -> dict[int, int]:
+    """The process ids of both ranks, once they are where they have to be."""
+    return {int(rank): int(pid) for _, rank, pid in lines(process, 2)}
+
+
+def end(process: subprocess.Popen) -> tuple[int, str, str]:
+    return jobs.finish(process, 30)
+
+
+def gone(pid: int, seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+# What ranks are started with
+
+
+def test_ranks_find_themselves_in_the_environment_as_under_torchrun():
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE"
+    program = f"import json; say(json.dumps([os.environ.get(n) for n in '{names}'.split()]))"
+    code, out, err = end(start(program))
+    told = sorted(json.loads(line) for line in out.splitlines())
+    assert (code, err) == (0, "")
+    assert told == [[str(rank), str(rank), "2", "2", "0", "1", str(rank), "2"] for rank in range(2)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is a private temporary file")
+def test_what_ranks_share_is_on_no_disk():
+    program = "say(*sorted({os.readlink(p) for p in (ranks.launcher.store, ranks.launcher.progress)}))"
+    code, out, err = end(start(program))
+    assert (code, err) == (0, "")
+    assert out == 2 * "/memfd:torchtitan-progress (deleted) /memfd:torchtitan-store (deleted)\n"
+
+
+# The end
+
+
+@pytest.mark.parametrize("code", [0, *sorted(EXPLAINED), 1, 9])
+def test_the_exit_code_of_the_first_rank_to_fail_is_that_of_the_run(code):
+    """The other one cannot go on without it, and is ended for that."""
+    program = f"tell('train', 3); sys.exit({code}) if ranks.rank else wait() if {code} else tell('end', 3)"
+    ended, out, err = end(start(program, follow=0.1))
+    assert ended == code and out == ""
+    explained = code in EXPLAINED or not code
+    assert err == ("" if explained else f"rank 1 ended with exit code {code}; its output above tells why\n")
+
+
+def test_a_killed_rank_is_named_and_its_peers_end():
+    program = "ready('train'); os.kill(os.getpid(), signal.SIGKILL) if ranks.rank else wait()"
+    process = start(program, follow=0.1)
+    survivor = ready(process)[0]
+    assert end(process) == (137, "", "rank 1 was ended by SIGKILL\n")
+    assert gone(survivor)
+
+
+def test_ranks_that_have_done_all_that_matters_are_waited_for():
+    """The first one uploads its metrics, say; the other has ended long ago."""
+    program = "tell('end', 9); time.sleep(0 if ranks.rank else 1.5); say('done', ranks.rank)"
+    assert end(start(program, follow=0.1))[:2] == (0, "done 1\ndone 0\n")
+
+
+def test_a_rank_that_ends_in_the_start_takes_the_others_with_it():
+    """It ended without a fault, and still the others wait for it in vain."""
+    process = start("ready('start'); sys.exit(0) if ranks.rank else wait()", follow=0.1)
+    pids = ready(process)
+    assert end(process)[0] == 137 and gone(pids[0])
+
+
+@pytest.mark.parametrize("where", ["start", "train"])
+def test_ranks_die_with_their_launcher(where):
+    process = start(f"ready('{where}'); wait()")
+    pids = ready(process)
+    process.kill()
+    process.wait()
+    assert gone(pids[0]) and gone(pids[1])
+
+
+def test_a_rank_whose_launcher_died_before_it_could_say_so_ends():
+    command = [sys.executable, "-c", "from torchtitan.leaving import die_with; die_with(1); print('alive')"]
+    done = subprocess.run(command, cwd=jobs.ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (137, "")
+
+
+def test_what_a_rank_leaves_behind_is_ended():
+    """A child of its own, in a session of its own, which nobody would find again."""
+    child = "import subprocess; p = subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=2)"
+    program = f"{child}; say('ready', ranks.rank, p.pid); tell('end', 3)"
+    process = start(program)
+    pids = ready(process)
+    assert end(process)[0] == 0
+    assert gone(pids[0]) and gone(pids[1])
+
+
+def test_children_of_what_a_rank_leaves_behind_are_ended():
+    child = (
+        "import subprocess; p = subprocess.Popen(['sh', '-c', 'sleep 1000 & echo $!; wait'], stdout=subprocess.PIPE)"
+    )
+    process = start(f"{child}; say('ready', ranks.rank, int(p.stdout.readline())); tell('end', 3)")
+    pids = ready(process)
+    assert end(process)[0] == 0
+    assert gone(pids[0]) and gone(pids[1])
+
+
+def test_a_rank_that_never_leaves_is_not_waited_for_for_ever():
+    process = start("tell('end', 3); wait() if ranks.rank else 0", shutdown=0.5)
+    assert end(process)[::2] == (137, "rank 1 was ended by SIGKILL\n")
+
+
+# Stops
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_a_stop_reaches_every_rank_once_and_has_its_own_code(number):
+    process = start("ready('train'); wait_to_be_asked(); tell('end', 4); sys.exit(143)")
+    ready(process)
+    process.send_signal(number)
+    code, out, err = end(process)
+    assert (code, err) == (128 + number, "")
+    assert sorted(out.splitlines()) == ["got 0 15", "got 1 15", "stopping after this step " + TWICE_MORE]
+
+
+TWICE_MORE = "(twice more to stop at once, without saving)"
+
+
+def test_the_second_signal_is_harmless_and_the_third_ends_all():
+    process = start("ready('save'); wait_to_be_asked(); wait()")
+    pids = ready(process)
+    process.terminate()
+    assert sorted(line[0] for line in lines(process, 3)) == ["got", "got", "stopping"]
+    process.terminate()
+    assert lines(process, 1)[0][:2] == ["still", "stopping"]
+    assert not gone(pids[0], 0.2) and not gone(pids[1], 0)
+    process.terminate()
+    assert end(process) == (143, "", "") and gone(pids[0]) and gone(pids[1])
+
+
+def test_one_request_that_arrives_several_times_is_one(monkeypatch):
+    """As srun, slurmstepd and a launcher above send the same signal on."""
+    clock = [0.0]
+    monkeypatch.setattr(stops.time, "monotonic", lambda: clock[0])
+    requests, counted = Requests(), []
+    for clock[0], number in [(9.0, 15), (9.1, 15), (9.4, 1), (9.6, 2), (9.7, 15), (11.0, 15)]:
+        counted.append(requests.add(number))
+    assert counted == [True, False, False, True, False, True]
+    assert (requests.first, requests.count) == (15, 3)
+
+
+@pytest.mark.parametrize("phase", ["start", "load"])
+def test_ranks_in_their_start_have_nothing_to_save_and_are_not_waited_for(phase):
+    """They sit in a library where no handler of Python runs."""
+    process = start(f"ready('{phase}'); wait()", follow=0.2)
+    ready(process)
+    process.send_signal(signal.SIGINT)
+    code, out, err = end(process)
+    assert code == 130 and err == "not stopped in time and killed: rank 0, rank 1\n"
+
+
+def test_a_rank_that_saves_is_waited_for_as_long_as_it_gets_on():
+    program = "ready('train'); wait_to_be_asked(); [(tell('save', step), time.sleep(0.1)) for step in range(10)]"
+    process = start(f"{program}; tell('end', 4); say('saved'); sys.exit(143)", follow=0.2, shutdown=0.6)
+    ready(process)
+    process.terminate()
+    code, out, err = end(process)
+    assert (code, err) == (143, "") and out.count("saved") == 2
+
+
+def test_a_rank_that_does_not_get_on_is_killed():
+    process = start("ready('train'); wait_to_be_asked(); wait()", shutdown=0.3)
+    ready(process)
+    process.terminate()
+    code, out, err = end(process)
+    assert (code, err) == (137, "not stopped in time and killed: rank 0, rank 1\n")
+
+
+def test_a_hangup_that_was_turned_off_stays_off():
+    """nohup: the run goes on when its terminal is closed."""
+    process = start("ready('train'); wait_to_be_asked(); tell('end'); sys.exit(143)", preexec_fn=ignore_hangup)
+    ready(process)
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGUSR1)  # handled after it
+    assert end(process)[0] == 128 + signal.SIGUSR1
+
+
+def ignore_hangup():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def test_a_terminal_that_is_gone_does_not_keep_ranks_from_saving():
+    reading, writing = os.pipe()
+    program = (
+        "os.write(2, b'ready'); tell('train', 3); wait_to_be_asked(); os.write(2, b'saved'); tell('end'); os._exit(143)"
+    )
+    process = start(f"handled = lambda *_: asked.append(1)\nsignal.signal(15, handled)\n{program}", stdout=writing)
+    os.close(writing)
+    assert process.stderr.read(10) == "readyready"
+    os.close(reading)
+    process.send_signal(signal.SIGHUP)
+    assert end(process) == (129, None, "savedsaved")
+
+
+# Nobody gets in
+
+
+def listening(pids: list[int]) -> set[str]:
+    """The addresses, in /proc/net/tcp's notation, at which processes listen."""
+    inodes = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = os.readlink(descriptor)
+            except FileNotFoundError:
+                continue
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            local, state, inode = (line.split()[column] for column in (1, 3, 9))
+            if state == "0A" and inode in inodes:
+                found.add(local.rpartition(":")[0])
+    return found
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's table of sockets")
+def test_a_run_on_one_machine_listens_on_loopback_only(tmp_path, monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")  # which the tests set for ranks that nobody launches
+    texts = jobs.write_texts(tmp_path)
+    argv = jobs.arguments(tmp_path / "run", texts, training__local_batch_size=4, training__steps=100000)
+    process = jobs.start(argv, ranks=2)
+    jobs.wait_for_step(tmp_path / "run", 1, process)
+    pids = jobs.children(process.pid)
+    found = listening([process.pid, *pids])
+    process.kill()
+    process.communicate()
+    assert len(pids) == 2 and all(map(gone, pids))
+    assert found and found <= LOOPBACK
+
+
+def test_torchrun_starts_ranks_too(tmp_path):
+    texts = jobs.write_texts(tmp_path)
+    argv = jobs.arguments(tmp_path / "run", texts, training__local_batch_size=4, training__steps=2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "torchtitan.train", *argv], cwd=jobs.ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(jobs.logged_steps(tmp_path / "run")) == 2 and list((tmp_path / "run").glob("run.lock*")) == []

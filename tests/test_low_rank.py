@@ -1,0 +1,315 @@
+"""Low-rank adapters equal to the library peft: logits, every gradient, folders in both directions; folded into the
+model; what of a model they can be put beside. That every plan gives one device's gradients is in the table of
+combinations.
+"""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM
+from transformers.models.deepseek_v3 import DeepseekV3Config
+from transformers.models.llama import LlamaConfig
+
+from tests.support import judged, tiny_decoders
+from tests.support.hf_parity import build, twin
+from tests.support.jobs import full
+from tests.support.judged import lines
+from tests.support.pool import run_ranks
+from torchtitan.adapters import ADAPTERS, peft_folder
+from torchtitan.adapters.dora import DoRA
+from torchtitan.adapters.lora import LoRA
+from torchtitan.adapters.low_rank import candidates, plus_product, sizes_of
+from torchtitan.config.job import Adapter as Options
+from torchtitan.errors import JobError
+from torchtitan.initialization import initialize
+from torchtitan.lr_scheduling import build_lr_schedulers
+from torchtitan.lr_shapes import LRSchedule
+from torchtitan.models import SIZES
+from torchtitan.models.linears import linears
+from torchtitan.models.registry import MODELS
+from torchtitan.optimizers.build import build_optimizers
+
+anywhere = judged.anywhere
+TOKENS = torch.arange(40).view(2, 20) * 7 % 64
+SHARED = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+KINDS = {"lora": LoRA, "dora": DoRA}
+
+
+def learned(family, args, options, seed=0):
+    """A model that has been adapted and then moved: every adapter tensor is away from where it begins."""
+    model = build(MODELS[family].build, args)
+    adapter = KINDS[options.kind](options)
+    adapter.install(model, MODELS[family].plan)
+    initialize(model, seed, model.init_rule)
+    adapter.follow_base([model])
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in adapter.fresh:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model.eval(), adapter
+
+
+def plain_copy(model, adapter, family):
+    plain = MODELS[family].build(model.args)
+    plain.load_state_dict({n: t for n, t in model.state_dict().items() if n not in adapter.fresh})
+    return plain
+
+
+def fresh_tensors(model, adapter):
+    return {name: tensor.detach() for name, tensor in model.state_dict().items() if name in adapter.fresh}
+
+
+CASES = [
+    ("llama3", "llama3", dict(), LlamaForCausalLM, LlamaConfig),
+    ("llama3", "llama3", dict(rslora=True, target=["*wq", "*w2"]), LlamaForCausalLM, LlamaConfig),
+    ("llama3", "llama3", dict(kind="dora"), LlamaForCausalLM, LlamaConfig),
+    ("llama3.2", "llama3.2", dict(target=["all-linear", "output"], layers=[]), LlamaForCausalLM, LlamaConfig),
+    ("llama2", "llama2", dict(layers=[1]), LlamaForCausalLM, LlamaConfig),
+    # of a model with experts, peft 0.21 takes targets below mlp for their stacks, whatever is named
+    ("deepseek", "v3", dict(target=["*attention*", "output"]), DeepseekV3ForCausalLM, DeepseekV3Config),
+]
+
+
+@pytest.mark.parametrize("family, args, options, theirs_class, config_class", CASES)
+def test_logits_and_gradients_are_those_of_peft(tmp_path, family, args, options, theirs_class, config_class):
+    """Where the model is its twin to 1e-6; the folder that peft reads is the one that is written here."""
+    from peft import PeftModel
+
+    args = (tiny_decoders.LLAMA | tiny_decoders.DEEPSEEK)[args]
+    options = Options(**{"kind": "lora", "rank": 4, "alpha": 6.0} | options)
+    model, adapter = learned(family, args, options)
+    hf = MODELS[family].hf
+    peft_folder.save(tmp_path, fresh_tensors(model, adapter), options, hf.form(args), "base")
+    theirs = twin(theirs_class, config_class, plain_copy(model, adapter, family).eval(), hf)
+    theirs = PeftModel.from_pretrained(theirs, tmp_path, is_trainable=True).eval()
+    logits, expected = model(TOKENS), theirs(TOKENS).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2)) / logits.numel()
+    (logits * weights).sum().backward()
+    (expected * weights).sum().backward()
+    ours = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    ours = peft_folder.to_peft(ours, hf.form(args))
+    found = {
+        name.replace(".default", "").replace("vector.weight", "vector"): p.grad
+        for name, p in theirs.named_parameters()
+        if p.requires_grad
+    }
+    assert ours.keys() == found.keys()
+    for name, grad in ours.items():
+        assert (grad - found[name]).abs().max() <= 1e-5 * found[name].abs().max(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_peft_wrote_is_read(tmp_path, kind):
+    from peft import LoraConfig, get_peft_model
+
+    args, options = tiny_decoders.LLAMA["llama3"], Options(kind=kind, rank=3, alpha=5.0, target=["*wq", "*w2"])
+    model, adapter = learned("llama3", args, options)
+    theirs = twin(LlamaForCausalLM, LlamaConfig, plain_copy(model, adapter, "llama3").eval(), MODELS["llama3"].hf)
+    config = LoraConfig(r=3, lora_alpha=5.0, target_modules=["q_proj", "down_proj"], use_dora=kind == "dora")
+    theirs = get_peft_model(theirs, config)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                parameter += 0.1 * torch.randn(parameter.shape)
+    theirs.save_pretrained(tmp_path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in fresh_tensors(model, adapter).items()}
+    state = peft_folder.load(tmp_path, options, MODELS["llama3"].hf.form(args), shapes)
+    model.load_state_dict(state, strict=False)
+    torch.testing.assert_close(model(TOKENS), theirs.eval()(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_cross_one_by_one(tmp_path):
+    args, options = tiny_decoders.DEEPSEEK["v3"], Options(kind="lora", rank=4, target=["*experts*"])
+    model, adapter = learned("deepseek", args, options)
+    state, form = fresh_tensors(model, adapter), MODELS["deepseek"].hf.form(args)
+    peft_folder.save(tmp_path, state, options, form)
+    again = peft_folder.load(tmp_path, options, form, {name: tuple(tensor.shape) for name, tensor in state.items()})
+    assert again.keys() == state.keys() and all(torch.equal(again[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(rank=3), "r = 4, the job's is 3"),
+        (dict(alpha=3.0), "lora_alpha = 32.0, the job's is 3.0"),
+        (dict(target=["*wq", "*wk"]), r"it lacks base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"),
+        (dict(target=["*w2"]), r"it also holds base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"),
+    ],
+)
+def test_another_adapter_is_refused(tmp_path, change, message):
+    args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, target=["*wq"])
+    model, adapter = learned("llama3", args, options)
+    form = MODELS["llama3"].hf.form(args)
+    peft_folder.save(tmp_path, fresh_tensors(model, adapter), options, form)
+    model, adapter = learned("llama3", args, replace(options, **change))
+    shapes = {name: tuple(tensor.shape) for name, tensor in fresh_tensors(model, adapter).items()}
+    with pytest.raises(JobError, match=message):
+        peft_folder.load(tmp_path, replace(options, **change), form, shapes)
+
+
+def test_what_a_config_of_peft_says_of_single_modules_is_no_secret(tmp_path):
+    """Tensors do not show an alpha: with one of its own, a module would be as strong as the others, in silence."""
+    args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, target=["*wq"])
+    model, adapter = learned("llama3", args, options)
+    state, form = fresh_tensors(model, adapter), MODELS["llama3"].hf.form(args)
+    peft_folder.save(tmp_path, state, options, form)
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    config = json.loads((tmp_path / peft_folder.CONFIG).read_text())
+    old = {key: value for key, value in config.items() if key not in ("use_rslora", "use_dora")}
+    (tmp_path / peft_folder.CONFIG).write_text(json.dumps(old | {"alpha_pattern": {}, "rank_pattern": None}))
+    assert peft_folder.load(tmp_path, options, form, shapes).keys() == state.keys()
+    (tmp_path / peft_folder.CONFIG).write_text(
+        json.dumps(config | {"alpha_pattern": {"layers.0.self_attn.q_proj": 64}})
+    )
+    with pytest.raises(
+        JobError, match="alpha_pattern = .'layers.0.self_attn.q_proj': 64., but the job's rank and alpha"
+    ):
+        peft_folder.load(tmp_path, options, form, shapes)
+
+
+def test_no_adapter_is_refused(tmp_path):
+    form, options = MODELS["llama3"].hf.form(tiny_decoders.LLAMA["llama3"]), Options(kind="lora")
+    with pytest.raises(JobError, match="no adapter in peft's layout"):
+        peft_folder.load(tmp_path, options, form, {})
+    (tmp_path / peft_folder.CONFIG).write_text("[]")
+    from safetensors.torch import save_file
+
+    save_file({}, tmp_path / peft_folder.WEIGHTS)
+    with pytest.raises(JobError, match="holds no JSON object"):
+        peft_folder.load(tmp_path, options, form, {})
+
+
+MERGED = [("llama3", "llama3", "lora"), ("llama3", "llama3", "dora"), ("deepseek", "v3", "lora")]
+
+
+@pytest.mark.parametrize("family, args, kind", MERGED)
+def test_folding_in_does_not_change_the_function(family, args, kind):
+    args = (tiny_decoders.LLAMA | tiny_decoders.DEEPSEEK)[args]
+    options = Options(kind=kind, rank=4, target=["*attention*"] if kind == "dora" else ["all-linear", "output"])
+    model, adapter = learned(family, args, options)
+    model, plain = model.double(), MODELS[family].build(args).double()
+    plain.load_state_dict(adapter.merged([model]))
+    torch.testing.assert_close(plain.eval()(TOKENS), model(TOKENS), rtol=1e-10, atol=1e-10)
+
+
+def folded_on_ranks(kind, degrees):
+    """Of an adapted model under a plan, what it folds into, whole."""
+    from tests.combinations import Combination
+    from tests.test_combinations import assembled
+
+    model = assembled(Combination(adapter=kind, precision="float64", **degrees))
+    return {name: full(tensor.detach()).numpy() for name, tensor in model.adapter.merged(model.parts).items()}
+
+
+PLANS = [
+    ("lora", dict(ranks=2, dp_shard=2)),
+    ("dora", dict(ranks=2, dp_shard=2)),
+    ("dora", dict(ranks=2, tp=2)),
+    ("lora", dict(ranks=4, dp_shard=2, tp=2)),
+    ("dora", dict(ranks=4, dp_shard=2, tp=2)),
+    ("lora", dict(ranks=2, pp=2)),
+    ("lora", dict(ranks=2, dp_shard=2, ep=2, model="qwen3_moe")),
+]
+
+
+@pytest.mark.parametrize("kind, degrees", PLANS, ids=str)
+def test_every_plan_folds_in_the_same(kind, degrees):
+    found = {}
+    for state in run_ranks(degrees["ranks"], folded_on_ranks, kind, degrees):
+        found |= state
+    expected = reference_folded(kind, degrees)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(torch.from_numpy(found[name]), tensor, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def reference_folded(kind, degrees):
+    from tests.combinations import Combination
+    from tests.support.adapted import learn_something
+    from tests.test_combinations import build_adapted
+
+    row = Combination(adapter=kind, precision="float64", **degrees)
+    model, _, adapter = build_adapted(row)
+    initialize(model, 7, model.init_rule)
+    adapter.follow_base([model])
+    learn_something(model.named_parameters())
+    return adapter.merged([model])
+
+
+def test_what_is_added_up_in_bfloat16_is_rounded_once():
+    weight, left, right = (torch.randn(shape).bfloat16() for shape in ((32, 24), (32, 4), (4, 24)))
+    exact = weight.double() + 0.5 * (left.double() @ right.double())
+    assert torch.equal(plus_product(weight, left, right, 0.5), exact.float().bfloat16())
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_names_and_sizes_are_known_without_the_model(family):
+    for flavor, args in SIZES[family].items():
+        if not hasattr(args, "block_linears") or args.n_layers > 40:
+            continue
+        with torch.device("meta"):
+            model = MODELS[family].build(args)
+        assert {name: sizes_of(module) for name, module in candidates(model)} == linears(args), flavor
+
+
+def test_published_sizes_have_the_published_number_of_trained_parameters():
+    """fine-tuning's specification, section 7: rank 32 beside all linears of Llama 2's 7B has 79.95 million."""
+    with torch.device("meta"):
+        model = MODELS["llama2"].build(SIZES["llama2"]["7B"])
+    adapter = LoRA(Options(kind="lora", rank=32))
+    adapter.install(model, MODELS["llama2"].plan)
+    assert adapter.num_trained == 79_953_920
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--adapter.rank=0"], "adapter.rank: given 0; allowed: a whole number >= 1"),
+        (["--adapter.rank=257"], "adapter.rank: given 257; allowed: at most 256, the smaller side of layers.0"),
+        (['--adapter.target=["*q_proj"]'], "allowed: patterns that fit one of layers.*.attention.wq, "),
+        (["--adapter.target=[]"], "adapter.target: given []; allowed: at least one of layers.*"),
+        (["--adapter.layers=[2, 6, 7]"], "adapter.layers: given [2, 6, 7]; allowed: layers from 0 to 5; drop 6, 7"),
+        (['--adapter.target=["output"]', "--adapter.layers=[1]"], "adapter.target: given"),
+    ],
+    ids=str,
+)
+def test_faults(words, said):
+    if "rank=0" in words[0]:
+        with pytest.raises(JobError, match="rank: given 0"):
+            lines("--adapter.kind=lora", *words)
+        return
+    (fault,) = lines("--adapter.kind=lora", *words)
+    assert said in fault
+
+
+def test_what_check_cannot_know_is_refused_by_the_adapter():
+    with torch.device("meta"):
+        model = MODELS["qwen3_moe"].build(SIZES["qwen3_moe"]["debugmodel"])
+    with pytest.raises(JobError, match=r"adapter.kind = 'dora' has no form for layers.0.moe.experts"):
+        DoRA(Options(kind="dora", target=["*experts"])).install(model, MODELS["qwen3_moe"].plan)
+    with pytest.raises(JobError, match=r"adapter.rank: allowed: at most 128"):
+        LoRA(Options(kind="lora", rank=200)).install(model, MODELS["qwen3_moe"].plan)
+
+
+def test_folder_of_peft_says_what_it_is(tmp_path):
+    args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, rslora=True, target=["*wq"])
+    model, adapter = learned("llama3", args, options)
+    peft_folder.save(tmp_path, fresh_tensors(model, adapter), options, MODELS["llama3"].hf.form(args), "where/it/is")
+    config = json.loads((tmp_path / peft_folder.CONFIG).read_text())
+    assert config["target_modules"] == ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]
+    assert config["base_model_name_or_path"] == "where/it/is" and config["use_rslora"] and not config["use_dora"]
+    assert set(ADAPTERS) >= {"lora", "dora"}
+
+
+def test_b_has_a_rate_of_its_own():
+    """LoRA+: the schedule multiplies both rates, and the one that is logged is A's."""
+    model, adapter = learned("llama3", tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, lr_ratio_b=16.0))
+    built = build_optimizers([model], name="AdamW", lr=1e-3, weight_decay=0.1, shared=SHARED, rate_of=adapter.rate_of)
+    schedulers = build_lr_schedulers(built.optimizers, LRSchedule(total_steps=10, warmup_steps=4))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    rates = {names[p][-1]: group["lr"] for group in built.param_groups for p in group["params"]}
+    assert rates == {"A": 0.25e-3, "B": 4e-3} and schedulers.last_lr == 0.25e-3

@@ -1,0 +1,155 @@
+"""Messages about typical mistakes: they name the place that is wrong, invent nothing, and what they advise works."""
+
+import importlib.util
+
+import pytest
+
+from torchtitan import cli
+from torchtitan.config.manager import load, said_by
+from torchtitan.config.options import help_text
+from torchtitan.errors import JobError
+from torchtitan.launch import load_job
+from torchtitan.rules import check
+
+
+@pytest.fixture(autouse=True)
+def a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.toml").write_text("[training]\nlocal_batch_size = 4\nglobal_batch_size = 6\n")
+    (tmp_path / "job.toml").write_text('extends = "base.toml"\n[checkpoint]\nkeep_latest_k = 1\n')
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def explained(capsys, *argv: str) -> list[str]:
+    assert load_job(list(argv), 1) is None
+    return capsys.readouterr().err.splitlines()[:-1]
+
+
+# The place
+
+
+def test_a_fault_names_the_file_or_the_command_line_that_said_it(capsys):
+    base, job = explained(capsys, "job.toml")
+    assert base.startswith("base.toml: training.global_batch_size: given 6;")
+    assert job.startswith("job.toml: checkpoint.keep_latest_k: given 1;")
+    (line,) = explained(capsys, "job.toml", "--checkpoint.keep_latest_k=2", "--training.global_batch_size", "7")
+    assert line.startswith("command line: training.global_batch_size: given 7;")
+
+
+def test_who_said_what_is_the_last_word():
+    argv = ["job.toml", "--training.global_batch_size=8"]
+    assert said_by(argv) == {
+        "training.local_batch_size": "base.toml",
+        "checkpoint.keep_latest_k": "job.toml",
+        "training.global_batch_size": "command line",
+    }
+
+
+# No fault that nobody made
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--checkpoint.enabel", "--checkpoint.load_step=5"],
+        ["--checkpoint.enable=yes", "--checkpoint.load_step=5"],
+        ["--model.nmae=deepseek", "--model.flavor=16B"],
+        ["--model.flavr=8B", "--parallelism.tensor_parallel_degree=1", "--model.overrides={n_experts = 8}"],
+        ["--training.local_batchsize=8", "--training.global_batch_size=12"],
+    ],
+)
+def test_a_slip_is_one_fault(argv, capsys):
+    assert len(explained(capsys, *argv)) == 1
+
+
+def test_faults_that_do_not_follow_from_a_slip_come_with_it(capsys):
+    first, second = explained(capsys, "--metrics.log_freqq=1", "--checkpoint.enable", "--checkpoint.keep_latest_k=1")
+    assert "metrics.log_freqq" in first and "checkpoint.keep_latest_k" in second
+
+
+# What they advise
+
+
+@pytest.mark.parametrize("written", ["--compile.enable=1", "--compile.enable=yes", "--compile.enable=on"])
+def test_a_flag_is_written_true_or_false(written, capsys):
+    (line,) = explained(capsys, written)
+    assert line.endswith("allowed: true or false; write true")
+    assert load(["--compile.enable=true"]).compile.enable and load(["--compile.enable"]).compile.enable
+
+
+def test_an_option_without_its_value(capsys):
+    (line,) = explained(capsys, "--training.steps", "--compile.enable")
+    assert line.endswith("allowed: a whole number >= 1; write --training.steps VALUE")
+
+
+def test_a_batch_that_no_machine_holds(capsys):
+    (line,) = explained(capsys, "--training.local_batch_size=999999999")
+    assert "training.local_batch_size: given 999999999; allowed: a batch whose ids fit into this machine's " in line
+    most = int(line.rpartition(" than ")[2].replace(",", ""))
+    assert check(load([f"--training.local_batch_size={most // 2}"]), 1, "cpu") == []
+
+
+def test_datasets_without_their_package(capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "datasets" else find(name, *rest)
+    )
+    (line,) = explained(capsys, "--training.dataset=c4")
+    assert (
+        'training.dataset: given "c4"; allowed: with the package datasets, which is not installed; pip install' in line
+    )
+
+
+def test_wandb_without_a_key(capsys, monkeypatch, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name if name == "wandb" else find(name, *rest))
+    (line,) = explained(capsys, "--metrics.enable_wandb")
+    assert "would ask where nobody answers; run wandb login once, set WANDB_API_KEY, or" in line
+    config = load(["--metrics.enable_wandb"])
+    for name, value in (("WANDB_API_KEY", "x"), ("WANDB_MODE", "offline")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert check(config, 1, "cpu") == []
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
+    assert check(config, 1, "cpu") == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--dataset", "text"], "--dataset_path is not set; this dataset needs a file"),
+        (
+            ["--dataset", "c4_test"],
+            "set --dataset_path to that folder, or --dataset python_stdlib, which needs no file",
+        ),
+        (["--dataset_path", "nowhere"], "nowhere: no such file or folder"),
+    ],
+)
+def test_prepare_names_its_own_options(argv, said, capsys):
+    assert cli.main(["prepare", *argv, "--tokenizer_path", "bytes", "--output", "out"]) == 2
+    err = capsys.readouterr().err
+    assert said in err and "training." not in err
+
+
+# Help
+
+
+def test_help_of_a_section_or_an_option(capsys):
+    for wanted in ("optimizer", "training.seq_len", "training.dataloader"):
+        with pytest.raises(SystemExit) as left:
+            load(["--help", wanted])
+        out = capsys.readouterr().out
+        assert left.value.code == 0 and f"--{wanted}" in out
+        assert all(line.strip().startswith(f"--{wanted}") for line in out.splitlines() if line.startswith("  --"))
+    with pytest.raises(JobError, match="--help optimiser: allowed: a section or an option; did you mean optimizer?"):
+        load(["--help", "optimiser"])
+    assert len(help_text()) > 10 * len(help_text("optimizer"))
+
+
+def test_dashes_and_underscores_are_one(capsys):
+    assert cli.main(["prepare", "--dataset-path", "nowhere", "--tokenizer-path=bytes", "--output", "a-b"]) == 2
+    assert "nowhere: no such file" in capsys.readouterr().err
+    assert cli.main(["check", "--world-size=2", "--training.local-batch-size=2"]) == 0
+    assert cli.main(["check", "--world_size", "2"]) == 0 and "2 ranks" in capsys.readouterr().out

@@ -1,0 +1,288 @@
+"""Sources mixed by weight: shares, the order of sources, and samples that are those of each source alone."""
+
+import json
+import math
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from tests.support import jobs
+from tests.support.pool import run_ranks
+from tests.test_loader import global_samples, in_turn, loader, rows
+from tests.test_records import make_shards, records, write
+from torchtitan import build
+from torchtitan.config import manager
+from torchtitan.config.job import describe_sources
+from torchtitan.config.options import ConfigError
+from torchtitan.datasets.loader import merge_states
+from torchtitan.datasets.mixing import LARGEST_PERIOD, MIXED, Mixture, shares
+from torchtitan.errors import JobError
+from torchtitan.rules import check
+
+# Which source
+
+
+@pytest.mark.parametrize(
+    "weights, expected",
+    [
+        ([1.0], [1]),
+        ([5, 5], [1, 1]),
+        ([3, 1], [3, 1]),
+        ([0.7, 0.2, 0.1], [7, 2, 1]),
+        ([1e-3, 0.999], [1, 999]),
+        ([0.3, 0.3, 0.3], [1, 1, 1]),
+    ],
+)
+def test_a_period_is_the_fewest_samples_that_meet_the_weights(weights, expected):
+    assert shares(weights) == expected
+
+
+def test_weights_of_many_digits_are_met_to_within_a_sample():
+    weights = [0.123456789, 0.5, 0.00123456, 2.7182818]
+    counts = shares(weights)
+    assert sum(counts) == LARGEST_PERIOD
+    assert all(abs(c - w / sum(weights) * LARGEST_PERIOD) < 1 for c, w in zip(counts, weights, strict=True))
+    with pytest.raises(JobError, match="weight 1e-06 of source 1 is less than one sample in 10,000 of all 2 sources"):
+        shares([1.0, 1e-6])
+
+
+@pytest.mark.parametrize("weights, lanes", [([1], [8]), ([1, 1], [4, 4]), ([3, 1], [8, 1]), ([7, 2, 1], [4, 1, 16])])
+def test_every_sample_is_the_next_of_its_lane(weights, lanes):
+    """By counting from the first sample on, over more than two blocks."""
+    mixture = Mixture(weights, lanes, seed=3)
+    count = 2 * mixture.block + 60
+    found, numbers = (column.tolist() for column in mixture.locate(np.arange(count)))
+    seen: Counter[int] = Counter()
+    for i, (lane, number) in enumerate(zip(found, numbers, strict=True)):
+        source = int(mixture.first_lanes.searchsorted(lane, side="right")) - 1
+        groups = max(1, lanes[source] // MIXED)
+        assert (lane - mixture.first_lanes[source]) % groups == i % groups  # so that a rank needs no other lanes
+        assert number == seen[lane]
+        seen[lane] += 1
+    for start in (0, 5, mixture.block - 3):  # any piece of it, begun anywhere
+        part = mixture.locate(np.arange(start, start + 50))
+        assert [part[0].tolist(), part[1].tolist()] == [found[start : start + 50], numbers[start : start + 50]]
+    for samples in (0, 1, 29, mixture.block, count):
+        expected = Counter(found[:samples])
+        assert mixture.taken(samples).tolist() == [expected[lane] for lane in range(sum(lanes))]
+
+
+@pytest.mark.parametrize("weights, lanes", [([1], [64]), ([1], [2]), ([3, 1], [16, 1]), ([5, 3], [64, 8])])
+def test_ranks_read_their_own_lanes(weights, lanes):
+    mixture = Mixture(weights, lanes, 1)
+    found = mixture.locate(np.arange(40 * max(lanes)))[0]
+    for ranks in (1, 2, 3, 4, 8, 16, 64):
+        own = [mixture.own(first, ranks) for first in range(ranks)]
+        assert {lane for some in own for lane in some} == set(range(sum(lanes)))
+        for first, some in enumerate(own):
+            assert set(found[first::ranks].tolist()) <= set(some)
+        if all(count // math.gcd(count, MIXED) % ranks == 0 for count in lanes):
+            assert sum(map(len, own)) == sum(lanes)  # none reads another's
+
+
+@pytest.mark.parametrize("weights", [[1], [2, 1]])
+def test_a_lane_comes_at_uneven_distances(weights):
+    """At fixed places it would come every 16 steps of 4 samples: a long document in it would make a sawtooth."""
+    mixture = Mixture(weights, [64] * len(weights), 0)
+    lanes = mixture.locate(np.arange(64 * sum(weights) * 200))[0]
+    steps = (np.flatnonzero(lanes == 10) // 4 * mixture.counts[0] / sum(weights)).round().astype(int)
+    distances = np.bincount(np.diff(steps))
+    assert distances.max() < 0.4 * distances.sum()
+    # Each of the four lanes that may come at a place comes as often.
+    often = np.bincount(mixture.locate(np.arange(10, 64 * sum(weights) * 400, 16))[0], minlength=64)[:64]
+    assert often.nonzero()[0].tolist() == [10, 26, 42, 58]
+    assert len({*often[often > 0]}) == 1
+
+
+@pytest.mark.parametrize("weights, lanes", [([1, 1], [4, 4]), ([7, 2, 1], [4, 1, 16]), ([5, 3], [64, 8])])
+def test_periods_have_their_shares_and_blocks_even_lanes(weights, lanes):
+    mixture = Mixture(weights, lanes, seed=0)
+    found = mixture.locate(np.arange(3 * mixture.block))[0]
+    sources = mixture.first_lanes.searchsorted(found, side="right") - 1
+    for period in sources.reshape(-1, sum(weights)):
+        assert np.bincount(period, minlength=len(weights)).tolist() == weights
+    for block in found.reshape(3, -1):
+        counts = np.bincount(block, minlength=sum(lanes))
+        assert all(len({*counts[a:b]}) == 1 for a, b in zip(mixture.first_lanes, mixture.first_lanes[1:], strict=False))
+
+
+def test_the_order_is_drawn_by_the_seed_and_anew_for_each_block():
+    def orders(seed):
+        mixture = Mixture([5, 3, 2], [1, 1, 1], seed)
+        return [tuple(row) for row in mixture.locate(np.arange(300))[0].reshape(30, 10).tolist()]
+
+    assert orders(0) == orders(0) != orders(1)
+    assert len({*orders(0)}) > 20
+
+
+def test_the_order_is_the_same_everywhere():
+    """A change of the function would change the order of every job that resumes."""
+    found = Mixture([3, 2, 1], [2, 1, 4], 7).locate(np.array([0, 1, 2, 3, 10**12]))
+    assert [column.tolist() for column in found] == [[0, 2, 2, 1, 2], [0, 0, 1, 0, 333333333333]]
+
+
+def test_far_samples_are_found_at_once():
+    mixture = Mixture([0.6, 0.4], [64, 16], 0)
+    lanes, numbers = mixture.locate(np.array([10**15]))
+    assert numbers[0] == pytest.approx(10**15 * (0.6 / 64 if lanes[0] < 64 else 0.4 / 16), rel=1e-12)
+
+
+# Samples
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """An indexed source, prepared shards with flags, and a stream; what each is from shows in its letters."""
+    folder = tmp_path_factory.mktemp("mixed")
+    digits = ["".join(map(str, range(n % 23))) for n in range(200)]
+    indexed, stream = write(folder / "a.jsonl", digits), write(folder / "c.jsonl.gz", ["#" * 9, "+" * 13] * 70)
+    make_shards(write(folder / "b.jsonl", records()), folder / "shards")
+    return [("text", indexed, 0.5), ("tokens", folder / "shards", 0.2), ("text", stream, 0.3)]
+
+
+def test_samples_are_those_of_each_source_alone(data):
+    alone = [global_samples(200, sources=[source], document_mask=True) for source in data]
+    lanes = [16, 1, 16]
+    places = []  # of each source alone: a lane and its sample to the place among all
+    for count in lanes:
+        located = np.stack(Mixture([1], [count], 0).locate(np.arange(200)), axis=1)
+        places.append({tuple(pair): place for place, pair in enumerate(located.tolist())})
+    mixture = Mixture([0.5, 0.2, 0.3], lanes, 0)
+    expected = []
+    for lane, number in zip(*(column.tolist() for column in mixture.locate(np.arange(120))), strict=True):
+        source = int(mixture.first_lanes.searchsorted(lane, side="right")) - 1
+        expected.append(alone[source][places[source][lane - mixture.first_lanes[source], number]])
+    assert global_samples(120, sources=data, document_mask=True) == expected
+
+
+def test_any_ranks_any_workers_any_resume(data):
+    expected = global_samples(96, sources=data)
+    for dp_size, local_batch_size in ((2, 1), (3, 2), (4, 2)):
+        assert global_samples(96, dp_size, local_batch_size=local_batch_size, sources=data) == expected
+    state, position = None, 0
+    for dp_size, batches, workers in ((2, 3, 0), (3, 2, 1), (1, 4, 2), (4, 2, 0)):
+        ranks = [
+            loader(sources=data, dp_rank=r, dp_size=dp_size, state=state, num_workers=workers) for r in range(dp_size)
+        ]
+        taken = [[row for batch in islice(rank, batches) for row in rows(batch)] for rank in ranks]
+        count = dp_size * 2 * batches
+        assert in_turn(taken) == expected[position : position + count]
+        position += count
+        state = json.loads(json.dumps(merge_states([rank.state_dict() for rank in ranks])))
+        for rank in ranks:
+            rank.close()
+    assert state["samples"] == position == 48
+
+
+def test_a_rank_tokenizes_only_its_lanes_of_every_source(data):
+    texts = [source for source in data if source[0] == "text"]
+    ranks = [loader(sources=texts, dp_rank=r, dp_size=4, local_batch_size=1) for r in range(4)]
+    owners = Counter()
+    for rank in ranks:
+        list(islice(rank, 20))
+        owners.update(rank.state_dict()["cursors"].keys())
+    assert set(owners.values()) == {1} and len(owners) == 32
+
+
+def test_a_state_of_other_sources_is_refused(data):
+    first = loader(sources=data)
+    list(islice(first, 2))
+    state = merge_states([first.state_dict()])
+    other = [*data[:2], (*data[2][:2], 0.31)]
+    with pytest.raises(JobError, match="sources: 2: weight: 0.3 in the checkpoint, 0.31 now"):
+        loader(sources=other, state=state)
+    with pytest.raises(JobError, match="sources: 2: {.*c.jsonl.gz.*} in the checkpoint, nothing now"):
+        loader(sources=data[:2], state=state)
+    with pytest.raises(JobError, match="is not whole: lane 0 is at sample 0 instead of"):
+        loader(sources=data, state=state | {"cursors": {}})
+
+
+# Jobs
+
+
+def toml(path, section, sources):
+    tables = [
+        f'[[{section}.sources]]\ndataset = "{name}"\ndataset_path = "{where}"\nweight = {weight}\n'
+        for name, where, weight in sources
+    ]
+    path.write_text("\n".join(tables))
+    return path
+
+
+def test_a_job_trains_on_a_mixture_and_resumes_on_other_ranks(data, tmp_path):
+    options = dict(checkpoint__enable=True, checkpoint__interval=3, lr_scheduler__total_steps=6)
+    job = toml(tmp_path / "job.toml", "training", data)
+
+    def arguments(folder, **more):
+        argv = [word for word in jobs.arguments(folder, "", **options, **more) if ".dataset" not in word]
+        return [f"--job.config_file={job}", *argv]
+
+    straight = run_ranks(1, jobs.train, arguments(tmp_path / "a", training__steps=6))[0][0]
+    on_two = dict(training__local_batch_size=4)
+    run_ranks(2, jobs.train, arguments(tmp_path / "b", training__steps=3, **on_two))
+    resumed = run_ranks(1, jobs.train, arguments(tmp_path / "b", training__steps=6))[0][0]
+    # float32 sums in another order
+    assert [row["loss"] for row in resumed] == pytest.approx([row["loss"] for row in straight], rel=1e-5)
+
+
+def test_both_ways_of_saying_it_are_one(data, tmp_path):
+    """A list of one is the short form, to the bit and in the position that a checkpoint keeps."""
+    (name, path, _), *_ = data
+    short, listed = loader(path, name), loader(sources=[(name, path, 7.0)])
+    assert [rows(batch) for batch in islice(short, 9)] == [rows(batch) for batch in islice(listed, 9)]
+    assert short.state_dict() == listed.state_dict()
+    config = manager.load(["--job.config_file", str(toml(tmp_path / "job.toml", "training", data))])
+    assert (
+        describe_sources(config, "training")
+        == f"0.5 text ({path}) + 0.2 tokens ({data[1][1]}) + 0.3 text ({data[2][1]})"
+    )
+    assert describe_sources(config, "validation") == "python_stdlib_validation"
+
+
+def test_every_entry_is_judged_at_once(data, tmp_path):
+    bad = [("text", tmp_path / "no", 1), ("txet", "x", 1), ("tokens", data[0][1], 1e-9)]
+    for section in ("training", "validation"):
+        path = toml(tmp_path / "job.toml", section, bad)
+        config = manager.load(
+            ["--job.config_file", str(path), "--validation.enable=true", "--model.tokenizer_path=bytes"]
+        )
+        found = {fault.key: str(fault) for fault in check(config, 1, "cpu") if section in fault.key}
+        assert list(found) == [
+            f"{section}.sources[1].dataset",
+            f"{section}.sources[0].dataset_path",
+            f"{section}.sources[2].dataset_path",
+            f"{section}.sources",
+        ]
+        assert 'did you mean "text"?' in found[f"{section}.sources[1].dataset"]
+        assert "no such file or folder" in found[f"{section}.sources[0].dataset_path"]
+        assert "is less than one sample in 10,000" in found[f"{section}.sources"]
+
+
+def test_sources_and_the_short_form_exclude_each_other(data, tmp_path):
+    path = toml(tmp_path / "job.toml", "training", data)
+    argv = ["--job.config_file", str(path), "--training.dataset=c4", "--training.dataset_path=x"]
+    found = [str(fault) for fault in check(manager.load([*argv, "--model.tokenizer_path=bytes"]), 1, "cpu")]
+    assert len(found) == 2 and all("allowed: nothing beside training.sources; make it one of" in line for line in found)
+
+
+def test_a_wrong_table_is_named(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text('[[training.sources]]\ndataset = "text"\nweight = 0\n[[training.sources]]\nwieght = 1\n')
+    with pytest.raises(ConfigError) as error:
+        manager.load(["--job.config_file", str(path)])
+    assert [fault.key for fault in error.value.faults] == [
+        "training.sources[0].weight",
+        "training.sources[1].dataset",
+        "training.sources[1].wieght",
+    ]
+
+
+def test_the_field_of_an_entry_is_its_own(tmp_path):
+    for name, field in (("a", "text"), ("b", "body")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({field: name * 99}) + "\n")
+    tables = [f'{{dataset = "text", dataset_path = "{tmp_path}/{name}.jsonl"' for name in "ab"]
+    config = manager.load([f'--training.sources=[{tables[0]}}}, {tables[1]}, text_field = "body"}}]'])
+    found = [next(weighted.source.documents()).text[0] for weighted in build.data_sources(config, "training")]
+    assert found == ["a", "b"]

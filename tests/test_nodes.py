@@ -1,0 +1,121 @@
+"""Several machines, as several launchers on this one: the same world, the same bits, the same codes, and nobody else
+listens than where HEAD_ADDR says."""
+
+import os
+import signal
+import socket
+import subprocess
+from datetime import timedelta
+
+import pytest
+
+from tests.support import jobs
+from tests.support.pool import run_alone, run_ranks
+from tests.test_launcher import LOOPBACK, listening
+from torchtitan import distributed
+from torchtitan.errors import JobError
+from torchtitan.launcher import nodes
+from torchtitan.launcher.nodes import Nodes
+from torchtitan.ranks import Launcher, Ranks, environment_of
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(argv: list[str], head: str = "127.0.0.1") -> list[subprocess.Popen]:
+    """Two machines with a rank each."""
+    where = dict(NNODES="2", HEAD_ADDR=head, HEAD_PORT=str(free_port()))
+    return [jobs.start(argv, ranks=1, NODE_RANK=str(index), **where) for index in range(2)]
+
+
+def test_ranks_of_the_second_machine_follow_those_of_the_first():
+    launcher = Launcher(1, "", "", "", "", 3)
+    found = environment_of(1, 4, launcher, (2, 1, "10.0.0.1", 29500))
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    assert [found[name] for name in names] == ["5", "1", "8", "4", "1", "10.0.0.1", "29500"]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            dict(NNODES="2", NODE_RANK="2", HEAD_ADDR="127.0.0.1"),
+            "NODE_RANK: given 2, of NNODES = 2 machines; allowed: 0 to 1",
+        ),
+        (dict(NNODES="2"), "HEAD_ADDR: not given, with NNODES = 2 machines; allowed: the address"),
+        (dict(NNODES="0"), "NNODES: given 0; allowed: 1 or more"),
+        (dict(NNODES="2", HEAD_ADDR="127.0.0.1", HEAD_PORT="99999"), "HEAD_PORT: given 99999; allowed: 1 to 65535"),
+        (dict(NNODES="two"), "NNODES in the environment: given 'two'; allowed: a whole number"),
+        (
+            dict(NNODES="2", HEAD_ADDR="192.0.2.1"),
+            "HEAD_ADDR, HEAD_PORT: given 192.0.2.1, 29500, where this machine cannot listen",
+        ),
+        (
+            dict(NNODES="2", NODE_RANK="1", HEAD_ADDR="no.such.host.invalid"),
+            "HEAD_ADDR: given 'no.such.host.invalid', to which no way",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_is_refused_before_any_rank_starts(given, told, tmp_path):
+    argv = jobs.arguments(tmp_path / "run", jobs.write_texts(tmp_path), training__local_batch_size=4)
+    code, out, err = jobs.finish(jobs.start(argv, ranks=1, **given))
+    assert (code, out) == (2, "") and err.startswith(told) and len(err.splitlines()) == 1
+
+
+def wait_in_vain(port: int) -> str:
+    ranks = Ranks(rank=1, world_size=2, local_world_size=1, head=("127.0.0.1", port))
+    try:
+        distributed._meet(ranks, Launcher(1, "", "", "", "", 3), timedelta(seconds=1))
+    except JobError as error:
+        return str(error)
+    raise AssertionError
+
+
+def test_a_first_machine_that_is_not_there_is_told():
+    told = run_alone(wait_in_vain, port := free_port())
+    assert told.startswith(f"HEAD_ADDR, HEAD_PORT: given 127.0.0.1, {port}, where no store answers within 1 s")
+
+
+def test_the_interface_is_the_one_on_the_way():
+    assert nodes.local_address(Nodes(2, 1, "127.0.0.1", 1)) == "127.0.0.1"
+    assert nodes.interface_of("127.0.0.1") == "lo" and nodes.interface_of("192.0.2.1") is None
+
+
+def test_two_machines_are_one_world_and_stop_together(tmp_path, monkeypatch):
+    """Asked on the second machine, both save the same step; started again, they end with the bits of one machine."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    texts = jobs.write_texts(tmp_path)
+    options = dict(training__local_batch_size=4, training__steps=400, checkpoint__enable=True, optimizer__lr=1e-3)
+    argv = jobs.arguments(tmp_path / "run", texts, **options)
+    machines = start(argv)
+    jobs.wait_for_step(tmp_path / "run", 3, machines[0])
+    pids = [pid for machine in machines for pid in [machine.pid, *jobs.children(machine.pid)]]
+    assert len(pids) == 4 and listening(pids) and listening(pids) <= LOOPBACK
+    machines[1].send_signal(signal.SIGTERM)
+    ends = [jobs.finish(machine) for machine in machines]
+    assert [code for code, _, _ in ends] == [143, 143], ends
+    last = jobs.logged_steps(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / "run" / "checkpoint" / f"step-{last:08d}" / "manifest.json").exists()
+    shorter = [word for word in argv if "training.steps" not in word] + [f"--training.steps={last + 3}"]
+    shorter += ["--lr_scheduler.total_steps=400"]
+    ends = [jobs.finish(machine) for machine in start(shorter)]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    rows = jobs.logged_steps(tmp_path / "run")
+    straight = jobs.arguments(tmp_path / "straight", texts, **options | dict(training__steps=last + 3))
+    expected = run_ranks(2, jobs.train, [*straight, "--lr_scheduler.total_steps=400"])[0][0]
+    assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
+
+
+def test_a_rank_that_is_killed_ends_both_machines(tmp_path):
+    texts = jobs.write_texts(tmp_path)
+    argv = jobs.arguments(tmp_path / "run", texts, training__local_batch_size=4, training__steps=100000)
+    machines = start(argv)
+    jobs.wait_for_step(tmp_path / "run", 1, machines[0])
+    os.kill(jobs.children(machines[1].pid)[0], signal.SIGKILL)
+    (code_0, _, err_0), (code_1, _, err_1) = (jobs.finish(machine, 60) for machine in machines)
+    assert (code_0, code_1) == (1, 137)
+    assert "another rank is gone" in err_0 and err_1 == "rank 1 was ended by SIGKILL\n"

@@ -1,0 +1,201 @@
+"""What an installed package has: jobs and a tokenizer by name, a first job, completion, a schema; a wheel by itself."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import ROOT, logged_steps
+from torchtitan import cli, shipped
+from torchtitan.commands import completion, init
+from torchtitan.config.manager import load
+from torchtitan.config.options import ConfigError, options
+from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.launch import launch
+from torchtitan.rules import check
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Far from the repository."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_shipped_jobs_are_found_by_name():
+    assert {"debug_model", "deepseek_debug", "llama3_8b"} <= set(shipped.jobs())
+    for name in ("debug_model", "deepseek_debug", "qwen3_moe_debug"):  # the last two build on the first
+        assert check(load([name]), 1, "cpu") == []
+        assert load([name]) == load(["--job.config_file", name])
+
+
+def test_a_file_of_the_same_name_goes_first(tmp_path):
+    (tmp_path / "debug_model").write_text("[training]\nsteps = 7\n")
+    assert load(["--job.config_file=debug_model"]).training.steps == 7
+
+
+def test_a_job_is_named_as_people_do(tmp_path):
+    (tmp_path / "job.toml").write_text("[training]\nsteps = 7\n")
+    for words in (
+        ["job.toml"],
+        ["--config", "job.toml"],
+        ["--config_file=job.toml"],
+        ["--job.config-file", "job.toml"],
+    ):
+        assert load(words).training.steps == 7
+    assert load(["job.toml", "--training.steps", "9"]).training.steps == 9
+    with pytest.raises(ConfigError, match="jobs are .toml files, or names of `torchtitan list jobs`"):
+        load(["job"])
+    with pytest.raises(ConfigError, match='given "debug_modl" .no such file.*did you mean debug_model'):
+        load(["--job.config_file", "debug_modl"])
+
+
+def test_the_debug_tokenizer_is_part_of_the_package():
+    tokenizer = build_tokenizer("debug")
+    assert tokenizer.vocab_size == 2048 and tokenizer.decode(tokenizer.encode("def f(x):")) == "def f(x):"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_a_job_it_is_said_what_to_type(ranks, capsys, monkeypatch):
+    monkeypatch.setattr("torchtitan.launch.load_job", lambda *arguments: pytest.fail("ten thousand steps would begin"))
+    assert launch(ranks, []) == 2
+    said = capsys.readouterr().err
+    assert "torchtitan train debug_model" in said and "torchtitan init my_job.toml" in said
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("torchtitan-toml ")
+
+
+# A first job
+
+
+def test_init_writes_a_job_that_runs(tmp_path, capsys):
+    assert cli.main(["init", "mine.toml"]) == 0
+    assert "torchtitan train mine.toml" in capsys.readouterr().out
+    content = (tmp_path / "mine.toml").read_text()
+    assert len(content.splitlines()) <= 32 and all(len(line) <= 120 for line in content.splitlines())
+    config = load(["mine.toml"])
+    assert check(config, 1, "cpu") == [] and config.job.dump_folder == "./outputs/mine"
+    assert init.main([]) == 0 and (tmp_path / "job.toml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["there.toml"], "there.toml is there already; give another name"),
+        (["a", "b"], "given a b; allowed: one file name, or none"),
+        (["--force"], "given --force; allowed: one file name"),
+        (["no/folder/job.toml"], "cannot be written (No such file or directory)"),
+    ],
+)
+def test_init_refuses(words, said, tmp_path, capsys):
+    (tmp_path / "there.toml").write_text("mine")
+    assert init.main(words) == 2 and said in capsys.readouterr().err
+    assert (tmp_path / "there.toml").read_text() == "mine"
+
+
+# Shells and editors
+
+
+def test_bash_completes_commands_options_and_words(tmp_path):
+    assert shutil.which("bash")
+    (tmp_path / "script").write_text(completion.bash())
+    for words, expected in (
+        ("torchtitan pre", {"preview", "prepare"}),
+        ("torchtitan train --training.seq", {"--training.seq_len"}),
+        ("torchtitan train --activation_checkpoint.mode f", {"full", "full_keep_comm"}),
+        ("torchtitan train debug", {"debug_model"}),
+    ):
+        parts = " ".join(f"'{word}'" for word in words.split())
+        given = f"COMP_WORDS=({parts}); COMP_CWORD={len(words.split()) - 1}"
+        line = f"source ./script; {given}; _torchtitan; echo ${{COMPREPLY[@]}}"
+        found = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True, cwd=tmp_path)
+        assert set(found.stdout.split()) == expected
+
+
+@pytest.mark.parametrize("shell", completion.SHELLS)
+def test_every_shell_has_every_option(shell, capsys):
+    assert completion.main([shell]) == 0
+    script = capsys.readouterr().out
+    for key in options():
+        assert (f"-l {key}" if shell == "fish" else f"--{key}") in script
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True)
+
+
+def test_completion_of_another_shell(capsys):
+    assert completion.main(["tcsh"]) == 2
+    assert "given tcsh; allowed: bash, zsh, fish" in capsys.readouterr().err
+
+
+def test_the_schema_has_every_option(capsys):
+    assert cli.main(["check", "--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    for key in options():
+        if key in ("job.config_file",):
+            continue
+        node = schema
+        for part in key.split("."):
+            node = schema["definitions"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+            node = node["properties"][part]
+        assert node.get("description") or "$ref" in node, key
+    assert "extends" in schema["properties"] and "$defs" not in json.dumps(schema)
+
+
+# A wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The package as a wheel has it, unpacked."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    for name in ("torchtitan", "train_configs", "tests/assets/tokenizer"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source]
+    subprocess.run(list(map(str, build)), check=True, capture_output=True)
+    (file,) = folder.glob("*.whl")
+    zipfile.ZipFile(file).extractall(folder / "site")
+    return folder / "site"
+
+
+def test_a_wheel_has_what_is_not_code(wheel):
+    here = {path.relative_to(ROOT / "torchtitan") for path in (ROOT / "torchtitan").rglob("*") if path.is_file()}
+    here = {path for path in here if "__pycache__" not in path.parts}
+    here |= {path.relative_to(ROOT) for path in (ROOT / "train_configs").iterdir()}
+    here |= {path.relative_to(ROOT / "tests") for path in (ROOT / "tests/assets/tokenizer").iterdir()}
+    assert {path for path in here if not (wheel / "torchtitan" / path).is_file()} == set()
+
+
+def test_a_wheel_trains_generates_and_exports_without_the_repository(wheel, tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(wheel), "OMP_NUM_THREADS": "1"}
+
+    def torchtitan(*words: str) -> str:
+        program = "import torchtitan, sys; print(torchtitan.__path__); from torchtitan.cli import run; run()"
+        command = [sys.executable, "-c", program, *words]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert str(wheel) in done.stdout.splitlines()[0]
+        return done.stdout
+
+    small = ["--training.steps=2", "--training.seq_len=64", "--training.local_batch_size=1", "--validation.no_enable"]
+    export = ["--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]
+    torchtitan("train", "debug_model", "--job.dump_folder=out", *small, *export)
+    assert [row["step"] for row in logged_steps(tmp_path / "out")] == [1, 2]
+    assert "def " in torchtitan("generate", "out", "--prompt", "def ", "--max_new_tokens", "2")
+    assert any((tmp_path / "out/model_hf").glob("*.safetensors"))
+
+
+def test_list_names_what_is_shipped(capsys):
+    assert cli.main(["list", "jobs", "tokenizers"]) == 0
+    said = capsys.readouterr().out
+    assert "\n  debug_model\n" in said and "\n  debug\n" in said

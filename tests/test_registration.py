@@ -1,0 +1,205 @@
+"""Models, datasets, tokenizers, optimizers, adapters and schedules of installed packages, by their entry points."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import jobs
+from tests.support.pool import run_alone
+from torchtitan import cli, registration
+from torchtitan.config.manager import load
+from torchtitan.errors import JobError
+from torchtitan.models import CONFIGS, SIZES
+from torchtitan.optimizers import OPTIMIZERS
+from torchtitan.rules import check
+
+LIGHT = """
+from torchtitan.config.options import Option
+from torchtitan.datasets import DATASETS
+from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.models.family import Family
+from torchtitan.models.llama import LLAMA3
+from torchtitan.models.llama.hf_config import CONFIG
+from torchtitan.optimizers.spec import OptimizerSpec
+
+FAMILY = Family(sizes=LLAMA3, config=CONFIG, spec="acme_titan.heavy:SPEC")
+HALVED = OptimizerSpec(
+    make="acme_titan.heavy:halved", options={"half": Option(float, 0.0, "Half the momentum.")}, state=lambda options: 1
+)
+ADAPTER = "acme_titan.heavy:Adapter"
+
+
+def letters(path, text_field):
+    return DATASETS["text"](path, text_field)
+
+
+def encoded(rest):
+    return build_tokenizer(rest)
+
+
+def falling(p, cycles):
+    return 1 - p
+"""
+HEAVY = """
+import torch
+
+from torchtitan.models.registry import MODELS
+
+SPEC = MODELS["llama3"]
+
+
+def halved(groups, lr, half):
+    return torch.optim.SGD(groups, lr=lr, momentum=2 * half, foreach=True)
+"""
+ENTRIES = """
+[torchtitan.models]
+acme = acme_titan.light:FAMILY
+[torchtitan.datasets]
+letters = acme_titan.light:letters
+[torchtitan.tokenizers]
+encoded = acme_titan.light:encoded
+[torchtitan.optimizers]
+Halved = acme_titan.light:HALVED
+[torchtitan.adapters]
+fence = acme_titan.light:ADAPTER
+[torchtitan.schedules]
+falling = acme_titan.light:falling
+"""
+
+
+def install(folder: Path, name: str, entries: str, **modules: str) -> Path:
+    """A package as an installer leaves it in a folder of sys.path."""
+    code, about = folder / name.replace("-", "_"), folder / f"{name.replace('-', '_')}-1.0.dist-info"
+    code.mkdir(parents=True)
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(entries)
+    for module, text in {"__init__": "", **modules}.items():
+        (code / f"{module}.py").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """The folder of an installed package that adds one of each."""
+    monkeypatch.syspath_prepend(install(tmp_path / "site", "acme-titan", ENTRIES, light=LIGHT, heavy=HEAVY))
+    registration.added.cache_clear()
+    yield tmp_path / "site"
+    registration.added.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("acme_titan", "other", "broken")]:
+        del sys.modules[name]
+
+
+WORDS = {
+    "model.name": "acme",
+    "training.dataset": "letters",
+    "model.tokenizer_path": "encoded:bytes",
+    "optimizer.name": "Halved",
+    "optimizer.options": "{half = 0.25}",
+    "lr_scheduler.decay_type": "falling",
+}
+
+
+def test_names_of_an_installed_package_are_known_like_ours(installed, tmp_path, capsys):
+    assert "acme" in SIZES and SIZES["acme"] is SIZES["llama3"] and list(SIZES)[-1] == "acme" == list(CONFIGS)[-1]
+    argv = [f"--{key}={value}" for key, value in (WORDS | {"training.dataset": "python_stdlib"}).items()]
+    (fault,) = check(load([*argv, "--model.flavor=9B"]), 1, "cpu")
+    assert str(fault).startswith('the job: model.flavor: given "9B"; allowed: one of "debugmodel", "8B"')
+    faults = check(load(["--model.name=akme", "--optimizer.name=Halve", "--model.tokenizer_path=bytes"]), 1, "cpu")
+    assert [fault.remedy for fault in faults] == ['did you mean "acme"?', 'did you mean "Halved"?']
+    argv.remove("--optimizer.options={half = 0.25}")
+    (fault,) = check(load([*argv, "--optimizer.options={halves = 1}"]), 1, "cpu")
+    assert str(fault) == (
+        "the job: optimizer.options: given halves = 1; allowed: options of Halved: half; did you mean half?"
+    )
+
+
+def test_a_job_of_such_names_trains_as_one_of_ours(installed, tmp_path):
+    texts = jobs.write_texts(tmp_path / "data")
+    ours = jobs.arguments(
+        tmp_path / "ours",
+        texts,
+        training__steps=3,
+        optimizer__name="SGD",
+        optimizer__options="{momentum = 0.5}",
+        optimizer__weight_decay=0,
+    )
+    words = {key.replace(".", "__"): value for key, value in WORDS.items()}
+    theirs = jobs.arguments(tmp_path / "theirs", texts, training__steps=3, optimizer__weight_decay=0, **words)
+    assert run_alone(trained, str(installed), theirs) == run_alone(trained, str(installed), ours)
+
+
+def trained(folder, argv):
+    sys.path.insert(0, folder)
+    registration.added.cache_clear()  # what was imported before this process was forked may have looked already
+    rows, state = jobs.train(argv)
+    return [row["loss"] for row in rows], state
+
+
+def test_checking_imports_what_the_job_names_and_no_torch(installed, tmp_path):
+    (installed / "acme_titan" / "heavy.py").write_text("raise SystemExit(9)")
+    install(installed, "other", "[torchtitan.models]\nunused = other.light:X\n", light="raise SystemExit(8)")
+    texts = jobs.write_texts(tmp_path / "data")
+    argv = jobs.arguments(tmp_path / "run", texts, **{key.replace(".", "__"): value for key, value in WORDS.items()})
+    program = "import sys; from torchtitan import cli; code = cli.main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    for words in (["check", *argv], ["check", "--model.tokenizer_path=bytes"], ["check", "--help-config"]):
+        environment = {**os.environ, "PYTHONPATH": f"{installed}:{jobs.ROOT}"}
+        command = [sys.executable, "-c", f"{program}; sys.exit(code)", *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), words
+
+
+def test_listed_with_their_package(installed, capsys):
+    assert cli.main(["list"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert "  Adam" in out and "  acme: debugmodel, 8B, 70B, 405B  [acme-titan]" in out
+    assert "  Halved: half (a number; default 0.0)  [acme-titan]" in out
+    foreign = [line.split()[0].rstrip(":") for line in out if line.endswith("[acme-titan]")]
+    assert foreign == ["acme", "letters", "encoded", "Halved", "fence", "falling"]
+    assert cli.main(["list", "adapters"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("adapters  (adapter.kind)\n") and out.endswith("\n  fence  [acme-titan]\n")
+    assert cli.main(["list", "adaptors"]) == 2
+    assert capsys.readouterr().err == (
+        "torchtitan list: given 'adaptors'; allowed: models, datasets, tokenizers, optimizers, adapters, "
+        "schedules, jobs\n"
+    )
+    assert cli.main(["list", "--help"]) == 0 and "usage: torchtitan list" in capsys.readouterr().out
+
+
+BROKEN = {
+    "torn = broken.torn:X": "'torn' of group torchtitan.optimizers, by the installed package broken (broken.torn:X): "
+    "cannot be imported (ZeroDivisionError: division by zero); mend or uninstall the package",
+    "torn = broken.none:X": "'torn' of group torchtitan.optimizers, by the installed package broken (broken.none:X): "
+    "cannot be imported (ModuleNotFoundError: No module named 'broken.none'); mend or uninstall the package",
+    "torn = broken.odd:X": "'torn' of group torchtitan.optimizers, by the installed package broken (broken.odd:X): "
+    "leads to a int, where a OptimizerSpec is needed; mend or uninstall the package",
+}
+
+
+@pytest.mark.parametrize("entry", BROKEN)
+def test_a_broken_package_is_one_line_that_names_it(entry, installed, capsys):
+    install(installed, "broken", f"[torchtitan.optimizers]\n{entry}\n", torn="1 / 0", odd="X = 3")
+    registration.added.cache_clear()
+    job = ["--optimizer.name=torn", "--model.tokenizer_path=bytes"]
+    assert cli.main(["check", *job]) == 2
+    assert capsys.readouterr().err.splitlines()[0] == BROKEN[entry]
+    assert cli.main(["check", "--model.tokenizer_path=bytes"]) == 0  # who does not use it is not troubled
+    capsys.readouterr()
+    assert cli.main(["list", "optimizers"]) == 2
+    streams = capsys.readouterr()
+    assert streams.err == BROKEN[entry] + "\n" and "torn" not in streams.out and "Halved" in streams.out
+
+
+def test_names_that_are_taken(installed, capsys):
+    entries = "[torchtitan.optimizers]\nHalved = other.light:X\nAdamW = other.light:X\n"
+    install(installed, "other", entries, light="from acme_titan.light import HALVED as X")
+    registration.added.cache_clear()
+    with pytest.raises(JobError, match="'Halved' .* by the installed package acme-titan .*: other gives it too"):
+        OPTIMIZERS["Halved"]
+    assert OPTIMIZERS["AdamW"].shared and len(OPTIMIZERS) == len(list(OPTIMIZERS))
+    assert cli.main(["list", "optimizers"]) == 2
+    assert "'AdamW' of other is not used: the project has one of that name; rename it\n" in capsys.readouterr().err

@@ -1,0 +1,23 @@
+"""Every test that docs/reliability.md names is there, under that name."""
+
+import ast
+import re
+
+import pytest
+
+from tests.support.jobs import ROOT
+
+PAGE = (ROOT / "docs/reliability.md").read_text()
+NAMED = sorted(set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", PAGE)))
+
+
+@pytest.mark.parametrize("file", sorted({file for file, _ in NAMED}))
+def test_every_test_that_the_page_names_is_there(file):
+    tree = ast.parse((ROOT / "tests" / file).read_text())
+    there = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert {name for where, name in NAMED if where == file} <= there
+
+
+def test_every_row_names_a_test():
+    rows = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith(("| fault", "| file"))]
+    assert rows and [row for row in rows if "`test_" not in row] == []

@@ -1,0 +1,363 @@
+"""Restarts of low-rank adapters: the schedule's published values, merges that change nothing, what is forgotten, when;
+a run resumed and on several ranks. The toy is LT(32, 2, 600) of the specification, section 10.
+"""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import judged
+from tests.support.jobs import arguments, full, write_texts
+from tests.support.judged import lines
+from tests.support.pool import run_ranks
+from torchtitan.adapters.lora import LoRA
+from torchtitan.adapters.low_rank import LowRankLinear, Strength
+from torchtitan.adapters.relora import Restarts, begin_anew, due, largest, merge
+from torchtitan.config import manager
+from torchtitan.config.job import Adapter as Options
+from torchtitan.config.job import Relora
+from torchtitan.lr_restarts import cyclical, jagged
+from torchtitan.lr_shapes import LRSchedule
+from torchtitan.models import SIZES
+from torchtitan.models.registry import MODELS
+from torchtitan.ranks import read_ranks
+from torchtitan.trainer import Trainer
+
+anywhere = judged.anywhere
+JAGGED = dict(warmup_steps=10, decay_type="relora_cosine", cycle_length=20, restart_warmup_steps=5)
+# (measured by the specification, section 2.4)
+PUBLISHED = {0: 0, 5: 0.5, 10: 1, 19: 0.9780, 20: 0, 21: 0.1879, 25: 0.9397, 30: 0.8947, 40: 0, 45: 0.7039, 99: 0.1003}
+
+
+def test_the_jagged_schedule_has_the_published_values():
+    schedule = LRSchedule(100, **JAGGED)
+    for step, value in PUBLISHED.items():
+        assert schedule.multiplier(step) == pytest.approx(value, abs=5e-5), step
+    assert [step for step in range(100) if schedule.multiplier(step) == 0] == [0, 20, 40, 60, 80]
+    for cut in (20, 40, 60, 80):  # the line ends where the curve goes on
+        before, after = jagged(cut + 4, 100, 10, 20, 5, 0.1), jagged(cut + 5, 100, 10, 20, 5, 0.1)
+        assert after - before == pytest.approx(after / 5)
+    assert schedule.describe(1e-3) == (
+        "learning rate: peak 0.001, warmup 10, relora_cosine in cycles of 20, floor 0.0001; total 100 steps"
+    )
+
+
+def test_adjust_step_moves_the_cuts():
+    moved = [step for step in range(100) if jagged(step, 100, 5, 20, 5, 0.1, adjust=10) == 0]
+    assert moved == [0, 10, 30, 50, 70, 90], "also the first one, which a guard on the raw step would forget"
+
+
+def test_the_cyclical_schedule():
+    values = [cyclical(step, 4, 20, 0.1) for step in range(40)]
+    assert values[:5] == [0, 0.25, 0.5, 0.75, 1.0]
+    assert values[20:22] == [1e-7, 1e-7] and values[22:25] == [0.5, 0.75, 1.0] and values[25:] == values[5:20]
+    assert LRSchedule(40, 4, decay_type="relora_cyclical", cycle_length=20).multiplier(24) == 1.0
+
+
+def linear(out=12, inputs=8, rank=3, dtype=torch.float64, scale=0.5):
+    module = nn.Linear(inputs, out, bias=False, dtype=dtype)
+    module.weight.requires_grad_(False)
+    module.__class__ = LowRankLinear
+    module.add_parameters(Strength(rank, scale))
+    begin_anew(module, "first")
+    return module
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_a_merge_changes_no_output(dtype, tolerance):
+    module = linear(dtype=dtype)
+    with torch.no_grad():
+        module.lora_B.normal_(generator=torch.Generator().manual_seed(0))
+    x = torch.randn(5, 8, dtype=dtype)
+    before, old = module(x), {name: p.detach().clone() for name, p in module.named_parameters()}
+    held = {name: id(p) for name, p in module.named_parameters()}
+    with torch.no_grad():
+        merge(module)
+        begin_anew(module, "second")
+    assert (module(x) - before).abs().max() < tolerance
+    assert {name: id(p) for name, p in module.named_parameters()} == held, "optimizers hold the parameters"
+    assert not module.lora_B.any() and not torch.equal(module.lora_A, old["lora_A"])
+    change = 0.5 * old["lora_B"] @ old["lora_A"]
+    torch.testing.assert_close(module.weight - old["weight"], change, rtol=tolerance, atol=tolerance)
+
+
+def test_a_fresh_adapter_learns_from_the_first_step():
+    """B first, and A from the second step on: both at zero would never move."""
+    module, x = linear(), torch.randn(6, 8, dtype=torch.float64)
+    optimizer = torch.optim.AdamW([module.lora_A, module.lora_B], lr=1e-2)
+    for step in range(2):
+        module(x).square().sum().backward()
+        assert module.lora_B.grad.any() and bool(module.lora_A.grad.any()) == (step == 1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_what_is_kept_is_counted():
+    for values in (torch.randn(1000), torch.full((1000,), 2.0), torch.zeros(1000)):
+        assert largest(values, 0.9).sum() == 100
+    assert largest(torch.full((10,), 3.0), 0.7).tolist() == [1.0] * 3 + [0.0] * 7
+    assert largest(torch.tensor([1.0, -5.0, 2.0, -3.0]), 0.5).tolist() == [0, 1, 0, 1]
+    assert largest(torch.arange(2**24 + 8.0), 0.5).sum() == 2**23 + 4
+
+
+@pytest.mark.parametrize("reset, share", [("zero", 1.0), ("magnitude", 0.9), ("random", 0.9)])
+def test_a_reset_touches_the_moments_of_adapters_alone(reset, share):
+    module, beside = linear(64, 64, 16), nn.Linear(64, 64, dtype=torch.float64)
+    whole = nn.ModuleDict({"lora": module, "rest": beside})
+    optimizer = torch.optim.AdamW([p for p in whole.parameters() if p.requires_grad], lr=1e-3)
+    for _ in range(3):
+        beside(module(torch.randn(4, 64, dtype=torch.float64))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    untouched = {k: v.clone() for p in beside.parameters() for k, v in optimizer.state[p].items()}
+    restarts = Restarts(Relora(every=2, reset=reset), seed=0)
+    with torch.no_grad():
+        restarts.forget([whole], [optimizer])
+    for parameter in (module.lora_A, module.lora_B):
+        first, second = (optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq"))
+        assert (second == 0).double().mean().item() == pytest.approx(share, abs=0.03 if reset == "random" else 1e-3)
+        assert not (first != 0)[second == 0].any(), "no first moment without its second"
+        assert optimizer.state[parameter]["step"] == 3
+    for parameter in beside.parameters():
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(value, untouched[key]) or key != "step"
+            assert value.numel() == 1 or (value != 0).all()
+
+
+@pytest.mark.parametrize("reset_step, first", [(False, (1 - 0.9) / (1 - 0.999) ** 0.5), (True, 1.0)])
+def test_moments_of_zero_beside_an_old_count_make_a_long_step(reset_step, first):
+    module = linear()
+    optimizer = torch.optim.Adam([module.lora_A, module.lora_B], lr=1e-3)
+    for _ in range(4000):
+        module.lora_A.grad, module.lora_B.grad = torch.ones_like(module.lora_A), torch.ones_like(module.lora_B)
+        optimizer.step()
+    with torch.no_grad():
+        Restarts(Relora(every=2, reset_step=reset_step), 0).forget([nn.ModuleDict({"m": module})], [optimizer])
+    before = module.lora_A.detach().clone()
+    optimizer.step()
+    moved = (before - module.lora_A).mean().item() / 1e-3
+    assert moved == pytest.approx(first, rel=0.02)
+
+
+# The toy: a target of full rank, learned in few directions at a time
+
+
+def toy(relora, steps=600, n=32, rank=2, rate=1e-2):
+    """The squared distance to the target at the end, and the rank of what has been added."""
+    torch.manual_seed(0)
+    sigma = torch.linspace(1, 0.2, n, dtype=torch.float64)
+    u, v = (torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0] for _ in range(2))
+    start = torch.randn(n, n, dtype=torch.float64) / n**0.5
+    target = start + u @ sigma.diag() @ v.T
+    inputs = torch.randn(4096, n, dtype=torch.float64)
+    module = linear(n, n, rank, scale=1.0)
+    module.weight.data.copy_(start)
+    whole, restarts = nn.ModuleDict({"m": module}), None if relora is None else Restarts(relora, 0)
+    optimizer = torch.optim.Adam([module.lora_A, module.lora_B], lr=rate)
+    how = (
+        dict(decay_type="cosine")
+        if relora is None
+        else dict(decay_type="relora_cosine", cycle_length=relora.every, restart_warmup_steps=10)
+    )
+    schedule, order = LRSchedule(steps, 10, **how), torch.Generator().manual_seed(1)
+    for step in range(steps):
+        x = inputs[torch.randint(4096, (64,), generator=order)]
+        (module(x) - x @ target.T).square().sum(1).mean().backward()
+        optimizer.param_groups[0]["lr"] = rate * schedule.multiplier(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if restarts is not None:
+            restarts.after_step(step + 1, [whole], [optimizer])
+    learned = module.merged()["weight"]
+    return (learned - target).square().sum().item(), torch.linalg.matrix_rank(learned - start, atol=1e-6).item()
+
+
+def test_restarts_learn_what_a_low_rank_cannot():
+    floor = torch.linspace(1, 0.2, 32, dtype=torch.float64)[2:].square().sum().item()  # the best of rank 2
+    lora, rank = toy(None)
+    assert lora >= floor and rank <= 2
+    zero, rank = toy(Relora(every=50))
+    assert floor > 5 * zero and rank > 4
+    joint, _ = toy(Relora(every=50, reset="magnitude"))
+    assert joint < 2
+    independent, _ = toy(Relora(every=50, reset="magnitude", mask="independent"))
+    assert not independent < 1e3, "the reason why the choice is joint"
+
+
+# Jobs
+
+RELORA = {
+    "adapter.kind": "lora",
+    "adapter.rank": 4,
+    "adapter.target": '["*attention*", "*feed_forward*"]',
+    "adapter.train_dense_rest": True,
+    "adapter.relora.every": 10,
+    "adapter.relora.reset": "magnitude",
+    "lr_scheduler.decay_type": "relora_cosine",
+    "lr_scheduler.warmup_steps": 5,
+    "lr_scheduler.restart_warmup_steps": 5,
+    "lr_scheduler.total_steps": 40,
+    "training.steps": 23,
+    "optimizer.lr": 1e-2,
+}
+
+
+def job(folder, texts, **options):
+    settings = {name.replace(".", "__"): value for name, value in RELORA.items()}
+    return arguments(folder, texts, **settings | options)
+
+
+def ran(argv):
+    """Behind which steps the frozen matrices changed, the rate of each step, the trained and frozen weights at the end,
+    and the counts.
+    """
+    trainer = Trainer(manager.load(argv), read_ranks())
+    frozen = {name: p for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    name = "layers.1.attention.wq.weight"
+    before, changed, after_step = full(frozen[name].detach()).clone(), [], trainer.model.adapter.after_step
+
+    def watched(step, parts, optimizers):
+        nonlocal before
+        after_step(step, parts, optimizers)
+        now = full(frozen[name].detach()).clone()
+        if not torch.equal(now, before):
+            changed.append(step)
+        before = now
+
+    trainer.model.adapter.after_step = watched
+    trainer.train()
+    trainer.metrics.close()
+    weights = {name: full(p.detach()).numpy() for name, p in trainer.model.named_parameters()}
+    rows = [json.loads(line) for line in trainer.metrics.path.read_text().splitlines()]
+    rates = {row["step"]: row["lr"] for row in rows if "lr" in row}
+    return changed, rates, weights, trainer.model.adapter.state_dict(), sorted(frozen)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("texts"))
+
+
+def test_cadence_and_resume(tmp_path, texts):
+    kept = dict(checkpoint__enable=True, checkpoint__interval=1, checkpoint__keep_latest_k=0)
+    changed, rates, whole, counts, frozen = run_ranks(1, ran, job(tmp_path, texts, **kept))[0]
+    assert changed == [11, 21] and counts == {"merges": 2, "resets": 2}
+    assert [step for step, rate in rates.items() if rate == 0] == [1, 11, 21], "steps count from 1, the rate's from 0"
+    assert frozen == sorted(
+        f"layers.{i}.{m}.weight"
+        for i in range(4)
+        for m in (*(f"attention.w{x}" for x in "qkvo"), *(f"feed_forward.w{x}" for x in "123"))
+    )
+    for step in (12, 11, 10):  # downwards, as each resume sets newer ones aside
+        _, _, again, counts, _ = run_ranks(1, ran, job(tmp_path, texts, **kept, checkpoint__load_step=step))[0]
+        assert counts == {"merges": 2, "resets": 2}
+        assert all((whole[name] == again[name]).all() for name in whole), step
+
+
+@pytest.mark.parametrize("degrees", [{}, {"parallelism__data_parallel_replicate_degree": 2}, {"tp": 2}])
+def test_several_ranks_are_one(tmp_path, texts, degrees):
+    """After two merges and resets, A and B drawn anew among them. Sums in another order grow with the steps: 1e-3."""
+    options = dict(optimizer__lr=1e-3, optimizer__eps=1e-5)
+    alone = run_ranks(1, ran, job(tmp_path / "a", texts, **options))[0]
+    how = {"parallelism__tensor_parallel_degree": 2} if "tp" in degrees else degrees | {"training__local_batch_size": 4}
+    for changed, _, weights, counts, _ in run_ranks(2, ran, job(tmp_path / "b", texts, **options, **how)):
+        assert changed == alone[0] and counts == alone[3]
+        for name, weight in alone[2].items():
+            assert abs(weights[name] - weight).max() <= 1e-3 * abs(weight).max() + 1e-6, name
+
+
+def test_due():
+    assert [step for step in range(1, 35) if due(step, 10)] == [11, 21, 31]
+    assert not any(due(step, None) for step in range(5)) and [s for s in range(1, 8) if due(s, 2)] == [3, 5, 7]
+
+
+COUNTS = {  # parameters, and of those trained with rank 128, of section 7
+    "9m": (8_995_968, None),
+    "20m": (19_548_416, None),
+    "35m": (35_197_824, None),
+    "40m": (42_392_480, None),
+    "60m": (58_073_600, 42_770_944),
+    "71m": (70_578_688, None),
+    "100m": (99_989_120, None),
+    "130m": (134_105_856, 71_584_512),
+    "250m": (247_370_496, 98_734_848),
+    "250m_50k": (275_413_248, None),
+    "350m": (367_969_280, 125_404_160),
+    "1b": (1_339_082_752, 250_706_944),
+    "3b": (2_685_831_680, None),
+    "7b": (6_738_415_616, None),
+}
+
+
+@pytest.mark.parametrize("flavor", COUNTS)
+def test_presets_have_the_published_sizes(flavor):
+    total, trained = COUNTS[flavor]
+    assert SIZES["llama2"][flavor].num_parameters == total
+    if trained is not None:
+        with torch.device("meta"):
+            model = MODELS["llama2"].build(SIZES["llama2"][flavor])
+        adapter = LoRA(Options(kind="lora", rank=128, train_dense_rest=True))
+        adapter.install(model, MODELS["llama2"].plan)
+        assert adapter.num_trained == trained
+
+
+SOUND = ["--adapter.kind=lora", "--adapter.relora.every=10", "--lr_scheduler.decay_type=relora_cosine"]
+SOUND += ["--lr_scheduler.warmup_steps=5", "--lr_scheduler.restart_warmup_steps=5", "--training.steps=40"]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (
+            ["--training.steps=45"],
+            "lr_scheduler.cycle_length: given nothing; allowed: what divides the 45 steps in all",
+        ),
+        (["--lr_scheduler.warmup_steps=11"], "at most the cycle's 10; shorten one of the two"),
+        (["--lr_scheduler.adjust_step=6"], "with adjust_step 6 at most the cycle's 10"),
+        (["--lr_scheduler.restart_warmup_steps=11"], "at most the cycle's 10; shorten it"),
+        (["--lr_scheduler.min_lr_factor=0"], "more than 0 with relora_cosine"),
+        (["--lr_scheduler.decay_ratio=0.5"], 'unset with decay_type = "relora_cosine"'),
+        (["--lr_scheduler.restart_warmup_steps=0"], "at least 1 with adapter.relora.reset; give it, else a"),
+        (
+            ["--lr_scheduler.decay_type=relora_cyclical", "--lr_scheduler.warmup_steps=0"],
+            "lr_scheduler.warmup_steps: given 0; allowed: at least 1 with adapter.relora.reset",
+        ),
+        (["--lr_scheduler.adjust_step=3"], "given 3; allowed: 0 with adapter.relora.reset; leave it out, else a reset"),
+        (["--lr_scheduler.cycle_length=20"], "allowed: what divides the 10 steps between resets; leave it out"),
+        (["--adapter.kind=qlora"], "each restart would round the packed matrices again"),
+        (["--adapter.kind=dora"], "it is made for A and B"),
+        (["--adapter.relora.prune_ratio=0.5"], 'unset with reset = "zero"'),
+        (["--optimizer.name=SGD", "--optimizer.implementation=foreach"], "it is made for the two moments of Adam"),
+    ],
+    ids=str,
+)
+def test_faults(words, said):
+    assert lines(*SOUND) == []
+    changed = {word.partition("=")[0] for word in words}
+    kept = [word for word in SOUND if word.partition("=")[0] not in changed]
+    assert any(said in line for line in lines(*kept, *words))
+
+
+@pytest.mark.parametrize("words", [["--lr_scheduler.cycle_length=5"], ["--adapter.relora.reset_every=20"]], ids=str)
+def test_resets_at_some_of_the_cuts_or_with_a_new_count_are_no_faults(words):
+    assert lines(*SOUND, *words) == []
+    assert lines(*SOUND, "--lr_scheduler.cycle_length=20", "--adapter.relora.reset_step=true") == []
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--adapter.relora.every=10"], 'set lr_scheduler.decay_type = "relora_cosine", or adapter.relora.reset_step'),
+        (["--adapter.relora.reset=magnitude"], "nothing without adapter.relora.every"),
+        (["--lr_scheduler.decay_type=relora_cosine"], "set it, or adapter.relora.every"),
+        (["--lr_scheduler.decay_type=relora_cosine", "--lr_scheduler.cycle_length=10"], "restart_warmup_steps"),
+        (["--lr_scheduler.cycle_length=10"], 'unset, except with decay_type = "relora_cosine" or "relora_cyclical"'),
+        (["--lr_scheduler.adjust_step=3"], 'unset, except with decay_type = "relora_cosine"'),
+        (["--adapter.relora.every=10", "--adapter.save=alone"], "the matrices themselves change at each restart"),
+    ],
+    ids=str,
+)
+def test_faults_of_a_job_that_has_less(words, said):
+    assert any(said in line for line in lines("--adapter.kind=lora", *words))

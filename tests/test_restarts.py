@@ -1,0 +1,378 @@
+"""After a crash or a hang all ranks start again by themselves: how often, from where, and what is told of it.
+
+Ranks are programs of a few lines here, but for the last test, which trains.
+"""
+
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import pytest
+
+from tests.support import jobs
+from tests.support.pool import run_ranks
+from tests.test_launcher import RANK, end, gone, nothing_is_left, ready, started
+from torchtitan import train
+from torchtitan.config import manager
+from torchtitan.failures import kind_of
+from torchtitan.launcher import hangs
+from torchtitan.leaving import EXPLAINED
+from torchtitan.progress import Doing
+from torchtitan.ranks import Launcher, Restart, read_ranks, set_up_logging
+from torchtitan.trainer import Trainer
+
+assert nothing_is_left  # a fixture, for all tests here too
+
+SUPERVISOR = """
+import os, sys
+from pathlib import Path
+from torchtitan.launcher import hangs, restarts, watching
+from torchtitan.launcher.hangs import Limits
+from torchtitan.launcher.processes import Processes
+from torchtitan.launcher.restarts import supervise
+from torchtitan.launcher.stops import SignalQueue
+from torchtitan.launcher.watching import Watch
+watching.FOLLOW_SECONDS = watching.LOOK_SECONDS = 0.1
+restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS = {pause}, 0.3
+queue, folder = SignalQueue(), Path(sys.argv[2])
+def start(restart):
+    ranks = Processes([sys.executable, "-c", sys.argv[1]], 2, restart)
+    return Watch(ranks, queue, Limits({start}, 1), folder / "hangs")
+def newest():
+    return int((folder / "saved").read_text()) if (folder / "saved").exists() else -1
+sys.exit(supervise(start, queue, {budget}, newest))
+"""
+# The number of this start; step and folder of what is saved.
+ATTEMPT = r"""
+from pathlib import Path
+from torchtitan.launcher.answers import answer
+folder = Path({folder!r})
+number = ranks.launcher.restart.number if ranks.launcher.restart else 0
+def save(step):
+    (folder / "saved").write_text(str(step))
+"""
+
+
+def supervise(program: str, folder: Path, budget: int = 3, pause: float = 0.01, start: float = 20) -> subprocess.Popen:
+    program = RANK + ATTEMPT.format(folder=str(folder)) + program
+    command = [sys.executable, "-c", SUPERVISOR.format(budget=budget, pause=pause, start=start), program, str(folder)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started.append(subprocess.Popen(command, cwd=jobs.ROOT, start_new_session=True, **pipes))
+    return started[-1]
+
+
+CRASH = "os.kill(os.getpid(), 9) if ranks.rank else wait()"
+
+
+def test_a_crash_is_a_restart_from_what_is_saved(tmp_path):
+    program = (
+        f"tell('train', 8)\nif number == 0:\n  save(5)\n  {CRASH}\nsay(ranks.launcher.restart.cause); tell('end', 9)"
+    )
+    code, out, err = end(supervise(program, tmp_path))
+    assert (code, out) == (0, "rank 1 was ended by SIGKILL\n" * 2)
+    assert err.splitlines() == [
+        "rank 1 was ended by SIGKILL",
+        "restart 1 of 3 in 0.01 s: rank 1 was ended by SIGKILL after step 7; going on from step 5, so that 2 steps are "
+        "done again",
+    ]
+
+
+def test_a_crash_that_comes_again_and_again_is_given_up(tmp_path):
+    code, out, err = end(supervise(f"ready('train'); {CRASH}", tmp_path, budget=2))
+    assert code == 5 and out.count("ready 1") == 3
+    assert err.splitlines()[-4:] == [
+        "crashed 3 times without saving anything in between; given up. Its faults:",
+        *["step 2: rank 1 was ended by SIGKILL"] * 3,
+    ]
+
+
+def test_each_new_checkpoint_makes_the_budget_whole_again(tmp_path):
+    program = f"tell('train', 8)\nsave(number)\nif number < 5:\n  {CRASH}\ntell('end', 9)"
+    code, out, err = end(supervise(program, tmp_path, budget=1))
+    assert code == 0 and err.count("restart 1 of 1") == 5
+
+
+def test_a_run_that_went_back_is_told_once_it_has_saved_by_itself(tmp_path):
+    """What lies in the folder at the launch, at a later step, is from before."""
+    (tmp_path / "saved").write_text("9")
+    program = f"tell('train', 8)\nsay(bool(number) and ranks.launcher.restart.saved)\nif number == 1: save(5)\n{CRASH}"
+    code, out, err = end(supervise(program, tmp_path, budget=1))
+    told = [line for line in out.splitlines() if line in ("True", "False")]
+    assert code == 5 and told == ["False"] * 4 + ["True"] * 2
+    assert err.count("restart 1 of 1") == 2  # the checkpoint of step 5 is a new one
+
+
+def test_what_fails_when_all_is_saved_is_not_started_again(tmp_path):
+    code, out, err = end(supervise("tell('end', 3); sys.exit(1)", tmp_path))
+    assert code == 1 and "restart" not in err
+
+
+@pytest.mark.parametrize("code", sorted(EXPLAINED))
+def test_what_would_only_come_again_is_not_started_again(code, tmp_path):
+    process = supervise(f"ready('train'); sys.exit({code})", tmp_path)
+    ended, out, err = end(process)
+    assert ended == code and out.count("ready") <= 2 and err == ""
+
+
+def test_without_a_budget_the_exit_code_is_the_crashs(tmp_path):
+    code, out, err = end(supervise(f"ready('train'); {CRASH}", tmp_path, budget=0))
+    assert (code, err) == (137, "rank 1 was ended by SIGKILL\n")
+
+
+def test_a_stop_in_the_pause_ends_the_run(tmp_path):
+    process = supervise(f"ready('train'); {CRASH}", tmp_path, pause=100)
+    ready(process)
+    while "restart 1" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[0] == 143
+
+
+# Hangs
+
+
+def in_the_folder(folder: Path) -> dict[str, str]:
+    (place,) = (folder / "hangs").iterdir()
+    return {path.name: path.read_text() for path in place.iterdir()}
+
+
+WAIT_UNLIKE = (
+    "answer(ranks.launcher); tell('{0}' if ranks.rank else '{1}', {2} if ranks.rank else {3}); say('here'); wait()"
+)
+
+
+@pytest.mark.parametrize(
+    ("rank_1", "rank_0"),
+    [
+        (("data", 7), ("train", 7)),
+        (("train", 6), ("data", 7)),
+        (("validate", 7), ("save", 7)),
+        (("save", 6), ("data", 7)),
+    ],
+)
+def test_who_is_behind_is_named(rank_1, rank_0, tmp_path):
+    program = WAIT_UNLIKE.format(rank_1[0], rank_0[0], rank_1[1], rank_0[1])
+    code, out, err = end(supervise(program, tmp_path, budget=0))
+    assert code == 6 and out == "here\n" * 2
+    assert err.startswith("hang: no rank has got on for ")
+    assert (
+        f"rank 1 is behind, in step {rank_1[1]} ({rank_1[0]}); stacks and collectives of all ranks: {tmp_path}" in err
+    )
+    found = in_the_folder(tmp_path)
+    assert set(found) == {"summary.txt"} | {f"rank-{r}.{w}" for r in (0, 1) for w in ("stacks.txt", "collectives.json")}
+    assert all("in wait" in found[f"rank-{rank}.stacks.txt"] for rank in (0, 1))
+    assert f"rank 0: in step {rank_0[1]} ({rank_0[0]}), process S" in found["summary.txt"]
+
+
+def test_a_rank_that_is_stopped_is_named_and_not_the_one_that_waits_for_it(tmp_path):
+    program = (
+        "answer(ranks.launcher); ready('train'); os.kill(os.getpid(), signal.SIGSTOP) if ranks.rank == 0 else wait()"
+    )
+    process = supervise(program, tmp_path, budget=0)
+    pids = ready(process)
+    code, out, err = end(process)
+    assert code == 6 and "rank 0 is stopped by a signal, in step 3 (train)" in err
+    assert gone(pids[0]) and gone(pids[1])
+
+
+def test_a_rank_that_holds_pythons_lock_still_shows_its_stack(tmp_path):
+    hold = "import ctypes\ndef hold():\n  ctypes.PyDLL(None).sleep(1000)\n"
+    program = f"{hold}answer(ranks.launcher); tell('train', 3); hold() if ranks.rank else wait()"
+    assert end(supervise(program, tmp_path, budget=0))[0] == 6
+    assert "in hold" in in_the_folder(tmp_path)["rank-1.stacks.txt"]
+
+
+def test_a_rank_that_writes_a_large_file_is_no_hang(tmp_path):
+    """It tells nothing for longer than the limit, while the other one waits for it."""
+    program = f"""
+tell('save', 3)
+file = open({str(tmp_path / "large")!r}, 'wb', buffering=0)
+for _ in range(20):
+    time.sleep(0.1)
+    if ranks.rank:
+        file.write(b'x')
+tell('end', 3)
+"""
+    assert end(supervise(program, tmp_path, budget=0)) == (0, "", "")
+
+
+BURN = "until = time.monotonic() + 3\nwhile time.monotonic() < until: sum(range(10**5))\n"
+
+
+@pytest.mark.parametrize("where", ["in the rank", "in a process of its own"])
+def test_a_rank_that_compiles_is_no_hang(where, tmp_path):
+    """It tells nothing for longer than the limit of the start, and computes or has others compute."""
+    program = BURN if where == "in the rank" else "import subprocess\n"
+    if where != "in the rank":
+        program += f"subprocess.run([sys.executable, '-c', {'import time' + chr(10) + BURN!r}])\n"
+    program = f"tell('first', 1)\n{program}tell('end', 1)"
+    assert end(supervise(program, tmp_path, budget=0, start=1)) == (0, "", "")
+
+
+def test_a_rank_that_waits_in_its_start_hangs(tmp_path):
+    code, out, err = end(supervise("answer(ranks.launcher); wait()", tmp_path, budget=0, start=2))
+    assert code == 6 and "all ranks are in its start" in err
+
+
+def test_a_rank_at_its_end_is_given_time(tmp_path):
+    """It sends the last of its metrics away; all that matters is saved."""
+    assert end(supervise("tell('end', 3); time.sleep(2)", tmp_path, budget=0)) == (0, "", "")
+
+
+# The verdict
+
+
+def log(*entries: tuple[str, int, str], ranks: str = "[0, 1, 2]") -> dict:
+    """As torch's flight recorder writes it: entries of (group, number, operation)."""
+    return {
+        "entries": [
+            {
+                "is_p2p": False,
+                "process_group": [group, group],
+                "collective_seq_id": number,
+                "profiling_name": operation,
+                "input_sizes": [[4]],
+            }
+            for group, number, operation in entries
+        ],
+        "pg_config": {group: {"ranks": ranks} for group, _, _ in entries},
+    }
+
+
+SUM, GATHER = "gloo:all_reduce", "gloo:all_gather"
+STEP_3 = {rank: Doing("train", 3, 1.0) for rank in range(3)}
+SLEEPING = dict.fromkeys(range(3), "S")
+BOTH = [("0", 1, SUM), ("0", 2, GATHER)]
+
+
+WAITING = "ranks 0, 1 are waiting in gloo:all_gather of [4] (number 2 of group 0)"
+MIXED = (
+    "number 1 of group 0: rank 0 in gloo:all_reduce of [4], rank 1 in gloo:all_gather of [4], rank 2 in gloo:all_reduce"
+)
+
+
+@pytest.mark.parametrize(
+    ("logs", "rank", "told"),
+    [
+        ([BOTH, BOTH, BOTH[:1]], 2, f"rank 2 is behind, in step 3 (train); {WAITING}"),
+        ([BOTH, [("0", 1, GATHER), ("0", 2, SUM)], BOTH], 1, f"the ranks are in different collectives: {MIXED}"),
+        ([BOTH, BOTH, BOTH], 0, "all ranks are in step 3 (train), none is behind"),
+        ([BOTH, [*BOTH, ("0", 3, SUM)], BOTH], 0, "rank 0 is behind"),
+    ],
+    ids=["skipped", "swapped", "the same", "extra"],
+)
+def test_ranks_in_the_same_phase_are_told_apart_by_their_collectives(logs, rank, told):
+    late, why = hangs.verdict(STEP_3, SLEEPING, {rank: log(*entries) for rank, entries in enumerate(logs)})
+    assert late == rank and why.startswith(told)
+
+
+def test_a_rank_without_a_log_is_no_evidence():
+    late, why = hangs.verdict(STEP_3, SLEEPING, {0: log(*BOTH), 1: log(*BOTH), 2: {}})
+    assert (late, why) == (0, "all ranks are in step 3 (train), none is behind")
+
+
+# What a failure is
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (MemoryError(), "memory"),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried"),
+            "memory",
+        ),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"), "peer"),
+        (RuntimeError("shape mismatch"), None),
+        (OSError("Broken pipe"), None),
+    ],
+    ids=str,
+)
+def test_kinds_of_failures(error, kind):
+    assert kind_of(error) == kind
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return jobs.write_texts(tmp_path_factory.mktemp("texts"))
+
+
+def out_of_memory(argv):
+    """In the third step; the exit code, and what is told."""
+    told = io.StringIO()
+    config, ranks = manager.load(argv), read_ranks()
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(told):
+        step = Trainer.train_step
+
+        def hungry(self, batches):
+            if self.step == 2:
+                raise MemoryError("no more")
+            return step(self, batches)
+
+        patch.setattr(Trainer, "train_step", hungry)
+        set_up_logging(ranks)
+        return train.run(config, ranks), told.getvalue()
+
+
+def test_a_run_without_memory_says_who_has_it(texts, tmp_path):
+    code, told = run_ranks(1, out_of_memory, jobs.arguments(tmp_path, texts))[0]
+    assert code == 8 and "ERROR: out of memory: no more\n  parameters      0.00 GiB\n  gradients " in told
+    assert "  optimizer " in told and "  at most " in told
+
+
+def resumed(argv, saved: bool):
+    """By a launcher's restart: the step, and whether the optimizer's state was taken too."""
+    with tempfile.NamedTemporaryFile() as shared:
+        shared.write(bytes(64))
+        shared.flush()
+        restart = Restart(1, "a crash", 0, 5, time.monotonic(), saved)
+        launcher = Launcher(os.getpid(), "", shared.name, "", "", 0, restart=restart)
+        trainer = Trainer(manager.load(argv), dataclasses.replace(read_ranks(), launcher=launcher))
+        trainer.metrics.close()
+    return trainer.resumed_from, any(optimizer.state for optimizer in trainer.optimizers)
+
+
+def test_a_restart_does_not_go_back_again(texts, tmp_path):
+    options = dict(checkpoint__enable=True, checkpoint__interval=2, training__steps=4)
+    run_ranks(1, jobs.train, jobs.arguments(tmp_path, texts, **options))
+    back = options | dict(checkpoint__load_step=2, checkpoint__exclude_from_loading='["optimizer"]')
+    argv = jobs.arguments(tmp_path, texts, **back)
+    assert run_ranks(1, resumed, argv, False) == [(2, False)]
+    assert run_ranks(1, resumed, argv, True) == [(4, True)]
+
+
+# The job as its user starts it
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+def test_a_job_ends_by_itself_to_the_same_bits(number, texts, tmp_path):
+    options = dict(training__local_batch_size=4, training__steps=60, checkpoint__enable=True, checkpoint__interval=10)
+    options |= dict(comm__train_timeout_seconds=5, optimizer__lr=1e-3)
+    process = jobs.start(jobs.arguments(tmp_path / "run", texts, **options), ranks=2)
+    jobs.wait_for_step(tmp_path / "run", 13, process)
+    ranks = jobs.children(process.pid)
+    os.kill(ranks[1], number)
+    code, out, err = jobs.finish(process)
+    assert code == 0, err
+    assert "Traceback" not in err and "restart 1 of 3" in err and all(map(gone, ranks))
+    (event,) = [
+        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines() if "event" in line
+    ]
+    assert event["event"] == "restart" and event["rank"] == 1 and event["step"] % 10 == 0
+    assert 0 <= event["steps_lost"] <= 10 and event["seconds_lost"] > 0
+    rows = jobs.logged_steps(tmp_path / "run")
+    straight = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "straight", texts, **options))[0]
+    assert [row["step"] for row in rows] == list(range(1, 61))
+    assert [row["loss"] for row in rows] == [row["loss"] for row in straight[0]]
+    if number == signal.SIGSTOP:
+        assert "rank 1 is stopped by a signal" in err
+        found = in_the_folder(tmp_path / "run")
+        assert "trainer.py" in found["rank-0.stacks.txt"] and "all_reduce" in found["rank-0.collectives.json"]

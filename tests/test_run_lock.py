@@ -1,0 +1,172 @@
+"""One run a folder: two starters, forged locks of owners that live or not, and a job in a folder that is taken."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.support import jobs
+from torchtitan.errors import JobError
+from torchtitan.launcher import lock
+from torchtitan.launcher.lock import held, lives, this_process
+
+HERE = this_process()
+
+
+def locks(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("run.lock"))
+
+
+def forge(folder: Path, number: int = 1, **changes) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / f"run.lock.{number}").write_text(json.dumps(asdict(replace(HERE, **changes))))
+
+
+def acquires(folder: Path, **changes) -> bool:
+    try:
+        with held(folder, replace(HERE, **changes)):
+            assert len(locks(folder)) == 1
+            return True
+    except JobError:
+        return False
+
+
+def test_a_folder_is_one_runs_and_free_again_afterwards(tmp_path):
+    with held(tmp_path / "new", HERE), pytest.raises(JobError) as refusal, held(tmp_path / "new", HERE):
+        raise AssertionError
+    told = str(refusal.value)
+    assert f"process {os.getpid()} on {HERE.host}" in told and "delete run.lock.1" in told and "allowed" in told
+    assert locks(tmp_path / "new") == [] and acquires(tmp_path / "new")
+
+
+DEAD = {
+    "its process is gone": dict(pid=2**22 + 1),
+    "its number is another process's now": dict(started=HERE.started + 1),
+    "its machine was started again": dict(boot="another"),
+    "SLURM has started its job again": dict(host="n1", job="7", restarts=0),
+    "SLURM does not know its job any more": dict(host="n1", job="8"),
+}
+ALIVE = {
+    "this process": {},
+    "on another machine": dict(host="elsewhere"),
+    "on another machine of the same name": dict(machine="elsewhere"),
+    "in another container, where the number means another process": dict(pid_space="pid:[1]", pid=2**22 + 1),
+    "SLURM says that it runs": dict(host="n1", job="9"),
+    "another step of our own job": dict(host="n1", job="7", restarts=1),
+}
+
+
+@pytest.mark.parametrize("owner", [*DEAD, *ALIVE])
+def test_dead_owners_are_taken_over_and_no_others(owner, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "job_is_over", {"8": True, "9": False}.__getitem__)
+    monkeypatch.setattr(lives, "__defaults__", (lock.job_is_over,))
+    forge(tmp_path, 5, **(DEAD | ALIVE)[owner])
+    assert acquires(tmp_path, job="7", restarts=1) == (owner in DEAD)
+    assert locks(tmp_path) == ([] if owner in DEAD else ["run.lock.5"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there it is not told from a living one")
+def test_a_process_that_nobody_has_taken_leave_of_is_dead(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    started = lock.start_of(child.pid)
+    child.stdout.read()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not lives(replace(HERE, pid=child.pid, started=started or 0), HERE)
+    child.wait()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"host": 3}', "x" * 10**6])
+def test_a_lock_torn_by_a_crash_is_no_owner(content, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "WRITING_SECONDS", 0.1)
+    (tmp_path / "run.lock.3").write_text(content)
+    assert acquires(tmp_path) and locks(tmp_path) == []
+
+
+def test_a_lock_that_is_just_being_written_is_waited_for(tmp_path, monkeypatch):
+    (tmp_path / "run.lock.3").touch()
+    monkeypatch.setattr(lock.time, "sleep", lambda seconds: forge(tmp_path, 3))
+    assert not acquires(tmp_path)
+
+
+def test_other_files_are_not_touched(tmp_path):
+    (tmp_path / "elsewhere").write_text("kept")
+    for name in ("run.lock", "run.lock.x", "run.lock.01", "my.run.lock.1"):
+        (tmp_path / name).write_text("kept")
+    (tmp_path / "run.lock.4").symlink_to(tmp_path / "elsewhere")
+    with held(tmp_path, HERE):
+        assert (tmp_path / "run.lock.1").is_file()
+    assert (tmp_path / "elsewhere").read_text() == "kept" and len(list(tmp_path.iterdir())) == 6
+
+
+STARTER = """
+import random, sys, time
+from pathlib import Path
+from torchtitan.errors import JobError
+from torchtitan.launcher import lock
+here = lock.this_process()
+print("ready", flush=True)
+sys.stdin.readline()
+for turn in range(10):
+    try:
+        with lock.held(Path(sys.argv[1]), here):
+            print("in", flush=True)
+            mark = Path(sys.argv[1], "inside")
+            mark.touch(exist_ok=False)  # fails if another is inside
+            time.sleep(random.uniform(0, 0.01))
+            mark.unlink()
+    except JobError:
+        time.sleep(random.uniform(0, 0.005))
+"""
+
+
+def test_of_several_starters_one_at_a_time_is_inside(tmp_path):
+    """Over the lock of a dead owner, which all of them want to take over."""
+    forge(tmp_path, 2, pid=2**22 + 1)
+    command = [sys.executable, "-c", STARTER, str(tmp_path)]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    starters = [subprocess.Popen(command, cwd=jobs.ROOT, **pipes) for _ in range(3)]
+    for starter in starters:
+        assert starter.stdout.readline() == "ready\n"
+    for starter in starters:
+        starter.stdin.write("go\n")
+        starter.stdin.flush()
+    ended = [starter.communicate(timeout=60) for starter in starters]
+    assert [starter.returncode for starter in starters] == [0, 0, 0], ended
+    assert "in\n" in "".join(out for out, _ in ended) and locks(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [1, 7])
+def test_a_listing_that_is_not_of_today_misleads_nobody(number, tmp_path, monkeypatch):
+    """As a client of a file server that does not see the newest names at once."""
+    forge(tmp_path, number)
+    read = lock._read
+    stale = iter([True])
+    monkeypatch.setattr(lock, "_read", lambda folder: {} if next(stale, False) else read(folder))
+    assert not acquires(tmp_path) and locks(tmp_path) == [f"run.lock.{number}"]
+
+
+def test_a_folder_that_cannot_be_used_is_told_with_the_remedy(tmp_path):
+    (tmp_path / "file").write_text("")
+    told = re.escape(f"given '{tmp_path}/file/run'") + ".*cannot be written.*allowed"
+    with pytest.raises(JobError, match=told), held(tmp_path / "file" / "run", HERE):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("under", ["launcher", "torchrun"])
+def test_a_second_job_in_a_folder_is_refused_and_leaves_it_as_it_is(under, tmp_path, monkeypatch):
+    if under == "torchrun":
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "1")
+    texts = jobs.write_texts(tmp_path / "texts")
+    with held(tmp_path / "run", HERE):
+        before = sorted((tmp_path / "run").iterdir())
+        command = [sys.executable, "-m", "torchtitan.train", *jobs.arguments(tmp_path / "run", texts)]
+        done = subprocess.run(command, cwd=jobs.ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (2, "") and len(done.stderr.splitlines()) == 1
+        assert f"another run is at work (process {os.getpid()}" in done.stderr
+        assert sorted((tmp_path / "run").iterdir()) == before

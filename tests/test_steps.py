@@ -1,0 +1,274 @@
+"""A block says once what it computes: its forward and a pipeline that cuts it into segments run the same steps, and a
+block that says it otherwise is refused."""
+
+import dataclasses
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests import test_combinations
+from tests.combinations import EXPERT_LAYOUTS, Combination
+from tests.support.no_exchange import NoExchange
+from tests.support.pool import run_ranks
+from tests.test_segments import POLICIES
+from torchtitan.initialization import initialize
+from torchtitan.loss import SummedCrossEntropy
+from torchtitan.models.decoder import Block
+from torchtitan.models.deepseek import DeepseekArgs
+from torchtitan.models.deepseek.model import Deepseek
+from torchtitan.models.llama import LlamaArgs
+from torchtitan.models.moe import balance
+from torchtitan.models.moe.layer import MoE, MoEBlock
+from torchtitan.models.qwen3_moe import Qwen3MoEArgs
+from torchtitan.models.registry import MODELS
+from torchtitan.parallelisms.experts.expert_parallel import apply_expert_parallel
+from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
+from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
+from torchtitan.parallelisms.pipeline.overlap.merging import Loop, alone
+from torchtitan.parallelisms.pipeline.overlap.programs import context_of, programs_of
+from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists
+from torchtitan.parallelisms.steps import Segment, Stepwise, require_steps
+
+DEEPSEEK = DeepseekArgs(
+    dim=16,
+    n_layers=3,
+    n_dense_layers=1,
+    n_heads=2,
+    vocab_size=32,
+    ffn_dim=32,
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    expert_dim=8,
+    n_experts=4,
+    n_shared_experts=1,
+    top_k=2,
+    score="sigmoid",
+    expert_bias=True,
+    aux_loss_weight=0.1,
+)
+QWEN = Qwen3MoEArgs(
+    dim=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, vocab_size=32, expert_dim=8, n_experts=4, top_k=2
+)
+MODELS_HERE = {
+    "deepseek": ("deepseek", DEEPSEEK),
+    "score before experts": ("deepseek", dataclasses.replace(DEEPSEEK, score_before_experts=True)),
+    "qwen3_moe": ("qwen3_moe", QWEN),
+    "llama3": ("llama3", LlamaArgs(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, vocab_size=32, multiple_of=16)),
+}
+
+
+def made(name, mesh=None):
+    family, args = MODELS_HERE[name]
+    model = MODELS[family].build(args).double()
+    model.loss = SummedCrossEntropy()
+    if mesh is not None:
+        apply_expert_parallel(model, mesh, MODELS[family].plan)
+    initialize(model, 0, model.init_rule)
+    balance.set_aux_loss_scale(model, 0.05)
+    return model
+
+
+def batch(rank=0):
+    generator = torch.Generator().manual_seed(rank)
+    tokens, labels = (torch.randint(32, (2, 6), generator=generator) for _ in range(2))
+    return {"tokens": tokens, "labels": labels, "document_ids": torch.tensor([[0, 0, 0, 1, 1, 1]] * 2)}
+
+
+def results(model, loss):
+    grads = {name: p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for name, p in model.named_parameters()}
+    load = [router.load.tolist() for router in balance.routers(model).values()]
+    return loss.item(), grads, load
+
+
+def by_forward(model, inputs):
+    loss = model(**inputs)
+    (0.05 * loss).backward()
+    return results(model, loss)
+
+
+def by_segments(model, inputs, policy, transport, split):
+    lists = NodeLists(programs_of(model), policy)
+    inputs = dict(inputs)
+    tokens = inputs.pop("tokens")
+    chunk, loop = Chunk(lists, transport, tokens, context_of(model, 1, tokens, **inputs)), Loop()
+    loop.run(alone(lists.forward), lambda: chunk)
+    loss = chunk.output
+    (0.05 * loss).backward()
+    chunk.start_backward(None)
+    loop.run(alone(lists.input_grads if split else lists.backward), lambda: chunk)
+    loop.finish(lambda _: True)
+    return results(model, loss)
+
+
+def difference(one, other):
+    """float64 and the same operations, but sums of gradients in another order."""
+    assert one[2] == other[2]
+    found = [abs(one[0] - other[0])]
+    for name, grad in one[1].items():
+        mine = other[1][name]
+        assert (grad is None) == (mine is None), name
+        found += [] if grad is None else [(grad - mine).abs().max().item()]
+    return max(found)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MODELS_HERE)
+def test_segments_are_the_model(name, policy, split):
+    expected = by_forward(made(name), batch())
+    assert difference(expected, by_segments(made(name), batch(), POLICIES[policy], NoExchange(), split)) < 1e-12
+
+
+def test_a_part_without_ends_hands_hidden_states_on():
+    model = made("qwen3_moe")
+    model.tok_embeddings = model.norm = model.output = None
+    x = torch.randn(1, 6, 16, dtype=torch.float64)
+    lists = NodeLists(programs_of(model), POLICIES["none"])
+    chunk = Chunk(lists, NoExchange(), x, context_of(model, 2, x[:, :3]))
+    Loop().run(alone(lists.forward), lambda: chunk)
+    assert torch.allclose(chunk.output, model(x))
+
+
+def split_over_two(name, policy):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    transport = AllToAll(mesh.get_group())
+    expected = by_forward(made(name, mesh), batch(dist.get_rank()))
+    found = by_segments(made(name, mesh), batch(dist.get_rank()), POLICIES[policy], transport, True)
+    return difference(expected, found)
+
+
+@pytest.mark.parametrize("policy", ["none", "full_keep_comm", "full"])
+@pytest.mark.parametrize("name", ["deepseek", "qwen3_moe"])
+def test_segments_are_the_model_under_expert_parallel(name, policy):
+    assert max(run_ranks(2, split_over_two, name, policy)) < 1e-12
+
+
+# A model of one's own
+
+OVERLAPPED = Combination(
+    **EXPERT_LAYOUTS["PP 2 x FSDP 2"], model="deepseek", precision="float64", schedule="DualPipeV", overlap=True
+)
+
+
+def halved(step):
+    """A step of a residual branch, with half of what it would add."""
+    return lambda self, notes, x: x + 0.5 * (step(self, notes, x) - x)
+
+
+@contextmanager
+def halved_residuals():
+    """Attention, feed-forward and experts, each in the one place that says it."""
+    combine = MoE.combine
+    with (
+        patch.object(Block, "attend", halved(Block.attend)),
+        patch.object(Block, "feed", halved(Block.feed)),
+        patch.object(MoEBlock, "attend", halved(MoEBlock.attend)),
+        patch.object(MoE, "combine", lambda *inputs: 0.5 * combine(*inputs)),
+    ):
+        yield
+
+
+def run_halved(row):
+    with halved_residuals():
+        return test_combinations.run_row(row)
+
+
+def test_overlap_runs_the_model_that_the_file_says():
+    """Other residuals than those of the models here: the same loss and gradients as on one device."""
+    plain = test_combinations.plain_twin(OVERLAPPED)
+    usual = test_combinations.reference(plain)[0]
+    with halved_residuals():
+        loss, _, grads, _, _ = test_combinations.reference.__wrapped__(plain)
+    assert abs(loss - usual) > 1e-4  # a million times the tolerance
+    for got_loss, _, got_grads, _, _ in run_ranks(4, run_halved, OVERLAPPED):
+        assert got_loss == pytest.approx(loss, rel=1e-10)
+        for name, grad in got_grads.items():
+            assert (torch.from_numpy(grad) - grads[name]).abs().max() <= 1e-10 * grads[name].abs().max(), name
+
+
+class OwnForward(MoEBlock):
+    def forward(self, x, shared):
+        return 0.5 * super().forward(x, shared)
+
+
+class OwnModel(Deepseek):
+    def forward(self, tokens, **batch):
+        return super().forward(tokens, **batch)
+
+
+class OwnSteps(MoEBlock):
+    def steps(self):
+        *others, last = super().steps()
+        return (*others, last._replace(outputs=("y",)), Segment("half", lambda _, y: y / 2, ("y",), ("out",)))
+
+
+def changed(change):
+    model = made("deepseek")
+    change(model)
+    return model
+
+
+def replace_forward(model):
+    model.layers["1"].forward = lambda x, shared: x
+
+
+REFUSED = {
+    "its class": (lambda m: setattr(m.layers["1"], "__class__", OwnForward), r"layers\.1 \(OwnForward\).*forward"),
+    "itself": (replace_forward, r"layers\.1 \(MoEBlock\) has a forward"),
+    "hooks": (lambda m: m.layers["2"].register_forward_hook(lambda *_: None), r"layers\.2 \(MoEBlock\) has hooks"),
+    "another block": (lambda m: m.layers.update({"0": torch.nn.Identity()}), r"layers\.0 \(Identity\) has a forward"),
+    "the model": (lambda m: setattr(m, "__class__", OwnModel), r"the model \(OwnModel\) has a forward"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_forward_beside_the_steps_is_refused_by_name(case):
+    change, message = REFUSED[case]
+    plan = MODELS["deepseek"].plan
+    require_steps(made("deepseek"), plan)
+    with pytest.raises(ValueError, match=message) as caught:
+        require_steps(changed(change), plan)
+    assert "turn the overlap off" in str(caught.value)
+
+
+def test_steps_of_ones_own_are_run_by_both():
+    def change(model):
+        model.layers["1"].__class__ = OwnSteps
+
+    require_steps(changed(change), MODELS["deepseek"].plan)
+    expected = by_forward(changed(change), batch())
+    assert abs(expected[0] - by_forward(made("deepseek"), batch())[0]) > 1e-6
+    assert difference(expected, by_segments(changed(change), batch(), POLICIES["full"], NoExchange(), True)) < 1e-12
+
+
+def assembled_with_own_forward():
+    build = test_combinations.build_adapted
+
+    def with_own_forward(row):
+        model, *others = build(row)
+        model.layers["1"].__class__ = OwnForward
+        return model, *others
+
+    with patch.object(test_combinations, "build_adapted", with_own_forward):
+        try:
+            test_combinations.assembled(OVERLAPPED)
+        except ValueError as error:
+            return str(error)
+    return "no error"
+
+
+def test_the_overlap_asks_first():
+    for message in run_ranks(4, assembled_with_own_forward):
+        assert message.startswith("layers.1 (OwnForward) has a forward of its own")
+
+
+def test_a_module_without_steps_says_so():
+    with pytest.raises(NotImplementedError):
+        Stepwise()(torch.zeros(1))

@@ -1,0 +1,173 @@
+"""Runs that cannot go on, or are asked to stop, lose nothing: what was whole on all ranks is saved, and resumed
+bit-equal to a run that was never stopped."""
+
+import logging
+import os
+import signal
+import time
+
+import pytest
+
+from tests.support import jobs
+from tests.support.pool import run_ranks
+from torchtitan.config import manager
+from torchtitan.datasets.sources import DataError
+from torchtitan.metrics.json_lines import JsonLines, read_records
+from torchtitan.ranks import read_ranks
+from torchtitan.trainer import NonFiniteError, PeerStopped, Trainer
+
+BAD_STEP = 5
+
+
+class Stumbles(Trainer):
+    """In its fifth step something is wrong on rank 1 alone, after it has taken one of the step's two batches."""
+
+    what = "nothing"
+
+    def fetch(self, batches):
+        if self.step == BAD_STEP - 1 and self.ranks.rank == 1 and self.what == "data":
+            next(batches)
+            batches = iter(())
+        return super().fetch(batches)
+
+    def to_device(self, batch):
+        if self.step == BAD_STEP - 1 and self.what == "gradient" and not hasattr(self.model, "clipped"):
+            self.model.clipped = self.model.clip_gradients
+            self.model.clip_gradients = lambda max_norm: self.model.clipped(max_norm) * float("nan")
+        return super().to_device(batch)
+
+    def maybe_validate(self, done):
+        if self.step == BAD_STEP - 1 and self.ranks.rank == 1:
+            self.stop_requested = self.what == "a stop in validation"
+            if self.what == "validation data":
+                self.held_out = ()
+        return super().maybe_validate(done)
+
+
+def stumble(argv, what):
+    trainer = Stumbles(manager.load(argv), read_ranks())
+    trainer.what = what
+    raised = None
+    try:
+        trainer.train()
+    except (DataError, PeerStopped, NonFiniteError) as error:
+        raised = type(error).__name__
+    trainer.metrics.close()
+    return raised, trainer.step
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return jobs.write_texts(tmp_path_factory.mktemp("texts"))
+
+
+def options(texts, **more):
+    return dict(
+        training__local_batch_size=2, training__steps=8, checkpoint__enable=True, checkpoint__interval=100
+    ) | dict(
+        validation__enable=True,
+        validation__dataset="text",
+        validation__dataset_path=texts,
+        validation__local_batch_size=2,
+        validation__freq=4,
+        validation__steps=2,
+        **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def straight(texts, tmp_path_factory):
+    return run_ranks(2, jobs.train, jobs.arguments(tmp_path_factory.mktemp("straight"), texts, **options(texts)))[0]
+
+
+ENDS = {
+    "data": ["PeerStopped", "DataError"],
+    "gradient": ["NonFiniteError"] * 2,
+    "validation data": ["PeerStopped", "DataError"],
+    "a stop in validation": [None, None],
+}
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_what_was_whole_is_saved_and_goes_on_bit_equal(what, straight, texts, tmp_path):
+    argv = jobs.arguments(tmp_path, texts, **options(texts))
+    assert run_ranks(2, stumble, argv, what) == [(raised, BAD_STEP - 1) for raised in ENDS[what]]
+    assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == [f"step-{BAD_STEP - 1:08d}"]
+    rows, state = run_ranks(2, jobs.train, argv)[0]
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert [row["loss"] for row in rows] == [row["loss"] for row in straight[0]]
+    assert state == straight[1]
+
+
+def test_a_step_whose_gradients_are_gone_is_not_saved(texts, tmp_path):
+    """Stepping in backward, a bad gradient is in the weights before anybody sees it."""
+    argv = jobs.arguments(tmp_path, texts, **options(texts, optimizer__lr=1e30, training__local_batch_size=8))
+    argv += ["--optimizer.early_step_in_backward", "--training.max_norm=0"]
+    (raised, _) = run_ranks(1, stumble, argv, "nothing")[0]
+    assert raised == "NonFiniteError" and not list((tmp_path / "checkpoint").glob("step-*"))
+
+
+class Disk:
+    """Takes some bytes and is then full, until there is space again."""
+
+    name = "metrics.jsonl"
+
+    def __init__(self, space):
+        self.space, self.content = space, b""
+
+    def write(self, data):
+        if not self.space:
+            raise OSError(28, "No space left on device")
+        taken = data[: self.space]
+        self.content += taken
+        self.space -= len(taken)
+        return len(taken)
+
+    def close(self):
+        pass
+
+
+def test_rows_wait_for_a_full_disk_and_the_run_goes_on(tmp_path, caplog):
+    lines = JsonLines(tmp_path / "metrics.jsonl", None)
+    disk = lines._file = Disk(space=30)
+    with caplog.at_level(logging.INFO, logger="torchtitan"):
+        for step in range(1, 5):
+            lines.write({"step": step, "loss": 0.5})
+        assert disk.content.count(b"\n") == 1 and len(disk.content) == 30
+        disk.space = 10**6
+        lines.write({"step": 5, "loss": 0.5})
+        disk.space = 0
+        lines.write({"step": 6, "loss": 0.5})
+        lines.close()
+    (tmp_path / "copy.jsonl").write_bytes(disk.content)
+    assert [row["step"] for row in read_records(tmp_path / "copy.jsonl")] == [1, 2, 3, 4, 5]
+    full = "metrics.jsonl cannot be written (No space left on device); "
+    full += "the run goes on, and rows are kept until they can be"
+    again, lost = "metrics.jsonl is written again, 3 rows that waited too", "1 rows of metrics.jsonl are lost"
+    assert [record.getMessage() for record in caplog.records] == [full, again, full, lost]
+
+
+# The job as its user starts it
+
+
+def test_a_rank_is_asked_and_then_the_launcher(texts, tmp_path):
+    """Whoever is asked twice saves once, and all ranks the same step."""
+    more = dict(training__local_batch_size=4, training__steps=100000, validation__enable=False)
+    process = jobs.start(jobs.arguments(tmp_path, texts, **(options(texts) | more)), ranks=2)
+    jobs.wait_for_step(tmp_path, 3, process)
+    os.kill(jobs.children(process.pid)[1], signal.SIGUSR1)
+    process.send_signal(signal.SIGINT)
+    code, out, err = jobs.finish(process)
+    assert (code, err) == (130, "")
+    last = jobs.logged_steps(tmp_path)[-1]["step"]
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir() if path.name[0] == "s"] == [f"step-{last:08d}"]
+
+
+def test_a_rank_that_is_stopped_in_its_start_takes_the_others_with_it(texts, tmp_path):
+    """The others wait for it in a library, where no handler runs."""
+    process = jobs.start(jobs.arguments(tmp_path, texts, **options(texts)), ranks=2)
+    while len(ranks := jobs.children(process.pid)) < 2:
+        time.sleep(0.01)
+    os.kill(ranks[1], signal.SIGTERM)
+    code, out, err = jobs.finish(process, 60)
+    assert (code, err) == (143, "")

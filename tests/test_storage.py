@@ -1,0 +1,231 @@
+"""Disks that lie, rot, fill up and come back; and a run that knows its end saves ahead of it."""
+
+import itertools
+import shutil
+from collections import namedtuple
+
+import pytest
+
+from tests.support import jobs
+from tests.support.checkpoint_job import Job, saved_steps
+from tests.support.pool import run_ranks
+from tests.test_checkpoint_layout import make_step, names
+from torchtitan.checkpoint import CheckpointError, layout, retention, saving, storage
+from torchtitan.checkpoint.agreement import Peers
+from torchtitan.config.manager import load
+from torchtitan.config.options import ConfigError
+from torchtitan.time_limit import TimeLimit, seconds_of, shortest
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+# Read back
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_disk_that_gives_back_something_else_is_noticed_before_publishing(tmp_path, monkeypatch, verify):
+    """The control: without reading back, the damaged checkpoint is published."""
+    job = Job(tmp_path, verify=verify)
+    write = saving._write
+
+    def lying(snapshot, temporary, peers):
+        share = write(snapshot, temporary, peers)
+        damage(temporary / "__0_0.distcp")
+        return share
+
+    monkeypatch.setattr(saving, "_write", lying)
+    if verify:
+        with pytest.raises(CheckpointError, match="__0_0.distcp is read back with other content than was written"):
+            job.train(2)
+        assert saved_steps(tmp_path) == []
+    else:
+        job.train(2)
+        assert saved_steps(tmp_path) == ["step-00000002"]
+        with pytest.raises(CheckpointError, match="damaged: __0_0.distcp"):
+            Job(tmp_path).checkpointer.load()
+
+
+# Retention looks at content
+
+
+def retain(root, keep, good=frozenset(), protected=()):
+    retention.retain(root, keep, set(protected), Peers("test"), None if good is None else set(good))
+
+
+def test_good_checkpoints_are_not_deleted_for_rotten_newer_ones(tmp_path, caplog):
+    made = [make_step(tmp_path, step) for step in range(1, 7)]
+    for folder in made[4:]:
+        damage(folder / "__0_0.distcp")
+    retain(tmp_path, 2)
+    assert names(tmp_path) == [folder.name for folder in made[2:]]  # 5 and 6 are rotten: 3 and 4 stay for them
+    assert caplog.text.count("is not sound any more") == 2
+    damage(made[3] / "state.json")
+    retain(tmp_path, 3)  # 4, 5 and 6 stay and none of them is sound
+    assert names(tmp_path) == [folder.name for folder in made[2:]]
+
+
+def test_what_has_just_been_read_is_not_read_again(tmp_path, monkeypatch):
+    made = [make_step(tmp_path, step) for step in range(1, 6)]
+    looked, look = [], retention.is_whole
+    monkeypatch.setattr(retention, "is_whole", lambda folder, peers: looked.append(folder) or look(folder, peers))
+    retain(tmp_path, 3, good=[made[4]])
+    assert looked == [made[3]]
+    assert names(tmp_path) == [folder.name for folder in made[2:]]
+    retain(tmp_path, 3, good=[made[4]])
+    assert looked == [made[3]]  # nothing is to be deleted, so nothing is read
+
+
+def test_the_control_without_verify_deletes_by_age_alone(tmp_path):
+    made = [make_step(tmp_path, step) for step in range(1, 5)]
+    for folder in made[2:]:
+        damage(folder / "__0_0.distcp")
+    retain(tmp_path, 2, good=None)
+    assert names(tmp_path) == [folder.name for folder in made[2:]]
+    assert not any(retention.is_whole(folder, Peers("test")) for folder in made[2:])
+
+
+def rotting(folder):
+    """Two ranks share the looking: what one finds, both know."""
+    job = Job(folder, "fsdp", interval=1, keep_latest_k=2)
+    job.train(2)
+    if job.checkpointer.main_peers.is_main:
+        damage(folder / "step-00000002" / "__1_0.distcp")
+    job.checkpointer.main_peers.maximum(0)
+    job.train(1)
+    return saved_steps(folder)
+
+
+def test_retention_on_several_ranks(tmp_path):
+    expected = [f"step-0000000{step}" for step in (1, 2, 3)]
+    assert run_ranks(2, rotting, tmp_path) == [expected] * 2
+
+
+# Space, trying again, going on
+
+
+def failing(monkeypatch, times):
+    write, left = storage.write_tensors, [times]
+
+    def fail(*args):
+        if left[0]:
+            left[0] -= 1
+            raise OSError(122, "Disk quota exceeded")
+        return write(*args)
+
+    monkeypatch.setattr(storage, "write_tensors", fail)
+    return left
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_save_is_tried_again(tmp_path, monkeypatch, caplog, mode):
+    left = failing(monkeypatch, 2)
+    job = Job(tmp_path, async_mode=mode, retry_pauses=(0.001, 0.001))
+    job.train(2)
+    job.checkpointer.finish()
+    assert left == [0] and saved_steps(tmp_path) == ["step-00000002"]
+    assert caplog.text.count("Disk quota exceeded") == 2 and "again in 0.001 s" in caplog.text
+    left[0] = 3
+    with pytest.raises(CheckpointError, match="Disk quota exceeded"):
+        job.train(2)
+        job.checkpointer.finish()
+    assert saved_steps(tmp_path) == ["step-00000002"]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_run_may_go_on_after_a_save_that_failed_but_not_after_the_last(tmp_path, monkeypatch, caplog, mode):
+    left = failing(monkeypatch, 1)
+    job = Job(tmp_path, async_mode=mode, on_save_error="continue")
+    job.train(3)
+    if job.checkpointer.running:
+        job.checkpointer.running.join()
+    job.train(1)  # the step that is due next saves, also where it is the one that learns of the failure
+    job.checkpointer.finish()
+    assert saved_steps(tmp_path) == ["step-00000004"]
+    assert "the run goes on without it" in caplog.text
+    left[0] = 1
+    with pytest.raises(CheckpointError, match="Disk quota exceeded"):
+        job.train(1, last=True)
+        job.checkpointer.finish()
+    assert saved_steps(tmp_path) == ["step-00000004"]
+
+
+def test_the_last_save_is_made_also_when_the_one_before_it_failed(tmp_path, monkeypatch):
+    failing(monkeypatch, 1)
+    job = Job(tmp_path, async_mode="async", on_save_error="continue")
+    job.train(2)
+    job.checkpointer.running.join()
+    job.train(1, last=True)
+    job.checkpointer.finish()
+    assert saved_steps(tmp_path) == ["step-00000003"]
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_space_is_looked_at_before_anything_is_written(tmp_path, monkeypatch):
+    job = Job(tmp_path)
+    job.train(2)
+    size = job.checkpointer.needed_bytes
+    assert size == sum(path.stat().st_size for path in (tmp_path / "step-00000002").glob("[!sm]*"))
+    usage = [Usage(0, 0, size)]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage[0])
+    monkeypatch.setattr(saving, "_write", None)
+    with pytest.raises(CheckpointError, match="GiB free and a checkpoint needs .*checkpoint.keep_latest_k"):
+        job.train(2)
+    assert saved_steps(tmp_path) == ["step-00000002"]
+    monkeypatch.undo()
+    usage[0] = Usage(0, 0, 2 * size)
+    job.train(2)
+    assert saved_steps(tmp_path) == ["step-00000002", "step-00000006"]
+
+
+def test_the_first_save_knows_its_need_by_the_tensors(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 100))
+    with pytest.raises(CheckpointError, match="a checkpoint needs"):
+        Job(tmp_path).train(2)
+
+
+# An end that is known
+
+
+def test_times_are_read_as_slurm_writes_them():
+    assert [seconds_of(text) for text in ("0:00:07", "12:34:56", "2-01:00:00")] == [7.0, 45296.0, 176400.0]
+    assert shortest(None, 5.0, None, 3.0) == 3.0 and shortest(None) is None
+    assert load(["--job.time_limit=1-00:00:00"]).job.time_limit == "1-00:00:00"
+    for wrong in ("90", "1:60:00", "1:00", "x"):
+        with pytest.raises(ConfigError, match="job.time_limit"):
+            load([f"--job.time_limit={wrong}"])
+
+
+def test_the_end_is_near_when_two_more_turns_and_saves_would_not_fit():
+    now = itertools.count(0, 10)  # a turn of 10 seconds
+    limit = TimeLimit(200, clock=lambda: next(now))
+    asked = []
+    while not limit.near(save_seconds=5):
+        asked.append(limit._turn_began)
+    # 200 - 2 * (10 + 5) - 5 % = 160
+    assert asked[-1] == 150 and limit._turn_began == 160
+    forever = TimeLimit(None, clock=lambda: next(now))
+    assert not any(forever.near(1e9) for _ in range(5))
+
+
+def test_a_run_ends_ahead_of_its_limit_saved_and_goes_on_later(tmp_path):
+    """As long as a limit allows, and no more is asserted of it: this machine is as busy as it is."""
+    texts = jobs.write_texts(tmp_path / "texts")
+    options = dict(
+        checkpoint__enable=True, training__steps=10**6, training__local_batch_size=4, job__time_limit="0:00:05"
+    )
+    argv = jobs.arguments(tmp_path / "run", texts, **options)
+    code, out, err = jobs.finish(jobs.start(argv, ranks=2))
+    assert code == 143, err
+    assert "ahead of the end that is known" in out
+    assert "nothing will be saved" not in err
+    last = jobs.logged_steps(tmp_path / "run")[-1]["step"]
+    assert layout.check_complete(tmp_path / "run" / "checkpoint" / layout.step_name(last)).step == last < 10**6
+    assert (tmp_path / "run" / "last_checkpoint").read_text().strip() == layout.step_name(last)

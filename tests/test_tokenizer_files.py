@@ -1,0 +1,271 @@
+"""Tokenizers from Hugging Face's folders: what is beside tokenizer.json, vocab.json and merges.txt, none that begins a
+document, patterns that run away. And in their form: AutoTokenizer on what is written gives the ids of ours.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tokenizers
+from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
+
+from tests.test_tokenizer import ASSETS, KINDS, TEXTS, write
+from torchtitan.commands.preview import View
+from torchtitan.datasets.records import encode
+from torchtitan.datasets.sources import DataError, Document
+from torchtitan.datasets.tokenizer import TokenizerError, build_tokenizer, hf_json, patterns
+from torchtitan.datasets.tokenizer.patterns import may_run_away
+
+ORDINARY = {name: text for name, text in TEXTS.items() if name != "special"} | {
+    "a module": Path(argparse.__file__).read_text(),
+    "long words": "a" * 700 + " " + "ab" * 300,
+}
+
+
+def export(tokenizer, folder: Path):
+    """AutoTokenizer, on the files alone."""
+    for name, content in tokenizer.as_hf_files().items():
+        (folder / name).write_bytes(content)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def compare(theirs, ours, texts=ORDINARY):
+    for name, text in texts.items():
+        ids = ours.encode(text)
+        assert theirs.encode(text, add_special_tokens=False) == ids, name
+        assert theirs.decode(ids).replace("<unk>", " \u2047 ") == ours.decode(ids), name  # sentencepiece's sign
+
+
+def train_sentencepiece(path: Path, **options) -> str:
+    """On the text of a module; without begin and end unless asked for."""
+    lines = Path(argparse.__file__).read_text().splitlines()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(path),
+        minloglevel=2,
+        **{"vocab_size": 400, "bos_id": -1} | options,
+    )
+    return f"{path}.model"
+
+
+# In the form of Hugging Face
+
+
+@pytest.mark.parametrize("path", KINDS, ids=lambda path: Path(path).name)
+def test_auto_tokenizer_gives_the_same_ids(path, tmp_path):
+    ours = build_tokenizer(path)
+    theirs = export(ours, tmp_path)
+    compare(theirs, ours)
+    assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (ours.bos_id, ours.eos_id, ours.vocab_size)
+    if not path.endswith("tokenizer.json"):  # which is as its maker wants it
+        assert theirs("def f").input_ids == ours.encode("def f", bos=True)
+    again = build_tokenizer(str(tmp_path))
+    compare(theirs, again)
+    assert (again.bos_id, again.eos_id, again.vocab_size) == (ours.bos_id, ours.eos_id, ours.vocab_size)
+
+
+def test_llama_cpp_finds_the_sentencepiece_model():
+    written = build_tokenizer(KINDS[2]).as_hf_files()
+    assert written["tokenizer.model"] == Path(KINDS[2]).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_t5s_way(kind, tmp_path):
+    """Unigram, compiled rules of normalization, blanks joined, no token that begins a text."""
+    rules = "nmt_nfkc" if kind == "unigram" else "identity"
+    model = train_sentencepiece(tmp_path / "m", model_type=kind, normalization_rule_name=rules, pad_id=3)
+    ours = build_tokenizer(model)
+    (tmp_path / "out").mkdir()
+    theirs = export(ours, tmp_path / "out")
+    assert ours.bos_id is None and ours.begin == [] and theirs.bos_token_id is None
+    assert ours.encode("def", bos=True, eos=True) == [*ours.encode("def"), ours.eos_id]
+    compare(theirs, ours, {"words": "a  ﬁne  module ", "a module": Path(argparse.__file__).read_text()})
+    tokens = encode(ours, Document("def f", "here"))
+    assert tokens.ids.tolist() == ours.encode("def f", eos=True) and tokens.trained.all()
+    sample = {"tokens": ours.encode("def f"), "labels": ours.encode("def f"), "document_ids": [0] * 9}
+    sample["document_ids"], sample["positions"] = [0] * len(sample["tokens"]), list(range(len(sample["tokens"])))
+    assert not any("begun in an earlier" in line for line in View(ours, 100, ids=False, colour=False).sample(0, sample))
+
+
+def test_a_sentencepiece_model_without_an_end(tmp_path):
+    model = train_sentencepiece(tmp_path / "m", eos_id=-1)
+    with pytest.raises(TokenizerError, match="no id for a document's end .eos -1.; train it with eos_id"):
+        build_tokenizer(model)
+
+
+def test_what_tokenizer_json_has_no_words_for(tmp_path):
+    model = train_sentencepiece(tmp_path / "m", treat_whitespace_as_suffix=True)
+    with pytest.raises(TokenizerError, match="its kind of sentencepiece model has no tokenizer.json"):
+        build_tokenizer(model).as_hf_files()
+
+
+def test_what_came_beside_it_goes_along(tmp_path):
+    home, out = tmp_path / "home", tmp_path / "out"
+    home.mkdir()
+    out.mkdir()
+    shutil.copy(ASSETS / "tokenizer.json", home)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    write(home / "chat_template.jinja", template)
+    config = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>", "auto_map": {"AutoTokenizer": "code.X"}}
+    write(home / "tokenizer_config.json", json.dumps(config | {"model_max_length": 77}))
+    ours = build_tokenizer(str(home))
+    theirs = export(ours, out)
+    compare(theirs, ours)
+    assert theirs.model_max_length == 77
+    assert theirs.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<user>hi"
+    assert "auto_map" not in json.loads((out / "tokenizer_config.json").read_text())
+
+
+# From folders of theirs
+
+
+def test_tokens_that_only_the_config_has(tmp_path):
+    """As in torchtitan's own tests: its tokenizer.json ends before them, and their numbers are of a larger one."""
+    theirs = tokenizers.Tokenizer.from_file(str(ASSETS / "tokenizer.json"))
+    content = json.loads(theirs.to_str())
+    content["added_tokens"] = []
+    vocabulary = content["model"]["vocab"]
+    content["model"]["vocab"] = {name: i - 2 for name, i in vocabulary.items() if not name.startswith("<|")}
+    write(tmp_path / "tokenizer.json", json.dumps(content))
+    entry = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    named = {"128001": "<|end_of_text|>", "128000": "<|begin_of_text|>"}
+    config = {"added_tokens_decoder": {number: entry | {"content": name} for number, name in named.items()}}
+    config |= {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>", "pad_token": "<|pad|>"}
+    write(tmp_path / "tokenizer_config.json", json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    ours, reference = build_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    assert (ours.bos_id, ours.eos_id) == (reference.bos_token_id, reference.eos_token_id) == (2046, 2047)
+    compare(reference, ours)
+    (tmp_path / "out").mkdir()
+    assert export(ours, tmp_path / "out").bos_token_id == ours.bos_id
+    content["model"]["vocab"] |= {name: i for name, i in vocabulary.items() if i == 2047}
+    write(tmp_path / "tokenizer.json", json.dumps(content))
+    with pytest.raises(TokenizerError, match="would be number 2047, which is another token's"):
+        build_tokenizer(str(tmp_path))
+    for damaged in ([1], {"one": {"content": "x"}}, {"1": {}}, {"1": {"content": 7}}, {"1": "x"}):
+        write(tmp_path / "tokenizer_config.json", json.dumps({"added_tokens_decoder": damaged}))
+        with pytest.raises(TokenizerError, match="added_tokens_decoder of tokenizer_config.json is damaged"):
+            build_tokenizer(str(tmp_path))
+
+
+@pytest.fixture
+def vocab_and_merges(tmp_path) -> Path:
+    """Of the shipped byte-level BPE, with one name at both ends as GPT-2 has it."""
+    model = json.loads((ASSETS / "tokenizer.json").read_text())["model"]
+    vocabulary = {name: i for name, i in model["vocab"].items() if not name.startswith("<|")}
+    vocabulary["<|endoftext|>"] = 0
+    write(tmp_path / "vocab.json", json.dumps(vocabulary))
+    merges = (pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"])
+    write(tmp_path / "merges.txt", "#version: 0.2\n" + "\n".join(merges) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", [None, GPT2Tokenizer, Qwen2Tokenizer])
+def test_vocab_and_merges(kind, vocab_and_merges):
+    if kind is not None:
+        write(vocab_and_merges / "tokenizer_config.json", json.dumps({"tokenizer_class": kind.__name__}))
+    reference = (kind or GPT2Tokenizer).from_pretrained(vocab_and_merges)
+    for path in (vocab_and_merges, vocab_and_merges / "vocab.json"):
+        ours = build_tokenizer(str(path))
+        assert ours.eos_id == 0 == ours.bos_id
+        for name, text in ORDINARY.items():
+            assert ours.encode(text) == reference.encode(text), name
+    out = vocab_and_merges / "out"
+    out.mkdir()
+    (vocab_and_merges / "tokenizer_config.json").unlink(missing_ok=True)
+    compare(export(build_tokenizer(str(vocab_and_merges)), out), build_tokenizer(str(vocab_and_merges)))
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("tokenizer_config.json", '{"tokenizer_class": "CLIPTokenizer"}', "does not tell how that one splits text"),
+        ("vocab.json", "[1]", "a list instead of an object"),
+        ("vocab.json", '{"a": "b"}', "no table of tokens to ids"),
+        ("merges.txt", "a b c\n", "a line of merges.txt is no pair"),
+        ("merges.txt", "zz yy\n", "not a complete tokenizer.json"),
+    ],
+)
+def test_bad_vocab_and_merges(name, content, said, vocab_and_merges):
+    write(vocab_and_merges / name, content)
+    with pytest.raises(TokenizerError, match=said):
+        build_tokenizer(str(vocab_and_merges))
+
+
+def test_vocab_without_merges(vocab_and_merges):
+    (vocab_and_merges / "merges.txt").unlink()
+    with pytest.raises(TokenizerError, match="merges.txt: No such file"):
+        build_tokenizer(str(vocab_and_merges))
+
+
+# Patterns
+
+SAFE = [
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{M}]*[\p{Ll}\p{M}]+(?i:'s|'t|'re)?|\s+",
+    r" ?[^(\s|[.,!?])]+",
+    r"(a{1,3}){1,3}",
+    r"\(a+\)+",
+    r"[(a+)]+",
+    "(",
+    "a)+",
+]
+SUSPICIOUS = [r"(a+)+$", r"(?:\p{L}\p{M}*)+", r"(a|aa)*", r"((a+))*", r"(a{1,100}){1,100}", r"(a+)\1", r"(?<x>a\g<x>?)"]
+
+
+@pytest.mark.parametrize("pattern", SAFE + SUSPICIOUS)
+def test_which_patterns_are_tried(pattern):
+    assert may_run_away(pattern) == (pattern in SUSPICIOUS)
+
+
+def with_pattern(folder: Path, pattern: str) -> str:
+    content = json.loads((ASSETS / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [split, *content["pre_tokenizer"]["pretokenizers"]],
+    }
+    write(folder / "tokenizer.json", json.dumps(content))
+    return str(folder)
+
+
+def test_a_pattern_that_runs_away_is_refused_without_a_panic(tmp_path, capfd):
+    with pytest.raises(
+        TokenizerError, match=r"its pattern '\(a\|aa\)\+\$' needs more steps.*does not repeat what repeats"
+    ):
+        build_tokenizer(with_pattern(tmp_path, "(a|aa)+$"))
+    assert "panicked" not in capfd.readouterr().err
+
+
+def test_a_pattern_that_only_looks_like_it_is_taken(tmp_path):
+    text = "Grüße aus Köln"
+    assert (
+        build_tokenizer(with_pattern(tmp_path, r"(?:\p{L}\p{M}*)+")).decode(build_tokenizer(KINDS[3]).encode(text))
+        == text
+    )
+
+
+def test_a_trial_without_end_is_refused(tmp_path, monkeypatch):
+    def late(*args, **options):
+        raise subprocess.TimeoutExpired("python", options["timeout"])
+
+    monkeypatch.setattr(patterns.subprocess, "run", late)
+    with pytest.raises(TokenizerError, match="needs more steps than there are"):
+        build_tokenizer(with_pattern(tmp_path, "(a+)+"))
+
+
+def test_a_text_that_the_library_panics_on_is_a_bad_record(tmp_path, monkeypatch):
+    """Where no trial has shown it."""
+    monkeypatch.setattr(hf_json, "check_patterns", lambda path, content: None)
+    ours = build_tokenizer(with_pattern(tmp_path, "(a|aa)+$"))
+    said = (
+        re.escape("a.jsonl:7: tokenizer ")
+        + ".*it fails .*on a text that begins 'aaaa.*leave that text out.*on_bad_data"
+    )
+    with pytest.raises(DataError, match=said):
+        encode(ours, Document("a" * 60 + "b", "a.jsonl:7"))
+    assert ours.decode(ours.encode("fine")) == "fine"

@@ -1,0 +1,87 @@
+"""DoRA (arXiv:2402.09353): the learned matrix W + scale B A gives the directions of its rows, and their lengths are
+trained beside it. These begin as the lengths of W's rows, so the model begins as it was.
+
+The rows of the learned matrix are measured anew in each forward, which counts as constant in backward (section 4.3).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from torchtitan.adapters.low_rank import LowRank, LowRankLinear, Strength, learned, plus_product
+from torchtitan.initialization import Constant, Init, local_part
+from torchtitan.models.layers import autocast_off
+
+
+@torch.no_grad()
+def learned_lengths(linear: Any) -> torch.Tensor:
+    """Of the rows of the learned matrix, [out]; `linear` may be a stand-in with a rank's weights."""
+    with autocast_off(linear.weight.device.type):
+        matrix = linear.weight + linear.low_rank.scale * (linear.lora_B @ linear.lora_A)
+        squares = matrix.to(torch.promote_types(matrix.dtype, torch.float32)).square().sum(1)
+    if linear.has_parts_of_rows:
+        squares = torch.ops._c10d_functional.all_reduce(squares, "sum", linear.border.group)
+        squares = torch.ops._c10d_functional.wait_tensor(squares)
+    return squares.sqrt()
+
+
+class DirectedLinear(LowRankLinear):
+    """Beside what LowRankLinear has, `lora_magnitude` [out]."""
+
+    has_parts_of_rows = False  # as each of a group of ranks, that of `border`
+
+    def add_parameters(self, strength: Strength) -> None:
+        super().add_parameters(strength)
+        self.lora_magnitude = nn.Parameter(self.weight.detach().new_empty(self.out_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, self.weight) + learned(self, x)
+        y = y * (self.lora_magnitude / learned_lengths(self)).to(y.dtype)
+        return y if self.bias is None else y + self.bias
+
+    def own_init(self, name: str) -> Init | None:
+        return Constant(1.0) if name == "lora_magnitude" else super().own_init(name)
+
+    def tensor_placements(self, role: str, whole: Placement) -> dict[str, tuple[Placement, Placement]]:
+        told = super().tensor_placements(role, whole)
+        if role in ("column", "head"):
+            told["lora_magnitude"] = (Shard(0), Shard(0))
+        elif role == "row":  # each rank multiplies its part of a sum with it
+            told["lora_magnitude"] = (Replicate(), Partial())
+            self.has_parts_of_rows = True
+        return told
+
+    @torch.no_grad()
+    def follow_base(self) -> None:
+        """The lengths of W's rows become the trained ones."""
+        local, _, offset = local_part(self.lora_magnitude)
+        local.copy_(row_lengths(self.weight).narrow(0, offset[0], local.shape[0]))
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        matrix = plus_product(self.weight, self.lora_B, self.lora_A, self.low_rank.scale)
+        lengths = row_lengths(matrix)
+        local, _, offset = local_part(matrix)
+        magnitude = self.lora_magnitude
+        magnitude = magnitude.full_tensor() if isinstance(magnitude, DTensor) else magnitude
+        local.mul_((magnitude / lengths).narrow(0, offset[0], local.shape[0])[:, None])
+        return {"weight": matrix}
+
+
+class DoRA(LowRank):
+    linear = DirectedLinear
+
+
+def row_lengths(matrix: torch.Tensor) -> torch.Tensor:
+    """[out] of a matrix [out, in], whole on every rank, which all call it."""
+    local, shape, offset = local_part(matrix)
+    squares = torch.zeros(shape[0], dtype=torch.promote_types(matrix.dtype, torch.float32), device=local.device)
+    squares.narrow(0, offset[0], local.shape[0]).add_(local.to(squares.dtype).square().sum(1))
+    if isinstance(matrix, DTensor):
+        for axis, placement in enumerate(matrix.placements):
+            if not placement.is_replicate():
+                dist.all_reduce(squares, group=matrix.device_mesh.get_group(axis))
+    return squares.sqrt()

@@ -1,0 +1,162 @@
+"""What an adapter is: parameters added to a plain model, and the choice of which are trained, before anything is made
+parallel.
+
+Names stay: a module that gets parameters of its own changes its class and not its place, so every pattern of a plan,
+every cut of a pipeline and every name in a checkpoint means what it meant. All that comes later is told by the modules
+themselves, whatever wraps, splits or copies them in between. A converted module may have
+
+    own_init(name)   the initial values (an Init) of the parameter that it calls so; None for the model's own rule
+    merged()         its plain parameters with the adapter's folded in, by its names for them, laid out as it has them
+    tensor_placements(role, whole)    how its own parameters lie under tensor parallel (parallelisms/tensor_parallel.py)
+    follow_base()    called once the plain parameters have their values: sets what is made of them
+
+and beside these an adapter only says which names it added and which it froze.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from torchtitan.adapters.targets import without_numbers
+from torchtitan.config.job import Adapter as Options
+from torchtitan.errors import JobError
+from torchtitan.initialization import clean_name, local_part
+from torchtitan.parallelisms.plan import ParallelPlan
+from torchtitan.stores import packed_names
+
+
+class Adapter:
+    """Of one job. After `install`, names of the whole plain model:
+
+    `fresh`: parameters that were added; a base checkpoint lacks them. `frozen`: those that are not trained: they get no
+    gradient, no reduction and no optimizer state. `num_trained`, `num_parameters`: how many numbers both are.
+
+    A hook of the step (parallelisms/hooks.py).
+    """
+
+    name = "adapter"
+
+    def __init__(self, options: Options, seed: int = 0):
+        self.options, self.seed = options, seed
+        self.fresh: frozenset[str] = frozenset()
+        self.frozen: frozenset[str] = frozenset()
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of the fresh
+        self.replaced: set[str] = set()  # of the base, what the fresh are trained instead of
+        self.num_trained = self.num_parameters = 0
+
+    def install(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
+        """Change the whole plain model in place, which is usually on the meta device; the plan that fits it then.
+        JobError where the options do not fit the model.
+        """
+        before = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        of_base = sum(parameter.numel() for parameter in model.parameters())
+        plan = self.convert(model, plan)
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        packed = packed_names(model)
+        self.fresh = frozenset(names - before - packed)
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name in self.fresh}
+        trained = self.fresh | self.trained_of_base(sorted(names & before))
+        for name, parameter in model.named_parameters():  # of tied ones the first name counts
+            parameter.requires_grad_(name in trained)
+        self.frozen = frozenset(
+            name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad
+        )
+        self.num_parameters = of_base + sum(map(math.prod, self.shapes.values()))
+        self.num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return plan
+
+    def convert(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
+        """Give modules of the model their new class and parameters."""
+        raise NotImplementedError
+
+    def trained_of_base(self, names: Sequence[str]) -> frozenset[str]:
+        """Which of the plain model's parameters are trained beside the new ones."""
+        if self.options.train_dense_rest:
+            return frozenset(names) - self.replaced
+        return frozenset(matching(names, self.options.train_fully, "adapter.train_fully"))
+
+    def follow_base(self, parts: Iterable[nn.Module]) -> None:
+        """After initial values, and again after a base checkpoint has been loaded."""
+        for _, module in _with(parts, "follow_base"):
+            module.follow_base()
+
+    @torch.no_grad()
+    def begin_from(self, parts: Iterable[nn.Module], whole: Mapping[str, torch.Tensor]) -> None:
+        """Take the adapter's parameters from whole tensors by name; a rank takes its parts of those that it has."""
+        for name, parameter in self._parameters(parts):
+            local, _, offset = local_part(parameter)
+            spans = tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
+            local.copy_(whole[name][spans])
+
+    def whole_tensors(self, parts: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
+        """The adapter's parameters of these parts, whole, on the CPU. Every rank calls it."""
+        values = ((name, parameter.detach()) for name, parameter in self._parameters(parts))
+        return {name: (v.full_tensor() if isinstance(v, DTensor) else v).cpu() for name, v in values}
+
+    def _parameters(self, parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+        for part in parts:
+            for wrapped, parameter in part.named_parameters():
+                if (name := clean_name(wrapped)) in self.fresh:
+                    yield name, parameter
+
+    @torch.no_grad()
+    def merged(self, parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+        """What the plain model would be saved as if it had learned what the adapter did, by the plain model's names:
+        tensors as they are laid out here. Every rank calls it.
+        """
+        tensors = {
+            name: tensor
+            for part in parts
+            for wrapped, tensor in part.state_dict(keep_vars=True).items()
+            if (name := clean_name(wrapped)) not in self.fresh | packed_names(part)
+        }
+        for name, module in _with(parts, "merged"):
+            tensors |= {f"{name}.{own}": tensor for own, tensor in module.merged().items()}
+        return tensors
+
+    def after_step(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """After each optimizer step, the `step`-th of the run, on every rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What of `after_step` has to survive, JSON-able and the same on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What `state_dict` gave."""
+
+    def rate_of(self, name: str) -> float:
+        """Of a trained parameter: its learning rate, as a factor of the job's."""
+        return 1.0
+
+    def describe(self) -> str:
+        """In one line, at the start of a run."""
+        share = 100 * self.num_trained / self.num_parameters
+        return (
+            f"{self.options.kind}: {self.num_trained:,} of {self.num_parameters:,} parameters trained ({share:.2g} %)"
+        )
+
+
+def matching(names: Iterable[str], patterns: Iterable[str], key: str) -> list[str]:
+    """The names that fit one of the patterns, in which `*` stands for anything, dots too. JobError for a pattern that
+    fits none.
+    """
+    names = list(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            known = ", ".join(sorted(without_numbers(names)))
+            raise JobError(f"{key} = {pattern!r} fits nothing in this model; it has {known}: correct or drop it")
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _with(parts: Iterable[nn.Module], method: str) -> Iterator[tuple[str, nn.Module]]:
+    """Converted modules by their names in the whole model; of those inside wrappers, the module and not the wrapper."""
+    for part in parts:
+        for name, module in part.named_modules():
+            if hasattr(type(module), method):
+                yield clean_name(name), module

@@ -1,0 +1,203 @@
+"""Low-rank adapters (arXiv:2106.09685): beside a frozen matrix W [out, in] stand A [rank, in] and B [out, rank], and
+the layer computes x W^T + scale (x A^T) B^T. B begins at zero, so the model begins as it was.
+
+Any linear can have them, and the stacked matrices of experts, W [experts, in, out], with an A [experts, in, rank] and a
+B [experts, rank, out] of their own. A kind is a pair of classes, for linears and for experts, see lora.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from torchtitan.adapters.interface import Adapter
+from torchtitan.adapters.targets import misfits, targets
+from torchtitan.config.job import Adapter as Options
+from torchtitan.errors import JobError
+from torchtitan.initialization import Constant, Init, Uniform, local_part
+from torchtitan.models.moe.experts import Experts
+from torchtitan.parallelisms.plan import ParallelPlan
+
+MATRICES = ("w1", "w2", "w3")
+"""Of experts."""
+
+
+@dataclass(frozen=True)
+class Strength:
+    """What a converted module is told. `scale`: of what A and B add."""
+
+    rank: int
+    scale: float
+
+
+def learned(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    """What A and B of a LowRankLinear, or of a stand-in with a rank's weights, add to its output."""
+    return F.linear(F.linear(x, linear.lora_A) * linear.low_rank.scale, linear.lora_B)  # scaled where it is narrow
+
+
+class LowRankLinear(nn.Linear):
+    """A linear that has `lora_A`, `lora_B` and `low_rank`, a Strength, beside its frozen weight."""
+
+    def add_parameters(self, strength: Strength) -> None:
+        self.low_rank = strength
+        new = self.weight.detach().new_empty
+        self.lora_A = nn.Parameter(new(strength.rank, self.in_features))
+        self.lora_B = nn.Parameter(new(self.out_features, strength.rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias) + learned(self, x)
+
+    def own_init(self, name: str) -> Init | None:
+        if name == "lora_A":
+            return Uniform(self.in_features**-0.5)  # Kaiming's for a = sqrt(5), as torch begins its own linears
+        return Constant(0.0) if name == "lora_B" else None
+
+    def tensor_placements(self, role: str, whole: Placement) -> dict[str, tuple[Placement, Placement]]:
+        """Under tensor parallel, see tensor_parallel.py."""
+        if role in (
+            "column",
+            "head",
+        ):  # every rank has some outputs, and from these alone what they add to A's gradient
+            return {"lora_A": (Replicate(), Partial()), "lora_B": (Shard(0), Shard(0))}
+        if role == "row":  # every rank has some inputs, and B sees its part of a sum
+            return {"lora_A": (Shard(1), Shard(1)), "lora_B": (Replicate(), Partial())}
+        return {}
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        return {"weight": plus_product(self.weight, self.lora_B, self.lora_A, self.low_rank.scale)}
+
+
+class LowRankExperts(Experts):
+    """Experts with a `lora_A_w1` and a `lora_B_w1` and so on beside each of their matrices."""
+
+    def add_parameters(self, strength: Strength) -> None:
+        self.low_rank = strength
+        for name in MATRICES:
+            matrix = getattr(self, name).detach()
+            experts, inputs, outputs = matrix.shape
+            self.register_parameter(f"lora_A_{name}", nn.Parameter(matrix.new_empty(experts, inputs, strength.rank)))
+            self.register_parameter(f"lora_B_{name}", nn.Parameter(matrix.new_empty(experts, strength.rank, outputs)))
+
+    @staticmethod
+    def product(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        inner = Experts.product(experts, f"lora_A_{name}", x, ends) * experts.low_rank.scale
+        learned = Experts.product(experts, f"lora_B_{name}", inner, ends)
+        return Experts.product(experts, name, x, ends) + learned
+
+    def own_init(self, name: str) -> Init | None:
+        if name.startswith("lora_A_"):
+            return Uniform(getattr(self, name).shape[1] ** -0.5)
+        return Constant(0.0) if name.startswith("lora_B_") else None
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        pairs = {name: (getattr(self, f"lora_A_{name}"), getattr(self, f"lora_B_{name}")) for name in MATRICES}
+        return {n: plus_product(getattr(self, n), a, b, self.low_rank.scale) for n, (a, b) in pairs.items()}
+
+
+class LowRank(Adapter):
+    """Puts one kind of low-rank matrices beside those that the options name."""
+
+    linear: type[LowRankLinear]
+    experts: type[LowRankExperts] | None = None  # None: this kind has none for experts
+    unties = False  # a tied head has matrices of its own
+
+    def convert(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
+        found = dict(candidates(model))
+        if wrong := list(misfits({name: sizes_of(module) for name, module in found.items()}, self.options)):
+            raise JobError("; ".join(map(str, wrong)))
+        for name in targets(found, self.options):
+            self.convert_one(name, found[name])
+            own = MATRICES if isinstance(found[name], Experts) else ("weight",)
+            self.replaced |= {f"{name}.{each}" for each in own}
+        head, embedding = (getattr(model, name, None) for name in ("output", "tok_embeddings"))
+        self.unties = isinstance(head, LowRankLinear) and embedding is not None and head.weight is embedding.weight
+        return plan
+
+    def merged(self, parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+        if self.unties:
+            raise JobError(
+                "the head is the embedding's matrix and has an adapter, which the embedding does not see: folded in "
+                "they would be two. Write the adapter alone (adapter.last_save_in_peft, or export without --merge)"
+            )
+        return super().merged(parts)
+
+    def rate_of(self, name: str) -> float:
+        return self.options.lr_ratio_b if "lora_B" in name else 1.0
+
+    def convert_one(self, name: str, module: nn.Module) -> None:
+        into = self.experts if isinstance(module, Experts) else self.linear
+        if into is None:
+            raise JobError(
+                f"adapter.kind = {self.options.kind!r} has no form for {name}, the stacked matrices of experts; leave "
+                f'them out of adapter.target, or write kind = "lora"'
+            )
+        module.__class__ = into
+        module.add_parameters(Strength(self.options.rank, scale_of(self.options)))
+
+
+def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """What can have low-rank matrices: plain linears and stacks of experts; no router, which chooses."""
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear or isinstance(module, Experts):
+            yield name, module
+
+
+def sizes_of(module: nn.Module) -> tuple[int, int]:
+    """Outputs, inputs."""
+    return tuple(module.w1.shape[:0:-1]) if isinstance(module, Experts) else (module.out_features, module.in_features)
+
+
+def scale_of(options: Options) -> float:
+    return options.alpha / (options.rank**0.5 if options.rslora else options.rank)
+
+
+@torch.no_grad()
+def plus_product(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
+    """weight [..., m, n] + scale left [..., m, r] right [..., r, n], laid out as `weight` is. Added up in float32 at
+    least and rounded once. Every rank calls it; of what is sharded by the same rows as `weight` nothing is gathered.
+    """
+    local, shape, offset = local_part(weight)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    left, right = (_part(tensor, dim, weight, local, offset).to(dtype) for tensor, dim in ((left, -2), (right, -1)))
+    total = (local.to(dtype) + scale * (left @ right)).to(weight.dtype)
+    if not isinstance(weight, DTensor):
+        return total
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(total, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _part(
+    tensor: torch.Tensor, dim: int, weight: torch.Tensor, local: torch.Tensor, offset: tuple[int, ...]
+) -> torch.Tensor:
+    """What of a factor belongs to this rank's part of `weight`: all of its inner dimension, `weight`'s span of `dim`
+    and of the experts.
+    """
+    if isinstance(tensor, DTensor):
+        if _lies_alike(tensor, weight, dim):
+            return tensor.to_local()
+        tensor = tensor.full_tensor()
+    dim %= weight.dim()
+    outer = range(weight.dim() - 2)
+    for each in (*outer, dim):
+        tensor = tensor.narrow(each, offset[each], local.shape[each])
+    return tensor
+
+
+def _lies_alike(tensor: DTensor, weight: torch.Tensor, dim: int) -> bool:
+    """Whether both are sharded along `dim` (or an expert's number) by the same ranks, and along nothing else that the
+    two share.
+    """
+    if not isinstance(weight, DTensor) or tensor.device_mesh != weight.device_mesh:
+        return False
+    inner = tensor.dim() - (1 if dim == -2 else 2)
+    if any(placement.is_shard(inner) for placement in tensor.placements):
+        return False
+    other = weight.dim() - (1 if dim == -2 else 2)
+    return all(
+        a == b or (a.is_replicate() and b.is_shard(other))
+        for a, b in zip(tensor.placements, weight.placements, strict=True)
+    )

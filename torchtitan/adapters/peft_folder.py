@@ -1,0 +1,139 @@
+"""Low-rank adapters alone, in the layout of the library peft: adapter_config.json and adapter_model.safetensors.
+
+Names are those of the model in the form of Hugging Face. Where rows of a matrix come in another order there, so do
+those of its B; stacks of experts are one pair of matrices for each expert there.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan.config.job import Adapter as Options
+from torchtitan.errors import JobError
+from torchtitan.models.hf.names import Form
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_ENDINGS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
+
+_UNSAID = {"use_rslora": False, "use_dora": False, "bias": "none"}
+"""What a folder means that says nothing of these, as peft before 0.9 writes it."""
+_BY_MODULE = ("rank_pattern", "alpha_pattern")
+"""Ranks and strengths of some modules that are not those of the others."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+def to_peft(state: Mapping[str, torch.Tensor], form: Form) -> Tensors:
+    """Whole adapter tensors by our names -> by peft's."""
+    theirs: Tensors = {}
+    for name, value in state.items():
+        module, kind, matrix = _split(name)
+        weight = f"{module}.{matrix or 'weight'}"
+        names = [PREFIX + each.removesuffix("weight") + _ENDINGS[kind] for each in form.hf_names(weight)]
+        if matrix:
+            theirs |= {each: part.t().contiguous() for each, part in zip(names, value, strict=True)}
+        else:
+            turned = kind != "lora_A" and form.is_turned(weight)
+            theirs[names[0]] = (form.rows_to_hf(value) if turned else value).contiguous()
+    return theirs
+
+
+def from_peft(theirs: Mapping[str, torch.Tensor], form: Form, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+    """The inverse, for the adapter tensors of these names and shapes. JobError that names all that does not fit."""
+    ours, wanted, faults = {}, {}, []
+    for name in shapes:
+        module, kind, matrix = _split(name)
+        endings = [
+            each.removesuffix("weight") + _ENDINGS[kind] for each in form.hf_names(f"{module}.{matrix or 'weight'}")
+        ]
+        wanted[name] = [PREFIX + each for each in endings]
+    known = {each for names in wanted.values() for each in names}
+    faults += [f"it lacks {each}" for each in sorted(known - theirs.keys())]
+    faults += [f"it also holds {each}" for each in sorted(theirs.keys() - known)]
+    for name, shape in shapes.items() if not faults else ():
+        module, kind, matrix = _split(name)
+        parts = [theirs[each] for each in wanted[name]]
+        if matrix:
+            value = torch.stack([part.t() for part in parts]) if len({part.shape for part in parts}) == 1 else parts[0]
+        else:
+            turned = kind != "lora_A" and form.is_turned(f"{module}.weight")
+            (value,) = parts
+            value = form.rows_from_hf(value) if turned and value.shape == shape else value
+        if tuple(value.shape) != shape:
+            faults.append(f"{wanted[name][0]} makes {name} of {tuple(value.shape)}, the job's is {shape}")
+        ours[name] = value
+    if faults:
+        more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise JobError(
+            f"{'; '.join(faults[:5])}{more}. Give the job's [adapter] the kind, rank and target it was made with"
+        )
+    return ours
+
+
+def config_of(options: Options, names: list[str], form: Form, base: str) -> dict[str, Any]:
+    """Of adapters of these names (ours); `base`: where their model is."""
+    modules = {}
+    for module, _, matrix in map(_split, names):
+        for each in form.hf_names(f"{module}.{matrix or 'weight'}"):
+            modules[each.removesuffix(".weight")] = None
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": options.rank,
+        "lora_alpha": options.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": options.rslora,
+        "use_dora": options.kind == "dora",
+        "bias": "none",
+        "target_modules": list(modules),
+        "inference_mode": True,
+    }
+
+
+def save(folder: Path, state: Mapping[str, torch.Tensor], options: Options, form: Form, base: str = "") -> None:
+    """Whole adapter tensors by our names. OSError where the folder cannot be written."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(to_peft(state, form), folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config_of(options, list(state), form, base), indent=2) + "\n")
+
+
+def load(folder: Path, options: Options, form: Form, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+    """Adapter tensors by our names. JobError where the folder is another adapter's, or none."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        theirs = load_file(folder / WEIGHTS)
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        raise JobError(f"{folder}: no adapter in peft's layout ({CONFIG}, {WEIGHTS}): {error}") from error
+    mine = config_of(options, list(shapes), form, "")
+    compared = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "bias")
+    if not isinstance(config, dict):
+        raise JobError(f"{folder / CONFIG} holds no JSON object")
+    given = _UNSAID | config
+    if other := [f"{k} = {given.get(k)!r}, the job's is {mine[k]!r}" for k in compared if given.get(k) != mine[k]]:
+        raise JobError(f"{folder / CONFIG}: {'; '.join(other)}. Give the job's [adapter] the same")
+    if own := [f"{key} = {config[key]!r}" for key in _BY_MODULE if config.get(key)]:
+        raise JobError(
+            f"{folder / CONFIG}: {'; '.join(own)}, but the job's rank and alpha are those of all modules; leave "
+            "adapter.initial_path out, or give an adapter that has one of each"
+        )
+    try:
+        return from_peft(theirs, form, shapes)
+    except JobError as error:
+        raise JobError(f"{folder}: {error}") from None
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """Of one of our adapter's parameters: module, what it is, and of experts which matrix it is beside."""
+    module, _, own = name.rpartition(".")
+    matrix = next((each for each in ("w1", "w2", "w3") if own.endswith(f"_{each}")), "")
+    return module, own.removesuffix(f"_{matrix}") if matrix else own, matrix

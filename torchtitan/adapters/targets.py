@@ -1,0 +1,86 @@
+"""Which modules an adapter's options name, and what is wrong with that. No torch: `torchtitan check` asks it of the
+sizes of a model, the adapter of the model.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torchtitan.config.job import Adapter as Options
+
+ALL_LINEAR = "all-linear"
+"""As a target: every linear but the head, which every token's loss goes through."""
+
+
+BLOCK, SMALLEST = 64, 16
+
+
+class Misfit(NamedTuple):
+    """Of an option and a model."""
+
+    key: str
+    allowed: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: allowed: {self.allowed}; {self.remedy}"
+
+
+def targets(linears: Iterable[str], options: Options) -> list[str]:
+    """Those of the names that the options choose, in their order."""
+    return [
+        name
+        for name in linears
+        if any(_fits(name, pattern) for pattern in options.target)
+        and (not options.layers or layer_of(name) in options.layers)
+    ]
+
+
+def misfits(linears: Mapping[str, tuple[int, int]], options: Options) -> Iterator[Misfit]:
+    """`linears`: name -> outputs, inputs."""
+    known = ", ".join(without_numbers(linears))
+    written = options.target != Options().target  # the default has names of several families
+    idle = [pattern for pattern in options.target if written and not any(_fits(name, pattern) for name in linears)]
+    for pattern in idle:
+        yield Misfit("adapter.target", f"patterns that fit one of {known}", f'"{pattern}" fits none')
+    last = max((layer_of(name) or 0 for name in linears), default=0)
+    if beyond := [layer for layer in options.layers if layer > last]:
+        yield Misfit("adapter.layers", f"layers from 0 to {last}", f"drop {', '.join(map(str, beyond))}")
+    chosen = targets(linears, options)
+    if not chosen and not idle and not beyond:
+        yield Misfit("adapter.target", f"at least one of {known}", "nothing would have an adapter")
+    narrow = {name: min(linears[name]) for name in chosen if min(linears[name]) < options.rank}
+    if narrow:
+        name = min(narrow, key=narrow.get)
+        what = f"at most {narrow[name]}, the smaller side of {name}: a higher rank says no more than the matrix"
+        yield Misfit("adapter.rank", what, f"lower it, or leave {', '.join(without_numbers(narrow))} out of the target")
+
+    if options.kind == "qlora":
+        odd = [name for name in chosen if not block_of(linears[name][1]) or layer_of(name) is None]
+        if odd:
+            what = f"linears of the layers, of a multiple of {SMALLEST} inputs, which are packed in blocks"
+            yield Misfit("adapter.target", what, f'leave out {", ".join(without_numbers(odd))}, or write kind = "lora"')
+
+
+def block_of(inputs: int) -> int:
+    """Weights of a block that is packed together: 64, or 32 or 16 where no more divide, and 16 in matrices so small
+    that tensor parallel could not cut between blocks of 64; 0 where none does.
+    """
+    block = math.gcd(inputs, BLOCK if inputs >= 4 * BLOCK else SMALLEST)
+    return block if block >= SMALLEST else 0
+
+
+def without_numbers(names: Iterable[str]) -> list[str]:
+    """What stands for the names, a star in place of numbers, each once."""
+    return list(dict.fromkeys(".".join("*" if p.isdecimal() else p for p in name.split(".")) for name in names))
+
+
+def layer_of(name: str) -> int | None:
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+
+
+def _fits(name: str, pattern: str) -> bool:
+    if pattern == ALL_LINEAR:
+        return layer_of(name) is not None
+    return fnmatchcase(name, pattern)

@@ -1,0 +1,73 @@
+"""Which old checkpoints go. Those that stay are looked at before any is deleted: disks rot, and a good old checkpoint
+is worth more than two damaged new ones.
+"""
+
+import logging
+from pathlib import Path
+
+from torchtitan.checkpoint import folders, layout
+from torchtitan.checkpoint.agreement import Peers
+from torchtitan.checkpoint.layout import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+GOOD = 2
+"""Checkpoints of sound content that are never deleted, however few are to be kept."""
+
+
+def retain(root: Path, keep: int, protected: set[Path | None], peers: Peers, known_good: set[Path] | None) -> None:
+    """Delete complete step folders but the newest `keep` (at least 2; 0 keeps all) and the protected ones, once the
+    content of two that stay has been found whole; where newer ones are damaged, older ones stay in their place.
+
+    Folders that are not complete, are links, or are not named by us are neither counted nor touched. `known_good` have
+    just been read; None leaves content unlooked at. All ranks call it and share the reading. Failing to delete is
+    reported and no more: the new checkpoint is safe by now.
+    """
+    if keep == 0:
+        return
+
+    def sort() -> tuple[list[Path], list[Path]]:
+        complete, _ = layout.complete_steps(root)
+        cut = max(keep, GOOD)
+        return complete[:cut], [folder for folder in complete[cut:] if folder not in protected]
+
+    try:
+        staying, surplus = peers.decide(sort)
+        if surplus and known_good is not None:
+            surplus = _without_the_needed(staying, surplus, known_good, peers)
+        if peers.is_main:
+            for folder in surplus:
+                folders.unpublish(folder)
+    except (OSError, CheckpointError) as error:
+        logger.warning("old checkpoints in %s cannot be deleted: %s", root, error)
+
+
+def _without_the_needed(staying: list[Path], surplus: list[Path], known_good: set[Path], peers: Peers) -> list[Path]:
+    """The surplus that may go: its newest stay until there are enough sound ones."""
+    good = 0
+    for folder in staying:
+        if good == GOOD:
+            break
+        good += folder in known_good or is_whole(folder, peers)
+    surplus = list(surplus)
+    while good < GOOD and surplus:
+        good += is_whole(surplus.pop(0), peers)
+    return surplus
+
+
+def is_whole(folder: Path, peers: Peers) -> bool:
+    """Whether all files of a checkpoint have the content that was written; the ranks share the reading."""
+
+    def look() -> None:
+        manifest = layout.check_complete(folder)
+        share = sorted(manifest.files)[peers.rank :: peers.size]
+        if damaged := layout.damaged_files(folder, manifest, share):
+            raise CheckpointError(f"damaged: {', '.join(damaged)}")
+
+    try:
+        peers.agree(f"looking at {folder.name}", look)
+    except CheckpointError as error:
+        if peers.is_main:
+            logger.warning("%s is not sound any more (%s): older ones stay in its place", folder, error)
+        return False
+    return True

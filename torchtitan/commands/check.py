@@ -1,0 +1,211 @@
+"""`torchtitan check`: judge jobs without starting them, and translate old ones. Needs no torch, so it is quick."""
+
+import math
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torchtitan.commands.upgrade import translate
+from torchtitan.config.job import JobConfig, describe_sources
+from torchtitan.config.manager import load, said_by, to_toml
+from torchtitan.config.options import ConfigError, Fault, help_text, show
+from torchtitan.config.schema import job_schema
+from torchtitan.config.upgrade import ERAS
+from torchtitan.errors import JobError
+from torchtitan.optimizers import OPTIMIZERS
+from torchtitan.optimizers.spec import SHARED
+from torchtitan.ranks import likely_device
+from torchtitan.rules import RULES, Device, Facts, check, with_faults_of_the_rest
+from torchtitan.rules.pipeline import layers_by_stage
+
+__all__ = ["RULES", "check", "main"]
+
+USAGE = """\
+usage: torchtitan check job.toml [more.toml ...] [--world-size N] [--device cpu|cuda] [--section.key value ...]
+       torchtitan check old.toml --upgrade [--from july-2024|v0.1|v0.2] > new.toml
+
+Checks each job by itself, with the options after it, and says what it would do, or all that is wrong with it.
+  --world-size N   ranks that it is to run on (default: as few as its degrees of parallelism need)
+  --device D       what the ranks compute on (default: what this machine has)
+  --upgrade        print the translation of a job written for torchtitan's TOML era, and what keeps it from starting
+  --from ERA       the era it was written in (default: told by its options; v0.2 where they leave it open)
+  --help-config    print all options with their types, defaults and help
+  --schema         print the JSON schema of a job, for editors
+Exit code: 0 if nothing is wrong, 2 otherwise."""
+
+REFUSED = 2
+
+
+def main(argv: list[str]) -> int:
+    if {"--help", "-h"} & set(argv) or not argv:
+        print(USAGE)
+        return 0 if argv else REFUSED
+    if {"--help-config", "--help_config"} & set(argv):
+        print(help_text())
+        return 0
+    if "--schema" in argv:
+        print(job_schema())
+        return 0
+    try:
+        flags, rest = _own_flags(argv)
+    except JobError as error:
+        return _refuse([error])
+    number = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
+    jobs = [["--job.config_file", file] for file in rest[:number]] or [[]]
+    if "--upgrade" in flags:
+        return _refuse(["--upgrade takes one job"]) if len(jobs) > 1 else _upgrade([*jobs[0], *rest[number:]], flags)
+    return max([_check([*job, *rest[number:]], flags) for job in jobs])
+
+
+def _own_flags(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The flags of this command, and the words that are left. JobError names a flag's wrong value."""
+    flags: dict[str, Any] = {}
+    rest, words = [], iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        name = {"--world_size": "--world-size"}.get(name, name)
+        if name == "--upgrade" and not equals:
+            flags[name] = True
+        elif name in ("--world-size", "--device", "--from"):
+            flags[name] = value if equals else next(words, "")
+        else:
+            rest.append(word)
+    if not flags.get("--world-size", "1").isdecimal() or int(flags.get("--world-size", 1)) < 1:
+        raise JobError(f"--world-size: given {show(flags['--world-size'])}; allowed: a whole number >= 1")
+    if flags.get("--device", "cpu") not in ("cpu", "cuda"):
+        raise JobError(f'--device: given {show(flags["--device"])}; allowed: "cpu" or "cuda"')
+    if "--from" in flags and (flags["--from"] not in ERAS or "--upgrade" not in flags):
+        raise JobError(f"--from: given {show(flags['--from'])}; allowed: {', '.join(ERAS)}, with --upgrade")
+    return flags, rest
+
+
+def _check(argv: list[str], flags: dict[str, Any]) -> int:
+    device: Device = flags.get("--device") or likely_device()
+    try:
+        config = load(argv)
+    except ConfigError as error:
+        ranks = flags.get("--world-size") or (fewest_ranks(error.rest) if error.rest else 1)
+        return _refuse(with_faults_of_the_rest(error, int(ranks), device, said_by(argv)))
+    facts = Facts(config, int(flags.get("--world-size", fewest_ranks(config))), device)
+    faults = check(config, facts.world_size, device, said_by(argv))
+    if faults:
+        return _refuse(faults)
+    print(f"{' + '.join(config.job.config_file) or 'the default job'}: OK\n{summary(facts)}")
+    if config.job.print_config:
+        print(to_toml(config))
+    return 0
+
+
+def _refuse(faults: Iterable[Fault | Exception | str], number: int | None = None) -> int:
+    lines = list(map(str, faults))
+    number = number or len(lines)
+    print(*lines, f"{number} fault{'s' if number > 1 else ''}", sep="\n", file=sys.stderr)
+    return REFUSED
+
+
+def fewest_ranks(config: JobConfig) -> int:
+    """The ranks that a job's degrees need at least."""
+    facts = Facts(config, 1, "cpu")
+    product = max(1, config.parallelism.data_parallel_shard_degree)
+    for degree in (facts.replicas, facts.cp, facts.tp, facts.pp):
+        product *= degree
+    if config.parallelism.data_parallel_shard_degree == -1:  # as many shards as expert parallel needs beside cp and tp
+        product *= facts.ep // math.gcd(facts.ep, facts.cp * facts.tp)
+    return product
+
+
+def summary(facts: Facts) -> str:
+    """What a job without faults would do, in a few lines."""
+    config, training = facts.config, facts.config.training
+    samples = training.global_batch_size if training.global_batch_size > 0 else facts.samples
+    tokens = samples * training.seq_len
+    passes = samples // facts.samples
+    accumulation = f"in {passes} forward passes" if passes > 1 else "in one forward pass"
+    parameters, data = facts.args.num_parameters, describe_sources(config, "training")
+    # all of training.dtype; pipeline ranks have unlike shares
+    moments, kept = _moments(config)
+    state = _parameters_of_a_rank(facts) * (2 + moments) * {"float32": 4, "bfloat16": 2}[training.dtype]
+    each = "on average (parameters" if facts.pp > 1 else "(parameters"
+    ranks = f"{facts.world_size} rank{'s' if facts.world_size > 1 else ''} ({facts.device})"
+    return "\n".join(
+        [
+            f"  model     {config.model.name} {config.model.flavor}, {parameters:,} parameters",
+            f"  ranks     {ranks}: {_plan(facts)}",
+            *_pipeline(facts),
+            f"  state     {state / 2**30:.2f} GiB a rank {each}, gradients, {kept} in {training.dtype})",
+            f"  data      {data}, {samples} samples of {training.seq_len} tokens a step, {accumulation}",
+            f"  tokens    {tokens:,} a step, {_length(facts, tokens)}",
+            *_schedule(facts),
+        ]
+    )
+
+
+def _moments(config: JobConfig) -> tuple[int, str]:
+    """How many values the optimizer keeps for each of a parameter, as far as that is known, and the same in words."""
+    spec = OPTIMIZERS[config.optimizer.name]
+    shared = {key: getattr(config.optimizer, key) for key in SHARED}
+    moments = spec.state(spec.arguments(shared, config.optimizer.options))
+    if moments is None:
+        return 0, f"without what {config.optimizer.name} keeps"
+    words = {0: "no moments", 1: "one moment", 2: "two moments"}
+    return moments, words.get(moments, f"{moments} moments")
+
+
+def _length(facts: Facts, tokens: int) -> str:
+    epochs = facts.config.training.epochs
+    passes = "" if epochs is None else f", {epochs} epoch{'s' if epochs > 1 else ''}"
+    if facts.steps is None:
+        return f"counted when the data have been tokenized, at the start{passes}"
+    return f"{tokens * facts.steps:,} in {facts.steps:,} steps{passes}"
+
+
+def _schedule(facts: Facts) -> list[str]:
+    if facts.schedule is None:
+        return []
+    return ["  schedule  " + facts.schedule.describe(facts.config.optimizer.lr).removeprefix("learning rate: ")]
+
+
+def _parameters_of_a_rank(facts: Facts) -> float:
+    """Experts are whole on tensor-parallel ranks unless expert parallel splits them; shared ones and routers always."""
+    args, shards = facts.args, facts.fsdp_shards * facts.pp
+    layers = facts.expert_layers
+    routed = layers * args.n_experts * args.expert_parameters if layers else 0
+    beside = layers * args.moe_parameters - routed if layers else 0
+    split = (args.num_parameters - routed - beside) / facts.tp
+    return (split + beside + routed / (facts.tp if facts.ep > 1 else 1)) / shards
+
+
+def _plan(facts: Facts) -> str:
+    degrees = {
+        f"{facts.shard} shards (FSDP)": facts.shard,
+        f"{facts.replicas} replicas": facts.replicas,
+        f"context parallel {facts.cp} ({facts.config.parallelism.context_parallel_rotate_method})": facts.cp,
+        f"tensor parallel {facts.tp}{' with sequence parallel' * facts.sequence_parallel}": facts.tp,
+        f"pipeline parallel {facts.pp}": facts.pp,
+    }
+    experts = f"; expert parallel {facts.ep} over these ranks" * (facts.ep > 1)
+    return (" x ".join(words for words, degree in degrees.items() if degree > 1) or "nothing is parallel") + experts
+
+
+def _pipeline(facts: Facts) -> list[str]:
+    if facts.pp == 1:
+        return []
+    degrees, layers = facts.config.parallelism, layers_by_stage(facts)
+    name = degrees.pipeline_parallel_schedule_csv or degrees.pipeline_parallel_schedule
+    counts = ", ".join(map(str, layers)) if len(layers) <= 8 else f"{min(layers)} to {max(layers)}"
+    size = degrees.pipeline_parallel_microbatch_size
+    microbatches = f"{facts.microbatches} microbatch{'es' if facts.microbatches > 1 else ''}"
+    samples = f"{size} sample{'s' if size > 1 else ''}"
+    return [f"  pipeline  {name}, {len(layers)} stages of {counts} layers, {microbatches} of {samples}"]
+
+
+def _upgrade(argv: list[str], flags: dict[str, Any]) -> int:
+    """Print a job in today's options; 2 also where that cannot start as it is, so that nobody takes it for granted."""
+    device: Device = flags.get("--device") or likely_device()
+    try:
+        text, config = translate(argv, ERAS.get(flags.get("--from", "")))
+    except ConfigError as error:
+        return _refuse(error.faults)
+    print(text, flush=True)
+    faults = check(config, int(flags.get("--world-size", fewest_ranks(config))), device)
+    return _refuse(["translated; but the job cannot start as it is:", *faults], len(faults)) if faults else 0

@@ -1,0 +1,144 @@
+"""`torchtitan generate FOLDER --prompt "..."`: continue a text from a checkpoint, to see what was learned.
+
+FOLDER is the job's dump_folder (newest complete checkpoint), one of its step folders, an export or a folder of Hugging
+Face; the model and the tokenizer come from the config.toml that the run wrote or from what is beside the weights. One
+device, whole weights. Keys and values of what was read are kept, until the context is full and moves on.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from torchtitan import build
+from torchtitan.checkpoint.kinds import find_weights
+from torchtitan.commands.job_of import job_of, refuse_strangers
+from torchtitan.config.job import JobConfig
+from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.distributed import device_type
+from torchtitan.errors import JobError
+from torchtitan.models.cache import Remembering
+
+# What a young model writes must not reach the terminal as commands.
+CONTROLS = dict.fromkeys([c for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"], "\ufffd")
+
+
+def main(argv: list[str]) -> int:
+    options, words = parse(argv)
+    sys.stdout.reconfigure(errors="replace")  # what the terminal has no character for
+    text = prompt_of(options)
+    config, place = find_checkpoint(Path(options.folder), options.config, words)
+    tokenizer = build.tokenizer(config)
+    model, _ = build.filled_model(config, place, torch.device(device_type()))
+    print(f"{config.model.name} {config.model.flavor}, {place.name}", file=sys.stderr)
+    start = tokenizer.begin or [tokenizer.eos_id]  # without a sign of its own, a document begins behind the last one
+    prompt = start + tokenizer.encode(text)
+    tokens = sample(
+        Remembering(model),
+        prompt,
+        tokenizer,
+        max_new_tokens=options.max_new_tokens,
+        context=config.training.seq_len,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+    )
+    print(text, end="", flush=True)
+    for piece in text_of(tokens, prompt[1:], tokenizer):
+        print(piece.translate(CONTROLS), end="", flush=True)
+    print()
+    return 0
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options of the command, and those of a job."""
+    parser = argparse.ArgumentParser(
+        prog="torchtitan generate",
+        description="Continue a text from a checkpoint.",
+        epilog="Takes options of a job as well, such as --model.tokenizer_path and --training.seq_len, the context.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", help="a run's dump_folder, a checkpoint, an export, a folder of Hugging Face")
+    parser.add_argument("--prompt", default="", help="the text to continue (default: a document's beginning)")
+    parser.add_argument("--prompt-file", "--prompt_file", metavar="FILE", help="the text is this file's; - is stdin")
+    parser.add_argument("--max_new_tokens", type=int, default=200, help="tokens to add (default 200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
+    parser.add_argument("--top_k", type=int, default=50, help="choose among this many tokens; 0: all (default 50)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice (default 0)")
+    parser.add_argument("--config", help="the job, when the folder has no config.toml")
+    options, words = parser.parse_known_args(argv)
+    refuse_strangers(parser, words)
+    if options.prompt and options.prompt_file:
+        parser.error("--prompt and --prompt-file: give one of them")
+    for name, lowest in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
+        value = getattr(options, name)
+        if not lowest <= value < 2**63:  # so neither is NaN
+            parser.error(f"--{name} {value}: must be at least {lowest} and less than 2**63")
+    return options, words
+
+
+def prompt_of(options: argparse.Namespace) -> str:
+    if not options.prompt_file:
+        return options.prompt
+    try:
+        from_stdin = options.prompt_file == "-"
+        content = sys.stdin.buffer.read() if from_stdin else Path(options.prompt_file).read_bytes()
+        return content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"--prompt-file {options.prompt_file}: {error}; give a text file in UTF-8") from None
+
+
+def find_checkpoint(folder: Path, config_path: str | None, words: list[str] | None = None) -> tuple[JobConfig, Path]:
+    """The job, and what holds the weights: the path itself or the newest complete checkpoint in it. JobError without
+    either, and for a job whose model or tokenizer cannot be built. `words` are further options of the job."""
+    config = job_of(folder, (["--job.config_file", config_path] if config_path else []) + (words or []))
+    checkpoints = folder.resolve() / config.checkpoint.folder
+    return config, find_weights(checkpoints if checkpoints.is_dir() else folder.resolve())[1]
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module,
+    prompt: list[int],
+    tokenizer: Tokenizer,
+    *,
+    max_new_tokens: int,
+    context: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+) -> Iterator[int]:
+    """New token ids one by one, up to `max_new_tokens` or the end of the document."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    ids = torch.tensor([prompt], device=device)
+    for _ in range(max_new_tokens):
+        logits = model(ids[:, -context:])[0, -1, : tokenizer.vocab_size].float()
+        if temperature == 0:
+            choice = logits.argmax(keepdim=True)
+        else:
+            if 0 < top_k < len(logits):
+                logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+            # in double precision and from the largest down, so that no temperature, however low, divides 0 by 0
+            scaled = (logits - logits.max()).double() / temperature
+            choice = torch.multinomial(torch.softmax(scaled, 0), 1, generator=generator)
+        token = int(choice)
+        if token == tokenizer.eos_id:
+            return
+        yield token
+        ids = torch.cat([ids, choice[None]], dim=1)
+
+
+def text_of(tokens: Iterable[int], prompt: list[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """What the tokens add to the prompt's text, in pieces of whole characters: one may need several tokens."""
+    ids = list(prompt)
+    shown = len(tokenizer.decode(ids))
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if len(text) > shown and not text.endswith("\ufffd"):
+            yield text[shown:]
+            shown = len(text)

@@ -1,0 +1,69 @@
+"""`torchtitan list`: everything that a job can name, ours and that of installed packages. Needs no torch of its own."""
+
+import sys
+from typing import Any
+
+from torchtitan.adapters import ADAPTERS
+from torchtitan.config.options import describe, show
+from torchtitan.datasets import DATASETS
+from torchtitan.datasets.tokenizer import TOKENIZERS
+from torchtitan.lr_shapes import DECAYS
+from torchtitan.models import SIZES
+from torchtitan.optimizers import OPTIMIZERS
+from torchtitan.registration import Registry, added, faults_of_packages, package_of
+from torchtitan.shipped import jobs
+
+USAGE = """\
+usage: torchtitan list [KIND ...]
+
+Lists what a job can name, with the installed package that it comes from if it is not ours. Kinds: {}.
+Exit code: 0, or 2 where a package gives something that cannot be used."""
+
+KINDS: dict[str, tuple[str, Registry[Any]]] = {
+    "models": ("model.name, with flavors for model.flavor", SIZES),
+    "datasets": ("training.dataset, validation.dataset", DATASETS),
+    "tokenizers": ("model.tokenizer_path, beside the path of a file", TOKENIZERS),
+    "optimizers": ("optimizer.name, with what stands in optimizer.options", OPTIMIZERS),
+    "adapters": ("adapter.kind", ADAPTERS),
+    "schedules": ("lr_scheduler.decay_type, beside constant", DECAYS),
+}
+JOBS = "jobs"
+"""A kind of its own: no registry, but the files that come with the package."""
+REFUSED = 2
+
+
+def main(argv: list[str]) -> int:
+    kinds = [*KINDS, JOBS]
+    usage = USAGE.format(", ".join(kinds))
+    if {"--help", "-h"} & set(argv):
+        print(usage)
+        return 0
+    if unknown := [word for word in argv if word not in kinds]:
+        print(f"torchtitan list: given {unknown[0]!r}; allowed: {', '.join(kinds)}", file=sys.stderr)
+        return REFUSED
+    faults: list[str] = []
+    for kind in argv or kinds:
+        if kind == JOBS:
+            print(f"{JOBS}  (torchtitan train NAME, --job.config_file NAME)", *jobs(), sep="\n  ")
+            continue
+        where, registry = KINDS[kind]
+        broken = faults_of_packages(registry)
+        faults += broken.values()
+        print(f"{kind}  ({where})")
+        for name in registry:
+            if name in registry.data:
+                print(f"  {name}{_more(kind, registry[name])}")
+            elif name not in broken:
+                package = package_of(added(registry.group)[name][0])
+                print(f"  {name}{_more(kind, registry[name])}  [{package}]")
+    print(*faults, sep="\n", end="\n" * bool(faults), file=sys.stderr)
+    return REFUSED if faults else 0
+
+
+def _more(kind: str, value: Any) -> str:
+    if kind == "models":
+        return f": {', '.join(value)}"
+    if kind == "optimizers":
+        options = [f"{key} ({describe(o.annotation)}; default {show(o.default)})" for key, o in value.options.items()]
+        return f": {', '.join(options)}" * bool(options)
+    return ""

@@ -1,0 +1,148 @@
+"""`torchtitan preview --job.config_file job.toml`: what the model will see first.
+
+Decoded samples with the borders of their documents, the positions that each document gets, and which tokens the model
+learns to predict: the others, which it only reads, are faint on a terminal and stand between [- and -] elsewhere.
+Takes the job's options as well, so a change can be looked at before it is trained on.
+"""
+
+import argparse
+import sys
+from itertools import groupby
+from operator import itemgetter
+
+from torchtitan.build import data_sources
+from torchtitan.config import manager
+from torchtitan.config.job import JobConfig, describe_sources
+from torchtitan.datasets.loader import Batch, build_loader
+from torchtitan.datasets.packing import IGNORE
+from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
+
+HEAD, SPECIAL, MASKED, FAINT = "\033[1;36m", "\033[33m", "\033[2;31m", "\033[2m"
+# Text of strangers must not reach the terminal as commands.
+CONTROLS = {c: chr(0x2400 + c) for c in range(32) if chr(c) not in "\n\t"} | {c: "\ufffd" for c in range(127, 160)}
+
+
+def main(argv: list[str]) -> int:
+    options, rest = parse(argv)
+    config = manager.load(rest)
+    tokenizer = build_tokenizer(config.model.tokenizer_path)
+    batch = first_batch(config, tokenizer, options.samples)
+    view = View(
+        tokenizer, options.tokens, options.ids, colour=sys.stdout.isatty() and not config.metrics.disable_color_printing
+    )
+    lines = [
+        line for i in range(options.samples) for line in view.sample(i, {k: v[i].tolist() for k, v in batch.items()})
+    ]
+    encoding = sys.stdout.encoding or "utf-8"
+    print("\n".join([about(config), *lines]).encode(encoding, "replace").decode(encoding))
+    return 0
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options of the preview, and what is left for the job."""
+    parser = argparse.ArgumentParser(
+        prog="torchtitan preview",
+        description="Show what the model will see first.",
+        epilog="Takes all options of a job as well: --job.config_file job.toml --section.key value ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--samples", type=int, default=2, help="how many samples (default 2)")
+    parser.add_argument("--tokens", type=int, default=200, help="how much of each sample, in tokens (default 200)")
+    parser.add_argument("--ids", action="store_true", help="show the ids below the text")
+    options, rest = parser.parse_known_args(argv)
+    for name in ("samples", "tokens"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: must be at least 1")
+    return options, rest
+
+
+def first_batch(config: JobConfig, tokenizer: Tokenizer, samples: int) -> Batch:
+    """The first global samples. They are the same for any number of ranks, so one rank is asked for all of them."""
+    training = config.training
+    loader = build_loader(
+        sources=data_sources(config, "training"),
+        tokenizer=tokenizer,
+        seq_len=training.seq_len,
+        local_batch_size=samples,
+        global_batch_size=samples,
+        dp_rank=0,
+        dp_size=1,
+        seed=config.debug.seed,
+        shuffle=training.shuffle,
+        document_mask=training.document_mask,
+        on_bad_data=training.on_bad_data,
+        num_workers=0,
+        persistent_workers=False,
+        pin_memory=False,
+        prefetch_factor=None,
+        epochs=training.epochs,
+    )
+    return next(iter(loader))
+
+
+def about(config: JobConfig) -> str:
+    training = config.training
+    attention = "inside each document" if training.document_mask else "over the whole sample"
+    return (
+        f"data {describe_sources(config, 'training')}, tokenizer "
+        f"{config.model.tokenizer_path}, seq_len {training.seq_len}, seed {config.debug.seed}; attention {attention}"
+    )
+
+
+class View:
+    def __init__(self, tokenizer: Tokenizer, tokens: int, ids: bool, colour: bool) -> None:
+        self.tokenizer, self.tokens, self.ids, self.colour = tokenizer, tokens, ids, colour
+
+    def sample(self, number: int, sample: dict[str, list[int]]) -> list[str]:
+        """The lines of one sample."""
+        tokens, labels, documents = sample["tokens"], sample["labels"], sample["document_ids"]
+        head = f"sample {number}: {len(tokens)} tokens, {_count(documents[-1] + 1, 'document')}"
+        trained = [label != IGNORE for label in labels]
+        lines = ["", self._paint(HEAD, f"{head}, {sum(trained)} of {len(labels)} labels trained")]
+        learned = [False, *trained[:-1]]  # a token is the label of the position before; the first one is only read
+        start = 0
+        for document, group in groupby(documents):
+            stop = start + len(list(group))
+            positions = f"positions {sample['positions'][start]}-{sample['positions'][stop - 1]}"
+            begun = "" if self.tokenizer.bos_id in (tokens[start], None) else ", begun in an earlier sample"
+            border = f"--- document {document}: tokens {start}-{stop - 1}, {positions}{begun} "
+            lines.append(self._paint(HEAD, border.ljust(100, "-")))
+            limit = max(self.tokens // (documents[-1] + 1), 8)
+            lines.append(self._piece(tokens[start:stop], learned[start:stop], limit))
+            if self.ids:
+                lines.append(self._paint(FAINT, " ".join(["ids", *map(str, tokens[start : min(stop, start + limit)])])))
+            start = stop
+        return lines
+
+    def _piece(self, tokens: list[int], learned: list[bool], limit: int) -> str:
+        """Text of a document. If it is too long its middle is left out: the borders are what one wants to see."""
+        if len(tokens) <= limit:
+            return self._text(tokens, learned)
+        tail = limit // 4
+        head = limit - tail
+        left_out = self._paint(FAINT, f"\n... {_count(len(tokens) - limit, 'more token')} ...\n")
+        return self._text(tokens[:head], learned[:head]) + left_out + self._text(tokens[-tail:], learned[-tail:])
+
+    def _text(self, tokens: list[int], learned: list[bool]) -> str:
+        """Decoded, with signs for tokens that are no text, and marks around those that are only read."""
+        signs: dict[int | None, str] = {number: name for name, number in self.tokenizer.special_tokens.items()}
+        signs |= {self.tokenizer.bos_id: "<begin>", self.tokenizer.eos_id: "<end>"}
+        text = ""
+        for is_learned, run in groupby(zip(tokens, learned, strict=True), key=itemgetter(1)):
+            shown = ""
+            for sign, same in groupby((token for token, _ in run), key=signs.get):
+                ids = list(same)
+                part = self._decode(ids) if sign is None else sign * len(ids)
+                shown += self._paint(SPECIAL if sign else "" if is_learned else MASKED, part)
+            text += shown if is_learned or self.colour else f"[-{shown}-]"
+        return text
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens).translate(CONTROLS)
+
+    def _paint(self, colour: str, text: str) -> str:
+        return f"{colour}{text}\033[0m" if self.colour and colour else text
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")

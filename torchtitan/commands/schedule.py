@@ -1,0 +1,334 @@
+"""`torchtitan schedule --pp 4 --microbatches 16 --schedule ZBVZeroBubble`: what a schedule costs, and a picture of it.
+
+Bubble, makespan and peak activations come from a simulation with given costs of forward and backward; nothing is run.
+With --job.config_file (and options of a job after it) the numbers are those of the job.
+"""
+
+import argparse
+import dataclasses
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from torchtitan.commands.check import fewest_ranks
+from torchtitan.commands.schedule_plot import check_format, draw_schedule
+from torchtitan.config import manager
+from torchtitan.config.job import JobConfig, Parallelism
+from torchtitan.config.options import ConfigError, hint
+from torchtitan.errors import JobError
+from torchtitan.parallelisms.pipeline.actions import (
+    Table,
+    load_schedule_csv,
+    merged,
+    num_stages_of,
+    to_csv,
+)
+from torchtitan.parallelisms.pipeline.cut import SCHEDULES, schedule_traits
+from torchtitan.parallelisms.pipeline.simulator import EVEN, Costs, Simulation, simulate
+from torchtitan.parallelisms.pipeline.tables import build_table
+from torchtitan.ranks import likely_device
+from torchtitan.rules import Facts, check
+from torchtitan.rules.output import unwritable
+from torchtitan.rules.pipeline import layers_by_stage, num_stages
+
+OF_THE_PIPELINE = (
+    "model.name",
+    "model.flavor",
+    "model.overrides",
+    "training.local_batch_size",
+    "parallelism.module_fqns_per_model_part",
+    "parallelism.pipeline_",
+)
+"""How the names of options begin whose faults keep a job's pipeline from being shown; others may be put right later."""
+MOST_WORK = 50_000
+"""Forwards that are simulated, which takes seconds."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be simulated."""
+
+    pp: int
+    microbatches: int
+    schedule: str
+    stages_per_rank: int | None
+    """Stages per rank; None: as many as the schedule is used to."""
+    csv: str | None
+    merge_backward: bool
+    costs: Costs
+    p2p: Fraction
+    overlap: Fraction | None
+    layers: tuple[int, ...] = ()
+    """Of the job's stages, where they do not cost the same, as the simulation takes them to."""
+
+    @property
+    def name(self) -> str:
+        return Path(self.csv).name if self.csv else schedule_traits(self.schedule).name
+
+    def table(self) -> Table:
+        if not self.csv:
+            return build_table(
+                self.schedule,
+                self.pp,
+                self.microbatches,
+                self.stages_per_rank,
+                merge_backward=self.merge_backward,
+                overlap=self.overlap is not None,
+            )
+        stages = None if self.stages_per_rank is None else self.pp * self.stages_per_rank
+        table = load_schedule_csv(self.csv, self.pp, stages, self.microbatches)
+        return merged(table) if self.merge_backward else table
+
+    def simulated(self, table: Table) -> Simulation:
+        return simulate(table, self.costs, self.p2p, self.overlap)
+
+
+def main(argv: list[str]) -> int:
+    options, rest = parse(argv)
+    question = ask(options, rest)
+    check_format(options.out)
+    for option in ("out", "write_csv"):
+        check_file(option, getattr(options, option))
+    work = question.pp * question.microbatches * (question.stages_per_rank or 1)
+    if work > MOST_WORK:
+        each = question.stages_per_rank or 1
+        given = f"{question.pp} ranks x {question.microbatches} microbatches x {each} stages"
+        raise JobError(f"given {given} = {work:,}; allowed: {MOST_WORK:,}; ask for fewer microbatches")
+    table = question.table()
+    simulation = question.simulated(table)
+    print("\n".join([*report(question, table, simulation), *comparison(question, simulation)]))
+    try:
+        if options.write_csv:
+            options.write_csv.parent.mkdir(parents=True, exist_ok=True)
+            options.write_csv.write_text(to_csv(table))
+            print(f"table                  {options.write_csv}")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        draw_schedule(simulation, options.out, question.name, caption(question, table, simulation))
+    except OSError as error:
+        file = error.filename or "the output"
+        raise JobError(f"{file}: {error.strerror}; name a file that can be written") from None
+    print(f"picture                {options.out}")
+    return 0
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """JobError, before anything is simulated, where the file cannot be written. Its folder is made if need be."""
+    if path is None:
+        return
+    if fault := unwritable(path.parent) or _no_file(path):
+        allowed, why = fault
+        raise JobError(f"--{option}: given {str(path)!r}; allowed: {allowed}; {why}; name another")
+
+
+def _no_file(path: Path) -> tuple[str, str] | None:
+    try:
+        return ("a file", "it is a folder") if path.is_dir() else None
+    except OSError as error:
+        return "a file", error.strerror
+
+
+# The question
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options of this command, and what is left for the job."""
+    parser = argparse.ArgumentParser(
+        prog="torchtitan schedule",
+        description="Simulate a pipeline schedule, compare it with the others and draw it.",
+        epilog="With --job.config_file job.toml, and options of a job after it, what is not given here is the job's.",
+        allow_abbrev=False,
+    )
+    number = {"type": _count, "metavar": "N"}
+    parser.add_argument("--pp", **number, help="pipeline ranks, at least 2 (default 4)")
+    parser.add_argument("--microbatches", **number, help="microbatches of a local batch (default 4 a rank)")
+    parser.add_argument("--schedule", help=f"one of {', '.join(SCHEDULES)} (default 1F1B)")
+    parser.add_argument(
+        "--chunks", dest="stages_per_rank", **number, help="stages per rank (default: the schedule's usual number)"
+    )
+    parser.add_argument("--csv", help="a table of your own instead: a row per rank, cells like 0F0, 1I3, 1W3, 2B1")
+    costs = "times of forward, input gradient and weight gradient of a rank's layers (default 1:1:1)"
+    parser.add_argument("--costs", type=_costs, default=EVEN, metavar="F:I:W", help=costs)
+    parser.add_argument("--p2p", type=_time, default=Fraction(0), metavar="T", help="time of a message (default 0)")
+    overlap = "overlap DualPipeV's pairs, which then take this part of F + B (default: F, then B)"
+    parser.add_argument("--overlap", type=_share, metavar="X", help=overlap)
+    merge = "run I and W as one, as recompute needs it (a job that recomputes does)"
+    parser.add_argument("--merge_backward", action="store_true", help=merge)
+    parser.add_argument("--out", type=Path, default=Path("schedule.png"), help="a .png or .svg (default schedule.png)")
+    parser.add_argument(
+        "--write_csv", type=Path, metavar="FILE", help="also write the table, e.g. to change it by hand"
+    )
+    options, rest = parser.parse_known_args(argv)
+    for name in (word.partition("=")[0] for word in rest if word.startswith("--")):
+        if "." not in name:  # those of a job have a section
+            parser.error(f"no option {name}; {hint(name, [f'--{known}' for known in vars(options)])}".rstrip("; "))
+    if options.csv and options.schedule:
+        parser.error("--csv and --schedule: give one of the two")
+    if options.pp == 1:
+        parser.error("--pp: given 1; allowed: at least 2, for there to be a schedule")
+    return options, rest
+
+
+def _count(text: str) -> int:
+    if text.isascii() and text.isdecimal() and 1 <= int(text) <= 4096:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a whole number from 1 to 4096")
+
+
+def _time(text: str) -> Fraction:
+    if re.fullmatch(r"([0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9})", text):
+        return Fraction(text)
+    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number of 0 or more, like 1 or 0.25")
+
+
+def _costs(text: str) -> Costs:
+    times = [_time(part) for part in text.split(":")]
+    if len(times) == 3 and times[0] > 0:
+        return Costs(*times)
+    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: three numbers F:I:W, of which F > 0, e.g. 1:1.2:0.8")
+
+
+def _share(text: str) -> Fraction:
+    share = _time(text)
+    if 0 < share <= 1:
+        return share
+    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number above 0, at most 1")
+
+
+def ask(options: argparse.Namespace, job: list[str]) -> Question:
+    """What the options ask, and the job where they say nothing. ConfigError where the job has no such pipeline."""
+    pp, microbatches, schedule, stages_per_rank = (
+        options.pp,
+        options.microbatches,
+        options.schedule,
+        options.stages_per_rank,
+    )
+    csv, merge_backward = options.csv, options.merge_backward
+    if job:
+        facts = facts_of(options, job)
+        pp, microbatches = facts.pp, facts.microbatches
+        degrees = facts.config.parallelism
+        schedule, csv = degrees.pipeline_parallel_schedule, degrees.pipeline_parallel_schedule_csv
+        stages_per_rank = stages_per_rank or (None if csv else num_stages(facts, schedule) // pp)
+        merge_backward |= facts.config.activation_checkpoint.mode != "none" or facts.compiles_model
+    pp = pp or 4
+    return Question(
+        pp=pp,
+        microbatches=microbatches or 4 * pp,
+        schedule=schedule or "1F1B",
+        stages_per_rank=stages_per_rank,
+        csv=csv,
+        merge_backward=merge_backward,
+        costs=options.costs,
+        p2p=options.p2p,
+        overlap=options.overlap,
+        layers=unequal_layers(facts) if job and not options.stages_per_rank else (),
+    )
+
+
+def unequal_layers(facts: Facts) -> tuple[int, ...]:
+    """Layers of the job's stages; none where they cost the same, as the cut counts embedding and head."""
+    degrees, layers = facts.config.parallelism, layers_by_stage(facts)
+    costs = list(layers)
+    costs[0] += degrees.pipeline_parallel_first_stage_less_layers
+    costs[-1] += degrees.pipeline_parallel_last_stage_less_layers
+    return tuple(layers) if len(set(costs)) > 1 else ()
+
+
+def facts_of(options: argparse.Namespace, job: list[str]) -> Facts:
+    """The job, with what the options say instead. ConfigError where its pipeline cannot be."""
+    config = manager.load(job)
+    degrees = config.parallelism
+    if options.pp:
+        degrees.pipeline_parallel_degree = options.pp
+    if options.csv:
+        degrees.pipeline_parallel_schedule_csv = options.csv
+        degrees.pipeline_parallel_schedule = Parallelism().pipeline_parallel_schedule
+        degrees.pipeline_parallel_layers_per_stage = None
+    if options.schedule:
+        degrees.pipeline_parallel_schedule, degrees.pipeline_parallel_schedule_csv = options.schedule, None
+        if not cut_suits(config):
+            degrees.pipeline_parallel_layers_per_stage = degrees.module_fqns_per_model_part = None
+    if options.microbatches:
+        config.training.local_batch_size = options.microbatches * degrees.pipeline_parallel_microbatch_size
+    ranks = fewest_ranks(config)
+    facts = Facts(config, ranks, likely_device())
+    faults = [fault for fault in check(config, ranks, facts.device) if fault.key.startswith(OF_THE_PIPELINE)]
+    if facts.pp == 1:
+        remedy = "set it in the job, or give --pp"
+        faults = [facts.fault("parallelism.pipeline_parallel_degree", "at least 2, for there to be a schedule", remedy)]
+    if faults:
+        raise ConfigError(faults)
+    return facts
+
+
+def cut_suits(config: JobConfig) -> bool:
+    """Whether the job's schedule can have the stages into which the job cuts its model."""
+    facts = Facts(config, 1, "cpu")
+    try:
+        return facts.args is None or num_stages(facts, config.parallelism.pipeline_parallel_schedule) > 0
+    except JobError:
+        return False
+
+
+# The answer
+
+
+def report(question: Question, table: Table, simulation: Simulation) -> list[str]:
+    works = list(map(_short, dict.fromkeys((min(simulation.busy), max(simulation.busy)))))
+    peaks = " ".join(map(_short, simulation.peak_activations))
+    lines = [
+        f"{question.name:22} {about(question, table)}",
+        f"bubble                 {simulation.bubble_share:.1%} of the ranks' time",
+        f"makespan               {_short(simulation.makespan)}, of which a rank works {' to '.join(works)}",
+        f"peak activations       {peaks} by rank, in a rank's layers x a microbatch",
+    ]
+    if question.layers:
+        layers = ", ".join(map(str, question.layers))
+        lines.append(f"stages                 taken as equal; the job's have {layers} layers")
+    apart = dataclasses.replace(question, merge_backward=False)
+    if question.merge_backward and (split := apart.table()) != table:
+        share = apart.simulated(split).bubble_share
+        lines.append(f"merged backward        with input and weight gradients apart the bubble would be {share:.1%}")
+    return lines
+
+
+def about(question: Question, table: Table) -> str:
+    stages = num_stages_of(table)
+    each = f" x {stages // question.pp}" if stages % question.pp == 0 else f", {stages}"
+    each += " stage" if stages == question.pp else " stages"
+    extra = f", messages {_short(question.p2p)}" if question.p2p else ""
+    if question.overlap is not None and any(action.parts for row in table for action in row):
+        extra += f", overlapping pairs {_short(question.overlap)} (F + B)"
+    if question.merge_backward:
+        extra += ", merged backward"
+    return f"{question.pp} ranks{each}, {question.microbatches} microbatches, F:I:W = {question.costs}{extra}"
+
+
+def comparison(question: Question, simulation: Simulation) -> list[str]:
+    """All schedules at the same costs, the quickest first; then those that these numbers do not allow."""
+    rows, impossible = [(simulation.makespan, question.name, simulation)] if question.csv else [], []
+    for traits in SCHEDULES.values():
+        stages_per_rank = None if traits.exact or question.stages_per_rank == 1 else question.stages_per_rank
+        other = dataclasses.replace(question, schedule=traits.name, stages_per_rank=stages_per_rank, csv=None)
+        try:
+            result = other.simulated(other.table())
+        except JobError as error:
+            impossible.append(f"  {traits.name:22} {str(error).partition(';')[0]}")
+            continue
+        rows.append((result.makespan, traits.name, result))
+    lines = [f"\n  at the same costs      {'makespan':>9} {'bubble':>9} {'peak':>9}"]
+    for makespan, name, result in sorted(rows, key=lambda row: row[:2]):
+        peak = _short(max(result.peak_activations))
+        mark = ">" if name == question.name else " "
+        lines.append(f"{mark} {name:22} {_short(makespan):>9} {result.bubble_share:>9.1%} {peak:>9}")
+    return [*lines, *impossible, ""]
+
+
+def caption(question: Question, table: Table, simulation: Simulation) -> str:
+    share, makespan = f"{simulation.bubble_share:.1%}", _short(simulation.makespan)
+    return f"{about(question, table)}    bubble {share}    makespan {makespan}"
+
+
+def _short(number: Fraction) -> str:
+    return f"{float(number):.6g}"

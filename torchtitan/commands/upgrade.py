@@ -1,0 +1,118 @@
+"""`torchtitan check --upgrade`: a job of torchtitan's TOML era as a file of today, with the comments that it had."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import tomlkit
+from tomlkit.items import Comment, Table
+
+from torchtitan.config.job import JobConfig
+from torchtitan.config.manager import Values, assemble, layer_of, nest, read_layers
+from torchtitan.config.options import ConfigError, Fault, options, show
+from torchtitan.config.renames import MOVED
+from torchtitan.config.upgrade import Upgrade, upgrade
+from torchtitan.rules import WITHOUT_EFFECT, Facts
+
+
+def translate(argv: list[str], era: str | None) -> tuple[str, JobConfig]:
+    """The file, with the old defaults that differ from today's, and the job that it describes. ConfigError has all that
+    has no translation.
+    """
+    files, layers = read_layers(argv)
+    if faults := [fault for layer in layers for fault in layer.faults]:
+        raise ConfigError(faults)
+    name = " + ".join(files) or "the job"
+    result = upgrade(_merged(layer.old for layer in layers), _merged(layer.values for layer in layers), era)
+    faults = [Fault(name, key, show(value), "", f"has no translation: {why}") for key, value, why in result.stuck]
+    translated = layer_of(name, result.values.items())
+    if faults := faults + translated.all_faults():
+        raise ConfigError(faults)
+    values = _with_effect(translated.values, result)
+    comments = Comments()
+    for layer in layers:
+        if Path(layer.name).is_file():
+            comments.read(Path(layer.name).read_text())
+    return _as_file(name, result, values, comments), assemble(values, [f"the translation of {name}"])
+
+
+def _with_effect(values: Values, result: Upgrade) -> Values:
+    """Leave out what does nothing where another option is as it is, and would be a fault here."""
+    while faults := [fault for fault in _faults_without_effect(values) if fault.key in values]:
+        result.notes += [f"left out, changed nothing: {fault.key} (allowed: {fault.allowed})" for fault in faults]
+        values = {key: value for key, value in values.items() if key not in {fault.key for fault in faults}}
+    return values
+
+
+def _faults_without_effect(values: Values) -> list[Fault]:
+    facts = Facts(assemble(values, []), 1, "cpu")
+    return [fault for rule in WITHOUT_EFFECT for fault in rule(facts)]
+
+
+def _merged(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    return {key: value for part in parts for key, value in part.items()}
+
+
+@dataclass
+class Comments:
+    """Those of a file, by what they stand above or beside: its head, a section, an option (by today's name)."""
+
+    head: list[str] = field(default_factory=list)
+    above: dict[str, list[str]] = field(default_factory=dict)
+    beside: dict[str, str] = field(default_factory=dict)
+
+    def read(self, text: str) -> None:
+        pending: list[str] = []
+        for name, item in _items(tomlkit.parse(text.removeprefix("\ufeff")), ""):
+            if isinstance(item, Comment):
+                pending.append(item.as_string().strip())
+                continue
+            is_first_section = isinstance(item, Table) and not self.above and not self.head
+            name = MOVED[name].to if name in MOVED else name
+            if is_first_section:
+                self.head, pending = pending, []
+            elif pending:
+                self.above[name], pending = self.above.get(name, []) + pending, []
+            if item.trivia.comment:
+                self.beside[name] = item.trivia.comment
+        self.above[""] = self.above.get("", []) + pending
+
+    def homeless(self, kept: set[str]) -> list[str]:
+        """Of what is not in the translation; behind each the name of what it stood at."""
+        lines = [
+            f"{line}  [{name}]" for name, lines in self.above.items() if name not in kept for line in lines if name
+        ]
+        return lines + [f"{line}  [{name}]" for name, line in self.beside.items() if name not in kept]
+
+
+def _items(table: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """(dotted name, item) in the order of the file: comments without a name, sections, options."""
+    for key, item in table.body if isinstance(table, tomlkit.TOMLDocument) else table.value.body:
+        if isinstance(item, Comment):
+            yield "", item
+        elif key is not None:
+            name = prefix + key.key
+            yield name, item
+            if isinstance(item, Table):
+                yield from _items(item, f"{name}.")
+
+
+def _as_file(name: str, result: Upgrade, values: Values, comments: Comments) -> str:
+    ordered = {key: values[key] for key in options() if key in values}
+    sections = dict.fromkeys(key.rpartition(".")[0] for key in ordered)
+    head = [f"Translated from {name}, read as a job for torchtitan of {result.era}.", *result.notes]
+    lines = [*comments.head, *(f"# {line}" for line in head), *comments.homeless({*ordered, *sections})]
+    for section in sections:
+        beside = comments.beside.get(section, "")
+        lines += ["", *comments.above.get(section, []), f"[{section}]  {beside}".rstrip()]
+        of_section = {key: value for key, value in ordered.items() if key.rpartition(".")[0] == section}
+        for key, value in sorted(of_section.items(), key=lambda pair: isinstance(pair[1], dict)):
+            lines += comments.above.get(key, [])
+            if isinstance(value, dict):  # a table of its own, below what is not
+                lines += ["", tomli_w.dumps(nest({key: value})).rstrip()]
+            else:
+                text = tomli_w.dumps({key.rpartition(".")[2]: value}).rstrip()
+                lines += [f"{text}  {comments.beside.get(key, '')}".rstrip()]
+    return "\n".join([*lines, *comments.above.get("", [])])

@@ -1,0 +1,139 @@
+"""What a resume may change of the job that its checkpoint was made by: each option has a class. Needs no torch.
+
+REFUSED: after it the curve is another run's, so it is named in checkpoint.allow_config_change or brought back. TOLD:
+how the run is computed, how long it is, and what the position in the data judges by itself. QUIET: how the run is
+watched and kept.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torchtitan.config.job import JobConfig, as_dict
+from torchtitan.config.options import options, show
+
+Kind = Literal["refused", "told", "quiet"]
+
+KINDS: dict[str, Kind] = {
+    "job": "quiet",
+    "profiling": "quiet",
+    "metrics": "quiet",
+    "checkpoint": "quiet",
+    "comm": "quiet",
+    "model": "refused",
+    "model.flavor": "told",  # what it stands for is compared size by size
+    "model.tokenizer_path": "told",  # its content is part of the position in the data
+    "model.attention_backend": "told",
+    "adapter": "refused",
+    "optimizer": "refused",
+    "optimizer.implementation": "told",
+    "lr_scheduler": "refused",
+    "lr_scheduler.total_steps": "told",
+    "training": "refused",
+    "training.dataset": "told",
+    "training.dataset_path": "told",
+    "training.text_field": "told",
+    "training.sources": "told",
+    "training.shuffle": "told",
+    "training.seq_len": "told",
+    "training.on_bad_data": "told",
+    "training.local_batch_size": "told",  # of global_batch_size the samples of a step are compared, however given
+    "training.steps": "told",
+    "training.epochs": "told",
+    "training.loss_chunks": "told",
+    "training.enable_cpu_offload": "told",
+    "training.gc_freq": "quiet",
+    "training.gc_debug": "quiet",
+    "training.dataloader": "quiet",
+    "parallelism": "told",
+    "activation_checkpoint": "told",
+    "compile": "told",
+    "validation": "told",
+    "debug": "told",
+}
+"""Of sections, and of the options in them that are of another class."""
+
+SIZES, SAMPLES = "model.overrides", "training.global_batch_size"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference between a checkpoint's job and today's, both values in words."""
+
+    key: str
+    before: str
+    now: str
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.key)
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.before} -> {self.now}"
+
+
+def kind_of(key: str) -> Kind:
+    """Of the longest name in KINDS that it lies under; what is in none is refused, which loses nothing."""
+    parts = key.split(".")
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((KINDS[name] for name in names if name in KINDS), "refused")
+
+
+def refusable() -> list[str]:
+    """The options that a resume refuses to change unless they are named."""
+    return [key for key in options() if kind_of(key) == "refused"]
+
+
+def kept_job(config: JobConfig, sizes: Mapping[str, Any], samples: int) -> dict[str, Any]:
+    """What a checkpoint keeps of its job, JSON-able: its options, every size of its model, the samples of a step."""
+    return {"job": as_dict(config), "sizes": dict(sizes), "samples": samples}
+
+
+def changes(kept: Mapping[str, Any], now: Mapping[str, Any], model_only: bool = False) -> list[Change]:
+    """From one `kept_job` to another, without the quiet ones; of the model's sizes alone if no more than its weights
+    are taken. Empty for checkpoints from before jobs were kept.
+    """
+    if not isinstance(kept.get("job"), dict):
+        return []
+    found = list(_changed_sizes(kept, now))
+    return found if model_only else found + [change for change in _changed_options(kept, now) if change.kind != "quiet"]
+
+
+def refused(found: list[Change], allowed: list[str]) -> list[Change]:
+    """Those of the changes that are neither harmless nor allowed by name."""
+    return [change for change in found if change.kind == "refused" and change.key not in allowed]
+
+
+def remedy(change: Change) -> str:
+    return (
+        f'bring it back, or allow the change by checkpoint.allow_config_change = ["{change.key}"], or start anew in '
+        "another job.dump_folder"
+    )
+
+
+def _changed_sizes(kept: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+    before = kept.get("sizes", {})
+    for name in before.keys() & now["sizes"].keys():  # a size that came with a later version has no other value yet
+        if before[name] != now["sizes"][name]:
+            yield Change(SIZES, f"{name} = {show(before[name])}", f"{name} = {show(now['sizes'][name])}")
+
+
+def _changed_options(kept: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+    for key, option in options().items():
+        if key == SIZES:
+            continue
+        before, today = _value(kept["job"], key, option.default), _value(now["job"], key, option.default)
+        if key == SAMPLES:
+            before, today = kept.get("samples"), now["samples"]
+        if before != today:
+            yield Change(key, show(before), show(today))
+
+
+def _value(job: Mapping[str, Any], key: str, default: Any) -> Any:
+    """Of an option in nested tables; what is not set is not there, and neither is what came with a later version."""
+    value: Any = job
+    for part in key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return default
+        value = value[part]
+    return value

@@ -1,0 +1,187 @@
+"""The options of a job by dotted name: their types in words, their help, and what is said when one is wrong.
+
+All of it is read off the dataclasses of job.py, so a new option needs nothing here. Needs no torch.
+"""
+
+import difflib
+import json
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, is_dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import PydanticUndefined
+
+from torchtitan.config.job import JobConfig, as_dict
+from torchtitan.errors import JobError
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong with a job. Empty parts are left out of the line."""
+
+    file: str
+    key: str
+    given: str
+    allowed: str
+    remedy: str
+
+    def __str__(self) -> str:
+        said = [f"given {self.given}" * bool(self.given), f"allowed: {self.allowed}" * bool(self.allowed), self.remedy]
+        line = ": ".join(filter(None, (self.file, self.key, "; ".join(filter(None, said)))))
+        # whatever is in a file, one fault is one line, and a terminal is sent no control characters
+        return line if line.isprintable() else line.encode("unicode_escape").decode()
+
+
+class ConfigError(JobError):
+    """Everything that is wrong with a job, one line each; `rest` is the job without what is wrong, if that is one."""
+
+    def __init__(self, faults: Iterable[Fault], rest: JobConfig | None = None) -> None:
+        self.faults = list(dict.fromkeys(faults))
+        self.rest = rest
+        super().__init__("\n".join(map(str, self.faults)))
+
+
+@dataclass(frozen=True)
+class Option:
+    annotation: Any
+    default: Any
+    """PydanticUndefined where it must be given."""
+    help: str
+
+
+@cache
+def options() -> dict[str, Option]:
+    """Every option of the job by its dotted name, in the order of job.py."""
+    return dict(options_of(JobConfig, ""))
+
+
+@cache
+def columns(option: str) -> dict[str, Option]:
+    """The options of each table of an option that is a list of tables; none for any other option."""
+    kinds = [get_args(kind)[0] for kind in members(options()[option].annotation) if get_origin(kind) is list]
+    return {key: column for kind in kinds if is_dataclass(kind) for key, column in options_of(kind, "")}
+
+
+def option_at(place: str) -> str:
+    """The option of a fault's place: "training.sources" of "training.sources[0].weight"."""
+    return place.partition("[")[0]
+
+
+@cache
+def sections() -> frozenset[str]:
+    """Dotted names of the tables that hold options."""
+    names = (key.rpartition(".")[0] for key in options())
+    return frozenset(".".join(name.split(".")[:depth]) for name in names for depth in (1, 2))
+
+
+def options_of(section: type, prefix: str) -> Iterator[tuple[str, Option]]:
+    """The options of a dataclass and of those in it, each name after the prefix."""
+    nested = []
+    for name, info in section.__pydantic_fields__.items():
+        if is_dataclass(info.annotation):
+            nested.append((info.annotation, f"{prefix}{name}."))
+            continue
+        annotation = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
+        default = info.default if info.default_factory is None else info.default_factory()
+        yield prefix + name, Option(annotation, default, info.description or "")
+    for inner, inner_prefix in nested:
+        yield from options_of(inner, inner_prefix)
+
+
+def help_text(wanted: str = "") -> str:
+    """The options with their types, defaults and help; of one section, or those that begin with a name."""
+    lines = ["Options, as --section.key value on the command line or as key = value under [section] in a TOML file."]
+    section = ""
+    chosen = {key: option for key, option in options().items() if f"{key}.".startswith(f"{wanted}." if wanted else "")}
+    if not chosen:
+        names = [*sections(), *options()]
+        remedy = hint(wanted, names) or f"sections are {', '.join(sorted(sections()))}"
+        raise JobError(f"--help {wanted}: allowed: a section or an option; {remedy}")
+    for key, option in chosen.items():
+        if key.rpartition(".")[0] != section:
+            section = key.rpartition(".")[0]
+            lines += ["", f"[{section}]"]
+        lines += _help("  --", key, option)
+        if columns(key):
+            lines.append(f"      under each [[{key}]]:")
+            lines += [line for name, column in columns(key).items() for line in _help("        ", name, column)]
+    return "\n".join(lines)
+
+
+def _help(indent: str, key: str, option: Option) -> list[str]:
+    default = "unset" if option.default is None else show(option.default)
+    default = "must be given" if option.default is PydanticUndefined else f"default {default}"
+    head = f"{indent}{key}  ({describe(option.annotation)}; {default})"
+    return [head, *(" " * (len(indent) + 2) + line.strip() for line in option.help.splitlines())]
+
+
+def members(annotation: Any) -> list[Any]:
+    """The types that an annotation joins, without None and without the ranges around them."""
+    if get_origin(annotation) is Annotated:
+        return members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [member for part in get_args(annotation) for member in members(part)]
+    return [] if annotation is type(None) else [annotation]
+
+
+def choices(annotation: Any) -> list[str]:
+    """The words that an option takes, if it takes only some."""
+    return [str(c) for a in members(annotation) if get_origin(a) is Literal for c in get_args(a)]
+
+
+def describe(annotation: Any) -> str:
+    """What an option takes, in words: "a whole number >= 1", 'one of "a", "b"'."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        limits = [limit for extra in args[1:] for limit in (getattr(extra, "metadata", None) or [extra])]
+        return f"{describe(args[0])} {' and '.join(filter(None, map(_limit, limits)))}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(part) for part in args if part is not type(None))
+    if origin is Literal:
+        return "one of " + ", ".join(map(show, args))
+    if origin is list:
+        return "a list of tables" if is_dataclass(args[0]) else f"a list, each {describe(args[0])}"
+    if origin is dict:
+        return f"a table, each value {describe(args[1])}"
+    return {str: "text", bool: "true or false", int: "a whole number", float: "a number"}[annotation]
+
+
+def _limit(limit: Any) -> str:
+    for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+        if hasattr(limit, name):
+            return f"{sign} {getattr(limit, name)}"
+    pattern = getattr(limit, "pattern", None)
+    return f"of the form {pattern}" if pattern else ""
+
+
+def fits(annotation: Any, value: Any) -> bool:
+    """Whether an option of this type can have this value."""
+    try:
+        TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+def hint(given: str, known: Iterable[str], cutoff: float = 0.6, quote: bool = False) -> str:
+    """'did you mean X?', or nothing when no known name is near."""
+    near = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(given.lower(), near, n=1, cutoff=cutoff)
+    return f"did you mean {show(near[close[0]]) if quote else near[close[0]]}?" if close else ""
+
+
+def show(value: Any) -> str:
+    """A value as TOML would write it, on one line and shortened."""
+    if value is None:
+        return "nothing"
+    value = as_dict(value) if is_dataclass(value) else value
+    if isinstance(value, dict):
+        text = "{" + ", ".join(f"{key} = {show(inner)}" for key, inner in value.items()) + "}"
+    elif isinstance(value, list):
+        text = "[" + ", ".join(map(show, value)) + "]"
+    else:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 100 else text[:97] + "..."

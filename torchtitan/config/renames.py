@@ -1,0 +1,217 @@
+"""Options of torchtitan's TOML era that are elsewhere here or have no meaning here.
+
+Covers all dialects from the flat one of July 2024 to the last (v0.2.2, February 2026): see upgrade.py, which translates
+whole jobs. What is in neither table below and in no old dialect is simply unknown.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.errors import JobError
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Moved:
+    to: str
+    translate: Callable[[Any], Any] = lambda value: value
+    """Old value to new. Raises JobError with the way out where that takes a person."""
+
+
+@dataclass(frozen=True)
+class Gone:
+    why: str
+    harmless: tuple[Any, ...] | None = ()
+    """Values at which the option changed nothing, so that a translation may leave it out; None: any value."""
+
+
+def _not(value: Any) -> Any:
+    return not value if isinstance(value, bool) else value  # what is no flag is refused at its new place
+
+
+def _fused(value: Any) -> Any:
+    return {True: "fused", False: "foreach"}[value] if isinstance(value, bool) else value
+
+
+def _words(**words: str | None) -> Callable[[Any], Any]:
+    """Values that were renamed; others stay, to be judged at their new place."""
+    return lambda value: words.get(value, value) if isinstance(value, str) else value
+
+
+def _by_hand(advice: str) -> Callable[[Any], Any]:
+    def refuse(value: Any) -> Any:
+        raise JobError(advice)
+
+    return refuse
+
+
+def _split_points(value: Any) -> None:
+    if value:
+        raise JobError('list the module names of each stage there, e.g. [["tok_embeddings", "layers.0"], ...]')
+
+
+_masks = {"causal": None, "block_causal": True}
+_schedule = _words(
+    **{"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"},
+    # what was to run the schedule of a file; None: left out, since the file is enough
+    **{"PipelineScheduleSingle": None, "PipelineScheduleMulti": None, "_PipelineScheduleRuntime": None},
+)
+_fp8 = "training in float8 is not in this version"
+_mx = "mx formats are not in this version"
+_ft = "fault tolerance by torchft is not in this version"
+_plugin = "code named by a job file is not run"
+_estimate = "memory is not estimated by a training run"
+_recorder = "the flight recorder writes where torch's environment variables say"
+_image = "models of images (flux, vlm) are not in this version"
+_compiler = "passes of experimental compilers are not in this version"
+_balance = "tokens go to the experts that the router chooses"
+_flat = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "context_parallel_degree")
+_flat += ("tensor_parallel_degree", "pipeline_parallel_degree", "enable_async_tensor_parallel")
+_flat += ("context_parallel_rotate_method", "fsdp_reshard_after_forward", "disable_loss_parallel")
+
+MOVED: dict[str, Moved] = {
+    "job.print_args": Moved("job.print_config"),
+    "metrics.enable_color_printing": Moved("metrics.disable_color_printing", _not),
+    "metrics.rank_0_only": Moved("metrics.save_for_all_ranks", _not),
+    "model.hf_assets_path": Moved("model.tokenizer_path"),
+    "model.attn_mask_type": Moved("training.document_mask", lambda value: _masks.get(value, value)),
+    "optimizer.fused": Moved("optimizer.implementation", _fused),
+    "lr_scheduler.lr_min": Moved("lr_scheduler.min_lr_factor"),
+    "training.warmup_steps": Moved("lr_scheduler.warmup_steps"),
+    "training.batch_size": Moved("training.local_batch_size"),
+    "training.compile": Moved("compile.enable"),
+    "training.seed": Moved("debug.seed"),
+    "training.deterministic": Moved("debug.deterministic"),
+    "training.enable_loss_parallel": Moved("parallelism.disable_loss_parallel", _not),
+    "training.data_parallel_degree": Moved("parallelism.data_parallel_shard_degree"),
+    "training.data_parallel_type": Moved(
+        "parallelism.data_parallel_replicate_degree",
+        _by_hand('for "fsdp" leave both out; for "ddp" write the ranks here, and data_parallel_shard_degree = 1'),
+    ),
+    **{f"{old}.{key}": Moved(f"parallelism.{key}") for old in ("training", "experimental") for key in _flat},
+    "experimental.pipeline_parallel_schedule": Moved("parallelism.pipeline_parallel_schedule", _schedule),
+    "experimental.pipeline_parallel_split_points": Moved("parallelism.module_fqns_per_model_part", _split_points),
+    "parallelism.pipeline_parallel_split_points": Moved("parallelism.module_fqns_per_model_part", _split_points),
+    "experimental.pipeline_parallel_microbatches": Moved(
+        "parallelism.pipeline_parallel_microbatch_size",
+        _by_hand("give the samples of one microbatch there: the batch size divided by the number of microbatches"),
+    ),
+    "checkpoint.enable_checkpoint": Moved("checkpoint.enable"),
+    "checkpoint.model_weights_only": Moved("checkpoint.last_save_model_only"),
+    "checkpoint.last_save_model_weights_only": Moved("checkpoint.last_save_model_only"),
+    "checkpoint.initial_load_model_weights_only": Moved("checkpoint.initial_load_model_only"),
+    "checkpoint.last_save_in_safetensors_format": Moved("checkpoint.last_save_in_hf"),
+    "validation.enabled": Moved("validation.enable"),
+}
+
+GONE: dict[str, Gone] = {
+    "job.use_for_integration_test": Gone("it marked files for torchtitan's own tests", None),
+    "job.save_config_file": Gone("the resolved job is always written, as config.toml in job.dump_folder", None),
+    "job.custom_config_module": Gone(_plugin, ("",)),
+    "experimental.custom_import": Gone(_plugin, ("",)),
+    "experimental.custom_args_module": Gone(_plugin, ("",)),
+    "experimental.custom_model_path": Gone(_plugin, ("",)),
+    "experimental.enable_compiled_autograd": Gone("compiled autograd is not in this version", (False,)),
+    "parallelism.enable_compiled_autograd": Gone("compiled autograd is not in this version", (False,)),
+    "experimental.pipeline_parallel_split_mode": Gone("models are cut by module names alone", ("manual",)),
+    "model.use_flex_attn": Gone("model.attention_backend chooses the kernel that fits the mask", None),
+    # norms that compute the same, by other kernels
+    "model.norm_type": Gone("norms are RMSNorm", ("rmsnorm", "fused_rmsnorm", "compiled_rmsnorm")),
+    "model.converters": Gone("float8, mx and other conversions are not in this version", ([], "")),
+    "model.print_after_conversion": Gone("there are no model converters", None),
+    "training.enable_float8_linear": Gone(_fp8, (False,)),
+    "float8.enable_float8_linear": Gone(_fp8, (False,)),
+    # settings of what the switches above turn on
+    **{
+        f"{section}.{key}": Gone(why, None)
+        for section, why, keys in (
+            ("training", _fp8, "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp"),
+            ("training", _fp8, "float8_scaling_type_input float8_scaling_type_weight float8_scaling_type_grad_output"),
+            ("float8", _fp8, "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name"),
+            ("float8", _fp8, "scaling_type_input scaling_type_weight scaling_type_grad_output filter_fqns emulate"),
+            ("float8", _fp8, "force_recompute_fp8_weight_in_bwd moe_fqns_prototype moe_fqns"),
+            ("mx", _mx, "moe_fqns"),
+            ("mx", _mx, "use_fp8_dim1_cast_triton_kernel mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns"),
+            ("quantize.linear.float8", _fp8, "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp"),
+            ("quantize.linear.float8", _fp8, "recipe_name filter_fqns emulate"),
+            ("quantize.linear.mx", _mx, "mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns"),
+            # the names of September 2025
+            ("quantize.dense.float8", _fp8, "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp"),
+            ("quantize.dense.float8", _fp8, "recipe_name filter_fqns emulate"),
+            ("quantize.dense.mx", _mx, "mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns"),
+            ("quantize.moe.float8", _fp8, "fqns"),
+            ("quantize.moe.mx", _mx, "recipe_name fqns"),
+            ("quantize.grouped_mm.float8", _fp8, "fqns"),
+            ("quantize.grouped_mm.mx", _mx, "recipe_name fqns"),
+            ("fault_tolerance", _ft, "process_group process_group_timeout_ms replica_id group_size min_replica_size"),
+            ("fault_tolerance", _ft, "semi_sync_method sync_steps should_quantize fragment_sync_delay"),
+            ("fault_tolerance", _ft, "fragment_update_alpha num_fragments module_fqns_per_model_fragment"),
+            ("checkpoint", _ft, "enable_ft_dataloader_checkpoints"),
+            ("memory_estimation", _estimate, "disable_fake_mode"),
+        )
+        for key in keys.split()
+    },
+    "fault_tolerance.enable": Gone(_ft, (False,)),
+    "memory_estimation.enable": Gone(_estimate, (False,)),
+    "memory_estimation.enabled": Gone(_estimate, (False,)),
+    "parallelism.expert_tensor_parallel_degree": Gone("tensor parallel leaves experts whole", (1,)),
+    "parallelism.expert_parallel_comm_backend": Gone("tokens travel by torch's own all-to-all", ("standard",)),
+    "debug.moe_force_load_balance": Gone(_balance, (False,)),
+    "training.debug_moe_force_load_balance": Gone(_balance, (False,)),
+    # options of torchtitan's experiments, which have no meaning for a language model trained here
+    **{
+        f"{section}.{key}": Gone(why)
+        for section, why, keys in (
+            ("training", _image, "classifer_free_guidance_prob classifier_free_guidance_prob img_size test_mode"),
+            ("encoder", _image, "t5_encoder clip_encoder autoencoder_path max_t5_encoding_len test_mode"),
+            ("encoder", _image, "autoencoder_shift autoencoder_scale context_in_dim empty_encodings_path"),
+            ("eval", _image, "enable_classifer_free_guidance enable_classifier_free_guidance eval_freq"),
+            ("eval", _image, "classifier_free_guidance_scale denoising_steps save_img_folder"),
+            ("validation", _image, "enable_classifer_free_guidance enable_classifier_free_guidance"),
+            ("validation", _image, "classifier_free_guidance_scale denoising_steps all_timesteps eval_freq"),
+            ("validation", _image, "save_img_count save_img_folder"),
+            ("inference", _image, "save_img_folder prompts_path local_batch_size save_path batch_size img_size"),
+            ("data", _image, "max_images_per_batch max_patches_per_image patch_size spatial_merge_size"),
+            ("data", _image, "packing_buffer_size"),
+            ("compile", _compiler, "model_backend_override passes joint_passes graph_passes"),
+            ("hf_transformers", "models of transformers are not run; their weights are read", "model"),
+        )
+        for key in keys.split()
+    },
+    "checkpoint.create_seed_checkpoint": Gone(
+        "initial weights are a function of debug.seed and the parameter's name, equal on any number of ranks", (False,)
+    ),
+    "checkpoint.initial_load_in_hf_quantized": Gone("the folder's config.json says how its weights are stored", None),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Gone(
+        '"op" keeps every matrix product', (["moe.router.gate"], [])
+    ),
+    "activation_checkpoint.visualize_memory_budget_pareto": Gone("the budget's curve is not drawn", (False,)),
+    "activation_checkpoint.determinism_check": Gone("torch's own check stays at its default", ("default",)),
+    "activation_checkpoint.debug": Gone("recompute has no debug mode here", (False,)),
+    "comm.save_traces_folder": Gone(_recorder, ("comm_traces",)),
+    "comm.save_traces_file_prefix": Gone(_recorder, ("rank_",)),
+    "comm.mode": Gone("a job trains; it does not run without communication", ("default",)),
+    "validation.dataloader.num_workers": Gone("validation reads as training.dataloader says", (0,)),
+    "validation.dataloader.persistent_workers": Gone("validation reads as training.dataloader says", (False,)),
+    "validation.dataloader.pin_memory": Gone("validation reads as training.dataloader says", (False,)),
+    "validation.dataloader.prefetch_factor": Gone("validation reads as training.dataloader says"),
+}
+
+VALUES: dict[str, Callable[[Any], Any]] = {
+    "training.dataset": _words(c4_mini="c4_test"),
+    "parallelism.pipeline_parallel_schedule": _schedule,
+    "parallelism.context_parallel_load_balancer": lambda value: value or "none",
+    "parallelism.pipeline_parallel_schedule_csv": lambda value: value or None,
+}
+"""Values that were renamed where the option was not; None: left out, as what it said is the default now."""
+
+
+def renamed(key: str) -> Moved | Gone | None:
+    return MOVED.get(key) or GONE.get(key)
+
+
+def old_section(name: str) -> bool:
+    """Whether old dialects had options under this name that are not at home there."""
+    return any(key.startswith(f"{name}.") for key in (*MOVED, *GONE))

@@ -1,0 +1,213 @@
+"""The translation of a job of torchtitan's TOML era: options that moved, defaults and models that meant something else.
+
+Promised are the files of three eras: the flat dialect of July 2024; v0.1.0 to August 2025; v0.2.0 to v0.2.2 (February
+2026). An era is told by options that only it had; a job that has none of them is read as v0.2.2.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.config.old_models import JULY_2024, V0_1, V0_2_2, today
+from torchtitan.config.renames import VALUES, Gone, Values, renamed
+from torchtitan.errors import JobError
+
+__all__ = ["ERAS", "TODAY", "Upgrade", "era_of", "upgrade"]
+
+ERAS = {"july-2024": JULY_2024, "v0.1": V0_1, "v0.2": V0_2_2}
+"""By the words of --from."""
+TODAY = "today"
+_OURS = ("training.shuffle", "model.overrides", "training.text_field", "training.loss_chunks", "metrics.plot")
+"""Options that no old dialect had. Every translation writes the first."""
+
+_ALL = {
+    "lr_scheduler.warmup_steps": 200,
+    "lr_scheduler.min_lr_factor": 0.0,
+    "training.dataset": "c4_test",
+    "training.shuffle": False,  # documents came in the order of the data set
+}
+_LATER = {
+    "checkpoint.last_save_model_only": True,
+    "validation.dataset": "c4_validation",
+    "validation.seq_len": 2048,
+}
+DEFAULTS: dict[str, Values] = {
+    JULY_2024: _ALL
+    | {
+        "job.dump_folder": "./torchtitan/outputs",
+        "metrics.disable_color_printing": True,
+        "model.tokenizer_path": "./torchtitan/datasets/tokenizer/tokenizer.model",
+        "training.dataset": "c4_mini",
+        "optimizer.implementation": "foreach",
+        "checkpoint.keep_latest_k": 0,
+    },
+    V0_1: _ALL
+    | _LATER
+    | {
+        "job.dump_folder": "./torchtitan/outputs",
+        "model.tokenizer_path": "./torchtitan/datasets/tokenizer/tokenizer.model",
+    },
+    V0_2_2: _ALL | _LATER | {"model.tokenizer_path": "./tests/assets/tokenizer"},
+}
+"""Defaults of the old dialects where ours are others: a translation writes them out."""
+
+SAMPLES = {"c4_mini": "./torchtitan/datasets/c4_mini", "c4_test": "./tests/assets/c4_test"}
+"""Datasets that lay in torchtitan's repository, and where."""
+
+_ONLY_JULY = ("metrics.enable_color_printing", "metrics.rank_0_only", "optimizer.fused", "training.warmup_steps")
+_ONLY_JULY += ("training.data_parallel_degree", "training.enable_loss_parallel", "training.compile")
+_BEFORE_V0_2 = ("checkpoint.enable_checkpoint", "checkpoint.last_save_model_weights_only", "lr_scheduler.lr_min")
+_BEFORE_V0_2 += ("checkpoint.initial_load_model_weights_only", "training.compile", "training.batch_size")
+_BEFORE_V0_2 += ("validation.enabled", "memory_estimation.enabled", "parallelism.pipeline_parallel_split_points")
+_BEFORE_V0_2 += ("model.use_flex_attn", "model.attn_mask_type")
+
+
+@dataclass
+class Upgrade:
+    """An old job in today's options."""
+
+    era: str
+    values: Values = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What was moved, left out or written out, one line each."""
+    stuck: list[tuple[str, Any, str]] = field(default_factory=list)
+    """Option, value and reason of what cannot be translated."""
+
+
+def era_of(old: Values, values: Values) -> str:
+    """July 2024 where an option has July's place and none has a later one; TODAY where options are ours alone."""
+    later = any(key.split(".")[0] in ("lr_scheduler", "parallelism", "compile") for key in (*old, *values))
+    if not old and set(_OURS) & set(values):
+        return TODAY
+    if not later and set(_ONLY_JULY) & set(old):
+        return JULY_2024
+    before = set(_BEFORE_V0_2) & set(old) or any(key.startswith(("float8.", "mx.")) for key in old)
+    return V0_1 if before else V0_2_2
+
+
+def upgrade(old: Values, values: Values, era: str | None = None) -> Upgrade:
+    """Translate a job: `old` are its options of older dialects, `values` those that are at home here. The era is told
+    by them unless it is given.
+    """
+    result = Upgrade(era or era_of(old, values))
+    if result.era == TODAY:
+        result.values = values
+        result.notes.append("nothing to translate: it has options of today, and none of an older dialect")
+        return result
+    if "training.dataset_path" not in values:
+        dataset = values.get("training.dataset", DEFAULTS[result.era]["training.dataset"])
+        if dataset in SAMPLES:
+            values = values | {"training.dataset_path": SAMPLES[dataset]}
+            result.notes.append(f"written out, as {dataset} lay there: training.dataset_path")
+    values = {key: VALUES[key](value) if key in VALUES else value for key, value in values.items()}
+    result.notes += [f"left out, as it is the default now: {key}" for key, value in values.items() if value is None]
+    values = {key: value for key, value in values.items() if value is not None}
+    old = _combined(dict(old), values, result)
+    for key, value in old.items():
+        rename = renamed(key)
+        if isinstance(rename, Gone):
+            if rename.harmless is None or value in rename.harmless:
+                result.notes.append(f"left out, changed nothing: {key} ({rename.why})")
+            else:
+                result.stuck.append((key, value, rename.why))
+            continue
+        try:
+            new = rename.translate(value)
+        except JobError as error:
+            result.stuck.append((key, value, f"{rename.to}: {error}"))
+            continue
+        result.notes.append(f"moved: {key} -> {rename.to}")
+        if new is not None:
+            values.setdefault(rename.to, new)
+    values = _with_old_defaults(values, result)
+    _warmup(values, result)
+    result.values = _with_old_model(values, result)
+    return result
+
+
+def _combined(old: Values, values: Values, result: Upgrade) -> Values:
+    """Settle what means something only together with other options; returns what is left of `old`."""
+    kind = old.pop("training.data_parallel_type", "fsdp")
+    if kind == "ddp":
+        degree = old.pop("training.data_parallel_degree", -1)
+        values["parallelism.data_parallel_shard_degree"] = 1
+        if degree == -1:
+            why = "it replicated over all ranks: give data_parallel_degree as their number"
+            result.stuck.append(("training.data_parallel_type", kind, why))
+        else:
+            values["parallelism.data_parallel_replicate_degree"] = degree
+            result.notes.append("moved: training.data_parallel_type -> parallelism.data_parallel_replicate_degree")
+    elif kind != "fsdp":
+        result.stuck.append(("training.data_parallel_type", kind, 'known are "fsdp" and "ddp"'))
+    loads = values.get("checkpoint.enable", old.get("checkpoint.enable_checkpoint"))
+    if loads and values.get("checkpoint.initial_load_in_hf") and not values.get("checkpoint.initial_load_path"):
+        # weights were looked for beside the tokenizer, of whose two options the older one went first
+        default = DEFAULTS[V0_2_2]["model.tokenizer_path"]  # of the one dialect that knew these options
+        folder = values.get("model.tokenizer_path") or old.get("model.hf_assets_path", default)
+        values["checkpoint.initial_load_path"] = folder
+        result.notes.append("written out, as weights lay beside the tokenizer: checkpoint.initial_load_path")
+    validates = values.get("validation.enable", old.get("validation.enabled"))
+    if validates and values.get("validation.steps", -1) == -1:
+        why = "-1, the default then, was to the data's end; give the number of batches"
+        result.stuck.append(("validation.steps", values.pop("validation.steps", None), why))
+    elif values.get("validation.steps") == -1:
+        del values["validation.steps"]
+        result.notes.append("left out, changed nothing: validation.steps (validation is off)")
+    _overlap(values, result)
+    return old
+
+
+def _with_old_defaults(values: Values, result: Upgrade) -> Values:
+    for key, default in DEFAULTS[result.era].items():
+        section = key.split(".")[0]
+        switched_off = section in ("checkpoint", "validation") and not values.get(f"{section}.enable")
+        if key not in values and not switched_off:
+            values[key] = VALUES[key](default) if key in VALUES else default
+            result.notes.append(f"written out, as the default was another: {key}")
+    return values
+
+
+def _warmup(values: Values, result: Upgrade) -> None:
+    """One that was longer than the job was cut to it, and nothing decayed."""
+    warmup, total = "lr_scheduler.warmup_steps", "lr_scheduler.total_steps"
+    steps = values.get(total, values.get("training.steps", 10000))
+    if isinstance(steps, int) and isinstance(values[warmup], int) and values[warmup] >= steps > 0:
+        values |= {warmup: steps, total: steps + 1}
+        result.notes.append(f"written out, as a warmup was cut to the job's {steps} steps: {warmup}, {total}")
+
+
+def _overlap(values: Values, result: Upgrade) -> None:
+    """It was on by default and did something under DualPipeV alone, which is another option here."""
+    key = "parallelism.pipeline_parallel_expert_parallel_overlap"
+    degrees = ("parallelism.pipeline_parallel_degree", "parallelism.expert_parallel_degree")
+    schedule = str(values.get("parallelism.pipeline_parallel_schedule", "1F1B")).lower()
+    if schedule == "dualpipev" and all(values.get(degree, 1) != 1 for degree in degrees):
+        if key not in values and result.era == V0_2_2:
+            values[key] = True
+            result.notes.append(f"written out, as the default was another: {key}")
+    elif values.get(key) is True:
+        del values[key]
+        result.notes.append(f"left out, changed nothing: {key} (allowed: with DualPipeV and expert parallel)")
+
+
+def _with_old_model(values: Values, result: Upgrade) -> Values:
+    """What the model's name and flavor meant then."""
+    name, flavor = values.get("model.name", "llama3"), values.get("model.flavor", "debugmodel")
+    length = values.get("training.seq_len", 2048)
+    if not (isinstance(name, str) and isinstance(flavor, str) and isinstance(length, int)):
+        return values  # each is a fault of its own
+    try:
+        model = today(result.era, name, flavor, length)
+    except JobError as error:
+        result.stuck.append(("model.name", name, str(error)))
+        return values
+    if model is None:
+        return values
+    meant = {"model.name": model.name, "model.flavor": model.flavor}
+    meant |= {"training.document_mask": True} if model.document_mask else {}
+    meant |= {"model.overrides": model.overrides | values.get("model.overrides", {})} if model.overrides else {}
+    said = {"model.name": name, "model.flavor": flavor, **values}
+    changed = [key for key, value in meant.items() if said.get(key) != value]
+    if changed:
+        result.notes.append(f"written out, as {name} {flavor} of {result.era} meant it: {', '.join(changed)}")
+    result.notes += model.notes
+    return values | {key: meant[key] for key in changed}

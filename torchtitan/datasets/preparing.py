@@ -1,0 +1,175 @@
+"""Tokenizing a source once, into prepared shards: by the command `torchtitan prepare`, and before a run of epochs."""
+
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from torchtitan.datasets.records import encode
+from torchtitan.datasets.sources import BadRecord, DataError, Document, Indexed, Item, Source, Unreachable
+from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.datasets.tokens import ShardWriter, TokenShards
+from torchtitan.errors import JobError
+
+# What goes to a worker at a time.
+CHUNK_DOCUMENTS = 256
+CHUNKS_AHEAD = 4
+CHUNK_CHARACTERS = 2**20
+Encoded = tuple[np.ndarray, np.ndarray | None] | BadRecord
+"""A document's ids, and whether each is trained (None: all); or why it has none."""
+
+
+def prepared(
+    source: Source, dataset_path: str | None, tokenizer_path: str, folder: Path, workers: int, stop: bool
+) -> TokenShards:
+    """The shards of a source, made in `folder` unless they are there: by one of the processes that ask for them at the
+    same time, while the others wait. What decides their content decides their name, with the times at which the files
+    at dataset_path were changed. Their fingerprint is the source's and their own checksums.
+    """
+    origin = dict(source.fingerprint)  # opening a source may add to it
+    tokenizer = build_tokenizer(tokenizer_path)
+    about = [source.name, origin, tokenizer.fingerprint, tokenizer.chat_template, stop, _changed(dataset_path)]
+    shards = folder / hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not shards.exists():
+                prepare(source, tokenizer_path, shards, workers, stop)
+    except OSError as error:
+        raise JobError(f"{folder}: cannot hold the tokenized data: {error}; give a job.dump_folder that can") from None
+    made = TokenShards(shards)
+    made.fingerprint = origin | {"shards": made.fingerprint["files"]}
+    return made
+
+
+def _changed(path: str | None) -> list[tuple[str, int]]:
+    """Each file at a path, and when it was last changed, in nanoseconds: a file may be another one of the same size."""
+    if path is None:
+        return []
+    path = os.path.expanduser(path)
+    found = glob.glob(os.path.join(path, "**"), recursive=True) if os.path.isdir(path) else glob.glob(path)
+    return sorted((name, os.stat(name).st_mtime_ns) for name in found if os.path.isfile(name))
+
+
+def prepare(source: Source, tokenizer_path: str, output: Path, workers: int, stop: bool) -> dict[str, Any]:
+    """Make the folder; returns its header. Raises DataError for bad data, JobError if it cannot be written."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise JobError(f"{output}: exists and is not an empty folder; give another --output, or remove it first")
+    tokenizer = build_tokenizer(tokenizer_path)
+    unfinished = output.parent / f".{output.name}.{secrets.token_hex(4)}"
+    try:
+        unfinished.mkdir(parents=True)
+        header = _write(source, tokenizer, tokenizer_path, unfinished, workers, stop)
+        unfinished.rename(output)
+    except OSError as error:
+        raise JobError(f"{output}: not made: {error}") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return header
+
+
+def _write(
+    source: Source, tokenizer: Tokenizer, tokenizer_path: str, folder: Path, workers: int, stop: bool
+) -> dict[str, Any]:
+    writer = ShardWriter(folder, tokenizer.vocab_size)
+    readable = _Readable(source.documents(), stop)
+    total = len(source) if isinstance(source, Indexed) else None
+    with tqdm(total=total, unit=" documents", file=sys.stderr, dynamic_ncols=True) as progress:
+        for documents in _tokenized(readable, tokenizer, tokenizer_path, workers):
+            for made in documents:
+                if isinstance(made, BadRecord):
+                    readable.leave_out(made)
+                else:
+                    writer.write(*made)
+            progress.update(len(documents))
+            progress.set_postfix(tokens=f"{writer.tokens:,}", refresh=False)
+    if writer.tokens == 0:
+        raise DataError(f"{source.name}: no text in it; give documents with text")
+    about = {"tokenizer": tokenizer.fingerprint, "tokenizer_path": tokenizer_path}
+    return writer.finish(**about, source={"name": source.name, **source.fingerprint}, skipped=readable.skipped)
+
+
+class _Readable:
+    """Texts in chunks for the workers. Records that cannot be read are counted, or raised with `stop`."""
+
+    def __init__(self, items: Iterable[Item], stop: bool) -> None:
+        self.items, self.stop, self.skipped = items, stop, 0
+
+    def __iter__(self) -> Iterator[list[Document]]:
+        chunk: list[Document] = []
+        characters = 0
+        for item in self.items:
+            if isinstance(item, Document):
+                chunk.append(item)
+                characters += sum(len(span.content) for span in item.spans)
+            else:
+                self.leave_out(item)
+            if len(chunk) >= CHUNK_DOCUMENTS or characters >= CHUNK_CHARACTERS:
+                yield chunk
+                chunk, characters = [], 0
+        yield chunk
+
+    def leave_out(self, error: DataError) -> None:
+        if self.stop or isinstance(error, Unreachable):
+            raise error
+        self.skipped += 1
+        print(f"left out: {error}", file=sys.stderr)
+
+
+def _tokenized(
+    chunks: Iterable[list[Document]], tokenizer: Tokenizer, tokenizer_path: str, workers: int
+) -> Iterator[list[Encoded]]:
+    if workers == 1:
+        yield from (_encode_all(tokenizer, chunk) for chunk in chunks)
+        return
+    # not a multiprocessing.Pool: that one waits for ever for a worker that was killed
+    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(tokenizer_path,)) as pool:
+        pending: deque[Future[list[Encoded]]] = deque()
+        try:
+            for chunk in chunks:
+                pending.append(pool.submit(_work, chunk))
+                if len(pending) > CHUNKS_AHEAD * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except BrokenProcessPool:
+            raise DataError("a worker was killed (out of memory?); nothing was written; give fewer --workers") from None
+
+
+def _encode_all(tokenizer: Tokenizer, chunk: list[Document]) -> list[Encoded]:
+    return [_encode_one(tokenizer, document) for document in chunk]
+
+
+def _encode_one(tokenizer: Tokenizer, document: Document) -> Encoded:
+    try:
+        ids, trained = encode(tokenizer, document)
+    except BadRecord as error:
+        return error
+    return ids.astype(np.uint32), None if trained.all() else trained
+
+
+_worker: dict[str, Tokenizer] = {}
+
+
+def _start_worker(tokenizer_path: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
+    _worker["tokenizer"] = build_tokenizer(tokenizer_path)
+
+
+def _work(chunk: list[Document]) -> list[Encoded]:
+    return _encode_all(_worker["tokenizer"], chunk)

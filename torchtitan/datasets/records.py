@@ -1,0 +1,106 @@
+"""From the value of a record's field to a document, and from a document to tokens and which of them are trained.
+
+Spans meet where training begins or ends, and there a token ends too: a prompt then has the ids that it has when the
+model is asked, and no token is half trained. To map a mask by the offsets of characters onto the ids of the whole text
+would give neither. Neighbours that are both trained, or both not, are joined before, so no other border leaves a mark.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torchtitan.datasets.sources import REMEDY, BadRecord, Chat, DataError, Document, Span
+from torchtitan.datasets.templates import chat_spans
+from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError
+
+LARGEST_ID = 2**31 - 1
+ROLES = {"role", "from"}
+ROLE_OF = {"human": "user", "gpt": "assistant"}
+"""Names of ShareGPT's format."""
+
+
+class Tokens(NamedTuple):
+    ids: np.ndarray
+    """[n] integers."""
+    trained: np.ndarray
+    """[n] bool: whether the model learns to predict the token."""
+
+
+NO_TOKENS = Tokens(np.empty(0, dtype=np.int64), np.empty(0, dtype=bool))
+
+
+def document_of(value: Any, field: str, place: str, short_place: str) -> Document:
+    """The document of a field's value: text; a list of token ids, which brings its own begin and end; a list of
+    segments {text, label}, of which those with label = true are trained; or a conversation, a list of messages {role,
+    content} or {from, value}, of which the assistant's are trained. Raises DataError, which names `place`."""
+    if isinstance(value, str):
+        return Document(value, short_place)
+    if isinstance(value, list) and all(type(item) is int and 0 <= item <= LARGEST_ID for item in value):
+        return Document([Span(value)], short_place, framed=True)
+    if isinstance(value, list) and value and all(isinstance(item, dict) and ROLES & item.keys() for item in value):
+        return Document(Chat([_message(item, i, field, place) for i, item in enumerate(value)]), short_place)
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        return Document([_segment(item, i, field, place) for i, item in enumerate(value)], short_place)
+    kind = "nothing (null)" if value is None else type(value).__name__
+    allowed = "not text, nor a list of token ids, of segments {text, label} or of messages {role, content}"
+    raise DataError(f"{place}: field {field!r} holds {kind}, {allowed}; {REMEDY}")
+
+
+def _segment(item: dict[str, Any], number: int, field: str, place: str) -> Span:
+    content, trained = item.get("text"), item.get("label")
+    if not isinstance(content, str) or not isinstance(trained, bool):
+        given = ", ".join(f"{name}: {type(value).__name__}" for name, value in list(item.items())[:20]) or "nothing"
+        raise DataError(
+            f"{place}: segment {number} of field {field!r} has {given}; allowed: text: str and label: bool (whether it "
+            f"is trained); {REMEDY}"
+        )
+    return Span(content, trained)
+
+
+def _message(item: dict[str, Any], number: int, field: str, place: str) -> dict[str, Any]:
+    if "from" in item and "role" not in item:
+        item = {"role": ROLE_OF.get(item["from"], item["from"]), "content": item.get("value")}
+    item = {key: value for key, value in item.items() if value is not None}
+    for key in ("role", "content"):
+        if not isinstance(item.get(key), str):
+            given = type(item[key]).__name__ if key in item else "nothing"
+            raise DataError(f"{place}: message {number} of field {field!r} has {given} as {key}, not text; {REMEDY}")
+    return item
+
+
+def encode(tokenizer: Tokenizer, document: Document) -> Tokens:
+    """Ids between those of document begin and end; none for a document without text. Begin and end count as what is
+    beside them does. BadRecord for a document that the template or the tokenizer fails on, DataError where they do not
+    fit each other."""
+    if isinstance(document.content, Chat):
+        spans = chat_spans(tokenizer, document.content.messages, document.place)
+        document = Document(spans, document.place, framed=True)
+    try:
+        pieces = list(_pieces(tokenizer, document))
+    except TokenizerError as error:
+        raise BadRecord(f"{document.place}: {error}; {REMEDY}") from None
+    if not pieces:
+        return NO_TOKENS
+    if not document.framed:
+        (_, first), (_, last) = pieces[0], pieces[-1]
+        pieces = [(tokenizer.begin, first), *pieces, ([tokenizer.eos_id], last)]
+    ids = np.concatenate([np.array(piece, dtype=np.int64) for piece, _ in pieces])
+    return Tokens(ids, np.repeat([flag for _, flag in pieces], [len(piece) for piece, _ in pieces]))
+
+
+def _pieces(tokenizer: Tokenizer, document: Document) -> Iterator[tuple[Sequence[int], bool]]:
+    """The ids of each run of like spans, and whether they are trained; nothing if there is no more than blanks."""
+    spans = [span for span in document.spans if len(span.content)]
+    if all(isinstance(span.content, str) and span.content.isspace() for span in spans):
+        return
+    after_text = False
+    for (trained, is_text), run in groupby(spans, key=lambda span: (span.trained, isinstance(span.content, str))):
+        contents = [span.content for span in run]
+        if is_text:
+            text = "".join(contents)
+            yield tokenizer.encode_after(text) if after_text else tokenizer.encode(text), trained
+        else:
+            yield [i for ids in contents for i in ids], trained
+        after_text = is_text

@@ -1,0 +1,160 @@
+"""Chat templates: conversations to text, and which of it the model answers.
+
+A template is Jinja, as Hugging Face's tokenizers have it, run in a sandbox that can change nothing. What it marks with
+{% generation %} is trained; in one without such marks, what an answer adds to the text before it, up to the special
+token that ends it. What people said never becomes a special token: inside the messages the names of those are broken
+apart while the template runs.
+"""
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from torchtitan.datasets.sources import REMEDY, BadRecord, DataError, Span
+from torchtitan.datasets.tokenizer import Tokenizer
+
+BEGIN, END, BREAK = "\ue0f0", "\ue0f1", "\ue0f2"
+"""Around what a template marks as generated, and inside the names of special tokens in messages. Of the private use
+area: no text has them."""
+LARGEST_TEXT = 2**22
+Message = dict[str, Any]
+
+
+def chat_spans(tokenizer: Tokenizer, messages: Sequence[Message], place: str) -> list[Span]:
+    """A conversation under the tokenizer's template: texts, and special tokens as ids, each trained or not. Raises
+    DataError, which names `place`, where the template refuses it, or would teach the model to begin twice or never to
+    end."""
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"{place}: a conversation, but the tokenizer has no chat template; give one with chat_template.jinja "
+            "beside its tokenizer.json, or in tokenizer_config.json"
+        )
+    try:
+        text = _marked(tokenizer, messages, place)
+    except (TemplateError, TypeError, ValueError, RecursionError, OverflowError) as error:
+        if isinstance(error, DataError):
+            raise
+        kind = DataError if isinstance(error, TemplateSyntaxError) else BadRecord  # which all conversations meet
+        raise kind(f"{place}: the chat template refuses this conversation: {error}; {REMEDY}") from None
+    return _split(tokenizer, text, place)
+
+
+def _marked(tokenizer: Tokenizer, messages: Sequence[Message], place: str) -> str:
+    """The whole text, what is trained between BEGIN and END."""
+    names = tokenizer.special_tokens
+    said = [_without_names(message, names, place) for message in messages]
+
+    def render(count: int, prompt: bool = False) -> str:
+        text = template.render(messages=said[:count], add_generation_prompt=prompt, **ends)
+        if len(text) > LARGEST_TEXT:
+            raise BadRecord(f"{place}: the chat template makes more than {LARGEST_TEXT:,} characters of it; {REMEDY}")
+        return text
+
+    assert tokenizer.chat_template is not None
+    template = _compiled(tokenizer.chat_template)
+    by_id = {number: name for name, number in names.items()}
+    ends = {"bos_token": by_id.get(tokenizer.bos_id, ""), "eos_token": by_id.get(tokenizer.eos_id, "")}
+    whole = render(len(said))
+    if "generation" in _tags(tokenizer.chat_template):
+        return whole
+    marked, done = "", 0
+    for number, message in enumerate(said):
+        if message.get("role") != "assistant":
+            continue
+        before, after = render(number, prompt=True), render(number + 1)
+        if not (whole.startswith(after) and after.startswith(before)):
+            raise DataError(
+                f"{place}: under the chat template the text up to message {number} is not how the whole text begins, "
+                "so its answer cannot be told; give a template that has {% generation %} around answers"
+            )
+        answer = _to_its_end(after[len(before) :], names)
+        marked += whole[done : len(before)] + BEGIN + answer + END
+        done = len(before) + len(answer)
+    return marked + whole[done:]
+
+
+def _to_its_end(answer: str, names: Collection[str]) -> str:
+    """Without the blanks behind the special token that ends an answer: asked, the model stops before them."""
+    stripped = answer.rstrip()
+    return stripped if stripped.endswith(tuple(names)) else answer
+
+
+def _without_names(value: Any, names: Collection[str], place: str) -> Any:
+    """A message with the names of special tokens in its texts broken apart."""
+    if isinstance(value, dict):
+        return {key: _without_names(inner, names, place) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_names(inner, names, place) for inner in value]
+    if not isinstance(value, str):
+        return value
+    if {BEGIN, END, BREAK} & set(value):
+        raise BadRecord(f"{place}: the characters U+E0F0 to U+E0F2 are kept for marks; {REMEDY}")
+    return re.sub("|".join(map(re.escape, names)), lambda m: m[0][0] + BREAK + m[0][1:], value) if names else value
+
+
+def _split(tokenizer: Tokenizer, text: str, place: str) -> list[Span]:
+    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
+    signs = re.compile("(" + "|".join([BEGIN, END, *map(re.escape, names)]) + ")")
+    spans: list[Span] = []
+    trained, last = False, ""
+    for piece in filter(None, signs.split(text)):
+        if piece == END and last not in tokenizer.special_tokens:
+            raise DataError(
+                f"{place}: under the chat template an answer ends in {last[-20:]!r} and not in a special token of the "
+                "tokenizer, so the model would never learn to stop; give template and tokenizer of one model"
+            )
+        if piece in (BEGIN, END):
+            trained = piece == BEGIN
+            continue
+        if piece in tokenizer.special_tokens:
+            spans.append(Span([tokenizer.special_tokens[piece]], trained))
+        else:
+            spans.append(Span(piece.replace(BREAK, ""), trained))
+        last = piece
+    if [span.content for span in spans[:2]] == [[tokenizer.bos_id]] * 2:
+        raise DataError(f"{place}: under the chat template the text begins twice; take one begin out of the template")
+    return spans
+
+
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %}"""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return BEGIN + caller() + END
+
+
+def _tags(source: str) -> set[str]:
+    return set(re.findall(r"{%-?\s*(\w+)", source))
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own is for HTML
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> Any:
+    """As transformers sets Jinja up. Without strftime_now, with which a text would depend on the day."""
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = refuse
+    return environment.from_string(source)

@@ -1,0 +1,165 @@
+"""A tokenizer as the files by which Hugging Face's programs open it: tokenizer.json and tokenizer_config.json.
+
+What is written makes the same ids of ordinary text as the tokenizer here, and puts the token that begins a document in
+front, as a model is asked to go on with a text.
+"""
+
+import base64
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.errors import JobError
+
+Json = dict[str, Any]
+Merges = Iterable[Sequence[str]]
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+UNIGRAM, BPE = 1, 2
+BLANK = "\u2581"  # what a blank is in sentencepiece
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """What a sentencepiece model says, with the names of its own format's fields in words."""
+
+    kind: int
+    ids: dict[str, int]
+    scores: dict[str, float]  # of the pieces that text can become
+    unknown: str
+    byte_fallback: bool
+    prefixed: bool  # a blank is put in front
+    remove_extra_blanks: bool
+    suffixed: bool  # blanks end words instead of beginning them
+    charsmap: bytes  # rules of normalization, compiled
+
+
+def files_of(tokenizer_json: Json, bos: str | None, eos: str, unknown: str | None = None) -> dict[str, bytes]:
+    """The class takes tokenizer.json as it is, while those named after a model bring steps of their own."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "eos_token": eos}
+    config |= {key: token for key, token in (("bos_token", bos), ("unk_token", unknown)) if token is not None}
+    return {"tokenizer.json": dumped(tokenizer_json, indent=None), "tokenizer_config.json": dumped(config)}
+
+
+def dumped(content: Json, indent: int | None = 2) -> bytes:
+    return json.dumps(content, indent=indent, ensure_ascii=False).encode() + b"\n"
+
+
+def tokenizer_json(
+    model: Json, special: Mapping[str, int], bos: str | None, *, normalizer: Any, pre_tokenizer: Any, decoder: Any
+) -> Json:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": id_, "content": name, **flags, "special": True} for name, id_ in special.items()],
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None if bos is None else _in_front(bos, special[bos]),
+        "decoder": decoder,
+        "model": model,
+    }
+
+
+def _in_front(token: str, id_: int) -> Json:
+    first, second = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
+    begin = {"SpecialToken": {"id": token, "type_id": 0}}
+    known = {token: {"id": token, "ids": [id_], "tokens": [token]}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [begin, first],
+        "pair": [begin, first, begin, second],
+        "special_tokens": known,
+    }
+
+
+def byte_level(
+    ranks: Mapping[bytes, int], special: Mapping[str, int], bos: str, pattern: str | None, merges: bool
+) -> Json:
+    """A byte-level BPE of tokens and their ids, which are also their order of merging; `pattern` splits first."""
+    steps = [] if pattern is None else [_split(pattern)]
+    steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
+    letters = _letters()
+    named = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    vocabulary = {named[token]: id_ for token, id_ in ranks.items()}
+    pairs = [(named[left], named[right]) for left, right in _pairs(ranks)] if merges else []
+    model = _bpe(vocabulary | special, pairs) | {"ignore_merges": True}  # a word that is a token is that token
+    pre_tokenizer = {"type": "Sequence", "pretokenizers": steps}
+    decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    return tokenizer_json(model, special, bos, normalizer=None, pre_tokenizer=pre_tokenizer, decoder=decoder)
+
+
+def _split(pattern: str) -> Json:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def letters_bpe(vocabulary: Mapping[str, int], merges: Merges, special: Mapping[str, int], qwen: bool) -> Json:
+    """A vocabulary of letters that stand for bytes, split in GPT-2's way or Qwen 2's, and no token in front."""
+    split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": not qwen}
+    pre_tokenizer = {"type": "Sequence", "pretokenizers": [_split(QWEN2), split]} if qwen else split
+    decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    normalizer = {"type": "NFC"} if qwen else None
+    steps = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "decoder": decoder}
+    return tokenizer_json(_bpe(vocabulary, merges), special, None, **steps)
+
+
+def _bpe(vocabulary: Mapping[str, int], merges: Merges) -> Json:
+    return {"type": "BPE", "vocab": vocabulary, "merges": [f"{left} {right}" for left, right in merges]}
+
+
+def _pairs(ranks: Mapping[Any, int]) -> Iterable[tuple[Any, Any]]:
+    """Every two tokens that make a third, by the place of that one and then by their own: what merges first."""
+    for token in sorted(ranks, key=ranks.__getitem__):
+        halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        known = [(left, right) for left, right in halves if left in ranks and right in ranks]
+        yield from sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+
+
+def _letters() -> list[str]:
+    """The letter that stands for each byte in byte-level vocabularies: itself where that is printed, else one from 256
+    on (source: OpenAI's GPT-2, encoder.py).
+    """
+    printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
+
+
+def pieces(tokens: "Pieces", special: Mapping[str, int], bos: str | None) -> Json:
+    """A sentencepiece model, of either kind. JobError for what tokenizer.json has no words for."""
+    if tokens.kind not in (UNIGRAM, BPE) or tokens.suffixed or (tokens.kind == BPE and tokens.charsmap):
+        raise JobError("its kind of sentencepiece model has no tokenizer.json")
+    if tokens.kind == UNIGRAM:
+        return _unigram(tokens, special, bos)
+    order = sorted(tokens.scores, key=lambda piece: -tokens.scores[piece])
+    model = _bpe(tokens.ids, _pairs({piece: place for place, piece in enumerate(order)}))
+    model |= {"unk_token": tokens.unknown, "fuse_unk": True, "byte_fallback": tokens.byte_fallback}
+    steps = [{"type": "Prepend", "prepend": BLANK}] if tokens.prefixed else []
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": BLANK})
+    normalizer = {"type": "Sequence", "normalizers": _without_extra_blanks(tokens) + steps}
+    spaces = [{"type": "Replace", "pattern": {"String": BLANK}, "content": " "}, {"type": "ByteFallback"}]
+    first = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if tokens.prefixed else []
+    decoder = {"type": "Sequence", "decoders": [*spaces, {"type": "Fuse"}, *first]}
+    return tokenizer_json(model, special, bos, normalizer=normalizer, pre_tokenizer=None, decoder=decoder)
+
+
+def _unigram(tokens: "Pieces", special: Mapping[str, int], bos: str | None) -> Json:
+    scored = [[piece, tokens.scores.get(piece, 0.0)] for piece in tokens.ids]
+    model = {"type": "Unigram", "unk_id": tokens.ids[tokens.unknown], "vocab": scored}
+    model["byte_fallback"] = tokens.byte_fallback
+    charsmap = base64.b64encode(tokens.charsmap).decode()
+    steps = [{"type": "Precompiled", "precompiled_charsmap": charsmap}] if charsmap else []
+    normalizer = {"type": "Sequence", "normalizers": steps + _without_extra_blanks(tokens)}
+    scheme = "always" if tokens.prefixed else "never"
+    blanks = {"type": "Metaspace", "replacement": BLANK, "prepend_scheme": scheme, "split": True}
+    return tokenizer_json(model, special, bos, normalizer=normalizer, pre_tokenizer=blanks, decoder=blanks)
+
+
+def _without_extra_blanks(tokens: "Pieces") -> list[Json]:
+    if not tokens.remove_extra_blanks:
+        return []
+    changes = {r"\A +| +\z": "", " {2,}": " "}  # blanks alone: Strip would take line ends too
+    return [{"type": "Replace", "pattern": {"Regex": old}, "content": new} for old, new in changes.items()]

@@ -1,0 +1,96 @@
+"""Several machines as one world: a launcher on each, all ranks in one store of torch's.
+
+The store listens where HEAD_ADDR says and nowhere else, and so do gloo and NCCL, on the interface by which a machine
+reaches that address. None of them asks for a password: a trusted network is theirs.
+"""
+
+import fcntl
+import socket
+import struct
+import sys
+from dataclasses import dataclass
+
+from torchtitan.errors import JobError
+from torchtitan.ranks import set_default
+
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run, each with as many ranks, and which this one is."""
+
+    count: int = 1
+    index: int = 0
+    head: str = ""
+    """The first machine's address."""
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise JobError(f"NNODES: given {self.count}; allowed: 1 or more; leave it out for one machine")
+        if self.count > 1 and not 0 < self.port < 1 << 16:
+            raise JobError(f"HEAD_PORT: given {self.port}; allowed: 1 to 65535, on all machines the same")
+        if self.index >= self.count:
+            raise JobError(
+                f"NODE_RANK: given {self.index}, of NNODES = {self.count} machines; allowed: 0 to {self.count - 1}, on "
+                "each machine another"
+            )
+        if self.count > 1 and not self.head:
+            raise JobError(
+                f"HEAD_ADDR: not given, with NNODES = {self.count} machines; allowed: the address of the machine with "
+                "NODE_RANK = 0, on the network that the machines trust; e.g. HEAD_ADDR=10.0.0.1"
+            )
+
+
+def listen(nodes: Nodes) -> socket.socket:
+    """The socket of the store, on the first machine: bound to the head's address alone."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(nodes.head, nodes.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        raise JobError(
+            f"HEAD_ADDR, HEAD_PORT: given {nodes.head}, {nodes.port}, where this machine cannot listen "
+            f"({error.strerror}); allowed: an address of this machine, which has NODE_RANK = 0, and a free port"
+        ) from None
+    return listener
+
+
+def stay_on_the_way_to(nodes: Nodes) -> None:
+    """Tell gloo and NCCL the interface by which this machine reaches the head, unless the user has told them one."""
+    name = interface_of(local_address(nodes))
+    if name is not None:
+        for library in ("GLOO", "NCCL"):
+            set_default(f"{library}_SOCKET_IFNAME", name)
+
+
+def local_address(nodes: Nodes) -> str:
+    """This machine's address on the way to the head. Nothing is sent."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(nodes.head, nodes.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise JobError(
+            f"HEAD_ADDR: given {nodes.head!r}, to which no way is known ({error.strerror}); allowed: the address of "
+            "the machine with NODE_RANK = 0, as this machine reaches it"
+        ) from None
+
+
+def interface_of(address: str) -> str | None:
+    """The interface with an IPv4 address of this machine; None if it cannot be told."""
+    if sys.platform != "linux":
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has none
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None

@@ -1,0 +1,151 @@
+"""From the start of the ranks to the last one's end: who is asked to stop, who is waited for, and with which code.
+
+A world is complete or it is nothing: once a rank has ended before its work was done, no collective of the others can
+end, so they get a moment to say what they have to say and are killed. Ranks that save their state are waited for.
+"""
+
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from torchtitan.launcher import hangs
+from torchtitan.launcher.hangs import Limits, Watchdog
+from torchtitan.launcher.processes import Ended, Processes
+from torchtitan.launcher.stops import Requests, SignalQueue
+from torchtitan.leaving import EXPLAINED, HUNG, STOPPED
+from torchtitan.progress import WITHOUT_STATE
+
+FOLLOW_SECONDS = 5
+"""Longest wait for the other ranks, once one has ended before its work was done or all are to stop in their start."""
+SHUTDOWN_SECONDS = 300
+"""Longest wait for a rank that tells no progress, after a request to stop, while it saves its state; and at its end."""
+LOOK_SECONDS = 0.5
+
+
+def say(text: str, where: TextIO | None = None) -> None:
+    """Print, unless nobody is there to read it any more: a terminal that was closed must not end the run."""
+    with suppress(OSError):
+        print(text, file=where or sys.stdout, flush=True)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a run ended that should not have."""
+
+    cause: str
+    rank: int
+    reached: int
+    """The last step that was done on any rank."""
+
+
+class Watch:
+    """One start of all ranks. What they were doing when they hung is written below `folder`."""
+
+    def __init__(self, processes: Processes, queue: SignalQueue, limits: Limits, folder: Path) -> None:
+        self.processes, self.queue, self.folder = processes, queue, folder
+        self.watchdog = Watchdog(processes, limits)
+        self.hung: Fault | None = None
+        self.requests = Requests()
+        self.asked_at = 0.0
+        self.gave_up = False
+
+    def until_the_end(self) -> int:
+        """The exit code of the run."""
+        try:
+            while self.processes.running:
+                for number in self.queue.wait(LOOK_SECONDS):
+                    self.ask_to_stop(number)
+                self.processes.look()
+                deadline = self.deadline()
+                if self.processes.running and deadline is not None and time.monotonic() >= deadline:
+                    self.kill_the_rest()
+                elif all(ended.doing.phase == "end" for ended in self.processes.ended):
+                    self.look_for_a_hang()
+        finally:
+            self.steps = self.reached()
+            self.processes.close()
+        return self.exit_code()
+
+    def ask_to_stop(self, number: int) -> None:
+        if not self.requests.add(number):
+            return
+        if self.requests.count == 1:
+            self.asked_at = time.monotonic()
+            say("stopping after this step (twice more to stop at once, without saving)")
+            self.processes.signal(signal.SIGTERM)  # whatever asked us: a rank that has just begun would make a fuss
+        elif self.requests.count == 2:
+            say("still stopping (once more to stop at once, without saving)")
+        else:
+            self.processes.signal(signal.SIGKILL)
+
+    def deadline(self) -> float | None:
+        """When the ranks that still run are killed, if ever."""
+        ends = [ended.at + FOLLOW_SECONDS for ended in self.processes.ended if ended.doing.phase != "end"]
+        doing = [self.processes.progress[rank] for rank in self.processes.running]
+        if doing and all(each.phase == "end" for each in doing):  # nobody else would end a wait in there
+            ends.append(max(each.since for each in doing) + SHUTDOWN_SECONDS)
+        if self.requests.count:
+            if any(each.phase in WITHOUT_STATE for each in doing):
+                ends.append(self.asked_at + FOLLOW_SECONDS)
+            ends.append(max([self.asked_at, *(each.since for each in doing)]) + SHUTDOWN_SECONDS)
+        return min(ends, default=None)
+
+    def look_for_a_hang(self) -> None:
+        standing = self.watchdog.standing(time.monotonic())
+        if standing is None:
+            return
+        line, rank = hangs.explain(self.processes, self.folder, standing)
+        say(line, sys.stderr)
+        self.hung = Fault(line.partition("; stacks")[0], rank, self.reached())
+        self.processes.signal(signal.SIGKILL)
+
+    def reached(self) -> int:
+        """The last step that was done on any rank; 0 if none was since the start."""
+        rows = [self.processes.progress[rank] for rank in range(len(self.processes.shared))]
+        return max(max(0, row.step - (row.phase in ("first", "data", "train"))) for row in rows)
+
+    def all_is_done(self) -> bool:
+        """Whether every rank has come to its end, all saved: what fails there (the picture, a tracker, leaving the
+        world) does not come back by another start."""
+        return all(self.processes.progress[rank].phase == "end" for rank in range(len(self.processes.shared)))
+
+    def fault(self) -> Fault:
+        """After an end that was nobody's wish."""
+        if self.hung is not None:
+            return self.hung
+        first = next(ended for ended in self.processes.ended if ended.code)
+        return Fault(str(first), first.rank, self.steps)
+
+    def kill_the_rest(self) -> None:
+        if not self.processes.ended:
+            self.gave_up = True
+            late = ", ".join(f"rank {self.processes.first + local}" for local in self.processes.running)
+            say(f"not stopped in time and killed: {late}", sys.stderr)
+        self.processes.signal(signal.SIGKILL)
+
+    def exit_code(self) -> int:
+        """The first failure's; what follows from it is not told."""
+        failed = [ended for ended in self.processes.ended if ended.code]
+        if self.hung is not None:
+            return HUNG
+        if not failed:
+            return 0
+        if self.requests.first is not None and self.stopped_as_asked(failed):
+            return 128 + self.requests.first
+        first = failed[0]
+        if first.exit_code not in EXPLAINED and not self.gave_up:
+            why = "" if first.code < 0 else "; its output above tells why"
+            say(f"{first}{why}", sys.stderr)
+        return first.exit_code
+
+    def stopped_as_asked(self, failed: list[Ended]) -> bool:
+        """Whether all ended for the request: by themselves, or killed while there was nothing to save, or in the end by
+        a person who did not want to wait."""
+        return self.requests.count > 2 or all(
+            ended.exit_code in STOPPED or (ended.code == -signal.SIGKILL and ended.doing.phase in WITHOUT_STATE)
+            for ended in failed
+        )

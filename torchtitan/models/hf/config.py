@@ -1,0 +1,226 @@
+"""config.json: how it is read, what families share of it, and the sizes of a folder. No torch, so that a job can be
+judged by them at once.
+
+A family says which config is which arguments (`ConfigForm`), in its file `hf_config.py`.
+"""
+
+import json
+import struct
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from torchtitan.errors import JobError
+
+INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+NOT_COMPUTED_WITH = ("max_seq_len", "bias_rate", "aux_loss_weight")
+"""Of the arguments that families share, those that change nothing in the logits."""
+LARGEST_HEADER = 100 * 2**20
+"""Bytes, of a safetensors file; the format's own limit."""
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+Block = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigForm:
+    """`compared`: fields of the arguments that have to be those of a folder's config.json; without it, all but
+    `not_compared`, which change nothing in the logits. `as_held`: the arguments as the names of a folder's tensors have
+    them, where a config may tell of more than the folder holds.
+    """
+
+    model_types: tuple[str, ...]  # of config.json
+    to_hf: Callable[..., dict[str, Any]]  # (args, dtype); JobError for what transformers does not have
+    from_hf: Callable[[Mapping[str, Any]], Any]  # the inverse, of one of the model types; JobError likewise
+    compared: tuple[str, ...] = ()
+    not_compared: tuple[str, ...] = NOT_COMPUTED_WITH
+    as_held: Callable[[Any, Mapping[str, str]], Any] = lambda args, names: args
+
+    def args_from(self, config: Mapping[str, Any]) -> Any:
+        """The arguments of a config of transformers 4 or 5. JobError for what the model does not have."""
+        given = config.get("model_type")
+        if given not in self.model_types:
+            known = ("one of " if len(self.model_types) > 1 else "a ") + ", ".join(self.model_types)
+            raise JobError(f"model_type = {given!r}, but this model is {known}")
+        block_of(config)
+        args = self.from_hf(config)
+        check_types(args)
+        return args
+
+    def args_of(self, folder: str | Path) -> Any:
+        """The arguments of a folder's model. JobError, which names the file, for what the model does not have."""
+        folder = Path(folder).expanduser()
+        return self.with_held(self._read(folder), folder)
+
+    def with_held(self, args: Any, path: Path) -> Any:
+        return self.as_held(args, names) if (names := tensor_files(path)) else args
+
+    def differences(self, folder: str | Path, args: Any) -> list[str]:
+        """Between a folder's sizes and constants, also those that no tensor's shape shows, and these."""
+        stored = self._read(Path(folder))
+        differing = self.differing(stored, args)
+        return [f"{name} is {getattr(stored, name)!r}, the job's is {getattr(args, name)!r}" for name in differing]
+
+    def differing(self, args: Any, others: Any) -> list[str]:
+        """Names of what these two compute with and differ in."""
+        names = self.compared or [each.name for each in fields(args) if each.name not in self.not_compared]
+        return [name for name in names if getattr(args, name) != getattr(others, name)]
+
+    def _read(self, folder: Path) -> Any:
+        try:
+            config = config_beside(folder)
+            return self.args_from(read_json(folder / CONFIG) if config is None else config)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise JobError(f"{folder / CONFIG}: {error}") from error
+
+
+def refuse_special(path: Path) -> None:
+    """A pipe, which would be waited for, a device or a folder in the place of a file. JobError."""
+    if path.exists() and not path.is_file():
+        raise JobError(f"{path.name} is not a regular file")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. JobError."""
+    refuse_special(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise JobError(f"{path.name} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise JobError(f"{path.name} holds no JSON object")
+    return content
+
+
+def tensor_files(folder: Path) -> dict[str, str]:
+    """Tensor name -> file, of a folder's index or its one file; nothing where neither says so. What is wrong with them
+    is found where they are loaded (folders.py).
+    """
+    try:
+        if (folder / INDEX).is_file():
+            names = read_json(folder / INDEX).get("weight_map")
+            return names if isinstance(names, dict) else {}
+        file = folder if folder.is_file() else folder / SINGLE
+        return dict.fromkeys(header_of(file), file.name)
+    except (OSError, ValueError):
+        return {}
+
+
+def config_beside(path: Path) -> dict[str, Any] | None:
+    """The config.json of a folder, or of a file of safetensors: in its metadata or beside it. JobError where it cannot
+    be read.
+    """
+    folder = path.parent if path.is_file() else path
+    if path.is_file():
+        try:
+            metadata = header_of(path, with_metadata=True).get("__metadata__", {})
+            kept = metadata.get(CONFIG) if isinstance(metadata, dict) else None
+            if kept is not None and not isinstance(config := json.loads(str(kept)), dict):
+                raise JobError(f"its {CONFIG} is no JSON object")
+        except (OSError, ValueError, RecursionError) as error:
+            raise JobError(f"{path} is no safetensors file, or one that is cut off: {error}") from error
+        if kept is not None:
+            return config
+    return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
+
+
+def header_of(file: Path, with_metadata: bool = False) -> dict[str, Any]:
+    """Of a safetensors file: name -> dtype, shape and place of each tensor. OSError, ValueError (JobError is one)."""
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8).ljust(8, b"\0"))
+        if length > LARGEST_HEADER:
+            raise JobError(f"{file.name} is no safetensors file")
+        try:
+            content = json.loads(opened.read(length))
+        except RecursionError as error:
+            raise JobError(f"{file.name} is no safetensors file") from error
+    if not isinstance(content, dict):
+        raise JobError(f"{file.name} is no safetensors file")
+    return {name: entry for name, entry in content.items() if name != "__metadata__" or with_metadata}
+
+
+def block_of(config: Mapping[str, Any]) -> Block | None:
+    """Rows and columns of a block with one scale (blocks.py), of a config.json; None where weights are not quantised.
+    JobError where they are in another way.
+    """
+    given = config.get("quantization_config")
+    if given is None:
+        return None
+    known = isinstance(given, dict) and given.get("quant_method") == "fp8" and given.get("fmt") in (None, "e4m3")
+    block = given.get("weight_block_size") if known else None
+    if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+        raise JobError(
+            f"quantization_config = {given!r}; allowed are none, or quant_method 'fp8' with fmt 'e4m3' and a "
+            f"weight_block_size of two whole numbers above 0. Convert the weights to bfloat16 first"
+        )
+    return block[0], block[1]
+
+
+def check_types(args: Any) -> None:
+    """JobError unless the fields of a dataclass, and of those in it, are of their types and finite."""
+    kinds = typing.get_type_hints(type(args))
+    for name in (each.name for each in fields(args)):
+        kind, value = kinds[name], getattr(args, name)
+        try:
+            TypeAdapter(kind, config=None if is_dataclass(value) else STRICT).validate_python(value)
+        except ValidationError as error:
+            raise JobError(f"{name} = {value!r}: {error.errors()[0]['msg'].lower()}") from None
+        if is_dataclass(value):
+            check_types(value)
+
+
+def check_numbers(config: Mapping[str, Any], needed: Iterable[str]) -> None:
+    """JobError unless all of these are whole numbers above 0."""
+    missing = [key for key in needed if type(config.get(key)) is not int or config[key] < 1]
+    if missing:
+        raise JobError(f"no whole number above 0 for {', '.join(missing)}")
+
+
+def check_only(config: Mapping[str, Any], only: Mapping[str, Any]) -> None:
+    """JobError, with all of them, where a key that is there has another value than the one that the model knows."""
+    wrong = {key: wanted for key, wanted in only.items() if config.get(key) not in (None, wanted)}
+    if wrong:
+        raise JobError("; ".join(f"{key} = {config[key]!r}, but this model only has {wrong[key]!r}" for key in wrong))
+
+
+def rope_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Scaling and, of transformers 5, theta. JobError where that is no object."""
+    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = config.get(name) or {}
+    if not isinstance(rope, Mapping):
+        raise JobError(f"{name} = {rope!r}; allowed are null and an object with rope_type and its numbers")
+    return rope
+
+
+def rope_kind(config: Mapping[str, Any]) -> str:
+    rope = rope_of(config)
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def rope_theta(config: Mapping[str, Any]) -> float:
+    return float(rope_of(config).get("rope_theta", config.get("rope_theta", 10000.0)))
+
+
+def decoder_config(args: Any, dtype: Any) -> dict[str, Any]:
+    """The fields that all families have, in the spelling that transformers 4 and 5 both read. `dtype` is torch's or its
+    name.
+    """
+    return {
+        "vocab_size": args.vocab_size,
+        "hidden_size": args.dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.num_kv_heads,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": args.norm_eps,
+        "max_position_embeddings": args.max_seq_len,
+        "rope_theta": args.rope_theta,
+        "tie_word_embeddings": args.tied_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }

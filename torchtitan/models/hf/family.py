@@ -1,0 +1,87 @@
+"""A family of models in the form of Hugging Face: state dicts, config.json, folders. What a family says of itself, and
+all that follows from it.
+"""
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtitan.models.hf.config import CONFIG, ConfigForm
+from torchtitan.models.hf.folders import SHARD_BYTES, save_file, save_folder
+from torchtitan.models.hf.names import Form
+from torchtitan.models.hf.stored import StoredWeights, load_weights, refuse
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFace:
+    """`ignored`: what a folder may hold beside the model."""
+
+    build: Callable[[Any], nn.Module]
+    form: Callable[[Any], Form]
+    config: ConfigForm
+    ignored: Callable[[str, Any], bool] = lambda name, args: False
+
+    def config_to_hf(self, args: Any, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+        """The fields of transformers' config. JobError for what it does not have."""
+        return self.config.to_hf(args, dtype)
+
+    def config_from_hf(self, config: Mapping[str, Any]) -> Any:
+        """Sizes from a config.json of transformers 4 or 5. JobError for what this model does not have."""
+        return self.config.args_from(config)
+
+    def to_hf(self, state: Mapping[str, torch.Tensor], args: Any) -> dict[str, torch.Tensor]:
+        """Full tensors by our names (weights, or their gradients) -> by their names. A tied head is left out."""
+        return self.form(args).to_hf(state)
+
+    def from_hf(self, state: Mapping[str, torch.Tensor], args: Any) -> dict[str, torch.Tensor]:
+        """The inverse of to_hf, for load_state_dict: a tied head is there again."""
+        return self.form(args).from_hf(state)
+
+    def save_hf(
+        self,
+        folder: str | os.PathLike[str],
+        state: Mapping[str, torch.Tensor],
+        args: Any,
+        *,
+        dtype: torch.dtype = torch.float32,
+        shard_bytes: int = SHARD_BYTES,
+        write: bool = True,
+        beside: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """See folders.save_folder; in a process group all ranks call it, one of them with `write`. The state has to
+        hold persistent buffers too. `beside`: what export.beside_weights says; without it, config.json alone.
+        """
+        if beside is None:
+            beside = {CONFIG: (json.dumps(self.config_to_hf(args, dtype), indent=2) + "\n").encode()}
+        form, shapes = self.form(args), self.shapes(args)
+        save_folder(folder, state, form, beside, shapes, dtype=dtype, shard_bytes=shard_bytes, write=write)
+
+    def save_hf_file(self, path: Path, state: Mapping[str, torch.Tensor], args: Any, dtype: torch.dtype) -> None:
+        """See folders.save_file."""
+        save_file(path, state, self.form(args), self.config_to_hf(args, dtype), dtype=dtype)
+
+    def stored(self, path: str | os.PathLike[str], args: Any) -> StoredWeights:
+        """Weights of a folder, or of a file of safetensors alone, to be read. JobError where config.json has others."""
+        if not os.path.isfile(path):
+            refuse(path, self.config.differences(path, args))
+        return StoredWeights(path, self.form(args), self.shapes(args), lambda name: self._may_stay_unread(name, args))
+
+    def load_hf(self, path: str | os.PathLike[str], model: nn.Module, args: Any, fresh: Collection[str] = ()) -> None:
+        """See stored.load_weights. JobError, with everything that is wrong, for what does not fit."""
+        load_weights(self.stored(path, args), model, fresh)
+
+    def _may_stay_unread(self, name: str, args: Any) -> bool:
+        """What is computed, and a copy of the embedding: some exports hold them, transformers reads neither."""
+        copy = args.tied_embeddings and name == "lm_head.weight"
+        return copy or name.endswith("rotary_emb.inv_freq") or self.ignored(name, args)
+
+    def shapes(self, args: Any) -> dict[str, tuple[int, ...]]:
+        """Of the whole model's parameters and persistent buffers, by our names."""
+        with torch.device("meta"):
+            return {name: tuple(value.shape) for name, value in self.build(args).state_dict().items()}

@@ -1,0 +1,206 @@
+"""A folder in the form of Hugging Face, config.json and safetensors shards with their index, as it is written.
+
+Tensors may be sharded over ranks, and of a pipeline a rank has only its part; what they are called and how they lie in
+a file is the family's `Form`. Reading: stored.py.
+"""
+
+import json
+import logging
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+from torchtitan.errors import JobError
+from torchtitan.initialization import clean_name
+from torchtitan.models.hf.config import CONFIG, INDEX
+from torchtitan.models.hf.names import Form, in_order
+from torchtitan.models.hf.stored import some
+
+SHARD_BYTES = 5 * 10**9
+STORED_AS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
+
+
+def save_folder(
+    folder: str | os.PathLike[str],
+    state: Mapping[str, torch.Tensor],
+    form: Form,
+    beside: Mapping[str, bytes],
+    needed: Mapping[str, tuple[int, ...]],
+    *,
+    dtype: torch.dtype,
+    shard_bytes: int = SHARD_BYTES,
+    write: bool = True,
+) -> None:
+    """Write the files `beside` the weights (config.json and others, by name), shards and, last, their index. `state` is
+    the model's, by our names; `needed` has the names of the whole model, and JobError is raised if the ranks together
+    lack one.
+
+    In a process group all ranks call it, one of them with `write`. A rank's tensors may be sharded, and of a pipeline
+    a rank has those of its parts: they are gathered one at a time, and the writing rank holds one file's worth of them.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file as save_tensors
+
+    folder, gathered = Path(folder), _Gathered(state, form, dtype, write)
+    missing = [name for name in needed if name not in gathered.shapes and not (form.tied and name == "output.weight")]
+    if missing:
+        raise JobError(f"cannot export: the state lacks {some(missing)}. Pass parameters and persistent buffers")
+    files = _split(gathered, shard_bytes)
+    failure: OSError | None = None  # raised at the end, as the other ranks go on gathering
+    if write:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, content in beside.items():
+                (folder / name).write_bytes(content)
+        except OSError as error:
+            failure = error
+    total_bytes = sum(map(gathered.bytes_of, gathered.shapes))
+    progress = progress_bar(f"writing {folder.name}", total_bytes, hidden=not write)
+    weight_map, total = {}, 0
+    for number, names in enumerate(files, 1):
+        file, tensors = f"model-{number:05}-of-{len(files):05}.safetensors", {}
+        for name in names:
+            value = gathered.whole(name)
+            progress.update(gathered.bytes_of(name))
+            if write and failure is None:
+                theirs = {each: part.contiguous() for each, part in form.to_hf({name: value}).items()}
+                tensors |= theirs
+                weight_map |= dict.fromkeys(theirs, file)
+                total += sum(part.nbytes for part in theirs.values())
+        if write and failure is None:
+            try:
+                save_tensors(tensors, folder / file, metadata={"format": "pt"})
+            except (OSError, SafetensorError) as error:
+                failure = OSError(str(error))
+    progress.close()
+    if failure is not None:
+        raise failure
+    if write:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def progress_bar(what: str, num_bytes: int, hidden: bool = False) -> tqdm:
+    """On a terminal only, and not before it has taken a second."""
+    disable = True if hidden else None
+    return tqdm(desc=what, total=num_bytes, unit="B", unit_scale=True, disable=disable, delay=1, dynamic_ncols=True)
+
+
+@contextmanager
+def _no_advice() -> Iterator[None]:
+    """torch tells, in a long line from each rank, how a whole tensor could be made in one collective. Once after
+    training, one file's worth at a time, two are as good.
+    """
+    said_by = logging.getLogger("torch.distributed.tensor._redistribute")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("While redistributing")
+
+    said_by.addFilter(is_other)
+    try:
+        yield
+    finally:
+        said_by.removeFilter(is_other)
+
+
+class _Gathered:
+    """Whole tensors on the writing rank, from wherever they are: a tied head is left out. All ranks ask for the same
+    names in the same order.
+    """
+
+    def __init__(self, state: Mapping[str, torch.Tensor], form: Form, dtype: torch.dtype, write: bool):
+        named = {clean_name(name): value for name, value in state.items()}
+        if form.tied:
+            named.pop("output.weight", None)
+        self.state, self.form, self.dtype = named, form, dtype
+        self.rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        shares: list[Any] = [({name: tuple(value.shape) for name, value in named.items()}, write)]
+        if ranks > 1:
+            mine, shares = shares[0], [None] * ranks
+            dist.all_gather_object(shares, mine)
+        self.writer = next((rank for rank, (_, writes) in enumerate(shares) if writes), 0)
+        self.shapes = {name: shape for share, _ in shares for name, shape in share.items()}
+        self.holders = {name: [r for r, (share, _) in enumerate(shares) if name in share] for name in self.shapes}
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return torch.float32 if self.form.is_float32(name) else self.dtype
+
+    def bytes_of(self, name: str) -> int:
+        """In the file, with its copies."""
+        times = 1 + len(self.form.copies.get(name, ()))
+        return times * math.prod(self.shapes[name]) * self.dtype_of(name).itemsize
+
+    def whole(self, name: str) -> torch.Tensor | None:
+        """The full tensor on the CPU of the writing rank, in the type of the file; None on the others."""
+        writes, holders, dtype = self.rank == self.writer, self.holders[name], self.dtype_of(name)
+        sends = self.writer not in holders and self.rank == holders[0]
+        value = self.state.get(name)
+        if isinstance(value, DTensor):
+            with _no_advice():
+                value = value.full_tensor()  # all who hold a part of it are here
+        if value is not None and (writes or sends):
+            value = value.detach().to("cpu", dtype, copy=True)
+        if sends:
+            dist.send(value, self.writer)
+        elif writes and name not in self.state:
+            value = torch.empty(self.shapes[name], dtype=dtype)
+            dist.recv(value, holders[0])
+        return value if writes else None
+
+
+def _split(gathered: _Gathered, shard_bytes: int) -> list[list[str]]:
+    """Names in order, cut where a file would outgrow shard_bytes; a larger tensor gets a file of its own."""
+    files: list[list[str]] = [[]]
+    used = 0
+    for name in in_order(gathered.shapes):
+        size = gathered.bytes_of(name)
+        if files[-1] and used + size > shard_bytes:
+            files.append([])
+            used = 0
+        files[-1].append(name)
+        used += size
+    return files
+
+
+def save_file(
+    path: Path, state: Mapping[str, torch.Tensor], form: Form, config: Mapping[str, Any], *, dtype: torch.dtype
+) -> None:
+    """Write one file of safetensors, a tensor at a time, with the config under "config.json" in its metadata. The file
+    appears under its name when it is complete. OSError.
+    """
+    gathered = _Gathered(state, form, dtype, write=True)
+    names = in_order(gathered.shapes)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", CONFIG: json.dumps(config)}}
+    place = 0
+    for name in names:
+        stored, shape = gathered.dtype_of(name), form.hf_shape(name, gathered.shapes[name])
+        for each in (*form.hf_names(name), *form.copies.get(name, ())):
+            end = place + math.prod(shape) * stored.itemsize
+            header[each] = {"dtype": STORED_AS[stored], "shape": list(shape), "data_offsets": [place, end]}
+            place = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    temporary = path.with_name(f".{path.name}.tmp")
+    progress = progress_bar(f"writing {path.name}", place)
+    try:
+        with temporary.open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for name in names:
+                for part in form.to_hf({name: gathered.whole(name)}).values():
+                    file.write(part.contiguous().view(torch.uint8).numpy().data)
+                progress.update(gathered.bytes_of(name))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    finally:
+        progress.close()
+        temporary.unlink(missing_ok=True)

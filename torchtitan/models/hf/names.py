@@ -1,0 +1,149 @@
+"""Our tensors and those of Hugging Face: names, order of rows, and experts one by one instead of stacked.
+
+A family says which name is which (`Form`); this file turns that into both directions. Where heads are turned by
+neighbouring pairs of features here and by the pairs (i, i + head_dim / 2) there, rows come in another order.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from torchtitan.errors import JobError
+
+ENDS = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+ATTENTION = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+}
+QK_NORMS = {
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+}
+FEED_FORWARD = {
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+}
+EXPERTS = {
+    "moe.experts.w1": "mlp.experts.*.gate_proj.weight",
+    "moe.experts.w2": "mlp.experts.*.down_proj.weight",
+    "moe.experts.w3": "mlp.experts.*.up_proj.weight",
+}
+"""[experts, in, out] here; for each expert, its number in place of the star, [out, in] there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """`parts`: names within a layer, ours -> theirs, a star where theirs are one for each expert. `turned`: those whose
+    rows come in another order there, by heads of `head_dim` rows. `float32`: those that are never stored narrower.
+    `copies`: theirs, beyond that of `hf_names`, that one of ours is written as once more; they are not read.
+    """
+
+    parts: Mapping[str, str]
+    n_experts: int = 0
+    turned: frozenset[str] = frozenset()
+    head_dim: int = 0
+    float32: frozenset[str] = frozenset()
+    tied: bool = False
+    copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    _ours: dict[str, str] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        self._ours.update({theirs: ours for ours, theirs in self.parts.items()})
+
+    def hf_names(self, name: str) -> list[str]:
+        """Theirs for one of ours: one, or one for each expert. KeyError for what is not ours."""
+        if not name.startswith("layers."):
+            return [ENDS[name]]
+        _, layer, part = name.split(".", 2)
+        theirs = f"model.layers.{layer}.{self.parts[part]}"
+        return [theirs.replace("*", str(expert)) for expert in range(self.n_experts)] if "*" in theirs else [theirs]
+
+    def our_name(self, name: str) -> tuple[str, int | None]:
+        """Ours for one of theirs, and which expert it is. KeyError or JobError for what is not theirs."""
+        if not name.startswith("model.layers."):
+            return {theirs: ours for ours, theirs in ENDS.items()}[name], None
+        _, _, layer, part = name.split(".", 3)
+        expert = None
+        if part.startswith("mlp.experts."):
+            mlp, experts, number, rest = part.split(".", 3)
+            part, expert = f"{mlp}.{experts}.*.{rest}", int(number)
+            if not 0 <= expert < self.n_experts or str(expert) != number:
+                raise JobError(f"{name}: there are {self.n_experts} experts")
+        return f"layers.{layer}.{self._ours[part]}", expert
+
+    def to_hf(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Full tensors by our names (weights, or their gradients) -> by theirs. A tied head is left out."""
+        theirs = {}
+        for name, value in state.items():
+            if self.tied and name == "output.weight":
+                continue
+            names = self.hf_names(name)
+            if self.is_stacked(name):
+                theirs |= {each: matrix.t() for each, matrix in zip(names, value, strict=True)}
+            else:
+                theirs[names[0]] = self.rows_to_hf(value) if self.is_turned(name) else value
+            theirs |= {copy: value.clone() for copy in self.copies.get(name, ())}  # files hold no shared memory
+        return theirs
+
+    def from_hf(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The inverse of to_hf, for load_state_dict: a tied head is there again."""
+        copies = {name for names in self.copies.values() for name in names}
+        ours: dict[str, torch.Tensor] = {}
+        stacks: dict[str, dict[int, torch.Tensor]] = {}
+        for theirs, value in state.items():
+            if theirs in copies:
+                continue
+            name, expert = self.our_name(theirs)
+            if expert is not None:
+                stacks.setdefault(name, {})[expert] = value.t()
+            else:
+                ours[name] = self.rows_from_hf(value) if self.is_turned(name) else value
+        for name, experts in stacks.items():
+            ours[name] = torch.stack([experts[expert] for expert in range(self.n_experts)])
+        if self.tied:
+            ours["output.weight"] = ours["tok_embeddings.weight"]
+        return ours
+
+    def hf_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of each of the tensors that one of ours is there."""
+        return (shape[2], shape[1]) if self.is_stacked(name) else shape
+
+    def is_stacked(self, name: str) -> bool:
+        return "*" in self.parts.get(_within_layer(name), "")
+
+    def is_turned(self, name: str) -> bool:
+        return _within_layer(name) in self.turned
+
+    def is_float32(self, name: str) -> bool:
+        return _within_layer(name) in self.float32
+
+    def rows_to_hf(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.unflatten(0, (-1, self.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+    def rows_from_hf(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.unflatten(0, (-1, 2, self.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _within_layer(name: str) -> str:
+    return name.split(".", 2)[-1] if name.startswith("layers.") else name
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """As modules stand in the model; within a module, the order stays."""
+    ends = {"tok_embeddings": 0, "layers": 1, "norm": 2, "output": 3}
+
+    def place(name: str) -> tuple[int, int]:
+        first, second, *_ = name.split(".")
+        return ends[first], int(second) if first == "layers" else 0
+
+    return sorted(names, key=place)

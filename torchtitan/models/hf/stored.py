@@ -1,0 +1,219 @@
+"""Weights in the form of Hugging Face as they are read: a folder with its index, or a file of safetensors alone.
+
+Nothing is read before all names, shapes and types are known to fit. What they are called and how they lie in a file is
+the family's `Form`.
+"""
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtitan.errors import JobError
+from torchtitan.initialization import clean_name, local_part
+from torchtitan.models.hf.blocks import FP8, Dequantized, scales_name, scales_shape
+from torchtitan.models.hf.config import CONFIG, INDEX, SINGLE, Block, block_of, read_json, refuse_special
+from torchtitan.models.hf.names import Form
+from torchtitan.stores import packed_names, stores
+
+READABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class StoredWeights:
+    """By our names. Open as long as the `with` block; what cannot be read then is a JobError too.
+
+    JobError, with everything that is wrong and the same on all ranks, where names, shapes or types do not fit.
+    `shapes` are the whole model's; `ignored` says which of their names may stay unread.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        form: Form,
+        shapes: Mapping[str, tuple[int, ...]],
+        ignored: Callable[[str], bool],
+    ):
+        self.path, self.form, self.shapes, self.ignored = Path(path), form, shapes, ignored
+        self.wanted = {name: form.hf_names(name) for name in shapes if not (form.tied and name == "output.weight")}
+        self.stack = ExitStack()
+
+    def __enter__(self) -> "StoredWeights":
+        folder = self.path.parent if self.path.is_file() else self.path
+        files, block = _files(self.path), _block(folder)
+        theirs = {each for names in self.wanted.values() for each in names}
+        scales = {scales_name(each) for each in theirs} & files.keys() if block else set()
+        faults = [f"{each} is missing" for names in self.wanted.values() for each in names if each not in files]
+        known = theirs | scales
+        faults += [f"{each} is not part of the model" for each in files if each not in known and not self.ignored(each)]
+        refuse(self.path, faults)
+        try:
+            self.shards = _Shards(folder, {each: files[each] for each in known}, block, self.stack)
+            for name, each_name in self.wanted.items():
+                shape = self.form.hf_shape(name, self.shapes[name])
+                for each in each_name:
+                    faults += self.shards.misfits(each, shape)
+            refuse(self.path, faults)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        from safetensors import SafetensorError
+
+        self.stack.close()
+        if isinstance(error, (SafetensorError, OSError)):
+            raise JobError(
+                f"{self.path}: cannot read the weights: {error}. A file is cut off or missing: get it again"
+            ) from error
+
+    def read_into(self, tensor: torch.Tensor, name: str) -> None:
+        """This rank's part."""
+        if self.form.tied and name == "output.weight":  # the end of a pipeline has a copy
+            name = "tok_embeddings.weight"
+        assert self.shapes[name] == tuple(tensor.shape), name
+        read_part([self.shards.stored(each) for each in self.wanted[name]], tensor, name, self.form)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """As it is stored; of 8 bits, the type to make of them."""
+        return READABLE.get(self.shards.dtype(self.wanted[name][0]), torch.bfloat16)
+
+    def whole(self, name: str) -> torch.Tensor:
+        tensor = torch.empty(self.shapes[name], dtype=self.dtype(name))
+        self.read_into(tensor, name)
+        return tensor
+
+
+@torch.no_grad()
+def load_weights(weights: StoredWeights, model: nn.Module, fresh: Collection[str] = ()) -> None:
+    """Fill parameters and persistent buffers of the model, or of a pipeline's part of it, plain or sharded; each rank
+    reads its own rows. What the model has beside them, `fresh` of an adapter, stays as it is. Matrices may be in 8 bits
+    (blocks.py).
+
+    JobError where they do not fit; the model is then untouched, unless a file proves unreadable only in its middle.
+    """
+    packed = packed_names(model)
+    with weights:
+        for wrapped_name, tensor in model.state_dict(keep_vars=True).items():
+            if (name := clean_name(wrapped_name)) not in fresh and name not in packed:
+                weights.read_into(tensor, name)
+        for name, store in stores(model):  # one after the other, as they are larger before they are packed
+            values = store.empty()
+            weights.read_into(values, name)
+            store.write(values)
+
+
+def read_part(stored: list[Any], tensor: torch.Tensor, name: str, form: Form) -> None:
+    """Copy this rank's part of what is stored into its tensor; rows in another order are read by whole heads."""
+    local, shape, offset = local_part(tensor)
+    if not local.numel():
+        return
+    spans = [slice(start, start + size) for start, size in zip(offset, local.shape, strict=True)]
+    if form.is_stacked(name):
+        for mine, expert in enumerate(range(spans[0].start, spans[0].stop)):
+            local[mine].copy_(stored[expert][spans[2], spans[1]].t())
+    elif form.is_turned(name):
+        head, first, last = form.head_dim, spans[0].start, spans[0].stop
+        start = first // head * head
+        rows = stored[0][(slice(start, min(-(-last // head) * head, shape[0])), *spans[1:])]
+        local.copy_(form.rows_from_hf(rows)[first - start : last - start])
+    else:
+        local.copy_(stored[0][tuple(spans)])
+
+
+class _Shards:
+    """The tensors of a folder by their names there, in files that stay open as long as `stack`."""
+
+    def __init__(self, folder: Path, files: Mapping[str, str], block: Block | None, stack: ExitStack):
+        from safetensors import safe_open
+
+        self.files, self.block = files, block
+        names = sorted(set(files.values()))
+        for name in names:
+            refuse_special(folder / name)
+        self.opened = {name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in names}
+        self.held = {name: set(file.keys()) for name, file in self.opened.items()}
+
+    def stored(self, name: str) -> Any:
+        """What is sliced like a tensor, and read by that."""
+        stored = self._slice(name)
+        if stored.get_dtype() != FP8:
+            return stored
+        return Dequantized(stored, self._slice(scales_name(name)), self.block)
+
+    def misfits(self, name: str, shape: tuple[int, ...], whose: str = "the model's is") -> list[str]:
+        readable = ", ".join(sorted(READABLE))
+        if name not in self.held[self.files[name]]:
+            return [f"{name} is not in {self.files[name]}, where the index says it is"]
+        stored, scales = self._slice(name), scales_name(name)
+        dtype = stored.get_dtype()
+        if tuple(stored.get_shape()) != shape:
+            return [f"{name} has shape {tuple(stored.get_shape())}, {whose} {shape}"]
+        if dtype == FP8 and self.block and len(shape) == 2:
+            if scales not in self.files:
+                return [f"{name} is stored as {FP8}, but its scales, {scales}, are missing"]
+            return self.misfits(scales, scales_shape(shape, self.block), f"blocks of {self.block} make")
+        if dtype not in READABLE:
+            return [
+                f"{name} is stored as {dtype}; readable are {readable}, and {FP8} for matrices if config.json has a "
+                f"quantization_config"
+            ]
+        return [f"{scales} is there, but {name} is stored as {dtype} instead of {FP8}"] if scales in self.files else []
+
+    def dtype(self, name: str) -> str:
+        return self._slice(name).get_dtype()
+
+    def _slice(self, name: str) -> Any:
+        return self.opened[self.files[name]].get_slice(name)
+
+
+def _files(path: Path) -> dict[str, str]:
+    """Tensor name -> file name, from a folder's index, or of the single file where there is no index."""
+    from safetensors import SafetensorError, safe_open
+
+    folder = path
+    if path.is_file():
+        try:
+            with safe_open(path, framework="pt") as file:
+                return dict.fromkeys(file.keys(), path.name)
+        except (SafetensorError, OSError) as error:
+            raise JobError(f"{path} is no safetensors file, or one that is cut off: {error}") from error
+
+    if not (folder / INDEX).exists():
+        refuse_special(folder / SINGLE)
+        try:
+            with safe_open(folder / SINGLE, framework="pt") as file:
+                return dict.fromkeys(file.keys(), SINGLE)
+        except (SafetensorError, OSError) as error:
+            raise JobError(f"{folder}: has neither {INDEX} nor a readable {SINGLE}: {error}") from error
+    files = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise JobError(f"{folder / INDEX}: has no weight_map of tensor names to file names")
+    for file in sorted(set(files.values())):
+        if file != os.path.basename(file) or "\\" in file or not file.endswith(".safetensors"):
+            raise JobError(f"{folder / INDEX}: {file!r} is not the plain name of a .safetensors file in this folder")
+    return files
+
+
+def _block(folder: Path) -> Block | None:
+    if not (folder / CONFIG).exists():
+        return None  # a file alone
+    try:
+        return block_of(read_json(folder / CONFIG))
+    except ValueError as error:
+        raise JobError(f"{folder / CONFIG}: {error}") from error
+
+
+def some(faults: list[str]) -> str:
+    return "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
+
+
+def refuse(folder: str | os.PathLike[str], faults: list[str]) -> None:
+    if faults:
+        raise JobError(
+            f"{folder} does not fit the model: {some(faults)}. Choose its model.name and model.flavor, or overrides"
+        )

@@ -1,0 +1,29 @@
+"""The linears of a model by name, with their sizes, as far as its arguments say them: what an adapter can be put
+beside, known without building anything. No torch here; a test holds it against the models.
+"""
+
+from typing import Any
+
+HEAD = "output"
+Sizes = dict[str, tuple[int, int]]
+"""Name -> outputs, inputs. Of a stack of experts, those of the first of its matrices."""
+
+
+def linears(args: Any) -> Sizes:
+    """Of a whole decoder, the head among them. Empty for a family that says nothing of them."""
+    if not hasattr(args, "block_linears"):
+        return {}
+    found: Sizes = {}
+    for layer in range(args.n_layers + getattr(args, "n_mtp_layers", 0)):
+        found |= {f"layers.{layer}.{name}": sizes for name, sizes in args.block_linears(layer).items()}
+    return found | {HEAD: (args.vocab_size, args.dim)}
+
+
+def grouped_attention(dim: int, heads: int, kv_heads: int, head_dim: int) -> Sizes:
+    q, kv = heads * head_dim, kv_heads * head_dim
+    return {"attention.wq": (q, dim), "attention.wk": (kv, dim), "attention.wv": (kv, dim), "attention.wo": (dim, q)}
+
+
+def gated(name: str, dim: int, width: int) -> Sizes:
+    """Of a gated feed-forward."""
+    return {f"{name}.w1": (width, dim), f"{name}.w2": (dim, width), f"{name}.w3": (width, dim)}

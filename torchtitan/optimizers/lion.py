@@ -1,0 +1,33 @@
+"""Lion (arXiv:2302.06675): every weight moves by the rate, in the direction that a running mean of gradients has the
+sign of. One value of state a parameter, half of Adam's; rates about a tenth of AdamW's and decays ten times as large.
+"""
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class Lion(Optimizer):
+    """Algorithm 2 of the paper. `beta1` mixes the mean with the gradient into the update, `beta2` into the next mean;
+    `weight_decay` of a group is decoupled, as in AdamW.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], lr: float, beta1: float, beta2: float, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(groups, dict(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self) -> None:  # closures have no use here
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:  # and not setdefault, which would make zeros in every step
+                    state["mean"] = torch.zeros_like(parameter)
+                mean = state["mean"]
+                update = mean.lerp(parameter.grad, 1 - group["beta1"]).sign_()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+                mean.lerp_(parameter.grad, 1 - group["beta2"])

@@ -1,0 +1,13 @@
+"""Optimizers of torch whose arguments are called otherwise in a job."""
+
+from typing import Any
+
+import torch
+
+
+def adam(groups: list[dict[str, Any]], *, beta1: float, beta2: float, **options: Any) -> torch.optim.Adam:
+    return torch.optim.Adam(groups, betas=(beta1, beta2), **options)
+
+
+def adamw(groups: list[dict[str, Any]], *, beta1: float, beta2: float, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(groups, betas=(beta1, beta2), **options)

@@ -1,0 +1,215 @@
+"""Context parallel: every rank holds a part of each sequence, and attention reaches the rest of it.
+
+Three ways, all exact and all with documents and grouped heads, swapped in for the model's attention kernel, which says
+which of them it can stand (kernel.py):
+
+* allgather: every rank gathers all keys and values (arXiv:2407.21783, 3.3.2). One exchange a layer; memory of a whole
+  sequence of keys and values.
+* ring, alltoall: keys and values travel round (ring_attention). Least memory; ranks - 1 exchanges, behind computation.
+* ulysses: heads are dealt out instead of tokens (arXiv:2309.14509), so each rank runs the model's own kernel on whole
+  sequences. Two exchanges a layer; heads must divide.
+
+Everything else in a decoder works on single tokens and needs no more than their positions.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.errors import JobError
+from torchtitan.parallelisms.context.block_attention import RegionAttention, accumulation_type
+from torchtitan.parallelisms.context.kernel import Tokens, require_part, says
+from torchtitan.parallelisms.context.ring_attention import Ring, RingAttention
+from torchtitan.parallelisms.context.sequence_layout import SequenceLayout
+from torchtitan.parallelisms.degrees import SEQ_LEN, check_dealt_heads, check_sequence, is_levelled, needs_of_a_sequence
+
+collectives = torch.ops._c10d_functional
+METHODS = ("allgather", "ring", "alltoall", "ulysses")
+Mask = Any
+"""What a kernel's `prepare` returns and its `forward` takes; None where only causality hides."""
+
+
+def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, method: str, load_balance: bool) -> None:
+    """Swap the attention kernel of `model` in place. It then takes what `shard_sequence` gives, positions included.
+    ValueError where the kernel cannot be split that way.
+    """
+    require_part(model.kernel, method)
+    layout = sequence_layout(cp_mesh.size(), method, load_balance)
+    group = cp_mesh.get_group()
+    if method == "allgather":
+        model.set_attention_kernel(GatheredAttention(model.kernel, group, layout))
+    elif method == "ulysses":
+        model.set_attention_kernel(HeadwiseAttention(model.kernel, group, layout))
+    else:
+        ring = Ring(group, by_all_to_all=method == "alltoall")
+        model.set_attention_kernel(TravellingAttention(model.kernel, group, layout, ring))
+
+
+def shard_sequence(
+    batch: dict[str, torch.Tensor], cp_rank: int, cp_size: int, method: str, load_balance: bool
+) -> dict[str, torch.Tensor]:
+    """This rank's tokens of tensors [B, S]: [B, S / cp_size] each; what is of whole samples, [B], stays. JobError where
+    S does not divide.
+    """
+    layout = sequence_layout(cp_size, method, load_balance)
+    needs = needs_of_a_sequence(cp_size, 1, levelled=layout.headtail, sequence_parallel=False)
+    split = {name for name, x in batch.items() if x.dim() > 1}
+    for name in split:
+        check_sequence(SEQ_LEN, batch[name].shape[1], needs)
+    return {name: layout.share(x, cp_rank) if name in split else x for name, x in batch.items()}
+
+
+def sequence_layout(ranks: int, method: str, load_balance: bool) -> SequenceLayout:
+    if method not in METHODS:
+        raise JobError(f"context parallel method {method!r}: choose one of {', '.join(METHODS)}")
+    return SequenceLayout(ranks, headtail=is_levelled(method, load_balance))
+
+
+class ContextParallelAttention(nn.Module):
+    """A rank's place in its group, and the model's own kernel.
+
+    `forward` takes and gives this rank's tokens: q [B, H, s, E], k [B, K, s, E], v [B, K, s, V] -> [B, H, s, V].
+    """
+
+    def __init__(self, inner: nn.Module, group: dist.ProcessGroup, layout: SequenceLayout):
+        super().__init__()
+        self.inner, self.layout = inner, layout
+        self.rank, self.group_name = group.rank(), group.group_name
+
+    def gather_documents(self, document_ids: torch.Tensor) -> torch.Tensor:
+        """[B, s] of each rank -> [ranks, B, s]"""
+        return _all_gather(document_ids.contiguous()[None], self.layout.ranks, self.group_name)
+
+    def in_sequence(self, shares: torch.Tensor) -> torch.Tensor:
+        """[ranks, B, s] -> [B, S]"""
+        pieces = shares.unflatten(2, (self.layout.pieces_per_rank, -1)).transpose(1, 2).flatten(0, 1)
+        return torch.cat([pieces[index] for index in self.layout.sequence_order], dim=1)
+
+
+class OwnMask(NamedTuple):
+    """A mask of the model's own kernel, which then attends itself."""
+
+    mask: Mask
+
+
+class GatheredAttention(ContextParallelAttention):
+    """This rank's queries, all keys and values. Plain attention is computed by rectangles, which needs no mask of all
+    pairs; any other is the kernel's own.
+    """
+
+    def prepare(self, tokens: Tokens) -> Mask:
+        documents = tokens.documents
+        everywhere = None if documents is None else self.in_sequence(self.gather_documents(documents))  # [B, S]
+        if says(self.inner, "plain_attention") and not self.inner.uses_flex(tokens):
+            return documents if documents is None else (documents, everywhere)
+        length, device = len(tokens.places), tokens.places.device
+        here = Tokens(self.layout.positions(self.rank, length, device), documents)
+        every = Tokens(torch.arange(length * self.layout.ranks, device=device), everywhere)
+        return OwnMask(self.inner.prepare(here, every))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+        widths = (k.shape[-1], v.shape[-1])
+        both = GatherSequence.apply(torch.cat((k, v), dim=-1), self.layout, self.group_name)
+        k, v = both.split(widths, dim=-1)  # [B, K, S, E] and [B, K, S, V]
+        if isinstance(mask, OwnMask):
+            return self.inner(q, k, v, mask.mask)
+        regions = self.layout.seen_in_sequence(self.rank, q.shape[2], self.inner.causal)
+        return RegionAttention.apply(q, k, v, regions, *(mask or (None, None)))
+
+
+class TravellingAttention(ContextParallelAttention):
+    """Keys and values go round the ranks."""
+
+    def __init__(self, inner: nn.Module, group: dist.ProcessGroup, layout: SequenceLayout, ring: Ring):
+        super().__init__(inner, group, layout)
+        self.ring = ring
+
+    def prepare(self, tokens: Tokens) -> Mask:
+        return None if tokens.documents is None else self.gather_documents(tokens.documents)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+        return RingAttention.apply(q, k, v, mask, self.ring, self.layout, self.inner.causal)
+
+
+class HeadwiseAttention(ContextParallelAttention):
+    """All tokens, a share of the heads."""
+
+    def prepare(self, tokens: Tokens) -> Mask:
+        places = torch.arange(len(tokens.places) * self.layout.ranks, device=tokens.places.device)
+        documents = tokens.documents
+        return self.inner.prepare(
+            Tokens(places, None if documents is None else self.in_sequence(self.gather_documents(documents)))
+        )
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+        ranks, heads, key_heads = self.layout.ranks, q.shape[1], k.shape[1]
+        check_dealt_heads(ranks, heads)
+        # too few key/value heads are repeated until they divide; the query heads divide by both, so by their multiple
+        repeats = math.lcm(key_heads, ranks) // key_heads
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        shares = [x.transpose(1, 2).unflatten(2, (ranks, -1)).flatten(3).movedim(2, 0) for x in (q, k, v)]
+        dealt = Swap.apply(torch.cat(shares, dim=-1), self.group_name)  # [ranks, B, s, this rank's heads x widths]
+        whole = dealt.transpose(0, 1).flatten(1, 2).split([x.shape[-1] for x in shares], dim=-1)
+        heads_first = [
+            x.unflatten(-1, (-1, width)).transpose(1, 2)
+            for x, width in zip(whole, (q.shape[-1], k.shape[-1], v.shape[-1]), strict=True)
+        ]
+        y = self.inner(*heads_first, mask)  # [B, H / ranks, S, V]
+        y = y.transpose(1, 2).unflatten(1, (ranks, -1)).movedim(1, 0)  # [ranks, B, s, H / ranks, V]
+        return Swap.apply(y, self.group_name).permute(1, 0, 3, 2, 4).flatten(1, 2)
+
+
+class GatherSequence(torch.autograd.Function):
+    """x [..., s, E] of each rank -> [..., S, E] in the sequence's order. Backward sends each rank its gradients.
+
+    They are added up there, in float32 or wider: half of what a reduce-scatter in float32 would send of bfloat16, and
+    always in the ranks' order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layout: SequenceLayout, group_name: str) -> torch.Tensor:
+        ctx.layout, ctx.group_name = layout, group_name
+        pieces = torch.stack(x.unflatten(-2, (layout.pieces_per_rank, -1)).unbind(-3))
+        everywhere = _all_gather(pieces, layout.ranks, group_name)
+        return torch.cat([everywhere[index] for index in layout.sequence_order], dim=-2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        layout = ctx.layout
+        pieces = grad.unflatten(-2, (layout.pieces, -1)).unbind(-3)
+        sent = torch.stack([pieces[piece] for piece in layout.rank_order])
+        parts = _all_to_all(sent, layout.ranks, ctx.group_name).unflatten(0, (layout.ranks, -1))
+        summed = parts.sum(0, dtype=accumulation_type(grad.dtype)).to(grad.dtype)
+        return torch.cat(summed.unbind(0), dim=-2), None, None
+
+
+class Swap(torch.autograd.Function):
+    """x [ranks, ...]: rank r's x[p] becomes rank p's x[r]. Its own inverse, and so its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
+        ctx.group_name = group_name
+        return _all_to_all(x, x.shape[0], group_name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _all_to_all(grad, grad.shape[0], ctx.group_name), None
+
+
+# The functional collectives below autograd: the compiler traces them, and selective recompute keeps their results.
+
+
+def _all_gather(x: torch.Tensor, ranks: int, group_name: str) -> torch.Tensor:
+    """[n, ...] -> [ranks * n, ...]"""
+    return collectives.wait_tensor(collectives.all_gather_into_tensor(x.contiguous(), ranks, group_name))
+
+
+def _all_to_all(x: torch.Tensor, ranks: int, group_name: str) -> torch.Tensor:
+    """[ranks * n, ...], of which each rank gets n rows -> [ranks * n, ...], n rows of each rank"""
+    rows = [x.shape[0] // ranks] * ranks
+    return collectives.wait_tensor(collectives.all_to_all_single(x.contiguous(), rows, rows, group_name))

@@ -1,0 +1,54 @@
+"""What context parallel asks of a model's attention kernel, and may take over from it.
+
+A kernel has `prepare`, once per forward, and `forward`, once per layer. What may be done with it where a rank has a
+part of the sequence, two attributes of its class say. They hold for the two methods of that class: a subclass with
+others has to say them again (statements.py), or is refused by its name.
+
+* `takes_parts`: `prepare` and `forward` do right where the queries are a part of the sequence and the keys all of it.
+* `plain_attention`: it is softmax(q k' / sqrt(E)) v over the tokens of the query's document, earlier ones where
+  `causal`. Then its result can be computed piece by piece (block_attention), without asking it.
+
+A kernel that says neither runs under ulysses, which gives it whole sequences and some of the heads.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from torchtitan.errors import JobError
+from torchtitan.parallelisms.statements import stands_behind
+
+
+class Tokens(NamedTuple):
+    """Those that look, or are looked at."""
+
+    places: torch.Tensor  # [S], which of the sequence's tokens they are
+    documents: torch.Tensor | None  # [B, S]; None: one document
+
+
+class Kernel(Protocol):
+    causal: bool
+
+    def prepare(self, queries: Tokens, keys: Tokens | None = None) -> Any:
+        """The mask that `forward` takes. keys None: those are the queries' own."""
+        ...
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch.Tensor:
+        """q [B, H, Q, E], k [B, K, S, E], v [B, K, S, V] -> [B, H, Q, V]"""
+        ...
+
+
+def says(kernel: Kernel, statement: str) -> bool:
+    return getattr(kernel, statement, False) is True and stands_behind(kernel, statement, "prepare", "forward")
+
+
+def require_part(kernel: Kernel, method: str) -> None:
+    """JobError where the kernel does not say that it can be used by this method of context parallel."""
+    needs = {"ulysses": (), "allgather": ("takes_parts", "plain_attention")}.get(method, ("plain_attention",))
+    if needs and not any(says(kernel, statement) for statement in needs):
+        raise JobError(
+            f"context_parallel_rotate_method {method!r} with the attention kernel {type(kernel).__name__}, which does "
+            f"not say how it attends where a rank has a part of the sequence; allowed are ulysses for all kernels, "
+            f"allgather for those with takes_parts, all methods for plain_attention. Choose one of these, or say so in "
+            f"the class of its `forward` (parallelisms/context/kernel.py)"
+        )

@@ -1,0 +1,138 @@
+"""Limits of the degrees of parallelism: what has to divide what, each said once. No torch, so that a job is judged by
+the same functions as a model that is made parallel.
+
+Each function returns what follows from degrees that fit, or raises a LimitError with the words of a fault.
+"""
+
+import math
+from collections.abc import Mapping
+
+from torchtitan.errors import JobError
+
+DEGREES, SEQ_LEN = "parallelism.", "training.seq_len (or validation.seq_len)"
+
+
+class LimitError(JobError):
+    """Degrees that do not fit, in the words of the job's options."""
+
+    def __init__(self, option: str, given: object, allowed: str, remedy: str) -> None:
+        self.option, self.given, self.allowed, self.remedy = option, str(given), allowed, remedy
+        super().__init__(f"{option}: given {given}; allowed: {allowed}; {remedy}")
+
+
+def shards_of_ranks(world_size: int, dp_shard: int, *, dp_replicate: int, cp: int, tp: int, pp: int) -> int:
+    """Data-parallel shards, with -1 worked out: what the other degrees leave of the ranks."""
+    key, ranks = DEGREES + "data_parallel_shard_degree", f"{world_size} rank{'s' * (world_size > 1)}"
+    others = {"data_parallel_replicate": dp_replicate, "context_parallel": cp}
+    others |= {"tensor_parallel": tp, "pipeline_parallel": pp}
+    product, longer = math.prod(others.values()), [f"{name} {n}" for name, n in others.items() if n > 1]
+    if dp_shard == 0:
+        raise LimitError(key, 0, "at least 1, or -1 for the ranks that are left", "write -1")
+    if dp_shard == -1 and world_size % product:
+        allowed = f"ranks that can be divided by {' x '.join(longer)}" + f" = {product}" * (len(longer) > 1)
+        raise LimitError(key, ranks, allowed, f"start a multiple of {product} ranks, or lower a degree")
+    if dp_shard != -1 and dp_shard * product != world_size:
+        arithmetic = " x ".join([f"data_parallel_shard {dp_shard}", *longer]) + f" = {dp_shard * product}"
+        remedy = f"start {dp_shard * product} ranks, or write -1 to shard over those that are left"
+        raise LimitError(key, arithmetic, f"degrees whose product is the number of ranks, {world_size}", remedy)
+    return world_size // product if dp_shard == -1 else dp_shard
+
+
+def lenders(dp_shard: int, cp: int, tp: int) -> int:
+    """The ranks with different tokens of one replica and stage, from which expert parallel borrows."""
+    return dp_shard * cp * tp
+
+
+def check_experts(ep: int, experts: int, lending: int | None = None) -> None:
+    """Every rank gets as many whole experts. `lending`: the ranks that can be borrowed, where they are known."""
+    if experts % ep:
+        allowed = f"what divides the {experts} experts and the ranks that it borrows"
+        fits = math.gcd(experts, lending or experts)
+        remedy = f"write one of {divisors(experts)}, and lend it a multiple of as many ranks"
+        remedy = f"write one of {divisors(fits)}" if fits > 1 else remedy
+        raise LimitError(DEGREES + "expert_parallel_degree", ep, allowed, remedy)
+
+
+def check_borrowing(ep: int, dp_shard: int, cp: int, tp: int, experts: int = 0) -> None:
+    """The ranks of expert parallel are some of the lenders. `experts`: of a layer, where they are known."""
+    lending = lenders(dp_shard, cp, tp)
+    if lending % ep:
+        product = f"data_parallel_shard {dp_shard} x context_parallel {cp} x tensor_parallel {tp}"
+        allowed = f"what divides {product} = {lending}, the ranks that it borrows"
+        fits = divisors(math.gcd(experts, lending))
+        fits = f"one of {fits}" if "," in fits else fits
+        remedy = f"write {fits}, or lend it a multiple of {ep} ranks"
+        raise LimitError(DEGREES + "expert_parallel_degree", ep, allowed, remedy)
+
+
+def check_split(tp: int, sizes: Mapping[str, int]) -> None:
+    """Each tensor-parallel rank has whole heads, and as many columns and rows as any other, where DTensor would deal
+    unevenly.
+    """
+    if wrong := uneven(tp, sizes):
+        told = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        remedy = "write one of these"
+        if wrong == ["vocab_size"]:
+            remedy += f", or fill it up: model.overrides = {{vocab_size = {-(-sizes['vocab_size'] // tp) * tp}}}"
+        raise LimitError(
+            DEGREES + "tensor_parallel_degree",
+            f"{tp}, which does not divide {' and '.join(f'{name} {sizes[name]}' for name in wrong)}",
+            f"what divides {told}, as ranks do not get uneven shares: {divisors(math.gcd(*sizes.values()))}",
+            remedy,
+        )
+
+
+def uneven(tp: int, sizes: Mapping[str, int]) -> list[str]:
+    """Names of the sizes that do not divide."""
+    return [name for name, size in sizes.items() if size % tp]
+
+
+def is_levelled(method: str, load_balance: bool) -> bool:
+    """Ulysses keeps the order of the sequence: with it all ranks have the same work anyway."""
+    return load_balance and method != "ulysses"
+
+
+def needs_of_a_sequence(cp: int, tp: int, *, levelled: bool, sequence_parallel: bool) -> dict[str, int]:
+    """What a sequence's length has to be a multiple of, and in which words."""
+    needs = {}
+    if cp > 1 and levelled:
+        needs[f"2 x context_parallel {cp} (a head and a tail each)"] = 2 * cp
+    elif cp > 1:
+        needs[f"context_parallel {cp}"] = cp
+    if tp > 1 and sequence_parallel:
+        over = f"context_parallel {cp} x " * (cp > 1) + f"tensor_parallel {tp}"
+        needs[f"{over} (sequence parallel)"] = cp * tp
+    return needs
+
+
+def check_sequence(option: str, length: int, needs: Mapping[str, int]) -> None:
+    """`option`: the one that says how long a sequence is; `needs`: as of needs_of_a_sequence."""
+    multiple = math.lcm(*needs.values())
+    if length % multiple:
+        allowed = f"a multiple of {' and of '.join(needs)}" + f", so of {multiple}" * (len(needs) > 1)
+        below = length // multiple * multiple
+        raise LimitError(option, length, allowed, "write " + f"{below} or " * bool(below) + str(below + multiple))
+
+
+def check_dealt_heads(cp: int, heads: int, whole: str = "") -> None:
+    """Ulysses deals out the `heads` query heads that tensor parallel has left on a rank; `whole` says of how many."""
+    if heads % cp:
+        allowed = f'with "ulysses" what divides the {heads} query heads of a rank{whole}: {divisors(heads)}'
+        remedy = f'write one of these, or {DEGREES}context_parallel_rotate_method = "allgather"'
+        raise LimitError(DEGREES + "context_parallel_degree", cp, allowed, remedy)
+
+
+def check_async(device: str, compiled: bool, sequence_parallel: bool) -> None:
+    """The compiler fuses the collectives of sequence parallel into matrix products, by memory that GPUs share."""
+    needs = {
+        "GPUs": device == "cuda",
+        "a compiled model (compile.enable)": compiled,
+        "sequence parallel (no disable_sequence_parallel)": sequence_parallel,
+    }
+    if missing := [name for name, there in needs.items() if not there]:
+        allowed, key = f"true only with {', '.join(needs)}", DEGREES + "enable_async_tensor_parallel"
+        raise LimitError(key, "true", allowed, f"add {' and '.join(missing)}, or leave it out")
+
+
+def divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -1,0 +1,146 @@
+"""The load of experts over all ranks: what each step's bias update and the metrics need.
+
+What a model keeps and does with it is its own business (models/moe/balance.py); here its numbers are added up over the
+ranks that have other tokens of the same layers, and its metrics gathered from the stages that have other layers. The
+same goes for what a model's extra loss reports of itself.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from torchtitan.parallelisms.parallel_dims import ParallelDims
+
+
+class Balance(Protocol):
+    """What a family with experts does about their load, each of a model or a pipeline part of it."""
+
+    def set_sequence_sum(self, model: nn.Module, sum_over_sequence: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Once, where ranks have parts of the same sequences: what adds up their counts [B, E]."""
+
+    def set_aux_loss_scale(self, model: nn.Module, scale: float) -> None:
+        """Before a step's first forward: what the sum of the tokens' losses is multiplied by."""
+
+    def take_load(self, model: nn.Module) -> tuple[list[str], torch.Tensor]:
+        """Layers, and the tokens that went to each of their experts since the last call, [layers, E] int64."""
+
+    def take_aux_loss(self, model: nn.Module) -> torch.Tensor | None:
+        """The sum of the auxiliary losses since the last call, a scalar; None without them."""
+
+    def update_biases(self, model: nn.Module, load: torch.Tensor) -> None:
+        """By the load of all ranks, [layers, E]."""
+
+    def metrics(self, model: nn.Module, load: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Scalars: load_max, load_max_mean, entropy and, with biases, bias_range."""
+
+    def not_finite(self, model: nn.Module) -> list[str]:
+        """Layers whose scores have not been finite since the last call."""
+
+
+class ExpertBalance:
+    """A hook of the step (parallelisms/hooks.py). `copies`: how many ranks have the same tokens (of tensor parallel,
+    without sequence parallel).
+    """
+
+    name = "expert_balance"
+
+    def __init__(
+        self, parts: Sequence[nn.Module], rules: Balance, mesh: DeviceMesh, dims: ParallelDims, copies: int = 1
+    ):
+        self.copies = copies
+        self.parts, self.rules, self.dims = parts, rules, dims
+        self.stage_group = dims.stage_group(mesh)
+        self.pp_group = mesh["pp"].get_group() if dims.pp > 1 else None
+        self.loads: list[torch.Tensor] = []  # of the last step, by part
+        self.aux_loss: torch.Tensor | None = None  # of the last step and this stage, the mean over tokens
+        self.extra_losses: dict[str, torch.Tensor] = {}  # of the last step, sums / valid tokens
+        self.valid_tokens = 1
+        axes = tuple(axis for axis in ("cp", "tp") if dims.degrees[axis] > 1)
+        if axes:
+            shared = mesh[axes]._flatten("sequence") if len(axes) > 1 else mesh[axes[0]]
+            for part in parts:
+                rules.set_sequence_sum(part, _Sum(shared.get_group()))
+
+    def before_backward(self, valid_tokens: int) -> None:
+        self.valid_tokens = valid_tokens
+        for part in self.parts:
+            self.rules.set_aux_loss_scale(part, 1 / valid_tokens)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the biases are the model's."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    @torch.no_grad()
+    def after_step(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Once per optimizer step: count the tokens of all ranks, move the biases."""
+        self.loads, self.aux_loss, self.extra_losses = [], None, {}
+        for part in self.parts:
+            layers, load = self.rules.take_load(part)
+            if layers:
+                dist.all_reduce(load, group=self.stage_group)
+                self.rules.update_biases(part, load)
+            self.loads.append(load)
+            aux_loss = self.rules.take_aux_loss(part)
+            if aux_loss is not None:
+                dist.all_reduce(aux_loss, group=self.stage_group)
+                aux_loss /= self.copies * self.valid_tokens
+                self.aux_loss = aux_loss if self.aux_loss is None else self.aux_loss + aux_loss
+            for name, total in part.take_extra_losses().items():  # no pipeline then, so there is one part
+                dist.all_reduce(total, group=self.stage_group)
+                self.extra_losses[name] = total / self.valid_tokens
+
+    @torch.no_grad()
+    def metrics(self, device: torch.device) -> dict[str, float]:
+        """Of all layers of the model, the same on all ranks. Every rank calls it, and waits for the device."""
+        most, sums, layers = torch.zeros(2), torch.zeros(2), 0
+        for part, load in zip(self.parts, self.loads, strict=True):
+            values = {name: value.item() for name, value in self.rules.metrics(part, load).items()} if len(load) else {}
+            if values:
+                layers += len(load)
+                most = torch.maximum(most, torch.tensor([values["load_max"], values.get("bias_range", 0.0)]))
+                sums += torch.tensor([values["load_max_mean"], values["entropy"]]) * len(load)
+        aux_loss = 0.0 if self.aux_loss is None else self.aux_loss.item()
+        both = torch.cat((sums, torch.tensor([float(layers), aux_loss, float(self.aux_loss is not None)]))).to(device)
+        most = most.to(device)
+        if self.pp_group is not None:
+            dist.all_reduce(both, group=self.pp_group)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.pp_group)
+        load_sum, entropy_sum, count, aux_loss, has_aux_loss = both.tolist()
+        load_max, bias_range = most.tolist()
+        if not count:  # all layers are dense
+            return {}
+        named = {"load_max": load_max, "load_max_mean": load_sum / count, "entropy": entropy_sum / count}
+        named |= {"bias_range": bias_range} | ({"aux_loss": aux_loss} if has_aux_loss else {})
+        beside = {name: loss.item() for name, loss in self.extra_losses.items()}
+        return {f"expert_{name}": value for name, value in named.items()} | beside
+
+    def not_finite(self) -> list[str]:
+        """Layers whose routers have seen scores that are not finite, on any rank. All ranks call it."""
+        mine = [layer for part in self.parts for layer in self.rules.not_finite(part)]
+        everywhere: list[list[str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, mine)
+        return sorted({layer for layers in everywhere for layer in layers or ()}, key=_number)
+
+
+class _Sum:
+    """Counts of a rank's tokens -> those of all ranks that have tokens of the same sequences."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def __call__(self, counts: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(counts, group=self.group)
+        return counts
+
+
+def _number(layer: str) -> tuple[int, str]:
+    digits = layer.rpartition(".")[2]
+    return (int(digits) if digits.isdecimal() else 0, layer)

@@ -1,0 +1,355 @@
+"""What a pipeline schedule is made of, and how one is read from a CSV file and judged. No torch, so that a job's own
+schedule can be checked before anything starts.
+
+A table has one row per rank: the actions of the rank in the order in which it runs them. When they run follows from
+their inputs, so a table is right if every action is in it once and some order of all ranks together gives every action
+its inputs before it is due; else the ranks wait for one another for ever. Notation is torch's: stage, kind, microbatch.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from torchtitan.errors import JobError
+
+FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD, OVERLAP = "F", "I", "W", "B", "OVERLAP_F_B"
+SINGLE = re.compile(r"([0-9]{1,6})([FIWB])([0-9]{1,6})")
+PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
+ADDED_BY_THE_RUNTIME = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
+PLURAL = {"stage": "stages", "microbatch": "microbatches"}
+LARGEST_FILE = 2**26
+"""Characters that are read of a file: 64 ranks with 512 microbatches take a twentieth."""
+MOST_NAMED = 6
+"""Actions of one kind of fault that are named; the rest is counted."""
+
+
+class Action(NamedTuple):
+    """F forward, I gradient of the input, W gradients of the weights, B both of these at once; or a pair that overlaps.
+
+    A pair has stage and microbatch -1 and its F and B in `parts`.
+    """
+
+    stage: int
+    kind: str
+    microbatch: int
+    parts: tuple["Action", ...] = ()
+
+    @property
+    def singles(self) -> tuple["Action", ...]:
+        return self.parts or (self,)
+
+    def __str__(self) -> str:
+        if self.parts:
+            return f"({';'.join(map(str, self.parts))}){self.kind}"
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+Table = list[list[Action]]
+Key = tuple[int, str, int]
+"""What an action needs or makes: the output F or the input's gradient I of (stage, ., microbatch)."""
+
+
+class ScheduleFault(NamedTuple):
+    where: str
+    given: str
+    allowed: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: given {self.given}; allowed: {self.allowed}; {self.remedy}"
+
+
+class ScheduleTableError(JobError):
+    """All that is wrong with a table, one line each."""
+
+    def __init__(self, faults: Sequence[ScheduleFault]) -> None:
+        self.faults = list(faults)
+        super().__init__("\n".join(map(str, self.faults)))
+
+
+def pair(forward: Action, backward: Action) -> Action:
+    return Action(-1, OVERLAP, -1, (forward, backward))
+
+
+def num_stages_of(table: Table) -> int:
+    return 1 + max(single.stage for row in table for action in row for single in action.singles)
+
+
+def rank_of_stages(table: Table) -> dict[int, int]:
+    return {single.stage: rank for rank, row in enumerate(table) for action in row for single in action.singles}
+
+
+def merged(table: Table) -> Table:
+    """The same table with I and W as one B in the place of I, as recompute needs it."""
+
+    def merge(action: Action) -> Action:
+        if action.parts:
+            return action._replace(parts=tuple(map(merge, action.parts)))
+        return action._replace(kind=BACKWARD) if action.kind == INPUT_GRAD else action
+
+    return [[merge(action) for action in row if action.kind != WEIGHT_GRAD] for row in table]
+
+
+def apart(table: Table) -> Table:
+    """The same table with pairs as two actions. Where nothing overlaps them that is never slower: the forward's result
+    leaves the rank before the backward, which in a pair it does not."""
+    return [[single for action in row for single in action.singles] for row in table]
+
+
+# Order
+
+
+def needs(action: Action, num_stages: int) -> list[Key]:
+    """The inputs of a single action or of all parts of a pair, which begin together."""
+    keys: list[Key] = []
+    for stage, kind, microbatch, _ in action.singles:
+        if kind == FORWARD:
+            keys += [(stage - 1, FORWARD, microbatch)] if stage else []
+        elif kind == WEIGHT_GRAD:
+            keys.append((stage, INPUT_GRAD, microbatch))
+        else:
+            keys.append((stage, FORWARD, microbatch))
+            keys += [(stage + 1, INPUT_GRAD, microbatch)] if stage + 1 < num_stages else []
+    return keys
+
+
+def makes(action: Action) -> list[Key]:
+    kinds = {FORWARD: FORWARD, INPUT_GRAD: INPUT_GRAD, BACKWARD: INPUT_GRAD}
+    return [(s.stage, kinds[s.kind], s.microbatch) for s in action.singles if s.kind in kinds]
+
+
+Place = Callable[[int, int], str]
+"""What an error calls the i-th action of a rank's row."""
+
+
+def _in_table(rank: int, step: int) -> str:
+    return f"rank {rank}, step {step}"
+
+
+def running_order(table: Table, place: Place = _in_table) -> Iterator[tuple[int, Action]]:
+    """(rank, action) of all actions, each after its inputs. ScheduleTableError where the ranks cannot go on."""
+    num_stages = num_stages_of(table)
+    waiting = [[(action, needs(action, num_stages)) for action in row] for row in table]
+    at, done = [0] * len(table), set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(waiting):
+            while at[rank] < len(row) and done.issuperset(row[at[rank]][1]):
+                action = row[at[rank]][0]
+                yield rank, action
+                done.update(makes(action))
+                at[rank] += 1
+                moved = True
+    if any(at[rank] < len(row) for rank, row in enumerate(table)):
+        raise ScheduleTableError([_stuck(table, at, done, place)])
+
+
+def _stuck(table: Table, at: list[int], done: set[Key], place: Place) -> ScheduleFault:
+    """The first input that nobody makes, or the ring of actions that wait for one another."""
+    num_stages = num_stages_of(table)
+    makers = {key: (rank, i) for rank, row in enumerate(table) for i, action in enumerate(row) for key in makes(action)}
+    rank = next(rank for rank, row in enumerate(table) if at[rank] < len(row))
+    chain: list[tuple[int, int, int]] = []  # a rank, and the rank and step of what it waits for
+    while rank not in [waiting for waiting, _, _ in chain]:
+        action = table[rank][at[rank]]
+        missing = next(key for key in needs(action, num_stages) if key not in done)
+        if missing not in makers:
+            where = f"{place(rank, at[rank])}, action {action}"
+            allowed = "actions whose inputs others of the table make"
+            return ScheduleFault(where, f"without its input {_named(missing)}", allowed, "add what makes it")
+        chain.append((rank, *makers[missing]))
+        rank = chain[-1][1]
+    ring = chain[[waiting for waiting, _, _ in chain].index(rank) :]
+    links, remedies = [], []
+    for waiting, other, step in ring:
+        wanted, first = table[other][step], table[other][at[other]]
+        behind = "" if step == at[other] else f", which comes after {first} ({place(other, at[other])})"
+        links.append(f"{table[waiting][at[waiting]]} waits for {wanted} ({place(other, step)}){behind}")
+        remedies += [] if step == at[other] else [f"move {wanted} before {first}"]
+    return ScheduleFault(
+        f"{place(rank, at[rank])}, action {table[rank][at[rank]]}",
+        "a deadlock: " + "; ".join(links),
+        "an order in which every action has its inputs before it is due",
+        " or ".join(remedies) or "take one of the pairs apart",
+    )
+
+
+def _named(key: Key) -> str:
+    stage, kind, microbatch = key
+    return f"{stage}F{microbatch}" if kind == FORWARD else f"{stage}I{microbatch} or {stage}B{microbatch}"
+
+
+# Completeness
+
+
+def faults_of(
+    table: Table, ranks: int, num_stages: int, microbatches: int, place: Place = _in_table
+) -> list[ScheduleFault]:
+    """What is wrong with a table: rows, numbers, places, doubles; if these are right, gaps; and then its order."""
+    faults = []
+    if len(table) != ranks:
+        allowed = f"{ranks}, one for each rank of the pipeline"
+        faults.append(ScheduleFault("the table", f"{len(table)} rows", allowed, "give every rank its row"))
+    for rank, row in enumerate(table):
+        if not row:
+            allowed = "those of at least one stage"
+            faults.append(ScheduleFault(f"rank {rank}", "no actions", allowed, "give the rank a stage"))
+    faults += _out_of_range(table, num_stages, microbatches, place) or _misplaced(table, place)
+    faults = faults or _missing(table, num_stages, microbatches)
+    if not faults:
+        try:
+            for _ in running_order(table, place):
+                pass
+        except ScheduleTableError as error:
+            faults = error.faults
+    return faults
+
+
+def _located(table: Table, place: Place) -> Iterator[tuple[int, str, Action]]:
+    """(rank, where, action) of all single actions."""
+    for rank, row in enumerate(table):
+        for step, action in enumerate(row):
+            yield from ((rank, f"{place(rank, step)}, action {single}", single) for single in action.singles)
+
+
+def _out_of_range(table: Table, num_stages: int, microbatches: int, place: Place) -> list[ScheduleFault]:
+    """Of each kind the first one, with the number of the others."""
+    faults = []
+    for name, limit, numbers in (
+        ("stage", num_stages, [(where, single.stage) for _, where, single in _located(table, place)]),
+        ("microbatch", microbatches, [(where, single.microbatch) for _, where, single in _located(table, place)]),
+    ):
+        beyond = [(where, number) for where, number in numbers if number >= limit]
+        if beyond:
+            more = f" (and {len(beyond) - 1} more such actions)" if len(beyond) > 1 else ""
+            given, allowed = f"{name} {beyond[0][1]}{more}", f"0 to {limit - 1}"
+            faults.append(ScheduleFault(beyond[0][0], given, allowed, f"correct it, or make more {PLURAL[name]}"))
+    return faults
+
+
+def _misplaced(table: Table, place: Place) -> list[ScheduleFault]:
+    """Stages on two ranks, actions that are there twice."""
+    faults = []
+    owner: dict[int, int] = {}
+    first: dict[Key, str] = {}
+    for rank, where, single in _located(table, place):
+        if owner.setdefault(single.stage, rank) != rank:
+            given = f"stage {single.stage}, which is on rank {owner[single.stage]}"
+            faults.append(
+                ScheduleFault(where, given, "each stage on one rank", f"move it to rank {owner[single.stage]}")
+            )
+        double = {first.setdefault(key, where) for key in _work(single)} - {where}
+        if double:
+            given, remedy = f"a second time, after {double.pop()}", "drop one of them (B is I and W together)"
+            faults.append(ScheduleFault(where, given, "every action once", remedy))
+    return faults
+
+
+def _work(single: Action) -> list[Key]:
+    kinds = (INPUT_GRAD, WEIGHT_GRAD) if single.kind == BACKWARD else (single.kind,)
+    return [(single.stage, kind, single.microbatch) for kind in kinds]
+
+
+def _missing(table: Table, num_stages: int, microbatches: int) -> list[ScheduleFault]:
+    """One fault for each stage of which something is missing, or for the whole table if it ends too early."""
+    singles = [single for row in table for action in row for single in action.singles]
+    there = {key for single in singles for key in _work(single)}
+    most, stages = 1 + max(single.microbatch for single in singles), rank_of_stages(table)
+    short = [("stages", len(stages), num_stages), ("microbatches", most, microbatches)]
+    faults = [
+        ScheduleFault("the table", f"{has} {what}", f"{needed}", f"write it for {needed}, or use {has}")
+        for what, has, needed in short
+        if has < needed
+    ]
+    for stage, rank in () if faults else sorted(stages.items()):
+        gone = []
+        for microbatch in range(microbatches):
+            kinds = [kind for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD) if (stage, kind, microbatch) not in there]
+            if kinds[-2:] == [INPUT_GRAD, WEIGHT_GRAD]:
+                kinds[-2:] = [BACKWARD]
+            gone += [f"{stage}{kind}{microbatch}" for kind in kinds]
+        if gone:
+            more = f" and {len(gone) - MOST_NAMED} more" if len(gone) > MOST_NAMED else ""
+            given = f"no action {', '.join(gone[:MOST_NAMED])}{more}"
+            allowed = f"every action of {microbatches} microbatches once"
+            faults.append(ScheduleFault(f"rank {rank}, stage {stage}", given, allowed, "add what is missing"))
+    return faults
+
+
+# CSV, as torch writes it
+
+
+def load_schedule_csv(path: str | Path, ranks: int, num_stages: int | None, microbatches: int) -> Table:
+    """A table of compute actions. ScheduleTableError with all that is wrong with it; `num_stages` None: as many as it
+    has. A step in an error is the cell of the row, from 0, empty ones included."""
+    table, cells, faults = _read(Path(path))
+    if not faults:
+        num_stages = len(rank_of_stages(table)) if num_stages is None else num_stages
+        faults = faults_of(table, ranks, num_stages, microbatches, lambda rank, i: _in_table(rank, cells[rank][i]))
+    if faults:
+        raise ScheduleTableError([fault._replace(where=f"{path}, {fault.where}") for fault in faults])
+    return table
+
+
+def _read(path: Path) -> tuple[Table, list[list[int]], list[ScheduleFault]]:
+    """Actions, the cells in which they stand, and what is no action."""
+    allowed = "a CSV file with a row for each rank, its actions in order"
+    try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no file")
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.reader(io.StringIO(file.read(LARGEST_FILE), newline="")))
+    except (OSError, ValueError, csv.Error) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        return [], [], [ScheduleFault("the file", f"what cannot be read ({why})", allowed, "name another file")]
+    while rows and not any(map(str.strip, rows[-1])):
+        rows.pop()
+    if not rows:
+        return [], [], [ScheduleFault("the file", "no rows", allowed, "`torchtitan schedule --write_csv` writes one")]
+    table, cells, faults = [], [], []
+    for rank, row in enumerate(rows):
+        table.append([])
+        cells.append([])
+        for step, cell in enumerate(row):
+            try:
+                action = parse_action(cell)
+            except ScheduleTableError as error:
+                shown = cell.strip()[:40]
+                faults += [fault._replace(where=f"{_in_table(rank, step)}, action {shown}") for fault in error.faults]
+                continue
+            if action:
+                table[rank].append(action)
+                cells[rank].append(step)
+    return table, cells, faults
+
+
+def parse_action(text: str) -> Action | None:
+    """`3F0` or `(0F4;3B1)OVERLAP_F_B`; None for an empty cell. ScheduleTableError for what is neither."""
+    text = text.strip()
+    if not text:
+        return None
+    if match := SINGLE.fullmatch(text):
+        return Action(int(match[1]), match[2], int(match[3]))
+    fault = ScheduleFault("", "no action", "stage, one of F I W B, and microbatch, as 3F0", "correct it")
+    if ADDED_BY_THE_RUNTIME.fullmatch(text):
+        fault = fault._replace(given="an action that the runtime adds by itself", remedy="leave it out")
+    elif match := PAIR.fullmatch(text):
+        parts = [SINGLE.fullmatch(part.strip()) for part in match[1].split(";")]
+        kinds = [part[2] for part in parts if part]
+        if len(parts) == 2 and kinds == [FORWARD, BACKWARD]:
+            forward, backward = (Action(int(part[1]), part[2], int(part[3])) for part in parts if part)
+            if (forward.stage, forward.microbatch) != (backward.stage, backward.microbatch):
+                return pair(forward, backward)
+        allowed = "a forward and a full backward that do not need each other, as (0F4;3B1)OVERLAP_F_B"
+        fault = fault._replace(given="no pair that can overlap", allowed=allowed)
+    raise ScheduleTableError([fault])
+
+
+def to_csv(table: Table) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([[str(action) for action in row] for row in table])
+    return out.getvalue()

@@ -1,0 +1,237 @@
+"""Where a pipeline cuts the model, which rank has which stage, and what each schedule asks for. Numbers and names only:
+no torch, so that a job can be checked at once.
+
+A stage is a list of module names in the model's order. Layers are handed out by cost: every stage gets one, then each
+further one goes to the stage that has the least, where the embedding counts as `first_less` layers and norm and head
+together as `last_less`. Where it comes out even this is torchtitan's cut.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torchtitan.errors import JobError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleTraits:
+    """What torch's class of that name needs. In a loop, stage s is on rank s % pp; in a V the second half goes back."""
+
+    name: str
+    style: str = "loop"  # loop or v
+    stages_per_rank: int = 2  # where nothing else is said
+    exact: bool = True  # no other number of stages per rank
+    split_backward: bool = False  # gradients of inputs and of weights are separate actions
+    at_least_stages: bool = False  # not fewer microbatches than stages
+    whole_rounds: bool = False  # microbatches are divisible by max(1, microbatches // pp)
+
+
+SCHEDULES = {
+    traits.name: traits
+    for traits in (
+        ScheduleTraits(name="GPipe", stages_per_rank=1),
+        ScheduleTraits(name="1F1B", stages_per_rank=1),
+        ScheduleTraits(name="LoopedBFS", exact=False),
+        ScheduleTraits(name="Interleaved1F1B", exact=False, whole_rounds=True),
+        ScheduleTraits(name="InterleavedZeroBubble", exact=False, whole_rounds=True, split_backward=True),
+        ScheduleTraits(name="ZBVZeroBubble", style="v", split_backward=True),
+        ScheduleTraits(name="DualPipeV", style="v", split_backward=True, at_least_stages=True),
+    )
+}
+
+
+def schedule_traits(name: str) -> ScheduleTraits:
+    """By name, in any case."""
+    for traits in SCHEDULES.values():
+        if traits.name.lower() == name.lower():
+            return traits
+    raise JobError(f"there is no pipeline schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
+
+
+def num_stages_for(
+    schedule: str, pp: int, num_layers: int, layers_per_stage: int | None, first_less: int = 1, last_less: int = 1
+) -> int:
+    """Stages over all ranks: as many as the schedule is used to, or as `layers_per_stage` makes.
+
+    JobError where that does not divide over the ranks, does not suit the schedule or leaves a stage without layers.
+    """
+    traits = schedule_traits(schedule)
+    if layers_per_stage is None:
+        num_stages = pp * traits.stages_per_rank
+    else:
+        total = num_layers + first_less + last_less
+        num_stages = -(-total // layers_per_stage)
+        fault = _stages_fault(traits, pp, num_stages)
+        if fault:
+            legal = [
+                size
+                for size in range(1, total + 1)
+                if not _stages_fault(traits, pp, n := -(-total // size)) and n <= num_layers
+            ]
+            raise JobError(
+                f"{layers_per_stage} layers per stage make {num_stages} stages of {num_layers} layers (the embedding "
+                f"counts as {first_less}, the head as {last_less}); {fault}; layers per stage that would do: "
+                f"{_listed(legal)}"
+            )
+    _check_enough_layers(num_layers, num_stages, pp)
+    return num_stages
+
+
+def check_stages(schedule: str, pp: int, num_stages: int) -> None:
+    """JobError where the schedule cannot have so many stages over `pp` ranks."""
+    fault = _stages_fault(schedule_traits(schedule), pp, num_stages)
+    if fault:
+        raise JobError(f"{num_stages} pipeline stages: {fault}")
+
+
+def _stages_fault(traits: ScheduleTraits, pp: int, num_stages: int) -> str:
+    if traits.exact and num_stages != pp * traits.stages_per_rank:
+        each = "1 stage" if traits.stages_per_rank == 1 else f"{traits.stages_per_rank} stages"
+        return f"{traits.name} needs exactly {each} per rank, {pp * traits.stages_per_rank} on {pp} ranks"
+    if num_stages % pp or num_stages < 2 * pp and not traits.exact:
+        return f"{traits.name} needs a multiple of {pp} ranks, at least {2 * pp}"
+    return ""
+
+
+def _check_enough_layers(num_layers: int, num_stages: int, pp: int) -> None:
+    if num_layers < num_stages:
+        raise JobError(
+            f"{num_layers} layers cannot fill {num_stages} pipeline stages (on {pp} ranks); use at most "
+            f"{num_layers} stages: fewer ranks, or a schedule with fewer stages per rank (GPipe and 1F1B have 1)"
+        )
+
+
+def stages_of_rank(rank: int, pp: int, num_stages: int, style: str) -> list[int]:
+    """The indices of a pipeline rank's stages, ascending. style: loop or v (there, the last stage is on rank 0)."""
+    assert num_stages % pp == 0 and style in ("loop", "v")
+    rounds = range(num_stages // pp)
+    turned = [style == "v" and turn % 2 == 1 for turn in rounds]
+    return [turn * pp + (pp - 1 - rank if turned[turn] else rank) for turn in rounds]
+
+
+def forward_order(ranks: Sequence[int], microbatches: int) -> list[tuple[int, int]]:
+    """(stage, microbatch) of a pass without backward, over all ranks in one order; `ranks` is that of each stage.
+
+    A tick is one stage of one microbatch on every rank that has something ready, the furthest first. Ranks that send
+    and receive in this order cannot wait for one another in a ring, for of any two messages both ends agree on which
+    comes first.
+    """
+    order: list[tuple[int, int]] = []
+    at = [0] * len(ranks)  # microbatches done, by stage
+    while at[-1] < microbatches:
+        ready = [done < microbatches and (not stage or done < at[stage - 1]) for stage, done in enumerate(at)]
+        tick = {rank: stage for stage, rank in enumerate(ranks) if ready[stage]}
+        for stage in tick.values():
+            order.append((stage, at[stage]))
+            at[stage] += 1
+    return order
+
+
+def layers_of_stages(num_layers: int, num_stages: int, first_less: int, last_less: int) -> list[int]:
+    """The number of layers of each stage; their sum is `num_layers`, none is 0."""
+    _check_enough_layers(num_layers, num_stages, num_stages)
+    layers = [1] * num_stages
+    extra = [0] * num_stages
+    extra[0] += first_less
+    extra[-1] += last_less
+    for _ in range(num_layers - num_stages):
+        least = min(range(num_stages), key=lambda stage: layers[stage] + extra[stage])  # the earliest of them
+        layers[least] += 1
+    return layers
+
+
+def model_modules(
+    num_layers: int,
+    blocks: str = "layers.*",
+    embedding: str = "tok_embeddings",
+    head: Sequence[str] = ("norm", "output"),
+) -> list[str]:
+    """The names that a cut deals out, in the model's order. The last three arguments are ParallelPlan's fields."""
+    return [embedding, *(blocks.replace("*", str(layer)) for layer in range(num_layers)), *head]
+
+
+def stage_modules(
+    num_layers: int, num_stages: int, first_less: int = 1, last_less: int = 1, **names: str | Sequence[str]
+) -> list[list[str]]:
+    """Module names of each stage, cut by cost. `names` as in model_modules."""
+    modules = model_modules(num_layers, **names)
+    counts = layers_of_stages(num_layers, num_stages, first_less, last_less)
+    stages, start = [], 1
+    for count in counts:
+        stages.append(modules[start : start + count])
+        start += count
+    stages[0].insert(0, modules[0])
+    stages[-1] += modules[start:]
+    return stages
+
+
+def check_modules(stages: Sequence[Sequence[str]], modules: Sequence[str], blocks: str = "layers.*") -> None:
+    """JobError unless `stages` deals out all of `modules` once each, in order, with a layer in every stage."""
+    prefix = blocks.removesuffix("*")
+    dealt = [name for stage in stages for name in stage]
+    unknown = [name for name in dealt if name not in modules]
+    missing = [name for name in modules if name not in dealt]
+    twice = [name for name, count in Counter(dealt).items() if count > 1]
+    bare = [str(index) for index, stage in enumerate(stages) if not any(name.startswith(prefix) for name in stage)]
+    faults = []
+    if unknown:
+        faults.append(f"the model has no {_listed(unknown)}")
+    if missing:
+        faults.append(f"no stage has {_listed(missing)}")
+    if twice:
+        faults.append(f"{_listed(twice)} is named more than once")
+    if not faults and dealt != list(modules):
+        first = next(index for index, (given, right) in enumerate(zip(dealt, modules, strict=True)) if given != right)
+        faults.append(f"{dealt[first]} stands where {modules[first]} comes in the model")
+    if bare:
+        faults.append(f"stage {_listed(bare)} has none of the layers")
+    if faults:
+        raise JobError(
+            f"modules of the {len(stages)} pipeline stages: {'; '.join(faults)}; the model's modules in order are "
+            f"{_listed(modules)}"
+        )
+
+
+def num_microbatches(local_batch_size: int, microbatch_size: int) -> int:
+    """JobError where the local batch does not divide."""
+    if local_batch_size % microbatch_size:
+        sizes = [size for size in range(1, local_batch_size + 1) if local_batch_size % size == 0]
+        below = local_batch_size - local_batch_size % microbatch_size
+        batches = [batch for batch in (below, below + microbatch_size) if batch]
+        raise JobError(
+            f"a local batch of {local_batch_size} samples does not divide into pipeline microbatches of "
+            f"{microbatch_size}; microbatch sizes that would do: {_listed(sizes)}; "
+            f"local batch sizes that would do: {_listed(batches)}"
+        )
+    return local_batch_size // microbatch_size
+
+
+def check_microbatches(schedule: str, count: int, pp: int, num_stages: int) -> None:
+    """JobError where the schedule does not run with `count` microbatches in a local batch; names the nearest."""
+    traits = schedule_traits(schedule)
+    if traits.at_least_stages and count < num_stages:
+        raise JobError(
+            f"{traits.name} with {num_stages} stages needs at least {num_stages} microbatches in a local batch, not "
+            f"{count}; use a local batch of at least {num_stages} microbatches, or smaller microbatches"
+        )
+    if traits.whole_rounds and not _whole_rounds(count, pp):
+        legal = _nearest(count, lambda other: _whole_rounds(other, pp))
+        raise JobError(
+            f"{traits.name} on {pp} ranks runs its {count} microbatches in {count // pp} rounds of equal size, and "
+            f"{count} does not divide by {count // pp}; the nearest numbers that would do: {_listed(legal)}"
+        )
+
+
+def _whole_rounds(count: int, pp: int) -> bool:
+    return count % max(1, count // pp) == 0
+
+
+def _nearest(count: int, legal: Callable[[int], bool]) -> list[int]:
+    """The closest legal number on either side; 1 and multiples of anything are legal, so both exist."""
+    below = next(other for other in range(count - 1, 0, -1) if legal(other))
+    above = next(other for other in range(count + 1, 2 * count + 1) if legal(other))
+    return [below, above]
+
+
+def _listed(items: Iterable[object]) -> str:
+    return ", ".join(map(str, items)) or "none"

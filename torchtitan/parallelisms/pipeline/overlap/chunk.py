@@ -1,0 +1,281 @@
+"""One microbatch in one stage: what its segments have made so far, and how each node of segments.NodeLists is run."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from torchtitan.parallelisms.pipeline.overlap.exchange import Sizes, SizesTransfer, Transfer, Transport
+from torchtitan.parallelisms.pipeline.overlap.segments import (
+    BACKWARD,
+    COMPUTE,
+    DONE,
+    FORWARD,
+    INPUT,
+    ISSUE,
+    POST,
+    RECOMPUTE,
+    WAIT,
+    WEIGHT,
+    CountExchange,
+    Exchange,
+    Node,
+    NodeLists,
+    Program,
+)
+from torchtitan.parallelisms.pipeline.split_backward import WeightGradients, backward_inputs
+from torchtitan.parallelisms.steps import Notes, Segment
+
+
+class _Block:
+    """One block's share of a chunk."""
+
+    def __init__(self, program: Program, keeps_graphs: bool, kept: set[str], shared: Any):
+        self.program, self.keeps_graphs, self.kept = program, keeps_graphs, kept
+        self.notes = Notes(shared if program.own is None else program.own(shared))
+        self.values: dict[str, torch.Tensor] = {}  # leaves
+        self.grads: dict[str, torch.Tensor] = {}  # that came by an all-to-all or from another stage
+        self.graphs: dict[int, list[GradientEdge | None]] = {}  # of a segment's outputs and losses
+        self.loss_grads: dict[int, list[torch.Tensor]] = {}
+        self.weights: dict[int, WeightGradients] = {}
+        self.random: dict[int, list[torch.Tensor]] = {}
+        self.saved_ops: dict[int, AbstractContextManager] = {}
+        self.flying: dict[tuple[str, int], Transfer | SizesTransfer] = {}
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """All that has come for `name`; its users are through."""
+        grad, leaf = self.grads.pop(name, None), self.values.get(name)
+        if leaf is not None and leaf.grad is not None:
+            grad = leaf.grad if grad is None else grad + leaf.grad
+            leaf.grad = None
+        return grad
+
+
+class Chunk:
+    """`x`: the stage's input; where its gradient is wanted, a leaf that requires it. `place`: for error messages.
+    `loss_gradient`: of the segments' own losses. `forward_context`: entered around every forward and recomputation, but
+    not around backward (autocast). `await_gradient`: called before the first node that needs the output's gradient, to
+    start_backward. `on_output`, `on_input_gradient`: called as soon as these are there.
+    """
+
+    def __init__(
+        self,
+        lists: NodeLists,
+        transport: Transport,
+        x: torch.Tensor,
+        shared: Any = None,
+        *,
+        place: str = "",
+        loss_gradient: torch.Tensor | float = 1.0,
+        forward_context: AbstractContextManager | None = None,
+    ):
+        self.lists, self.policy, self.transport = lists, lists.policy, transport
+        self.place, self.loss_gradient = place, loss_gradient
+        self.forward_context = forward_context or nullcontext()
+        self.device = x.device
+        self.blocks = []
+        for index, program in enumerate(lists.programs):
+            keeps = torch.is_grad_enabled() and self.policy.keeps_graphs(lists.programs, index)
+            kept = self.policy.kept(program) if torch.is_grad_enabled() else set()
+            self.blocks.append(_Block(program, keeps, kept, shared))
+        self.blocks[0].values[lists.programs[0].input] = x
+        self.input = x if torch.is_grad_enabled() else None
+        self.output: torch.Tensor | None = None
+        self.input_gradient: torch.Tensor | None = None
+        self.losses: list[torch.Tensor] = []
+        self.await_gradient: Callable[[], None] | None = None
+        self.on_output: Callable[[], None] | None = None
+        self.on_input_gradient: Callable[[], None] | None = None
+
+    def start_backward(self, output_gradient: torch.Tensor | None) -> None:
+        """None: the output, a leaf, has it by a backward of its own (a loss)."""
+        last = self.blocks[-1]
+        if output_gradient is not None:
+            last.grads[last.program.output] = output_gradient
+        elif self.output is not None and self.output.grad is not None:
+            last.grads[last.program.output] = self.output.grad
+        self.output = None
+
+    def run(self, node: Node) -> None:
+        block, index = self.blocks[node.block], node.step
+        if self.await_gradient and node.phase in (BACKWARD, INPUT):
+            call, self.await_gradient = self.await_gradient, None
+            call()
+        if node.kind == DONE:
+            self._done(node.phase)
+        elif node.kind == COMPUTE:
+            run = {FORWARD: self._forward, RECOMPUTE: self._recompute, WEIGHT: self._weight_grads}
+            run.get(node.phase, self._backward)(block, index, node)
+        elif node.kind == POST:
+            block.flying[node.phase, index] = self.transport.issue_counts(block.notes["counts"])
+        elif node.kind == ISSUE:
+            self._issue(block, index, node.phase)
+        elif node.kind == WAIT:
+            self._wait(block, index, node)
+
+    def _done(self, phase: str) -> None:
+        if phase == INPUT:
+            x, self.input = self.input, None
+            if x.requires_grad:
+                self.input_gradient = torch.zeros_like(x) if x.grad is None else x.grad
+            for block in self.blocks:
+                block.values.clear()
+            if self.on_input_gradient:
+                self.on_input_gradient()
+        elif self.on_output:
+            self.on_output()
+
+    # Compute
+
+    def _forward(self, block: _Block, index: int, node: Node) -> None:
+        step = block.program.steps[index]
+        context: AbstractContextManager = nullcontext()
+        if torch.is_grad_enabled() and not block.keeps_graphs:
+            if self.policy.preserve_rng_state:
+                block.random[index] = _random_state(self.device)
+            if self.policy.mode == "selective" and self.policy.save_op is not None:
+                context, block.saved_ops[index] = create_selective_checkpoint_contexts(self._choose)
+        # Not under no_grad where the graph is dropped at once: whether an output needs a gradient is to be seen, and
+        # autocast would remember weights that it cast without one.
+        with self.forward_context, context:
+            outputs = _run(step, block)
+        for name, output in zip(step.outputs, outputs, strict=False):
+            self._set(block, node.block, name, output.detach().requires_grad_(output.requires_grad))
+        self.losses += [loss.detach() for loss in outputs[len(step.outputs) :]]
+        if block.keeps_graphs:
+            self._keep_graph(block, index, outputs)
+        self._forget(block, index)
+
+    def _choose(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if self.policy.save_op(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _recompute(self, block: _Block, index: int, node: Node) -> None:
+        step = block.program.steps[index]
+        random = block.random.pop(index, None)
+        with _restored(self.device, random), self.forward_context, block.saved_ops.pop(index, nullcontext()):
+            outputs = _run(step, block)
+        for name, output in zip(step.outputs, outputs, strict=False):
+            # what is there may have its gradient already, and a block's output is the leaf of the next one
+            if name not in block.values and name != block.program.output:
+                block.values[name] = output.detach().requires_grad_(output.requires_grad)
+        self._keep_graph(block, index, outputs)
+
+    def _keep_graph(self, block: _Block, index: int, outputs: tuple[torch.Tensor, ...]) -> None:
+        """The graph without the values, which may be gone by the time of the backward."""
+        block.graphs[index] = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+        losses = outputs[len(block.program.steps[index].outputs) :]
+        block.loss_grads[index] = [torch.ones_like(loss) * self.loss_gradient for loss in map(torch.detach, losses)]
+
+    def _backward(self, block: _Block, index: int, node: Node) -> None:
+        step = block.program.steps[index]
+        edges = block.graphs.pop(index)
+        grads = [block.gradient(name) for name in step.outputs] + block.loss_grads.pop(index)
+        pairs = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge is not None and grad is not None]
+        inputs = [block.values[name] for name in step.inputs]
+        for name in step.outputs:
+            block.values.pop(name, None)
+        if node.phase == BACKWARD and pairs:
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+        elif node.phase == INPUT:
+            later = backward_inputs(*(zip(*pairs, strict=True) if pairs else ((), ())), inputs)
+            if later:
+                block.weights[index] = later
+
+    def has_weights(self, node: Node) -> bool:
+        """Whether the gradient of the inputs left some of weights to be computed."""
+        return node.step in self.blocks[node.block].weights
+
+    def _weight_grads(self, block: _Block, index: int, node: Node) -> None:
+        block.weights.pop(index).run()
+
+    # Communication
+
+    def _issue(self, block: _Block, index: int, phase: str) -> None:
+        step = block.program.steps[index]
+        sizes: Sizes = block.notes["sizes"]
+        if phase == BACKWARD:
+            rows, target = block.gradient(step.target), block.values.pop(step.target)
+            rows = torch.zeros_like(target) if rows is None else rows
+        else:
+            rows = block.values[step.source].detach()
+            self._forget(block, index)
+        there = (sizes.send, sizes.receive)
+        there = there if step.back == (phase == BACKWARD) else there[::-1]
+        block.flying[phase, index] = self.transport.issue(rows, *there)
+
+    def _wait(self, block: _Block, index: int, node: Node) -> None:
+        step = block.program.steps[index]
+        received = block.flying.pop((node.phase, index)).wait()
+        if isinstance(step, CountExchange):
+            block.notes["sizes"] = received
+        elif node.phase == BACKWARD:
+            old = block.grads.get(step.source)
+            block.grads[step.source] = received if old is None else old + received
+        else:
+            assert isinstance(step, Exchange)
+            leaf = received.detach().requires_grad_(torch.is_grad_enabled())
+            self._set(block, node.block, step.target, leaf)
+
+    # Values
+
+    def _set(self, block: _Block, number: int, name: str, leaf: torch.Tensor) -> None:
+        is_output = name == block.program.output
+        if is_output and number + 1 == len(self.blocks):
+            self.output = leaf
+            return
+        if is_output:
+            following = self.blocks[number + 1]
+            following.values[following.program.input] = leaf
+        if not is_output or torch.is_grad_enabled():
+            block.values[name] = leaf
+
+    def _forget(self, block: _Block, index: int) -> None:
+        """What no later step reads and no backward needs. Where graphs are kept, a leaf must live to get its gradient;
+        an all-to-all's gradient needs none."""
+        steps = block.program.steps
+        step = steps[index]
+        names = step.inputs + step.outputs if isinstance(step, Segment) else (step.source,)
+        for name in names:
+            users = block.program.users[name]
+            over = all(user <= index for user in users)
+            wanted = block.keeps_graphs and any(isinstance(steps[user], Segment) for user in users)
+            if over and not wanted and name not in block.kept and name != block.program.output:
+                block.values.pop(name, None)
+
+
+def _run(step: Segment, block: _Block) -> tuple[torch.Tensor, ...]:
+    outputs = step.run(block.notes, *(block.values[name] for name in step.inputs))
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    names = step.outputs + step.losses
+    assert len(outputs) == len(names), f"{step.name} gave {len(outputs)} tensors for {', '.join(names)}"
+    return outputs
+
+
+def _random_state(device: torch.device) -> list[torch.Tensor]:
+    state = [torch.get_rng_state()]
+    if device.type != "cpu":
+        state.append(torch.get_device_module(device).get_rng_state(device))
+    return state
+
+
+def _set_random_state(device: torch.device, state: list[torch.Tensor]) -> None:
+    torch.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.get_device_module(device).set_rng_state(state[1], device)
+
+
+@contextmanager
+def _restored(device: torch.device, state: list[torch.Tensor] | None) -> Iterator[None]:
+    """Inside, the random numbers of `state`; behind it, those that would have come."""
+    if state is None:
+        yield
+        return
+    now = _random_state(device)
+    _set_random_state(device, state)
+    try:
+        yield
+    finally:
+        _set_random_state(device, now)

@@ -1,0 +1,121 @@
+"""All-to-alls of an expert-parallel group: issued now, waited for later, so that something can be computed meanwhile.
+
+One thread issues them, in the order of its program, so the ranks of a group agree on the order by construction.
+
+On a GPU, torch runs a collective on the communicator's own stream: it begins behind what the current stream holds at
+the issue, and `wait` puts the current stream, not the host, behind it. Both buffers are kept until then, so their
+memory is free for others only behind the transfer; nothing has to be marked with record_stream. Split sizes are needed
+on the host. They travel on a stream of their own, so that the host waits for the router and not for everything that was
+launched since; with a group of their own (`counts_group`) they do not queue behind the other direction's tokens either.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Sizes(NamedTuple):
+    """What ranks tell each other before tokens travel."""
+
+    received_counts: torch.Tensor  # [ep, experts here], tokens that come from each rank for each expert of this one
+    send: list[int]  # tokens to each rank
+    receive: list[int]  # tokens from each rank
+
+
+class Transfer(Protocol):
+    def wait(self) -> torch.Tensor: ...
+
+
+class SizesTransfer(Protocol):
+    def wait(self) -> Sizes: ...
+
+
+class Transport(Protocol):
+    """What the segments need of a group; tests and benchmarks have others than AllToAll."""
+
+    size: int
+
+    def issue(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> Transfer:
+        """rows [sum(send), ...], in the order of the ranks that they go to -> [sum(receive), ...]."""
+        ...
+
+    def issue_counts(self, counts: torch.Tensor) -> SizesTransfer:
+        """counts [experts of the group], int64: this rank's tokens for each, in the order of ranks and experts."""
+        ...
+
+
+class AllToAll:
+    def __init__(self, group: dist.ProcessGroup, counts_group: dist.ProcessGroup | None = None):
+        self.group, self.counts_group = group, counts_group or group
+        self.size = dist.get_world_size(group)
+        self._side: object = None
+
+    def issue(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> "_Rows":
+        rows = rows.contiguous()
+        received = rows.new_empty((sum(receive), *rows.shape[1:]))
+        work = dist.all_to_all_single(received, rows, list(receive), list(send), group=self.group, async_op=True)
+        return _Rows(work, rows, received)
+
+    def issue_counts(self, counts: torch.Tensor) -> "_Counts | _CountsOnSide":
+        counts = counts.contiguous()
+        received = torch.empty_like(counts)
+        if counts.device.type == "cpu":
+            work = dist.all_to_all_single(received, counts, group=self.counts_group, async_op=True)
+            return _Counts(work, counts, received, self.size)
+        device = torch.get_device_module(counts.device)
+        main = device.current_stream()
+        if self._side is None:
+            self._side = device.Stream()
+        self._side.wait_stream(main)
+        with device.stream(self._side):
+            dist.all_to_all_single(received, counts, group=self.counts_group, async_op=True).wait()
+            both = torch.stack((counts, received))
+            on_host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+            on_host.copy_(both, non_blocking=True)
+            done = device.Event()
+            done.record(self._side)
+        for tensor in (counts, received):  # of the main stream's memory, used by the other
+            tensor.record_stream(self._side)
+        return _CountsOnSide(done, device, received, on_host, self.size)
+
+
+class _Rows:
+    def __init__(self, work: dist.Work, sent: torch.Tensor, received: torch.Tensor):
+        self._held = (work, sent, received)
+
+    def wait(self) -> torch.Tensor:
+        work, _, received = self._held
+        work.wait()
+        self._held = ()
+        return received
+
+
+class _Counts(NamedTuple):
+    work: dist.Work
+    counts: torch.Tensor
+    received: torch.Tensor
+    size: int
+
+    def wait(self) -> Sizes:
+        self.work.wait()
+        return _sizes(self.counts, self.received, self.received, self.size)
+
+
+class _CountsOnSide(NamedTuple):
+    done: object
+    device: object
+    received: torch.Tensor
+    on_host: torch.Tensor
+    size: int
+
+    def wait(self) -> Sizes:
+        self.device.current_stream().wait_event(self.done)
+        self.done.synchronize()  # the host: once per layer and microbatch
+        return _sizes(*self.on_host, self.received, self.size)
+
+
+def _sizes(sent: torch.Tensor, received: torch.Tensor, on_device: torch.Tensor, size: int) -> Sizes:
+    """`sent` and `received` are on the host."""
+    return Sizes(on_device.view(size, -1), *(counts.view(size, -1).sum(1).tolist() for counts in (sent, received)))

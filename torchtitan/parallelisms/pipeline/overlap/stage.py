@@ -1,0 +1,286 @@
+"""A pipeline stage that runs its part segment by segment, and pairs of forward and backward interleaved.
+
+What is private in torch's pipelining and needed beyond runtime.py is named below, and a test says so when torch
+moves it.
+
+torch's runtime keeps sends, receives and FSDP's actions. What ours does otherwise:
+* Segments do not pass through the hooks of modules, so gathering and reducing FSDP's parameters is left to the actions
+  of the runtime; FSDP's lazy initialisation is forced, and its post-backward is run after every microbatch.
+* Sends are held until they are through, not until the step ends; those of a pair go as soon as their half is done.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FULL_BACKWARD,
+    OVERLAP_F_B,
+    REDUCE_GRAD,
+)
+from torch.distributed.pipelining.schedules import FORWARD as FORWARD_ACTION
+
+from torchtitan.parallelisms.pipeline.actions import Table
+from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
+from torchtitan.parallelisms.pipeline.overlap.exchange import Transport
+from torchtitan.parallelisms.pipeline.overlap.merging import CARRIED, Loop, Turn, alone, merge
+from torchtitan.parallelisms.pipeline.overlap.segments import BACKWARD, FORWARD, NodeLists, Policy, Program
+from torchtitan.parallelisms.pipeline.runtime import Stage, TableSchedule
+
+STAGE_METHODS = (
+    "_retrieve_recv_activations",
+    "_retrieve_recv_grads",
+    "_is_same_rank",
+    "clear_runtime_states",
+    "get_fwd_send_ops",
+    "get_bwd_send_ops",
+    "set_local_fwd_input",
+    "set_local_bwd_input",
+)
+STAGE_ATTRIBUTES = ("stage_index_to_group_rank",)
+RUNTIME_METHODS = ("_assert_unsharded", "_maybe_compute_loss", "_maybe_get_loss", "register_custom_function")
+RUNTIME_ATTRIBUTES = ("fwd_recv_ops", "bwd_recv_ops")
+SENDS_IN_FLIGHT = 2
+"""Per stage and direction, where a send says that it is through only to who waits for it (gloo). To wait is safe: the
+receive stands in the table beside its send, and so before whatever is sent later."""
+
+
+class SegmentedStage(Stage):
+    """`programs`: of `part`. `context`: (input, **kwargs of the microbatch) -> what segments find as `meta.shared`.
+
+    `loss_gradient`: of the segments' own losses, to be set before a step. `own_losses`: their values in the step.
+    """
+
+    def __init__(
+        self,
+        part: nn.Module,
+        *args: Any,
+        programs: Sequence[Program],
+        context: Callable[..., Any],
+        transport: Transport,
+        policy: Policy,
+        **kwargs: Any,
+    ):
+        super().__init__(part, *args, **kwargs)
+        self.transport, self.context = transport, context
+        self.lists = NodeLists(programs, policy)
+        self.loss_gradient: torch.Tensor | float = 1.0
+        self.own_losses: list[torch.Tensor] = []
+        self.underway: dict[int, Chunk] = {}  # by microbatch, from the forward to the end of the backward
+        self.sending: dict[str, deque[tuple[dist.Work, torch.Tensor]]] = {FORWARD: deque(), BACKWARD: deque()}
+        self.keeps_gradients_here = False
+        if isinstance(part, FSDPModule):
+            part._get_fsdp_state()._lazy_init()  # which the hooks of a forward would do
+
+    def clear_runtime_states(self) -> None:
+        super().clear_runtime_states()
+        self.own_losses.clear()
+        self.underway.clear()
+
+    # One microbatch
+
+    def begin_forward(self, microbatch: int, args: tuple, kwargs: dict[str, Any] | None) -> Chunk:
+        self._keep_gradients_here()
+        (x,) = args if self.is_first else self._retrieve_recv_activations(microbatch)
+        mine = {name: value for name, value in (kwargs or {}).items() if self.is_last or name not in self.targets}
+        with self.forward_context:
+            shared = self.context(x, **mine)
+        chunk = self.underway[microbatch] = Chunk(
+            self.lists,
+            self.transport,
+            x,
+            shared,
+            place=f"pipeline stage {self.stage_index}, microbatch {microbatch}",
+            loss_gradient=self.loss_gradient,
+            forward_context=self.forward_context,
+        )
+        return chunk
+
+    def end_forward(self, microbatch: int) -> torch.Tensor:
+        chunk = self.underway[microbatch]
+        self.own_losses += chunk.losses
+        output = chunk.output
+        if not self.is_last:
+            chunk.output = None  # its gradient comes from elsewhere, so nothing here needs it any more
+        return output
+
+    def take_gradient(self, microbatch: int, loss: torch.Tensor | None) -> None:
+        """Of the output: from the loss, or as received."""
+        chunk = self.underway[microbatch]
+        if self.is_last:
+            loss.backward()  # as far as the output, which is a leaf
+            chunk.start_backward(None)
+            return
+        (gradient,) = self._retrieve_recv_grads(microbatch)
+        chunk.start_backward(gradient)
+
+    def end_backward(self, microbatch: int) -> torch.Tensor | None:
+        """The gradient of the input. Some of the weights' may still be due."""
+        chunk = self.underway[microbatch]
+        gradient, chunk.input_gradient = chunk.input_gradient, None
+        self.add_up_gradients()
+        return gradient
+
+    # Messages to other ranks: sent where the result is, so the runtime's actions find nothing to do
+
+    def send_output(self, microbatch: int) -> None:
+        if not self.is_last:
+            self._send(FORWARD, self.underway[microbatch].output, self.stage_index + 1)
+
+    def send_input_gradient(self, microbatch: int) -> None:
+        if not self.is_first:
+            self._send(BACKWARD, self.underway[microbatch].input_gradient, self.stage_index - 1)
+
+    def _send(self, direction: str, tensor: torch.Tensor, stage: int) -> None:
+        if self._is_same_rank(stage):
+            return
+        works = self.sending[direction]
+        while works and (works[0][0].is_completed() or self.device.type == "cpu" and len(works) >= SENDS_IN_FLIGHT):
+            works.popleft()[0].wait()
+        tensor = tensor.detach().contiguous()
+        peer = self.stage_index_to_group_rank[stage]
+        works.append((dist.isend(tensor, group=self.group, group_dst=peer), tensor))
+
+    def get_fwd_send_ops(self, fwd_chunk_id):
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id):
+        return []
+
+    # FSDP
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        for works in self.sending.values():
+            while works:
+                works.popleft()[0].wait()
+        super().perform_reduce_grad(grad_scale_factor)
+        self.keeps_gradients_here = False
+
+    def _keep_gradients_here(self) -> None:
+        """Until perform_reduce_grad."""
+        if isinstance(self.submod, FSDPModule) and not self.keeps_gradients_here:
+            self.submod.set_is_last_backward(False)
+            self.submod.set_reshard_after_backward(False)
+            self.submod.set_requires_gradient_sync(False)
+            self.keeps_gradients_here = True
+
+    def add_up_gradients(self) -> None:
+        for group in self._fsdp_groups():
+            group.post_backward()  # with synchronisation off it only adds to the sum, in the type of the reduction
+
+
+class SegmentedSchedule(TableSchedule):
+    """Runs a table of SegmentedStages. `overlap`: the two of a pair interleaved, and weight gradients where an
+    all-to-all would be waited for; without it everything comes one after the other."""
+
+    def __init__(self, stages: list[SegmentedStage], table: Table, microbatches: int, overlap: bool = True):
+        super().__init__(stages, table, microbatches)
+        # the runtime frees parameters of stages that are not among the next three, and gradients would come too late
+        freed = any(isinstance(stage.submod, FSDPModule) for stage in stages) and len(stages) > 3
+        self.loop = Loop(overlap, carried=0 if freed else CARRIED)
+        self.of_index = {stage.stage_index: stage for stage in stages}
+        self.orders: dict[tuple, list[Turn]] = {}
+        for kind in (FORWARD_ACTION, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, REDUCE_GRAD, OVERLAP_F_B):
+            self.register_custom_function(kind, self._run_action)
+
+    def _run_action(self, action: Any, context: Any) -> None:
+        kind = action.computation_type
+        if kind == BACKWARD_WEIGHT:
+            self._weights(self.of_index[action.stage_index], action.microbatch_index)
+        elif kind == REDUCE_GRAD:
+            self._reduce(self.of_index[action.stage_index])
+        elif kind != OVERLAP_F_B:
+            self._run([action], context)
+        elif self.loop.overlap:
+            self._run(action.sub_actions, context)
+        else:
+            for part in action.sub_actions:
+                self._run([part], context)
+
+    def _run(self, actions: Sequence[Any], context: Any) -> None:
+        """One action, or the forward and the backward of a pair at once. They send as soon as they can, the forward
+        first: receives are posted in the order of the table."""
+        sends = _InOrder()
+        begins = [self._begin(action, context, partial(sends.call, turn)) for turn, action in enumerate(actions)]
+        self.loop.run(self._order(actions), *begins)
+        for action in actions:
+            stage, microbatch = self.of_index[action.stage_index], action.microbatch_index
+            if action.computation_type == FORWARD_ACTION:
+                output = stage.end_forward(microbatch)
+                self._maybe_compute_loss(stage, output, context.target_mbs, microbatch)
+                if stage.stage_index + 1 in self.of_index:
+                    self.of_index[stage.stage_index + 1].set_local_fwd_input(output, microbatch)
+                continue
+            gradient = stage.end_backward(microbatch)
+            if stage.stage_index - 1 in self.of_index:
+                self.of_index[stage.stage_index - 1].set_local_bwd_input((gradient,), microbatch)
+            if action.computation_type == FULL_BACKWARD:
+                self._weights(stage, microbatch)
+
+    def _begin(self, action: Any, context: Any, send: Callable[[Callable[[], None]], None]) -> Callable[[], Chunk]:
+        stage, microbatch = self.of_index[action.stage_index], action.microbatch_index
+        key = stage.stage_index, microbatch
+
+        def forward() -> Chunk:
+            self._assert_unsharded(stage)
+            _wait(self.fwd_recv_ops.pop(key, []))
+            chunk = stage.begin_forward(microbatch, context.arg_mbs[microbatch], context.kwarg_mbs[microbatch])
+            chunk.on_output = lambda: send(lambda: stage.send_output(microbatch))
+            return chunk
+
+        def take_gradient() -> None:
+            _wait(self.bwd_recv_ops.pop(key, []))
+            stage.take_gradient(microbatch, self._maybe_get_loss(stage, microbatch))
+
+        def backward() -> Chunk:
+            self._assert_unsharded(stage)
+            chunk = stage.underway[microbatch]
+            chunk.await_gradient = take_gradient
+            chunk.on_input_gradient = lambda: send(lambda: stage.send_input_gradient(microbatch))
+            return chunk
+
+        return forward if action.computation_type == FORWARD_ACTION else backward
+
+    def _order(self, actions: Sequence[Any]) -> list[Turn]:
+        key = tuple((action.stage_index, action.computation_type) for action in actions)
+        if key not in self.orders:
+            lists = []
+            for stage, kind in key:
+                of = self.of_index[stage].lists
+                lists.append({FORWARD_ACTION: of.forward, FULL_BACKWARD: of.backward}.get(kind, of.input_grads))
+            self.orders[key] = alone(*lists) if len(lists) == 1 else merge(*lists)
+        return self.orders[key]
+
+    def _weights(self, stage: SegmentedStage, microbatch: int) -> None:
+        self.loop.catch_up(stage.underway.pop(microbatch))
+        stage.add_up_gradients()
+
+    def _reduce(self, stage: SegmentedStage) -> None:
+        self.loop.finish(lambda chunk: chunk.lists is stage.lists)
+        stage.add_up_gradients()
+        stage.perform_reduce_grad(1)
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+class _InOrder:
+    """Numbered calls, each made as soon as it may be: not before those with lower numbers."""
+
+    def __init__(self):
+        self._next, self._early = 0, {}
+
+    def call(self, number: int, function: Callable[[], None]) -> None:
+        self._early[number] = function
+        while self._next in self._early:
+            self._early.pop(self._next)()
+            self._next += 1

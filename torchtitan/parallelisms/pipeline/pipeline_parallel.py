@@ -1,0 +1,370 @@
+"""Pipeline parallelism: the model cut into parts, and a local batch run through them in microbatches.
+
+A part is the model without the modules of the other stages, so parameters keep their names. Every pipeline rank reads
+the same batch: positions, document numbers and labels need no messages, only hidden states and their gradients do.
+Shapes of messages are known beforehand, so nothing is run to find them out.
+
+Whatever the schedule, it is a table of actions for one runtime (runtime.py). With recompute, gradients of input
+and weights are taken together: a split backward would compute every layer again once for each of its weights.
+"""
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from torchtitan.initialization import clean_name
+from torchtitan.parallelisms.data_parallel import fsdp_modules
+from torchtitan.parallelisms.pipeline.actions import (
+    WEIGHT_GRAD,
+    Table,
+    load_schedule_csv,
+    merged,
+    num_stages_of,
+    rank_of_stages,
+)
+from torchtitan.parallelisms.pipeline.cut import (
+    check_modules,
+    check_stages,
+    forward_order,
+    model_modules,
+    num_microbatches,
+    num_stages_for,
+    schedule_traits,
+    stage_modules,
+    stages_of_rank,
+)
+from torchtitan.parallelisms.pipeline.overlap.exchange import Transport
+from torchtitan.parallelisms.pipeline.overlap.programs import context_of, programs_of
+from torchtitan.parallelisms.pipeline.overlap.segments import Policy
+from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedSchedule, SegmentedStage
+from torchtitan.parallelisms.pipeline.runtime import Stage, TableSchedule, named, targets_of
+from torchtitan.parallelisms.pipeline.simulator import simulate
+from torchtitan.parallelisms.pipeline.tables import build_table
+from torchtitan.parallelisms.plan import ParallelPlan, match
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """The job's wishes. Each of the methods raises ValueError where they cannot be had."""
+
+    hidden_dim: int
+    local_batch_size: int
+    microbatch_size: int = 1
+    schedule: str = "1F1B"
+    csv: str | Path | None = None  # a table of one's own; `schedule` is not read then
+    layers_per_stage: int | None = None
+    first_less: int = 1
+    last_less: int = 1
+    modules: Sequence[Sequence[str]] | None = None  # names of each stage instead of a cut by cost
+
+    @property
+    def microbatches(self) -> int:
+        return num_microbatches(self.local_batch_size, self.microbatch_size)
+
+    def stages(self, model: nn.Module, plan: ParallelPlan, pp: int) -> list[list[str]]:
+        """Module names of every stage, of the whole model."""
+        num_layers = len(match(model, plan.blocks))
+        if self.modules is not None:
+            names = model_modules(num_layers, plan.blocks, plan.embedding, plan.head)
+            check_modules(self.modules, names, plan.blocks)
+            stages = [list(stage) for stage in self.modules]
+            if self.csv is None:
+                check_stages(self.schedule, pp, len(stages))
+            return stages
+        if self.csv is not None:
+            num_stages = num_stages_of(self.table(pp, None))
+        else:
+            num_stages = num_stages_for(
+                self.schedule, pp, num_layers, self.layers_per_stage, self.first_less, self.last_less
+            )
+        return stage_modules(
+            num_layers,
+            num_stages,
+            self.first_less,
+            self.last_less,
+            blocks=plan.blocks,
+            embedding=plan.embedding,
+            head=plan.head,
+        )
+
+    def table(self, pp: int, num_stages: int | None, pairs: bool = False) -> Table:
+        """`pairs`: a forward and a backward that may overlap stay one action, where the schedule has such."""
+        if self.csv is not None:
+            return load_schedule_csv(self.csv, pp, num_stages, self.microbatches)
+        return build_table(self.schedule, pp, self.microbatches, num_stages // pp, overlap=pairs)
+
+    def stages_of_rank(self, rank: int, pp: int, num_stages: int) -> list[int]:
+        if self.csv is None:
+            return stages_of_rank(rank, pp, num_stages, schedule_traits(self.schedule).style)
+        owners = rank_of_stages(self.table(pp, num_stages))
+        return [stage for stage, owner in sorted(owners.items()) if owner == rank]
+
+
+@dataclass(frozen=True)
+class Segmented:
+    """Parts run segment by segment, all-to-alls of experts behind other computation (docs/dualpipev.md)."""
+
+    policy: Policy  # of recompute, which is the segments' own business then
+    transport: Transport
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Of parameters with several names: each further name -> the first. Asked of the whole model, before the cut."""
+    first: dict[nn.Parameter, str] = {}
+    named_parameters = list(model.named_parameters(remove_duplicate=False))
+    for name, parameter in named_parameters:
+        first.setdefault(parameter, clean_name(name))
+    return {clean_name(name): first[p] for name, p in named_parameters if clean_name(name) != first[p]}
+
+
+def cut_model(
+    model: nn.Module, stages: Sequence[Sequence[str]], mine: Sequence[int], plan: ParallelPlan | None = None
+) -> list[nn.Module]:
+    """Copies of `model`, on the meta device, with the modules of the stages `mine`; those of the others are None or, in
+    a container, gone. What no stage names (rotary angles, loss) every part has, but what the plan has beside the
+    embedding goes with it."""
+    beside = {} if plan is None else {plan.embedding: plan.with_embedding}
+    stages = [[*stage, *(name for end in stage for name in beside.get(end, ()))] for stage in stages]
+    everything = {name for stage in stages for name in stage}
+    parts = []
+    for index in mine:
+        others = everything.difference(stages[index])
+        # what is "copied" already stays what it is said to be: None. A large model's other stages take a while to copy.
+        part = copy.deepcopy(model, {id(model.get_submodule(name)): None for name in others})
+        for name in others:
+            parent_name, _, child = name.rpartition(".")
+            parent = part.get_submodule(parent_name)
+            if isinstance(parent, nn.ModuleDict):
+                del parent[child]
+            else:
+                setattr(parent, child, None)
+        parts.append(part)
+    return parts
+
+
+class Pipeline:
+    """This rank's parts under a schedule.
+
+    `parts` are finished: parallel, with storage and initial weights. `hidden_dtype`: of what passes between stages;
+    `sequence_shards`: into how many pieces sequence parallel splits it (1: not). `forward_context`: entered around
+    forwards, for autocast. `merge_backward`: take gradients of input and weights together, as recompute and compiled
+    blocks need it. `tied`: of tied_names. `segments`: run the parts by segments.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        stage_indices: Sequence[int],
+        num_stages: int,
+        mesh: DeviceMesh,
+        options: PipelineOptions,
+        *,
+        device: torch.device,
+        hidden_dtype: torch.dtype,
+        sequence_shards: int = 1,
+        forward_context: AbstractContextManager | None = None,
+        merge_backward: bool = False,
+        tied: Mapping[str, str] | None = None,
+        segments: Segmented | None = None,
+    ):
+        self.segments = segments
+        self.parts, self.stage_indices, self.num_stages = list(parts), list(stage_indices), num_stages
+        self.options, self.device = options, device
+        self.hidden_dtype, self.sequence_shards = hidden_dtype, sequence_shards
+        self.forward_context = forward_context or nullcontext()
+        self.tied = dict(tied or {})
+        self.group = mesh.get_group()
+        self.rank = mesh.get_local_rank()
+        self.table = options.table(mesh.size(), num_stages, pairs=segments is not None)
+        if merge_backward:
+            self.table = self._merged(self.table)
+        owners = rank_of_stages(self.table)
+        self.ranks = [owners[stage] for stage in range(num_stages)]
+        assert self.stage_indices == [stage for stage, rank in enumerate(self.ranks) if rank == self.rank]
+        self.schedules: dict[int, TableSchedule] = {}  # by the length of the sequence
+
+    # Training
+
+    def train_step(self, batch: Mapping[str, torch.Tensor], valid_tokens: int, is_last: bool = True) -> torch.Tensor:
+        """Forward and backward of one local batch, [B, S] each: tokens, labels and, if wanted, positions and
+        document_ids, the same on all pipeline ranks. Gradients add up until they are zeroed.
+
+        Returns sum of losses / valid_tokens where the last stage is, else 0. `is_last`: of the step's local batches;
+        replicas exchange gradients there only.
+        """
+        tokens, others = self._inputs(batch)
+        if len(tokens) != self.options.local_batch_size:
+            raise ValueError(
+                f"a batch of {len(tokens)} samples for a pipeline that takes {self.options.local_batch_size} "
+                f"({self.options.microbatches} microbatches of {self.options.microbatch_size}); give it that many"
+            )
+        schedule = self._schedule(tokens.shape[1])
+        for stage in schedule._stages:
+            stage.sums_over_replicas = is_last
+        loss = schedule.run(tokens, others, valid_tokens)
+        return self._no_loss(self.device) if loss is None else loss
+
+    def _inputs(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        others = {name: tensor for name, tensor in batch.items() if name != "tokens" and tensor is not None}
+        return batch["tokens"].contiguous(), others
+
+    def _schedule(self, seq_len: int) -> TableSchedule:
+        if seq_len not in self.schedules:
+            size = self.options.microbatch_size
+            tokens = torch.empty((size, seq_len), dtype=torch.long, device="meta")
+            # requires_grad says that gradients are to be sent back; without it earlier stages silently get none
+            hidden = self._hidden(size, seq_len, "meta").requires_grad_()
+            loss = self._no_loss("meta").requires_grad_()
+            stages = [
+                self._stage(
+                    part,
+                    index,
+                    self.num_stages,
+                    self.device,
+                    input_args=tokens if index == 0 else hidden,
+                    output_args=loss if index == self.num_stages - 1 else hidden,
+                    group=self.group,
+                    forward_context=self.forward_context,
+                )
+                for index, part in zip(self.stage_indices, self.parts, strict=True)
+            ]
+            run = TableSchedule if self.segments is None else SegmentedSchedule
+            self.schedules[seq_len] = run(stages, self.table, self.options.microbatches)
+        return self.schedules[seq_len]
+
+    def _stage(self, part: nn.Module, stage: int, *args: object, **kwargs: object) -> Stage:
+        if self.segments is None:
+            return Stage(part, stage, *args, **kwargs)
+        return SegmentedStage(
+            part,
+            stage,
+            *args,
+            programs=programs_of(part),
+            context=partial(context_of, part, self.sequence_shards if stage else 1),
+            transport=self.segments.transport,
+            policy=self.segments.policy,
+            **kwargs,
+        )
+
+    def _hidden(self, samples: int, seq_len: int, device: torch.device | str) -> torch.Tensor:
+        """What passes between stages: [B, S, D], under sequence parallel this rank's [B, S / shards, D]."""
+        shape = (samples, seq_len // self.sequence_shards, self.options.hidden_dim)
+        return torch.empty(shape, dtype=self.hidden_dtype, device=device)
+
+    def _no_loss(self, device: torch.device | str) -> torch.Tensor:
+        """In the type in which losses come (see loss.py)."""
+        return torch.zeros((), dtype=torch.promote_types(self.hidden_dtype, torch.float32), device=device)
+
+    def _merged(self, table: Table) -> Table:
+        joined = merged(table)
+        if any(action.kind == WEIGHT_GRAD for row in table for action in row):
+            before, after = (simulate(t).bubble_share for t in (table, joined))
+            logger.info(
+                "recompute or compile: gradients of input and weights are taken together, so the pipeline idles "
+                "%.1f %% of a step instead of %.1f %% (if forward, input and weight gradient take equally long)",
+                100 * after,
+                100 * before,
+            )
+        return joined
+
+    # Evaluation
+
+    @torch.no_grad()
+    def eval_step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The sum of losses, 0 where the last stage is not. A batch as train_step takes it, but of any size and length.
+
+        A pass of its own: torch's takes the shapes of training only, and fails where neighbouring stages share a rank.
+        """
+        tokens, others = self._inputs(batch)
+        pieces = tokens.split(self.options.microbatch_size)
+        pieces_of = {name: tensor.split(self.options.microbatch_size) for name, tensor in others.items()}
+        part_of = dict(zip(self.stage_indices, self.parts, strict=True))
+        targets = targets_of(self.parts[0])
+        total: torch.Tensor | None = None
+        inputs: dict[tuple[int, int], torch.Tensor] = {(0, index): piece for index, piece in enumerate(pieces)}
+        receiving: dict[tuple[int, int], dist.Work] = {}
+        sending: list[tuple[dist.Work, torch.Tensor]] = []  # tensors must live until they are sent
+        for stage, index in forward_order(self.ranks, len(pieces)):
+            last = stage == self.num_stages - 1
+            here, there = self.ranks[stage], self.ranks[-1 if last else stage + 1]
+            if here == self.rank:
+                if (stage, index) in receiving:
+                    receiving.pop((stage, index)).wait()
+                kwargs = {name: part[index] for name, part in pieces_of.items() if last or name not in targets}
+                with named(stage, index, "evaluation"), self.forward_context:
+                    out = part_of[stage](inputs.pop((stage, index)), **kwargs)
+                if last:
+                    total = out if total is None else total + out
+                elif there == self.rank:
+                    inputs[stage + 1, index] = out
+                else:
+                    out = out.contiguous()
+                    sending.append((dist.isend(out, group=self.group, group_dst=there), out))
+            elif there == self.rank and not last:
+                buffer = inputs[stage + 1, index] = self._hidden(*pieces[index].shape, self.device)
+                receiving[stage + 1, index] = dist.irecv(buffer, group=self.group, group_src=here)
+        for work, _ in sending:
+            work.wait()
+        for part in self.parts:  # they stay gathered after a forward, and who asks for parameters next wants shards
+            for module in fsdp_modules(part):
+                module.reshard()
+        return self._no_loss(self.device) if total is None else total
+
+    # Tied weights: the first part has the embedding, the last one its copy as head
+
+    @property
+    def duplicated(self) -> set[nn.Parameter]:
+        """This rank's copies. Norm and checkpoint skip them: the first part has the same values."""
+        return {parameter for name, parameter in self._parameters().items() if name in self.tied}
+
+    @torch.no_grad()
+    def sum_tied_gradients(self) -> None:
+        """Once per step, after the last backward: both copies get the sum of the two gradients, equal to the bit."""
+        first, last = self.ranks[0], self.ranks[-1]
+        if self.rank not in (first, last):
+            return
+        parameters = self._parameters()
+        for copy_name, name in self.tied.items():
+            if not parameters[name if name in parameters else copy_name].requires_grad:
+                continue
+            grads = [_local_gradient(parameters[n]) for n in (name, copy_name) if n in parameters]
+            if first == last:
+                grads[0] += grads[1]
+                grads[1].copy_(grads[0])
+            else:
+                (grad,) = grads
+                peer = last if self.rank == first else first
+                mine = grad.to(self.device).contiguous()
+                other = torch.empty_like(mine)
+                exchange = [
+                    dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer),
+                    dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer),
+                ]
+                for work in dist.batch_isend_irecv(exchange):
+                    work.wait()
+                grad += other.to(grad.device)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {clean_name(name): parameter for part in self.parts for name, parameter in part.named_parameters()}
+
+
+def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's piece, to be changed in place. Both copies are sharded alike, so pieces match."""
+    grad = parameter.grad
+    assert grad is not None, "sum_tied_gradients comes after backward"
+    if not isinstance(grad, DTensor):
+        return grad
+    assert grad.placements == parameter.placements
+    return grad.to_local()

@@ -1,0 +1,98 @@
+"""The tables of all schedules by name: torch's own where torch shows them, ours where it does not (GPipe) or shows a
+wrong one (1F1B: torch 2.13 lists its last rank's forwards from microbatch 1, though it runs them from 0).
+"""
+
+from types import SimpleNamespace
+
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from torchtitan.parallelisms.pipeline.actions import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    OVERLAP,
+    WEIGHT_GRAD,
+    Action,
+    Table,
+    apart,
+    merged,
+)
+from torchtitan.parallelisms.pipeline.cut import check_microbatches, check_stages, schedule_traits
+from torchtitan.parallelisms.pipeline.simulator import EVEN, Costs, simulate
+
+
+def build_table(
+    schedule: str,
+    pp: int,
+    microbatches: int,
+    stages_per_rank: int | None = None,
+    *,
+    merge_backward: bool = False,
+    overlap: bool = False,
+) -> Table:
+    """One row of actions per rank. `stages_per_rank`: None for the schedule's usual number; `merge_backward` joins I
+    and W to B, as recompute needs it; `overlap` keeps DualPipeV's pairs, for a runtime that overlaps them. JobError
+    where the schedule cannot have such numbers.
+    """
+    traits = schedule_traits(schedule)
+    stages_per_rank = traits.stages_per_rank if stages_per_rank is None else stages_per_rank
+    check_stages(traits.name, pp, pp * stages_per_rank)
+    check_microbatches(traits.name, microbatches, pp, pp * stages_per_rank)
+    if traits.name in OWN:
+        table = [OWN[traits.name](rank, pp, microbatches) for rank in range(pp)]
+    else:
+        table = _table_of_torch(traits.name, pp, microbatches, stages_per_rank)
+    table = table if overlap else apart(table)
+    return merged(table) if merge_backward else table
+
+
+def bubble(
+    schedule: str,
+    pp: int,
+    microbatches: int,
+    stages_per_rank: int | None = None,
+    costs: Costs = EVEN,
+    *,
+    merged: bool = False,
+) -> float:
+    """Share of the ranks' time that is idle, 0 to 1; `merged` as merge_backward of build_table. JobError as there."""
+    return simulate(build_table(schedule, pp, microbatches, stages_per_rank, merge_backward=merged), costs).bubble_share
+
+
+def _gpipe(rank: int, pp: int, microbatches: int) -> list[Action]:
+    return [Action(rank, kind, m) for kind in (FORWARD, BACKWARD) for m in range(microbatches)]
+
+
+def _1f1b(rank: int, pp: int, microbatches: int) -> list[Action]:
+    """Forwards until the first gradient can be back, then one of each in turn."""
+    ahead = min(pp - rank, microbatches)
+    row = [Action(rank, FORWARD, m) for m in range(ahead)]
+    for m in range(microbatches):
+        row.append(Action(rank, BACKWARD, m))
+        row += [Action(rank, FORWARD, m + ahead)] if m + ahead < microbatches else []
+    return row
+
+
+OWN = {"GPipe": _gpipe, "1F1B": _1f1b}
+
+
+def _table_of_torch(schedule: str, pp: int, microbatches: int, stages_per_rank: int) -> Table:
+    """Of a schedule of several stages per rank. Its constructor works out the rows of all ranks from these numbers."""
+    stages = [
+        SimpleNamespace(num_stages=pp * stages_per_rank, group_size=pp, group_rank=0, submod=None)
+        for _ in range(stages_per_rank)
+    ]
+    order = get_schedule_class(schedule)(stages, microbatches).pipeline_order
+    return [[_of_torch(action) for action in order[rank] if _computes(action)] for rank in range(pp)]
+
+
+def _computes(action) -> bool:
+    """Idle slots are None, and REDUCE_GRAD is an action of the runtime's."""
+    return action is not None and action.computation_type.value in (FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD, OVERLAP)
+
+
+def _of_torch(action) -> Action:
+    kind = action.computation_type.value
+    if action.sub_actions is not None:
+        return Action(-1, kind, -1, tuple(map(_of_torch, action.sub_actions)))
+    return Action(action.stage_index, kind, action.microbatch_index)

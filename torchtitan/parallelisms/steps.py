@@ -1,0 +1,138 @@
+"""A block's forward as named steps: one source of its arithmetic, for whoever runs it.
+
+A step computes named tensors of others. The block's forward runs the steps one after the other in one graph, under
+whatever wraps the block. A pipeline that hides the all-to-alls of experts runs the same steps cut apart, among those of
+another microbatch (pipeline/overlap/). So a model says what is computed and never how it is scheduled, and a block is
+changed in one place: its steps, or the methods that they call.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from torchtitan.errors import JobError
+from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
+from torchtitan.parallelisms.statements import stands_behind
+
+
+class Notes:
+    """What the steps of a block know of their microbatch beside tensors with gradients.
+
+    shared: what the model made of the microbatch's positions and documents, the same for all blocks.
+    """
+
+    def __init__(self, shared: Any):
+        self.shared = shared
+        self._saved: dict[str, Any] = {}
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """make(), the first time; what it gave then, when the step is run again. For choices that a second run might
+        not repeat (routed experts) and for counting (their load). No tensors that need gradients.
+        """
+        if name not in self._saved:
+            self[name] = make()
+        return self._saved[name]
+
+    def get(self, name: str) -> Any:
+        """None before it is there."""
+        return self._saved.get(name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._saved[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        for tensor in value if isinstance(value, tuple) else (value,):
+            assert not (isinstance(tensor, torch.Tensor) and tensor.requires_grad), f"{name} is kept without its graph"
+        self._saved[name] = value
+
+
+class Segment(NamedTuple):
+    """Local compute: run(notes, *inputs) -> a tensor, or a tuple of them in the order of `outputs` and then `losses`.
+
+    Its parameters are those that it uses, and need not be named. `losses`: scalars that are added to the objective.
+    `light`: too short to hide an all-to-all behind it, or to be worth a backward in two halves.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    losses: tuple[str, ...] = ()
+    light: bool = False
+
+
+class RoutedExperts(NamedTuple):
+    """The one step of a block that other ranks may have a part in: module(rows sorted by expert [R, D], counts [E]) ->
+    [R, D]. The counts, how many rows each expert gets, are notes["counts"].
+    """
+
+    name: str
+    module: nn.Module
+    source: str
+    target: str
+
+
+class Chain(NamedTuple):
+    """Steps from `x` to `out`, of one block or of an end of the model. `own`: what its steps find as notes.shared, made
+    of the model's context. `recompute`: whether it is a block's, which may be computed again in backward.
+    """
+
+    name: str
+    steps: tuple[Segment | RoutedExperts, ...]
+    own: Callable[[Any], Any] | None = None
+    recompute: bool = True
+
+
+class Stepwise(nn.Module):
+    """A module whose forward is its steps."""
+
+    def steps(self) -> tuple[Segment | RoutedExperts, ...]:
+        """From the tensor called x to the one called out, each name made once."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor, shared: Any = None) -> torch.Tensor:
+        """`shared`: what the steps find as notes.shared."""
+        notes, values = Notes(shared), {"x": x}
+        for step in self.steps():
+            if isinstance(step, RoutedExperts):
+                values[step.target] = step.module(values[step.source], notes["counts"])
+            else:
+                made = step.run(notes, *[values[name] for name in step.inputs])
+                values.update(zip(step.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+        return values["out"]
+
+
+class StepwiseModel(Protocol):
+    """What a pipeline part needs that is run by its steps: its forward is its chains, one behind the other."""
+
+    def chains(self) -> list[Chain]:
+        """Of the embedding, if it is there, the blocks and the head."""
+        ...
+
+    def context(self, x: torch.Tensor, **batch: torch.Tensor) -> Any:
+        """What the steps find as notes.shared: of the part's input and what else its forward takes."""
+        ...
+
+
+def require_steps(model: nn.Module, plan: ParallelPlan) -> None:
+    """JobError that names the first module whose forward does something else than its steps, which is what would run:
+    a forward of its own, or hooks around it. To be asked of the plain model, as parallelisms have hooks too.
+    """
+    if not stands_behind(model, "chains", "forward"):
+        _refuse("the model", model, "a forward of its own", "give it `chains` beside it that do the same")
+    for name, block in match_blocks(model, plan):
+        if not isinstance(block, Stepwise) or type(block).forward is not Stepwise.forward or "forward" in vars(block):
+            _refuse(
+                name, block, "a forward of its own", "say in its `steps` what it computes, and leave forward as it is"
+            )
+        if block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks:
+            _refuse(name, block, "hooks around its forward", "do in its `steps` what they do")
+
+
+def _refuse(name: str, module: nn.Module, what: str, remedy: str) -> None:
+    raise JobError(
+        f"{name} ({type(module).__name__}) has {what}, which pipeline_parallel_expert_parallel_overlap would not run: "
+        f"it schedules the steps that a block offers; {remedy}, or turn the overlap off"
+    )

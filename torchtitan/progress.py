@@ -1,0 +1,84 @@
+"""What each rank is doing: a phase, a step and since when, in memory that it shares with its launcher.
+
+Telling costs a microsecond, waits for nobody and works while the launcher is busy or gone; so every step is told. The
+launcher learns from it whether a rank has anything to save, and who is behind. Needs no torch.
+"""
+
+import mmap
+import os
+import struct
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PHASES = ("start", "load", "first", "data", "train", "validate", "save", "end")
+"""In the order in which a step goes through them. start: nothing told yet (imports, process group, model); first: what
+is done for the first time and may compile, the first step and the first validation; data: waiting for them; end: all
+that matters is done and saved."""
+WITHOUT_STATE = ("start", "load")
+"""Phases in which there is nothing to save."""
+_ROW = struct.Struct("=qqd")
+_ROW_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Doing:
+    phase: str
+    step: int
+    since: float
+    """Seconds of the machine's monotonic clock; 0 if nothing has been told."""
+
+    def __str__(self) -> str:
+        return {"start": "in its start", "load": "loading"}.get(self.phase, f"in step {self.step} ({self.phase})")
+
+
+class Progress:
+    """A rank's row. Without a launcher nobody reads it."""
+
+    def __init__(self, path: str | None = None, row: int = 0) -> None:
+        self._memory: Any = bytearray(_ROW_BYTES * (row + 1))
+        if path is not None:
+            with open(path, "r+b") as file:
+                self._memory = mmap.mmap(file.fileno(), 0)
+        self._offset = _ROW_BYTES * row
+
+    def enter(self, phase: str, step: int = 0) -> None:
+        _ROW.pack_into(self._memory, self._offset, PHASES.index(phase), step, time.monotonic())
+
+
+class ProgressTable:
+    """The launcher's side: the rows of all ranks of this machine."""
+
+    def __init__(self, file: "SharedFile", rows: int) -> None:
+        os.ftruncate(file.descriptor, _ROW_BYTES * rows)
+        self._memory = mmap.mmap(file.descriptor, 0)
+
+    def __getitem__(self, row: int) -> Doing:
+        phase, step, since = _ROW.unpack_from(self._memory, _ROW_BYTES * row)
+        return Doing(PHASES[phase], step, since)
+
+
+class SharedFile:
+    """An empty file that the processes of a run open by `path`. On Linux it is memory that vanishes with the last of
+    them, so that nothing is left behind even if all of them are killed; elsewhere a private temporary file."""
+
+    def __init__(self, name: str) -> None:
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
+        if hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create(name)
+            self.path = f"/proc/self/fd/{self.descriptor}"  # of whoever opens it, who inherits the descriptor
+        else:
+            self.folder = tempfile.TemporaryDirectory(prefix="torchtitan-")
+            self.path = str(Path(self.folder.name, name))
+            self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+
+    def read(self) -> str:
+        size = os.fstat(self.descriptor).st_size
+        return os.pread(self.descriptor, size, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        if self.folder is not None:
+            self.folder.cleanup()

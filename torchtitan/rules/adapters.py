@@ -1,0 +1,115 @@
+"""Rules on what is trained instead of the model's own parameters."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from torchtitan.adapters import ADAPTERS, NONE
+from torchtitan.adapters.targets import misfits, targets
+from torchtitan.config.job import Adapter, Relora
+from torchtitan.config.options import Fault
+from torchtitan.lr_restarts import CYCLICAL, JAGGED
+from torchtitan.models.linears import HEAD, linears
+from torchtitan.rules.facts import Facts
+
+
+def adapter_fits_the_model(facts: Facts) -> Iterator[Fault]:
+    options = facts.config.adapter
+    if options.kind not in ADAPTERS or facts.args is None or not (found := linears(facts.args)):
+        return
+    for key, allowed, remedy in misfits(found, options):
+        yield facts.fault(key, allowed, remedy)
+    if facts.config.checkpoint.last_save_model_only and facts.args.tied_embeddings and HEAD in targets(found, options):
+        why = "the head is the embedding's matrix, and folding in would make them two: set adapter.last_save_in_peft"
+        yield facts.fault("checkpoint.last_save_model_only", "false with an adapter beside a tied head", why)
+
+
+def adapter_alone_has_its_model(facts: Facts) -> Iterator[Fault]:
+    options, checkpoint = facts.config.adapter, facts.config.checkpoint
+    if options.kind == NONE:
+        return
+    if options.save == "alone" and not (checkpoint.enable and checkpoint.initial_load_path):
+        why = "checkpoints without the model have to say where it is"
+        yield facts.fault("adapter.save", '"whole" without checkpoint.enable and checkpoint.initial_load_path', why)
+    if options.save == "alone" and not checkpoint.initial_load_model_only:
+        remedy = "the first start would take the other job's step and data too"
+        yield facts.fault("checkpoint.initial_load_model_only", 'true with adapter.save = "alone"', remedy)
+
+
+def adapter_folders_fit(facts: Facts) -> Iterator[Fault]:
+    options = facts.config.adapter
+    if options.kind == NONE:
+        return
+    if options.initial_path is not None and not Path(options.initial_path, "adapter_config.json").is_file():
+        yield facts.fault(
+            "adapter.initial_path", "a folder with adapter_config.json, as peft writes it", "there is none"
+        )
+    for name in ("initial_path", "last_save_in_peft"):
+        if getattr(options, name) and not facts.config.checkpoint.enable:
+            yield facts.fault(f"adapter.{name}", "nothing with checkpoint.enable = false", "set it, or leave this out")
+    if options.last_save_in_peft and options.train_fully:
+        remedy = "its folder holds low-rank matrices alone; keep checkpoints, or fold the adapter in"
+        yield facts.fault("adapter.last_save_in_peft", "false with adapter.train_fully", remedy)
+
+
+def restarts_make_sense(facts: Facts) -> Iterator[Fault]:
+    options, key = facts.config.adapter, "adapter.relora."
+    given = options.relora
+    if options.kind == NONE:
+        return
+    if given.every is None:
+        for each in (each.name for each in fields(Relora)):
+            if getattr(given, each) != getattr(Relora(), each):
+                yield facts.fault(key + each, "nothing without adapter.relora.every", "set every, or leave it out")
+        return
+    if options.kind != "lora":
+        why = {"qlora": "each restart would round the packed matrices again"}.get(
+            options.kind, "it is made for A and B"
+        )
+        yield facts.fault(key + "every", 'unset, except with adapter.kind = "lora"', why)
+    if options.save == "alone":
+        why = "the matrices themselves change at each restart"
+        yield facts.fault("adapter.save", '"whole" with adapter.relora', why)
+    if given.reset in ("zero", "none") and given.prune_ratio != Relora().prune_ratio:
+        remedy = 'write reset = "magnitude" or "random", or leave it out'
+        yield facts.fault(key + "prune_ratio", f'unset with reset = "{given.reset}"', remedy)
+    yield from _reset_is_ramped(facts)
+
+
+def _reset_is_ramped(facts: Facts) -> Iterator[Fault]:
+    given, name, shape = facts.config.adapter.relora, facts.config.optimizer.name, facts.config.lr_scheduler.decay_type
+    key = "adapter.relora.reset"
+    if given.reset == "none":
+        return
+    if name not in ("Adam", "AdamW"):
+        yield facts.fault(key, f'"none" with optimizer.name = "{name}"', "it is made for the two moments of Adam")
+    if shape not in (JAGGED, CYCLICAL) and not given.reset_step:
+        why = "moments of 0 beside an old count make the next steps several times too long, and runs diverge"
+        remedy = f'{why}: set lr_scheduler.decay_type = "{JAGGED}", or adapter.relora.reset_step = true'
+        yield facts.fault(key, f'"none" with lr_scheduler.decay_type = "{shape}"', remedy)
+    elif not given.reset_step:
+        yield from _ramps_are_there(facts)
+
+
+def _ramps_are_there(facts: Facts) -> Iterator[Fault]:
+    """A schedule with restarts that has none, or not where the state is reset, is as good as another schedule."""
+    schedule, period = facts.config.lr_scheduler, facts.config.adapter.relora.reset_period
+    why = "else a reset meets the full rate; or set adapter.relora.reset_step = true"
+    if schedule.cycle_length is not None and period % schedule.cycle_length:
+        allowed = f"what divides the {period} steps between resets"
+        yield facts.fault("lr_scheduler.cycle_length", allowed, f"leave it out, {why}")
+    if schedule.adjust_step % (schedule.cycle_length or period):
+        yield facts.fault("lr_scheduler.adjust_step", "0 with adapter.relora.reset", f"leave it out, {why}")
+    name = "restart_warmup_steps" if schedule.decay_type == JAGGED else "warmup_steps"
+    if getattr(schedule, name) == 0:
+        yield facts.fault(f"lr_scheduler.{name}", "at least 1 with adapter.relora.reset", f"give it, {why}")
+
+
+def adapter_options_have_an_adapter(facts: Facts) -> Iterator[Fault]:
+    """Options of an adapter that are set and would do nothing, as there is none."""
+    given, default = facts.config.adapter, Adapter()
+    if given.kind != NONE:
+        return
+    for name in (each.name for each in fields(Adapter)):
+        if getattr(given, name) != getattr(default, name):
+            yield facts.fault(f"adapter.{name}", f'nothing with adapter.kind = "{NONE}"', "set a kind, or leave it out")

@@ -1,0 +1,53 @@
+"""Rules on what a job would go on from: a checkpoint of another job is refused before anything starts."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from torchtitan.checkpoint.layout import complete_steps, read_state, step_of
+from torchtitan.config.changes import changes, kept_job, refusable, refused, remedy
+from torchtitan.config.options import Fault, hint, options, show
+from torchtitan.rules.facts import Facts
+from torchtitan.run_folder import missing_checkpoints
+
+
+def changes_that_can_be_allowed(facts: Facts) -> Iterator[Fault]:
+    key, known = "checkpoint.allow_config_change", refusable()
+    for name in facts.config.checkpoint.allow_config_change:
+        if name not in known:
+            why = "a resume takes any value of it" if name in options() else hint(name, known) or "no such option"
+            yield facts.fault(key, "options that a resume does not let change by itself", why, given=show(name))
+
+
+def same_job_as_the_checkpoint(facts: Facts) -> Iterator[Fault]:
+    """What the newest checkpoint, or that of load_step, was made by. Where it cannot be read, loading says why."""
+    options = facts.config.checkpoint
+    if not options.enable or facts.args is None or facts.samples is None:
+        return
+    try:
+        complete, _ = complete_steps(Path(facts.config.job.dump_folder, options.folder))
+        wanted = [path for path in complete if options.load_step in (-1, step_of(path.name))]
+        kept = read_state(wanted[0])["trainer"] if wanted else {}
+    except (OSError, ValueError):  # CheckpointError, and names that no folder can have
+        return
+    samples = facts.config.training.global_batch_size
+    now = kept_job(facts.config, asdict(facts.args), samples if samples > 0 else facts.samples)
+    for change in refused(changes(kept, now), options.allow_config_change):
+        yield facts.fault(change.key, f"{change.before}, as in {wanted[0].name}", remedy(change), given=change.now)
+
+
+def checkpoints_are_still_there(facts: Facts) -> Iterator[Fault]:
+    """A used folder without them is no fresh start: its disk is not mounted, or somebody has moved them."""
+    options, dump = facts.config.checkpoint, facts.config.job.dump_folder
+    if not options.enable or "\0" in dump + options.folder:
+        return
+    folder = Path(dump, options.folder)
+    try:
+        before = missing_checkpoints(Path(dump), folder)
+    except OSError:  # which the rule on folders names
+        return
+    if before is not None:
+        given = f"{show(options.folder)}: no checkpoint in {folder}"
+        allowed = f"the folder that this run has saved to ({before})"
+        why = "mount its disk or bring it back; to begin anew, give another job.dump_folder"
+        yield facts.fault("checkpoint.folder", allowed, why, given=given)

@@ -1,0 +1,45 @@
+"""What a run keeps in job.dump_folder beside checkpoints and metrics: the job of every start, and which step was saved
+last, from which a folder of checkpoints that has been emptied is told from one that is new. Needs no torch.
+"""
+
+import logging
+import re
+from pathlib import Path
+
+from torchtitan.checkpoint import folders, layout
+
+logger = logging.getLogger(__name__)
+
+JOB, STARTS, LAST = "config.toml", "starts", "last_checkpoint"
+_START = re.compile(r"([0-9]{4,})-from-step-[0-9]{8,}\.toml")
+
+
+def keep_job(folder: Path, text: str, step: int) -> None:
+    """The job as it starts at `step`: as config.toml, and beside it, never overwritten, among those of all starts."""
+    history = folder / STARTS
+    history.mkdir(parents=True, exist_ok=True)
+    numbers = [int(match[1]) for path in history.iterdir() if (match := _START.fullmatch(path.name))]
+    folders.replace_file(history / f"{max(numbers, default=0) + 1:04d}-from-step-{step:08d}.toml", text)
+    folders.replace_file(folder / JOB, text)
+
+
+def note_saved(folder: Path, step: int) -> None:
+    """That this step's checkpoint has been published. A note that cannot be written fails nothing."""
+    try:
+        folders.replace_file(folder / LAST, layout.step_name(step) + "\n")
+    except OSError as error:
+        logger.warning("%s cannot be written: %s", folder / LAST, error)
+
+
+def missing_checkpoints(folder: Path, checkpoints: Path) -> str | None:
+    """What shows that this run has saved before, where there is no checkpoint to be seen; None if nothing does."""
+    if layout.step_folders(checkpoints):
+        return None
+    try:
+        name = layout.read_bytes(folder / LAST, most=100).decode(errors="replace").strip()
+    except layout.CheckpointError:
+        name = ""
+    if layout.step_of(name) is not None:
+        return f"{name} by {LAST}"
+    aside = [path.name for path in checkpoints.glob(".aside-step-*")] if checkpoints.is_dir() else []
+    return f"{aside[0]}, moved aside" if aside else None

@@ -1,0 +1,165 @@
+"""Weights of a model wherever they lie, by our names, read one tensor at a time: our checkpoints and exports,
+checkpoints that torchtitan wrote, folders and files of Hugging Face.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtitan.checkpoint import CheckpointError
+from torchtitan.checkpoint.agreement import Peers
+from torchtitan.checkpoint.kinds import find_weights
+from torchtitan.checkpoint.layout import MODEL
+from torchtitan.checkpoint.loading import Source, open_checkpoint
+from torchtitan.checkpoint.storage import read_tensors
+from torchtitan.checkpoint.tensors import differences, entries
+from torchtitan.checkpoint.torchtitan_dcp import TorchtitanCheckpoint
+from torchtitan.initialization import clean_name, local_part
+from torchtitan.models.hf.stored import StoredWeights
+from torchtitan.models.registry import MODELS
+from torchtitan.models.torchtitan_form import FORMS
+from torchtitan.stores import packed_names, stores
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Weights(ABC):
+    """`step`: the one at which they were saved; 0 where that is not known."""
+
+    step = 0
+
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """As it is stored."""
+
+    @abstractmethod
+    def whole(self, name: str) -> torch.Tensor:
+        """On the CPU, in that type."""
+
+
+class _Ours(Weights):
+    def __init__(self, folder: Path, shapes: Shapes, tied: bool):
+        self.source: Source = open_checkpoint(folder, Peers("weights"))
+        self.step, self.shapes = self.source.manifest.step, shapes
+        saved = {name: e for name, e in self.source.manifest.tensors.items() if name.startswith(MODEL)}
+        names = [name for name in shapes if not (tied and name == "output.weight")]
+        expected = entries({MODEL + name: torch.empty(shapes[name], device="meta") for name in names})
+        reason, _ = differences(expected, saved, cast=True)
+        if reason is not None:
+            raise CheckpointError(f"{folder} does not fit the model: {reason}")
+
+    def dtype(self, name: str) -> torch.dtype:
+        return getattr(torch, self.source.manifest.tensors[MODEL + name].dtype)
+
+    def whole(self, name: str) -> torch.Tensor:
+        target = {MODEL + name: torch.empty(self.shapes[name], dtype=self.dtype(name))}
+        read_tensors(self.source.folder, self.source.manifest, target, Peers("weights"))
+        return target[MODEL + name]
+
+
+class _Theirs(Weights):
+    """Of torchtitan. A folder of its steps says no more of the model than names and shapes, so those have to fit."""
+
+    def __init__(self, folder: Path, family: str, args: Any, shapes: Shapes, tied: bool):
+        if family not in FORMS:
+            raise CheckpointError(f"{folder} is torchtitan's, which has no {family}; families are {', '.join(FORMS)}")
+        self.checkpoint, self.form = TorchtitanCheckpoint(folder), FORMS[family](args, MODELS[family].hf.form(args))
+        self.step = int(folder.name.removeprefix("step-")) if folder.name.removeprefix("step-").isdecimal() else 0
+        held = self.checkpoint.tensors
+        wanted = {self.form.name(name): self.form.shape(name, shape) for name, shape in shapes.items()}
+        if tied:  # it saves both ends, which are one
+            held = {name: entry for name, entry in held.items() if name != "output.weight"}
+            wanted.pop("output.weight", None)
+        faults = [f"{name} is missing" for name in wanted if name not in held]
+        faults += [f"{name} is not part of the model" for name in held if name not in wanted]
+        faults += [
+            f"{name} has shape {held[name][1]}, the model's is {shape}"
+            for name, shape in wanted.items()
+            if name in held and held[name][1] != shape
+        ]
+        if faults:
+            more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+            remedy = "Give the sizes that it was trained with: model.name, model.flavor, model.overrides"
+            raise CheckpointError(f"{folder} does not fit the model: {'; '.join(faults[:8])}{more}. {remedy}")
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.checkpoint.tensors[self.form.name(name)][0]
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self.form.to_ours(name, self.checkpoint.read(self.form.name(name)))
+
+
+class _HuggingFaces(Weights):
+    def __init__(self, stored: StoredWeights):
+        self.stored = stored
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.stored.dtype(name)
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self.stored.whole(name)
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str], family: str, args: Any) -> Iterator[Weights]:
+    """The weights at a path, of the family's model with these sizes. JobError where there are none or others."""
+    kind, place = find_weights(Path(path))
+    hf = MODELS[family].hf
+    if kind == "hf":
+        with hf.stored(place, args) as stored:
+            yield _HuggingFaces(stored)
+    elif kind == "ours":
+        yield _Ours(place, hf.shapes(args), args.tied_embeddings)
+    else:
+        yield _Theirs(place, family, args, hf.shapes(args), args.tied_embeddings)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, weights: Weights, tied: bool, fresh: Collection[str] = ()) -> None:
+    """The model, or a part of it, plain or sharded: one whole tensor at a time on each rank, which keeps its part."""
+    packed = packed_names(model)
+    for wrapped_name, tensor in model.state_dict(keep_vars=True).items():
+        name = clean_name(wrapped_name)
+        if name not in fresh and name not in packed:
+            _copy_part(weights.whole("tok_embeddings.weight" if tied and name == "output.weight" else name), tensor)
+    for name, store in stores(model):  # one after the other, as they are larger before they are packed
+        values = store.empty()
+        _copy_part(weights.whole(name), values)
+        store.write(values)
+
+
+def _copy_part(whole: torch.Tensor, tensor: torch.Tensor) -> None:
+    local, _, offset = local_part(tensor)
+    local.copy_(whole[tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))])
+
+
+def load_foreign(place: Path, parts: Sequence[nn.Module], family: str, args: Any, fresh: Collection[str] = ()) -> None:
+    """Fill a model, or the parts of a pipeline's rank, from weights that are not this project's (`kinds.find_weights`).
+    JobError where they do not fit.
+    """
+    if find_weights(place)[0] == "hf":  # of which each rank reads its own rows
+        for part in parts:
+            MODELS[family].hf.load_hf(place, part, args, fresh)
+        return
+    with opened(place, family, args) as weights:
+        for part in parts:
+            fill(part, weights, args.tied_embeddings, fresh)
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A tensor that is read where its value is asked for, in place of a live one."""
+
+    weights: Weights
+    name: str
+    shape: tuple[int, ...]
+
+    def detach(self) -> torch.Tensor:
+        return self.weights.whole(self.name)
