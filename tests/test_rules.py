@@ -291,7 +291,7 @@ def test_a_vocabulary_larger_than_the_model():
     )
 
 
-@pytest.mark.parametrize("dataset", ["text", "tokens", "c4_test", "huggingface"])
+@pytest.mark.parametrize("dataset", ["text", "tokens", "pretokenized", "c4_test", "huggingface"])
 def test_datasets_that_need_a_path(dataset):
     (line,) = lines(f"--training.dataset={dataset}")
     assert line.startswith(f'training.dataset_path: given nothing; allowed: data for dataset "{dataset}"; ')

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from torchtitan.datasets import sources_huggingface, sources_python, sources_text, tokens
+from torchtitan.datasets import sources_huggingface, sources_pretokenized, sources_python, sources_text, tokens
 from torchtitan.datasets.sources import Source
 from torchtitan.errors import JobError
 from torchtitan.registration import Registry
@@ -12,6 +12,8 @@ _own: dict[str, Callable[[str | None, str], Source]] = {
     "python_stdlib_validation": sources_python.python_stdlib_validation,
     "text": sources_text.text,
     "tokens": tokens.tokens,
+    "pretokenized": sources_pretokenized.pretokenized,
+    "pretokenized_validation": sources_pretokenized.pretokenized_validation,
     "huggingface": sources_huggingface.huggingface,
     "huggingface_validation": sources_huggingface.huggingface_validation,
     "c4": sources_huggingface.c4,

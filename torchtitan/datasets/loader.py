@@ -27,6 +27,7 @@ from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.position import Position, merge_states, resume
 from torchtitan.datasets.samples import BlockPieces, Form, LanePieces, Piece, Share
 from torchtitan.datasets.sources import DataError, Indexed, Source, Stream
+from torchtitan.datasets.sources_pretokenized import Blocks
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.errors import JobError
@@ -213,6 +214,8 @@ def _open(
         source.check_tokenizer(tokenizer.fingerprint, tokenizer.vocab_size)
         source.blocks(seq_len)
         return source
+    if isinstance(source, Blocks):
+        source.check_length(seq_len)
     if isinstance(source, Indexed):
         if stop:
             source.probe()

@@ -11,6 +11,7 @@ from torchtitan.config.options import Fault, hint, options, show
 from torchtitan.datasets import DATASETS, open_source
 from torchtitan.datasets.mixing import shares
 from torchtitan.datasets.sources import DataError
+from torchtitan.datasets.sources_pretokenized import Blocks
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.errors import JobError
 from torchtitan.lr_restarts import CYCLICAL, JAGGED
@@ -134,6 +135,8 @@ def data_is_there(facts: Facts) -> Iterator[Fault]:
                 source.blocks(seq_len)
                 if not isinstance(facts.tokenizer, Exception):
                     source.check_tokenizer(facts.tokenizer.fingerprint, facts.tokenizer.vocab_size)
+            elif isinstance(source, Blocks) and not isinstance(facts.tokenizer, Exception):
+                source.check(seq_len, facts.tokenizer, facts.config.model.tokenizer_path)
         except (OSError, DataError) as error:
             yield facts.fault(f"{place}.dataset_path", f"data for dataset {show(wanted.dataset)}", str(error))
 

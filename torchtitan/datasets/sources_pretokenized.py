@@ -1,0 +1,107 @@
+"""Blocks of token ids that were tokenized and cut before the run, as ReLoRA's scripts make and read them: a folder of
+the package `datasets` (save_to_disk), the ids in its column input_ids, with an args.json beside them that says how they
+were made: {"tokenizer": ..., "sequence_length": ...}.
+
+A sample is one block. All ids of it but the first are learned, as nothing stands before that one.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torchtitan.datasets.sources import DataError, Document, Indexed, IndexedFile, Source, Span, files_fingerprint
+from torchtitan.datasets.sources_tables import ArrowFile, saved_split
+from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
+
+ARGS, COLUMN = "args.json", "input_ids"
+
+
+def pretokenized(path: str | None, text_field: str) -> Source:
+    return Blocks(path, "train")
+
+
+def pretokenized_validation(path: str | None, text_field: str) -> Source:
+    return Blocks(path, "validation")
+
+
+class Blocks(Indexed):
+    """Of one split; of a folder without splits all. Raises DataError."""
+
+    packages = ("pyarrow",)
+
+    def __init__(self, path: str | None, split: str) -> None:
+        if path is None:
+            raise DataError(f"a pretokenized dataset needs dataset_path: a folder with {ARGS}, saved by save_to_disk")
+        self.folder = Path(path).expanduser()
+        self.tokenizer, self.length = _read_args(self.folder)
+        saved = saved_split(str(self.folder), split)
+        files = {} if saved is None else {file.name: file for file in sorted(Path(saved).glob("*.arrow"))}
+        if not files:
+            raise DataError(f"{self.folder}: no blocks of {split} in it; give a folder that save_to_disk wrote")
+        about = {"dataset_path": str(self.folder), "split": split, "sequence_length": self.length}
+        blocks: list[IndexedFile] = [BlockFile(file, name, self.length) for name, file in files.items()]
+        super().__init__(f"{path} ({split})", about | files_fingerprint(files), blocks)
+
+    def check(self, seq_len: int, tokenizer: Tokenizer, tokenizer_path: str) -> None:
+        """Whether samples of this length, and ids of the job's tokenizer, are what it holds. Looks at three blocks."""
+        self.check_length(seq_len)
+        self._check_tokenizer(tokenizer, tokenizer_path)
+        for index in {0, len(self) // 2, len(self) - 1}:
+            largest = max(max(span.content) for span in self.get(index).spans if len(span.content))
+            if largest >= tokenizer.vocab_size:
+                raise DataError(
+                    f"{self.folder}: block {index} holds the id {largest}, and the tokenizer {tokenizer_path} has "
+                    f"{tokenizer.vocab_size}; set model.tokenizer_path to the one it was made with, {self.tokenizer}"
+                )
+
+    def check_length(self, seq_len: int) -> None:
+        if seq_len != self.length:
+            raise DataError(
+                f"{self.folder}: blocks of {self.length} tokens (sequence_length in {ARGS}), but samples of {seq_len} "
+                f"are wanted; set training.seq_len = {self.length}"
+            )
+
+    def _check_tokenizer(self, tokenizer: Tokenizer, path: str) -> None:
+        """Where what args.json names is here, the two have to be one; of a name on the hub, the path has to say it."""
+        try:
+            same = build_tokenizer(self.tokenizer).fingerprint == tokenizer.fingerprint
+        except (OSError, TokenizerError):
+            name = self.tokenizer.rstrip("/").rpartition("/")[2].lower()
+            parts = Path(path).expanduser().absolute().parts  # of a cache: models--google--t5-base/snapshots/...
+            same = any(name in (part.lower(), part.lower().rpartition("--")[2]) for part in parts)
+        if not same:
+            raise DataError(
+                f"{self.folder}: made with the tokenizer {self.tokenizer} ({ARGS}), but model.tokenizer_path is "
+                f"{path}; give that one, in a folder of its name"
+            )
+
+
+class BlockFile(ArrowFile):
+    def __init__(self, path: Path, name: str, length: int) -> None:
+        super().__init__(path, name, COLUMN)
+        self.length = length
+
+    def get(self, index: int) -> Document:
+        document = super().get(index)
+        ids = document.spans[0].content
+        if isinstance(ids, str) or len(ids) != self.length:
+            what = "text" if isinstance(ids, str) else f"{len(ids)} ids"
+            raise DataError(f"{self.path}, row {index}: {what} instead of {self.length} ids; save the dataset again")
+        return Document([Span(ids[:1], trained=False), Span(ids[1:])], document.place, framed=True)
+
+
+def _read_args(folder: Path) -> tuple[str, int]:
+    """The tokenizer's name and the length of a block."""
+    path = folder / ARGS
+    try:
+        said: Any = json.loads(path.read_bytes())
+    except OSError as error:
+        remedy = f'give a folder with {ARGS}, or read ids without it: dataset = "text", text_field = "{COLUMN}"'
+        raise DataError(f"{path}: {error.strerror}; {remedy}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: damaged: {error}; write it again") from None
+    said = said if isinstance(said, dict) else {}
+    name, length = said.get("tokenizer"), said.get("sequence_length")
+    if not isinstance(name, str) or type(length) is not int or length < 1:
+        raise DataError(f"{path}: has to say the tokenizer (a name) and the sequence_length; write them into it")
+    return name, length
