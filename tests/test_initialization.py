@@ -1,6 +1,7 @@
 """Initial weights depend on seed, name and shape, and on nothing else: not on ranks, shards, wrappers or types."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,14 +12,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.support.jobs import full
+from tests.support.jobs import arguments, full, write_texts
 from tests.support.pool import run_ranks
 from torchtitan import initialization
+from torchtitan.config import manager
 from torchtitan.initialization import Constant, Normal, clean_name, initialize
+from torchtitan.ranks import read_ranks
+from torchtitan.trainer import Trainer
 
 
 class Small(nn.Module):
-    """Shapes that sit badly on blocks and ranks: 301 rows in blocks of 65, 7 rows, a vector, three dimensions."""
+    """Shapes that sit badly on blocks and ranks: 301 rows in blocks of 65, 7 rows, a vector, three dimensions, of which
+    two may be more than a block.
+    """
 
     def __init__(self):
         super().__init__()
@@ -26,6 +32,7 @@ class Small(nn.Module):
         self.short = nn.Linear(4, 7)
         self.vector = nn.Parameter(torch.empty(70000))
         self.experts = nn.Parameter(torch.empty(3, 5, 6))
+        self.large_experts = nn.Parameter(torch.empty(2, 1200, 500))
 
 
 def rule(name):
@@ -56,6 +63,12 @@ def by_columns(model):
     fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1))
 
 
+def inside_experts(model):
+    """As where there are fewer experts than ranks: each has a part of all of them."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.shape[1:] == (1200, 500) else Shard(0))
+
+
 def both_ways(model):
     """Tensor parallel over two ranks, one layer by rows, one by columns; what they hold is sharded over two more."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -76,7 +89,15 @@ def shards(prepare):
 
 @pytest.mark.parametrize(
     "world_size, prepare",
-    [(2, by_rows), (2, by_columns), (4, by_rows), (4, both_ways), (4, replicated_and_sharded)],
+    [
+        (2, by_rows),
+        (2, by_columns),
+        (2, inside_experts),
+        (4, by_rows),
+        (4, both_ways),
+        (4, inside_experts),
+        (4, replicated_and_sharded),
+    ],
 )
 def test_every_sharding_starts_from_the_same_bits(world_size, prepare):
     expected = whole_tensors(drawn())
@@ -88,21 +109,61 @@ def test_every_sharding_starts_from_the_same_bits(world_size, prepare):
     assert len({str(shapes) for _, shapes in answers}) > 1 or prepare is not by_rows, "301 and 7 rows are uneven"
 
 
-def draws_of_rank(prepare):
-    drawn_elements = []
-    original = initialization._values
-    initialization._values = lambda shape, *args: drawn_elements.append(math.prod(shape)) or original(shape, *args)
+@contextmanager
+def counted_draws():
+    """How many numbers each call of the generator gave."""
+    counts, original = [], initialization._values
+    initialization._values = lambda shape, *args: counts.append(math.prod(shape)) or original(shape, *args)
     try:
-        drawn(prepare=prepare)
+        yield counts
     finally:
         initialization._values = original
-    return sum(drawn_elements)
 
 
-def test_a_rank_draws_only_the_blocks_it_needs():
+def draws_of_rank(prepare):
+    with counted_draws() as counts:
+        drawn(prepare=prepare)
+    return sum(counts)
+
+
+@pytest.mark.parametrize("world_size, prepare", [(2, by_rows), (2, inside_experts), (4, inside_experts)])
+def test_a_rank_draws_only_the_blocks_it_needs(world_size, prepare):
+    """Those at an edge are drawn by both their ranks: up to two of each matrix, of experts of each expert."""
     total = sum(p.numel() for p in Small().parameters())
-    for elements in run_ranks(2, draws_of_rank, by_rows):
-        assert elements < 0.5 * total + 2 * initialization.BLOCK_ELEMENTS + 1000
+    for elements in run_ranks(world_size, draws_of_rank, prepare):
+        assert elements < total / world_size + 8 * initialization.BLOCK_ELEMENTS
+
+
+def draws_of_jobs(*jobs):
+    """Of each in turn, which trains a step, and the sum of its weights' squares after that."""
+    answers = []
+    for argv in jobs:
+        with counted_draws() as counts:
+            trainer = Trainer(manager.load(argv), read_ranks())
+        trainer.train()
+        squares = sum(p.detach().double().square().sum().item() for _, p in trainer.model.named_parameters())
+        answers.append((sum(counts), squares))
+        trainer.metrics.close()
+    return answers
+
+
+def test_what_a_checkpoint_fills_is_not_drawn(tmp_path):
+    """Also of an adapter, whose own matrices are all that is drawn beside a base that is read."""
+    texts = write_texts(tmp_path)
+
+    def job(name, steps=1, **options):
+        return arguments(tmp_path / name, texts, training__steps=steps, checkpoint__enable=True, **options)
+
+    base = str(tmp_path / "first" / "checkpoint")
+    adapter = dict(adapter__kind="lora", adapter__rank=4, checkpoint__initial_load_path=base)
+    jobs = [job("first"), job("first", 2), job("other", checkpoint__initial_load_path=base), job("lora", **adapter)]
+    jobs += [job("lora", 2, **adapter)]
+    ((first, *others),) = run_ranks(1, draws_of_jobs, *jobs)
+    assert first[0] > 0
+    assert [count for count, _ in others[:2]] == [0, 0]
+    assert 0 < others[2][0] < first[0]
+    assert others[3][0] == 0
+    assert all(math.isfinite(squares) for _, squares in others)
 
 
 def test_only_seed_name_and_shape_matter():

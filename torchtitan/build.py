@@ -224,8 +224,10 @@ def pipeline_options(config: JobConfig) -> PipelineOptions:
     )
 
 
-def model(config: JobConfig, mesh: DeviceMesh, plan: ParallelDims, device: torch.device) -> ParallelModel:
-    """The job's model, parallel and with its initial weights, a function of seed and parameter name."""
+def model(
+    config: JobConfig, mesh: DeviceMesh, plan: ParallelDims, device: torch.device, drawn: bool = True
+) -> ParallelModel:
+    """The job's model, parallel and with its initial weights, a function of seed and parameter name; see there."""
     built, patterns, installed = adapted_model(config)
     return ParallelModel(
         built,
@@ -238,6 +240,7 @@ def model(config: JobConfig, mesh: DeviceMesh, plan: ParallelDims, device: torch
         pipeline=pipeline_options(config),
         balance=model_spec(config).balance,
         adapter=installed,
+        drawn=drawn,
     )
 
 

@@ -1,14 +1,15 @@
 """Initial weights as a function of (seed, parameter name, global shape), and of nothing else.
 
 Rows (the first dimension) are drawn in blocks of about 65536 elements, each block from a generator of its own, seeded
-by a hash of seed, name and block number. A rank draws only the blocks that its shard overlaps, so no rank ever holds a
-full tensor of a large model, and one rank or a thousand start from the same bits. Drawing is always done on the CPU in
-float32: a GPU, another dtype or another mesh starts from the same values too (up to the cast).
+by a hash of seed, name and block number; where a row is larger than that and is itself a matrix (an expert), its own
+rows are. A rank draws only the blocks that its shard overlaps, so no rank ever holds a full tensor of a large model,
+and one rank or a thousand start from the same bits. Drawing is always done on the CPU in float32: a GPU, another dtype
+or another mesh starts from the same values too (up to the cast).
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -51,10 +52,15 @@ def clean_name(name: str) -> str:
 
 @torch.no_grad()
 def initialize(
-    model: nn.Module, seed: int, rule: Callable[[str], Init], drawn_as: Mapping[str, str] | None = None
+    model: nn.Module,
+    seed: int,
+    rule: Callable[[str], Init],
+    drawn_as: Mapping[str, str] | None = None,
+    names: Collection[str] | None = None,
 ) -> None:
-    """Fill every parameter in place, plain tensors and DTensors alike. `rule` is asked with the clean name, after the
-    module that owns the parameter: one whose class has `own_init` may give an Init for its own name of it, or None.
+    """Fill every parameter in place, or those of these clean `names`, plain tensors and DTensors alike. `rule` is asked
+    with the clean name, after the module that owns the parameter: one whose class has `own_init` may give an Init for
+    its own name of it, or None.
 
     A tensor with several names (tied weights) is drawn once, under its first name. `drawn_as` gives that name to a copy
     that a pipeline made of it: name -> name under which it is drawn.
@@ -64,6 +70,8 @@ def initialize(
         if not parameter.is_floating_point():  # packed: see stores.py
             continue
         name = clean_name(wrapped_name)
+        if names is not None and name not in names:
+            continue
         name = (drawn_as or {}).get(name, name)
         draw(parameter, _own_init(model, wrapped_name) or rule(name), f"{seed}/{name}")
 
@@ -97,6 +105,10 @@ def _draw(
     local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...], init: Normal | Uniform, key: str
 ) -> None:
     row_shape = shape[1:]
+    if len(row_shape) > 1 and math.prod(row_shape) > BLOCK_ELEMENTS:  # a rank may have a part of every expert
+        for index, row in enumerate(local, start=offset[0]):
+            _draw(row, row_shape, offset[1:], init, f"{key}/{index}")
+        return
     rows_per_block = max(1, BLOCK_ELEMENTS // math.prod(row_shape))
     within_row = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
     first, last = offset[0], offset[0] + local.shape[0]

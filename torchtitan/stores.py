@@ -2,7 +2,7 @@
 packed into few bits. Who fills a model asks for such names here and writes through a store.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 import torch
@@ -35,9 +35,11 @@ def stores(part: nn.Module) -> Iterator[tuple[str, Store]]:
                 yield f"{clean_name(name)}.{own}", store
 
 
-def draw_stores(part: nn.Module, seed: int, rule: Callable[[str], Init]) -> None:
+def draw_stores(part: nn.Module, seed: int, rule: Callable[[str], Init], names: Collection[str] | None = None) -> None:
     """What initialize() leaves to this: the initial values that the plain parameters would have, as they are kept."""
     for name, store in stores(part):
+        if names is not None and name not in names:
+            continue
         values = store.empty()
         draw(values, rule(name), f"{seed}/{name}")
         store.write(values)

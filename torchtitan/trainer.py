@@ -78,7 +78,7 @@ class Trainer:
         self.beside_export: dict[str, bytes] = {}
         if config.checkpoint.last_save_in_hf:  # whether the format has all this is better known before the run
             self.beside_export = build.beside_hf_weights(config, self.tokenizer)
-        self.model = build.model(config, self.mesh, self.dims, self.device)
+        self.model = build.model(config, self.mesh, self.dims, self.device, drawn=False)
         self.objective = build.objective(config)
         distributed.set_timeout(timeout)  # else torch's own for the mesh's groups
         self.optimizers = build.optimizers(config, self.model)
@@ -214,8 +214,10 @@ class Trainer:
             logger.info("changed since the checkpoint: %s", ", ".join(map(str, found)))
 
     def restore(self) -> int | None:
-        """Resume the job of this folder, else start from `initial_load_path`. The step resumed from, if any."""
+        """Resume the job of this folder, else start from `initial_load_path`, else from initial weights, drawn only
+        then. The step resumed from, if any."""
         if self.checkpointer is None:
+            self.model.initialize()
             return None
         options = self.config.checkpoint
         path = options.initial_load_path
@@ -227,7 +229,9 @@ class Trainer:
             logger.info("resumed from step %d in %s", resumed, self.checkpointer.folder)
             if path and not alone:
                 logger.info("checkpoint.initial_load_path = %s is not used: this folder's own checkpoints win", path)
-        elif path and not alone:
+        elif not path:
+            self.model.initialize()
+        elif not alone:
             self.start_from(path)
         if resumed is None and self.config.adapter.initial_path:
             self.model.adapter.begin_from(self.model.parts, build.peft_tensors(self.config, self.model.adapter))
@@ -237,6 +241,7 @@ class Trainer:
     def start_from(self, path: str) -> None:
         """Take the weights of another job or program; an adapter's own stay as they were drawn."""
         options, adapter = self.config.checkpoint, self.model.adapter
+        self.model.initialize(adapter.fresh if adapter else ())
         kind, place = find_weights(Path(path))
         if kind == "ours":
             self.checkpointer.initial_load(place, options.initial_load_model_only)

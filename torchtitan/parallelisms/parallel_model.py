@@ -3,7 +3,8 @@
 The one place where the parts of parallelism meet. Trainer, tests and benchmarks assemble and run a model by it.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -71,7 +72,8 @@ class ParallelModel:
     """This rank's share of a model. Without a pipeline `parts` holds the one model, else a part for each stage here.
 
     `model` comes on the meta device, in the type its parameters are kept in, its loss attached. `balance`: of a model
-    with experts. `adapter`: what has been installed in the model (adapters/interface.py).
+    with experts. `adapter`: what has been installed in the model (adapters/interface.py). `drawn`: with its initial
+    weights, a function of `seed` and the parameters' names; else they are NaN until `initialize` or a load fills them.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class ParallelModel:
         pipeline: PipelineOptions | None = None,
         balance: Balance | None = None,
         adapter: Any = None,
+        drawn: bool = True,
     ):
         self.mesh, self.dims, self.options, self.device = mesh, dims, options, device
         dtype = dtype_of(model)
@@ -102,11 +105,11 @@ class ParallelModel:
             for module in part.modules():  # buffers are not offloaded: nothing would bring them to the device
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.to(device))
-            initialize(part, seed, part.init_rule, drawn_as=tied)
-            draw_stores(part, seed, part.init_rule)
-        self.adapter = adapter
-        if adapter is not None:
-            adapter.follow_base(self.parts)
+        self.adapter, self.seed = adapter, seed
+        if drawn:
+            self.initialize()
+        else:
+            self._forget()
         self.pipeline = None
         if dims.pp > 1:
             segments = None
@@ -139,6 +142,21 @@ class ParallelModel:
         for hook in (self.balance, adapter):
             if hook is not None:
                 self.hooks.append(hook)
+
+    def initialize(self, names: Collection[str] | None = None) -> None:
+        """Draw the initial weights, or those of these names (of the plain model, with its adapter)."""
+        for part in self.parts:
+            initialize(part, self.seed, part.init_rule, drawn_as=part.tied_names, names=names)
+            draw_stores(part, self.seed, part.init_rule, names)
+        if self.adapter is not None:
+            self.adapter.follow_base(self.parts)
+
+    @torch.no_grad()
+    def _forget(self) -> None:
+        """What nobody fills is seen then: every load looks for NaN."""
+        for _, parameter in self.named_parameters():
+            if parameter.is_floating_point():
+                parameter.fill_(math.nan)
 
     def train(self, mode: bool = True) -> None:
         for part in self.parts:
