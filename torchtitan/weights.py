@@ -46,7 +46,8 @@ class Weights(ABC):
 
 class _Ours(Weights):
     def __init__(self, folder: Path, shapes: Shapes, tied: bool):
-        self.source: Source = open_checkpoint(folder, Peers("weights"))
+        self.peers = Peers("weights")
+        self.source: Source = open_checkpoint(folder, self.peers)
         self.step, self.shapes = self.source.manifest.step, shapes
         saved = {name: e for name, e in self.source.manifest.tensors.items() if name.startswith(MODEL)}
         names = [name for name in shapes if not (tied and name == "output.weight")]
@@ -60,7 +61,7 @@ class _Ours(Weights):
 
     def whole(self, name: str) -> torch.Tensor:
         target = {MODEL + name: torch.empty(self.shapes[name], dtype=self.dtype(name))}
-        read_tensors(self.source.folder, self.source.manifest, target, Peers("weights"))
+        read_tensors(self.source.folder, self.source.index, target, self.peers)
         return target[MODEL + name]
 
 

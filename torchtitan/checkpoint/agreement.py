@@ -4,9 +4,10 @@ A group of its own for whoever uses it, over gloo on every machine: two threads 
 silently wrong data then), and the trainer's groups belong to the main thread.
 """
 
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,11 @@ class Peers:
     for `purpose`, which is in the group's name (where distributed.set_timeout sees whose group it is).
     """
 
+    _made = itertools.count()
+
     def __init__(self, purpose: str) -> None:
+        self.name = f"{purpose} {next(self._made)}"
+        """Of no other in this process."""
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.group: dist.ProcessGroup | None = None
         if self.size > 1:
@@ -34,28 +39,30 @@ class Peers:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, on all ranks."""
+    def collect(self, value: T) -> list[T] | None:
+        """The values of all ranks, on rank 0; None on the others. What reaches it is as large as if all values were as
+        large as the largest.
+        """
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        values: list[Any] | None = [None] * self.size if self.is_main else None
+        dist.gather_object(value, values, group=self.group, dst=0)
         return values
 
-    def agree(self, doing: str, action: Callable[[], T]) -> list[T]:
-        """Run `action` on every rank; the results of all, or one `CheckpointError` on all that says who failed."""
+    def agree(self, doing: str, action: Callable[[], T]) -> T:
+        """Run `action` on every rank; its result, or one `CheckpointError` on all that says who failed."""
         result, failure, cause = None, None, None
         try:
             result = action()
         except Exception as error:
             failure, cause = describe(error), error
-        answers = self.gather((result, failure))
+        (failed,) = self.maximum(failure is not None)  # texts are exchanged only where there are some
+        if not failed:
+            return cast(T, result)
         ranks_of: dict[str, list[int]] = {}
-        for rank, (_, text) in enumerate(answers):
+        for rank, text in enumerate(self.tell(self.collect(failure))):
             if text is not None:
                 ranks_of.setdefault(text, []).append(rank)
-        if not ranks_of:
-            return [answer for answer, _ in answers]
         if isinstance(cause, CheckpointError) and len(ranks_of) == 1 and len(ranks_of[str(cause)]) == self.size:
             raise cause
         told = "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items())
@@ -71,10 +78,18 @@ class Peers:
                 answer = None, error
             except Exception as error:
                 answer = None, CheckpointError(f"{describe(error)} (on rank 0)")
-        result, refusal = self.gather(answer)[0]
+        result, refusal = self.tell(answer)
         if refusal is not None:
             raise refusal
         return result
+
+    def tell(self, value: T | None) -> T:
+        """Rank 0's value, on all ranks."""
+        if self.group is not None:
+            values = [value]
+            dist.broadcast_object_list(values, src=0, group=self.group)
+            (value,) = values
+        return cast(T, value)
 
     def maximum(self, *values: int) -> list[int]:
         """Element by element over all ranks; a small message."""

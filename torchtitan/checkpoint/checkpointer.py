@@ -169,8 +169,10 @@ class Checkpointer:
 
     def not_finite(self) -> list[str]:
         """Names of weights and moments with a NaN or an infinity in them, on any rank; the same answer on all."""
-        found = self.main_peers.gather(tensors.not_finite(self._tensors()[0]))
-        return sorted({name for names in found for name in names})
+        names = tensors.not_finite(self._tensors()[0])
+        if self.main_peers.maximum(bool(names)) == [0]:
+            return []
+        return sorted({name for found in self.main_peers.tell(self.main_peers.collect(names)) for name in found})
 
     def finish(self) -> None:
         """Wait for the save under way. Raises `CheckpointError` on all ranks if it failed on any."""

@@ -4,6 +4,7 @@ checkpoint/step-00000500/      published by one rename, never written again
     __0_0.distcp ...           tensors, by torch.distributed.checkpoint, a file a rank
     .metadata                  where each tensor lies in them
     state.json                 everything that is not a tensor
+    rank_0.json ...            but what is large, and of interest to the same rank alone
     manifest.json              written last: what the others must be; without it the folder is no checkpoint
 checkpoint/.tmp-NAME-NONCE/    being written, or left over from a crash
 checkpoint/.aside-NAME-NONCE/  was in the way of a save: kept for its owner to look at, never read
@@ -28,6 +29,8 @@ FORMAT = 1
 MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
 MODEL, OPTIMIZER = "model.", "optimizer."
 """Prefixes of the tensors' names."""
+OWN = ("rng",)
+"""Parts of a rank's state that are in a file of its own; older checkpoints have them in state.json, which all read."""
 
 _STEP = re.compile(r"step-([0-9]{8,})")
 _FILE = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
@@ -217,6 +220,15 @@ def read_state(folder: Path) -> dict[str, Any]:
         if not isinstance(state.get(key), kind):
             raise CheckpointError(f"{folder / STATE}: {key} is not the {kind.__name__} that belongs there")
     return state
+
+
+def own_name(rank: int) -> str:
+    return f"rank_{rank}.json"
+
+
+def read_own(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
+    """What the rank of that number has kept for itself; nothing if it has no such file."""
+    return read_json(folder / own_name(rank)) if own_name(rank) in manifest.files else {}
 
 
 def dump_json(value: Any) -> str:

@@ -7,14 +7,16 @@ agreed on by all ranks; a tensor that is missing, left over or of another shape 
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan.checkpoint import layout, storage, tensors
 from torchtitan.checkpoint.agreement import Peers
-from torchtitan.checkpoint.layout import MODEL, CheckpointError, Manifest
+from torchtitan.checkpoint.layout import MODEL, CheckpointError, Manifest, TensorEntry
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.stores import Store, packed_names, stores
 
@@ -28,29 +30,29 @@ class Source:
     folder: Path
     manifest: Manifest
     state: dict[str, Any]
+    index: Metadata
 
 
 def open_checkpoint(folder: Path, peers: Peers) -> Source:
     """Judge a folder; the ranks share the work of hashing. Raises `CheckpointError` on all of them or on none."""
 
-    sources: list[Source] = []
-
-    def judge() -> None:
+    def judge() -> Source:
         manifest = layout.read_manifest(folder)
         share = sorted(manifest.files)[peers.rank :: peers.size]
         layout.check_sizes(folder, manifest, share)
         if damaged := layout.damaged_files(folder, manifest, share):
             raise CheckpointError(f"damaged: {', '.join(damaged)} (other content than was written)")
-        storage.read_metadata(folder, manifest)
+        index = storage.read_metadata(folder, manifest)
         state = layout.read_state(folder)
         resumable = manifest.kind == "full"
         for step in (state.get("step"), state["trainer"].get("step", manifest.step) if resumable else manifest.step):
             if type(step) is not int or step != manifest.step:
                 raise CheckpointError(f"{layout.STATE} is of step {step}, its folder of {manifest.step}")
-        sources.append(Source(folder, manifest, state))
+        if len(state["ranks"]) == peers.size:
+            state["ranks"][peers.rank] |= layout.read_own(folder, manifest, peers.rank)
+        return Source(folder, manifest, state, index)
 
-    peers.agree(f"checking {folder.name}", judge)
-    return sources[0]
+    return peers.agree(f"checking {folder.name}", judge)
 
 
 @dataclass
@@ -84,9 +86,8 @@ def load_tensors(source: Source, live: Wanted, peers: Peers, *, prefixes: tuple[
     packed = {}
     for name, store in live.stores.items():
         packed |= tensors.entries({name: store.empty()})
-    shares = peers.gather((tensors.entries(live.tensors, live.values), tensors.entries(live.copies), packed))
-    wanted = tensors.united(share for triple in shares for share in triple)
-    reason, casts = tensors.differences(wanted, saved, cast)
+    own = (tensors.entries(live.tensors, live.values), tensors.entries(live.copies), packed)
+    reason, casts = _compare(tensors.united(own), saved, cast, peers)
     if reason is not None:
         raise CheckpointError(f"{source.folder} does not fit this job: {reason}")
     if casts and peers.is_main:
@@ -95,17 +96,39 @@ def load_tensors(source: Source, live: Wanted, peers: Peers, *, prefixes: tuple[
     def read(targets: Tensors) -> None:
         peers.agree(
             f"reading {source.folder.name}",
-            lambda: storage.read_tensors(source.folder, source.manifest, targets, peers),
+            lambda: storage.read_tensors(source.folder, source.index, targets, peers),
         )
 
     read(live.tensors)
-    if any(copies for _, copies, _ in shares):  # by itself, as a rank can ask for a name only once at a time
+    copied, *unpacked = peers.maximum(bool(live.copies), *(name in packed for name in sorted(saved)))
+    if copied:  # by itself, as a rank can ask for a name only once at a time
         read(live.copies)
-    for name in sorted({name for _, _, names in shares for name in names}):  # one by one: larger before they are packed
+    for name in compress(sorted(saved), unpacked):  # one by one: larger before they are packed
         values = {name: live.stores[name].empty()} if name in live.stores else {}
         read(values)
         if values:
             live.stores[name].write(values[name])
+
+
+def _compare(
+    own: dict[str, TensorEntry], saved: dict[str, TensorEntry], cast: bool, peers: Peers
+) -> tuple[str | None, set[str]]:
+    """`tensors.differences` between what all ranks want together and what is saved; the same on all.
+
+    A rank that wants only what is saved marks its names in a list of the saved ones, and these lists are all that is
+    exchanged. Only where something does not fit do names travel.
+    """
+    names = sorted(saved)
+    odd, _ = tensors.differences(own, {name: saved[name] for name in own if name in saved}, cast)
+    cast_here = (name in own and own[name].dtype != saved[name].dtype for name in names)
+    misfit, *marks = peers.maximum(odd is not None, *(name in own for name in names), *cast_here)
+    wanted = {name: saved[name] for name in compress(names, marks[: len(names)])}
+    if not misfit and len(wanted) == len(saved):
+        return None, {saved[name].dtype for name in compress(names, marks[len(names) :])}
+    others = peers.collect({name: entry for name, entry in own.items() if saved.get(name) != entry})
+    if others is not None:
+        wanted |= tensors.united(others)
+    return peers.tell(tensors.differences(wanted, saved, cast))
 
 
 def load_model_for_inference(path: Path, model: nn.Module, left_out: Collection[str] = ()) -> int:

@@ -1,8 +1,8 @@
 """One save, from a snapshot to a published folder: the same code inline and in the background thread.
 
 Who does what: rank 0 makes the folder, all ranks write and hash their own files, rank 0 writes state and manifest and
-publishes. After each part all ranks tell each other how it went, so they go on or give up together, and whatever
-happens in between leaves at worst a temporary folder.
+publishes. After each part all ranks agree on how it went, by one number, so they go on or give up together, and
+whatever happens in between leaves at worst a temporary folder. What a rank tells rank 0 does not grow with the model.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def save(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers,
     peers.agree("collecting what to save", snapshot.check)
     for pause in (*care.pauses, None):
         try:
-            shares = _save_once(snapshot, target, rewound_to, peers, care)
+            size = _save_once(snapshot, target, rewound_to, peers, care)
             break
         except CheckpointError as error:
             if pause is None:
@@ -75,38 +75,36 @@ def save(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers,
             if peers.is_main:
                 logger.warning("the checkpoint of step %d failed (%s): again in %g s", snapshot.step, error, pause)
             time.sleep(pause)
-    size = sum(entry.size for share in shares or () for entry in share.files.values())
     if peers.is_main and size:
         logger.info("saved %s: %.1f MB in %.2f s", target, size / 1e6, time.monotonic() - started)
     return size
 
 
-def _save_once(
-    snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers, care: Care
-) -> list["_Share"] | None:
+def _save_once(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers, care: Care) -> int:
     temporary = peers.decide(lambda: _open(snapshot, target, rewound_to, care))
     if temporary is None:
-        return None
+        return 0
     try:
-        shares = peers.agree("writing a checkpoint", lambda: _write(snapshot, temporary, peers))
+        share, entries = peers.agree("writing a checkpoint", lambda: _write(snapshot, temporary, peers))
         if care.verify:
-            peers.agree("reading a checkpoint back", lambda: _read_back(temporary, shares[peers.rank]))
-        peers.agree("finishing a checkpoint", lambda: _commit(snapshot, temporary, target, shares, peers))
+            peers.agree("reading a checkpoint back", lambda: _read_back(temporary, share))
+        shares = peers.collect(share)
+        peers.agree("finishing a checkpoint", lambda: _commit(snapshot, temporary, target, shares, entries))
     except CheckpointError:
+        storage.forget_plans(peers)
         if peers.is_main and temporary.is_dir():
             with contextlib.suppress(OSError):  # the next save removes it
                 folders.delete(temporary)
         raise
-    return shares
+    files = () if shares is None else (entry for share in shares for entry in share.files.values())
+    return peers.tell(sum(entry.size for entry in files))
 
 
 @dataclass
 class _Share:
-    """What rank 0 learns from a rank, for state and manifest."""
+    """What rank 0 learns from a rank, for state and manifest: of thousands, so it is small."""
 
     files: dict[str, FileEntry]
-    tensors: dict[str, TensorEntry]
-    """Of all ranks, told by rank 0."""
     rank: dict[str, Any]
     optimizer_values: dict[str, Any]
 
@@ -152,10 +150,18 @@ def _unfit(folder: Path, snapshot: Snapshot) -> str | None:
         return str(error)
 
 
-def _write(snapshot: Snapshot, temporary: Path, peers: Peers) -> _Share:
-    tensors = storage.write_tensors(temporary, snapshot.tensors, snapshot.staged, peers)
-    files = {name: _entry(temporary / name) for name in storage.files_of_rank(temporary, peers.rank)}
-    return _Share(files, tensors if peers.is_main else {}, snapshot.rank, snapshot.optimizer_values)
+def _write(snapshot: Snapshot, temporary: Path, peers: Peers) -> tuple[_Share, dict[str, TensorEntry]]:
+    """This rank's files; and what tensors all ranks' files hold."""
+    keep_plan = snapshot.kind == "full"
+    entries = storage.write_tensors(temporary, snapshot.tensors, snapshot.staged, peers, keep_plan)
+    names = storage.files_of_rank(temporary, peers.rank)
+    own = {key: value for key, value in snapshot.rank.items() if key in layout.OWN}
+    if own:
+        names.append(layout.own_name(peers.rank))
+        folders.write_file(temporary / names[-1], layout.dump_json(own))
+    for_all = {key: value for key, value in snapshot.rank.items() if key not in own}
+    files = {name: _entry(temporary / name) for name in names}
+    return _Share(files, for_all, snapshot.optimizer_values), entries
 
 
 def _read_back(temporary: Path, share: _Share) -> None:
@@ -166,8 +172,11 @@ def _read_back(temporary: Path, share: _Share) -> None:
             raise CheckpointError(f"{name} is read back with other content than was written: the disk is not sound")
 
 
-def _commit(snapshot: Snapshot, temporary: Path, target: Path, shares: list[_Share], peers: Peers) -> None:
-    if not peers.is_main:
+def _commit(
+    snapshot: Snapshot, temporary: Path, target: Path, shares: list[_Share] | None, entries: dict[str, TensorEntry]
+) -> None:
+    """By rank 0, which has all shares."""
+    if shares is None:
         return
     state = {
         "step": snapshot.step,
@@ -187,10 +196,10 @@ def _commit(snapshot: Snapshot, temporary: Path, target: Path, shares: list[_Sha
         format=layout.FORMAT,
         kind=snapshot.kind,
         step=snapshot.step,
-        world_size=peers.size,
+        world_size=len(shares),
         versions=versions(),
         files=files,
-        tensors=shares[0].tensors,
+        tensors=entries,
     )
     folders.write_file(temporary / MANIFEST, layout.manifest_text(manifest))
     folders.publish(temporary, target)

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from torchtitan.checkpoint import records
 from torchtitan.checkpoint.agreement import Peers, describe
@@ -27,10 +28,15 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 Tensors = dict[str, torch.Tensor]
 
 
-def write_tensors(folder: Path, tensors: Tensors, staged: Tensors, peers: Peers) -> dict[str, TensorEntry]:
+def write_tensors(
+    folder: Path, tensors: Tensors, staged: Tensors, peers: Peers, keep_plan: bool = False
+) -> dict[str, TensorEntry]:
     """Write every rank's share, synced to disk; the names, dtypes and global shapes of all ranks' tensors.
 
-    Where a name is in `staged`, that copy of this rank's part is written instead of the live tensor.
+    Where a name is in `staged`, that copy of this rank's part is written instead of the live tensor. `keep_plan`: who
+    writes what is kept for the next save of these peers, which then exchange no more than that nothing has changed. Of
+    tensors that keep their types; and where a save fails, all ranks call `forget_plans`, else one could write by a plan
+    that is not the others'.
     """
     writer = filesystem.FileSystemWriter(
         folder,
@@ -42,11 +48,26 @@ def write_tensors(folder: Path, tensors: Tensors, staged: Tensors, peers: Peers)
         saved = dcp.save(
             tensors,
             storage_writer=writer,
-            planner=_StagedPlanner(staged),
+            planner=_StagedPlanner(staged, peers.name if keep_plan else None),
             process_group=peers.group,
             no_dist=peers.group is None,
         )
-    return _entries(saved)
+    entries = _entries(saved)
+    if lacking := sorted(tensors.keys() - entries.keys()):
+        raise CheckpointError(f"{lacking[0]} was planned to be written and was not; nothing is published")
+    return entries
+
+
+def forget_plans(peers: Peers) -> None:
+    """Have the next save of these peers begin with none."""
+    for kept in (
+        SavePlanner._cached_save_plan,
+        SavePlanner._cached_final_save_plan,
+        SavePlanner._cached_all_plans,
+        SavePlanner._cached_global_plan,
+        SavePlanner._cached_metadata,
+    ):
+        kept.pop(peers.name, None)
 
 
 def files_of_rank(folder: Path, rank: int) -> list[str]:
@@ -55,12 +76,14 @@ def files_of_rank(folder: Path, rank: int) -> list[str]:
     return sorted(names) + ([METADATA] if rank == 0 else [])
 
 
-def read_tensors(folder: Path, manifest: Manifest, tensors: Tensors, peers: Peers) -> None:
-    """Fill `tensors` in place, each rank reading what it holds, however many ranks wrote the files."""
+def read_tensors(folder: Path, index: metadata.Metadata, tensors: Tensors, peers: Peers) -> None:
+    """Fill `tensors` in place, each rank reading what it holds, however many ranks wrote the files. `index`: what
+    `read_metadata` gave for the folder.
+    """
     with translated_errors():
         dcp.load(
             tensors,
-            storage_reader=_CheckedReader(folder, manifest),
+            storage_reader=_CheckedReader(folder, index),
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=peers.group,
             no_dist=peers.group is None,
@@ -73,20 +96,22 @@ def read_metadata(folder: Path, manifest: Manifest) -> metadata.Metadata:
 
 
 class _CheckedReader(filesystem.FileSystemReader):
-    def __init__(self, folder: Path, manifest: Manifest):
+    def __init__(self, folder: Path, index: metadata.Metadata):
         super().__init__(folder)
-        self.manifest = manifest
+        self.index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """Also when DCP, having failed once, asks for the metadata of one rank: there is one index and no other."""
-        return read_metadata(self.path, self.manifest)
+        return self.index
 
 
 class _StagedPlanner(DefaultSavePlanner):
     """Plans by the live tensors, whose shapes and meshes do not change, and writes from the copies."""
 
-    def __init__(self, staged: Tensors):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+    def __init__(self, staged: Tensors, name: str | None):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, enable_plan_caching=name is not None)
+        if name is not None:
+            self._cached_plans_key = name  # torch's is the name of the class, so of another job's too
         self.staged = staged
 
     def lookup_object(self, index: metadata.MetadataIndex) -> Any:
