@@ -32,6 +32,7 @@ SLOW = {
         "generate",
         "hf_round_trip",
         "nodes",
+        "company",
         "overlap",
         "overlap_guards",
         "package",

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import jobs
 from tests.support.pool import run_alone, run_ranks
-from tests.test_launcher import LOOPBACK, listening
+from tests.test_launcher import LOOPBACK, gone, listening
 from torchtitan import distributed
 from torchtitan.errors import JobError
 from torchtitan.launcher import nodes
@@ -110,12 +110,34 @@ def test_two_machines_are_one_world_and_stop_together(tmp_path, monkeypatch):
     assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
 
 
-def test_a_rank_that_is_killed_ends_both_machines(tmp_path):
+def test_a_rank_that_is_killed_on_one_machine_is_a_restart_of_both_to_the_same_bits(tmp_path):
     texts = jobs.write_texts(tmp_path)
-    argv = jobs.arguments(tmp_path / "run", texts, training__local_batch_size=4, training__steps=100000)
-    machines = start(argv)
-    jobs.wait_for_step(tmp_path / "run", 1, machines[0])
-    os.kill(jobs.children(machines[1].pid)[0], signal.SIGKILL)
+    options = dict(training__local_batch_size=4, training__steps=40, checkpoint__enable=True, checkpoint__interval=10)
+    options |= dict(optimizer__lr=1e-3)
+    machines = start(jobs.arguments(tmp_path / "run", texts, **options))
+    jobs.wait_for_step(tmp_path / "run", 13, machines[0])
+    ranks = [jobs.children(machine.pid)[0] for machine in machines]
+    os.kill(ranks[1], signal.SIGKILL)
+    (code_0, _, err_0), (code_1, _, err_1) = (jobs.finish(machine) for machine in machines)
+    assert (code_0, code_1) == (0, 0) and all(map(gone, ranks)), (err_0, err_1)
+    assert "restart 1 of 3" in err_0 and err_1 == "rank 1 was ended by SIGKILL\n"
+    rows = jobs.logged_steps(tmp_path / "run")
+    straight = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "straight", texts, **options))[0][0]
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert [row["loss"] for row in rows] == [row["loss"] for row in straight]
+
+
+def test_a_job_that_one_machine_refuses_is_refused_once_and_ends_on_all(tmp_path):
+    """The data are on one machine only: the other knows that nothing will start before anybody waits for it."""
+    texts = jobs.write_texts(tmp_path)
+    where = dict(NNODES="2", HEAD_ADDR="127.0.0.1", HEAD_PORT=str(free_port()))
+    argv = [
+        jobs.arguments(tmp_path / "run", texts=path, training__local_batch_size=4)
+        for path in (texts, tmp_path / "none.jsonl")
+    ]
+    machines = [jobs.start(argv[index], ranks=1, NODE_RANK=str(index), **where) for index in range(2)]
     (code_0, _, err_0), (code_1, _, err_1) = (jobs.finish(machine, 60) for machine in machines)
-    assert (code_0, code_1) == (1, 137)
-    assert "another rank is gone" in err_0 and err_1 == "rank 1 was ended by SIGKILL\n"
+    assert (code_0, code_1, err_1) == (2, 2, "")
+    told = err_0.splitlines()
+    assert told[0] == f"machine 1 ({socket.gethostname()}) refuses the job:" and len(told) == 3
+    assert "training.dataset_path" in told[1] and "none.jsonl" in told[1]

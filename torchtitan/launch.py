@@ -1,4 +1,5 @@
-"""Start the ranks of one machine: checked once, found by nobody outside, ended together, started again after a crash.
+"""Start the ranks of one machine: checked once, found by nobody outside, ended together, started again after a crash;
+those of several machines as one, by a launcher on each.
 
 `python -m torchtitan.launch NUM_RANKS [arguments of torchtitan train]`; `torchtitan train` is the same with one rank.
 Unlike torchrun it listens on nothing, imports no torch and keeps the ranks' exit codes: a refused job (2) or a stop by
@@ -6,7 +7,9 @@ Ctrl-C (130) has already said what there is to say.
 """
 
 import os
+import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.checkpoint import newest_complete
@@ -15,11 +18,12 @@ from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
 from torchtitan.errors import JobError
+from torchtitan.launcher.company import LATE_SECONDS, First, Other
 from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.lock import held, this_process
-from torchtitan.launcher.nodes import Nodes, listen, stay_on_the_way_to
+from torchtitan.launcher.nodes import Nodes, stay_on_the_way_to
 from torchtitan.launcher.processes import Processes
-from torchtitan.launcher.restarts import supervise
+from torchtitan.launcher.restarts import follow, supervise
 from torchtitan.launcher.stops import SignalQueue
 from torchtitan.launcher.watching import Watch
 from torchtitan.leaving import REFUSED, exit_with
@@ -52,19 +56,11 @@ def launch(num_ranks: int, arguments: list[str]) -> int:
     queue = SignalQueue()
     try:
         nodes = Nodes(*read_nodes())
-        # here, before any rank exists: in a second and once, not from every rank
-        config = load_job(arguments, nodes.count * num_ranks)
-        if config is None:
-            return REFUSED
         if num_ranks > 1:
             set_default("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-        for number in queue.wait(0):
-            return 128 + number
-        command = [sys.executable, "-m", "torchtitan.train", *arguments]
-        if nodes.index:  # the first machine holds the folder for all
-            return run(config, command, num_ranks, queue, nodes)
-        with held(Path(config.job.dump_folder), this_process(*slurm_job())):
-            return run(config, command, num_ranks, queue, nodes)
+        # the job is judged here, before any rank exists: in a second and once, not by every rank
+        part = follow_the_first if nodes.index else lead
+        return part(nodes, num_ranks, arguments, queue)
     except JobError as error:
         print(error, file=sys.stderr)
         return REFUSED
@@ -72,43 +68,105 @@ def launch(num_ranks: int, arguments: list[str]) -> int:
         queue.close()
 
 
-def run(config: JobConfig, command: list[str], num_ranks: int, queue: SignalQueue, nodes: Nodes | None = None) -> int:
-    """All ranks of a checked job on this machine, started again after crashes and hangs if there is something to go on
-    from. Of several machines none starts again alone: that is for who has started all of them."""
-    folder, options = Path(config.job.dump_folder), config.checkpoint
-    limits = Limits(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
+def lead(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue) -> int:
+    """On the first machine, and on the only one: hold the folder, and start all ranks of a checked job again after
+    crashes and hangs, if there is something to go on from."""
+    company, code = First(nodes, num_ranks), REFUSED
+    try:
+        config = load_job(arguments, nodes.count * num_ranks)
+        if config is None:
+            return REFUSED
+        for number in queue.wait(0):
+            code = 128 + number
+            return code
+        if nodes.count > 1:
+            stay_on_the_way_to(nodes)
+        with held(Path(config.job.dump_folder), this_process(*slurm_job())):
+            stopped = company.meet(queue, config.comm.init_timeout_seconds)
+            code = 128 + stopped if stopped else run(config, arguments, num_ranks, queue, company)
+        return code
+    except JobError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    finally:
+        company.dismiss(code)
+
+
+def run(config: JobConfig, arguments: list[str], num_ranks: int, queue: SignalQueue, company: First) -> int:
+    options = config.checkpoint
 
     def start(restart: Restart | None) -> Watch:
-        return Watch(Processes(command, num_ranks, restart), queue, limits, folder / "hangs")
-
-    def newest() -> int:
-        path, _ = newest_complete(folder / options.folder)
-        return step_of(path.name) if path is not None else -1
-
-    if nodes is not None and nodes.count > 1:
-        stay_on_the_way_to(nodes)
-        listener = listen(nodes) if nodes.index == 0 else None
-        world = Processes(command, num_ranks, nodes=nodes, listener=listener)
+        nodes, listener = company.begin(restart)
+        watch = started(config, arguments, num_ranks, queue, company, restart, nodes, listener)
         if listener is not None:
             listener.close()  # it is the first rank's now
-        return Watch(world, queue, limits, folder / "hangs").until_the_end()
+        return watch
+
+    def newest() -> int:
+        path, _ = newest_complete(Path(config.job.dump_folder) / options.folder)
+        return step_of(path.name) if path is not None else -1
+
     saves = options.enable and not options.load_only
-    return supervise(start, queue, config.job.max_restarts if saves else 0, newest)
+    return supervise(start, queue, config.job.max_restarts if saves else 0, newest, company)
+
+
+def follow_the_first(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue) -> int:
+    """On every other machine, which says to the first what it has against the job."""
+    stay_on_the_way_to(nodes)
+    other = Other(nodes, num_ranks)
+    config, faults = judge(arguments, nodes.count * num_ranks)
+    if config is None:
+        try:
+            other.meet(queue, LATE_SECONDS, faults)
+        except JobError:
+            print(faults, file=sys.stderr)
+        return REFUSED
+    stopped = other.meet(queue, config.comm.init_timeout_seconds)
+    if stopped:
+        return 128 + stopped
+
+    def start(port: int, restart: Restart | None) -> Watch:
+        return started(config, arguments, num_ranks, queue, other, restart, replace(nodes, port=port), None)
+
+    return follow(start, queue, other)
+
+
+def started(
+    config: JobConfig,
+    arguments: list[str],
+    num_ranks: int,
+    queue: SignalQueue,
+    others: First | Other,
+    restart: Restart | None,
+    nodes: Nodes,
+    listener: socket.socket | None,
+) -> Watch:
+    """The ranks of this machine, and who watches them."""
+    command = [sys.executable, "-m", "torchtitan.train", *arguments]
+    limits = Limits(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
+    ranks = Processes(command, num_ranks, restart, nodes, listener)
+    return Watch(ranks, queue, limits, Path(config.job.dump_folder) / "hangs", others)
 
 
 def load_job(argv: list[str], world_size: int, explain: bool = True) -> JobConfig | None:
     """The checked job, or None after its faults have been printed to stderr, one line each."""
+    config, faults = judge(argv, world_size)
+    if config is None and explain:
+        print(faults, file=sys.stderr)
+    return config
+
+
+def judge(argv: list[str], world_size: int) -> tuple[JobConfig | None, str]:
+    """The checked job, or None and its faults, one line each."""
     try:
         config = manager.load(argv)
         faults = check(config, world_size, likely_device(), manager.said_by(argv))
     except ConfigError as error:
         faults = with_faults_of_the_rest(error, world_size, likely_device(), manager.said_by(argv))
     if not faults:
-        return config
-    if explain:
-        print("\n".join(map(str, faults)), file=sys.stderr)
-        print(f"{len(faults)} fault{'s' if len(faults) > 1 else ''} in the job; nothing was started", file=sys.stderr)
-    return None
+        return config, ""
+    end = f"{len(faults)} fault{'s' if len(faults) > 1 else ''} in the job; nothing was started"
+    return None, "\n".join([*map(str, faults), end])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,28 +80,68 @@ class Watchdog:
         return max(told, at)
 
 
-def explain(processes: Processes, folder: Path, seconds: float) -> tuple[str, int]:
-    """Write what all ranks were doing into a new folder below `folder`; one line for a person, and the rank behind."""
+@dataclass(frozen=True)
+class Evidence:
+    """What the ranks of a machine were doing when none of them got on, by their number in the world. Plain values, as
+    machines tell it to each other."""
+
+    seconds: float
+    """For how long none had got on."""
+    place: str
+    """Where their stacks and collectives are."""
+    problem: str
+    """Why they could not be written there, or empty."""
+    doing: dict[int, tuple[str, int, float]]
+    states: dict[int, str]
+    logs: dict[int, dict[str, Any]]
+
+
+def folder_name() -> str:
+    """Of one hang that is seen now."""
+    return time.strftime("%Y%m%d-%H%M%S")
+
+
+def collect(processes: Processes, place: Path, seconds: float) -> Evidence:
+    """Ask all ranks of this machine for their stacks and collectives and write them into `place`."""
     for rank in processes.running:
         os.write(processes.shared[rank].ask, b"?")
     processes.signal(STACKS)
     time.sleep(ANSWER_SECONDS)
     here = {processes.first + local: local for local in processes.running}
-    doing = {rank: processes.progress[local] for rank, local in here.items()}
-    states = {rank: processes.state(local) for rank, local in here.items()}
-    logs = {rank: _parsed(processes.shared[local].collectives.read()) for rank, local in here.items()}
-    late, why = verdict(doing, states, logs)
-    line = f"hang: no rank has got on for {seconds:.0f} s; {why}"
-    place = folder / time.strftime("%Y%m%d-%H%M%S")
+    logs = {rank: processes.shared[local].collectives.read() for rank, local in here.items()}
+    problem = ""
     try:
         place.mkdir(parents=True, exist_ok=True)
-        table = [f"rank {rank}: {each}, process {states[rank]}" for rank, each in doing.items()]
-        (place / "summary.txt").write_text("\n".join([line, *table, ""]))
         for rank, local in here.items():
             (place / f"rank-{rank}.stacks.txt").write_text(processes.shared[local].stacks.read())
-            (place / f"rank-{rank}.collectives.json").write_text(processes.shared[local].collectives.read())
+            (place / f"rank-{rank}.collectives.json").write_text(logs[rank])
     except OSError as error:
-        return f"{line}; what the ranks were doing could not be written to {place} ({error.strerror})", late
+        problem = str(error.strerror)
+    return Evidence(
+        seconds,
+        str(place),
+        problem,
+        {rank: astuple(processes.progress[local]) for rank, local in here.items()},
+        {rank: processes.state(local) for rank, local in here.items()},
+        {rank: _parsed(text) for rank, text in logs.items()},
+    )
+
+
+def explain(found: list[Evidence]) -> tuple[str, int]:
+    """Of all machines: one line for a person, and the rank behind; the first machine writes the summary."""
+    doing = {rank: Doing(*row) for each in found for rank, row in each.doing.items()}
+    states = {rank: state for each in found for rank, state in each.states.items()}
+    late, why = verdict(doing, states, {rank: log for each in found for rank, log in each.logs.items()})
+    line = f"hang: no rank has got on for {max(each.seconds for each in found):.0f} s; {why}"
+    place = Path(found[0].place)
+    table = [f"rank {rank}: {each}, process {states[rank]}" for rank, each in sorted(doing.items())]
+    problem = next((each.problem for each in found if each.problem), "")
+    try:
+        (place / "summary.txt").write_text("\n".join([line, *table, ""]))
+    except OSError as error:
+        problem = problem or str(error.strerror)
+    if problem:
+        return f"{line}; what the ranks were doing could not be written to {place} ({problem})", late
     return f"{line}; stacks and collectives of all ranks: {place}", late
 
 
@@ -189,8 +229,13 @@ def _named(ranks: list[int]) -> str:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """The recorder's log; nothing from a rank that could not answer."""
+    """Of the recorder's log what the verdict reads; nothing from a rank that could not answer."""
     try:
-        return json.loads(text)
+        log = json.loads(text)
     except ValueError:
         return {}
+    names = ("is_p2p", "process_group", "input_sizes", "collective_seq_id", "profiling_name")
+    return {
+        "entries": [{name: entry[name] for name in names} for entry in log.get("entries", [])],
+        "pg_config": log.get("pg_config", {}),
+    }

@@ -1,7 +1,7 @@
 """Several machines as one world: a launcher on each, all ranks in one store of torch's.
 
-The store listens where HEAD_ADDR says and nowhere else, and so do gloo and NCCL, on the interface by which a machine
-reaches that address. None of them asks for a password: a trusted network is theirs.
+Launchers and store listen where HEAD_ADDR says and nowhere else, and so do gloo and NCCL, on the interface by which a
+machine reaches that address. None of them asks for a password: a trusted network is theirs.
 """
 
 import fcntl
@@ -43,10 +43,10 @@ class Nodes:
             )
 
 
-def listen(nodes: Nodes) -> socket.socket:
-    """The socket of the store, on the first machine: bound to the head's address alone."""
+def listen(nodes: Nodes, port: int) -> socket.socket:
+    """A socket on the first machine, bound to the head's address alone; port 0 is any that is free."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(nodes.head, nodes.port, type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, address = socket.getaddrinfo(nodes.head, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

@@ -7,7 +7,9 @@ within moments; those count as one.
 import os
 import select
 import signal
+import socket
 import time
+from collections.abc import Sequence
 from types import FrameType
 
 from torchtitan.leaving import stop_signals
@@ -53,10 +55,10 @@ class SignalQueue:
     def _wake(self, number: int, frame: FrameType | None) -> None:
         """Nothing; but a signal that has no handler would not end the wait."""
 
-    def wait(self, seconds: float) -> list[int]:
-        """The stop signals that came until now, after `seconds` at most."""
+    def wait(self, seconds: float, also: Sequence[socket.socket] = ()) -> list[int]:
+        """The stop signals that came until now, after `seconds` at most, or once there is something to read `also`."""
         if not self._came:
-            select.select([self._read], [], [], max(0.0, seconds))
+            select.select([self._read, *(each.fileno() for each in also)], [], [], max(0.0, seconds))
         while True:
             try:
                 if not os.read(self._read, 4096):

@@ -8,12 +8,13 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from torchtitan.launcher import hangs
-from torchtitan.launcher.hangs import Limits, Watchdog
+from torchtitan.launcher.company import First, Message, Other
+from torchtitan.launcher.ends import End
+from torchtitan.launcher.hangs import Evidence, Limits, Watchdog
 from torchtitan.launcher.processes import Ended, Processes
 from torchtitan.launcher.stops import Requests, SignalQueue
 from torchtitan.leaving import EXPLAINED, HUNG, STOPPED
@@ -32,49 +33,73 @@ def say(text: str, where: TextIO | None = None) -> None:
         print(text, file=where or sys.stdout, flush=True)
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Why a run ended that should not have."""
-
-    cause: str
-    rank: int
-    reached: int
-    """The last step that was done on any rank."""
-
-
 class Watch:
-    """One start of all ranks. What they were doing when they hung is written below `folder`."""
+    """One start of the ranks of this machine. What they were doing when they hung is written below `folder`; `others`
+    are told what happens here, and what happens there is heard of."""
 
-    def __init__(self, processes: Processes, queue: SignalQueue, limits: Limits, folder: Path) -> None:
+    def __init__(
+        self,
+        processes: Processes,
+        queue: SignalQueue,
+        limits: Limits,
+        folder: Path,
+        others: First | Other | None = None,
+    ) -> None:
         self.processes, self.queue, self.folder = processes, queue, folder
+        self.others = others or First()
         self.watchdog = Watchdog(processes, limits)
-        self.hung: Fault | None = None
+        self.hung: Evidence | None = None
+        self.told_of_hang = self.told_of_failure = False
+        self.followed_at: float | None = None
+        """When another machine was heard to have failed, while all was well here."""
         self.requests = Requests()
         self.asked_at = 0.0
         self.gave_up = False
 
     def until_the_end(self) -> int:
-        """The exit code of the run."""
+        """The exit code of this machine's ranks."""
         try:
             while self.processes.running:
-                for number in self.queue.wait(LOOK_SECONDS):
+                for number in self.queue.wait(LOOK_SECONDS, self.others.sockets):
                     self.ask_to_stop(number)
                 self.processes.look()
+                if not self.told_of_failure and not self.well:
+                    self.told_of_failure = True
+                    self.others.tell("failed")
+                for message in self.others.look():
+                    self.hear(message)
                 deadline = self.deadline()
                 if self.processes.running and deadline is not None and time.monotonic() >= deadline:
                     self.kill_the_rest()
-                elif all(ended.doing.phase == "end" for ended in self.processes.ended):
+                elif self.well and self.followed_at is None:
                     self.look_for_a_hang()
         finally:
             self.steps = self.reached()
             self.processes.close()
         return self.exit_code()
 
-    def ask_to_stop(self, number: int) -> None:
+    @property
+    def well(self) -> bool:
+        """Whether no rank has ended before its work was done."""
+        return all(ended.doing.phase == "end" for ended in self.processes.ended)
+
+    def hear(self, message: Message) -> None:
+        """Of other machines."""
+        if message["kind"] == "stop" and not self.requests.count:
+            self.ask_to_stop(message["number"], told=True)
+        elif message["kind"] == "follow" and self.well and self.followed_at is None:
+            self.followed_at = time.monotonic()
+        elif message["kind"] == "collect" and self.hung is None:
+            self.hung = hangs.collect(self.processes, self.folder / message["name"], message["seconds"])
+            self.processes.signal(signal.SIGKILL)
+
+    def ask_to_stop(self, number: int, told: bool = False) -> None:
         if not self.requests.add(number):
             return
         if self.requests.count == 1:
             self.asked_at = time.monotonic()
+            if not told:
+                self.others.tell("stop", number=number)
             say("stopping after this step (twice more to stop at once, without saving)")
             self.processes.signal(signal.SIGTERM)  # whatever asked us: a rank that has just begun would make a fuss
         elif self.requests.count == 2:
@@ -85,6 +110,8 @@ class Watch:
     def deadline(self) -> float | None:
         """When the ranks that still run are killed, if ever."""
         ends = [ended.at + FOLLOW_SECONDS for ended in self.processes.ended if ended.doing.phase != "end"]
+        if self.followed_at is not None:
+            ends.append(self.followed_at + FOLLOW_SECONDS)
         doing = [self.processes.progress[rank] for rank in self.processes.running]
         if doing and all(each.phase == "end" for each in doing):  # nobody else would end a wait in there
             ends.append(max(each.since for each in doing) + SHUTDOWN_SECONDS)
@@ -96,32 +123,33 @@ class Watch:
 
     def look_for_a_hang(self) -> None:
         standing = self.watchdog.standing(time.monotonic())
-        if standing is None:
-            return
-        line, rank = hangs.explain(self.processes, self.folder, standing)
-        say(line, sys.stderr)
-        self.hung = Fault(line.partition("; stacks")[0], rank, self.reached())
-        self.processes.signal(signal.SIGKILL)
+        if standing is not None and not self.told_of_hang:
+            self.told_of_hang = True
+            self.others.tell("hung", seconds=standing)  # as all machines then collect what they see
 
     def reached(self) -> int:
         """The last step that was done on any rank; 0 if none was since the start."""
         rows = [self.processes.progress[rank] for rank in range(len(self.processes.shared))]
         return max(max(0, row.step - (row.phase in ("first", "data", "train"))) for row in rows)
 
-    def all_is_done(self) -> bool:
-        """Whether every rank has come to its end, all saved: what fails there (the picture, a tracker, leaving the
-        world) does not come back by another start."""
-        return all(self.processes.progress[rank].phase == "end" for rank in range(len(self.processes.shared)))
-
-    def fault(self) -> Fault:
-        """After an end that was nobody's wish."""
-        if self.hung is not None:
-            return self.hung
-        first = next(ended for ended in self.processes.ended if ended.code)
-        return Fault(str(first), first.rank, self.steps)
+    def end(self, code: int) -> End:
+        """For whoever decides what comes next."""
+        bad = [ended for ended in self.processes.ended if ended.code]
+        first = bad[0] if bad else None
+        return End(
+            code,
+            str(first) if first else "",
+            first.rank if first else self.processes.first,
+            self.steps,
+            by_signal=first is not None and first.code < 0,
+            followed=self.followed_at is not None,
+            asked=self.requests.count > 0,
+            done=all(self.processes.progress[rank].phase == "end" for rank in range(len(self.processes.shared))),
+            evidence=self.hung,
+        )
 
     def kill_the_rest(self) -> None:
-        if not self.processes.ended:
+        if not self.processes.ended and self.followed_at is None:
             self.gave_up = True
             late = ", ".join(f"rank {self.processes.first + local}" for local in self.processes.running)
             say(f"not stopped in time and killed: {late}", sys.stderr)
@@ -137,7 +165,7 @@ class Watch:
         if self.requests.first is not None and self.stopped_as_asked(failed):
             return 128 + self.requests.first
         first = failed[0]
-        if first.exit_code not in EXPLAINED and not self.gave_up:
+        if first.exit_code not in EXPLAINED and not self.gave_up and self.followed_at is None:
             why = "" if first.code < 0 else "; its output above tells why"
             say(f"{first}{why}", sys.stderr)
         return first.exit_code
