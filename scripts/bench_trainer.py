@@ -38,7 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan import build
+from torchtitan import build, build_data
 from torchtitan.config import manager
 from torchtitan.datasets.loader import Weighted, build_loader
 from torchtitan.datasets.tokenizer import build_tokenizer
@@ -99,7 +99,7 @@ class BareLoop:
         (self.model,) = build.model(config, plan.build_mesh("cpu"), plan, torch.device("cpu")).parts
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=8e-4, weight_decay=0.1, fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
-        self.batches = iter(build.training_loader(config, build.tokenizer(config), 0, plan))
+        self.batches = iter(build_data.training_loader(config, build.tokenizer(config), 0, plan))
 
     def step(self) -> None:
         batch = next(self.batches)
@@ -314,7 +314,7 @@ def flops(folder: Path, options: argparse.Namespace) -> Iterator[str]:
         batch = next(iter(trainer.loader))
         # torch knows no formula for the CPU's fused attention; its plain one is counted as if nothing were masked
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            trainer.model.parts[0](**trainer.to_device(batch)).backward()
+            trainer.model.parts[0](**trainer.feed.to_device(batch)).backward()
         ratio = trainer.metrics.full * batch["tokens"].numel() / counter.get_total_flops()
         yield row(f"5 printed FLOPs / FlopCounterMode, {name}", [ratio], Goal("=", 1.0, 0.001), digits=6)
 

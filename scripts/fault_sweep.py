@@ -29,7 +29,7 @@ from torchtitan.metrics.json_lines import read_records
 
 STEPS, INTERVAL, PER_JOB = 40, 4, 9
 PLACES = {  # module, name: what every rank goes through, and what only the one that publishes does
-    "restore": ("torchtitan.trainer", "Trainer.restore"),
+    "restore": ("torchtitan.origin", "Origin.restore"),
     "fetch": ("torchtitan.trainer", "Trainer.fetch"),
     "forward and backward": ("torchtitan.parallelisms.parallel_model", "ParallelModel.forward_backward"),
     "clipping": ("torchtitan.parallelisms.parallel_model", "ParallelModel.clip_gradients"),

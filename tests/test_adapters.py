@@ -17,7 +17,7 @@ from torchtitan import adapters, build, cli
 from torchtitan.adapters.low_rank import LowRankLinear
 from torchtitan.checkpoint import load_model_for_inference
 from torchtitan.config import manager
-from torchtitan.config.job import Adapter as Options
+from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.models import SIZES
 from torchtitan.models.registry import MODELS
 from torchtitan.ranks import read_ranks

@@ -7,7 +7,12 @@ import pytest
 
 from torchtitan import build
 from torchtitan.checkpoint import Checkpointer
-from torchtitan.config.job import ActivationCheckpoint, Checkpoint, DataLoader, Metrics, Optimizer, Parallelism
+from torchtitan.config.sections.checkpoint import Checkpoint
+from torchtitan.config.sections.model import ActivationCheckpoint
+from torchtitan.config.sections.optimization import Optimizer
+from torchtitan.config.sections.output import Metrics
+from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.config.sections.training import DataLoader
 from torchtitan.datasets.loader import build_loader
 from torchtitan.metrics import MetricsLogger
 from torchtitan.optimizers.build import build_optimizers

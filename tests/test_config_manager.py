@@ -13,7 +13,8 @@ import pytest
 import tomli
 
 from torchtitan.config.job import JobConfig
-from torchtitan.config.manager import ConfigError, assemble, load, nest, to_toml
+from torchtitan.config.layers import assemble, nest
+from torchtitan.config.manager import ConfigError, load, to_toml
 from torchtitan.config.options import Fault, columns, describe, help_text, options, options_of, sections, show
 
 REPOSITORY = Path(__file__).parent.parent

@@ -11,8 +11,9 @@ import pytest
 from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config import manager, options
-from torchtitan.config.job import STRICT, Job
+from torchtitan.config import layers, manager, options
+from torchtitan.config.sections.kinds import STRICT
+from torchtitan.config.sections.run import Job
 from torchtitan.rules.facts import Facts
 
 
@@ -52,7 +53,7 @@ def farm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Jobs of this file have a farm."""
     caches = (options.options, options.sections, options.columns)
     monkeypatch.setattr(options, "JobConfig", FarmJob)
-    monkeypatch.setattr(manager, "_JOB", TypeAdapter(FarmJob))
+    monkeypatch.setattr(layers, "_JOB", TypeAdapter(FarmJob))
     for cache in caches:
         cache.cache_clear()
     yield

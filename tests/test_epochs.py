@@ -13,7 +13,7 @@ from tests.support.pool import run_ranks
 from tests.test_loader import TOKENIZER, global_samples, in_turn, loader, rows
 from tests.test_mixing import toml
 from tests.test_records import make_shards, records, write
-from torchtitan import build
+from torchtitan import build, build_data
 from torchtitan.commands import check, preview
 from torchtitan.config import manager
 from torchtitan.datasets import open_source, preparing
@@ -199,7 +199,7 @@ def test_check_and_preview_know_the_end(data, tmp_path, capsys):
     assert check.main(text) == 0
     shown = capsys.readouterr().out
     assert "counted when the data have been tokenized, at the start, 2 epochs" in shown and "schedule" not in shown
-    config = build.with_steps(manager.load(text), build.dims(manager.load(text), 1))
+    config = build_data.with_steps(manager.load(text), build.dims(manager.load(text), 1))
     assert config.training.steps == steps
     assert preview.main(text) == 0
     of_text = capsys.readouterr().out.splitlines()[1:]
@@ -217,7 +217,7 @@ def test_the_steps_that_are_left_follow_from_what_was_taken(data):
     plan, total = build.dims(config, 1), 2 * blocks(data["a"])
     for taken, step in ((0, 0), (12, 3), (10, 5), (total - 1, 9), (total, 9)):
         left = int(np.ceil((total - taken) / 4))
-        assert build.with_steps(config, plan, taken, step).training.steps == step + left
+        assert build_data.with_steps(config, plan, taken, step).training.steps == step + left
 
 
 def test_what_does_not_go_with_epochs(data, tmp_path):
@@ -228,4 +228,4 @@ def test_what_does_not_go_with_epochs(data, tmp_path):
     short = write(tmp_path / "short.jsonl", ["few words"])
     argv = jobs.arguments(tmp_path / "out", short, training__epochs=1)
     with pytest.raises(DataError, match="11 tokens are too few for one sample; at least 33 are needed"):
-        build.with_steps(manager.load(argv), build.dims(manager.load(argv), 1))
+        build_data.with_steps(manager.load(argv), build.dims(manager.load(argv), 1))

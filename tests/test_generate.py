@@ -13,7 +13,7 @@ import torch
 
 from tests.support import checkpoint_plans, jobs
 from tests.support.pool import run_ranks
-from torchtitan import build, cli
+from torchtitan import cli, saved_model
 from torchtitan.commands import generate
 from torchtitan.config import manager
 from torchtitan.datasets.tokenizer import build_tokenizer
@@ -258,7 +258,7 @@ def test_a_checkpoint_of_any_plan_is_taken(run, tmp_path, capsys, tied):
             save_under(folder, plan, args)
         else:
             run_ranks(plan.world, save_under, folder, plan, args)
-        loaded, _ = build.filled_model(*generate.find_checkpoint(folder, None), torch.device("cpu"))
+        loaded, _ = saved_model.filled_model(*generate.find_checkpoint(folder, None), torch.device("cpu"))
         for name, parameter in checkpoint_plans.reference(args).named_parameters():
             assert torch.equal(loaded.get_parameter(name), parameter), (plan, name)
         texts.append(generated(capsys, folder, "--prompt", "al", "--max_new_tokens", 6))

@@ -21,7 +21,7 @@ from torchtitan.adapters import ADAPTERS, peft_folder
 from torchtitan.adapters.dora import DoRA
 from torchtitan.adapters.lora import LoRA
 from torchtitan.adapters.low_rank import candidates, plus_product, sizes_of
-from torchtitan.config.job import Adapter as Options
+from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.errors import JobError
 from torchtitan.initialization import initialize
 from torchtitan.lr_scheduling import build_lr_schedulers

@@ -12,7 +12,7 @@ from tests.support import jobs
 from tests.support.pool import run_ranks
 from tests.test_loader import global_samples, in_turn, loader, rows
 from tests.test_records import make_shards, records, write
-from torchtitan import build
+from torchtitan import build_data
 from torchtitan.config import manager
 from torchtitan.config.job import describe_sources
 from torchtitan.config.options import ConfigError
@@ -284,5 +284,5 @@ def test_the_field_of_an_entry_is_its_own(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({field: name * 99}) + "\n")
     tables = [f'{{dataset = "text", dataset_path = "{tmp_path}/{name}.jsonl"' for name in "ab"]
     config = manager.load([f'--training.sources=[{tables[0]}}}, {tables[1]}, text_field = "body"}}]'])
-    found = [next(weighted.source.documents()).text[0] for weighted in build.data_sources(config, "training")]
+    found = [next(weighted.source.documents()).text[0] for weighted in build_data.data_sources(config, "training")]
     assert found == ["a", "b"]

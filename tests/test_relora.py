@@ -16,8 +16,8 @@ from torchtitan.adapters.lora import LoRA
 from torchtitan.adapters.low_rank import LowRankLinear, Strength
 from torchtitan.adapters.relora import Restarts, begin_anew, due, largest, merge
 from torchtitan.config import manager
-from torchtitan.config.job import Adapter as Options
-from torchtitan.config.job import Relora
+from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.config.sections.adapter import Relora
 from torchtitan.lr_restarts import cyclical, jagged
 from torchtitan.lr_shapes import LRSchedule
 from torchtitan.models import SIZES

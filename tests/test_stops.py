@@ -12,9 +12,10 @@ from tests.support import jobs
 from tests.support.pool import run_ranks
 from torchtitan.config import manager
 from torchtitan.datasets.sources import DataError
+from torchtitan.feed import PeerStopped
 from torchtitan.metrics.json_lines import JsonLines, read_records
 from torchtitan.ranks import read_ranks
-from torchtitan.trainer import NonFiniteError, PeerStopped, Trainer
+from torchtitan.trainer import NonFiniteError, Trainer
 
 BAD_STEP = 5
 
@@ -28,13 +29,10 @@ class Stumbles(Trainer):
         if self.step == BAD_STEP - 1 and self.ranks.rank == 1 and self.what == "data":
             next(batches)
             batches = iter(())
-        return super().fetch(batches)
-
-    def to_device(self, batch):
         if self.step == BAD_STEP - 1 and self.what == "gradient" and not hasattr(self.model, "clipped"):
             self.model.clipped = self.model.clip_gradients
             self.model.clip_gradients = lambda max_norm: self.model.clipped(max_norm) * float("nan")
-        return super().to_device(batch)
+        return super().fetch(batches)
 
     def maybe_validate(self, done):
         if self.step == BAD_STEP - 1 and self.ranks.rank == 1:

@@ -160,12 +160,12 @@ def test_interrupt_stops_all_ranks_at_one_step_saved(texts, tmp_path):
 
 
 class StopsInForward(Trainer):
-    """Is asked to stop on one rank alone, while that rank is inside a step."""
+    """Is asked to stop on one rank alone, while that rank is inside its fourth step."""
 
-    def to_device(self, batch):
-        if self.step == 3 and self.ranks.rank == 1:
+    def log(self, lr, data_seconds):
+        if self.step == 4 and self.ranks.rank == 1:
             self.stop_requested = True
-        return super().to_device(batch)
+        super().log(lr, data_seconds)
 
 
 def train_and_stop(argv):

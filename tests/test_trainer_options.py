@@ -100,12 +100,12 @@ def test_weights_go_out_and_in_as_hugging_face_files(texts, tmp_path):
 def logits_of(folder, ids):
     from pathlib import Path
 
-    from torchtitan import build
+    from torchtitan import saved_model
     from torchtitan.commands import generate
 
     config, step_folder = generate.find_checkpoint(Path(folder), None)
     with torch.no_grad():
-        return build.filled_model(config, step_folder, torch.device("cpu"))[0](ids)
+        return saved_model.filled_model(config, step_folder, torch.device("cpu"))[0](ids)
 
 
 def test_weights_alone_start_another_job(texts, tmp_path):

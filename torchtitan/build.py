@@ -1,4 +1,6 @@
-"""Config -> parts. Parts are made of a job here alone; the trainer, the command line and the tests build by it."""
+"""Config -> parts. Parts are made of a job here and in build_data.py alone; the trainer, the command line and the tests
+build by it.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,7 +8,7 @@ from functools import partial
 from inspect import signature
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,17 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.adapters import ADAPTERS, NONE, peft_folder
 from torchtitan.adapters.interface import Adapter
-from torchtitan.checkpoint import Checkpointer, base, load_model_for_inference, read_state
-from torchtitan.checkpoint.kinds import find_weights
+from torchtitan.checkpoint import Checkpointer, base
 from torchtitan.config.changes import kept_job
-from torchtitan.config.job import JobConfig, Parallelism, as_dict, sources_of
-from torchtitan.datasets import open_source
-from torchtitan.datasets.epochs import samples_in, steps_for
-from torchtitan.datasets.loader import Loader, Weighted, build_loader
-from torchtitan.datasets.preparing import prepared
+from torchtitan.config.job import JobConfig, as_dict
+from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.datasets.tokens import TokenShards
-from torchtitan.distributed import device_type
 from torchtitan.loss import Objective, SummedCrossEntropy, auto_chunks
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
 from torchtitan.lr_shapes import LRSchedule, schedule_of
@@ -42,9 +38,7 @@ from torchtitan.parallelisms.pipeline.pipeline_parallel import PipelineOptions
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.profiling import Profiler
 from torchtitan.ranks import Ranks, slurm_seconds_left
-from torchtitan.stores import stores
 from torchtitan.time_limit import TimeLimit, seconds_of, shortest
-from torchtitan.weights import load_foreign
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -274,86 +268,11 @@ def global_batch_size(config: JobConfig, plan: ParallelDims) -> int:
     return asked if asked > 0 else config.training.local_batch_size * plan.dp
 
 
-def with_steps(config: JobConfig, plan: ParallelDims, taken: int = 0, step: int = 0) -> JobConfig:
-    """With training.epochs: the job with the number of steps that they take, when at `step` so many samples have been
-    taken. Text is tokenized for that, unless it has been."""
-    training = config.training
-    if training.epochs is None:
-        return config
-    sources = [weighted.source for weighted in data_sources(config, "training")]
-    left = max(0, samples_in(sources, training.seq_len, training.epochs) - taken)
-    steps = step + steps_for(left, global_batch_size(config, plan))
-    return dataclasses.replace(config, training=dataclasses.replace(training, steps=steps))
-
-
 def as_restarted(config: JobConfig) -> JobConfig:
     """The job that goes on from what it has saved itself: what it was told to go back to, or to begin without, has been
     done, and would be done again after every crash."""
     return dataclasses.replace(
         config, checkpoint=dataclasses.replace(config.checkpoint, load_step=-1, exclude_from_loading=[])
-    )
-
-
-def training_loader(
-    config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims, state: dict[str, Any] | None = None
-) -> Loader:
-    batch = global_batch_size(config, plan)
-    return _loader(config, "training", vocabulary, dp_rank, plan, batch, config.training.seq_len, state)
-
-
-def validation_loader(config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims) -> Loader:
-    """Always the same batches: its own data set, from the start."""
-    part = config.validation
-    batch = part.local_batch_size * plan.dp
-    seq_len = part.seq_len or config.training.seq_len
-    return _loader(config, "validation", vocabulary, dp_rank, plan, batch, seq_len, None)
-
-
-def data_sources(config: JobConfig, section: Literal["training", "validation"]) -> list[Weighted]:
-    """Opened; what is to be gone through in epochs is tokenized before, so that it has an end that is known."""
-    training, found = config.training, []
-    for wanted in sources_of(config, section).values():
-        source = open_source(wanted.dataset, wanted.dataset_path, wanted.text_field)
-        if section == "training" and training.epochs is not None and not isinstance(source, TokenShards):
-            source = prepared(
-                source,
-                wanted.dataset_path,
-                config.model.tokenizer_path,
-                Path(config.job.dump_folder, "data"),
-                workers=max(1, training.dataloader.num_workers),
-                stop=training.on_bad_data == "stop",
-            )
-        found.append(Weighted(wanted.dataset, source, wanted.weight))
-    return found
-
-
-def _loader(
-    config: JobConfig,
-    section: Literal["training", "validation"],
-    vocabulary: Tokenizer,
-    dp_rank: int,
-    plan: ParallelDims,
-    batch: int,
-    seq_len: int,
-    state: dict[str, Any] | None,
-) -> Loader:
-    workers = config.training.dataloader
-    on_gpu = device_type() == "cuda"
-    return build_loader(
-        sources=data_sources(config, section),
-        tokenizer=vocabulary,
-        seq_len=seq_len,
-        local_batch_size=getattr(config, section).local_batch_size,
-        global_batch_size=batch,
-        dp_rank=dp_rank,
-        dp_size=plan.dp,
-        seed=config.debug.seed,
-        shuffle=config.training.shuffle,
-        document_mask=config.training.document_mask,
-        on_bad_data=config.training.on_bad_data,
-        **taken(workers, build_loader) | ({"pin_memory": on_gpu} if workers.pin_memory is None else {}),
-        state=state,
-        epochs=config.training.epochs if section == "training" else None,
     )
 
 
@@ -400,53 +319,6 @@ def saves_adapter_alone(config: JobConfig) -> bool:
 def base_reference(config: JobConfig) -> dict[str, str]:
     """To what an adapter job starts from."""
     return base.reference(config.checkpoint.initial_load_path)
-
-
-def filled_model(config: JobConfig, step_folder: Path, device: torch.device) -> tuple[nn.Module, Adapter | None]:
-    """The job's model on one device, with its adapter and the weights of a checkpoint; in evaluation. CheckpointError
-    where these do not fit, or where an adapter's base is not the one it was made for.
-    """
-    built, _, installed = adapted_model(config)
-    built.to_empty(device=device)
-    if find_weights(step_folder)[0] != "ours":
-        load_foreign(step_folder, [built], config.model.name, model_args(config))
-        return built.eval(), installed
-    alone = saves_adapter_alone(config)
-    if alone:
-        base.refuse_another(read_state(step_folder)["trainer"], base_reference(config))
-        fill_base(config, built, installed)
-    load_model_for_inference(step_folder, built, installed.frozen if alone else ())
-    return built.eval(), installed
-
-
-@torch.no_grad()
-def plain_state(
-    config: JobConfig, step_folder: Path, filled: nn.Module, installed: Adapter | None
-) -> tuple[dict[str, torch.Tensor], str]:
-    """The plain model's tensors with what its adapter has learned folded in; and into what. Beside a packed base, of
-    which checkpoints hold the adapter alone, that is the original weights, else those that the run computed with.
-    """
-    if installed is None:
-        return filled.state_dict(), "weights"
-    is_packed = any(True for _ in stores(filled))
-    if not is_packed or not saves_adapter_alone(config):
-        return installed.merged([filled]), "unpacked" if is_packed else "weights"
-    original = dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, kind="lora"))
-    built, _, unpacked = adapted_model(original)
-    built.to_empty(device="cpu")
-    fill_base(original, built, unpacked)
-    load_model_for_inference(step_folder, built, unpacked.frozen)
-    return unpacked.merged([built]), "original"
-
-
-def fill_base(config: JobConfig, built: nn.Module, installed: Adapter | None) -> None:
-    """Of a model on one device: the weights that the job starts from."""
-    kind, place = find_weights(Path(config.checkpoint.initial_load_path))
-    fresh = installed.fresh if installed else ()
-    if kind == "ours":
-        load_model_for_inference(place, built, fresh)
-    else:
-        load_foreign(place, [built], config.model.name, model_args(config), fresh)
 
 
 def metrics(

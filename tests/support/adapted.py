@@ -10,7 +10,7 @@ from torchtitan.adapters.dora import DoRA
 from torchtitan.adapters.interface import Adapter
 from torchtitan.adapters.lora import LoRA
 from torchtitan.adapters.qlora import QLoRA
-from torchtitan.config.job import Adapter as Options
+from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.initialization import Normal, draw
 from torchtitan.parallelisms.plan import ParallelPlan
 

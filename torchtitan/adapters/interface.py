@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtitan.adapters.targets import without_numbers
-from torchtitan.config.job import Adapter as Options
+from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.errors import JobError
 from torchtitan.initialization import clean_name, local_part
 from torchtitan.parallelisms.plan import ParallelPlan

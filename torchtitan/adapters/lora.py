@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from torchtitan.adapters.low_rank import LowRank, LowRankExperts, LowRankLinear
 from torchtitan.adapters.relora import Restarts
-from torchtitan.config.job import Adapter as Options
+from torchtitan.config.sections.adapter import Adapter as Options
 
 
 class LoRA(LowRank):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchtitan.adapters.interface import Adapter
 from torchtitan.adapters.targets import misfits, targets
-from torchtitan.config.job import Adapter as Options
+from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.errors import JobError
 from torchtitan.initialization import Constant, Init, Uniform, local_part
 from torchtitan.models.moe.experts import Experts

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.config.job import Adapter as Options
+from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.errors import JobError
 from torchtitan.models.hf.names import Form
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtitan.adapters.low_rank import LowRankExperts, LowRankLinear
-from torchtitan.config.job import Relora
+from torchtitan.config.sections.adapter import Relora
 from torchtitan.initialization import Constant, Uniform, clean_name, draw, local_part
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from torchtitan.config.job import Adapter as Options
+from torchtitan.config.sections.adapter import Adapter as Options
 
 ALL_LINEAR = "all-linear"
 """As a target: every linear but the head, which every token's loss goes through."""

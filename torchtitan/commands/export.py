@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan import build
+from torchtitan import build, build_data, saved_model
 from torchtitan.adapters.interface import Adapter
 from torchtitan.checkpoint.layout import read_manifest
 from torchtitan.commands.generate import find_checkpoint, sample
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     if target.exists():
         raise JobError(f"--to {target}: it is there already; name a directory that is not")
     config, step_folder = find_checkpoint(Path(options.folder), options.config)
-    model, adapter = build.filled_model(config, step_folder, torch.device("cpu"))
+    model, adapter = saved_model.filled_model(config, step_folder, torch.device("cpu"))
     if not options.merge:
         if adapter is None:
             raise JobError(f"{options.folder}: its job has no adapter; write --merge for the weights of the model")
@@ -64,7 +64,7 @@ def export(
     config: JobConfig, step_folder: Path, model: nn.Module, adapter: Adapter | None, target: Path, dtype: str
 ) -> int:
     hf, args = build.model_spec(config).hf, build.model_args(config)
-    state, into = build.plain_state(config, step_folder, model, adapter)
+    state, into = saved_model.plain_state(config, step_folder, model, adapter)
     written = target.with_name(target.name + ".unverified")
     if written.exists():
         raise JobError(f"{written}: it is there, from an export that failed; remove it")
@@ -118,7 +118,7 @@ def compared(config: JobConfig, model: nn.Module, again: nn.Module, dtype: str, 
 def held_out(config: JobConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and labels, [up to SAMPLES, S]."""
     one, vocabulary = build.dims(build.on_one_rank(config), 1), build.tokenizer(config)
-    make = build.validation_loader if config.validation.enable else build.training_loader
+    make = build_data.validation_loader if config.validation.enable else build_data.training_loader
     loader = make(build.on_one_rank(config), vocabulary, 0, one)
     tokens: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torchtitan import build
+from torchtitan import build, saved_model
 from torchtitan.checkpoint.kinds import find_weights
 from torchtitan.commands.job_of import job_of, refuse_strangers
 from torchtitan.config.job import JobConfig
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     text = prompt_of(options)
     config, place = find_checkpoint(Path(options.folder), options.config, words)
     tokenizer = build.tokenizer(config)
-    model, _ = build.filled_model(config, place, torch.device(device_type()))
+    model, _ = saved_model.filled_model(config, place, torch.device(device_type()))
     print(f"{config.model.name} {config.model.flavor}, {place.name}", file=sys.stderr)
     start = tokenizer.begin or [tokenizer.eos_id]  # without a sign of its own, a document begins behind the last one
     prompt = start + tokenizer.encode(text)

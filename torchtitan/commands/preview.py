@@ -10,7 +10,7 @@ import sys
 from itertools import groupby
 from operator import itemgetter
 
-from torchtitan.build import data_sources
+from torchtitan.build_data import data_sources
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig, describe_sources
 from torchtitan.datasets.loader import Batch, build_loader

@@ -14,8 +14,9 @@ from pathlib import Path
 from torchtitan.commands.check import fewest_ranks
 from torchtitan.commands.schedule_plot import check_format, draw_schedule
 from torchtitan.config import manager
-from torchtitan.config.job import JobConfig, Parallelism
+from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError, hint
+from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.errors import JobError
 from torchtitan.parallelisms.pipeline.actions import (
     Table,

@@ -10,7 +10,8 @@ import tomlkit
 from tomlkit.items import Comment, Table
 
 from torchtitan.config.job import JobConfig
-from torchtitan.config.manager import Values, assemble, layer_of, nest, read_layers
+from torchtitan.config.layers import Values, assemble, layer_of, nest
+from torchtitan.config.manager import read_layers
 from torchtitan.config.options import ConfigError, Fault, options, show
 from torchtitan.config.renames import MOVED
 from torchtitan.config.upgrade import Upgrade, upgrade

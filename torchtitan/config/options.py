@@ -1,6 +1,6 @@
 """The options of a job by dotted name: their types in words, their help, and what is said when one is wrong.
 
-All of it is read off the dataclasses of job.py, so a new option needs nothing here. Needs no torch.
+All of it is read off the dataclasses of config/sections/, so a new option needs nothing here. Needs no torch.
 """
 
 import difflib
@@ -11,11 +11,15 @@ from dataclasses import dataclass, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import tomli
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import PydanticUndefined
 
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.errors import JobError
+
+YES_OR_NO = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+"""What people write for a flag. All but true and false are refused, by what to write."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Option:
 
 @cache
 def options() -> dict[str, Option]:
-    """Every option of the job by its dotted name, in the order of job.py."""
+    """Every option of the job by its dotted name, in the order of the sections in job.py."""
     return dict(options_of(JobConfig, ""))
 
 
@@ -164,6 +168,30 @@ def fits(annotation: Any, value: Any) -> bool:
     except ValidationError:
         return False
     return True
+
+
+def parse_value(annotation: Any, text: str) -> Any:
+    """What the text of an argument means for an option of this type. What does not fit stays text: a fault later."""
+    kinds = {get_origin(a) or a for a in members(annotation)}
+    if kinds <= {str, Literal}:
+        return text
+    tables = any(is_dataclass(kind) for member in members(annotation) for kind in get_args(member))
+    if list in kinds and not tables and not text.lstrip().startswith("["):
+        return [part.strip() for part in text.split(",") if part.strip()]
+    if bool in kinds and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in {int, float} & kinds and (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    if kinds & {list, dict}:
+        try:
+            parsed = tomli.loads(f"value = {text}")
+            return parsed["value"] if len(parsed) == 1 else text
+        except (ValueError, RecursionError):
+            pass
+    return text
 
 
 def hint(given: str, known: Iterable[str], cutoff: float = 0.6, quote: bool = False) -> str:

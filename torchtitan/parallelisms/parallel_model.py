@@ -68,6 +68,14 @@ def runs_by_segments(dims: ParallelDims, options: ParallelOptions) -> bool:
     return options.overlap and dims.ep > 1 and dims.pp > 1
 
 
+def fill(part: nn.Module, device: torch.device, offloaded: bool) -> None:
+    """Storage for what is on the meta device: in host memory, if its parameters are offloaded."""
+    part.to_empty(device="cpu" if offloaded else device)
+    for module in part.modules():  # buffers are not offloaded: nothing would bring them to the device
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
 class ParallelModel:
     """This rank's share of a model. Without a pipeline `parts` holds the one model, else a part for each stage here.
 
@@ -101,10 +109,7 @@ class ParallelModel:
         self.parts, stages, num_stages = parallel_parts(model, mesh, dims, plan, options, pipeline, self.expert_mesh)
         for part in self.parts:
             part.tied_names = tied  # checkpoints save what is held twice once
-            part.to_empty(device="cpu" if options.cpu_offload else device)
-            for module in part.modules():  # buffers are not offloaded: nothing would bring them to the device
-                for name, buffer in module.named_buffers(recurse=False):
-                    setattr(module, name, buffer.to(device))
+            fill(part, device, options.cpu_offload)
         self.adapter, self.seed = adapter, seed
         if drawn:
             self.initialize()
@@ -112,12 +117,7 @@ class ParallelModel:
             self._forget()
         self.pipeline = None
         if dims.pp > 1:
-            segments = None
-            if runs_by_segments(dims, options):
-                policy = segment_policy(options.recompute, options.selective_option, options.preserve_rng_state)
-                # gloo works its messages off at once; a communicator of NCCL does one after the other
-                counts = None if device.type == "cpu" else dims.counts_group(self.expert_mesh)
-                segments = Segmented(policy, AllToAll(self.expert_mesh["ep"].get_group(), counts))
+            segments = self._segments() if runs_by_segments(dims, options) else None
             whole = options.recompute != "none" or options.compile_model
             self.pipeline = Pipeline(
                 self.parts,
@@ -142,6 +142,14 @@ class ParallelModel:
         for hook in (self.balance, adapter):
             if hook is not None:
                 self.hooks.append(hook)
+
+    def _segments(self) -> Segmented:
+        """How the stages of a pipeline run that hides the all-to-alls of experts."""
+        options = self.options
+        policy = segment_policy(options.recompute, options.selective_option, options.preserve_rng_state)
+        # gloo works its messages off at once; a communicator of NCCL does one after the other
+        counts = None if self.device.type == "cpu" else self.dims.counts_group(self.expert_mesh)
+        return Segmented(policy, AllToAll(self.expert_mesh["ep"].get_group(), counts))
 
     def initialize(self, names: Collection[str] | None = None) -> None:
         """Draw the initial weights, or those of these names (of the plain model, with its adapter)."""

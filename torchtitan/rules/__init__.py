@@ -1,7 +1,7 @@
 """What makes a job impossible or pointless, as far as it can be known without starting it. Needs no torch.
 
 A rule is a function (Facts) -> faults, listed in RULES at the end; all of them always run, so that all faults come out
-together. What one option can say by its type alone is in config/job.py.
+together. What one option can say by its type alone is in config/sections/.
 """
 
 from collections.abc import Mapping

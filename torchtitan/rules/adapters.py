@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torchtitan.adapters import ADAPTERS, NONE
 from torchtitan.adapters.targets import misfits, targets
-from torchtitan.config.job import Adapter, Relora
 from torchtitan.config.options import Fault
+from torchtitan.config.sections.adapter import Adapter, Relora
 from torchtitan.lr_restarts import CYCLICAL, JAGGED
 from torchtitan.models.linears import HEAD, linears
 from torchtitan.rules.facts import Facts

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchtitan.adapters import ADAPTERS, NONE
-from torchtitan.config.job import DataSource, sources_of
+from torchtitan.config.job import sources_of
 from torchtitan.config.old_models import advice
 from torchtitan.config.options import Fault, hint, options, show
+from torchtitan.config.sections.training import DataSource
 from torchtitan.datasets import DATASETS, open_source
 from torchtitan.datasets.mixing import shares
 from torchtitan.datasets.sources import DataError

@@ -3,8 +3,8 @@
 import shutil
 from collections.abc import Iterator
 
-from torchtitan.config.job import Optimizer
 from torchtitan.config.options import Fault, show
+from torchtitan.config.sections.optimization import Optimizer
 from torchtitan.lr_restarts import CYCLICAL, JAGGED
 from torchtitan.lr_shapes import ScheduleError
 from torchtitan.optimizers import OPTIMIZERS

@@ -4,8 +4,8 @@ import math
 import os
 from collections.abc import Iterator
 
-from torchtitan.config.job import Parallelism
 from torchtitan.config.options import Fault
+from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.parallelisms.degrees import LimitError
 from torchtitan.rules.facts import Facts
 

@@ -1,0 +1,66 @@
+"""The words of a command line -> the job's files, and the options said beside them."""
+
+from typing import Any
+
+from torchtitan.config.layers import COMMAND_LINE, Layer, layer_of
+from torchtitan.config.options import YES_OR_NO, Fault, describe, members, options, parse_value, show
+from torchtitan.config.renames import renamed
+from torchtitan.shipped import jobs
+
+_WORDS_FOR_THE_JOB = dict.fromkeys(("config", "config_file", "config-file", "job.config"), "job.config_file")
+
+
+def _is_job(word: str) -> bool:
+    return not word.startswith("-") and (word.endswith(".toml") or word in jobs())
+
+
+def parse_arguments(argv: list[str]) -> tuple[list[str], Layer]:
+    """Files and options of `job.toml`, `--section.key value`, `--section.key=value`, `--section.flag`,
+    `--section.no-flag`.
+    """
+    pairs: list[tuple[str, Any]] = []
+    faults: list[Fault] = []
+    files: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if _is_job(word):
+            files.append(word)
+            continue
+        if not word.startswith("--") or word == "--":
+            remedy = "every option is named; jobs are .toml files, or names of `torchtitan list jobs`"
+            faults.append(Fault(COMMAND_LINE, "", show(word), "--section.key value", remedy))
+            continue
+        key, equals, text = word[2:].partition("=")
+        key = _WORDS_FOR_THE_JOB.get(key, key).replace("-", "_")
+        value: Any = text if equals else None
+        positive = _positive(key)
+        if positive and not equals:
+            key, value = positive, False
+        elif value is None and _is_flag(key):
+            value = rest.pop(0) if rest and rest[0].lower() in YES_OR_NO else True
+        elif value is None and rest and not rest[0].startswith("--"):
+            value = rest.pop(0)
+        if value is None:
+            allowed = describe(options()[key].annotation) if key in options() else "a known option and its value"
+            faults.append(Fault(COMMAND_LINE, key, "nothing", allowed, f"write --{key} VALUE"))
+        elif key == "job.config_file":
+            files.append(value)
+        elif key in dict(pairs):
+            faults.append(Fault(COMMAND_LINE, key, f"{show(value)} after {show(dict(pairs)[key])}", "once", "keep one"))
+        else:
+            known = options()[key].annotation if key in options() else None
+            pairs.append((key, parse_value(known, value) if isinstance(value, str) and known else value))
+    layer = layer_of(COMMAND_LINE, pairs)
+    return files, Layer(COMMAND_LINE, layer.values, faults + layer.faults, layer.old)
+
+
+def _positive(key: str) -> str | None:
+    """The flag that `section.no_flag` turns off."""
+    section, _, last = key.rpartition(".")
+    flag = f"{section}.{last[3:]}"
+    return flag if last.startswith("no_") and (_is_flag(flag) or renamed(flag)) else None
+
+
+def _is_flag(key: str) -> bool:
+    return key in options() and members(options()[key].annotation) == [bool]

@@ -1,0 +1,219 @@
+"""What each file, and the command line, says of the job: options by dotted name, checked by themselves."""
+
+import difflib
+import json
+import math
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import date, time
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from torchtitan.config.job import JobConfig
+from torchtitan.config.options import (
+    YES_OR_NO,
+    Fault,
+    Option,
+    choices,
+    columns,
+    describe,
+    hint,
+    members,
+    options,
+    parse_value,
+    sections,
+    show,
+)
+from torchtitan.config.renames import Gone, old_section, renamed
+from torchtitan.errors import JobError
+
+COMMAND_LINE = "command line"
+
+_JOB = TypeAdapter(JobConfig)
+
+Values = dict[str, Any]
+"""Options by dotted name ("training.dataloader.num_workers"), as given."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one file or the command line says."""
+
+    name: str
+    values: Values
+    faults: list[Fault]
+    """Of what is in neither of the other two."""
+    old: Values
+    """Options of older dialects, see renames.py."""
+
+    def all_faults(self) -> list[Fault]:
+        """Also those of wrong values, and one for each old option, which only a translation may use."""
+        old = (_old_fault(self.name, key, value) for key, value in self.old.items())
+        return [*self.faults, *_wrong_values(self.name, self.values), *old]
+
+
+def assemble(values: Values, files: list[str]) -> JobConfig:
+    """The job of values that have no faults."""
+    return _JOB.validate_json(json.dumps(nest({**values, "job.config_file": files})))
+
+
+def nest(values: Values) -> dict[str, Any]:
+    """Dotted names -> nested tables."""
+    tables: dict[str, Any] = {}
+    for key, value in values.items():
+        *path, last = key.split(".")
+        table = tables
+        for part in path:
+            table = table.setdefault(part, {})
+        table[last] = value
+    return tables
+
+
+def walk(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of what a nested table says, down to options or to what is not known."""
+    for key, value in table.items():
+        name = prefix + (show(key) if "." in key else key)  # a quoted "a.b" is one key, and none of ours
+        inner = name in sections() or (name not in options() and not renamed(name) and old_section(name))
+        if inner and isinstance(value, dict):
+            yield from walk(value, name + ".")
+        else:
+            yield name, value
+
+
+def layer_of(name: str, pairs: Iterable[tuple[str, Any]]) -> Layer:
+    """Sort what was said into options of today, options of older dialects, and faults."""
+    values: Values = {}
+    old: Values = {}
+    faults: list[Fault] = []
+    for key, value in pairs:
+        if key == "job.config_file" and name != COMMAND_LINE:
+            faults.append(Fault(name, key, show(value), "the command line only", 'in a file, write extends = "..."'))
+        elif key in options():
+            fault = _unusual(name, key, value)
+            faults += [fault] if fault else []
+            values |= {} if fault else {key: value}
+        elif renamed(key):
+            old[key] = value
+        else:
+            faults.append(_unknown(name, key, value))
+    return Layer(name, values, faults, old)
+
+
+# Faults
+
+
+def _old_fault(name: str, key: str, value: Any) -> Fault:
+    rename = renamed(key)
+    if isinstance(rename, Gone):
+        return Fault(name, key, show(value), f"no such option here ({rename.why})", "leave it out")
+    assert rename is not None
+    translate = "" if name == COMMAND_LINE else f", or let `torchtitan check {name} --upgrade` translate the file"
+    try:
+        new = rename.translate(value)
+        remedy = "leave it out" if new is None else f"write {rename.to} = {show(new)}"
+    except JobError as error:
+        remedy = str(error)
+    return Fault(name, key, show(value), f"{rename.to}, where it has moved", remedy + translate)
+
+
+def _unknown(name: str, key: str, value: Any) -> Fault:
+    if key in sections():
+        return Fault(name, key, show(value), f"a table: [{key}] and options under it", "")
+    if isinstance(value, dict) and not key.rpartition(".")[0]:
+        known = {section for section in sections() if "." not in section}
+        remedy = hint(key, known) or "sections are " + ", ".join(sorted(known))
+        return Fault(name, key, f"the section [{key}]", "a section of the job", remedy)
+    section, _, last = key.rpartition(".")
+    siblings = {k[len(section) + 1 :].split(".")[0] for k in options() if k.startswith(f"{section}.")}
+    elsewhere = [known for known in options() if known.rpartition(".")[2] == last]
+    if close := difflib.get_close_matches(last, siblings, n=1, cutoff=0.75):
+        remedy = f"did you mean {section}.{close[0]}?"
+    else:  # the right key in the wrong section, or a slip in the section's name
+        remedy = hint(key, elsewhere, 0 if len(elsewhere) == 1 or not section else 0.6)
+        remedy = remedy or ("" if section in sections() else hint(key, options(), 0.7))
+    return Fault(name, key, show(value), "a known option", remedy or "`torchtitan check --help-config` lists them")
+
+
+def _unusual(name: str, key: str, value: Any) -> Fault | None:
+    """Values that TOML has and JSON, through which options are validated, has not."""
+    allowed = describe(options()[key].annotation)
+    for leaf in _leaves(value):
+        if isinstance(leaf, (date, time)):
+            return Fault(name, key, f"a date or time, {leaf}", allowed, "quote it if it is meant as text")
+        if isinstance(leaf, float) and not math.isfinite(leaf):
+            return Fault(name, key, str(leaf), allowed, "the number must be finite")
+        if isinstance(leaf, int) and abs(leaf) >= 2**63:
+            return Fault(name, key, "a number of more than 63 bits", allowed, "")
+        if isinstance(leaf, str) and any("\ud800" <= c <= "\udfff" for c in leaf):
+            return Fault(name, key, show(leaf), allowed, "the text must be UTF-8")
+        if isinstance(leaf, str) and "\0" in leaf:  # no file can have such a name, and nothing else wants it
+            return Fault(name, key, show(leaf), allowed, "the text must not have NUL characters (\\u0000) in it")
+    return None
+
+
+def _wrong_values(name: str, values: Values) -> Iterator[Fault]:
+    try:
+        _JOB.validate_json(json.dumps(nest(values)))
+    except ValidationError as error:
+        for key, *place in dict.fromkeys(_place(fault["loc"]) for fault in error.errors()):
+            if place:
+                number, column = place
+                yield _wrong_table(name, key, number, column, values[key])
+            else:
+                option, given = options()[key], values[key]
+                yield Fault(name, key, show(given), describe(option.annotation), _remedy(option, given, key))
+
+
+def _place(location: tuple[int | str, ...]) -> tuple[Any, ...]:
+    """The option in which a fault is; in a list of tables also the table's number and the option in the table."""
+    key, rest = _known_start(location, options())
+    assert key, f"a fault outside every option: {location}"
+    if not columns(key) or len(rest) < 2:
+        return (key,)
+    column, _ = _known_start(rest[1:], columns(key))
+    return key, rest[0], column or ".".join(map(str, rest[1:]))
+
+
+def _known_start(location: tuple[int | str, ...], known: Collection[str]) -> tuple[str, tuple[int | str, ...]]:
+    """The known name that a location begins with, and what comes after it."""
+    names = (".".join(map(str, location[:depth])) for depth in range(1, len(location) + 1))
+    found = next((name for name in names if name in known), "")
+    return found, location[found.count(".") + 1 :]
+
+
+def _wrong_table(name: str, key: str, number: int, column: str, tables: list[Any]) -> Fault:
+    """What is wrong in one of a list of tables: an option that is not known there, is missing, or has a wrong value."""
+    place, option = f"{key}[{number}].{column}", columns(key).get(column)
+    given: Any = tables[number]
+    for part in column.split("."):
+        given = given.get(part) if isinstance(given, dict) else given
+    if option is None:
+        remedy = hint(column, columns(key)) or f"there are {', '.join(columns(key))}"
+        return Fault(name, place, show(given), f"a known option of [[{key}]]", remedy)
+    remedy = f"every [[{key}]] needs it" if given is None else _remedy(option, given)
+    return Fault(name, place, show(given), describe(option.annotation), remedy)
+
+
+def _remedy(option: Option, given: Any, key: str = "") -> str:
+    if key and columns(key):
+        return f"write [[{key}]] for each in a file, or '[{{...}}, {{...}}]' on the command line"
+    if isinstance(given, float) and given.is_integer() and "whole number" in describe(option.annotation):
+        return f"write {int(given)}"
+    if members(option.annotation) == [bool] and str(given).lower() in YES_OR_NO:
+        return f"write {show(YES_OR_NO[str(given).lower()])}"
+    if isinstance(given, str):
+        if close := hint(given, choices(option.annotation), quote=True):
+            return close
+        parsed = parse_value(int | float | bool, given)
+        if not isinstance(parsed, str) and "text" not in describe(option.annotation):
+            return f"write {show(parsed)}, without quotes"
+    return f"help: {' '.join(option.help.split())}"
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(inner)
+    else:
+        yield value

@@ -1,0 +1,54 @@
+"""What is saved, and what a run begins from."""
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from torchtitan.config.sections.kinds import STRICT, NonNegative, Positive
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Checkpoint:
+    enable: bool = False
+    """Save checkpoints, and resume from the newest complete one in the folder."""
+    folder: str = "checkpoint"
+    """Folder of the checkpoints, inside job.dump_folder."""
+    interval: Positive = 500
+    """Distance between saves, in interval_type."""
+    interval_type: Literal["steps", "seconds"] = "steps"
+    """Unit of interval. The last step is always saved."""
+    initial_load_path: str | None = None
+    """Weights to start from when the folder holds no checkpoint of its own: a checkpoint, a folder of them, an export;
+    a checkpoint of torchtitan; a folder of Hugging Face or one file of safetensors. Which it is, is found out."""
+    initial_load_model_only: bool = True
+    """Take only the weights from initial_load_path; false also takes optimizer, schedule and data position."""
+    initial_load_in_hf: bool = False
+    """Insist that initial_load_path is Hugging Face's."""
+    last_save_model_only: bool = False
+    """Also write the weights alone after the last step (beside the full checkpoint, never instead of it)."""
+    last_save_in_hf: bool = False
+    """Write those weights as Hugging Face safetensors."""
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    """Type of the weights written by last_save_model_only."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Write in the background; the loop waits only for the copy out of the live tensors."""
+    keep_latest_k: NonNegative = 10
+    """Keep this many checkpoints, at least 2; 0 keeps all."""
+    load_step: Annotated[int, Field(ge=-1)] = -1
+    """Resume from this step instead of the newest one (-1)."""
+    exclude_from_loading: list[Literal["optimizer", "lr_scheduler", "dataloader", "rng"]] = field(default_factory=list)
+    """Parts that keep their fresh state when a full checkpoint is loaded."""
+    allow_config_change: list[str] = field(default_factory=list)
+    """Options that may differ from the checkpoint's job although the curve is then another, e.g. ["optimizer.lr"].
+    Without this a resume refuses them by name."""
+    enable_first_step_checkpoint: bool = False
+    """Also save after the first step, to see that saving works."""
+    load_only: bool = False
+    """Load, but never save."""
+    verify: bool = True
+    """Read every save back from the disk before it is published, and look at the content of two checkpoints that stay
+    before older ones are deleted."""
+    on_save_error: Literal["continue", "stop"] = "continue"
+    """After a save that failed, also when tried again: go on and say so, or stop. The last save stops in any case."""

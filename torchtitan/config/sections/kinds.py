@@ -1,0 +1,13 @@
+"""What the sections' fields are made of: strictness, ranges and words that several share."""
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+DegreeOrRest = Annotated[int, Field(ge=-1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Precision = Literal["float32", "bfloat16"]

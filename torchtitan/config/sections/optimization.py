@@ -1,0 +1,58 @@
+"""The optimizer and its learning rate."""
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from torchtitan.config.sections.kinds import STRICT, Fraction, NonNegative, Positive
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Optimizer:
+    name: str = "AdamW"
+    """A key of torchtitan.optimizers.OPTIMIZERS."""
+    lr: Annotated[float, Field(gt=0)] = 8e-4
+    """Peak learning rate."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment (Adam, AdamW)."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the second moment (Adam, AdamW)."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator (Adam, AdamW)."""
+    options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    """What else the optimizer reads, e.g. {momentum = 0.9} for SGD; see torchtitan.optimizers.OPTIMIZERS."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled in AdamW, added to the gradient in Adam and SGD (as in torch)."""
+    decay_norms_and_biases: bool = True
+    """Whether weight decay also acts on one-dimensional parameters (norm weights, biases)."""
+    implementation: Literal["for-loop", "foreach", "fused"] | None = None
+    """What runs the update. Unset: the fastest that the optimizer has (fused in torch's)."""
+    early_step_in_backward: bool = False
+    """Step each parameter as soon as its gradient is ready, then free the gradient. Saves memory; excludes clipping
+    (set training.max_norm = 0) and gradient accumulation."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class LRScheduler:
+    warmup_steps: NonNegative | None = None
+    """Steps of linear warmup. Unset: 10 % of the total, at least 2."""
+    total_steps: Positive | None = None
+    """Length of the schedule. Unset: training.steps. The rate stays at its floor after it."""
+    decay_ratio: Fraction | None = None
+    """Share of the total spent decaying, at its end; what lies between warmup and decay stays at the peak
+    (warmup-stable-decay). Unset: decay starts right after warmup."""
+    decay_type: str = "linear"
+    """Shape of the decay: constant, relora_cosine, relora_cyclical (docs/low_rank.md), or a key of
+    torchtitan.lr_shapes.DECAYS (`torchtitan list schedules`)."""
+    num_cycles: Positive = 1
+    """Cycles of cosine_restarts."""
+    min_lr_factor: Fraction = 0.1
+    """The floor, as a fraction of optimizer.lr, reached exactly at the last step."""
+    cycle_length: Positive | None = None
+    """Steps of a cycle of relora_cosine and relora_cyclical. Unset: adapter.relora.reset_every or every."""
+    restart_warmup_steps: NonNegative | None = None
+    """Steps in which relora_cosine comes back to its curve after each cut."""
+    adjust_step: NonNegative = 0
+    """Moves the cuts of relora_cosine that many steps ahead."""

@@ -1,0 +1,47 @@
+"""The run itself: its folder, its ranks, its seed."""
+
+from dataclasses import field
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from torchtitan.config.sections.kinds import STRICT, NonNegative, Positive
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Job:
+    config_file: list[str] = field(default_factory=list)
+    """TOML files, merged in order (later ones win). Repeat the option for several."""
+    dump_folder: str = "./outputs"
+    """Everything that the run writes goes here. Started again with the same folder, a job with checkpoints resumes."""
+    description: str = "default job"
+    """Free text, shown at the start and kept in the run's config.toml."""
+    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d+:[0-5]\d:[0-5]\d$")] | None = None
+    """Longest run, as [days-]hours:minutes:seconds; it stops ahead of it, saved, as on a signal. Unset: none but the
+    end of a SLURM allocation."""
+    print_config: bool = False
+    """Print the resolved job as TOML before anything else."""
+    max_restarts: NonNegative = 3
+    """With checkpoints, all ranks are started again after a crash or a hang, this many times without a new checkpoint
+    in between (then exit code 5)."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Comm:
+    init_timeout_seconds: Positive = 300
+    """Longest time in which no rank gets on, in the start, the first step and the first validation."""
+    train_timeout_seconds: Positive = 100
+    """Longest time in which no rank gets on, afterwards: then the run has hung. Collectives wait as long, too."""
+    trace_buf_size: NonNegative = 20000
+    """Entries of torch's flight recorder; 0 turns it off."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Debug:
+    seed: NonNegative = 0
+    """Of initial weights, data order and random numbers."""
+    deterministic: bool = False
+    """Only deterministic kernels; a run then repeats bit for bit on the same machine."""
+    deterministic_warn_only: bool = False
+    """Warn instead of failing where a kernel has no deterministic form."""

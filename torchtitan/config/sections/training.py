@@ -1,0 +1,102 @@
+"""Data, batches and steps; the measure on held-out data."""
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from torchtitan.config.sections.kinds import STRICT, NonNegative, Positive, Precision
+
+
+@dataclass(config=STRICT, kw_only=True)
+class DataLoader:
+    num_workers: NonNegative = 0
+    """Processes that read, tokenize and pack beside the trainer; 0 does it in the trainer's process."""
+    persistent_workers: bool = False
+    """Keep the workers between passes."""
+    pin_memory: bool | None = None
+    """Page-locked batches, for faster copies to a GPU. Unset: where there is one."""
+    prefetch_factor: Positive | None = None
+    """Batches that each worker holds ready (needs num_workers > 0)."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class DataSource:
+    dataset: str
+    """A key of torchtitan.datasets.DATASETS."""
+    dataset_path: str | None = None
+    """As training.dataset_path."""
+    text_field: str | None = None
+    """As training.text_field, which it is where this is unset."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """How many samples are from this source, in proportion to the other sources' weights."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Training:
+    dataset: str = "python_stdlib"
+    """A key of torchtitan.datasets.DATASETS."""
+    dataset_path: str | None = None
+    """File, folder or glob for dataset = "text" and "tokens"; a local copy or another name for a Hugging Face set."""
+    sources: list[DataSource] = field(default_factory=list)
+    """Several datasets, mixed by weight, instead of dataset and dataset_path, which are short for a list of one."""
+    text_field: str = "text"
+    """The field that holds the text, token ids or segments in .json, .jsonl, .csv, .parquet, .arrow and Hugging Face
+    datasets."""
+    document_mask: bool = False
+    """Keep attention inside documents that are packed into one sample."""
+    shuffle: bool = True
+    """Shuffle documents, by debug.seed and the epoch."""
+    on_bad_data: Literal["stop", "skip"] = "stop"
+    """What to do with a record that cannot be read: stop with its place named, or skip and count it."""
+    local_batch_size: Positive = 8
+    """Samples per data-parallel rank and forward pass."""
+    global_batch_size: Annotated[int, Field(ge=-1)] = -1
+    """Samples per optimizer step over all ranks; gradients are accumulated to reach it. -1: local_batch_size times
+    the data-parallel degree."""
+    seq_len: Positive = 2048
+    """Tokens per sample."""
+    max_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Clip the gradient's global 2-norm to this; 0 turns clipping off (the norm is still logged)."""
+    steps: Positive = 10000
+    """Optimizer steps."""
+    epochs: Positive | None = None
+    """Passes over all of the data, after which the run ends, instead of after training.steps. Text is tokenized before
+    the run, into job.dump_folder/data. Unset: the data go round until training.steps."""
+    loss_chunks: NonNegative = 0
+    """Pieces in which the output head and the cross-entropy run, to keep the logits small. 0: as many as keep a
+    piece's float32 logits under 512 MiB."""
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory (FSDP)."""
+    dtype: Precision = "float32"
+    """Type of the parameters and of the optimizer's state."""
+    mixed_precision_param: Precision = "bfloat16"
+    """Type in which forward and backward compute."""
+    mixed_precision_reduce: Precision = "float32"
+    """Type in which gradients are reduced."""
+    gc_freq: Positive = 50
+    """Collect Python's garbage every this many steps, on all ranks together."""
+    gc_debug: bool = False
+    """Collect after every step and log what was found, to look for reference cycles."""
+    dataloader: DataLoader = field(default_factory=DataLoader)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Validation:
+    enable: bool = False
+    """Measure the loss on held-out data."""
+    dataset: str = "python_stdlib_validation"
+    """A key of torchtitan.datasets.DATASETS."""
+    dataset_path: str | None = None
+    """As training.dataset_path."""
+    sources: list[DataSource] = field(default_factory=list)
+    """As training.sources."""
+    local_batch_size: Positive = 8
+    """Samples per data-parallel rank and forward pass."""
+    seq_len: Positive | None = None
+    """Tokens per sample. Unset: training.seq_len."""
+    freq: Positive = 10
+    """Every this many steps, and after the last."""
+    steps: Positive = 10
+    """Batches per validation; always the same ones."""

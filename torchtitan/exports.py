@@ -1,0 +1,76 @@
+"""What a run leaves for other programs at its end, beside its last checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan import build, distributed
+from torchtitan.adapters.interface import Adapter
+from torchtitan.checkpoint import Checkpointer, CheckpointError, folders
+from torchtitan.config.job import JobConfig
+from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.ranks import Ranks
+
+TIMEOUT_SECONDS = 1800
+
+
+class Exports:
+    """The weights alone, and the adapter in peft's layout, as far as the job asks for them."""
+
+    def __init__(self, config: JobConfig, ranks: Ranks, vocabulary: Tokenizer):
+        self.config, self.ranks = config, ranks
+        self.folder = Path(config.job.dump_folder)
+        self.weights: Path | None = None  # where they are, once written
+        self.beside: dict[str, bytes] = {}
+        if config.checkpoint.last_save_in_hf:  # whether the format has all this is better known before the run
+            self.beside = build.beside_hf_weights(config, vocabulary)
+
+    def write(self, model: ParallelModel, checkpointer: Checkpointer | None, step: int) -> None:
+        """After the last step. Every rank calls it."""
+        if self.config.adapter.last_save_in_peft:
+            self._write_adapter(model)
+        if checkpointer is not None and self.config.checkpoint.last_save_model_only:
+            self._write_weights(model, checkpointer, step)
+
+    def _write_weights(self, model: ParallelModel, checkpointer: Checkpointer, step: int) -> None:
+        options = self.config.checkpoint
+        dtype = build.DTYPES[options.export_dtype]
+        self.weights = self.folder / ("model_hf" if options.last_save_in_hf else "model")
+        if not options.last_save_in_hf:
+            checkpointer.export_model(self.weights, dtype, step, plain_tensors(model))
+            return
+        distributed.set_timeout(TIMEOUT_SECONDS)  # the others wait while one writes
+        try:
+            with folders.published(self.weights, write=self.ranks.is_main) as folder:
+                build.model_spec(self.config).hf.save_hf(
+                    folder,
+                    plain_tensors(model),
+                    build.model_args(self.config),
+                    dtype=dtype,
+                    write=self.ranks.is_main,
+                    beside=self.beside,
+                )
+        except OSError as error:
+            raise CheckpointError(f"the Hugging Face weights were not written: {error}") from error
+
+    def _write_adapter(self, model: ParallelModel) -> None:
+        adapter: Adapter = model.adapter
+        mine = adapter.whole_tensors(model.parts)
+        of_all: list[Any] | None = [mine]
+        if self.ranks.world_size > 1:  # of a pipeline each rank has its layers'
+            of_all = [None] * self.ranks.world_size if self.ranks.is_main else None
+            dist.gather_object(mine, of_all)
+        if of_all is not None:
+            whole = {name: tensor for part in of_all for name, tensor in part.items()}
+            try:
+                build.save_peft(self.config, self.folder / "adapter", adapter, whole)
+            except OSError as error:
+                raise CheckpointError(f"the adapter was not written: {error}") from error
+
+
+def plain_tensors(model: ParallelModel) -> dict[str, torch.Tensor]:
+    """The plain model's, by name: what an adapter has learned is folded into them."""
+    return dict(model.named_tensors()) if model.adapter is None else model.adapter.merged(model.parts)

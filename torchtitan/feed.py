@@ -1,0 +1,72 @@
+"""What the model reads: a step's microbatches, agreed on by all ranks, on the device."""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import torch
+
+from torchtitan import distributed
+from torchtitan.datasets.sources import DataError
+from torchtitan.loss import Objective
+from torchtitan.models.dropout import token_keys
+from torchtitan.parallelisms.parallel_dims import ParallelDims
+
+Batch = dict[str, torch.Tensor]
+
+
+class PeerStopped(RuntimeError):
+    """Another rank cannot go on and has said why; this one stops with it."""
+
+
+def take(batches: Iterator[Batch], count: int) -> tuple[list[Batch], DataError | None]:
+    """The next batches, or why there are none: what one rank alone cannot raise, as the others would wait for it."""
+    try:
+        taken = list(islice(batches, count))
+    except DataError as error:
+        return [], error
+    return taken, None if len(taken) == count else DataError(f"the data ended after {len(taken)} of {count} batches")
+
+
+class Feed:
+    """Of one rank. `document_mask`: whether attention is kept inside documents. `seed`: of dropout, where there is
+    any."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        dims: ParallelDims,
+        dp_rank: int,
+        device: torch.device,
+        document_mask: bool,
+        seed: int | None,
+    ):
+        self.objective, self.dims, self.dp_rank, self.device, self.seed = objective, dims, dp_rank, device, seed
+        # positions restart with each document: not without a mask
+        self.names = ("tokens", *objective.targets, *(("positions", "document_ids") if document_mask else ()))
+
+    def agree(self, taken: Sequence[Batch], failure: DataError | None, stop: bool, what: str) -> tuple[int, bool]:
+        """The valid tokens in what all ranks together have taken, and whether anybody was asked to stop.
+
+        The same small reduction says whether somebody has no data, so that all ranks stop at the same step: with the
+        failure, or PeerStopped, which names `what` is missing.
+        """
+        valid = sum(map(self.objective.count, taken))
+        valid, failed, stopping = distributed.sum_over_ranks(valid, failure is not None, stop)
+        if failed:
+            raise failure or PeerStopped(f"another rank has no {what}")
+        return max(valid // self.dims.readers, 1), bool(stopping)
+
+    def to_device(self, batch: Batch) -> Batch:
+        """What the model reads of a batch."""
+        return {name: batch[name].to(self.device, non_blocking=True) for name in self.names}
+
+    def to_train_on(self, batch: Batch, index: int, step: int) -> Batch:
+        """This rank's batch number `index` of a step, with what dropout draws by: the samples of a step are dealt out
+        to the data-parallel ranks one by one.
+        """
+        batch = self.to_device(batch)
+        if self.seed is None:
+            return batch
+        size, length = batch["tokens"].shape
+        samples = torch.arange(index * size, (index + 1) * size, device=self.device) * self.dims.dp + self.dp_rank
+        return batch | {"keys": token_keys(self.seed, step, samples, length)}

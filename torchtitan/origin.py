@@ -1,0 +1,80 @@
+"""What a run goes on from or begins with: a checkpoint of its own, weights of other jobs and programs, an adapter."""
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchtitan import build
+from torchtitan.checkpoint import Checkpointer, CheckpointError, base
+from torchtitan.checkpoint.kinds import find_weights
+from torchtitan.config.changes import changes, refused, remedy
+from torchtitan.config.job import JobConfig
+from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.weights import load_foreign
+
+logger = logging.getLogger(__name__)
+
+
+class Origin:
+    """Of a run on every rank."""
+
+    def __init__(self, config: JobConfig, dims: ParallelDims, model: ParallelModel):
+        self.config, self.dims, self.model = config, dims, model
+        self.base: dict[str, str] | None = None
+        """A reference to the model of an adapter that is saved alone."""
+
+    def compare_with_job_of(self, trainer: dict[str, Any], model_only: bool) -> None:
+        """Before a checkpoint is taken: say what has changed since, refuse what makes the curve another."""
+        if self.base is not None and not model_only:
+            base.refuse_another(trainer, self.base)
+        found = changes(trainer, build.job_of_checkpoint(self.config, self.dims), model_only)
+        if bad := refused(found, self.config.checkpoint.allow_config_change):
+            told = "; ".join(f"{change}: {remedy(change)}" for change in bad)
+            raise CheckpointError(f"the checkpoint is of another job: {told}")
+        if found:
+            logger.info("changed since the checkpoint: %s", ", ".join(map(str, found)))
+
+    def restore(self, checkpointer: Checkpointer | None) -> int | None:
+        """Resume the job of this folder, else start from `initial_load_path`, else from initial weights, drawn only
+        then. The step resumed from, if any."""
+        if checkpointer is None:
+            self.model.initialize()
+            return None
+        options = self.config.checkpoint
+        path = options.initial_load_path
+        if alone := build.saves_adapter_alone(self.config):  # what checkpoints only refer to
+            assert path is not None  # the rules ask for it
+            self.base = checkpointer.main_peers.decide(partial(build.base_reference, self.config))
+            self._start_from(path, checkpointer)
+        resumed = checkpointer.load()
+        if resumed is not None:
+            logger.info("resumed from step %d in %s", resumed, checkpointer.folder)
+            if path and not alone:
+                logger.info("checkpoint.initial_load_path = %s is not used: this folder's own checkpoints win", path)
+        elif not path:
+            self.model.initialize()
+        elif not alone:
+            self._start_from(path, checkpointer)
+        if resumed is None and self.config.adapter.initial_path:
+            self.model.adapter.begin_from(self.model.parts, build.peft_tensors(self.config, self.model.adapter))
+            logger.info("adapter started from %s", self.config.adapter.initial_path)
+        return resumed
+
+    def _start_from(self, path: str, checkpointer: Checkpointer) -> None:
+        """Take the weights of another job or program; an adapter's own stay as they were drawn."""
+        adapter = self.model.adapter
+        self.model.initialize(adapter.fresh if adapter else ())
+        kind, place = find_weights(Path(path))
+        if kind == "ours":
+            checkpointer.initial_load(place, self.config.checkpoint.initial_load_model_only)
+            logger.info("started from %s", path)
+        else:
+            args, fresh = build.model_args(self.config), adapter.fresh if adapter else ()
+            load_foreign(place, self.model.parts, self.config.model.name, args, fresh)
+            checkpointer.refuse_not_finite(Path(path))
+            whose = {"hf": "Hugging Face's", "torchtitan": "torchtitan's own"}[kind]
+            logger.info("started from %s weights in %s", whose, place)
+        if adapter is not None:
+            adapter.follow_base(self.model.parts)
