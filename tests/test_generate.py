@@ -18,6 +18,7 @@ from torchtitan.commands import generate
 from torchtitan.config import manager
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
+from torchtitan.datasets.tokenizer.streaming import LOOK_BACK, text_of
 from torchtitan.models import SIZES
 from torchtitan.models.llama import LlamaArgs
 
@@ -130,7 +131,7 @@ def test_the_model_never_sees_more_than_the_context(prompt):
 
 
 def shown(tokenizer, prompt: str, new: list[int]) -> list[str]:
-    return list(generate.text_of(iter(new), tokenizer.encode(prompt), tokenizer))
+    return list(text_of(iter(new), tokenizer.encode(prompt), tokenizer))
 
 
 @pytest.mark.parametrize("path", TOKENIZERS)
@@ -151,6 +152,31 @@ def test_half_a_character_waits_and_a_wrong_byte_shows():
     assert shown(BYTES, "a", smile) == ["🙂"]
     assert shown(BYTES, "a", [0xFF, ord("b")]) == ["\ufffdb"]
     assert shown(BYTES, "a", [*smile[:2], ord("b"), *smile]) == ["\ufffdb", "🙂"]
+    noise = [0xFF] * 40 + smile[:3]  # of which no more waits than a character has bytes
+    assert "".join(shown(BYTES, "a", [*noise, smile[3]])) == "\ufffd" * 40 + "🙂"
+    assert "".join(shown(BYTES, "a", noise)) == "\ufffd" * 38  # three wait, as if each were of a character
+
+
+class Counting(ByteTokenizer):
+    def __init__(self):
+        self.decoded = 0
+
+    def decode(self, ids):
+        self.decoded += len(ids)
+        return super().decode(ids)
+
+
+def test_a_long_text_is_decoded_in_time_that_grows_with_its_length():
+    tokenizer, new = Counting(), list(("Grüße 你好 🙂 " * 200).encode())
+    assert "".join(text_of(new, [], tokenizer)) == "Grüße 你好 🙂 " * 200
+    assert tokenizer.decoded <= (2 * LOOK_BACK + 1) * len(new)
+
+
+@pytest.mark.parametrize("path", TOKENIZERS)
+def test_pieces_of_a_text_that_is_longer_than_what_is_looked_back_at(path):
+    tokenizer, text = build_tokenizer(path), "  Über  9,000\n\tkm: 你好, 🙂🙂!\n" * 30
+    new = tokenizer.encode(text)
+    assert "".join(shown(tokenizer, "", new)) == tokenizer.decode(new)
 
 
 # A checkpoint

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "torchtitan"
 APART = ("config", "commands")
 ALLOWED = {
     "errors": set(),
+    "bars": set(),
     "registration": set(),
     "config.sections": set(),
     "config.job": {"config.sections"},
@@ -68,7 +69,7 @@ ALLOWED = {
     "weights": {"checkpoint", "initialization", "models", "stores"},
 }
 for names in ALLOWED.values():
-    names.add("errors")  # what is the user's fault may be said anywhere
+    names |= {"errors", "bars"}  # what is the user's fault may be said anywhere, and what takes long may be shown
 OLD = {"config.renames", "config.upgrade", "config.old_models"}
 BUILD = (
     set(ALLOWED) - {"config.options", "config.layers", "config.command_line", "config.manager", "rules", "plot"} - OLD

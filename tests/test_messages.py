@@ -7,7 +7,7 @@ import pytest
 from torchtitan import cli
 from torchtitan.config.manager import load, said_by
 from torchtitan.config.options import help_text
-from torchtitan.errors import JobError
+from torchtitan.errors import LONGEST_LINE, JobError, folded
 from torchtitan.launch import load_job
 from torchtitan.rules import check
 
@@ -153,3 +153,16 @@ def test_dashes_and_underscores_are_one(capsys):
     assert "nowhere: no such file" in capsys.readouterr().err
     assert cli.main(["check", "--world-size=2", "--training.local-batch-size=2"]) == 0
     assert cli.main(["check", "--world_size", "2"]) == 0 and "2 ranks" in capsys.readouterr().out
+
+
+# Lines that can be read
+
+
+def test_no_line_is_longer_than_200_characters(capsys):
+    assert cli.main(["check", "--parallelism.tensor_parallel_degree=3", "--training.dataset=c4_test", "--zzz=1"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 4 and max(map(len, lines)) <= LONGEST_LINE
+    assert all(line.startswith(("    ", "command line: ", "the job: ", "3 faults")) for line in lines)
+    path = "/a/path/" * 40
+    assert folded(f"{path}: {'words ' * 60}").splitlines()[0] == f"{path}:"  # which can be copied
+    assert folded("one\n\ntwo") == "one\n\ntwo"

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from torchtitan.errors import JobError
+from torchtitan.errors import JobError, folded
 from torchtitan.leaving import exit_with
 
 COMMANDS = {
@@ -93,5 +93,5 @@ def guarded(run: Callable[[], int]) -> int:
         if os.environ.get("TORCHTITAN_TRACEBACK") == "1":
             traceback.print_exc()
         else:
-            print(f"{error}\n(TORCHTITAN_TRACEBACK=1 shows where this was raised)", file=sys.stderr)
+            print(f"{folded(error)}\n(TORCHTITAN_TRACEBACK=1 shows where this was raised)", file=sys.stderr)
         return REFUSED

@@ -17,7 +17,7 @@ from torchtitan.checkpoint.layout import step_of
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
-from torchtitan.errors import JobError
+from torchtitan.errors import JobError, folded
 from torchtitan.launcher.company import LATE_SECONDS, First, Other
 from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.lock import held, this_process
@@ -62,7 +62,7 @@ def launch(num_ranks: int, arguments: list[str]) -> int:
         part = follow_the_first if nodes.index else lead
         return part(nodes, num_ranks, arguments, queue)
     except JobError as error:
-        print(error, file=sys.stderr)
+        print(folded(error), file=sys.stderr)
         return REFUSED
     finally:
         queue.close()
@@ -166,7 +166,7 @@ def judge(argv: list[str], world_size: int) -> tuple[JobConfig | None, str]:
     if not faults:
         return config, ""
     end = f"{len(faults)} fault{'s' if len(faults) > 1 else ''} in the job; nothing was started"
-    return None, "\n".join([*map(str, faults), end])
+    return None, "\n".join([*map(folded, faults), end])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from torchtitan.checkpoint import CannotSave, CheckpointError
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
-from torchtitan.errors import JobError
+from torchtitan.errors import JobError, folded
 from torchtitan.failures import kind_of
 from torchtitan.launch import launch, load_job
 from torchtitan.launcher.answers import answer
@@ -100,7 +100,7 @@ def run(config: JobConfig, ranks: Ranks) -> int:
         if not ranks.is_main:
             # what went wrong on all ranks is said by the first alone: its end ends this wait
             wait_for_the_one_that_speaks(ranks)
-        logger.error("%s", error)
+        logger.error("%s", folded(error))
         if isinstance(error, CheckpointError):
             return NOT_LOADED if trainer is None and not isinstance(error, CannotSave) else NOT_SAVED
         return NON_FINITE if isinstance(error, training.NonFiniteError) else REFUSED
@@ -124,7 +124,7 @@ def quietly(command: Callable[[list[str]], int], argv: list[str]) -> int:
     try:
         return command(argv)
     except JobError as error:
-        print(error, file=sys.stderr)
+        print(folded(error), file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtitan.bars import progress_bar
 from torchtitan.checkpoint import CheckpointError
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.kinds import find_weights
@@ -126,10 +127,13 @@ def opened(path: str | os.PathLike[str], family: str, args: Any) -> Iterator[Wei
 def fill(model: nn.Module, weights: Weights, tied: bool, fresh: Collection[str] = ()) -> None:
     """The model, or a part of it, plain or sharded: one whole tensor at a time on each rank, which keeps its part."""
     packed = packed_names(model)
-    for wrapped_name, tensor in model.state_dict(keep_vars=True).items():
-        name = clean_name(wrapped_name)
-        if name not in fresh and name not in packed:
-            _copy_part(weights.whole("tok_embeddings.weight" if tied and name == "output.weight" else name), tensor)
+    tensors = model.state_dict(keep_vars=True).items()
+    with progress_bar("loading the weights", len(tensors), unit=" tensors") as progress:
+        for wrapped_name, tensor in tensors:
+            name = clean_name(wrapped_name)
+            if name not in fresh and name not in packed:
+                _copy_part(weights.whole("tok_embeddings.weight" if tied and name == "output.weight" else name), tensor)
+            progress.update()
     for name, store in stores(model):  # one after the other, as they are larger before they are packed
         values = store.empty()
         _copy_part(weights.whole(name), values)

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from torchtitan.bars import progress_bar
 from torchtitan.errors import JobError
 
 FORMAT = 1
@@ -154,9 +155,11 @@ def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
             raise CheckpointError(f"{name} has {status.st_size} bytes instead of {manifest.files[name].size}")
 
 
-def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Those of the files whose content is not what was written."""
-    return [name for name in names if sha256_of(folder / name) != manifest.files[name].sha256]
+def damaged_files(folder: Path, manifest: Manifest, names: Collection[str], bar: bool = False) -> list[str]:
+    """Those of the files whose content is not what was written. With a bar where somebody waits for it."""
+    size = sum(manifest.files[name].size for name in names)
+    with progress_bar(f"checking {folder.name}", size, shown=bar) as progress:
+        return [name for name in names if sha256_of(folder / name, progress.update) != manifest.files[name].sha256]
 
 
 def forget(path: Path) -> None:
@@ -277,11 +280,13 @@ def read_bytes(path: Path, most: int = LARGEST_TEXT) -> bytes:
         raise CheckpointError(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def sha256_of(path: Path) -> str:
+def sha256_of(path: Path, tell: Callable[[int], object] = int) -> str:
+    """`tell` hears of every block read, by its number of bytes."""
     digest, buffer = hashlib.sha256(), bytearray(_HASH_BLOCK)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(memoryview(buffer)[:count])
+            tell(count)
     return digest.hexdigest()
 
 

@@ -40,7 +40,7 @@ def open_checkpoint(folder: Path, peers: Peers) -> Source:
         manifest = layout.read_manifest(folder)
         share = sorted(manifest.files)[peers.rank :: peers.size]
         layout.check_sizes(folder, manifest, share)
-        if damaged := layout.damaged_files(folder, manifest, share):
+        if damaged := layout.damaged_files(folder, manifest, share, bar=True):
             raise CheckpointError(f"damaged: {', '.join(damaged)} (other content than was written)")
         index = storage.read_metadata(folder, manifest)
         state = layout.read_state(folder)

@@ -6,7 +6,7 @@ entry needs unpickling.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import ReadItem, SavePlanner
 
+from torchtitan.bars import progress_bar
 from torchtitan.checkpoint import records
 from torchtitan.checkpoint.agreement import Peers, describe
 from torchtitan.checkpoint.layout import METADATA, CheckpointError, Manifest, TensorEntry, read_bytes
+from torchtitan.initialization import local_part
 
 # a single process is an ordinary case here
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -80,11 +82,12 @@ def read_tensors(folder: Path, index: metadata.Metadata, tensors: Tensors, peers
     """Fill `tensors` in place, each rank reading what it holds, however many ranks wrote the files. `index`: what
     `read_metadata` gave for the folder.
     """
-    with translated_errors():
+    size = sum(local_part(tensor)[0].nbytes for tensor in tensors.values())
+    with translated_errors(), progress_bar(f"loading {folder.name}", size) as progress:
         dcp.load(
             tensors,
             storage_reader=_CheckedReader(folder, index),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            planner=_ToldPlanner(progress.update),
             process_group=peers.group,
             no_dist=peers.group is None,
         )
@@ -103,6 +106,18 @@ class _CheckedReader(filesystem.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """Also when DCP, having failed once, asks for the metadata of one rank: there is one index and no other."""
         return self.index
+
+
+class _ToldPlanner(DefaultLoadPlanner):
+    """Tells how many bytes each tensor, or piece of one, has brought."""
+
+    def __init__(self, tell: Callable[[int], object]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.tell = tell
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        self.tell(tensor.nbytes)
 
 
 class _StagedPlanner(DefaultSavePlanner):

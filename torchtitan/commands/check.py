@@ -11,7 +11,7 @@ from torchtitan.config.manager import load, said_by, to_toml
 from torchtitan.config.options import ConfigError, Fault, help_text, show
 from torchtitan.config.schema import job_schema
 from torchtitan.config.upgrade import ERAS
-from torchtitan.errors import JobError
+from torchtitan.errors import JobError, folded
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED
 from torchtitan.ranks import likely_device
@@ -97,7 +97,7 @@ def _check(argv: list[str], flags: dict[str, Any]) -> int:
 
 
 def _refuse(faults: Iterable[Fault | Exception | str], number: int | None = None) -> int:
-    lines = list(map(str, faults))
+    lines = list(map(folded, faults))
     number = number or len(lines)
     print(*lines, f"{number} fault{'s' if number > 1 else ''}", sep="\n", file=sys.stderr)
     return REFUSED

@@ -49,7 +49,7 @@ def _row(step: int, folder: Path, verify: bool) -> tuple[bool, str, str, str, st
         manifest = layout.check_complete(folder)
         if manifest.step != step:
             raise CheckpointError("its manifest belongs to another step")
-        if verify and (damaged := layout.damaged_files(folder, manifest, sorted(manifest.files))):
+        if verify and (damaged := layout.damaged_files(folder, manifest, sorted(manifest.files), bar=True)):
             raise CheckpointError(f"damaged: {', '.join(damaged)}")
         trainer = layout.read_state(folder)["trainer"]
     except CheckpointError as error:

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from torchtitan import build
+from torchtitan.bars import progress_bar
 from torchtitan.checkpoint.agreement import Peers
+from torchtitan.checkpoint.folders import published
 from torchtitan.checkpoint.kinds import find_weights
 from torchtitan.checkpoint.layout import MODEL
 from torchtitan.checkpoint.saving import Care, Snapshot, save
@@ -31,7 +33,6 @@ from torchtitan.errors import JobError
 from torchtitan.models import CONFIGS
 from torchtitan.models.hf.config import CONFIG
 from torchtitan.models.hf.export import beside_weights, source_of
-from torchtitan.models.hf.folders import progress_bar
 from torchtitan.weights import Unread, Weights, opened
 
 FORMS = {"hf": "a folder of Hugging Face", "file": "one file of safetensors", "ours": "an export of this project"}
@@ -98,7 +99,8 @@ def _tokenizer(config: JobConfig, args: Any) -> Tokenizer | None:
     except JobError:
         return None
     is_named = config.model.tokenizer_path != job_options()["model.tokenizer_path"].default
-    return vocabulary if vocabulary.vocab_size <= args.vocab_size and (is_named or args.vocab_size <= 2048) else None
+    is_own = vocabulary.vocab_size <= args.vocab_size if is_named else vocabulary.vocab_size == args.vocab_size
+    return vocabulary if is_own else None
 
 
 def _unread(config: JobConfig, args: Any, weights: Weights) -> dict[str, Any]:
@@ -110,8 +112,8 @@ def _unread(config: JobConfig, args: Any, weights: Weights) -> dict[str, Any]:
 
 def _write_hf(target: Path, config: JobConfig, args: Any, weights: Weights, dtype: torch.dtype) -> None:
     beside = _beside(config, args, dtype)
-    hf = build.model_spec(config).hf
-    hf.save_hf(target, _unread(config, args, weights), args, dtype=dtype, beside=beside)
+    with published(target.resolve(), write=True) as folder:
+        build.model_spec(config).hf.save_hf(folder, _unread(config, args, weights), args, dtype=dtype, beside=beside)
 
 
 def _write_file(target: Path, config: JobConfig, args: Any, weights: Weights, dtype: torch.dtype) -> None:
@@ -131,9 +133,10 @@ def _write_ours(target: Path, config: JobConfig, args: Any, weights: Weights, dt
     snapshot = Snapshot("model", weights.step, shells)
     with progress_bar(f"writing {target.name}", sum(each.nbytes for each in shells.values())) as progress:
         snapshot.staged = _Read(unread, types, progress)
-        save(snapshot, target.resolve(), None, Peers("convert"), Care())
-    for name, content in beside.items():
-        (target / name).write_bytes(content)
+        with published(target.resolve(), write=True) as folder:
+            save(snapshot, folder, None, Peers("convert"), Care())
+            for name, content in beside.items():
+                (folder / name).write_bytes(content)
 
 
 class _Read(Mapping):

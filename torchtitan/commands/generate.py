@@ -7,7 +7,7 @@ device, whole weights. Keys and values of what was read are kept, until the cont
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from torchtitan.checkpoint.kinds import find_weights
 from torchtitan.commands.job_of import job_of, refuse_strangers
 from torchtitan.config.job import JobConfig
 from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.datasets.tokenizer.streaming import text_of
 from torchtitan.distributed import device_type
 from torchtitan.errors import JobError
 from torchtitan.models.cache import Remembering
@@ -35,10 +36,10 @@ def main(argv: list[str]) -> int:
     model, _ = saved_model.filled_model(config, place, torch.device(device_type()))
     print(f"{config.model.name} {config.model.flavor}, {place.name}", file=sys.stderr)
     start = tokenizer.begin or [tokenizer.eos_id]  # without a sign of its own, a document begins behind the last one
-    prompt = start + tokenizer.encode(text)
+    said = tokenizer.encode(text)
     tokens = sample(
         Remembering(model),
-        prompt,
+        start + said,
         tokenizer,
         max_new_tokens=options.max_new_tokens,
         context=config.training.seq_len,
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
         seed=options.seed,
     )
     print(text, end="", flush=True)
-    for piece in text_of(tokens, prompt[1:], tokenizer):
+    for piece in text_of(tokens, said, tokenizer):
         print(piece.translate(CONTROLS), end="", flush=True)
     print()
     return 0
@@ -130,15 +131,3 @@ def sample(
             return
         yield token
         ids = torch.cat([ids, choice[None]], dim=1)
-
-
-def text_of(tokens: Iterable[int], prompt: list[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """What the tokens add to the prompt's text, in pieces of whole characters: one may need several tokens."""
-    ids = list(prompt)
-    shown = len(tokenizer.decode(ids))
-    for token in tokens:
-        ids.append(token)
-        text = tokenizer.decode(ids)
-        if len(text) > shown and not text.endswith("\ufffd"):
-            yield text[shown:]
-            shown = len(text)

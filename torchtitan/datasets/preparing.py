@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
+from torchtitan.bars import progress_bar
 from torchtitan.datasets.records import encode
 from torchtitan.datasets.sources import BadRecord, DataError, Document, Indexed, Item, Source, Unreachable
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
@@ -89,7 +89,7 @@ def _write(
     writer = ShardWriter(folder, tokenizer.vocab_size)
     readable = _Readable(source.documents(), stop)
     total = len(source) if isinstance(source, Indexed) else None
-    with tqdm(total=total, unit=" documents", file=sys.stderr, dynamic_ncols=True) as progress:
+    with progress_bar("tokenizing", total, unit=" documents") as progress:
         for documents in _tokenized(readable, tokenizer, tokenizer_path, workers):
             for made in documents:
                 if isinstance(made, BadRecord):

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from torchtitan.bars import progress_bar
 from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.sources import DataError, Source
 
@@ -81,13 +82,16 @@ class TokenShards(Source):
 
     def verify(self) -> None:
         """Read everything and compare the checksums. Raises DataError naming the first file that differs."""
-        for part in self.files:
-            sha256 = hashlib.sha256()
-            with (self.folder / part["name"]).open("rb") as file:
-                while content := file.read(AT_A_TIME):
-                    sha256.update(content)
-            if sha256.hexdigest() != part["sha256"]:
-                raise DataError(f"{self.folder / part['name']}: its contents are not those of the header; {REMEDY}")
+        sizes = {part["name"]: (self.folder / part["name"]).stat().st_size for part in self.files}
+        with progress_bar(f"checking {self.folder.name}", sum(sizes.values())) as progress:
+            for part in self.files:
+                sha256 = hashlib.sha256()
+                with (self.folder / part["name"]).open("rb") as file:
+                    while content := file.read(AT_A_TIME):
+                        sha256.update(content)
+                        progress.update(len(content))
+                if sha256.hexdigest() != part["sha256"]:
+                    raise DataError(f"{self.folder / part['name']}: its contents are not those of the header; {REMEDY}")
 
     def blocks(self, seq_len: int) -> int:
         """Samples in one epoch."""

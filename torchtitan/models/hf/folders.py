@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from tqdm import tqdm
 
+from torchtitan.bars import progress_bar
 from torchtitan.errors import JobError
 from torchtitan.initialization import clean_name
 from torchtitan.models.hf.config import CONFIG, INDEX
@@ -64,7 +64,7 @@ def save_folder(
         except OSError as error:
             failure = error
     total_bytes = sum(map(gathered.bytes_of, gathered.shapes))
-    progress = progress_bar(f"writing {folder.name}", total_bytes, hidden=not write)
+    progress = progress_bar("writing the weights", total_bytes)
     weight_map, total = {}, 0
     for number, names in enumerate(files, 1):
         file, tensors = f"model-{number:05}-of-{len(files):05}.safetensors", {}
@@ -87,12 +87,6 @@ def save_folder(
     if write:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def progress_bar(what: str, num_bytes: int, hidden: bool = False) -> tqdm:
-    """On a terminal only, and not before it has taken a second."""
-    disable = True if hidden else None
-    return tqdm(desc=what, total=num_bytes, unit="B", unit_scale=True, disable=disable, delay=1, dynamic_ncols=True)
 
 
 @contextmanager

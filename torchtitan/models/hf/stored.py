@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtitan.bars import progress_bar
 from torchtitan.errors import JobError
 from torchtitan.initialization import clean_name, local_part
 from torchtitan.models.hf.blocks import FP8, Dequantized, scales_name, scales_shape
@@ -97,10 +98,12 @@ def load_weights(weights: StoredWeights, model: nn.Module, fresh: Collection[str
     JobError where they do not fit; the model is then untouched, unless a file proves unreadable only in its middle.
     """
     packed = packed_names(model)
-    with weights:
-        for wrapped_name, tensor in model.state_dict(keep_vars=True).items():
-            if (name := clean_name(wrapped_name)) not in fresh and name not in packed:
-                weights.read_into(tensor, name)
+    named = {clean_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    plain = {name: tensor for name, tensor in named.items() if name not in fresh and name not in packed}
+    with weights, progress_bar(f"loading {weights.path.name}", len(plain), unit=" tensors") as progress:
+        for name, tensor in plain.items():
+            weights.read_into(tensor, name)
+            progress.update()
         for name, store in stores(model):  # one after the other, as they are larger before they are packed
             values = store.empty()
             weights.read_into(values, name)
