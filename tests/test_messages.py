@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 
+from tests.support.judged import unfolded
 from torchtitan import cli
 from torchtitan.config.manager import load, said_by
 from torchtitan.config.options import help_text
@@ -24,7 +25,7 @@ def a_folder(tmp_path, monkeypatch):
 
 def explained(capsys, *argv: str) -> list[str]:
     assert load_job(list(argv), 1) is None
-    return capsys.readouterr().err.splitlines()[:-1]
+    return unfolded(capsys.readouterr().err)[:-1]
 
 
 # The place
