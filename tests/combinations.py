@@ -51,7 +51,7 @@ class Combination:
         has no part in it: layouts with many rows are evaluated in those without.
         """
         rare = self.pp > 2 or self.ep > 1 or self.precision == "bfloat16" or self.cpu_offload
-        drops = self.model in ("other_decoder", "classifier")  # in training only
+        drops = self.model in ("other_decoder", "classifier") or "dropout" in self.adapter  # in training only
         return self.compile == "no" and not drops and (rare or self.recompute == "none")
 
 
@@ -225,7 +225,7 @@ def multi_token() -> list[Combination]:
 
 
 def adapters() -> list[Combination]:
-    return one_number_a_block() + low_rank() + directed() + packed()
+    return one_number_a_block() + low_rank() + directed() + dropping() + packed()
 
 
 def one_number_a_block() -> list[Combination]:
@@ -287,6 +287,28 @@ def directed() -> list[Combination]:
     rows += [Combination(**COMPOSED["TP 2"], **dora, recompute="full", compile="block")]
     rows += [Combination(**LAYOUTS["FSDP 2"], **dora, precision="bfloat16", recompute="op")]
     rows += [Combination(**COMPOSED["TP 2"], **exact, model="deepseek")]
+    return rows
+
+
+def dropping() -> list[Combination]:
+    """What A reads is dropped by keys of token, layer and feature, whatever is cut, moved or computed again."""
+    lora, exact = dict(adapter="lora_dropout"), dict(adapter="lora_dropout", precision="float64")
+    rows = [Combination(**LAYOUTS["FSDP 2"], **exact, recompute="op", accumulation=2)]
+    rows += [Combination(**LAYOUTS["DDP 2"], **exact, accumulation=2)]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **lora, recompute="full", precision="bfloat16")]
+    rows += [Combination(ranks=1, **lora, compile="block", recompute=mode) for mode in ("none", "full")]
+    rows += [Combination(**COMPOSED["TP 2"], **exact, recompute="2")]
+    rows += [Combination(**COMPOSED["TP 2"], **lora, sequence_parallel=False, recompute="full")]
+    rows += [Combination(**COMPOSED["TP 2"], **lora, compile="block")]
+    rows += [Combination(**COMPOSED["TP 2"], adapter="dora_dropout", precision="float64")]
+    rows += [Combination(ranks=2, cp=2, **exact, method=method, document_mask=True) for method in ("ring", "ulysses")]
+    rows += [Combination(**COMPOSED["PP 2"], **exact, schedule=s) for s in ("1F1B", "ZBVZeroBubble", "DualPipeV")]
+    rows += [Combination(**COMPOSED["PP 2"], **lora, schedule="DualPipeV", recompute="full")]
+    latent = exact | dict(model="deepseek")
+    rows += [Combination(**EXPERT_LAYOUTS[name], **latent) for name in ("FSDP 2", "CP 2", "TP 2")]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **latent, multi_token_prediction=2, recompute="full")]
+    overlap = dict(schedule="DualPipeV", overlap=True, recompute="op")
+    rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **latent, **overlap)]
     return rows
 
 

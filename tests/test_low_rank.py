@@ -21,6 +21,7 @@ from torchtitan.adapters import ADAPTERS, peft_folder
 from torchtitan.adapters.dora import DoRA
 from torchtitan.adapters.lora import LoRA
 from torchtitan.adapters.low_rank import candidates, plus_product, sizes_of
+from torchtitan.adapters.targets import OF_LINEARS
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.errors import JobError
 from torchtitan.initialization import initialize
@@ -286,11 +287,24 @@ def test_faults(words, said):
     assert said in fault
 
 
+@pytest.mark.parametrize("kind", OF_LINEARS)
+@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek"])
+def test_stacks_of_experts_are_refused_by_name(kind, model):
+    (fault,) = lines(
+        f"--adapter.kind={kind}", "--adapter.rank=4", f"--model.name={model}", '--adapter.target=["layers.*"]'
+    )
+    assert (
+        fault.startswith('adapter.target: given ["layers.*"]; allowed: linears')
+        and "stacks of experts; leave out" in fault
+    )
+    assert "layers.*.moe.experts" in fault
+
+
 def test_what_check_cannot_know_is_refused_by_the_adapter():
     with torch.device("meta"):
         model = MODELS["qwen3_moe"].build(SIZES["qwen3_moe"]["debugmodel"])
-    with pytest.raises(JobError, match=r"adapter.kind = 'dora' has no form for layers.0.moe.experts"):
-        DoRA(Options(kind="dora", target=["*experts"])).install(model, MODELS["qwen3_moe"].plan)
+    with pytest.raises(JobError, match=r"adapter.kind = 'mine' has no form for layers.0.moe.experts"):
+        DoRA(Options(kind="mine", target=["*experts"])).install(model, MODELS["qwen3_moe"].plan)
     with pytest.raises(JobError, match=r"adapter.rank: allowed: at most 128"):
         LoRA(Options(kind="lora", rank=200)).install(model, MODELS["qwen3_moe"].plan)
 

@@ -19,6 +19,8 @@ ROWS = {
     "scale": (ScaleAdapter, Options()),
     "lora": (LoRA, _SMALL),
     "dora": (DoRA, Options(kind="dora", rank=4, alpha=8.0)),
+    "lora_dropout": (LoRA, Options(rank=4, alpha=8.0, dropout=0.25, target=["layers.*[!s]"])),  # no stacks of experts
+    "dora_dropout": (DoRA, Options(kind="dora", rank=4, alpha=8.0, dropout=0.25)),
     "qlora": (QLoRA, Options(kind="qlora", rank=4, alpha=8.0)),
 }
 """What a row of the table may name -> kind and options."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from torchtitan.adapters.low_rank import LowRank, LowRankLinear, Strength, learned, plus_product
+from torchtitan.adapters.low_rank import LowRank, LowRankLinear, Strength, plus_learned, plus_product
 from torchtitan.initialization import Constant, Init, local_part
 from torchtitan.models.layers import autocast_off
 
@@ -39,7 +39,7 @@ class DirectedLinear(LowRankLinear):
         self.lora_magnitude = nn.Parameter(self.weight.detach().new_empty(self.out_features))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.linear(x, self.weight) + learned(self, x)
+        y = plus_learned(self, x, F.linear(x.flatten(0, -2), self.weight))
         y = y * (self.lora_magnitude / learned_lengths(self)).to(y.dtype)
         return y if self.bias is None else y + self.bias
 

@@ -8,19 +8,23 @@ B [experts, rank, out] of their own. A kind is a pair of classes, for linears an
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from torchtitan.adapters.interface import Adapter
-from torchtitan.adapters.targets import misfits, targets
+from torchtitan.adapters.targets import layer_of, misfits, targets
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.errors import JobError
 from torchtitan.initialization import Constant, Init, Uniform, local_part
+from torchtitan.models.dropout import Dropout
 from torchtitan.models.moe.experts import Experts
 from torchtitan.parallelisms.plan import ParallelPlan
+from torchtitan.parallelisms.steps import running_notes
 
 MATRICES = ("w1", "w2", "w3")
 """Of experts."""
@@ -34,22 +38,45 @@ class Strength:
     scale: float
 
 
-def learned(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """What A and B of a LowRankLinear, or of a stand-in with a rank's weights, add to its output."""
-    return F.linear(F.linear(x, linear.lora_A) * linear.low_rank.scale, linear.lora_B)  # scaled where it is narrow
+def plus_learned(linear: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x [..., in] and y [N, out], the plain output for its N rows, -> [..., out], y with what A and B of a
+    LowRankLinear, or of a stand-in with a rank's weights, add to it. y may be overwritten.
+
+    One product adds to y where it lies: with a tensor of its own for what is added, a step of the debug Llama takes 4 %
+    longer. Not where an operator's output is kept to be used again (selective recompute), nor in a compiled graph,
+    which has no places.
+    """
+    x = x if linear.dropout is None else dropped(linear, x)
+    inner, right = F.linear(x.flatten(0, -2), linear.lora_A), linear.lora_B.t().to(y.dtype)  # autocast knows no addmm_
+    add = torch.addmm if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() else torch.Tensor.addmm_
+    return add(y, inner, right, alpha=linear.low_rank.scale).unflatten(0, x.shape[:-1])
+
+
+def dropped(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    """x [B, S, in], of which a rank of tensor parallel may have its tokens or its features -> some of it 0."""
+    notes = running_notes()
+    keys = None if notes is None else notes.shared.keys
+    if linear.role == "sequence":
+        keys = linear.border.here(keys)
+    return linear.dropout(x, keys, first=linear.border.rank * x.shape[-1] if linear.role == "row" else 0)
 
 
 class LowRankLinear(nn.Linear):
-    """A linear that has `lora_A`, `lora_B` and `low_rank`, a Strength, beside its frozen weight."""
+    """A linear that has `lora_A`, `lora_B` and `low_rank`, a Strength, beside its frozen weight. `dropout`: of what A
+    reads.
+    """
+
+    role = ""  # the plan's word for it, under tensor parallel
 
     def add_parameters(self, strength: Strength) -> None:
         self.low_rank = strength
+        self.dropout: Dropout | None = None
         new = self.weight.detach().new_empty
         self.lora_A = nn.Parameter(new(strength.rank, self.in_features))
         self.lora_B = nn.Parameter(new(self.out_features, strength.rank))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias) + learned(self, x)
+        return plus_learned(self, x, F.linear(x.flatten(0, -2), self.weight, self.bias))
 
     def own_init(self, name: str) -> Init | None:
         if name == "lora_A":
@@ -58,10 +85,8 @@ class LowRankLinear(nn.Linear):
 
     def tensor_placements(self, role: str, whole: Placement) -> dict[str, tuple[Placement, Placement]]:
         """Under tensor parallel, see tensor_parallel.py."""
-        if role in (
-            "column",
-            "head",
-        ):  # every rank has some outputs, and from these alone what they add to A's gradient
+        self.role = role
+        if role in ("column", "head"):  # a rank has some outputs, and from these alone what they add to A's gradient
             return {"lora_A": (Replicate(), Partial()), "lora_B": (Shard(0), Shard(0))}
         if role == "row":  # every rank has some inputs, and B sees its part of a sum
             return {"lora_A": (Shard(1), Shard(1)), "lora_B": (Replicate(), Partial())}
@@ -85,8 +110,7 @@ class LowRankExperts(Experts):
     @staticmethod
     def product(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         inner = Experts.product(experts, f"lora_A_{name}", x, ends) * experts.low_rank.scale
-        learned = Experts.product(experts, f"lora_B_{name}", inner, ends)
-        return Experts.product(experts, name, x, ends) + learned
+        return Experts.product(experts, name, x, ends) + Experts.product(experts, f"lora_B_{name}", inner, ends)
 
     def own_init(self, name: str) -> Init | None:
         if name.startswith("lora_A_"):
@@ -137,6 +161,8 @@ class LowRank(Adapter):
             )
         module.__class__ = into
         module.add_parameters(Strength(self.options.rank, scale_of(self.options)))
+        if self.options.dropout:
+            module.dropout = Dropout(self.options.dropout, place_of(name))
 
 
 def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -149,6 +175,11 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def sizes_of(module: nn.Module) -> tuple[int, int]:
     """Outputs, inputs."""
     return tuple(module.w1.shape[:0:-1]) if isinstance(module, Experts) else (module.out_features, module.in_features)
+
+
+def place_of(name: str) -> int:
+    """Of a linear in its layer, which tells its draws from those of the others."""
+    return crc32(name.removeprefix(f"layers.{layer_of(name)}.").encode())
 
 
 def scale_of(options: Options) -> float:

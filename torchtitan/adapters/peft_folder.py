@@ -86,7 +86,7 @@ def config_of(options: Options, names: list[str], form: Form, base: str) -> dict
         "base_model_name_or_path": base,
         "r": options.rank,
         "lora_alpha": options.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": options.dropout,
         "use_rslora": options.rslora,
         "use_dora": options.kind == "dora",
         "bias": "none",

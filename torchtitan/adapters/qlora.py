@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from torchtitan.adapters.low_rank import LowRank, LowRankLinear, Strength, learned, plus_product
+from torchtitan.adapters.low_rank import LowRank, LowRankLinear, Strength, plus_learned, plus_product
 from torchtitan.adapters.nf4 import pack, unpack
 from torchtitan.adapters.targets import block_of
 from torchtitan.models.layers import autocast_dtype
@@ -37,9 +37,8 @@ class QuantizedLinear(LowRankLinear):
         self.weight_rows = nn.Parameter(rows, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = _Packed.apply(x, self.weight_codes, self.weight_scales, self.weight_rows)
-        y = y if self.bias is None else y + self.bias
-        return y + learned(self, x)
+        y = _Packed.apply(x.flatten(0, -2), self.weight_codes, self.weight_scales, self.weight_rows)
+        return plus_learned(self, x, y if self.bias is None else y + self.bias)
 
     def tensor_placements(self, role: str, whole: Placement) -> dict[str, tuple[Placement, Placement]]:
         told = super().tensor_placements(role, whole)

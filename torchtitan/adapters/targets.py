@@ -8,12 +8,18 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.models.linears import HEAD
 
 ALL_LINEAR = "all-linear"
 """As a target: every linear but the head, which every token's loss goes through."""
 
 
 BLOCK, SMALLEST = 64, 16
+EXPERTS = "experts"
+PACKING = ("qlora",)
+"""Kinds that keep the matrices themselves in few bits."""
+OF_LINEARS = ("dora", *PACKING)
+"""Kinds without a form for stacks of experts."""
 
 
 class Misfit(NamedTuple):
@@ -55,7 +61,15 @@ def misfits(linears: Mapping[str, tuple[int, int]], options: Options) -> Iterato
         name = min(narrow, key=narrow.get)
         what = f"at most {narrow[name]}, the smaller side of {name}: a higher rank says no more than the matrix"
         yield Misfit("adapter.rank", what, f"lower it, or leave {', '.join(without_numbers(narrow))} out of the target")
-
+    if options.kind in OF_LINEARS and (stacks := [name for name in chosen if is_stack(name)]):
+        what = f"linears with adapter.kind = {options.kind!r}, which has no form for stacks of experts"
+        yield Misfit("adapter.target", what, f'leave out {", ".join(without_numbers(stacks))}, or write kind = "lora"')
+        chosen = [name for name in chosen if not is_stack(name)]
+    if options.dropout and (without := [name for name in chosen if is_stack(name) or name == HEAD]):
+        what = "0 with " + ", ".join(without_numbers(without)) + " in adapter.target"
+        yield Misfit(
+            "adapter.dropout", what, "rows of experts and pieces of the loss are not by token: leave these out"
+        )
     if options.kind == "qlora":
         odd = [name for name in chosen if not block_of(linears[name][1]) or layer_of(name) is None]
         if odd:
@@ -74,6 +88,11 @@ def block_of(inputs: int) -> int:
 def without_numbers(names: Iterable[str]) -> list[str]:
     """What stands for the names, a star in place of numbers, each once."""
     return list(dict.fromkeys(".".join("*" if p.isdecimal() else p for p in name.split(".")) for name in names))
+
+
+def is_stack(name: str) -> bool:
+    """Of experts."""
+    return name.rpartition(".")[2] == EXPERTS
 
 
 def layer_of(name: str) -> int | None:

@@ -45,13 +45,14 @@ class Dropout(nn.Module):
         super().__init__()
         self.p, self.place = p, place
 
-    def forward(self, x: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, keys: torch.Tensor | None, first: int = 0) -> torch.Tensor:
         """x [B, S, D] and the layer's keys of its tokens [B, S] -> x with a share p of its features zero, the others
-        multiplied by 1 / (1 - p). Outside of training x.
+        multiplied by 1 / (1 - p). Outside of training x. `first`: the number of x's first feature, where it is a part.
         """
         if not self.training or not self.p:
             return x
         assert keys is not None, "a model with dropout is trained with the keys of its tokens"
-        features = scrambled(torch.arange(x.shape[-1], device=x.device) + self.place * STRIDES[2])
+        numbers = torch.arange(first, first + x.shape[-1], device=x.device)
+        features = scrambled(numbers + self.place * STRIDES[2])
         drawn = scrambled(keys[..., None] ^ features)  # [B, S, D]
         return torch.where(drawn >= int(self.p * 2**32), x / (1 - self.p), 0)

@@ -121,6 +121,9 @@ def apply_compile(model: nn.Module, plan: ParallelPlan, options: ParallelOptions
     # a process-wide setting of torch's; 1.0 is its default and keeps everything
     budget = options.memory_budget if options.recompute == "memory_budget" else 1.0
     torch._functorch.config.activation_memory_budget = budget
+    # the compiler else refuses a recompute inside what it compiles that sets anything outside, as steps.running() does,
+    # which puts it back before the step ends
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     if options.compile_model and options.compile_scope == "model":
         model.compile(backend=options.compile_backend)
         return

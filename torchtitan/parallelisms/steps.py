@@ -6,7 +6,8 @@ another microbatch (pipeline/overlap/). So a model says what is computed and nev
 changed in one place: its steps, or the methods that they call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -46,6 +47,30 @@ class Notes:
         for tensor in value if isinstance(value, tuple) else (value,):
             assert not (isinstance(tensor, torch.Tensor) and tensor.requires_grad), f"{name} is kept without its graph"
         self._saved[name] = value
+
+
+@contextmanager
+def running(notes: Notes) -> Iterator[None]:
+    """While a step of these notes runs: for modules that steps call with tensors alone, and that need to know of which
+    microbatch. A step may run at any time and again, so what a module was told at another one would be wrong.
+    """
+    before, _now.notes = _now.notes, notes
+    try:
+        yield
+    finally:
+        _now.notes = before
+
+
+def running_notes() -> Notes | None:
+    """Those of the step that runs."""
+    return _now.notes
+
+
+class _Now:
+    notes: Notes | None = None
+
+
+_now = _Now()
 
 
 class Segment(NamedTuple):
@@ -99,7 +124,8 @@ class Stepwise(nn.Module):
             if isinstance(step, RoutedExperts):
                 values[step.target] = step.module(values[step.source], notes["counts"])
             else:
-                made = step.run(notes, *[values[name] for name in step.inputs])
+                with running(notes):
+                    made = step.run(notes, *[values[name] for name in step.inputs])
                 values.update(zip(step.outputs, made if isinstance(made, tuple) else (made,), strict=True))
         return values["out"]
 

@@ -71,7 +71,7 @@ def apply_tensor_parallel(
     norms = [(name, m) for name, m in _matching(model, plan, plan.sequence) if not _is_split(m)]  # by expert parallel
     for name, module in norms if norm is None else [*norms, (plan.head[0], norm)]:
         laid = defaultdict(lambda: (Replicate(), tokens_gradient))
-        _split(name, module, mesh, "sequence", _Whole, laid, whole=tokens_gradient)
+        _split(name, module, mesh, "sequence", _Whole, laid, whole=tokens_gradient, border=border)
     beside = [leaf for name in plan.with_embedding if embedding is not None for leaf in _leaves(model, name)]
     for name, module in [*_matching(model, plan, plan.indexed), *beside]:
         laid = defaultdict(lambda: (Replicate(), tokens_gradient))

@@ -39,6 +39,8 @@ class Adapter:
     """Of the low-rank matrices A and B."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """What A and B add is multiplied with alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of what A reads that is set to 0 in training, of linears in the layers."""
     rslora: bool = False
     """Multiply with alpha / sqrt(rank) instead, which keeps higher ranks learning."""
     target: list[str] = field(default_factory=lambda: ["*attn*", "*attention*", "*mlp*", "*feed_forward*"])

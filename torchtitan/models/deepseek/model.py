@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchtitan.models.buffers import ZeroedBuffers, add_once
-from torchtitan.models.decoder import Block, Decoder
+from torchtitan.models.decoder import Block, Decoder, of_layer
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
 from torchtitan.models.deepseek.multi_token import MultiTokenBlock, labels_of_depth
 from torchtitan.models.layers import AttentionKernel, RMSNorm, Rotary, Shared, rotate
@@ -121,9 +121,10 @@ class Deepseek(ZeroedBuffers, Decoder):
             return None
         losses = []
         for depth in range(1, depths + 1):
-            block = self.layers[str(self.args.n_layers + depth - 1)]
+            layer = self.args.n_layers + depth - 1
+            block = self.layers[str(layer)]
             # what comes around from the sample's head meets no label
-            x = block(x, self.embed(tokens.roll(-depth, 1)), shared)
+            x = block(x, self.embed(tokens.roll(-depth, 1)), of_layer(shared, layer))
             targets = {"labels": labels_of_depth(shared.targets["labels"], document_ids, depth)}
             losses.append(self.loss_of(x, targets, shared))
         mean = torch.stack(losses).mean()

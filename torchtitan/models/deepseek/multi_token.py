@@ -18,6 +18,7 @@ from torch import nn
 from torchtitan.models.layers import RMSNorm, Shared
 from torchtitan.models.moe import MoEDecoderArgs
 from torchtitan.models.moe.layer import MoEBlock
+from torchtitan.parallelisms.steps import Notes, running
 
 IGNORED = -100
 """A label that torch's cross-entropy leaves out unless told otherwise."""
@@ -38,7 +39,9 @@ class MultiTokenBlock(MoEBlock):
     def forward(self, x: torch.Tensor, ahead: torch.Tensor, shared: Shared) -> torch.Tensor:
         """x [B, S, D] of the depth before, and the embeddings of the tokens ahead [B, S, D] -> [B, S, D]."""
         joined = torch.cat((self.enorm(ahead), self.hnorm(x)), dim=-1)
-        return self.norm(super().forward(self.eh_proj(joined), shared))
+        with running(Notes(shared)):
+            joined = self.eh_proj(joined)
+        return self.norm(super().forward(joined, shared))
 
 
 def labels_of_depth(labels: torch.Tensor, document_ids: torch.Tensor | None, depth: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ from torchtitan.parallelisms.pipeline.overlap.segments import (
     Program,
 )
 from torchtitan.parallelisms.pipeline.split_backward import WeightGradients, backward_inputs
-from torchtitan.parallelisms.steps import Notes, Segment
+from torchtitan.parallelisms.steps import Notes, Segment, running
 
 
 class _Block:
@@ -247,7 +247,8 @@ class Chunk:
 
 
 def _run(step: Segment, block: _Block) -> tuple[torch.Tensor, ...]:
-    outputs = step.run(block.notes, *(block.values[name] for name in step.inputs))
+    with running(block.notes):
+        outputs = step.run(block.notes, *(block.values[name] for name in step.inputs))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     names = step.outputs + step.losses
     assert len(outputs) == len(names), f"{step.name} gave {len(outputs)} tensors for {', '.join(names)}"
