@@ -10,9 +10,10 @@ from tests.support.no_exchange import NoExchange
 from tests.support.other_families import Other, OtherArgs
 from tests.support.pool import run_ranks
 from torchtitan.initialization import initialize
+from torchtitan.keyed import scrambled
 from torchtitan.loss import SummedCrossEntropy
 from torchtitan.models import SIZES
-from torchtitan.models.dropout import Dropout, layer_keys, scrambled, token_keys
+from torchtitan.models.dropout import Dropout, layer_keys, token_keys
 from torchtitan.models.registry import MODELS
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
 from torchtitan.parallelisms.pipeline.overlap.merging import Loop, alone

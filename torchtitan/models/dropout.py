@@ -4,38 +4,24 @@ A generator's numbers would depend on which rank draws how many before. Here eac
 which comes with the batch and is split with its tokens; a layer makes its own keys of them, and a feature is kept or
 not by a hash of key and feature. So microbatches, ranks, recompute and a resume meet the same draws.
 
-The hash is two rounds of multiply and shift on 32 bits, held in int64 so that no product overflows and every device
-agrees; the multipliers are below 2^31.
+STRIDES are apart for tokens, layers and places.
 """
-
-import hashlib
 
 import torch
 from torch import nn
 
-MASK = 2**32 - 1
-MULTIPLIERS = (0x7FEB352D, 0x21F0AAAD)  # odd, by C. Wellons' search for hashes without bias
-STRIDES = (0x1E3779B1, 0x2545F491, 0x3C6EF35F)  # odd, apart for tokens, layers and places
+from torchtitan.keyed import STRIDES, key_of, scrambled
 
 
 def token_keys(seed: int, step: int, samples: torch.Tensor, length: int) -> torch.Tensor:
     """samples [B], their numbers among all samples of the step -> a key for each of their tokens, int64 [B, length]."""
-    digest = hashlib.sha256(f"{seed}/dropout/{step}".encode()).digest()[:4]
     tokens = torch.arange(length, device=samples.device) * STRIDES[0]
-    return scrambled(scrambled(samples ^ int.from_bytes(digest, "little"))[:, None] + tokens)
+    return scrambled(scrambled(samples ^ key_of(f"{seed}/dropout/{step}"))[:, None] + tokens)
 
 
 def layer_keys(keys: torch.Tensor, layer: int) -> torch.Tensor:
     """The keys [B, S] of a batch's tokens -> those of a layer, which may be -1 for what comes before the first."""
     return scrambled(keys + (layer + 2) * STRIDES[1])
-
-
-def scrambled(x: torch.Tensor) -> torch.Tensor:
-    """A permutation of the 32-bit numbers; of larger and negative ones the low 32 bits count."""
-    x = x & MASK
-    for multiplier, shift in zip(MULTIPLIERS, (16, 15), strict=True):
-        x = ((x ^ (x >> shift)) * multiplier) & MASK
-    return x ^ (x >> 15)
 
 
 class Dropout(nn.Module):
