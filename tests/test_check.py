@@ -89,6 +89,7 @@ def test_stages_in_the_summary(words, expected, capsys, tmp_path):
         ([], "two moments"),
         (["--optimizer.name=SGD"], "no moments"),
         (["--optimizer.name=SGD", "--optimizer.options={momentum = 0.9}"], "one moment"),
+        (["--optimizer.name=AdamW8bit"], "what AdamW8bit keeps"),
     ],
 )
 def test_the_state_is_that_of_the_optimizer(words, kept, capsys):

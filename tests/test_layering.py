@@ -79,7 +79,7 @@ JUDGED = {"errors", "config.job", "config.sections", "config.manager", "config.o
 JUDGED |= {"ranks", "rules", "optimizers"}
 ALLOWED |= {
     "commands.upgrade": JUDGED | {"config.layers", "config.upgrade"},
-    "commands.check": JUDGED - {"config.renames"} | {"config.schema", "config.upgrade", "commands.upgrade"},
+    "commands.check": JUDGED - {"config.renames"} | {"adapters", "config.schema", "config.upgrade", "commands.upgrade"},
     "commands.list": {"adapters", "config.options", "datasets", "lr_shapes", "models", "optimizers", "registration"}
     | {"shipped"},
     "commands.schedule_plot": {"errors", "plot", "parallelisms"},

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.support import jobs, toy_optimizers
+from tests.support import optimizer_references as references
 from tests.support.pool import run_ranks
 from tests.support.toy_optimizers import TOYS, add_toys
 from torchtitan.checkpoint.tensors import allocate_state, optimizer_state, set_optimizer_values
@@ -24,35 +25,24 @@ SETTINGS = dict(lr=0.01, shared=SHARED, weight_decay=0.1)
 FLAGS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
-class LionInFloat64:
-    """Algorithm 2 of arXiv:2302.06675, line by line."""
-
-    def __init__(self, parameters, lr, beta1, beta2, decay):
-        self.parameters = list(parameters)
-        self.means = [torch.zeros_like(p, dtype=torch.float64) for p in self.parameters]
-        self.lr, self.beta1, self.beta2, self.decay = lr, beta1, beta2, decay
-
-    @torch.no_grad()
-    def step(self):
-        for parameter, mean in zip(self.parameters, self.means, strict=True):
-            gradient = parameter.grad.double()
-            update = torch.sign(self.beta1 * mean + (1 - self.beta1) * gradient)
-            parameter.copy_(parameter.double() - self.lr * (update + self.decay * parameter.double()))
-            mean.copy_(self.beta2 * mean + (1 - self.beta2) * gradient)
-
-    def zero_grad(self):
-        for parameter in self.parameters:
-            parameter.grad = None
-
-
+ADAM = dict(lr=0.01, decay=0.1, **SHARED)
 REFERENCES = {
+    "Adafactor": lambda p, flags: references.Adafactor(p, 0.01, 0.1, beta1=0.8),
     "Adam": lambda p, flags: torch.optim.Adam(p, 0.01, (0.8, 0.9), 1e-6, 0.1, **flags),
     "AdamW": lambda p, flags: torch.optim.AdamW(p, 0.01, (0.8, 0.9), 1e-6, 0.1, **flags),
-    "Lion": lambda p, flags: LionInFloat64(p, lr=0.01, beta1=0.8, beta2=0.9, decay=0.1),
+    "AdamW8bit": lambda p, flags: torch.optim.AdamW(p, 0.01, (0.8, 0.9), 1e-6, 0.1, **flags),
+    "AdamWBF16": lambda p, flags: references.AdamW(p, **ADAM),
+    "Lion": lambda p, flags: references.Lion(p, lr=0.01, beta1=0.8, beta2=0.9, decay=0.1),
+    "Muon": lambda p, flags: references.Muon(p, **ADAM, momentum=0.7),
     "SGD": lambda p, flags: torch.optim.SGD(p, 0.01, 0.7, weight_decay=0.1, nesterov=True, **flags),
 }
 """Each optimizer made by hand, with the SETTINGS and OPTIONS of these tests."""
-OPTIONS = {"Lion": {"beta1": 0.8, "beta2": 0.9}, "SGD": {"momentum": 0.7, "nesterov": True}}
+OPTIONS = {
+    "Adafactor": {"beta1": 0.8},
+    "Lion": {"beta1": 0.8, "beta2": 0.9},
+    "Muon": {"momentum": 0.7, "targets": ["*"], "precision": "float32"},
+    "SGD": {"momentum": 0.7, "nesterov": True},
+}
 KINDS = [(name, words) for name, spec in OPTIMIZERS.items() for words in spec.implementations]
 
 

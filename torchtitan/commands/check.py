@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from torchtitan.adapters import NONE
 from torchtitan.commands.upgrade import translate
 from torchtitan.config.job import JobConfig, describe_sources
 from torchtitan.config.manager import load, said_by, to_toml
@@ -13,7 +14,7 @@ from torchtitan.config.schema import job_schema
 from torchtitan.config.upgrade import ERAS
 from torchtitan.errors import JobError, folded
 from torchtitan.optimizers import OPTIMIZERS
-from torchtitan.optimizers.spec import SHARED
+from torchtitan.optimizers.spec import SHARED, Held
 from torchtitan.ranks import likely_device
 from torchtitan.rules import RULES, Device, Facts, check, with_faults_of_the_rest
 from torchtitan.rules.pipeline import layers_by_stage
@@ -122,9 +123,7 @@ def summary(facts: Facts) -> str:
     passes = samples // facts.samples
     accumulation = f"in {passes} forward passes" if passes > 1 else "in one forward pass"
     parameters, data = facts.args.num_parameters, describe_sources(config, "training")
-    # all of training.dtype; pipeline ranks have unlike shares
-    moments, kept = _moments(config)
-    state = _parameters_of_a_rank(facts) * (2 + moments) * {"float32": 4, "bfloat16": 2}[training.dtype]
+    state, kept = _bytes_of_a_rank(facts)
     each = "on average (parameters" if facts.pp > 1 else "(parameters"
     ranks = f"{facts.world_size} rank{'s' if facts.world_size > 1 else ''} ({facts.device})"
     return "\n".join(
@@ -140,15 +139,26 @@ def summary(facts: Facts) -> str:
     )
 
 
-def _moments(config: JobConfig) -> tuple[int, str]:
-    """How many values the optimizer keeps for each of a parameter, as far as that is known, and the same in words."""
-    spec = OPTIMIZERS[config.optimizer.name]
-    shared = {key: getattr(config.optimizer, key) for key in SHARED}
-    moments = spec.state(spec.arguments(shared, config.optimizer.options))
-    if moments is None:
-        return 0, f"without what {config.optimizer.name} keeps"
-    words = {0: "no moments", 1: "one moment", 2: "two moments"}
-    return moments, words.get(moments, f"{moments} moments")
+def _bytes_of_a_rank(facts: Facts) -> tuple[float, str]:
+    """Parameters, gradients and optimizer state, and what of the last in words. Pipeline ranks have unlike shares."""
+    name, mine = facts.config.optimizer.name, _parameters_of_a_rank(facts)
+    value = {"float32": 4, "bfloat16": 2}[facts.config.training.dtype]
+    spec = OPTIMIZERS[name]
+    shared = {key: getattr(facts.config.optimizer, key) for key in SHARED}
+    options = spec.arguments(shared, facts.config.optimizer.options)
+    moments = spec.state(options)
+    if moments is not None:
+        words = {0: "no moments", 1: "one moment", 2: "two moments"}
+        return mine * (2 + moments) * value, words.get(moments, f"{moments} moments")
+    if spec.held is None:
+        return mine * 2 * value, f"without what {name} keeps"
+    rest = facts.args.num_parameters - sum(map(math.prod, facts.matrices.values()))  # norms, biases, experts
+    held = spec.held(options, "", (rest,)) if facts.config.adapter.kind == NONE and rest > 0 else Held()
+    for matrix, shape in facts.matrices.items():
+        held = held.plus(spec.held(options, matrix, shape))
+    share = mine / facts.args.num_parameters
+    kept = (share * held.values + held.everywhere / facts.pp) * value + share * held.bytes
+    return mine * 2 * value + kept, f"what {name} keeps"
 
 
 def _length(facts: Facts, tokens: int) -> str:

@@ -118,7 +118,9 @@ def _groups(
 ) -> list[dict[str, Any]]:
     """Groups of equal weight decay, rate and entries by `spec.group_of`; those that are decayed come first."""
     entries_of = resolve_name(spec.group_of) if spec.group_of else lambda name, parameter: {}
-    parameters = [(clean_name(name), p) for name, p in part.named_parameters() if p.requires_grad]
+    tied = getattr(part, "tied_names", {})  # a pipeline's copy of a tied weight steps as the weight does
+    names = ((clean_name(name), p) for name, p in part.named_parameters() if p.requires_grad)
+    parameters = [(tied.get(name, name), p) for name, p in names]
     groups: list[dict[str, Any]] = []
     for decayed in (True, False):
         for name, parameter in parameters:

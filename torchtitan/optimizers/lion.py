@@ -5,29 +5,23 @@ sign of. One value of state a parameter, half of Adam's; rates about a tenth of 
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+
+from torchtitan.optimizers.by_parameter import ByParameter
+from torchtitan.optimizers.moments import Options, State
 
 
-class Lion(Optimizer):
+class Lion(ByParameter):
     """Algorithm 2 of the paper. `beta1` mixes the mean with the gradient into the update, `beta2` into the next mean;
     `weight_decay` of a group is decoupled, as in AdamW.
     """
 
-    def __init__(
-        self, groups: list[dict[str, Any]], lr: float, beta1: float, beta2: float, weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(groups, dict(lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay))
+    def __init__(self, groups: list[dict[str, Any]], lr: float, beta1: float, beta2: float) -> None:
+        super().__init__(groups, lr=lr, beta1=beta1, beta2=beta2)
 
-    @torch.no_grad()
-    def step(self) -> None:  # closures have no use here
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:  # and not setdefault, which would make zeros in every step
-                    state["mean"] = torch.zeros_like(parameter)
-                mean = state["mean"]
-                update = mean.lerp(parameter.grad, 1 - group["beta1"]).sign_()
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
-                mean.lerp_(parameter.grad, 1 - group["beta2"])
+    def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
+        if not state:  # and not setdefault, which would make zeros in every step
+            state["mean"] = torch.zeros_like(parameter)
+        mean = state["mean"]
+        update = mean.lerp(parameter.grad, 1 - group["beta1"]).sign_()
+        parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+        mean.lerp_(parameter.grad, 1 - group["beta2"])

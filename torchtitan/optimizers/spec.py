@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan.config.options import Option, describe, fits, hint, show
 
@@ -21,6 +21,19 @@ TORCHS: dict[str, dict[str, bool]] = {
 """Implementations that optimizers of torch have: the words of optimizer.implementation and the flags they mean."""
 
 
+class Held(NamedTuple):
+    """For one parameter, of the whole tensor: `values` in the type that training keeps its numbers in, and `bytes`
+    beside them, both sharded as the parameter is; `everywhere`: values that each of its ranks has whole.
+    """
+
+    values: float = 0
+    bytes: float = 0
+    everywhere: float = 0
+
+    def plus(self, other: "Held") -> "Held":
+        return Held(*map(sum, zip(self, other, strict=True)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
     make: str
@@ -37,6 +50,12 @@ class OptimizerSpec:
     """What optimizer.implementation may say, the default first, and the flags that the constructor gets for it."""
     state: Callable[[Mapping[str, Any]], int | None]
     """How many values it keeps for each of a parameter, by its options; None where that depends on shapes."""
+    held: Callable[[Mapping[str, Any], str, tuple[int, ...]], Held] | None = None
+    """What it keeps for a parameter, by its options, the parameter's name and whole shape, where `state` says None."""
+    only_in: str | None = None
+    """The training.dtype that it is made for."""
+    sums: bool = False
+    """Whether its step communicates, with tensors where the parameters are."""
     named: bool = False
     """Whether the groups hold (name, parameter) instead of parameters; torch.optim takes either."""
     group_of: str | None = None

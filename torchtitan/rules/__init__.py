@@ -43,6 +43,11 @@ from torchtitan.rules.optimization import (
     schedule_fits,
     step_in_backward,
 )
+from torchtitan.rules.optimizers import (
+    optimizer_has_matrices,
+    optimizer_reaches_the_other_ranks,
+    optimizer_suits_the_precision,
+)
 from torchtitan.rules.output import (
     checkpoint_rules,
     export_has_a_form,
@@ -164,6 +169,9 @@ RULES: list[Rule] = [
     restarts_make_sense,
     schedule_fits,
     optimizer_options,
+    optimizer_has_matrices,
+    optimizer_suits_the_precision,
+    optimizer_reaches_the_other_ranks,
     step_in_backward,
     precision,
     recompute_and_compile,

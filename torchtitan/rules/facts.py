@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Literal
 
+from torchtitan.adapters import NONE
+from torchtitan.adapters.targets import targets
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.config.options import Fault, option_at, show
 from torchtitan.datasets import open_source
@@ -15,6 +17,7 @@ from torchtitan.datasets.tokens import TokenShards
 from torchtitan.errors import JobError
 from torchtitan.lr_shapes import LRSchedule, schedule_of
 from torchtitan.models import changed, sizes_of
+from torchtitan.models.linears import HEAD, linears
 from torchtitan.parallelisms.degrees import LimitError, lenders, shards_of_ranks
 from torchtitan.parallelisms.pipeline.actions import ScheduleTableError, Table, load_schedule_csv
 from torchtitan.rules.sizes import wrong_overrides
@@ -163,6 +166,26 @@ class Facts:
     def args(self) -> Any | None:
         """The model's sizes; None where name, flavor, folder or overrides are wrong."""
         return None if isinstance(self.args_or_error, JobError) else self.args_or_error
+
+    @cached_property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Trained matrices by name, with their shapes, as far as the model's sizes say them: those of an adapter, if it
+        has one, and no stacks of experts.
+        """
+        found, adapter = {} if self.args is None else linears(self.args), self.config.adapter
+        if not found:
+            return {}
+        whole = {f"{name}.weight": sizes for name, sizes in found.items() if not name.endswith("experts")}
+        whole["tok_embeddings.weight"] = (self.args.vocab_size, self.args.dim)
+        if self.args.tied_embeddings:
+            del whole[f"{HEAD}.weight"]
+        if adapter.kind == NONE:
+            return whole
+        chosen = {name: found[name] for name in targets(found, adapter) if f"{name}.weight" in whole}
+        beside = {name: shape for name, shape in whole.items() if name.removesuffix(".weight") not in chosen}
+        low = {f"{name}.lora_A": (adapter.rank, inputs) for name, (_, inputs) in chosen.items()}
+        low |= {f"{name}.lora_B": (outputs, adapter.rank) for name, (outputs, _) in chosen.items()}
+        return low | (beside if adapter.train_dense_rest else {})
 
     @property
     def expert_layers(self) -> int:

@@ -21,8 +21,8 @@ class Optimizer:
     """Decay of the second moment (Adam, AdamW)."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator (Adam, AdamW)."""
-    options: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """What else the optimizer reads, e.g. {momentum = 0.9} for SGD; see torchtitan.optimizers.OPTIMIZERS."""
+    options: dict[str, int | float | bool | str | list[str]] = field(default_factory=dict)
+    """What else the optimizer reads, e.g. {momentum = 0.9} for SGD; `torchtitan list optimizers` shows all."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled in AdamW, added to the gradient in Adam and SGD (as in torch)."""
     decay_norms_and_biases: bool = True

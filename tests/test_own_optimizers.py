@@ -1,0 +1,237 @@
+"""What the project's own optimizers do beyond a step: numbers in 8 bits, rounding to bfloat16, whole matrices."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers.optimization import Adafactor as TheirAdafactor
+
+from tests.support.pool import run_ranks
+from torchtitan import keyed
+from torchtitan.checkpoint.tensors import optimizer_state
+from torchtitan.optimizers import OPTIMIZERS
+from torchtitan.optimizers.adamw_bf16 import add_with_lost, stochastically_rounded
+from torchtitan.optimizers.blocks import BLOCK, Packed, codebook
+from torchtitan.optimizers.build import build_optimizers
+from torchtitan.optimizers.layout import Layout, by_owners
+
+SETTINGS = dict(lr=0.01, weight_decay=0.1, shared=dict(beta1=0.9, beta2=0.95, eps=1e-8))
+CPU = torch.device("cpu")
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def one_matrix(*shape, dtype=torch.float32):
+    model = nn.Module()
+    model.weight = nn.Parameter(random(*shape).to(dtype))
+    return model
+
+
+def stepped(model, optimizers, steps=4):
+    for step in range(steps):
+        for seed, parameter in enumerate(model.parameters()):
+            whole = random(*parameter.shape, seed=100 * step + seed).to(parameter.dtype)
+            mesh = getattr(parameter, "device_mesh", None)
+            parameter.grad = distribute_tensor(whole, mesh, parameter.placements) if mesh else whole
+        optimizers.step()
+    return model
+
+
+def test_the_codebook_has_256_values_in_order():
+    for signed, lowest in ((True, -1.0), (False, 0.0)):
+        values = codebook(signed, CPU)
+        assert len(values.unique()) == 256 and torch.equal(values, values.sort().values)
+        assert values.max() == 1 and 0 in values and (lowest < values[0] < -0.99 if signed else values[0] == 0)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_what_is_packed_comes_back_within_half_a_gap(signed):
+    values = random(8, 600) * torch.logspace(-6, 2, 600)
+    values = values if signed else values.square()
+    values[3] = 0.0
+    state, packed = {}, Packed(Layout.of(values))
+    packed.begin(state, "m", CPU, signed)
+    assert not packed.read(state, "m", signed, torch.float32).any()
+    packed.write(state, "m", signed, values)
+    read = packed.read(state, "m", signed, torch.float32)
+    assert state["m_codes"].dtype == torch.uint8 and state["m_scales"].shape == (8, 3)
+    assert not read[3].any(), "a block of zeros"
+    for start in range(0, 600, BLOCK):
+        block, back = values[:, start : start + BLOCK], read[:, start : start + BLOCK]
+        scale = block.abs().amax(1, keepdim=True).clamp_min(1e-30)
+        book = codebook(signed, CPU).double()
+        nearest = (block.div(scale)[..., None].double() - book).abs().amin(-1)
+        torch.testing.assert_close(((block - back) / scale).abs().double(), nearest, rtol=0, atol=1e-6)
+        assert (nearest <= book.diff().max() / 2).all()
+
+
+def test_adamw_in_8_bits_keeps_little_and_stays_near_adamw():
+    model, exact = one_matrix(64, 1024), one_matrix(64, 1024)
+    optimizers = build_optimizers([model], name="AdamW8bit", **SETTINGS)
+    stepped(model, optimizers, 20)
+    stepped(exact, build_optimizers([exact], name="AdamW", **SETTINGS), 20)
+    tensors, _ = optimizer_state([model], optimizers)
+    assert sum(tensor.nbytes for tensor in tensors.values()) == 2 * 64 * 1024 * (1 + 4 / 256)
+    moved = (exact.weight - one_matrix(64, 1024).weight).abs().mean()
+    # bitsandbytes' own distance on this kind of gradients, see docs/optimizers.md
+    assert 0 < (model.weight - exact.weight).abs().mean() < 0.02 * moved
+
+
+LAYOUTS = {"rows": (Shard(0),), "columns": (Shard(1),), "replicas": (Replicate(),)}
+
+
+def sharded_step(name, options, how, shape, dtype):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = one_matrix(*shape, dtype=dtype)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, LAYOUTS[how]))
+    stepped(model, build_optimizers([model], name=name, options=options, **SETTINGS))
+    return model.weight.detach().full_tensor()
+
+
+MOVES = [
+    ("AdamW8bit", {}, torch.float32),
+    ("AdamWBF16", {"rounding": "stochastic"}, torch.bfloat16),
+    ("AdamWBF16", {"rounding": "kahan"}, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("how", LAYOUTS)
+@pytest.mark.parametrize("name, options, dtype", MOVES, ids=lambda value: str(value))
+def test_a_rank_s_part_steps_as_the_whole_bit_for_bit(name, options, dtype, how):
+    """Blocks of 8 bits and random bits are those of the whole: 700 columns cut in two cut a block in two."""
+    shape = (7, 700)
+    whole = one_matrix(*shape, dtype=dtype)
+    stepped(whole, build_optimizers([whole], name=name, options=options, **SETTINGS))
+    for part in run_ranks(2, sharded_step, name, options, how, shape, dtype):
+        assert torch.equal(part, whole.weight.detach())
+
+
+@pytest.mark.parametrize("how", LAYOUTS)
+@pytest.mark.parametrize("name, options", [("Adafactor", {"beta1": 0.9}), ("Muon", {"targets": ["*"]})])
+def test_a_rank_s_part_steps_as_the_whole_up_to_sums(name, options, how):
+    options = options | ({"precision": "float32"} if name == "Muon" else {})
+    shape = (9, 14)
+    whole = one_matrix(*shape, dtype=torch.float64)
+    stepped(whole, build_optimizers([whole], name=name, options=options, **SETTINGS))
+    tolerance = 1e-5 if name == "Muon" else 1e-12  # its products are made in float32
+    for part in run_ranks(2, sharded_step, name, options, how, shape, torch.float64):
+        torch.testing.assert_close(part, whole.weight.detach(), rtol=tolerance, atol=tolerance)
+
+
+def test_muon_is_torch_s_bit_for_bit():
+    for shape in ((12, 20), (20, 12)):
+        ours, theirs = one_matrix(*shape), one_matrix(*shape)
+        stepped(ours, build_optimizers([ours], name="Muon", options={"targets": ["*"]}, **SETTINGS))
+        stepped(theirs, torch.optim.Muon(theirs.parameters(), 0.01, 0.1, adjust_lr_fn="match_rms_adamw"))
+        assert torch.equal(ours.weight, theirs.weight)
+    original = one_matrix(20, 12)
+    stepped(
+        original,
+        build_optimizers([original], name="Muon", options={"targets": ["*"], "adjust": "original"}, **SETTINGS),
+    )
+    theirs = one_matrix(20, 12)
+    stepped(theirs, torch.optim.Muon(theirs.parameters(), 0.01, 0.1))
+    assert torch.equal(original.weight, theirs.weight) and not torch.equal(original.weight, ours.weight)
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.9])
+@pytest.mark.parametrize("shape", [(12, 20), (20,)])
+def test_adafactor_is_that_of_transformers(shape, beta1):
+    ours, theirs = one_matrix(*shape), one_matrix(*shape)
+    stepped(ours, build_optimizers([ours], name="Adafactor", lr=0.01, weight_decay=0.1, options={"beta1": beta1}))
+    fixed = dict(scale_parameter=False, relative_step=False, warmup_init=False)
+    stepped(theirs, TheirAdafactor(theirs.parameters(), 0.01, beta1=beta1 or None, weight_decay=0.1, **fixed))
+    torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-6, atol=1e-7)
+
+
+def test_ten_thousand_small_changes_reach_a_weight_in_bfloat16():
+    """Of 1e-4 on 1.0, of which bfloat16 sees none: 2.0 in real numbers."""
+    plain, kahan, chance = (torch.ones(64, 64, dtype=torch.bfloat16) for _ in range(3))
+    lost, change = torch.zeros(64, 64, dtype=torch.bfloat16), torch.full((64, 64), 1e-4)
+    for step in range(10_000):
+        plain += change.bfloat16()
+        add_with_lost(kahan, lost, change, 1.0)
+        if step % 10 == 0:  # ten times as large and as seldom: as fair, and quicker
+            chance = stochastically_rounded(chance.float() + 10 * change, str(step), (0, 0))
+    assert (plain == 1).all()
+    total = kahan.double() + lost.double()
+    assert (total - 2).abs().max() < 0.05  # what is lost has 8 bits too
+    # 4096 walks of 1000 steps with a spread of at most half a gap (2^-8) each: 5 standard deviations of their mean
+    assert abs(chance.double().mean() - 2) < 5 * 2**-8 * 1000**0.5 / 64
+
+
+def test_weight_decay_too_small_for_bfloat16_is_not_lost():
+    weight, lost = torch.ones(16, dtype=torch.bfloat16), torch.zeros(16, dtype=torch.bfloat16)
+    for _ in range(1000):
+        add_with_lost(weight, lost, torch.zeros(16), 1 - 1e-4)
+    assert (weight.float() + lost.float()).mean() == pytest.approx((1 - 1e-4) ** 1000, rel=0.01)
+
+
+def test_rounding_by_chance_leaves_what_fits_and_what_is_not_finite():
+    values = torch.tensor([1.0, -2.5, 0.0, float("inf"), float("-inf")])
+    assert torch.equal(stochastically_rounded(values, "a", (0,)).float(), values)
+    assert stochastically_rounded(torch.tensor(float("nan")), "a", ()).isnan()
+    assert torch.equal(
+        stochastically_rounded(torch.full((3, 5), 1.001), "a", (0, 0))[1:, 2:],
+        stochastically_rounded(torch.full((2, 3), 1.001), "a", (1, 2)),
+    )
+
+
+def test_keyed_numbers_are_normal_and_those_of_the_whole():
+    whole = keyed.normal("key", (0, 0), (300, 400), CPU)
+    assert torch.equal(keyed.normal("key", (20, 30), (7, 9), CPU), whole[20:27, 30:39])
+    assert not torch.equal(keyed.normal("other", (0, 0), (300, 400), CPU), whole)
+    assert abs(whole.mean()) < 5 / 120_000**0.5 and abs(whole.var() - 1) < 5 * (2 / 120_000) ** 0.5
+    rows = whole @ whole.T / 400 - torch.eye(300)
+    assert rows.abs().max() < 6 / 400**0.5  # 90 000 of them
+
+
+def owned(axes):
+    """Every task's whole tensor and the rank that worked on it."""
+    mesh = init_device_mesh("cpu", axes)
+    placements = [Replicate()] * (len(axes) - 1) + [Shard(0)]
+    tasks = [distribute_tensor(random(5, 3, seed=seed), mesh, placements) for seed in range(6)]
+    worked = []
+
+    def work(task, whole):
+        worked.append(task)
+        return whole + dist.get_rank()
+
+    layouts = {id(task): Layout.of(task) for task in tasks}
+    found = by_owners(
+        tasks,
+        lambda task: layouts[id(task)],
+        lambda task: layouts[id(task)].gathered(task.to_local()),
+        work,
+        lambda task: torch.empty(5, 3),
+    )
+    return [(whole - random(5, 3, seed=seed)).mean().round().item() for seed, (_, whole) in enumerate(found)], len(
+        worked
+    )
+
+
+@pytest.mark.parametrize("axes", [(2,), (2, 2)])
+def test_ranks_work_in_turn_and_all_hear_of_it(axes):
+    ranks = 2 ** len(axes)
+    for owners, worked in run_ranks(ranks, owned, axes):
+        assert owners == [number % ranks for number in range(6)] and worked in (1, 2, 3)
+
+
+@pytest.mark.parametrize("name", [name for name, spec in OPTIMIZERS.items() if spec.held])
+def test_what_check_says_of_the_state_is_what_there_is(name):
+    model = nn.ModuleDict({"attention": nn.Linear(300, 40), "output": nn.Linear(70, 80), "small": nn.Linear(6, 5)})
+    optimizers = build_optimizers(
+        [model], name=name, **SETTINGS if OPTIMIZERS[name].shared else SETTINGS | {"shared": {}}
+    )
+    stepped(model, optimizers, 1)
+    spec = OPTIMIZERS[name]
+    options = spec.arguments(SETTINGS["shared"], {})
+    tensors, _ = optimizer_state([model], optimizers)
+    for parameter, tensor in model.named_parameters():
+        held = spec.held(options, parameter, tuple(tensor.shape))
+        mine = sum(t.nbytes for key, t in tensors.items() if key.startswith(f"optimizer.state.{parameter}."))
+        assert mine == held.values * 4 + held.bytes + held.everywhere * 4, parameter

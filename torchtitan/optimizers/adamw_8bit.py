@@ -1,0 +1,13 @@
+"""AdamW whose moments take 8 bits each (arXiv:2110.02861), of tensors with 4096 elements or more."""
+
+from typing import Any
+
+from torchtitan.optimizers import moments
+from torchtitan.optimizers.by_parameter import ByMoments
+
+
+class AdamW8bit(ByMoments):
+    moments = moments.Adam(packed=True)
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, **options: float) -> None:
+        super().__init__(groups, lr=lr, **options)

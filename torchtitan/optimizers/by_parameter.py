@@ -1,0 +1,64 @@
+"""Optimizers that step one parameter after the other, each with this rank's part of it."""
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torchtitan.optimizers.layout import Layout, local
+from torchtitan.optimizers.moments import Moments, Options, State
+
+
+class ByParameter(Optimizer):
+    """`options`: what every group has unless it says otherwise."""
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
+        super().__init__(groups, {"weight_decay": 0.0} | options)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]  # closures have no use here
+        for group in self.param_groups:
+            names = group.get("param_names") or [""] * len(group["params"])
+            for name, parameter in zip(names, group["params"], strict=True):
+                if parameter.grad is not None:
+                    self.update(name, parameter, self.state[parameter], group)
+
+    def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
+        """One step of one parameter, which has a gradient. `name`: of optimizers that ask for it (OptimizerSpec)."""
+        raise NotImplementedError
+
+
+class ByMoments(ByParameter):
+    """A change by moments, added to what weight decay leaves."""
+
+    moments: Moments
+
+    def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
+        change = plain_change(self.moments, parameter, state, group)
+        self.add(name, parameter, state, change, 1 - group["lr"] * group["weight_decay"])
+
+    def add(self, name: str, parameter: torch.Tensor, state: State, change: torch.Tensor, kept: float) -> None:
+        add(parameter, change, kept)
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part, in the type to compute in: that of the parameter, but not below float32."""
+    assert parameter.grad is not None
+    return local(parameter.grad).to(torch.promote_types(parameter.dtype, torch.float32))
+
+
+def plain_change(moments: Moments, parameter: torch.Tensor, state: State, group: Options) -> torch.Tensor:
+    """Of this rank's part, by moments of the parameter as it is."""
+    layout = Layout.of(parameter)
+    if "step" not in state:
+        moments.begin(state, layout, group, parameter.dtype, parameter.device)
+    return moments.change(gradient_of(parameter), layout, state, group, group["lr"])
+
+
+def add(parameter: torch.Tensor, change: torch.Tensor, kept: float, times: float = 1.0) -> None:
+    """parameter * kept + times * change, where the types differ rounded once."""
+    weight = local(parameter)
+    if weight.dtype == change.dtype:
+        weight.mul_(kept).add_(change, alpha=times)
+    else:
+        weight.copy_(weight.to(change.dtype).mul_(kept).add_(change, alpha=times))

@@ -1,0 +1,104 @@
+"""Muon (kellerjordan.github.io/posts/muon): the mean gradient of a matrix, with all its singular values made about 1.
+
+Only for the matrices of the layers; embeddings, head, norms and biases step as in AdamW at the same rate, and with the
+default `adjust` updates of both are about as long (arXiv:2502.16982), so that one rate and one decay serve both.
+
+On one device a matrix steps bit for bit as by torch.optim.Muon. That takes matrices alone, and of sharded ones DTensor
+would gather factors of each product again and add up parts in bfloat16, so that the plan would change the answer. Here
+a rank gathers whole means in turn with the others, orthogonalizes its own and hands it out.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from torchtitan.optimizers import moments
+from torchtitan.optimizers.by_parameter import ByParameter, add, gradient_of, plain_change
+from torchtitan.optimizers.layout import Layout, by_owners, local
+from torchtitan.optimizers.moments import Options, State
+from torchtitan.optimizers.patterns import taken
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+TINY = 1e-7
+
+
+Task = tuple[torch.Tensor, Options, torch.Tensor]
+"""A parameter, its group and this rank's part of what is to be orthogonalized."""
+
+
+class Muon(ByParameter):
+    """`momentum`: decay of the mean; `precision`: what products are computed in; the rest as in AdamW."""
+
+    adam = moments.Adam()
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        *,
+        targets: list[str],
+        momentum: float,
+        nesterov: bool,
+        adjust: str,
+        precision: str,
+        **options: float,
+    ) -> None:
+        super().__init__(groups, lr=lr, momentum=momentum, nesterov=nesterov, **options)
+        self.targets, self.adjust = targets, adjust
+        self.precision = {"bfloat16": torch.bfloat16, "float32": torch.float32}[precision]
+        self.matrices: list[Task] = []
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        waiting, self.matrices = self.matrices, []
+
+        def layout_of(task: Task) -> Layout:
+            return Layout.of(task[0])
+
+        def gathered(task: Task) -> torch.Tensor:
+            return layout_of(task).gathered(task[2])
+
+        def work(task: Task, whole: torch.Tensor) -> torch.Tensor:
+            return orthogonalized(whole, self.precision)
+
+        def result(task: Task) -> torch.Tensor:
+            return torch.empty(task[0].shape, dtype=self.precision, device=task[2].device)
+
+        for (parameter, group, mean), whole in by_owners(waiting, layout_of, gathered, work, result):
+            rate = adjusted(group["lr"], self.adjust, parameter.shape)
+            direction = layout_of((parameter, group, mean)).part(whole).to(mean.dtype)
+            add(parameter, direction, 1 - group["lr"] * group["weight_decay"], -rate)
+
+    def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
+        if not taken(name, parameter.shape, self.targets):
+            change = plain_change(self.adam, parameter, state, group)
+            add(parameter, change, 1 - group["lr"] * group["weight_decay"])
+            return
+        gradient = gradient_of(parameter)
+        if "mean" not in state:
+            state["mean"] = torch.zeros_like(parameter)
+        mean = local(state["mean"]).to(gradient.dtype)
+        mean.lerp_(gradient, 1 - group["momentum"])
+        local(state["mean"]).copy_(mean)
+        self.matrices.append((parameter, group, gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean))
+
+
+def orthogonalized(matrix: torch.Tensor, precision: torch.dtype) -> torch.Tensor:
+    """[m, n], with singular values between about 0.7 and 1.2: a polynomial of fifth order, five times over."""
+    a, b, c = COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.T if tall else matrix).to(precision, copy=True)
+    x.div_(x.norm().clamp(min=TINY))
+    for _ in range(ITERATIONS):
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def adjusted(rate: float, how: str, shape: torch.Size) -> float:
+    """original: of a tall matrix longer; rms: so that a weight's mean change is 0.2 of the rate, as in AdamW."""
+    rows, columns = shape
+    return rate * (math.sqrt(max(1, rows / columns)) if how == "original" else 0.2 * math.sqrt(max(rows, columns)))
