@@ -225,7 +225,7 @@ def multi_token() -> list[Combination]:
 
 
 def adapters() -> list[Combination]:
-    return one_number_a_block() + low_rank() + directed() + dropping() + packed()
+    return one_number_a_block() + low_rank() + trained_scale() + directed() + dropping() + packed()
 
 
 def one_number_a_block() -> list[Combination]:
@@ -275,6 +275,15 @@ def low_rank() -> list[Combination]:
     overlap = dict(schedule="DualPipeV", overlap=True, model="deepseek")
     rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **exact, **overlap)]
     rows += [Combination(**EXPERT_LAYOUTS["PP 2 x TP 2"], **lora, **overlap, recompute="full_keep_comm")]
+    return rows
+
+
+def trained_scale() -> list[Combination]:
+    """A number of each linear, of which tensor-parallel ranks have parts of the gradient."""
+    learned = dict(adapter="lora, tanh(s)", precision="float64")
+    rows = [Combination(**LAYOUTS[name], **learned) for name in ("FSDP 2", "DDP 2")]
+    rows += [Combination(**COMPOSED[name], **learned) for name in ("TP 2", "PP 2")]
+    rows += [Combination(**COMPOSED["TP 2"], **learned, sequence_parallel=False, recompute="full", compile="block")]
     return rows
 
 

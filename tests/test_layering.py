@@ -80,6 +80,9 @@ JUDGED |= {"ranks", "rules", "optimizers"}
 ALLOWED |= {
     "commands.upgrade": JUDGED | {"config.layers", "config.upgrade"},
     "commands.check": JUDGED - {"config.renames"} | {"adapters", "config.schema", "config.upgrade", "commands.upgrade"},
+    "importers": {"errors", "config.options", "lr_restarts", "models", "registration"},
+    "commands.importing": JUDGED - {"config.renames"}
+    | {"commands.check", "commands.upgrade", "config.layers", "importers", "launch", "leaving"},
     "commands.list": {"adapters", "config.options", "datasets", "lr_shapes", "models", "optimizers", "registration"}
     | {"shipped"},
     "commands.schedule_plot": {"errors", "plot", "parallelisms"},

@@ -382,13 +382,14 @@ def test_wandb_continues_its_run(tmp_path, monkeypatch):
             calls.append("finish")
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=Run))
-    job = {"training": {"steps": 2}}
+    job = {"job": {"tags": ["warm", "9m"]}, "training": {"steps": 2}}
     for resume_step, expected_id in ((None, None), (5, "run1"), (None, None)):
         calls_before = len(calls)
         tracker = WeightsAndBiases(tmp_path / "run", resume_step, "a job", job)
         tracker.log({"lr": 1.0}, 3)
         tracker.close()
-        options = dict(dir=str(tmp_path / "run"), name="a job", config=job, id=expected_id, resume="allow")
+        options = dict(dir=str(tmp_path / "run"), name="a job", tags=["warm", "9m"], config=job)
+        options |= dict(id=expected_id, resume="allow")
         assert calls[calls_before:] == [options, ({"lr": 1.0}, 3), "finish"]
 
 

@@ -15,6 +15,7 @@ from tests.support.pool import run_ranks
 from torchtitan.adapters.lora import LoRA
 from torchtitan.adapters.low_rank import LowRankLinear, Strength
 from torchtitan.adapters.relora import Restarts, begin_anew, due, largest, merge
+from torchtitan.adapters.trained_scale import ScaledLinear
 from torchtitan.config import manager
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.config.sections.adapter import Relora
@@ -56,10 +57,10 @@ def test_the_cyclical_schedule():
     assert LRSchedule(40, 4, decay_type="relora_cyclical", cycle_length=20).multiplier(24) == 1.0
 
 
-def linear(out=12, inputs=8, rank=3, dtype=torch.float64, scale=0.5):
+def linear(out=12, inputs=8, rank=3, dtype=torch.float64, scale=0.5, kind=LowRankLinear):
     module = nn.Linear(inputs, out, bias=False, dtype=dtype)
     module.weight.requires_grad_(False)
-    module.__class__ = LowRankLinear
+    module.__class__ = kind
     module.add_parameters(Strength(rank, scale))
     begin_anew(module, "first")
     return module
@@ -92,6 +93,30 @@ def test_a_fresh_adapter_learns_from_the_first_step():
         assert module.lora_B.grad.any() and bool(module.lora_A.grad.any()) == (step == 1)
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("merges", [0, 1])
+def test_a_trained_scale_learns_before_and_behind_a_merge(merges):
+    """Set to 0 by a merge, as one of the scripts had it, none of the three would get a gradient again."""
+    module, x = linear(kind=ScaledLinear), torch.randn(6, 8, dtype=torch.float64)
+    with torch.no_grad():
+        for number in range(merges):
+            module.lora_B.normal_(generator=torch.Generator().manual_seed(0))
+            module.lora_scaling.fill_(0.3)
+            before = module(x)
+            merge(module)
+            begin_anew(module, f"restart {number}")
+            assert (module(x) - before).abs().max() < 1e-12
+    assert module.lora_scaling.item() == 1.0 and not module.lora_B.any()
+    optimizer = torch.optim.AdamW([module.lora_A, module.lora_B, module.lora_scaling], lr=1e-2)
+    for step in range(2):
+        module(x).square().sum().backward()
+        assert module.lora_B.grad.any() and bool(module.lora_scaling.grad.any()) == (step == 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = x @ module.weight.T + module.lora_scaling.tanh() * (x @ module.lora_A.T @ module.lora_B.T)
+    torch.testing.assert_close(module(x), expected)
+    torch.testing.assert_close(x @ module.merged()["weight"].T, expected)
 
 
 def test_what_is_kept_is_counted():

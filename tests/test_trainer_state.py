@@ -16,7 +16,13 @@ def trainer(**degrees):
     made = Trainer.__new__(Trainer)
     made.config, made.dims = JobConfig(), ParallelDims(4, **degrees)
     made.ranks, made.dp_rank = SimpleNamespace(rank=1, world_size=4), 1
-    made.step, made.tokens, made.data_state, made.origin = 3, 96, None, SimpleNamespace(base=None)
+    made.step, made.schedule_start, made.tokens, made.data_state, made.origin = (
+        3,
+        0,
+        96,
+        None,
+        SimpleNamespace(base=None),
+    )
     hooks = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
     made.model = SimpleNamespace(hooks=hooks)
     made.schedulers = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.adapters import ADAPTERS, NONE, peft_folder
 from torchtitan.adapters.interface import Adapter
 from torchtitan.checkpoint import Checkpointer, base
+from torchtitan.checkpoint.counters import schedule_start
 from torchtitan.config.changes import kept_job
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.sections.parallelism import Parallelism
@@ -249,12 +250,14 @@ def optimizers(config: JobConfig, built: ParallelModel) -> Optimizers:
     )
 
 
-def lr_schedule(config: JobConfig) -> LRSchedule:
-    return schedule_of(config.lr_scheduler, config.training.steps, config.adapter.relora.reset_period)
+def lr_schedule(config: JobConfig, start: int = 0) -> LRSchedule:
+    """From the step `start` of the run on."""
+    return schedule_of(config.lr_scheduler, config.training.steps - start, config.adapter.relora.reset_period)
 
 
 def lr_schedulers(config: JobConfig, built: Optimizers) -> LRSchedulers:
-    return build_lr_schedulers(built.optimizers, lr_schedule(config))
+    start = schedule_start(config.job.dump_folder, config.checkpoint)
+    return build_lr_schedulers(built.optimizers, lr_schedule(config, start))
 
 
 def time_limit(config: JobConfig) -> TimeLimit:

@@ -23,6 +23,7 @@ COMMANDS = {
     "schedule": "simulate a pipeline schedule: its bubble, what it keeps, how it compares, and its picture",
     "prepare": "tokenize a dataset once, into shards that are read at full speed",
     "generate": "continue a prompt with the weights of a checkpoint or of a Hugging Face folder",
+    "import": "the job that a command line of another program means (torchrun_main.py of ReLoRA)",
     "convert": "weights from one form to another: checkpoints, Hugging Face folders, torchtitan's own",
     "checkpoints": "list what a run has saved, in what state it is, and what a resume would take",
     "export": "write a checkpoint's weights, an adapter folded in or alone, for other programs",
@@ -75,7 +76,8 @@ def _version(name: str) -> str:
 
 def module_of(command: str) -> str:
     """Where a subcommand is: training is the package's own program, the others are beside it."""
-    return "torchtitan.train" if command == "train" else f"torchtitan.commands.{command}"
+    elsewhere = {"train": "torchtitan.train", "import": "torchtitan.commands.importing"}  # import is a word of Python's
+    return elsewhere.get(command, f"torchtitan.commands.{command}")
 
 
 def guarded(run: Callable[[], int]) -> int:

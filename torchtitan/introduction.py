@@ -27,7 +27,8 @@ def introduce(
     """Log them. `sizes`: the model's, in words."""
     training, samples = config.training, build.global_batch_size(config, dims)
     passes = samples // (training.local_batch_size * dims.dp)
-    logger.info("%s", config.job.description)
+    tags = f" [{', '.join(config.job.tags)}]" if config.job.tags else ""
+    logger.info("%s%s", config.job.description, tags)
     logger.info("model      %s %s: %s", config.model.name, config.model.flavor, sizes)
     logger.info(
         "plan       %s on %s, %s; %d samples of %d tokens a step%s",

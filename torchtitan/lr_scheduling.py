@@ -14,7 +14,10 @@ class LRSchedulers:
 
     def __init__(self, optimizers: Sequence[Optimizer], schedule: LRSchedule) -> None:
         self.schedule = schedule
-        self._schedulers = [LambdaLR(optimizer, schedule.multiplier) for optimizer in optimizers]
+        self._schedulers = [LambdaLR(optimizer, self._multiplier) for optimizer in optimizers]
+
+    def _multiplier(self, step: int) -> float:
+        return self.schedule.multiplier(step)
 
     @property
     def last_lr(self) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtitan import build
 from torchtitan.checkpoint import Checkpointer, CheckpointError, base
+from torchtitan.checkpoint.counters import SCHEDULE_START, counters_of
 from torchtitan.checkpoint.kinds import find_weights
 from torchtitan.config.changes import changes, refused, remedy
 from torchtitan.config.job import JobConfig
@@ -64,11 +65,11 @@ class Origin:
 
     def _start_from(self, path: str, checkpointer: Checkpointer) -> None:
         """Take the weights of another job or program; an adapter's own stay as they were drawn."""
-        adapter = self.model.adapter
+        options, adapter = self.config.checkpoint, self.model.adapter
         self.model.initialize(adapter.fresh if adapter else ())
         kind, place = find_weights(Path(path))
         if kind == "ours":
-            checkpointer.initial_load(place, self.config.checkpoint.initial_load_model_only)
+            checkpointer.initial_load(place, options.initial_load_model_only, options.initial_load_counters)
             logger.info("started from %s", path)
         else:
             args, fresh = build.model_args(self.config), adapter.fresh if adapter else ()
@@ -76,5 +77,7 @@ class Origin:
             checkpointer.refuse_not_finite(Path(path))
             whose = {"hf": "Hugging Face's", "torchtitan": "torchtitan's own"}[kind]
             logger.info("started from %s weights in %s", whose, place)
+            if options.initial_load_counters and (counted := counters_of(kind, place)):
+                checkpointer.load_state(counted._asdict() | {SCHEDULE_START: counted.step}, [])
         if adapter is not None:
             adapter.follow_base(self.model.parts)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torchtitan import build, distributed, run_folder
 from torchtitan.build_data import training_loader, validation_loader, with_steps
 from torchtitan.checkpoint import CheckpointError, base, rng_state, set_rng_state
+from torchtitan.checkpoint.counters import SCHEDULE_START
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.config.manager import to_toml
 from torchtitan.datasets.loader import merge_states
@@ -79,6 +80,7 @@ class Trainer:
         self.tokens_per_step = samples * config.training.seq_len
         self.folder = Path(config.job.dump_folder)
         self.step, self.tokens = 0, 0
+        self.schedule_start = 0  # the step at which it began: after a start with counters another than 0
         self.loss, self.grad_norm = torch.zeros(()), None  # of the last step
         self.time_limit, self.out_of_time = build.time_limit(config), False  # which rank 0 looks at for all
         self.stop_requested = False  # by a signal handler, on this rank alone, at any moment
@@ -121,6 +123,8 @@ class Trainer:
         self.profiler = build.profiler(config, self.device, self.ranks, self.step)
         if self.ranks.is_main:
             run_folder.keep_job(self.folder, to_toml(build.movable(config)), self.step)
+        if config.job.tags:
+            self.metrics.record_event(self.step, "tags", {"tags": ", ".join(config.job.tags)})
         self.note_restart()
 
     def note_restart(self) -> None:
@@ -139,6 +143,7 @@ class Trainer:
 
     def trainer_state(self) -> dict[str, Any]:
         state = {"step": self.step, "tokens": self.tokens, "lr_scheduler": self.schedulers.state_dict()}
+        state[SCHEDULE_START] = self.schedule_start
         if self.origin.base is not None:
             state[base.KEY] = self.origin.base
         return (
@@ -158,10 +163,11 @@ class Trainer:
     def load_state(self, trainer: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
         """Continue what was saved on any number of ranks; parts excluded from loading are absent."""
         self.step, self.tokens = trainer["step"], trainer["tokens"]
+        self.schedule_start = trainer.get(SCHEDULE_START, 0)
         if "lr_scheduler" in trainer:
             self.schedulers.load_state_dict(trainer["lr_scheduler"])
         self.model.hooks.load_state_dict(trainer)
-        if all("dataloader" in state for state in ranks):
+        if ranks and all("dataloader" in state for state in ranks):
             self.data_state = merge_states([state["dataloader"] for state in ranks])
         saved = self.degrees | trainer.get("degrees", {})  # what an old checkpoint does not say is taken as it is here
         same_plan = len(ranks) == self.ranks.world_size and saved == self.degrees
@@ -222,7 +228,7 @@ class Trainer:
         self.schedulers.step()
         self.optimizers.zero_grad()
         self.step += 1
-        self.model.after_step(self.step, self.optimizers.optimizers)
+        self.model.after_step(self.step - self.schedule_start, self.optimizers.optimizers)
         self.tokens += self.tokens_per_step
         self.loss = loss
         self.log(lr, data_seconds)

@@ -18,6 +18,7 @@ _SMALL = Options(rank=4, alpha=8.0, target=["all-linear", "output"])
 ROWS = {
     "scale": (ScaleAdapter, Options()),
     "lora": (LoRA, _SMALL),
+    "lora, tanh(s)": (LoRA, Options(kind="lora", rank=4, train_scaling=True)),
     "dora": (DoRA, Options(kind="dora", rank=4, alpha=8.0)),
     "lora_dropout": (LoRA, Options(rank=4, alpha=8.0, dropout=0.25, target=["layers.*[!s]"])),  # no stacks of experts
     "dora_dropout": (DoRA, Options(kind="dora", rank=4, alpha=8.0, dropout=0.25)),

@@ -121,7 +121,11 @@ class Adapter:
         return tensors
 
     def after_step(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """After each optimizer step, the `step`-th of the run, on every rank."""
+        """After each optimizer step, the `step`-th of the schedule, on every rank."""
+
+    def metrics(self) -> dict[str, float]:
+        """What is logged of it, the same on all ranks."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """What of `after_step` has to survive, JSON-able and the same on all ranks."""

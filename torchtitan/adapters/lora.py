@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from torchtitan.adapters.low_rank import LowRank, LowRankExperts, LowRankLinear
 from torchtitan.adapters.relora import Restarts
+from torchtitan.adapters.trained_scale import ScaledLinear
 from torchtitan.config.sections.adapter import Adapter as Options
 
 
@@ -16,11 +17,16 @@ class LoRA(LowRank):
 
     def __init__(self, options: Options, seed: int = 0):
         super().__init__(options, seed)
+        if options.train_scaling:
+            self.linear, self.experts = ScaledLinear, None
         self.restarts = None if options.relora.every is None else Restarts(options.relora, seed)
 
     def after_step(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         if self.restarts is not None:
             self.restarts.after_step(step, parts, optimizers)
+
+    def metrics(self) -> dict[str, float]:
+        return {f"adapter_{name}": count for name, count in self.state_dict().items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.restarts is None else {"merges": self.restarts.merges, "resets": self.restarts.resets}

@@ -10,6 +10,7 @@ plan changes it.
 
 import logging
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from torchtitan.initialization import Constant, Uniform, clean_name, draw, local
 
 logger = logging.getLogger(__name__)
 
+LEARNED = re.compile(r"\blora_[AB]")
+"""In names: A and B, and not how strong they are."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -47,7 +50,7 @@ class Restarts:
 
     def forget(self, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Of the moments of A and B all, or a share `prune_ratio`; of nothing else any."""
-        names = {p: clean_name(name) for part in parts for name, p in part.named_parameters() if "lora_" in name}
+        names = {p: clean_name(name) for part in parts for name, p in part.named_parameters() if LEARNED.search(name)}
         zeros = elements = tensors = 0
         for optimizer in optimizers:
             for parameter in (p for p in optimizer.state if p in names):
@@ -88,7 +91,7 @@ class Restarts:
 
 
 def due(step: int, period: int | None) -> bool:
-    """Behind this step, the 1-based number of it in the run."""
+    """Behind this step, the 1-based number of it in the schedule."""
     return period is not None and step > 1 and step % period == 1
 
 

@@ -56,6 +56,10 @@ def misfits(linears: Mapping[str, tuple[int, int]], options: Options) -> Iterato
     chosen = targets(linears, options)
     if not chosen and not idle and not beyond:
         yield Misfit("adapter.target", f"at least one of {known}", "nothing would have an adapter")
+    stacks = [name for name in chosen if is_stack(name)]
+    if options.train_scaling and stacks:
+        what = f"false with {', '.join(without_numbers(stacks))} in adapter.target"
+        yield Misfit("adapter.train_scaling", what, "stacks of experts have no number of their own: leave these out")
     narrow = {name: min(linears[name]) for name in chosen if min(linears[name]) < options.rank}
     if narrow:
         name = min(narrow, key=narrow.get)

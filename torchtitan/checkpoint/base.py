@@ -23,6 +23,13 @@ def reference(path: str) -> dict[str, str]:
     return {"path": str(Path(path).resolve()), "sha256": digest}
 
 
+def size(path: str) -> int:
+    """Bytes that `reference` reads."""
+    kind, place = find_weights(Path(path))
+    files = [place / MANIFEST] if kind == "ours" else [place] if place.is_file() else _files_of(place, kind)
+    return sum(file.stat().st_size for file in files if file.exists())
+
+
 def refuse_another(saved: dict[str, Any], here: dict[str, str]) -> None:
     """CheckpointError unless the trainer's state `saved` is of the same base."""
     given = saved.get(KEY)

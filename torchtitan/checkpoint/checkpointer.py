@@ -19,6 +19,7 @@ from torch import nn
 
 from torchtitan.checkpoint import folders, layout, retention, saving, tensors
 from torchtitan.checkpoint.agreement import Peers, describe
+from torchtitan.checkpoint.counters import SCHEDULE_START
 from torchtitan.checkpoint.layout import (
     MODEL,
     OPTIMIZER,
@@ -307,10 +308,11 @@ class Checkpointer:
         self.saved_step = self.rewound_to = source.manifest.step
         return self.saved_step
 
-    def initial_load(self, path: Path, model_only: bool = True) -> int:
+    def initial_load(self, path: Path, model_only: bool = True, counters: bool = False) -> int:
         """Start from another job's checkpoint, folder of checkpoints (its newest) or export; the step to go on from.
 
-        `model_only` takes the weights, cast to the model's dtype, and starts at step 0.
+        `model_only` takes the weights, cast to the model's dtype, and starts at step 0; with `counters` it goes on
+        counting, with a schedule that begins there: `load_state` is given the step as `SCHEDULE_START` too.
         """
         source = open_checkpoint(resolve(Path(path).resolve(), self.main_peers), self.main_peers)
         if not model_only and source.manifest.kind == "model":
@@ -319,7 +321,13 @@ class Checkpointer:
                 "set checkpoint.initial_load_model_only = true, or give a full checkpoint"
             )
         self._restore(source, with_state=not model_only)
-        return 0 if model_only else source.manifest.step
+        if model_only and counters:
+            trainer, step = source.state["trainer"], source.manifest.step
+            kept = {"step": step, "tokens": trainer["tokens"], SCHEDULE_START: step}
+            of_data = {"dataloader"} - self.excluded
+            ranks = [{name: state[name] for name in of_data & state.keys()} for state in source.state["ranks"]]
+            self.main_peers.agree(f"going on from {source.folder.name}", lambda: self.load_state(kept, ranks))
+        return 0 if model_only and not counters else source.manifest.step
 
     def refuse_not_finite(self, origin: Path) -> None:
         """Where weights or moments that have been read from `origin` hold a NaN or an infinity. Raises `NotFinite`."""

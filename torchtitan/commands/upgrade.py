@@ -36,7 +36,8 @@ def translate(argv: list[str], era: str | None) -> tuple[str, JobConfig]:
     for layer in layers:
         if Path(layer.name).is_file():
             comments.read(Path(layer.name).read_text())
-    return _as_file(name, result, values, comments), assemble(values, [f"the translation of {name}"])
+    head = [f"Translated from {name}, read as a job for torchtitan of {result.era}.", *result.notes]
+    return as_file(head, values, comments), assemble(values, [f"the translation of {name}"])
 
 
 def _with_effect(values: Values, result: Upgrade) -> Values:
@@ -100,10 +101,11 @@ def _items(table: Any, prefix: str) -> Iterator[tuple[str, Any]]:
                 yield from _items(item, f"{name}.")
 
 
-def _as_file(name: str, result: Upgrade, values: Values, comments: Comments) -> str:
+def as_file(head: list[str], values: Values, comments: Comments | None = None) -> str:
+    """Options by section in their order, `head` above them, comments where they were."""
+    comments = comments or Comments()
     ordered = {key: values[key] for key in options() if key in values}
     sections = dict.fromkeys(key.rpartition(".")[0] for key in ordered)
-    head = [f"Translated from {name}, read as a job for torchtitan of {result.era}.", *result.notes]
     lines = [*comments.head, *(f"# {line}" for line in head), *comments.homeless({*ordered, *sections})]
     for section in sections:
         beside = comments.beside.get(section, "")

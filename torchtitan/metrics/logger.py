@@ -218,5 +218,10 @@ def tags_of(record: Record, world_size: int, flops_per_token_full: float) -> dic
     for name, tag in (("max_loss", "global_max_loss"), ("mtp_loss", "global_avg_mtp_loss")):
         if name in record:
             tags[f"loss_metrics/{tag}"] = record[name]
+    adapters = {
+        f"adapter/{name.removeprefix('adapter_')}": v for name, v in record.items() if name.startswith("adapter_")
+    }
     experts = {name: value for name, value in record.items() if name.startswith("expert_")}
-    return tags | {f"expert_metrics/{name.removeprefix('expert_')}": value for name, value in experts.items()}
+    return (
+        tags | adapters | {f"expert_metrics/{name.removeprefix('expert_')}": value for name, value in experts.items()}
+    )

@@ -71,7 +71,8 @@ class WeightsAndBiases:
         folder.mkdir(parents=True, exist_ok=True)
         id_file = folder / "wandb_run_id"
         run_id = id_file.read_text().strip() if resume_step is not None and id_file.exists() else None
-        self._run = wandb.init(dir=str(folder), name=name, config=config, id=run_id, resume="allow")
+        tags = config.get("job", {}).get("tags") or None
+        self._run = wandb.init(dir=str(folder), name=name, tags=tags, config=config, id=run_id, resume="allow")
         id_file.write_text(self._run.id)
 
     def log(self, values: Mapping[str, float], step: int) -> None:

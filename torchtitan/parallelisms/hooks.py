@@ -15,7 +15,8 @@ class StepHook(Protocol):
     """Of its state in a checkpoint; no other hook's, and none of the trainer's own (step, tokens, ...)."""
 
     def after_step(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """The `step`-th of the run is done; every rank calls it. `parts`: of the model, on this rank."""
+        """The `step`-th of the learning rate's schedule is done; every rank calls it. `parts`: of the model, on this
+        rank."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

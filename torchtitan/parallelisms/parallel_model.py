@@ -217,12 +217,13 @@ class ParallelModel:
         return clip_gradients(parameters, max_norm, self.mesh["pp"].get_group(), self.pipeline.duplicated)
 
     def after_step(self, step: int = 0, optimizers: Sequence[Optimizer] = ()) -> None:
-        """After each optimizer step, the `step`-th of the run: what moves with it."""
+        """After each optimizer step, the `step`-th of the schedule: what moves with it."""
         self.hooks.after_step(step, self.parts, optimizers)
 
     def extra_metrics(self) -> dict[str, float]:
         """Of the last step, the same on all ranks. Every rank calls it, and waits for the device."""
-        return self.balance.metrics(self.device) if self.balance is not None else {}
+        of_adapter = self.adapter.metrics() if self.adapter is not None else {}
+        return of_adapter | (self.balance.metrics(self.device) if self.balance is not None else {})
 
     def not_finite_layers(self) -> list[str]:
         """Where a model that can tell has met NaN or infinity, in the order of the layers. Every rank calls it."""

@@ -14,6 +14,7 @@ from torchtitan.rules.adapters import (
     adapter_folders_fit,
     adapter_options_have_an_adapter,
     restarts_make_sense,
+    scaling_is_trained_by_lora,
 )
 from torchtitan.rules.experts import (
     communication_is_kept_with_overlap,
@@ -78,6 +79,7 @@ from torchtitan.rules.plan import (
     needs_shards,
 )
 from torchtitan.rules.resume import (
+    adapter_is_of_this_model,
     changes_that_can_be_allowed,
     checkpoints_are_still_there,
     same_job_as_the_checkpoint,
@@ -167,6 +169,7 @@ RULES: list[Rule] = [
     adapter_alone_has_its_model,
     adapter_folders_fit,
     restarts_make_sense,
+    scaling_is_trained_by_lora,
     schedule_fits,
     optimizer_options,
     optimizer_has_matrices,
@@ -184,6 +187,7 @@ RULES: list[Rule] = [
     profiler_window,
     changes_that_can_be_allowed,
     same_job_as_the_checkpoint,
+    adapter_is_of_this_model,
     checkpoints_are_still_there,
     *WITHOUT_EFFECT,
 ]

@@ -52,6 +52,20 @@ def adapter_folders_fit(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("adapter.last_save_in_peft", "false with adapter.train_fully", remedy)
 
 
+def scaling_is_trained_by_lora(facts: Facts) -> Iterator[Fault]:
+    options, key = facts.config.adapter, "adapter.train_scaling"
+    if not options.train_scaling or options.kind == NONE:
+        return
+    if options.kind != "lora":
+        yield facts.fault(key, f'false with adapter.kind = "{options.kind}"', 'write kind = "lora", or leave it out')
+    for name in ("alpha", "rslora"):
+        if getattr(options, name) != getattr(Adapter(), name):
+            why = "the learned number stands in its place: leave one of them out"
+            yield facts.fault(f"adapter.{name}", "unset with adapter.train_scaling", why)
+    if options.last_save_in_peft:
+        yield facts.fault("adapter.last_save_in_peft", "false with adapter.train_scaling", "peft knows no such number")
+
+
 def restarts_make_sense(facts: Facts) -> Iterator[Fault]:
     options, key = facts.config.adapter, "adapter.relora."
     given = options.relora

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torchtitan.adapters import NONE
 from torchtitan.adapters.targets import targets
+from torchtitan.checkpoint.counters import schedule_start
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.config.options import Fault, option_at, show
 from torchtitan.datasets import open_source
@@ -221,11 +222,16 @@ class Facts:
             return None
 
     @cached_property
+    def schedule_start(self) -> int:
+        """The step at which the schedule begins or began: not 0 where the run goes on counting from other weights."""
+        return schedule_start(self.config.job.dump_folder, self.config.checkpoint)
+
+    @cached_property
     def schedule(self) -> LRSchedule | None:
         """None where the number of steps is not known. Raises ScheduleError."""
         shape = self.config.lr_scheduler
-        total = shape.total_steps or self.steps
-        return total and schedule_of(shape, total, self.config.adapter.relora.reset_period)
+        total = shape.total_steps or (self.steps and self.steps - self.schedule_start)
+        return schedule_of(shape, total, self.config.adapter.relora.reset_period) if total and total > 0 else None
 
 
 Rule = Callable[[Facts], Iterator[Fault]]

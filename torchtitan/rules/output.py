@@ -5,7 +5,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan.checkpoint.kinds import find_weights
+from torchtitan.checkpoint.counters import counters_of
+from torchtitan.checkpoint.kinds import Kind, find_weights
 from torchtitan.checkpoint.layout import NothingLoadable, newest_complete
 from torchtitan.config.options import Fault, show
 from torchtitan.errors import JobError
@@ -61,6 +62,11 @@ def checkpoint_rules(facts: Facts) -> Iterator[Fault]:
     if options.initial_load_in_hf and not options.initial_load_model_only:
         why = "safetensors of Hugging Face hold no optimizer state"
         yield facts.fault(key + "initial_load_model_only", "true with initial_load_in_hf", why)
+    if options.initial_load_counters and options.enable and options.initial_load_path is None:
+        yield facts.fault(key + "initial_load_counters", "true only with initial_load_path", "set the path")
+    if options.initial_load_counters and not options.initial_load_model_only:
+        why = "without it all is taken, the counters too"
+        yield facts.fault(key + "initial_load_counters", "false with initial_load_model_only = false", why)
     if options.enable and options.initial_load_path is not None:
         yield from _initial_load(facts, Path(options.initial_load_path))
 
@@ -84,8 +90,20 @@ def _initial_load(facts: Facts, path: Path) -> Iterator[Fault]:
     if kind == "hf" and not options.initial_load_model_only and not options.initial_load_in_hf:
         why = "safetensors of Hugging Face hold no optimizer state"
         yield facts.fault("checkpoint.initial_load_model_only", "true with this initial_load_path", why)
+    if options.initial_load_counters:
+        yield from _counters(facts, kind, place)
     if kind == "hf" and (place / CONFIG).is_file() and facts.args is not None:
         yield from _other_sizes(facts, place)
+
+
+def _counters(facts: Facts, kind: Kind, place: Path) -> Iterator[Fault]:
+    found, key = counters_of(kind, place), "checkpoint.initial_load_counters"
+    if found is None:
+        why = f"{place} does not say how far they were trained; leave it out"
+        yield facts.fault(key, "true with a checkpoint of this project, or weights beside a training_state.json", why)
+    elif facts.steps is not None and facts.steps <= found.step:
+        why = f"{place} has counted {found.step}, and this run counts on"
+        yield facts.fault("training.steps", f"more than {found.step}", why, given=str(facts.steps))
 
 
 def _other_sizes(facts: Facts, folder: Path) -> Iterator[Fault]:
@@ -191,7 +209,13 @@ def needs_checkpoints(facts: Facts) -> Iterator[Fault]:
     """Options of checkpoints that are set and would do nothing, as there are none."""
     options = facts.config.checkpoint
     used = {"load_step": options.load_step >= 0, "initial_load_path": options.initial_load_path is not None}
-    alone = ("initial_load_in_hf", "load_only", "last_save_model_only", "enable_first_step_checkpoint")
+    alone = (
+        "initial_load_in_hf",
+        "initial_load_counters",
+        "load_only",
+        "last_save_model_only",
+        "enable_first_step_checkpoint",
+    )
     alone += ("exclude_from_loading", "allow_config_change")
     used |= {name: bool(getattr(options, name)) for name in alone}
     for name in (name for name, is_used in used.items() if is_used and not options.enable):

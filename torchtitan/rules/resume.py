@@ -4,11 +4,23 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from torchtitan.checkpoint.layout import complete_steps, read_state, step_of
+from torchtitan.adapters import NONE
+from torchtitan.checkpoint import base
+from torchtitan.checkpoint.layout import (
+    CheckpointError,
+    NothingLoadable,
+    complete_steps,
+    newest_complete,
+    read_state,
+    step_of,
+)
 from torchtitan.config.changes import changes, kept_job, refusable, refused, remedy
 from torchtitan.config.options import Fault, hint, options, show
 from torchtitan.rules.facts import Facts
 from torchtitan.run_folder import missing_checkpoints
+
+QUICKLY_READ = 2**28
+"""Bytes."""
 
 
 def changes_that_can_be_allowed(facts: Facts) -> Iterator[Fault]:
@@ -34,6 +46,26 @@ def same_job_as_the_checkpoint(facts: Facts) -> Iterator[Fault]:
     now = kept_job(facts.config, asdict(facts.args), samples if samples > 0 else facts.samples)
     for change in refused(changes(kept, now), options.allow_config_change):
         yield facts.fault(change.key, f"{change.before}, as in {wanted[0].name}", remedy(change), given=change.now)
+
+
+def adapter_is_of_this_model(facts: Facts) -> Iterator[Fault]:
+    """The newest checkpoint, where it holds an adapter alone; of a base that takes long to read, loading says it."""
+    options, adapter = facts.config.checkpoint, facts.config.adapter
+    if not options.enable or options.initial_load_path is None or adapter.kind == NONE or adapter.save != "alone":
+        return
+    try:
+        newest, _ = newest_complete(Path(facts.config.job.dump_folder, options.folder))
+        if newest is None:
+            return
+        state = read_state(newest)["trainer"]
+        if base.size(options.initial_load_path) <= QUICKLY_READ:
+            base.refuse_another(state, base.reference(options.initial_load_path))
+    except NothingLoadable:
+        return  # the rule on initial_load_path says it
+    except CheckpointError as error:
+        yield facts.fault("checkpoint.initial_load_path", "the model of the adapter in this folder", str(error))
+    except (OSError, ValueError):
+        return
 
 
 def checkpoints_are_still_there(facts: Facts) -> Iterator[Fault]:

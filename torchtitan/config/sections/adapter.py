@@ -43,6 +43,8 @@ class Adapter:
     """Share of what A reads that is set to 0 in training, of linears in the layers."""
     rslora: bool = False
     """Multiply with alpha / sqrt(rank) instead, which keeps higher ranks learning."""
+    train_scaling: bool = False
+    """Multiply with tanh of a number that each linear learns, 1 in the beginning, instead of alpha / rank."""
     target: list[str] = field(default_factory=lambda: ["*attn*", "*attention*", "*mlp*", "*feed_forward*"])
     """Which linears (and stacks of experts) get low-rank matrices, by their names; * stands for anything in one. The
     word "all-linear" stands for all of the layers' own."""

@@ -24,6 +24,9 @@ class Checkpoint:
     a checkpoint of torchtitan; a folder of Hugging Face or one file of safetensors. Which it is, is found out."""
     initial_load_model_only: bool = True
     """Take only the weights from initial_load_path; false also takes optimizer, schedule and data position."""
+    initial_load_counters: bool = False
+    """Beside the weights of initial_load_path take how far they were trained: steps and tokens are counted on, the
+    data go on where they were, while optimizer and schedule begin. training.steps then counts the steps of both."""
     initial_load_in_hf: bool = False
     """Insist that initial_load_path is Hugging Face's."""
     last_save_model_only: bool = False

@@ -17,6 +17,8 @@ class Job:
     """Everything that the run writes goes here. Started again with the same folder, a job with checkpoints resumes."""
     description: str = "default job"
     """Free text, shown at the start and kept in the run's config.toml."""
+    tags: list[str] = field(default_factory=list)
+    """Words to find the run by, kept with it and told to trackers."""
     time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d+:[0-5]\d:[0-5]\d$")] | None = None
     """Longest run, as [days-]hours:minutes:seconds; it stops ahead of it, saved, as on a signal. Unset: none but the
     end of a SLURM allocation."""

@@ -83,7 +83,9 @@ class LlamaArgs:
         return self.num_matmul_parameters + norms + embedding
 
 
-def _relora(width: int, hidden: int, heads: int, layers: int, vocab_size: int = 32000, **sizes: object) -> LlamaArgs:
+def relora_sizes(
+    width: int, hidden: int, heads: int, layers: int, vocab_size: int = 32000, **sizes: object
+) -> LlamaArgs:
     """The presets of ReLoRA and GaLore: a feed-forward width that is said and not computed."""
     dim, plain = width, int(2 * 4 * width / 3)
     wider = None if plain <= hidden else hidden / plain
@@ -92,20 +94,20 @@ def _relora(width: int, hidden: int, heads: int, layers: int, vocab_size: int = 
 
 
 RELORA = {
-    "9m": _relora(128, 352, 4, 4),
-    "20m": _relora(256, 688, 4, 4),
-    "35m": _relora(384, 1024, 8, 6),
-    "40m": _relora(416, 1024, 8, 8),
-    "60m": _relora(512, 1376, 8, 8),
-    "71m": _relora(512, 1368, 8, 12),
-    "100m": _relora(640, 1708, 10, 12),
-    "130m": _relora(768, 2048, 12, 12),
-    "250m": _relora(768, 2560, 16, 24),
-    "250m_50k": _relora(768, 2560, 16, 24, vocab_size=50257),
-    "350m": _relora(1024, 2736, 16, 24),
-    "1b": _relora(2048, 5461, 32, 24),
-    "3b": _relora(2560, 6848, 32, 32),
-    "7b": _relora(4096, 11008, 32, 32, max_seq_len=2048),
+    "9m": relora_sizes(128, 352, 4, 4),
+    "20m": relora_sizes(256, 688, 4, 4),
+    "35m": relora_sizes(384, 1024, 8, 6),
+    "40m": relora_sizes(416, 1024, 8, 8),
+    "60m": relora_sizes(512, 1376, 8, 8),
+    "71m": relora_sizes(512, 1368, 8, 12),
+    "100m": relora_sizes(640, 1708, 10, 12),
+    "130m": relora_sizes(768, 2048, 12, 12),
+    "250m": relora_sizes(768, 2560, 16, 24),
+    "250m_50k": relora_sizes(768, 2560, 16, 24, vocab_size=50257),
+    "350m": relora_sizes(1024, 2736, 16, 24),
+    "1b": relora_sizes(2048, 5461, 32, 24),
+    "3b": relora_sizes(2560, 6848, 32, 32),
+    "7b": relora_sizes(4096, 11008, 32, 32, max_seq_len=2048),
 }
 
 LLAMA2 = {

@@ -1,0 +1,312 @@
+"""`torchtitan import`: every flag of ReLoRA's script and its defaults, regimes of its notes, and what is refused."""
+
+import json
+import shlex
+import sys
+
+import pytest
+
+from tests.support import judged
+from torchtitan import cli
+from torchtitan.commands import importing
+from torchtitan.config.manager import load
+from torchtitan.config.options import ConfigError
+from torchtitan.errors import JobError
+from torchtitan.importers import SOURCES
+from torchtitan.importers.command_line import parse, split
+from torchtitan.importers.relora import read
+from torchtitan.importers.relora_flags import FLAGS
+from torchtitan.models import SIZES
+from torchtitan.rules import check
+
+anywhere = judged.anywhere
+LAUNCHED = "torchrun --nproc-per-node 2 torchrun_main.py"
+FULL = f"{LAUNCHED} --model_config configs/llama_250m.json --batch_size 24 --total_batch_size 96 --dtype bf16"
+RELORA = f"""{FULL} --lr 1e-3 --max_length 512 --use_peft --relora 10 --cycle_length 10 --restart_warmup_steps 5 \\
+    --scheduler cosine_restarts --warmup_steps 5 --reset_optimizer_on_relora False --optimizer_magnitude_pruning 0.9 \\
+    --num_training_steps 20000 --save_every 5000 --eval_every 5000 --distributed_type fsdp \\
+    --continue_from checkpoints/model_5000 --tags relora_250M"""
+
+
+def meaning(line):
+    return read(parse(split([line])))
+
+
+def refused(line):
+    """What is said of the flags, by flag; no other option is a fault."""
+    return {fault.key.removeprefix("--"): str(fault) for fault in meaning(line).faults}
+
+
+def changed(words, before=FULL):
+    """What other flags change of the options, and the notes that are new."""
+    first, then = meaning(before), meaning(f"{before} {words}")
+    assert then.faults == [], then.faults
+    values = {k: then.values.get(k) for k in first.values.keys() | then.values.keys()}
+    notes = " ".join(note for note in then.notes if note not in first.notes)
+    return {key: value for key, value in values.items() if first.values.get(key) != value}, notes
+
+
+def test_the_fifth_regime():
+    job = meaning(RELORA)
+    assert job.faults == []
+    expected = {
+        "model.name": "llama2",
+        "model.flavor": "250m",
+        "model.overrides": {"vocab_size": 32_100},
+        "adapter.kind": "lora",
+        "adapter.rank": 128,
+        "adapter.alpha": 32.0,
+        "adapter.dropout": 0.1,
+        "adapter.train_dense_rest": True,
+        "adapter.relora.every": 10,
+        "adapter.relora.reset": "magnitude",
+        "adapter.relora.prune_ratio": 0.9,
+        "lr_scheduler.decay_type": "relora_cosine",
+        "lr_scheduler.cycle_length": 10,
+        "lr_scheduler.warmup_steps": 5,
+        "lr_scheduler.restart_warmup_steps": 5,
+        "lr_scheduler.min_lr_factor": 0.1,
+        "checkpoint.initial_load_path": "checkpoints/model_5000",
+        "checkpoint.initial_load_counters": True,
+        "checkpoint.interval": 5000,
+        "validation.freq": 5000,
+        "training.steps": 20_000,
+        "training.local_batch_size": 24,
+        "training.global_batch_size": 96,
+        "training.seq_len": 512,
+        "training.dtype": "bfloat16",
+        "optimizer.name": "Adam",
+        "optimizer.lr": 1e-3,
+        "optimizer.beta2": 0.999,
+        "optimizer.weight_decay": 0.0,
+        "job.tags": ["relora_250M"],
+    }
+    assert {key: job.values.get(key) for key in expected} == expected
+    assert not any(key.startswith("parallelism.") for key in job.values), "sharded over all ranks is the default"
+
+
+CHANGES = [
+    ("--dataset_path data/wiki", {"training.dataset": "pretokenized", "validation.dataset_path": "data/wiki"}, ""),
+    ("--tokenizer bytes", {"model.tokenizer_path": "bytes"}, ""),
+    ("--gradient_accumulation 2", {}, ""),
+    ("--max_length 128", {"training.seq_len": 128}, ""),
+    ("--lr 0.5", {"optimizer.lr": 0.5}, ""),
+    ("--weight_decay 0.01", {"optimizer.weight_decay": 0.01}, ""),
+    ("--adam_beta1 0.8", {"optimizer.beta1": 0.8}, ""),
+    ("--adam_beta2=0.95", {"optimizer.beta2": 0.95}, ""),
+    ("--clip_grad_norm 0", {"training.max_norm": 0.0}, ""),
+    ("--optimizer Adam", {}, ""),
+    ("--optimizer adam_zero", {"parallelism.data_parallel_replicate_degree": None}, "sharded by FSDP"),
+    ("--scheduler linear", {"lr_scheduler.decay_type": "linear", "lr_scheduler.min_lr_factor": 0.0}, ""),
+    ("--warmup_steps 7", {"lr_scheduler.warmup_steps": 7}, ""),
+    (
+        "--scheduler cosine_restarts --restart_warmup_steps 3 --adjust_step 2 --cycle_length 50",
+        {"lr_scheduler.restart_warmup_steps": 3, "lr_scheduler.adjust_step": 2, "lr_scheduler.cycle_length": 50},
+        "",
+    ),
+    ("--min_lr_ratio 0.2", {"lr_scheduler.min_lr_factor": 0.2}, ""),
+    ("--cycle_length 500", {"lr_scheduler.cycle_length": 500}, ""),
+    ("--use_peft --force_keep_original", {"adapter.kind": "lora", "adapter.rank": 128}, ""),
+    ("--use_peft true --force_keep_original true --lora_r 4 --lora_alpha 8", {"adapter.alpha": 8.0}, ""),
+    ("--lora_r 4", {}, "no effect without --use_peft: --lora_r"),
+    ("--relora 10", {"adapter.relora.every": 10, "adapter.relora.reset": "zero"}, "--relora means --use_peft"),
+    ("--relora 10 --cycle_length 5", {"adapter.relora.reset_every": 5, "lr_scheduler.cycle_length": 5}, ""),
+    ("--relora 10 --train_scaling", {"adapter.train_scaling": True}, ""),
+    ("--relora 10 --reset_optimizer_on_relora false", {"adapter.relora.reset": "none"}, ""),
+    (
+        "--relora 10 --reset_optimizer_on_relora False --optimizer_random_pruning 0.5",
+        {"adapter.relora.reset": "random", "adapter.relora.prune_ratio": 0.5},
+        "",
+    ),
+    ("--optimizer_magnitude_pruning 0.5", {}, "no effect without --relora"),
+    ("--continue_from a/b", {"checkpoint.initial_load_path": "a/b", "checkpoint.initial_load_counters": True}, ""),
+    ("--warmed_up_model a/b", {"checkpoint.initial_load_counters": True}, ""),
+    (
+        "--continue_from_peft a/b",
+        {"checkpoint.initial_load_model_only": False, "checkpoint.exclude_from_loading": ["optimizer"]},
+        "",
+    ),
+    ("--continue_from_peft a/b --restore_optimizer", {"checkpoint.initial_load_path": "a/b"}, ""),
+    ("--resume_from a/b", {"checkpoint.initial_load_model_only": False}, ""),
+    ("--resume_from a --load_optimizer_state_on_resume false", {"checkpoint.exclude_from_loading": ["optimizer"]}, ""),
+    ("--restore_optimizer", {}, "no effect without --continue_from_peft"),
+    ("--num_training_steps 50", {"training.steps": 50, "lr_scheduler.total_steps": 1001}, "made longer"),
+    ("--max_train_tokens 100M", {"training.steps": 100_000_000 // (96 * 256)}, "are 4069 steps of 96 x 256 tokens"),
+    ("--eval_every 3", {"validation.freq": 3}, ""),
+    ("--save_every 3", {"checkpoint.interval": 3}, ""),
+    ("--save_dir there", {"job.dump_folder": "there"}, ""),
+    ("--dtype float32", {"training.dtype": "float32", "training.mixed_precision_param": "float32"}, ""),
+    ("--distributed_type fsdp", {"parallelism.data_parallel_shard_degree": None}, ""),
+    ("--workers 0", {"training.dataloader.num_workers": 0}, ""),
+    ("--seed 3", {"debug.seed": 3, "training.shuffle": True}, "data shuffled"),
+    ("--tags a,b", {"job.tags": ["a", "b"]}, ""),
+    ("--comment 'a run'", {"job.description": "a run"}, ""),
+    ("--train_ln true", {}, ""),
+    ("--keep_checkpoints 3", {"checkpoint.keep_latest_k": 3}, ""),
+    ("--keep_checkpoints 1", {"checkpoint.keep_latest_k": 2}, "two are kept"),
+    ("--autoresume true", {}, "goes on from the newest checkpoint"),
+    ("--profile true", {"profiling.enable_profiling": True}, ""),
+    ("--use_peft --quantize 4bit", {"adapter.kind": "qlora"}, ""),
+    ("--wandb_watch False", {}, ""),
+    ("--model_config configs/llama_250m_50k.json", {"model.flavor": "250m_50k", "model.overrides": None}, ""),
+]
+
+
+@pytest.mark.parametrize("words, expected, note", CHANGES, ids=[words for words, *_ in CHANGES])
+def test_flags(words, expected, note):
+    values, notes = changed(words)
+    assert {key: values.get(key) for key in expected} == expected
+    assert note in notes and (values or notes or not expected)
+    if not expected and not note:
+        assert values == {} and notes == ""
+
+
+REFUSED = [
+    ("--lr fast", "lr", "a number"),
+    ("--batch_size 2.5", "batch_size", "a whole number"),
+    ("--use_peft maybe", "use_peft", "true or false, or nothing"),
+    ("--learning_rate 1", "learning_rate", "a flag of torchrun_main.py"),
+    ("--lora_rr 1", "lora_rr", "did you mean lora_r?"),
+    ("--total_batch_size 100", "total_batch_size", "a multiple of 48: batch_size 24 x 2 ranks; change one of them"),
+    ("--gradient_accumulation 3", "total_batch_size", "batch_size 24 x 2 ranks x gradient_accumulation 3"),
+    ("--optimizer shampoo", "optimizer", "there is no such optimizer here"),
+    ("--optimizer adam_zero --distributed_type fsdp", "optimizer", "adam with --distributed_type fsdp"),
+    ("--optimizer sgd", "optimizer", 'one of "adam", "adam_zero", "shampoo"'),
+    ("--min_lr_ratio 0", "min_lr_ratio", "more than 0 and at most 1"),
+    ("--scheduler cosine_restarts", "restart_warmup_steps", "a number of updates with cosine_restarts"),
+    ("--restart_warmup_steps 3", "restart_warmup_steps", "it belongs to cosine_restarts"),
+    ("--adjust_step 3", "adjust_step", "it belongs to cosine_restarts"),
+    ("--use_peft", "use_peft", "the script drops them and trains B A alone"),
+    ("--relora 10 --optimizer_random_pruning 0.5", "reset_optimizer_on_relora", "one kind of reset"),
+    ("--relora 10 --optimizer_magnitude_pruning 1.0", "optimizer_magnitude_pruning", "at least 0 and less than 1"),
+    ("--continue_from a --continue_from_peft b", "continue_from", "drop one of the two"),
+    ("--max_train_tokens many", "max_train_tokens", "such as 100M"),
+    ("--dtype fp16", "dtype", "float16 overflows without a scaler"),
+    ("--train_ln false", "train_ln", "the norms are always trained"),
+    ("--skip_batches 2,4", "skip_batches", "training.on_bad_data"),
+    ("--relora 10 --quantize 4bit", "quantize", "each restart would round the packed matrices again"),
+    ("--use_peft --quantize 4bit --use_double_quant false", "use_double_quant", "scales are always in 8 bits here"),
+    ("--wandb_watch true", "wandb_watch", "gradients of single parameters are not logged"),
+    ("--megatron_dataset_config a.yaml", "megatron_dataset_config", "Megatron's index is not read"),
+    ("--training_config a.yaml", "training_config", "write what is in the file as flags"),
+    ("--model_config configs/llama_8m.json", "model_config", "a file, or llama_SIZE of 9m, 20m"),
+    ("--model_name_or_path EleutherAI/pythia-1b", "model_config", "one of --model_config and --model_name_or_path"),
+]
+
+
+@pytest.mark.parametrize("words, flag, said", REFUSED, ids=[words for words, *_ in REFUSED])
+def test_refused_flags(words, flag, said):
+    assert said in refused(f"{FULL} {words}")[flag]
+
+
+def test_every_flag_is_looked_at():
+    tried = {
+        name for words, *_ in (*CHANGES, *REFUSED) for name, _ in parse([*shlex.split(FULL), *shlex.split(words)]).flags
+    }
+    assert set(FLAGS) - tried == {"model_revision"}, "which a test of its own has"
+
+
+def test_what_is_needed_is_said_at_once():
+    assert set(refused("torchrun --nproc_per_node=gpu torchrun_main.py")) == {
+        "model_config",
+        "batch_size",
+        "nproc_per_node",
+    }
+
+
+def test_the_size_of_a_config(tmp_path):
+    config = dict(hidden_size=128, intermediate_size=352, num_attention_heads=4, num_hidden_layers=4, vocab_size=32_000)
+    config |= {"max_sequence_length": 1024, "rms_norm_eps": 1e-6, "model_type": "llama"}
+
+    def of(**changes):
+        (tmp_path / "c.json").write_text(json.dumps(config | changes))
+        return meaning(f"{LAUNCHED} --batch_size 2 --model_config {tmp_path}/c.json")
+
+    assert of().values["model.flavor"] == "9m" and "model.overrides" not in of().values
+    other = of(num_hidden_layers=5, vocab_size=50_257, max_sequence_length=512).values
+    assert other["model.overrides"] == {"n_layers": 5, "vocab_size": 50_257, "max_seq_len": 512}
+    for wrong in ({"model_type": "gpt_neox"}, {"hidden_size": "wide"}, {"num_attention_heads": 5}):
+        assert "a config of a Llama" in str(of(**wrong).faults[0])
+    odd = of(hidden_size=256, intermediate_size=512, num_attention_heads=4).values
+    args = SIZES["llama2"][odd["model.flavor"]]
+    assert type(args)(**vars(args) | odd["model.overrides"]).ffn_dim == 512
+
+
+def test_a_model_in_a_folder(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    line = f"{LAUNCHED} --batch_size 2 --model_name_or_path {tmp_path} --model_revision step1000"
+    job = meaning(line)
+    assert job.values["model.name"] == "llama3" and job.values["model.hf_folder"] == str(tmp_path)
+    assert any("step1000: what is in the folder is taken" in note for note in job.notes)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_neox"}')
+    assert "no other family is here" in refused(line)["model_name_or_path"]
+    (tmp_path / "config.json").unlink()
+    assert "a folder in the form of Hugging Face" in refused(line)["model_name_or_path"]
+
+
+def test_the_tokenizer_that_the_data_name(tmp_path):
+    (tmp_path / "args.json").write_text('{"tokenizer": "gpt2", "sequence_length": 512}')
+    assert changed(f"--dataset_path {tmp_path}")[0]["model.tokenizer_path"] == "gpt2"
+    assert changed(f"--dataset_path {tmp_path} --tokenizer my/gpt2")[0]["model.tokenizer_path"] == "my/gpt2"
+    assert "which" in refused(f"{FULL} --dataset_path {tmp_path} --tokenizer t5-base")["tokenizer"]
+    (tmp_path / "args.json").write_text("[")
+    assert "model.tokenizer_path" not in changed(f"--dataset_path {tmp_path}")[0]
+
+
+def test_ranks_of_a_line():
+    for words, ranks in {
+        "torchrun --nnodes=2 --nproc-per-node=4 a/torchrun_main.py": 8,
+        "OMP_NUM_THREADS=4 python -u torchrun_main.py": 1,
+        "python -m torch.distributed.run --standalone --nproc_per_node 3 torchrun_main.py": 3,
+        "torchrun --nproc-per-node auto torchrun_main.py": None,
+    }.items():
+        line = parse(split([words]))
+        assert (line.ranks, line.script) == (ranks, "torchrun_main.py")
+
+
+def test_the_command_prints_a_job_that_loads(capsys, tmp_path, monkeypatch):
+    short = f"{FULL} --lr 1e-3 --max_length 64 --num_training_steps 20 --tokenizer bytes --save_dir {tmp_path}/run"
+    # a line in one word, or in many, as the shell hands them over
+    for argv in (["--world-size", "4", short], [short, "--world-size=4"], ["--world-size", "4", *shlex.split(short)]):
+        code = cli.main(["import", *argv])
+        out, err = capsys.readouterr()
+        (tmp_path / "job.toml").write_text(out)
+        config = load([f"--job.config_file={tmp_path}/job.toml"])
+        assert code == 0 and err == "" and config.training.global_batch_size == 96
+        assert config.parallelism.data_parallel_replicate_degree == 4 and check(config, 4, "cpu") == []
+    launched = []
+    monkeypatch.setattr(importing, "launch", lambda ranks, argv: launched.append((ranks, argv)) or 0)
+    assert cli.main(["import", short, "--run"]) == 0 and "imported.toml: on 2 ranks" in capsys.readouterr().out
+    assert launched == [(2, ["--job.config_file", f"{tmp_path}/run/imported.toml"])]
+    assert load([f"--job.config_file={tmp_path}/run/imported.toml"]).optimizer.lr == 1e-3
+    assert cli.main(["import", "--run", f"{FULL} --tokenizer nowhere"]) == 2  # printed nothing, ran nothing
+    assert "cannot start as it is" in capsys.readouterr().err and len(launched) == 1
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["python train.py --lr 1"], "train.py: not one that is read; allowed: relora (torchrun_main.py); "),
+        (["--from", "galor", LAUNCHED], "galor: not one that is read"),
+        (["echo hello"], "no script (a word that ends in .py)"),
+        (['torchrun "open'], "cannot be split into words"),
+        ([f"{LAUNCHED} stray"], "'stray', which is no flag"),
+        ([LAUNCHED, "--ranks", "3"], "no option '--ranks'; allowed: --from, --world-size, --run"),
+        ([LAUNCHED, "--world-size", "no"], 'given "no"; allowed: a whole number >= 1'),
+        ([f"{FULL} --lr x --min_lr_ratio 2"], "--min_lr_ratio: given 2.0"),
+        ([f"{FULL} --save_dir {sys.executable}/x --tokenizer bytes --warmup_steps 5", "--run"], "job.dump_folder"),
+    ],
+    ids=str,
+)
+def test_what_the_command_refuses(argv, said, capsys):
+    assert cli.main(["import", *argv]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_usage_and_sources(capsys):
+    assert cli.main(["import", "--help"]) == 0 and cli.main(["import"]) == 2
+    assert all(source.script in capsys.readouterr().out for source in SOURCES.values())
+    with pytest.raises(ConfigError):
+        importing.translate(parse(split([LAUNCHED])), None)
+    with pytest.raises(JobError):
+        importing.translate(parse(["a.py"]), None)

@@ -1,0 +1,107 @@
+"""The five regimes of ReLoRA's notes, as their command lines on two ranks: the 9m preset with a small vocabulary, short
+samples, 20 and 40 updates in place of thousands, and all other numbers as they are there.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import full, logged_steps
+from tests.support.pool import run_ranks
+from tests.test_pretokenized import save
+from torchtitan.commands.importing import translate
+from torchtitan.config import manager
+from torchtitan.importers.command_line import parse, split
+from torchtitan.ranks import read_ranks
+from torchtitan.trainer import Trainer
+
+START, UPDATES, RUN = 20, 40, 23
+"""Updates of the warm start, of the schedule behind it, and how many of these are run."""
+SHARED = """torchrun --nproc-per-node 2 torchrun_main.py --model_config configs/llama_9m.json --batch_size 24
+    --total_batch_size 96 --max_length 16 --dtype fp32 --workers 0 --warmup_steps 5"""
+FULL = "--lr 5e-4 --eval_every 2 --save_every 10 --num_training_steps 20"
+RELORA = f"""--lr 1e-3 --use_peft --relora 10 --cycle_length 10 --restart_warmup_steps 5 --scheduler cosine_restarts
+    --reset_optimizer_on_relora False --optimizer_magnitude_pruning 0.9 --lora_r 8 --eval_every 5000 --save_every 1
+    --num_training_steps {START + RUN}"""
+
+
+def job(folder, data, flags, **options):
+    """The file that the command line means, with a vocabulary as small as the data's, and what the test changes."""
+    line = f"{SHARED} {flags} --dataset_path {data} --save_dir {folder}"
+    text, _ = translate(parse(split([line])), None)
+    folder.mkdir(exist_ok=True)
+    (folder / "imported.toml").write_text(text)
+    own = {"model.overrides": "{vocab_size = 260}", "validation.steps": 1, "validation.local_batch_size": 4}
+    own |= {"metrics.log_freq": 1, "metrics.plot": "false", "optimizer.eps": 1e-5}
+    own |= {name.replace("__", "."): value for name, value in options.items()}
+    return ["--job.config_file", str(folder / "imported.toml"), *(f"--{name}={value}" for name, value in own.items())]
+
+
+def trained(argv):
+    """Passes of a step, loss and rate by step, behind which updates of its schedule it merged, and the weights."""
+    trainer = Trainer(manager.load(argv), read_ranks())
+    merges, adapter = [], trainer.model.adapter
+    if adapter is not None:
+        after_step = adapter.after_step
+
+        def watched(step, parts, optimizers):
+            before = adapter.state_dict().get("merges", 0)
+            after_step(step, parts, optimizers)
+            merges.extend([step] * (adapter.state_dict()["merges"] - before))
+
+        adapter.after_step = watched
+    trainer.train()
+    trainer.metrics.close()
+    rows = logged_steps(trainer.folder)
+    weights = {name: full(p.detach()).numpy() for name, p in trainer.model.named_parameters()}
+    return trainer.accumulation, {row["step"]: (row["loss"], row["lr"]) for row in rows}, merges, weights
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("data") / "bytes_16", split="validation")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, data):
+    """The first regime: full rank, replicated."""
+    folder = tmp_path_factory.mktemp("warm") / "run"
+    return folder, run_ranks(2, trained, job(folder, data, FULL))[0]
+
+
+def test_full_rank_replicated_and_sharded(base, data, tmp_path):
+    """Regimes 1 to 3."""
+    folder, (passes, steps, _, weights) = base
+    assert passes == 2, "24 a rank on two of them, 96 in all"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "validation_loss" in row] == list(range(2, 21, 2))
+    assert sorted(path.name for path in (folder / "checkpoint").glob("step-*")) == ["step-00000010", "step-00000020"]
+    sharded = run_ranks(2, trained, job(tmp_path / "run", data, f"{FULL} --distributed_type fsdp"))[0]
+    assert sharded[1] == {step: pytest.approx(both, rel=1e-5) for step, both in steps.items()}
+    assert all(
+        abs(sharded[3][name] - weight).max() <= 1e-4 * abs(weight).max() + 1e-6 for name, weight in weights.items()
+    )
+
+
+def restarted(folder, base, data, how="--distributed_type fsdp", **options):
+    flags = f"{RELORA} {how} --continue_from {base[0]}"
+    return run_ranks(2, trained, job(folder, data, flags, lr_scheduler__total_steps=UPDATES, **options))[0]
+
+
+def test_restarts_from_a_warm_start(base, data, tmp_path):
+    """Regimes 4 and 5, cut in their second cycle's end."""
+    _, steps, merges, weights = restarted(tmp_path / "a", base, data)
+    assert merges == [11, 21] and list(steps) == list(range(START + 1, START + RUN + 1))
+    assert [step - START - 1 for step, (_, rate) in steps.items() if rate == 0] == [0, 10, 20], "exactly"
+    assert steps[START + 1][0] == pytest.approx(base[1][1][START][0], abs=0.3), "it goes on, and does not begin anew"
+    _, replicated, again, other = restarted(tmp_path / "b", base, data, how="", checkpoint__interval=100)
+    assert again == merges and replicated == {s: pytest.approx(both, rel=1e-4) for s, both in steps.items()}
+    # sums in another order grow with the steps, and the choice of what is kept of moments may turn on them
+    assert all(abs(other[name] - weight).max() <= 2e-3 * abs(weight).max() + 1e-5 for name, weight in weights.items())
+    for update in (12, 11, 10):  # downwards, as each resume sets newer ones aside
+        _, rest, merged, same = restarted(tmp_path / "a", base, data, checkpoint__load_step=START + update)
+        assert merged == [merge for merge in merges if merge > update]
+        assert all((same[name] == weights[name]).all() for name in weights), update
+        assert {step: steps[step] for step in rest} == rest
+    assert Path(tmp_path / "a/metrics.redone.jsonl").exists()

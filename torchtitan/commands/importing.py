@@ -1,0 +1,100 @@
+"""`torchtitan import`: the job that another program's command line means."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from pkgutil import resolve_name
+
+from torchtitan.commands.check import fewest_ranks
+from torchtitan.commands.upgrade import as_file
+from torchtitan.config.job import JobConfig
+from torchtitan.config.layers import layer_of
+from torchtitan.config.manager import assemble
+from torchtitan.config.options import ConfigError, hint, show
+from torchtitan.errors import JobError
+from torchtitan.importers import SOURCES
+from torchtitan.importers.command_line import CommandLine, parse, split
+from torchtitan.importers.meaning import SAID_BY
+from torchtitan.launch import launch
+from torchtitan.leaving import REFUSED
+from torchtitan.ranks import likely_device
+from torchtitan.rules import check
+
+USAGE = """\
+usage: torchtitan import [--from SOURCE] [--world-size N] [--run] "COMMAND LINE"
+
+Prints the job (TOML) that another program's command line means, with what is otherwise here in comments at its head.
+The words of the line may also be given one by one, behind the options of this command.
+  --from SOURCE    whose line it is (default: told by the script that it runs): {sources}
+  --world-size N   ranks that it runs on (default: what the line tells torchrun)
+  --run            write the job into its folder, as imported.toml, and train it
+Exit code: 0 if the job can start, 2 where a flag has no meaning here, or the job is one that cannot start."""
+NAME = "imported.toml"
+
+
+def main(argv: list[str]) -> int:
+    if {"--help", "-h"} & set(argv) or not argv:
+        sources = "".join(f"\n      {name:8} {source.script}: {source.what}" for name, source in SOURCES.items())
+        print(USAGE.format(sources=sources))
+        return 0 if argv else REFUSED
+    flags, words = _own_flags(argv)
+    line = parse(split(words))
+    if "--world_size" in flags:
+        line = replace(line, ranks=int(flags["--world_size"]))
+    text, config = translate(line, flags.get("--from"))
+    if "--run" not in flags:
+        print(text, end="")
+    ranks = line.ranks or fewest_ranks(config)
+    if faults := check(config, ranks, likely_device()):
+        print("translated; but the job cannot start as it is:", *faults, sep="\n", file=sys.stderr)
+        return REFUSED
+    return _run(text, config, ranks) if "--run" in flags else 0
+
+
+def _own_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """This command's, before or behind a line in one word, and the words of the line."""
+    flags: dict[str, str] = {}
+    words: list[str] = []
+    rest = list(argv)
+    while rest:
+        name, equals, value = rest[0].partition("=")
+        name = name.replace("-", "_").replace("__", "--", 1)
+        if not name.startswith("--") or (words and not any(" " in word for word in words)):
+            words.append(rest.pop(0))  # what follows the first word of a line is the line's
+            continue
+        if name not in ("--from", "--world_size", "--run") or (name == "--run" and equals):
+            raise JobError(f"torchtitan import: no option {rest[0]!r}; allowed: --from, --world-size, --run")
+        rest.pop(0)
+        flags[name] = "" if name == "--run" else value if equals else (rest.pop(0) if rest else "")
+    if not flags.get("--world_size", "1").isdecimal() or int(flags.get("--world_size", 1)) < 1:
+        raise JobError(f"--world-size: given {show(flags['--world_size'])}; allowed: a whole number >= 1")
+    return flags, words
+
+
+def translate(line: CommandLine, source: str | None) -> tuple[str, JobConfig]:
+    """The file, and the job that it describes. ConfigError has all that has no meaning here."""
+    name = source or next((name for name, each in SOURCES.items() if each.script == line.script), None)
+    if name is None or name not in SOURCES:
+        known = ", ".join(f"{name} ({each.script})" for name, each in SOURCES.items())
+        near = hint(name or line.script, [*SOURCES, *(each.script for each in SOURCES.values())])
+        raise JobError(
+            f"{name or line.script}: not one that is read; allowed: {known}; {near or 'say whose it is, --from'}"
+        )
+    meaning = resolve_name(SOURCES[name].reader)(line)
+    layer = layer_of(SAID_BY, meaning.values.items())
+    if faults := [*meaning.faults, *layer.all_faults()]:
+        raise ConfigError(faults)
+    head = [f"Translated from a command line of {line.script} ({name}).", *meaning.notes]
+    return as_file(head, layer.values) + "\n", assemble(layer.values, ["the translation"])
+
+
+def _run(text: str, config: JobConfig, ranks: int) -> int:
+    path = Path(config.job.dump_folder, NAME)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise JobError(f"{path}: cannot be written ({error.strerror}); give another --save_dir") from None
+    print(f"{path}: on {ranks} rank{'s' if ranks > 1 else ''}")
+    return launch(ranks, ["--job.config_file", str(path)])

@@ -1,0 +1,73 @@
+"""A command line as shells have it: on how many ranks which script runs, and with which flags."""
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torchtitan.errors import JobError
+
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+WITHOUT_VALUE = {"--standalone", "--no_python", "--run_path", "--module", "-m", "-u"}
+"""Of torchrun's and python's options those that are words alone."""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """`ranks`: of all machines together; None where the line leaves that to the machine. `flags`: behind the script, in
+    order, as (name without dashes, value), the value None for a flag that is a word alone.
+    """
+
+    script: str
+    ranks: int | None
+    flags: list[tuple[str, str | None]] = field(default_factory=list)
+
+
+def split(words: Sequence[str]) -> list[str]:
+    """The words of a line that was given as one, its line ends escaped or not, or as many. JobError for open quotes."""
+    if len(words) != 1:
+        return list(words)
+    try:
+        return shlex.split(words[0].replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise JobError(f"the command line cannot be split into words: {error}; quote it as a shell needs it") from None
+
+
+def parse(words: Sequence[str]) -> CommandLine:
+    """JobError where nothing in it is a script, or what stands behind the script is no flag."""
+    words = [word for word in words]
+    place = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+    if place is None:
+        raise JobError(
+            f"no script (a word that ends in .py) in: {shlex.join(words)[:200] or 'nothing'}; give the line whole"
+        )
+    before = [word for word in words[:place] if not ASSIGNMENT.fullmatch(word)]
+    script = words[place].replace("\\", "/").rpartition("/")[2]
+    return CommandLine(script, _ranks(before), list(_flags(words[place + 1 :])))
+
+
+def _ranks(words: Sequence[str]) -> int | None:
+    """1 unless torchrun is told otherwise."""
+    found, rest = {"nproc_per_node": "1", "nnodes": "1"}, iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        name = name.replace("-", "_").replace("__", "--", 1)
+        if name.startswith("--") and name not in WITHOUT_VALUE:
+            found[name[2:]] = value if equals else next(rest, "")
+    counts = (found["nproc_per_node"], found["nnodes"])
+    return int(counts[0]) * int(counts[1]) if all(count.isdecimal() for count in counts) else None
+
+
+def _flags(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    number = 0
+    while number < len(words):
+        name, equals, value = words[number].partition("=")
+        if not name.startswith("--") or len(name) < 3:
+            raise JobError(
+                f"{words[number]!r}, which is no flag and follows none, in the command line; quote what has blanks"
+            )
+        number += 1
+        if not equals and number < len(words) and not words[number].startswith("--"):
+            value, equals = words[number], "="
+            number += 1
+        yield name[2:].replace("-", "_"), value if equals else None

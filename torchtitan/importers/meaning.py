@@ -1,0 +1,27 @@
+"""What a reader makes of a command line: today's options, and all that is to be said beside them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.config.options import Fault, show
+from torchtitan.importers.command_line import CommandLine
+
+SAID_BY = "the command line"
+
+
+@dataclass
+class Meaning:
+    """`values`: options by dotted name. `notes`: what a reader of the job should know, a line each. `faults`: what has
+    no meaning here, or none at all; with any of them there is no job.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+
+    def refuse(self, flag: str, given: Any, allowed: str, remedy: str = "") -> None:
+        self.faults.append(Fault(SAID_BY, f"--{flag}", show(given), allowed, remedy))
+
+
+Reader = Callable[[CommandLine], Meaning]
