@@ -2,7 +2,8 @@
 # Train from a TOML job file. Further arguments override the file: ./run_llama_train.sh --training.steps 20
 #   NGPU         ranks to start (default: the GPUs there are, or 2 gloo ranks without one)
 #   CONFIG_FILE  the job (default: train_configs/debug_model.toml)
-#   NNODES, NODE_RANK, HEAD_ADDR, HEAD_PORT   of several machines: how many, which this is, where the first one is
+#   NNODES, NODE_RANK, HEAD_ADDR, HEAD_PORT   of several machines: how many, which this is, where the first one is;
+#                in an allocation of SLURM all this is found out, and a launcher started on each of its machines
 #   LOG_RANK     local ranks that print, separated by commas (default: 0)
 # Relative paths in the job and in arguments are relative to this folder.
 set -euo pipefail
@@ -13,13 +14,5 @@ cd "$here"
 source scripts/environment.sh
 ensure_environment
 
-if [ -z "${NGPU:-}" ]; then
-  if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-    NGPU=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true)
-  else
-    NGPU=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
-  fi
-  [ "$NGPU" -gt 0 ] || NGPU=2
-fi
 export LOG_RANK=${LOG_RANK:-0}
-exec "$PYTHON" -m torchtitan.launch "$NGPU" --job.config_file "$config" "$@"
+exec "$PYTHON" -m torchtitan.launch "${NGPU:-auto}" --job.config_file "$config" "$@"

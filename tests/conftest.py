@@ -1,6 +1,7 @@
 """Set before torch is imported: one thread per rank (2 cores), loopback only, no network, no shared autograd cache.
 
-And the option --quick, which `./run_tests.sh quick` gives: an answer in under three minutes on two cores.
+And two options, each with a word for `./run_tests.sh`: --quick leaves out what takes long, for an answer in under
+three minutes on two cores; --slurm runs what needs a cluster of SLURM, which it starts on this machine.
 """
 
 import os
@@ -14,6 +15,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+for name in [name for name in os.environ if name.startswith("SLURM_")]:
+    del os.environ[name]  # of an allocation in which the tests run, and which their jobs shall not take for theirs
 # torch's on-disk autograd cache mixes up entries of different optimizers and wrappers (measured on 2.13)
 os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 
@@ -51,6 +54,7 @@ EVERY_NTH_ROW = 9
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out what takes long: an answer in under three minutes")
+    parser.addoption("--slurm", action="store_true", help="start a cluster of SLURM on this machine and test on it")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -206,6 +206,10 @@ def look_at(command: Command) -> None:
         module = argument_of(words, "-m")
         assert module == "torchtitan.train"
         manager.load(words[words.index(module) + 1 :])
+    elif program == "sbatch":
+        script = next(word for word in words[1:] if not word.startswith("-"))
+        assert os.access(ROOT / script, os.X_OK)
+        manager.load(words[words.index(script) + 1 :])
     elif program == "pip":
         assert argument_of(words, "-c") == "constraints.txt"
         (extras,) = re.findall(r"^\.(?:\[(\w+)\])?$", argument_of(words, "-e"))
@@ -234,6 +238,7 @@ def test_commands_name_what_exists(command, monkeypatch):
         "torchrun -m torchtitan.training",
         "pip install -c constraints.txt -e '.[nothing]'",
         "./run_tests.sh tests/test_nothing.py",
+        "sbatch --nodes=2 scripts/none.slurm",
         "make all",
     ],
 )

@@ -1,7 +1,7 @@
 """Start the ranks of one machine: checked once, found by nobody outside, ended together, started again after a crash;
 those of several machines as one, by a launcher on each.
 
-`python -m torchtitan.launch NUM_RANKS [arguments of torchtitan train]`; `torchtitan train` is the same with one rank.
+`python -m torchtitan.launch NUM_RANKS|auto [arguments of torchtitan train]`; `torchtitan train` does it with one rank.
 Unlike torchrun it listens on nothing, imports no torch and keeps the ranks' exit codes: a refused job (2) or a stop by
 Ctrl-C (130) has already said what there is to say.
 """
@@ -18,6 +18,7 @@ from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
 from torchtitan.errors import JobError, folded
+from torchtitan.launcher import slurm
 from torchtitan.launcher.company import LATE_SECONDS, First, Other
 from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.lock import held, this_process
@@ -27,17 +28,20 @@ from torchtitan.launcher.restarts import follow, supervise
 from torchtitan.launcher.stops import SignalQueue
 from torchtitan.launcher.watching import Watch
 from torchtitan.leaving import REFUSED, exit_with
-from torchtitan.ranks import Restart, likely_device, read_nodes, set_default, slurm_job
+from torchtitan.ranks import Restart, count_ranks, likely_device, read_nodes, set_default, slurm_job
 from torchtitan.rules import check, with_faults_of_the_rest
+
+AUTO = "auto"
+"""As many ranks as this machine has GPUs."""
 
 
 def main(argv: list[str]) -> int:
-    if not argv or not argv[0].isdigit() or int(argv[0]) < 1:
+    if not argv or argv[0] != AUTO and (not argv[0].isdigit() or int(argv[0]) < 1):
         given = f"given {argv[0]!r}" if argv else "not given"
-        told = f"the number of ranks (NGPU): {given}; allowed: 1 or more; e.g. NGPU=2 ./run_llama_train.sh"
+        told = f"the number of ranks (NGPU): {given}; allowed: 1 or more, or auto; e.g. NGPU=2 ./run_llama_train.sh"
         print(told, file=sys.stderr)
         return REFUSED
-    return launch(int(argv[0]), argv[1:])
+    return launch(None if argv[0] == AUTO else int(argv[0]), argv[1:])
 
 
 NO_JOB = """\
@@ -48,21 +52,28 @@ usage: torchtitan train JOB.toml [--section.key value ...]
   torchtitan train --help          every option, its type, default and meaning"""
 
 
-def launch(num_ranks: int, arguments: list[str]) -> int:
-    """Run the job on that many ranks of this machine; the exit code."""
+def launch(num_ranks: int | None, arguments: list[str]) -> int:
+    """Run the job on that many ranks of this machine, or as many as it has GPUs; the exit code."""
     if not arguments:  # the default job is one to build on: ten thousand steps, nothing saved
         print(NO_JOB, file=sys.stderr)
         return REFUSED
     queue = SignalQueue()
     try:
-        nodes = Nodes(*read_nodes())
+        if slurm.outside_of_step():
+            ranks = AUTO if num_ranks is None else str(num_ranks)
+            return slurm.start_on_all([sys.executable, "-m", "torchtitan.launch", ranks, *arguments], queue)
+        in_step = slurm.in_step()
+        if num_ranks is None:
+            num_ranks = 1 if in_step and slurm.tasks_per_machine() != 1 else count_ranks()
+        nodes = slurm.nodes_of_step(num_ranks) if in_step else Nodes(*read_nodes())
         if num_ranks > 1:
             set_default("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
         # the job is judged here, before any rank exists: in a second and once, not by every rank
         part = follow_the_first if nodes.index else lead
         return part(nodes, num_ranks, arguments, queue)
     except JobError as error:
-        print(folded(error), file=sys.stderr)
+        if str(error):
+            print(folded(error), file=sys.stderr)
         return REFUSED
     finally:
         queue.close()
@@ -86,7 +97,7 @@ def lead(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue)
             code = 128 + stopped if stopped else run(config, arguments, num_ranks, queue, company)
         return code
     except JobError as error:
-        print(error, file=sys.stderr)
+        print(folded(error), file=sys.stderr)
         return REFUSED
     finally:
         company.dismiss(code)

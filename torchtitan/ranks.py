@@ -7,6 +7,7 @@ becomes a launcher itself.
 import json
 import logging
 import os
+import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -159,6 +160,18 @@ def likely_device() -> Literal["cpu", "cuda"]:
     """What torch will find, told in a microsecond: a driver's device file (NVIDIA, AMD)."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") == ""
     return "cuda" if not hidden and any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))) else "cpu"
+
+
+def count_ranks() -> int:
+    """As many as this process may use GPUs; 2, over gloo, without one."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        try:
+            asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+            visible = ",".join(line for line in asked.stdout.splitlines() if line.startswith("GPU"))
+        except (OSError, subprocess.TimeoutExpired):
+            visible = ""
+    return len([device for device in visible.split(",") if device.strip()]) or 2
 
 
 def set_default(name: str, value: str) -> None:

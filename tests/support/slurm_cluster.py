@@ -155,8 +155,8 @@ def cluster(folder: Path) -> Iterator[Cluster]:
             time.sleep(0.1)
         yield made
         for job in made.run("squeue", "-h", "-o", "%A").split():
-            made.run("scancel", "--signal=KILL", "--full", job)
-            made.run("scancel", job)
+            for how in (["--signal=KILL", "--full"], []):  # of a job that waits there is nothing to kill
+                subprocess.run(["scancel", *how, job], env=environment, capture_output=True, timeout=30)
         deadline = time.monotonic() + 40
         while made.run("squeue", "-h").strip() and time.monotonic() < deadline:
             time.sleep(0.2)

@@ -1,0 +1,198 @@
+"""On a real SLURM, which the tests start: two nodes on this machine. Run by `./run_tests.sh slurm`.
+
+Whatever ends a job's processes there (a notice, a preemption, scancel, a killed rank, the time limit), the run goes on
+where it was, to the losses of one that nobody disturbed, or stays ended if that was wanted.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import jobs, slurm_cluster
+from tests.support.pool import run_ranks
+from tests.support.slurm_cluster import Cluster
+
+STEPS = 80
+OPTIONS = dict(training__local_batch_size=4, training__steps=STEPS, checkpoint__enable=True, optimizer__lr=1e-3)
+OPTIONS |= dict(checkpoint__interval=1000)
+
+
+@pytest.fixture(scope="module")
+def slurm(request, tmp_path_factory):
+    if not request.config.getoption("--slurm"):
+        pytest.skip("starts daemons and takes minutes: ./run_tests.sh slurm")
+    if (lacking := slurm_cluster.missing()) is not None:
+        pytest.skip(lacking)
+    with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm")) as made:
+        print(f"{made.version}, proctrack/{slurm_cluster.tracking()}")
+        yield made
+
+
+@pytest.fixture(scope="module")
+def texts(slurm, tmp_path_factory):
+    return jobs.write_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(texts, tmp_path_factory):
+    """The losses of a run of two ranks that nobody disturbs."""
+    rows = run_ranks(2, jobs.train, jobs.arguments(tmp_path_factory.mktemp("straight"), texts, **OPTIONS))[0][0]
+    return [row["loss"] for row in rows]
+
+
+class Job:
+    """One run of scripts/multinode_trainer.slurm on both nodes, a rank each unless `request` says otherwise."""
+
+    def __init__(self, slurm: Cluster, folder: Path, texts: Path, *request: str, **options: object) -> None:
+        self.slurm, self.folder, self.log = slurm, folder / "run", folder / "log"
+        request = request or ("--gpus-per-node=1",)
+        script = str(jobs.ROOT / "scripts/multinode_trainer.slurm")
+        command = ["sbatch", "--parsable", "--nodes=2", f"--output={self.log}", *request, script]
+        self.id = slurm.run(*command, *jobs.arguments(self.folder, texts, **OPTIONS | options), cwd=jobs.ROOT).strip()
+
+    def state(self) -> dict[str, str]:
+        return self.slurm.state(self.id)
+
+    def wait_for_step(self, step: int, seconds: float = 90) -> None:
+        deadline = time.monotonic() + seconds
+        while not (self.folder / "metrics.jsonl").exists() or len(jobs.logged_steps(self.folder)) < step:
+            assert time.monotonic() < deadline, (self.state(), self.log.read_text())
+            time.sleep(0.1)
+
+    def started_again(self, times: int = 1) -> dict[str, str]:
+        return self.slurm.wait(self.id, lambda state: state["Restarts"] == str(times))
+
+    def completed(self, seconds: float = 120) -> dict[str, str]:
+        state = self.slurm.ended(self.id, seconds)
+        assert state["JobState"] == "COMPLETED", (state, self.log.read_text())
+        return state
+
+    def losses(self) -> list[float]:
+        rows = jobs.logged_steps(self.folder)
+        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+        return [row["loss"] for row in rows]
+
+    def saved_steps(self) -> list[int]:
+        return sorted(int(path.name[5:]) for path in (self.folder / "checkpoint").glob("step-*"))
+
+    def ranks(self) -> list[int]:
+        """The process ids of all ranks."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = path.read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"torchtitan.train" in words and f"--job.dump_folder={self.folder}".encode() in words:
+                found.append(int(path.parent.name))
+        return sorted(found)
+
+
+def test_a_launch_finds_machines_and_gpus_by_itself(slurm, texts, tmp_path):
+    job = Job(slurm, tmp_path, texts, "--gpus-per-node=2", training__local_batch_size=2, training__steps=5)
+    job.wait_for_step(1)
+    assert len(job.ranks()) == 4
+    assert job.completed()["Restarts"] == "0" and job.saved_steps() == [5]
+    assert "== job " in job.log.read_text() and "dp_shard 4 on cpu" in job.log.read_text()
+
+
+def test_a_notice_saves_and_requeues_to_the_undisturbed_runs_losses(slurm, texts, undisturbed, tmp_path):
+    job = Job(slurm, tmp_path, texts)
+    job.wait_for_step(3)
+    slurm.run("scancel", "--batch", "--signal=USR1", job.id)
+    job.started_again()
+    (saved,) = job.saved_steps()
+    assert 3 <= saved < STEPS
+    assert job.completed()["Restarts"] == "1"
+    assert job.losses() == undisturbed
+    log = job.log.read_text()
+    assert log.count("== job ") == 2 and "started again 1 times" in log and "== queued again" in log
+
+
+def test_a_preempted_job_goes_on_and_a_cancelled_one_does_not(slurm, texts, tmp_path):
+    job = Job(slurm, tmp_path, texts, training__steps=100000)
+    job.wait_for_step(3)
+    urgent = ["--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 1", f"--output={tmp_path / 'urgent'}"]
+    slurm.ended(slurm.run("sbatch", "--parsable", *urgent).strip())
+    job.started_again()
+    (saved,) = job.saved_steps()
+    job.wait_for_step(saved + 2)
+    slurm.run("scancel", job.id)
+    state = slurm.ended(job.id)
+    assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "1")
+    slurm.wait(job.id, lambda state: not job.ranks())
+    assert job.saved_steps() == [saved, len(job.losses())]  # the step it was in, saved as on any stop
+    time.sleep(3)
+    assert job.state()["JobState"] == "CANCELLED" and slurm.run("squeue", "-h", f"--jobs={job.id}").strip() == ""
+
+
+def test_a_killed_rank_is_a_restart_within_the_allocation(slurm, texts, undisturbed, tmp_path):
+    job = Job(slurm, tmp_path, texts, checkpoint__interval=10)
+    job.wait_for_step(13)
+    os.kill(job.ranks()[-1], signal.SIGKILL)
+    assert job.completed()["Restarts"] == "0"
+    assert job.losses() == undisturbed and "restart 1 of 3" in job.log.read_text()
+
+
+def test_a_killed_rank_of_a_run_that_saves_nothing_fails_the_job(slurm, texts, tmp_path):
+    job = Job(slurm, tmp_path, texts, checkpoint__enable=False, training__steps=100000)
+    job.wait_for_step(3)
+    os.kill(job.ranks()[0], signal.SIGKILL)
+    state = slurm.ended(job.id)
+    assert (state["JobState"], state["ExitCode"]) == ("FAILED", "137:0") and job.ranks() == []
+
+
+def test_a_time_limit_shorter_than_the_job_takes_several_starts(slurm, texts, tmp_path):
+    """The run asks SLURM for its end and saves ahead of it: with a limit of a minute, the shortest that SLURM knows, a
+    notice may come in the first second, so here it is one that nobody hears."""
+    job = Job(slurm, tmp_path, texts, "--gpus-per-node=1", "--time=1", "--signal=B:URG@1", training__steps=100000)
+    job.wait_for_step(3)
+    job.started_again()
+    (saved,) = job.saved_steps()
+    job.wait_for_step(saved + 1)
+    slurm.run("scancel", job.id)
+    slurm.ended(job.id)
+    log = job.log.read_text()
+    assert len(job.losses()) > saved and "ahead of the end that is known" in log and "Traceback" not in log
+
+
+def test_a_refused_job_is_told_once_and_keeps_its_code(slurm, texts, tmp_path):
+    job = Job(slurm, tmp_path, texts, training__seq_len=-3)
+    state = slurm.ended(job.id)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "2:0", "0")
+    log = job.log.read_text()
+    assert log.count("training.seq_len") == 1 and "Traceback" not in log
+
+
+def test_a_task_per_rank_is_one_world(slurm, texts, tmp_path):
+    """Two tasks that share a machine, each of which sees both of its GPUs."""
+    argv = jobs.arguments(tmp_path / "run", texts, **OPTIONS | dict(training__steps=5))
+    command = ["srun", "--nodes=1", "--ntasks=2", "--gpus-per-node=2", sys.executable, "-m", "torchtitan", "train"]
+    done = subprocess.run([*command, *argv], env=slurm.environment, cwd=jobs.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "dp_shard 2 on cpu" in done.stdout and len(jobs.logged_steps(tmp_path / "run")) == 5
+
+
+def test_tasks_that_are_neither_machines_nor_ranks_are_refused_in_one_line(slurm, texts, tmp_path):
+    argv = jobs.arguments(tmp_path / "run", texts)
+    command = ["srun", "--nodes=1", "--ntasks=2", sys.executable, "-m", "torchtitan.launch", "2", *argv]
+    done = subprocess.run(command, env=slurm.environment, cwd=jobs.ROOT, capture_output=True, text=True)
+    said = [line for line in done.stderr.splitlines() if not re.match("srun: (error|launch|job)", line)]
+    assert done.returncode == 2 and len(said) == 1
+    assert said[0].startswith("srun: 2 tasks on 1 machine, with NGPU = 2; allowed: a task a machine")
+
+
+def test_an_interactive_allocation_starts_its_launchers_by_itself(slurm, texts, tmp_path):
+    argv = jobs.arguments(tmp_path / "run", texts, **OPTIONS | dict(training__steps=5))
+    command = ["salloc", "--nodes=2", "--gpus-per-node=1", sys.executable, "-m", "torchtitan", "train", *argv]
+    done = subprocess.run(command, env=slurm.environment, cwd=jobs.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert "dp_shard 2 on cpu" in done.stdout and rows[-1]["step"] == 5
