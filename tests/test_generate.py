@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import os
 import shutil
 import subprocess
 import sys
@@ -11,16 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import checkpoint_plans, jobs
+from tests.support import checkpoint_plans, hf_parity, jobs, pool
 from tests.support.pool import run_ranks
+from tests.support.tiny_decoders import LLAMA, QWEN3_MOE
 from torchtitan import cli, saved_model
 from torchtitan.commands import generate
 from torchtitan.config import manager
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.datasets.tokenizer.streaming import LOOK_BACK, text_of
+from torchtitan.initialization import local_part
 from torchtitan.models import SIZES
+from torchtitan.models.cache import Remembering
 from torchtitan.models.llama import LlamaArgs
+from torchtitan.models.llama.model import Llama
+from torchtitan.models.qwen3_moe.model import Qwen3MoE
+from torchtitan.models.registry import MODELS
+from torchtitan.ranks import read_ranks
 
 BYTES = ByteTokenizer()
 TOKENIZERS = [
@@ -291,6 +299,52 @@ def test_a_checkpoint_of_any_plan_is_taken(run, tmp_path, capsys, tied):
     assert len(set(texts)) == 1, texts
 
 
+# Several devices
+
+
+def test_over_two_devices_it_is_the_same_text(run):
+    """As a user starts it, the prompt over stdin."""
+    words = ["generate", str(run), "--prompt-file=-", "--temperature=0", "--max_new_tokens=8"]
+    said = []
+    for ranks in (1, 2):
+        command = [sys.executable, "-m", "torchtitan", *words, f"--ranks={ranks}"]
+        environment = os.environ | {"PYTHONPATH": str(jobs.ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, input="alpha be", cwd=jobs.ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert said[0] == said[1] and said[0].startswith("alpha be")
+
+
+GREEDY = dict(max_new_tokens=8, context=64, temperature=0, top_k=0, seed=0)
+
+
+def over_ranks(folder: str, prompt: list[int]) -> tuple[list[int], int]:
+    """The tokens, and the elements of parameters that this rank has."""
+    config, place = generate.find_checkpoint(Path(folder), None, ["--model.tokenizer_path=bytes"])
+    model = saved_model.model_over_ranks(config, place, read_ranks())
+    tokens = list(generate.sample(Remembering(model), prompt, BYTES, **GREEDY, agree=saved_model.first_ranks))
+    return tokens, sum(local_part(parameter)[0].numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "name, family, args", [("llama3.1", Llama, LLAMA["llama3.1"]), ("qwen3_moe", Qwen3MoE, QWEN3_MOE["published"])]
+)
+def test_each_rank_has_a_part_and_all_have_the_text(name, family, args, tmp_path):
+    """Tensor parallel, and of a model with experts these over the ranks and the rest by FSDP."""
+    args = dataclasses.replace(args, vocab_size=260)
+    model, prompt = hf_parity.build(family, args), [256, 1, 2, 3, 4]
+    MODELS[name].hf.save_hf(tmp_path, model.state_dict(), args, dtype=torch.float32)
+    expected = list(generate.sample(Remembering(model), prompt, BYTES, **GREEDY))
+    alone = sum(parameter.numel() for parameter in model.parameters())
+    for tokens, held in run_ranks(2, over_ranks, str(tmp_path), prompt):
+        assert tokens == expected and held < 0.7 * alone
+
+
+def test_a_number_of_ranks_that_does_not_divide_the_model(run):
+    with pytest.raises(pool.RankFailed, match="--ranks: given 3, which does not divide .*allowed: "):
+        run_ranks(3, over_ranks, str(run), [65])
+
+
 # What the user gets wrong
 
 
@@ -313,9 +367,11 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 
 
 def test_no_job(tmp_path, capsys):
-    said = refusal(capsys, tmp_path / "nothing/here/at/all")
-    assert "no job found" in said and str(tmp_path / "nothing/here/at/all/config.toml") in said
-    assert "--config JOB.toml" in said
+    said = refusal(capsys, tmp_path / "nothing")
+    assert f"{tmp_path}/nothing: no such file or folder; give the dump_folder of a run, a checkpoint" in said
+    (tmp_path / "empty").mkdir()
+    said = refusal(capsys, tmp_path / "empty")
+    assert "no job found" in said and str(tmp_path / "empty/config.toml") in said and "--config JOB.toml" in said
     assert f'{tmp_path}/job.toml" (no such file)' in refusal(capsys, tmp_path, "--config", tmp_path / "job.toml")
 
 

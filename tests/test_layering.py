@@ -41,7 +41,9 @@ ALLOWED = {
     "datasets": {"distributed", "leaving", "registration", "shipped"},
     "optimizers": {"config.options", "initialization", "keyed", "registration"},
     "checkpoint": {"stores", "distributed", "initialization"},
-    "metrics": {"distributed", "initialization"},
+    "metrics": {"distributed", "initialization", "trackers"},
+    "trackers": {"registration"},
+    "logs": {"ranks"},
     "plot": {"metrics"},
     "profiling": set(),
     "config.options": {"config.job"},
@@ -64,7 +66,7 @@ ALLOWED = {
         "datasets",
         "checkpoint",
     }
-    | {"optimizers", "config.changes", "config.old_models", "run_folder", "adapters"},
+    | {"optimizers", "config.changes", "config.old_models", "run_folder", "adapters", "trackers"},
     "run_folder": {"checkpoint"},
     "time_limit": set(),
     "weights": {"checkpoint", "initialization", "models", "stores"},
@@ -84,7 +86,7 @@ ALLOWED |= {
     "commands.importing": JUDGED - {"config.renames"}
     | {"commands.check", "commands.upgrade", "config.layers", "importers", "launch", "leaving"},
     "commands.list": {"adapters", "config.options", "datasets", "lr_shapes", "models", "optimizers", "registration"}
-    | {"shipped"},
+    | {"shipped", "trackers"},
     "commands.schedule_plot": {"errors", "plot", "parallelisms"},
     "commands.schedule": JUDGED - {"config.renames"} | {"commands.check", "commands.schedule_plot", "parallelisms"},
 }
@@ -103,7 +105,8 @@ ALLOWED |= {
     "launch": JUDGED | {"checkpoint", "launcher", "leaving"},
     "commands.job_of": ABOVE,
     "commands.convert": ABOVE | {"commands.job_of"},
-    "commands.generate": ABOVE | {"commands.job_of"},
+    "commands.on_ranks": {"launcher"},
+    "commands.generate": ABOVE | {"commands.job_of", "commands.on_ranks"},
     "commands.export": ABOVE | {"commands.generate"},
     "commands.preview": ABOVE,
     "commands.prepare": ABOVE,
@@ -119,6 +122,8 @@ TORCH_FREE = (
     "run_folder",
     "commands.check",
     "commands.list",
+    "trackers",
+    "logs",
     "commands.checkpoints",
     "cli",
     "ranks",

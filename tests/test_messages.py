@@ -73,9 +73,11 @@ def test_faults_that_do_not_follow_from_a_slip_come_with_it(capsys):
 # What they advise
 
 
-@pytest.mark.parametrize("written", ["--compile.enable=1", "--compile.enable=yes", "--compile.enable=on"])
+@pytest.mark.parametrize(
+    "written", ["--compile.enable=1", "--compile.enable=yes", "--compile.enable yes", "--compile.enable on"]
+)
 def test_a_flag_is_written_true_or_false(written, capsys):
-    (line,) = explained(capsys, written)
+    (line,) = explained(capsys, *written.split())
     assert line.endswith("allowed: true or false; write true")
     assert load(["--compile.enable=true"]).compile.enable and load(["--compile.enable"]).compile.enable
 
@@ -132,6 +134,33 @@ def test_prepare_names_its_own_options(argv, said, capsys):
     assert cli.main(["prepare", *argv, "--tokenizer_path", "bytes", "--output", "out"]) == 2
     err = capsys.readouterr().err
     assert said in err and "training." not in err
+
+
+def test_a_slip_in_a_jobs_name(capsys):
+    (line,) = explained(capsys, "debug_mode")
+    assert line == 'command line: given "debug_mode"; allowed: --section.key value; did you mean debug_model?'
+
+
+@pytest.mark.parametrize("command", ["preview", "generate", "convert"])
+def test_a_slip_in_a_commands_own_option(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([command, "x", "y", "--sample", "1"])
+    assert left.value.code == 2 and "unrecognized arguments: --sample" in capsys.readouterr().err
+
+
+def test_commands_take_a_job_as_it_is_named(capsys):
+    for words in (["job.toml"], ["--config", "job.toml"], ["--job.config-file=job.toml"]):
+        assert cli.main(["preview", *words, "--checkpoint.keep_latest_k=2", "--tokens=8", "--training.seq_len=32"]) == 0
+        assert "sample 0: 32 tokens" in capsys.readouterr().out
+
+
+def test_chat_of_an_unknown_form_says_which_forms_there_are(tmp_path, capsys):
+    (tmp_path / "chat.jsonl").write_text('{"dialog": [{"who": "me", "what": "hello"}]}\n')
+    words = ["preview", "--training.dataset=text", "--training.dataset_path=chat.jsonl", "--model.tokenizer_path=bytes"]
+    assert cli.main([*words, "--training.seq_len=32"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "chat.jsonl:1: no field 'text'; the fields there are: 'dialog'; set training.text_field" in said
+    assert "chat (messages), sharegpt (conversations)" in said
 
 
 # Help

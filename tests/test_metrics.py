@@ -4,14 +4,13 @@ the device between logged steps, and a metrics.jsonl that survives crashes and r
 import json
 import logging
 import re
-import sys
 import types
 
 import pytest
 import torch
 
 from torchtitan import plot
-from torchtitan.metrics import MetricsLogger, TensorBoard, TrackingError, WeightsAndBiases, console, device
+from torchtitan.metrics import MetricsLogger, console, device
 from torchtitan.metrics.json_lines import JsonLines, read_records
 from torchtitan.metrics.logger import tags_of
 
@@ -314,7 +313,7 @@ def test_summary_says_where_things_are(tmp_path):
     )
 
 
-# TensorBoard, W&B
+# Trackers (test_trackers.py has each)
 
 
 def test_trackers_see_every_logged_step(tmp_path):
@@ -337,66 +336,6 @@ def test_further_losses_have_their_tags():
     tags = tags_of(record | {"data_seconds": 0.0, "max_loss": 3.0, "mtp_loss": 4.0}, 1, 1.0)
     assert tags["loss_metrics/global_max_loss"] == 3.0 and "grad_norm" not in tags
     assert tags["loss_metrics/global_avg_mtp_loss"] == 4.0
-
-
-def test_tensorboard_shows_a_resumed_run_as_one(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for resume_step, steps in ((None, (1, 2, 3)), (1, (2,))):
-        board = TensorBoard(tmp_path / "tb", resume_step)
-        for step in steps:
-            board.log({"lr": step * 10.0 + (resume_step or 0)}, step)
-        board.close()
-    events = EventAccumulator(str(tmp_path / "tb")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("lr")] == [(1, 10.0), (2, 21.0)]
-
-
-def test_tensorboard_has_the_job(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    job = {"training": {"steps": 2, "shuffle": True, "sources": [{"weight": 1.0}]}, "optimizer": {"lr": 0.5}}
-    TensorBoard(tmp_path / "tb", None, job).close()
-    events = EventAccumulator(str(tmp_path / "tb")).Reload()
-    (text,) = events.Tensors("job/text_summary")
-    assert json.loads(text.tensor_proto.string_val[0].decode().strip("`\n")) == job
-    plugin = events.PluginTagToContent("hparams")
-    start = HParamsPluginData.FromString(plugin["_hparams_/session_start_info"]).session_start_info
-    values = {name: value.ListFields()[0][1] for name, value in start.hparams.items()}
-    assert values == {"training.steps": 2, "training.shuffle": True, "optimizer.lr": 0.5}
-    assert [path.name for path in (tmp_path / "tb").iterdir() if path.is_dir()] == []  # one run, not two
-
-
-def test_wandb_continues_its_run(tmp_path, monkeypatch):
-    calls = []
-
-    class Run:
-        def __init__(self, **options):
-            calls.append(options)
-            self.id = options["id"] or f"run{len(calls)}"
-
-        def log(self, values, step):
-            calls.append((values, step))
-
-        def finish(self):
-            calls.append("finish")
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=Run))
-    job = {"job": {"tags": ["warm", "9m"]}, "training": {"steps": 2}}
-    for resume_step, expected_id in ((None, None), (5, "run1"), (None, None)):
-        calls_before = len(calls)
-        tracker = WeightsAndBiases(tmp_path / "run", resume_step, "a job", job)
-        tracker.log({"lr": 1.0}, 3)
-        tracker.close()
-        options = dict(dir=str(tmp_path / "run"), name="a job", tags=["warm", "9m"], config=job)
-        options |= dict(id=expected_id, resume="allow")
-        assert calls[calls_before:] == [options, ({"lr": 1.0}, 3), "finish"]
-
-
-def test_wandb_missing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(TrackingError, match=r"not installed; pip install 'torchtitan-toml\[wandb\]'"):
-        WeightsAndBiases(tmp_path, None, "a job", {})
 
 
 # The picture

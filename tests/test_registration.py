@@ -165,7 +165,7 @@ def test_listed_with_their_package(installed, capsys):
     assert cli.main(["list", "adaptors"]) == 2
     assert capsys.readouterr().err == (
         "torchtitan list: given 'adaptors'; allowed: models, datasets, tokenizers, optimizers, adapters, "
-        "schedules, jobs\n"
+        "trackers, schedules, jobs\n"
     )
     assert cli.main(["list", "--help"]) == 0 and "usage: torchtitan list" in capsys.readouterr().out
 

@@ -25,8 +25,9 @@ from torchtitan.config import manager
 from torchtitan.failures import kind_of
 from torchtitan.launcher import hangs
 from torchtitan.leaving import EXPLAINED
+from torchtitan.logs import set_up_logging
 from torchtitan.progress import Doing
-from torchtitan.ranks import Launcher, Restart, read_ranks, set_up_logging
+from torchtitan.ranks import Launcher, Restart, read_ranks
 from torchtitan.trainer import Trainer
 
 assert nothing_is_left  # a fixture, for all tests here too

@@ -1,12 +1,30 @@
-"""A tracker that raises, blocks or cannot be reached costs the run nothing but its own records."""
+"""Each tracker, and that one which raises, blocks or cannot be reached costs the run nothing but its own records.
 
+MLflow and Aim are run where they are installed (extras mlflow and aim); everywhere, recorders with the documented
+interface stand in for them.
+"""
+
+import importlib.util
+import json
+import sys
 import threading
+import types
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import jobs
+from tests.support.judged import anywhere, lines  # noqa: F401
 from tests.support.pool import run_ranks
 from torchtitan.metrics import PatientTracker, patience
+from torchtitan.metrics.histograms import histogram
+from torchtitan.trackers import TRACKERS
+from torchtitan.trackers.aim import Aim
+from torchtitan.trackers.interface import Run
+from torchtitan.trackers.mlflow import MLflow, allowed_name
+from torchtitan.trackers.tensorboard import TensorBoard
+from torchtitan.trackers.wandb import WeightsAndBiases
 
 QUICK = (0.001,)
 
@@ -110,3 +128,254 @@ def test_a_run_whose_tensorboard_cannot_write_is_the_run_without(tmp_path):
     rows, same = run_ranks(1, jobs.train, jobs.arguments(tmp_path / "run", texts, **options))[0]
     assert [row["loss"] for row in rows] == [row["loss"] for row in plain]
     assert same == digest
+
+
+# Each of them
+
+
+JOB = {"training": {"steps": 2, "shuffle": True, "sources": [{"weight": 1.0}]}, "optimizer": {"lr": 0.5}}
+
+
+def a_run(folder: Path, resume_step: int | None = None, job: dict | None = None) -> Run:
+    return Run(folder, folder / "tb", resume_step, "a job", job or {})
+
+
+def test_tensorboard_shows_a_resumed_run_as_one(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resume_step, steps in ((None, (1, 2, 3)), (1, (2,))):
+        board = TensorBoard(a_run(tmp_path, resume_step))
+        for step in steps:
+            board.log({"lr": step * 10.0 + (resume_step or 0)}, step)
+        board.close()
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("lr")] == [(1, 10.0), (2, 21.0)]
+
+
+def test_tensorboard_has_the_job(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    job = {"training": {"steps": 2, "shuffle": True, "sources": [{"weight": 1.0}]}, "optimizer": {"lr": 0.5}}
+    TensorBoard(a_run(tmp_path, job=job)).close()
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    (text,) = events.Tensors("job/text_summary")
+    assert json.loads(text.tensor_proto.string_val[0].decode().strip("`\n")) == job
+    plugin = events.PluginTagToContent("hparams")
+    start = HParamsPluginData.FromString(plugin["_hparams_/session_start_info"]).session_start_info
+    values = {name: value.ListFields()[0][1] for name, value in start.hparams.items()}
+    assert values == {"training.steps": 2, "training.shuffle": True, "optimizer.lr": 0.5}
+    assert [path.name for path in (tmp_path / "tb").iterdir() if path.is_dir()] == []  # one run, not two
+
+
+def test_wandb_continues_its_run(tmp_path, monkeypatch):
+    calls = []
+
+    class Run:
+        def __init__(self, **options):
+            calls.append(options)
+            self.id = options["id"] or f"run{len(calls)}"
+
+        def log(self, values, step):
+            calls.append((values, step))
+
+        def finish(self):
+            calls.append("finish")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=Run))
+    job = {"job": {"tags": ["warm", "9m"]}, "training": {"steps": 2}}
+    for resume_step, expected_id in ((None, None), (5, "run1"), (None, None)):
+        calls_before = len(calls)
+        tracker = WeightsAndBiases(a_run(tmp_path / "run", resume_step, job))
+        tracker.log({"lr": 1.0}, 3)
+        tracker.close()
+        options = dict(dir=str(tmp_path / "run"), name="a job", tags=["warm", "9m"], config=job)
+        options |= dict(id=expected_id, resume="allow")
+        assert calls[calls_before:] == [options, ({"lr": 1.0}, 3), "finish"]
+
+
+class Recorder:
+    """A stand-in for a package: it keeps what is called."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*args, **options):
+            self.calls.append((name, args, options))
+            return types.SimpleNamespace(experiment_id="7", info=types.SimpleNamespace(run_id="run1"), hash="run1")
+
+        return call
+
+
+def test_mlflow_continues_its_run(tmp_path, monkeypatch):
+    client = Recorder()
+    entities = types.SimpleNamespace(Param=lambda *it: it, Metric=lambda key, value, time, step: (key, value, step))
+    tracking = types.SimpleNamespace(MlflowClient=lambda: client)
+    for name, module in (("mlflow", tracking), ("mlflow.entities", entities), ("mlflow.tracking", tracking)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
+    first = MLflow(a_run(tmp_path, job=JOB | {"job": {"tags": ["warm"]}}))
+    first.log({"throughput(tps)": 2.0, "mfu(%)": 1.0, "loss_metrics/global_avg_loss": 3.0}, 4)
+    first.close()
+    parameters = [("training.steps", "2"), ("training.shuffle", "True"), ("optimizer.lr", "0.5")]
+    metrics = [("throughput_tps", 2.0, 4), ("mfu_percent", 1.0, 4), ("loss_metrics/global_avg_loss", 3.0, 4)]
+    assert client.calls == [
+        ("get_experiment_by_name", ("mine",), {}),
+        ("create_run", ("7",), {"run_name": "a job", "tags": {"warm": ""}}),
+        ("log_batch", ("run1",), {"params": parameters}),
+        ("log_batch", ("run1",), {"metrics": metrics}),
+        ("set_terminated", ("run1",), {}),
+    ]
+    client.calls.clear()
+    MLflow(a_run(tmp_path, resume_step=4, job=JOB)).close()
+    assert client.calls == [("update_run", ("run1",), {"status": "RUNNING"}), ("set_terminated", ("run1",), {})]
+
+
+def test_names_that_mlflow_takes():
+    names = ["time_metrics/data_loading(%)", "memory/max_active(GiB)", "lr", "time_metrics/end_to_end(s)"]
+    taken = ["time_metrics/data_loading_percent", "memory/max_active_GiB", "lr", "time_metrics/end_to_end_s"]
+    assert [allowed_name(name) for name in names] == taken
+
+
+def test_aim_continues_its_run(tmp_path, monkeypatch):
+    runs = []
+
+    class FakeRun(dict):
+        def __init__(self, number, **options):
+            self.hash, self.options, self.tracked = number or f"hash{len(runs)}", options, []
+            runs.append(self)
+
+        def track(self, values, step):
+            self.tracked.append((values, step))
+
+        def close(self):
+            self.tracked.append("closed")
+
+    monkeypatch.setitem(sys.modules, "aim", types.SimpleNamespace(Run=FakeRun))
+    monkeypatch.delenv("AIM_REPO", raising=False)
+    for resume_step in (None, 3, None):
+        tracker = Aim(a_run(tmp_path, resume_step, JOB))
+        tracker.log({"lr": 1.0}, 4)
+        tracker.close()
+    assert [run.hash for run in runs] == ["hash0", "hash0", "hash2"]
+    assert runs[0] == {"job": JOB} and runs[0].tracked == [({"lr": 1.0}, 4), "closed"]
+    assert runs[0].options["repo"] == str(tmp_path) and runs[0].options["experiment"] == "a job"
+    monkeypatch.setenv("AIM_REPO", "aim://host:1")
+    Aim(a_run(tmp_path))
+    assert runs[-1].options["repo"] == "aim://host:1"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed: pip install '.[mlflow]'"
+)
+def test_mlflow_itself(tmp_path, monkeypatch):
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for resume_step, step in ((None, 1), (1, 2)):
+        tracker = MLflow(a_run(tmp_path, resume_step, JOB))
+        tracker.log({"throughput(tps)": float(step)}, step)
+        tracker.close()
+    run = MlflowClient().get_run((tmp_path / "mlflow_run_id").read_text())
+    assert run.data.params["optimizer.lr"] == "0.5" and run.info.status == "FINISHED"
+    history = MlflowClient().get_metric_history(run.info.run_id, "throughput_tps")
+    assert [(each.step, each.value) for each in history] == [(1, 1.0), (2, 2.0)]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("aim"), reason="needs pip install '.[aim]'")
+def test_aim_itself(tmp_path):
+    import aim
+
+    for resume_step, step in ((None, 1), (1, 2)):
+        tracker = Aim(a_run(tmp_path, resume_step, JOB))
+        tracker.log({"throughput(tps)": float(step)}, step)
+        tracker.close()
+    run = aim.Run((tmp_path / "aim_run_id").read_text(), repo=str(tmp_path), system_tracking_interval=None)
+    assert run["job"] == JOB
+    (metric,) = [metric for metric in run.metrics() if metric.name == "throughput(tps)"]
+    assert metric.values.sparse_list()[1] == [1.0, 2.0]
+    run.close()
+
+
+# What check says
+
+
+def test_trackers_that_cannot_start(monkeypatch):
+    find = importlib.util.find_spec
+    absent = ("mlflow", "aim", "wandb")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in absent else find(name, *rest))
+    faults = lines("--metrics.trackers=mlflow,aim,tensorbord", "--metrics.enable_wandb")
+    assert [fault.partition(";")[0] for fault in faults] == [
+        'metrics.trackers[0]: given "mlflow"',
+        'metrics.trackers[1]: given "aim"',
+        'metrics.trackers[2]: given "tensorbord"',
+        "metrics.enable_wandb: given true",
+    ]
+    assert "pip install 'torchtitan-toml[mlflow]', or leave it out" in faults[0]
+    assert faults[2].endswith('did you mean "tensorboard"?')
+
+
+def test_mlflow_needs_a_place(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name == "mlflow" or find(name, *rest))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (fault,) = lines("--metrics.trackers=mlflow")
+    assert "allowed: with MLFLOW_TRACKING_URI in the environment" in fault
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:5000")
+    assert lines("--metrics.trackers=mlflow") == []
+
+
+def test_flags_and_names_are_the_same_trackers():
+    from torchtitan.config.job import trackers_of
+    from torchtitan.config.manager import load
+
+    config = load(["--metrics.enable_tensorboard", "--metrics.trackers=tensorboard,aim"])
+    assert list(trackers_of(config).values()) == ["aim", "tensorboard"]
+    assert list(TRACKERS) == ["tensorboard", "wandb", "mlflow", "aim"]
+
+
+# Histograms
+
+
+def test_a_histogram_is_of_all_values():
+    values = torch.tensor([[-1.0, 0.0, 0.25], [0.5, 0.75, 1.0]])
+    found = histogram(values)
+    assert (found.minimum, found.maximum, found.number, sum(found.counts)) == (-1.0, 1.0, 6, 6)
+    assert found.sum == pytest.approx(1.5) and found.sum_of_squares == pytest.approx(1 + 0.0625 + 0.25 + 0.5625 + 1)
+    assert found.limits[-1] == 1.0 and found.counts[0] == found.counts[-1] == 1
+    assert sum(histogram(torch.zeros(5)).counts) == 5
+
+
+def seen(folder: Path) -> dict[str, list]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tb"), size_guidance={"histograms": 0}).Reload()
+    told = {}
+    for tag in events.Tags()["histograms"]:
+        (event,) = events.Histograms(tag)
+        value = event.histogram_value
+        told[tag] = [event.step, value.num, value.sum, value.sum_squares, value.min, value.max]
+    return told
+
+
+@pytest.mark.parametrize("plan", [{}, {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}])
+def test_histograms_of_a_run_are_those_of_one_rank(plan, tmp_path, one_rank_histograms):
+    ranks = 2  # FSDP without another degree
+    options = dict(training__steps=2, metrics__enable_tensorboard=True, metrics__histogram_freq=2)
+    options |= {f"parallelism__{name}": degree for name, degree in plan.items()}
+    options |= {} if plan else {"training__local_batch_size": 4}
+    run_ranks(ranks, jobs.train, jobs.arguments(tmp_path, jobs.write_texts(tmp_path / "texts"), **options))
+    found = seen(tmp_path)
+    assert found.keys() == one_rank_histograms.keys() and "gradients/layers.3.attention.wq.weight" in found
+    for tag, expected in one_rank_histograms.items():
+        assert found[tag] == pytest.approx(expected, rel=1e-3, abs=1e-4), tag  # sums of a step in another order
+
+
+@pytest.fixture(scope="module")
+def one_rank_histograms(tmp_path_factory) -> dict[str, list]:
+    folder = tmp_path_factory.mktemp("one")
+    options = dict(training__steps=2, metrics__enable_tensorboard=True, metrics__histogram_freq=2)
+    run_ranks(1, jobs.train, jobs.arguments(folder, jobs.write_texts(folder / "texts"), **options))
+    return seen(folder)

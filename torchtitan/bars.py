@@ -35,8 +35,10 @@ def waiting(what: str) -> Iterator[None]:
 
     def show() -> None:
         if not done.wait(DELAY_SECONDS):
-            with tqdm(desc=what, bar_format="{desc} {elapsed}", leave=False, dynamic_ncols=True) as bar:
-                bar.start_t -= DELAY_SECONDS
+            style = {"bar_format": "{desc} {elapsed}", "leave": False, "dynamic_ncols": True, "delay": DELAY_SECONDS}
+            with tqdm(desc=what, **style) as bar:
+                bar.start_t, bar.delay = bar.start_t - DELAY_SECONDS, 0
+                bar.refresh()
                 while not done.wait(1):
                     bar.refresh()
 
@@ -47,6 +49,16 @@ def waiting(what: str) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """For a line of text between the bars that are shown."""
+    if not getattr(tqdm, "_instances", None):  # none has ever been
+        yield
+        return
+    with tqdm.external_write_mode():
+        yield
 
 
 def _is_watched() -> bool:

@@ -19,13 +19,13 @@ from torchtitan.adapters.interface import Adapter
 from torchtitan.checkpoint import Checkpointer, base
 from torchtitan.checkpoint.counters import schedule_start
 from torchtitan.config.changes import kept_job
-from torchtitan.config.job import JobConfig, as_dict
+from torchtitan.config.job import JobConfig, as_dict, trackers_of
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.loss import Objective, SummedCrossEntropy, auto_chunks
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
 from torchtitan.lr_shapes import LRSchedule, schedule_of
-from torchtitan.metrics import MetricsLogger, PatientTracker, TensorBoard, WeightsAndBiases
+from torchtitan.metrics import MetricsLogger, PatientTracker
 from torchtitan.models import CONFIGS, sizes_of
 from torchtitan.models.hf.export import beside_weights, source_of
 from torchtitan.models.registry import MODELS
@@ -40,6 +40,8 @@ from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.profiling import Profiler
 from torchtitan.ranks import Ranks, slurm_seconds_left
 from torchtitan.time_limit import TimeLimit, seconds_of, shortest
+from torchtitan.trackers import TRACKERS
+from torchtitan.trackers.interface import Run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -324,23 +326,26 @@ def base_reference(config: JobConfig) -> dict[str, str]:
     return base.reference(config.checkpoint.initial_load_path)
 
 
+def trackers(config: JobConfig, ranks: Ranks, resumed_from: int | None) -> list[PatientTracker]:
+    """Those of this rank, each beside the run."""
+    options, folder = config.metrics, Path(config.job.dump_folder)
+    events = folder / options.save_tb_folder
+    events = events / f"rank_{ranks.rank}" if options.save_for_all_ranks else events
+    run = Run(folder, events, resumed_from, config.job.description, as_dict(config))
+    kinds = [TRACKERS[name] for name in trackers_of(config).values()]
+    chosen = [kind for kind in kinds if ranks.is_main or (kind.of_every_rank and options.save_for_all_ranks)]
+    return [PatientTracker(kind.name, partial(kind, run)) for kind in chosen]
+
+
 def metrics(
     config: JobConfig, device: torch.device, ranks: Ranks, resumed_from: int | None, tokens_seen: int
 ) -> MetricsLogger:
     options, folder, args = config.metrics, Path(config.job.dump_folder), model_args(config)
-    trackers = []
-    if options.enable_tensorboard and (ranks.is_main or options.save_for_all_ranks):
-        events = folder / options.save_tb_folder
-        events = events / f"rank_{ranks.rank}" if options.save_for_all_ranks else events
-        trackers.append(PatientTracker("TensorBoard", partial(TensorBoard, events, resumed_from, as_dict(config))))
-    if options.enable_wandb and ranks.is_main:
-        open_run = partial(WeightsAndBiases, folder, resumed_from, config.job.description, as_dict(config))
-        trackers.append(PatientTracker("Weights & Biases", open_run))
     flops = model_spec(config).flops_per_token(args, config.training.seq_len)
     return MetricsLogger(
         folder,
         writes=ranks.is_main,
-        **taken(options, MetricsLogger),
+        **taken(options, MetricsLogger) | {"trackers": trackers(config, ranks, resumed_from)},
         total_steps=config.training.steps,
         device=device,
         compute_dtype=parallel_options(config).param_dtype,
@@ -350,7 +355,6 @@ def metrics(
         flops_per_token_causal=flops.causal,
         resume_step=resumed_from,
         tokens_seen=tokens_seen,
-        trackers=trackers,
         color=ranks.on_terminal and not options.disable_color_printing,
     )
 

@@ -1,6 +1,7 @@
 """The lines at the start of a run: what runs, on what, on which data, and how the learning rate goes."""
 
 import logging
+import math
 from pathlib import Path
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from torchtitan import build
 from torchtitan.config.job import JobConfig, describe_sources
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.lr_shapes import LRSchedule
+from torchtitan.lr_scheduling import LRSchedulers
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
 
@@ -21,7 +22,7 @@ def introduce(
     device: torch.device,
     model: ParallelModel,
     vocabulary: Tokenizer,
-    schedule: LRSchedule,
+    schedulers: LRSchedulers,
     sizes: str,
 ) -> None:
     """Log them. `sizes`: the model's, in words."""
@@ -31,11 +32,12 @@ def introduce(
     logger.info("%s%s", config.job.description, tags)
     logger.info("model      %s %s: %s", config.model.name, config.model.flavor, sizes)
     logger.info(
-        "plan       %s on %s, %s; %d samples of %d tokens a step%s",
+        "plan       %s on %s, %s; %d sample%s of %d tokens a step%s",
         dims.describe(),
         device.type,
         build.describe_precision(config),
         samples,
+        "s" * (samples != 1),
         training.seq_len,
         f" (accumulated over {passes} passes)" if passes > 1 else "",
     )
@@ -45,7 +47,10 @@ def introduce(
     data = describe_sources(config, "training")
     logger.info("data       %s, tokenizer of %d%s", data, vocabulary.vocab_size, end)
     if config.metrics.log_lr_schedule:
-        logger.info("schedule   %s", schedule.describe(config.optimizer.lr))
+        logger.info("schedule   %s", schedulers.schedule.describe(config.optimizer.lr))
+    before, now = schedulers.rate_before, schedulers.last_lr
+    if before is not None and not math.isclose(before, now, rel_tol=1e-3):
+        logger.warning("the learning rate jumps from %.3g, as the checkpoint's job had it, to %.3g", before, now)
     logger.info("folder     %s", Path(config.job.dump_folder).resolve())
     if not config.checkpoint.enable or config.checkpoint.load_only:
         off = "checkpoint.load_only is set" if config.checkpoint.enable else "checkpoint.enable is off"

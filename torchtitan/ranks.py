@@ -5,7 +5,6 @@ becomes a launcher itself.
 """
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -177,21 +176,3 @@ def count_ranks() -> int:
 def set_default(name: str, value: str) -> None:
     """Set an environment variable that a library reads, unless the user has set it."""
     os.environ.setdefault(name, value)
-
-
-def set_up_logging(ranks: Ranks) -> None:
-    """Plain lines on stdout from the ranks that log; warnings of those and errors of all on stderr."""
-    logger = logging.getLogger("torchtitan")
-    logger.handlers.clear()
-    logger.propagate = False
-    logger.setLevel(logging.INFO)
-    prefix = "" if ranks.is_main else f"[rank {ranks.rank}] "
-    if ranks.logs:
-        out = logging.StreamHandler(sys.stdout)
-        out.addFilter(lambda record: record.levelno < logging.WARNING)
-        out.setFormatter(logging.Formatter(prefix + "%(message)s"))
-        logger.addHandler(out)
-    err = logging.StreamHandler(sys.stderr)
-    err.setLevel(logging.WARNING if ranks.logs else logging.ERROR)
-    err.setFormatter(logging.Formatter(prefix + "%(levelname)s: %(message)s"))
-    logger.addHandler(err)

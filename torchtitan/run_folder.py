@@ -11,6 +11,8 @@ from torchtitan.checkpoint import folders, layout
 logger = logging.getLogger(__name__)
 
 JOB, STARTS, LAST = "config.toml", "starts", "last_checkpoint"
+LOGS = "logs"
+"""A file for each rank, of runs that are asked for them."""
 _START = re.compile(r"([0-9]{4,})-from-step-[0-9]{8,}\.toml")
 
 

@@ -1,16 +1,24 @@
-"""The job's model on one device, with what a checkpoint has: for export and generation."""
+"""The job's model with what a checkpoint has, on one device or over several: for export and generation."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from torchtitan import distributed
 from torchtitan.adapters.interface import Adapter
-from torchtitan.build import adapted_model, base_reference, model_args, saves_adapter_alone
+from torchtitan.build import adapted_model, base_reference, dims, model, model_args, saves_adapter_alone
 from torchtitan.checkpoint import base, load_model_for_inference, read_state
 from torchtitan.checkpoint.kinds import find_weights
 from torchtitan.config.job import JobConfig
+from torchtitan.config.sections.model import ActivationCheckpoint, Compile
+from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.errors import JobError
+from torchtitan.parallelisms.degrees import LimitError
+from torchtitan.ranks import Ranks
 from torchtitan.stores import stores
 from torchtitan.weights import load_foreign
 
@@ -21,15 +29,62 @@ def filled_model(config: JobConfig, step_folder: Path, device: torch.device) -> 
     """
     built, _, installed = adapted_model(config)
     built.to_empty(device=device)
+    _fill(built, config, step_folder, installed)
+    return built.eval(), installed
+
+
+def _fill(built: nn.Module, config: JobConfig, step_folder: Path, installed: Adapter | None) -> None:
     if find_weights(step_folder)[0] != "ours":
         load_foreign(step_folder, [built], config.model.name, model_args(config))
-        return built.eval(), installed
+        return
     alone = saves_adapter_alone(config)
     if alone:
         base.refuse_another(read_state(step_folder)["trainer"], base_reference(config))
         fill_base(config, built, installed)
     load_model_for_inference(step_folder, built, installed.frozen if alone else ())
-    return built.eval(), installed
+
+
+def model_over_ranks(config: JobConfig, step_folder: Path, ranks: Ranks) -> nn.Module:
+    """The same on all devices of the world together, for tokens that are the same on all ranks, as logits are that come
+    out: split by tensor parallel, and a model with experts by these and FSDP. JobError for a number of ranks that does
+    not divide it.
+    """
+    device = distributed.init(ranks, config.comm.init_timeout_seconds)
+    config = _split_over(config, ranks.world_size)
+    plan = dims(config, ranks.world_size)
+    try:
+        built = model(config, plan.build_mesh(device.type), plan, device)
+    except LimitError as error:
+        raise JobError(f"--ranks: given {error.given}; allowed: {error.allowed}; {error.remedy}") from None
+    (whole,) = built.parts
+    _fill(whole, config, step_folder, built.adapter)
+    return whole.eval()
+
+
+def _split_over(config: JobConfig, world_size: int) -> JobConfig:
+    experts = getattr(model_args(config), "n_experts", 0)
+    if experts:
+        degrees = Parallelism(expert_parallel_degree=math.gcd(experts, world_size))
+    else:
+        degrees = Parallelism(
+            data_parallel_shard_degree=1,
+            tensor_parallel_degree=world_size,
+            disable_sequence_parallel=True,
+            disable_loss_parallel=True,
+        )
+    return dataclasses.replace(
+        config,
+        parallelism=degrees,
+        training=dataclasses.replace(config.training, mixed_precision_param=config.training.dtype),
+        activation_checkpoint=ActivationCheckpoint(mode="none"),
+        compile=Compile(),
+    )
+
+
+def first_ranks(choice: torch.Tensor) -> torch.Tensor:
+    """The first rank's, on all: sums of reductions may differ in their last bits between ranks."""
+    dist.broadcast(choice, 0)
+    return choice
 
 
 @torch.no_grad()

@@ -32,7 +32,9 @@ from torchtitan.leaving import (
     exit_with,
     stop_signals,
 )
-from torchtitan.ranks import Ranks, read_ranks, set_up_logging, slurm_job, started_as_rank
+from torchtitan.logs import set_up_logging
+from torchtitan.ranks import Ranks, read_ranks, slurm_job, started_as_rank
+from torchtitan.run_folder import LOGS
 
 logger = logging.getLogger("torchtitan.train")  # its name also where it is run as __main__
 
@@ -51,7 +53,8 @@ def main(argv: list[str]) -> int:
         if ranks.local_rank:
             wait_for_the_one_that_speaks(ranks)
         return REFUSED
-    set_up_logging(ranks)
+    logs = Path(config.job.dump_folder, LOGS) if config.metrics.log_files else None
+    set_up_logging(ranks, config.metrics.log_timestamps, logs)
     if config.job.print_config and ranks.is_main:
         print(manager.to_toml(config))
     if ranks.launcher is not None or not ranks.is_main:  # the launcher holds the folder for all of its ranks
@@ -112,6 +115,7 @@ def run(config: JobConfig, ranks: Ranks) -> int:
         if kind == "peer":  # its end is told by itself and by the launcher
             logger.error("another rank is gone: %s", str(error).splitlines()[0])
             return CRASHED
+        logger.debug("crashed", exc_info=True)  # into the rank's file; the console gets it from Python
         raise
     if not finished and trainer.out_of_time:
         return 128 + signal.SIGTERM

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan import build, distributed, run_folder
+from torchtitan.bars import waiting
 from torchtitan.build_data import training_loader, validation_loader, with_steps
 from torchtitan.checkpoint import CheckpointError, base, rng_state, set_rng_state
 from torchtitan.checkpoint.counters import SCHEDULE_START
@@ -28,6 +30,7 @@ from torchtitan.exports import Exports
 from torchtitan.feed import Batch, Feed, PeerStopped, take
 from torchtitan.introduction import introduce
 from torchtitan.metrics.device import describe_memory
+from torchtitan.metrics.histograms import histograms_of, of_all_ranks
 from torchtitan.origin import Origin
 from torchtitan.plot import draw_training_curve
 from torchtitan.progress import Progress
@@ -89,8 +92,8 @@ class Trainer:
         self.between_steps = True  # the state is that after `step`, whole, on all ranks
         self.data_state: dict[str, Any] | None = None
         self.begin()
-        schedule, sizes = self.schedulers.schedule, self.metrics.header()
-        introduce(self.config, self.dims, self.device, self.model, self.tokenizer, schedule, sizes)
+        sizes = self.metrics.header()
+        introduce(self.config, self.dims, self.device, self.model, self.tokenizer, self.schedulers, sizes)
 
     def begin(self) -> None:
         """Take up what there is of a run, its data where it left them, and open what is written down."""
@@ -190,7 +193,8 @@ class Trainer:
                 while self.step < last and not self.stopping:
                     try:
                         self.progress.enter("first" if first else "data", self.step + 1)
-                        self.train_step(batches)
+                        with waiting(f"step {self.step + 1}, which may compile") if first else nullcontext():
+                            self.train_step(batches)
                         if not self.stopping:  # who asked gives us time to save, not more
                             self.maybe_validate(self.step == last)
                     except (DataError, PeerStopped, NonFiniteError):  # which all ranks raise here, or none
@@ -222,6 +226,9 @@ class Trainer:
             if self.device.type == "cpu":  # looking costs nothing there, so a bad step never reaches the weights
                 self.refuse_non_finite("gradient norm", norm)
             self.grad_norm = norm
+        if self.metrics.histograms_due(self.step + 1):
+            found = histograms_of(self.model.named_parameters())
+            self.metrics.record_histograms(self.step + 1, of_all_ranks(found))
         self.between_steps = False
         lr = self.schedulers.last_lr
         self.optimizers.step()

@@ -1,13 +1,20 @@
 """`torchtitan generate FOLDER --prompt "..."`: continue a text from a checkpoint, to see what was learned.
 
 FOLDER is the job's dump_folder (newest complete checkpoint), one of its step folders, an export or a folder of Hugging
-Face; the model and the tokenizer come from the config.toml that the run wrote or from what is beside the weights. One
-device, whole weights. Keys and values of what was read are kept, until the context is full and moves on.
+Face; the model and the tokenizer come from the config.toml that the run wrote or from what is beside the weights. Keys
+and values of what was read are kept, until the context is full and moves on.
+
+A model that one device has no room for is run with `--ranks N` over that many devices of this machine: split by tensor
+parallel, or with experts by these and FSDP.
 """
 
 import argparse
+import io
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -16,12 +23,15 @@ from torch import nn
 from torchtitan import build, saved_model
 from torchtitan.checkpoint.kinds import find_weights
 from torchtitan.commands.job_of import job_of, refuse_strangers
+from torchtitan.commands.on_ranks import SPEAK_SECONDS, run_on_ranks
 from torchtitan.config.job import JobConfig
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.streaming import text_of
 from torchtitan.distributed import device_type
 from torchtitan.errors import JobError
+from torchtitan.leaving import die_with
 from torchtitan.models.cache import Remembering
+from torchtitan.ranks import Ranks, read_ranks, started_as_rank
 
 # What a young model writes must not reach the terminal as commands.
 CONTROLS = dict.fromkeys([c for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"], "\ufffd")
@@ -31,9 +41,33 @@ def main(argv: list[str]) -> int:
     options, words = parse(argv)
     sys.stdout.reconfigure(errors="replace")  # what the terminal has no character for
     text = prompt_of(options)
+    if options.ranks > 1 and not started_as_rank():
+        with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:  # the prompt may be what came over stdin
+            Path(folder, "prompt").write_bytes(text.encode(errors="replace"))
+            return run_on_ranks(["generate", *argv, "--prompt=", f"--prompt-file={folder}/prompt"], options.ranks)
+    ranks = read_ranks()
+    if ranks.is_main:
+        generate(options, words, text, ranks)
+        return 0
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # all say the same
+            generate(options, words, text, ranks)
+    except JobError:
+        time.sleep(SPEAK_SECONDS)
+        raise
+    return 0
+
+
+def generate(options: argparse.Namespace, words: list[str], text: str, ranks: Ranks) -> None:
+    """On this rank, which prints what all of them make."""
+    if ranks.launcher is not None:
+        die_with(ranks.launcher.pid)
     config, place = find_checkpoint(Path(options.folder), options.config, words)
     tokenizer = build.tokenizer(config)
-    model, _ = saved_model.filled_model(config, place, torch.device(device_type()))
+    if ranks.world_size > 1:
+        model = saved_model.model_over_ranks(config, place, ranks)
+    else:
+        model, _ = saved_model.filled_model(config, place, torch.device(device_type()))
     print(f"{config.model.name} {config.model.flavor}, {place.name}", file=sys.stderr)
     start = tokenizer.begin or [tokenizer.eos_id]  # without a sign of its own, a document begins behind the last one
     said = tokenizer.encode(text)
@@ -46,12 +80,12 @@ def main(argv: list[str]) -> int:
         temperature=options.temperature,
         top_k=options.top_k,
         seed=options.seed,
+        agree=saved_model.first_ranks if ranks.world_size > 1 else lambda choice: choice,
     )
     print(text, end="", flush=True)
     for piece in text_of(tokens, said, tokenizer):
         print(piece.translate(CONTROLS), end="", flush=True)
     print()
-    return 0
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -68,13 +102,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--max_new_tokens", type=int, default=200, help="tokens to add (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     parser.add_argument("--top_k", type=int, default=50, help="choose among this many tokens; 0: all (default 50)")
+    parser.add_argument("--ranks", type=int, default=1, help="devices to split the model over (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice (default 0)")
     parser.add_argument("--config", help="the job, when the folder has no config.toml")
     options, words = parser.parse_known_args(argv)
     refuse_strangers(parser, words)
     if options.prompt and options.prompt_file:
         parser.error("--prompt and --prompt-file: give one of them")
-    for name, lowest in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
+    for name, lowest in (("max_new_tokens", 1), ("ranks", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
         value = getattr(options, name)
         if not lowest <= value < 2**63:  # so neither is NaN
             parser.error(f"--{name} {value}: must be at least {lowest} and less than 2**63")
@@ -111,8 +146,11 @@ def sample(
     temperature: float,
     top_k: int,
     seed: int,
+    agree: Callable[[torch.Tensor], torch.Tensor] = lambda choice: choice,
 ) -> Iterator[int]:
-    """New token ids one by one, up to `max_new_tokens` or the end of the document."""
+    """New token ids one by one, up to `max_new_tokens` or the end of the document. `agree`: what several ranks make of
+    each one's choice.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)
     ids = torch.tensor([prompt], device=device)
@@ -126,6 +164,7 @@ def sample(
             # in double precision and from the largest down, so that no temperature, however low, divides 0 by 0
             scaled = (logits - logits.max()).double() / temperature
             choice = torch.multinomial(torch.softmax(scaled, 0), 1, generator=generator)
+        choice = agree(choice)
         token = int(choice)
         if token == tokenizer.eos_id:
             return

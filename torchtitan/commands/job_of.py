@@ -24,6 +24,9 @@ def job_of(path: Path, words: list[str], with_tokenizer: bool = True) -> JobConf
     of it. JobError where nothing says what model it is, and for a job whose model, or tokenizer, cannot be built.
     """
     path = path.resolve()
+    if not path.exists():
+        remedy = "give the dump_folder of a run, a checkpoint, an export or a folder of Hugging Face"
+        raise JobError(f"{path}: no such file or folder; {remedy}")
     home = path.parent if path.is_file() else path
     if not any(word.startswith(ALL_OF_IT) for word in words):
         homes = (home, home.parent, home.parent.parent)

@@ -12,6 +12,7 @@ from torchtitan.models import SIZES
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.registration import Registry, added, faults_of_packages, package_of
 from torchtitan.shipped import jobs
+from torchtitan.trackers import TRACKERS
 
 USAGE = """\
 usage: torchtitan list [KIND ...]
@@ -25,6 +26,7 @@ KINDS: dict[str, tuple[str, Registry[Any]]] = {
     "tokenizers": ("model.tokenizer_path, beside the path of a file", TOKENIZERS),
     "optimizers": ("optimizer.name, with what stands in optimizer.options", OPTIMIZERS),
     "adapters": ("adapter.kind", ADAPTERS),
+    "trackers": ("metrics.trackers", TRACKERS),
     "schedules": ("lr_scheduler.decay_type, beside constant", DECAYS),
 }
 JOBS = "jobs"

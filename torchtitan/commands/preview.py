@@ -50,6 +50,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--tokens", type=int, default=200, help="how much of each sample, in tokens (default 200)")
     parser.add_argument("--ids", action="store_true", help="show the ids below the text")
     options, rest = parser.parse_known_args(argv)
+    for name in (word.partition("=")[0] for word in rest if word.startswith("--")):
+        if "." not in name and name not in ("--config", "--config_file"):
+            parser.error(f"unrecognized arguments: {name}")
     for name in ("samples", "tokens"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: must be at least 1")

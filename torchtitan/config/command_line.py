@@ -3,7 +3,7 @@
 from typing import Any
 
 from torchtitan.config.layers import COMMAND_LINE, Layer, layer_of
-from torchtitan.config.options import YES_OR_NO, Fault, describe, members, options, parse_value, show
+from torchtitan.config.options import YES_OR_NO, Fault, describe, hint, members, options, parse_value, show
 from torchtitan.config.renames import renamed
 from torchtitan.shipped import jobs
 
@@ -29,7 +29,7 @@ def parse_arguments(argv: list[str]) -> tuple[list[str], Layer]:
             continue
         if not word.startswith("--") or word == "--":
             remedy = "every option is named; jobs are .toml files, or names of `torchtitan list jobs`"
-            faults.append(Fault(COMMAND_LINE, "", show(word), "--section.key value", remedy))
+            faults.append(Fault(COMMAND_LINE, "", show(word), "--section.key value", hint(word, jobs()) or remedy))
             continue
         key, equals, text = word[2:].partition("=")
         key = _WORDS_FOR_THE_JOB.get(key, key).replace("-", "_")

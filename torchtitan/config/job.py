@@ -40,6 +40,15 @@ class JobConfig:
     debug: Debug = field(default_factory=Debug)
 
 
+def trackers_of(config: JobConfig) -> dict[str, str]:
+    """The names of the trackers that a job has, each by the option that says it."""
+    options = config.metrics
+    flags = {"metrics.enable_tensorboard": "tensorboard"} if options.enable_tensorboard else {}
+    flags |= {"metrics.enable_wandb": "wandb"} if options.enable_wandb else {}
+    named = {f"metrics.trackers[{number}]": name for number, name in enumerate(options.trackers)}
+    return {place: name for place, name in named.items() if name not in flags.values()} | flags
+
+
 def sources_of(config: JobConfig, section: Literal["training", "validation"]) -> dict[str, DataSource]:
     """What a section reads, by the place that says it: its `sources`, or the one of dataset and dataset_path."""
     part = config.training if section == "training" else config.validation

@@ -1,7 +1,6 @@
-"""What a run says about itself: rates, memory and MFU, on the console, in metrics.jsonl, TensorBoard and W&B."""
+"""What a run says about itself: rates, memory and MFU, on the console, in metrics.jsonl and to trackers."""
 
 from torchtitan.metrics.logger import MetricsLogger
 from torchtitan.metrics.patience import PatientTracker
-from torchtitan.metrics.tracking import TensorBoard, TrackingError, WeightsAndBiases
 
-__all__ = ["MetricsLogger", "PatientTracker", "TensorBoard", "TrackingError", "WeightsAndBiases"]
+__all__ = ["MetricsLogger", "PatientTracker"]

@@ -19,7 +19,8 @@ import torch
 from torchtitan.metrics import console
 from torchtitan.metrics.device import find_peak, read_memory
 from torchtitan.metrics.json_lines import JsonLines, Record
-from torchtitan.metrics.tracking import Tracker
+from torchtitan.metrics.patience import PatientTracker
+from torchtitan.trackers.interface import Histogram
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +53,15 @@ class MetricsLogger:
         flops_per_token_causal: float,
         resume_step: int | None = None,
         tokens_seen: int = 0,
-        trackers: Sequence[Tracker] = (),
+        trackers: Sequence[PatientTracker] = (),
         color: bool = False,
         log_lr: bool = True,
+        histogram_freq: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.path = folder / "metrics.jsonl"
         self.log_freq, self.total_steps, self.world_size = log_freq, total_steps, world_size
+        self.histogram_freq = histogram_freq
         self.device, self.peak = device, find_peak(device, compute_dtype)
         self.num_parameters, self.full, self.causal = num_parameters, flops_per_token_full, flops_per_token_causal
         self.tokens_seen = tokens_seen
@@ -142,6 +145,14 @@ class MetricsLogger:
         self._write({"step": step, "validation_loss": loss}, {"validation_metrics/loss": loss})
         logger.info(console.validation_line(step, self.total_steps, loss, self._color))
 
+    def histograms_due(self, step: int) -> bool:
+        """Whether they are taken in the step, counted from 1, before its update."""
+        return self.histogram_freq > 0 and step % self.histogram_freq == 0
+
+    def record_histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
+        for tracker in self._trackers:
+            tracker.histograms(found, step)
+
     def record_event(self, step: int, event: str, told: Mapping[str, float | str]) -> None:
         """Something that happened to the run at the state after `step`."""
         if self._file:
@@ -198,7 +209,7 @@ class MetricsLogger:
 
 
 def tags_of(record: Record, world_size: int, flops_per_token_full: float) -> dict[str, float]:
-    """A record under torchtitan's names (tracking.py)."""
+    """A record under torchtitan's names (trackers/)."""
     per_device = record["tokens_per_second"] / world_size
     tags = {
         "loss_metrics/global_avg_loss": record["loss"],

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 
-from torchtitan.metrics.tracking import Tracker
+from torchtitan.trackers.interface import Histogram, Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class PatientTracker:
     ) -> None:
         self.name, self.make, self.pauses, self.close_seconds = name, make, pauses, close_seconds
         self.dropped = 0
-        self._waiting: queue.Queue[tuple[Mapping[str, float], int] | None] = queue.Queue(LONGEST_QUEUE)
+        self._waiting: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(LONGEST_QUEUE)
         self._leaving = threading.Event()
         self._tracker: Tracker | None = None
         # a daemon: one that blocks for ever does not keep the process
@@ -39,8 +39,14 @@ class PatientTracker:
         self._thread.start()
 
     def log(self, values: Mapping[str, float], step: int) -> None:
+        self._have(lambda tracker: tracker.log(values, step))
+
+    def histograms(self, found: Mapping[str, Histogram], step: int) -> None:
+        self._have(lambda tracker: tracker.histograms(found, step))
+
+    def _have(self, done: Callable[[Tracker], None]) -> None:
         try:
-            self._waiting.put_nowait((values, step))
+            self._waiting.put_nowait(done)
         except queue.Full:
             self.dropped += 1
             if self.dropped == 1:
@@ -60,8 +66,8 @@ class PatientTracker:
             logger.warning("%s lacks %d records; metrics.jsonl has them all", self.name, self.dropped)
 
     def _work(self) -> None:
-        while (record := self._waiting.get()) is not None:
-            if not self._try(lambda record=record: self._open().log(*record)):
+        while (wanted := self._waiting.get()) is not None:
+            if not self._try(lambda wanted=wanted: wanted(self._open())):
                 self.dropped += 1
             if self._leaving.is_set() and self._waiting.empty():
                 break

@@ -1,6 +1,5 @@
 """Rules on trackers, the profiler, checkpoints and folders, and on options that would do nothing."""
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,31 +7,22 @@ from pathlib import Path
 from torchtitan.checkpoint.counters import counters_of
 from torchtitan.checkpoint.kinds import Kind, find_weights
 from torchtitan.checkpoint.layout import NothingLoadable, newest_complete
-from torchtitan.config.options import Fault, show
+from torchtitan.config.job import trackers_of
+from torchtitan.config.options import Fault, hint, show
 from torchtitan.errors import JobError
 from torchtitan.models import CONFIGS, FROM_HF
 from torchtitan.models.hf.config import CONFIG
 from torchtitan.rules.facts import Facts
+from torchtitan.trackers import TRACKERS
 
 
 def trackers(facts: Facts) -> Iterator[Fault]:
-    if facts.config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
-        remedy = "pip install 'torchtitan-toml[wandb]', or leave it out"
-        yield facts.fault("metrics.enable_wandb", "with the wandb package only, which is not installed", remedy)
-    elif facts.config.metrics.enable_wandb and not _wandb_can_log_in():
-        allowed = "with a key of Weights & Biases only, for which it would ask where nobody answers"
-        remedy = "run wandb login once, set WANDB_API_KEY, or log to this machine with WANDB_MODE=offline"
-        yield facts.fault("metrics.enable_wandb", allowed, remedy)
-
-
-def _wandb_can_log_in() -> bool:
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE", "online") != "online":
-        return True
-    netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    try:
-        return "wandb" in netrc.read_text()
-    except OSError:
-        return False
+    for place, name in trackers_of(facts.config).items():
+        if name not in TRACKERS:
+            remedy = hint(name, TRACKERS, quote=True)
+            yield facts.fault(place, f"names of {', '.join(map(show, TRACKERS))}", remedy, given=show(name))
+        elif obstacle := TRACKERS[name].obstacle():
+            yield facts.fault(place, *obstacle)
 
 
 def needs_a_gpu(facts: Facts) -> Iterator[Fault]:
@@ -129,7 +119,7 @@ def export_has_a_form(facts: Facts) -> Iterator[Fault]:
 
 
 USED_BY_THE_RUN = {".", "model", "model_hf", "adapter", "config.toml", "starts", "last_checkpoint", "metrics.jsonl"}
-USED_BY_THE_RUN |= {"training.png", "wandb_run_id", "data"}
+USED_BY_THE_RUN |= {"training.png", "data", "logs", *(f"{name}_run_id" for name in TRACKERS)}
 
 
 def folders(facts: Facts) -> Iterator[Fault]:
@@ -198,6 +188,8 @@ def without_effect(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("debug.deterministic_warn_only", "false without debug.deterministic", "set both or neither")
     if config.metrics.save_for_all_ranks and not config.metrics.enable_tensorboard:
         yield facts.fault("metrics.save_for_all_ranks", "false without enable_tensorboard", "set both or neither")
+    if config.metrics.histogram_freq and "tensorboard" not in trackers_of(config).values():
+        yield facts.fault("metrics.histogram_freq", "0 without TensorBoard", "set metrics.enable_tensorboard too")
     options, key = config.checkpoint, "checkpoint."
     if options.export_dtype != "float32" and not options.last_save_model_only:
         yield facts.fault(key + "export_dtype", '"float32" without last_save_model_only', "set both or neither")

@@ -1,5 +1,7 @@
 """What a run shows and records of itself."""
 
+from dataclasses import field
+
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.sections.kinds import STRICT, NonNegative, Positive
@@ -15,6 +17,15 @@ class Metrics:
     """Folder of the events, inside job.dump_folder."""
     enable_wandb: bool = False
     """Log to Weights & Biases (needs `pip install 'torchtitan-toml[wandb]'`)."""
+    trackers: list[str] = field(default_factory=list)
+    """Where metrics go beside metrics.jsonl: "tensorboard", "wandb", "mlflow", "aim", or another of `torchtitan list
+    trackers`. The first two are also turned on by options of their own."""
+    histogram_freq: NonNegative = 0
+    """Histograms of all weights and gradients every this many steps, in TensorBoard; 0: none."""
+    log_timestamps: bool = False
+    """Begin each console line with date and time."""
+    log_files: bool = False
+    """Also write every rank's lines, with their times, to logs/ in job.dump_folder."""
     disable_color_printing: bool = False
     """Plain console lines. Colour is off anyway when the output is not a terminal."""
     save_for_all_ranks: bool = False

@@ -1,0 +1,62 @@
+"""The lines of a run: on the console those of the ranks that log; where they are asked for, a file for every rank."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from torchtitan.bars import set_aside
+from torchtitan.ranks import Ranks
+
+TIME = "%(asctime)s "
+
+
+class Lines(logging.StreamHandler):
+    """On a terminal, beside a progress bar and not through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with set_aside():
+            super().emit(record)
+
+
+class Short(logging.Formatter):
+    """Paths below the folder that the run was started in are said from there."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        here = os.path.join(os.getcwd(), "")
+        return super().format(record).replace(here, "") if here != os.sep else super().format(record)
+
+
+class LogFile(logging.FileHandler):
+    """On a disk that is full the run goes on without it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
+def set_up_logging(ranks: Ranks, timestamps: bool = False, folder: Path | None = None) -> None:
+    """Plain lines on stdout from the ranks that log; warnings of those and errors of all on stderr. With a `folder`,
+    everything that this rank says also goes there, with its time: what it crashed by, too."""
+    logger = logging.getLogger("torchtitan")
+    for handler in logger.handlers:
+        handler.close()
+    logger.handlers.clear()
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+    head = (TIME if timestamps else "") + ("" if ranks.is_main else f"[rank {ranks.rank}] ")
+    if ranks.logs:
+        out = Lines(sys.stdout)
+        out.setLevel(logging.INFO)
+        out.addFilter(lambda record: record.levelno < logging.WARNING)
+        out.setFormatter(Short(head + "%(message)s", "%Y-%m-%d %H:%M:%S"))
+        logger.addHandler(out)
+    err = Lines(sys.stderr)
+    err.setLevel(logging.WARNING if ranks.logs else logging.ERROR)
+    err.setFormatter(Short(head + "%(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
+    logger.addHandler(err)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = LogFile(folder / f"rank-{ranks.rank:05}.log", encoding="utf-8")
+        file.setFormatter(logging.Formatter(TIME + "%(levelname)s %(message)s"))
+        logger.addHandler(file)
+        logger.setLevel(logging.DEBUG)

@@ -1,0 +1,43 @@
+"""Histograms of a model's weights and gradients, whatever the plan: of whole tensors, one at a time on each rank."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from torchtitan.trackers.interface import Histogram
+
+BUCKETS = 64
+
+
+def histograms_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Histogram]:
+    """By tag, of what this rank's parts of the model have: `weights/NAME`, and `gradients/NAME` where there is one. All
+    ranks call it, as sharded tensors are made whole; packed weights have none.
+    """
+    found = {}
+    for name, parameter in parameters:
+        if parameter.is_floating_point():
+            found[f"weights/{name}"] = histogram(parameter.detach())
+            if parameter.grad is not None:
+                found[f"gradients/{name}"] = histogram(parameter.grad)
+    return found
+
+
+def of_all_ranks(found: dict[str, Histogram]) -> dict[str, Histogram]:
+    """On the first rank those of all parts of a pipeline; on the others nothing."""
+    if dist.get_world_size() == 1:
+        return found
+    gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(found, gathered)
+    return {tag: each for part in gathered or () for tag, each in part.items()}
+
+
+def histogram(tensor: torch.Tensor) -> Histogram:
+    whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float()
+    low, high = (float(value) for value in torch.aminmax(whole))
+    counts = torch.histc(whole, BUCKETS, low, high)
+    limits = torch.linspace(low, high, BUCKETS + 1, dtype=torch.float64)[1:]
+    squares = float(whole.double().square().sum())
+    total = float(whole.double().sum())
+    return Histogram(low, high, whole.numel(), total, squares, limits.tolist(), counts.long().tolist())
