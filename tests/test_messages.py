@@ -141,10 +141,10 @@ def test_a_slip_in_a_jobs_name(capsys):
     assert line == 'command line: given "debug_mode"; allowed: --section.key value; did you mean debug_model?'
 
 
-@pytest.mark.parametrize("command", ["preview", "generate", "convert"])
+@pytest.mark.parametrize("command", ["preview", "generate x", "convert x y"])
 def test_a_slip_in_a_commands_own_option(command, capsys):
     with pytest.raises(SystemExit) as left:
-        cli.main([command, "x", "y", "--sample", "1"])
+        cli.main([*command.split(), "--sample", "1"])
     assert left.value.code == 2 and "unrecognized arguments: --sample" in capsys.readouterr().err
 
 
