@@ -21,6 +21,7 @@ from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.models import SIZES
 from torchtitan.models.registry import MODELS
 from torchtitan.ranks import read_ranks
+from torchtitan.rules import check
 from torchtitan.trainer import Trainer
 
 SCALES = {f"layers.{layer}.ffn_norm.scale" for layer in range(4)}
@@ -200,6 +201,9 @@ def test_a_checkpoint_of_the_adapter_alone(tmp_path, texts, base, form, ranks, d
         other = dict(options, checkpoint__initial_load_path=folder / "checkpoint", checkpoint__initial_load_in_hf=False)
         with pytest.raises(AssertionError, match=r"it holds an adapter to the model that was in .*model.* another"):
             run_ranks(ranks, trained, arguments(tmp_path, texts, **other))
+        assert check(manager.load(arguments(tmp_path, texts, **options)), ranks, "cpu") == []
+        (fault,) = check(manager.load(arguments(tmp_path, texts, **other)), ranks, "cpu")  # before any rank is there
+        assert fault.key == "checkpoint.initial_load_path" and "an adapter to the model that was in" in str(fault)
 
 
 def test_whole_and_alone_are_told_apart(tmp_path, texts, base):

@@ -12,6 +12,7 @@ from tests.support import judged
 from tests.support.jobs import arguments, full, write_texts
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
+from torchtitan import cli
 from torchtitan.adapters.lora import LoRA
 from torchtitan.adapters.low_rank import LowRankLinear, Strength
 from torchtitan.adapters.relora import Restarts, begin_anew, due, largest, merge
@@ -87,6 +88,7 @@ def test_a_merge_changes_no_output(dtype, tolerance):
 def test_a_fresh_adapter_learns_from_the_first_step():
     """B first, and A from the second step on: both at zero would never move."""
     module, x = linear(), torch.randn(6, 8, dtype=torch.float64)
+    torch.testing.assert_close(module(x), x @ module.weight.T, rtol=1e-14, atol=1e-14)  # as it was
     optimizer = torch.optim.AdamW([module.lora_A, module.lora_B], lr=1e-2)
     for step in range(2):
         module(x).square().sum().backward()
@@ -169,8 +171,8 @@ def test_moments_of_zero_beside_an_old_count_make_a_long_step(reset_step, first)
 # The toy: a target of full rank, learned in few directions at a time
 
 
-def toy(relora, steps=600, n=32, rank=2, rate=1e-2):
-    """The squared distance to the target at the end, and the rank of what has been added."""
+def toy(relora, steps=600, n=32, rank=2, rate=1e-2, warmup=10, stop=None):
+    """The squared distance to the target at the end, or behind the step `stop`, and the rank of what has been added."""
     torch.manual_seed(0)
     sigma = torch.linspace(1, 0.2, n, dtype=torch.float64)
     u, v = (torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0] for _ in range(2))
@@ -184,10 +186,10 @@ def toy(relora, steps=600, n=32, rank=2, rate=1e-2):
     how = (
         dict(decay_type="cosine")
         if relora is None
-        else dict(decay_type="relora_cosine", cycle_length=relora.every, restart_warmup_steps=10)
+        else dict(decay_type="relora_cosine", cycle_length=relora.every, restart_warmup_steps=warmup)
     )
-    schedule, order = LRSchedule(steps, 10, **how), torch.Generator().manual_seed(1)
-    for step in range(steps):
+    schedule, order = LRSchedule(steps, warmup, **how), torch.Generator().manual_seed(1)
+    for step in range(steps if stop is None else stop):
         x = inputs[torch.randint(4096, (64,), generator=order)]
         (module(x) - x @ target.T).square().sum(1).mean().backward()
         optimizer.param_groups[0]["lr"] = rate * schedule.multiplier(step)
@@ -209,6 +211,17 @@ def test_restarts_learn_what_a_low_rank_cannot():
     assert joint < 2
     independent, _ = toy(Relora(every=50, reset="magnitude", mask="independent"))
     assert not independent < 1e3, "the reason why the choice is joint"
+
+
+def test_the_larger_toy():
+    floor = torch.linspace(1, 0.2, 64, dtype=torch.float64)[4:].square().sum().item()
+    assert floor > 20 * toy(Relora(every=100), steps=2000, n=64, rank=4, rate=3e-3, warmup=20)[0]
+
+
+def test_each_restart_adds_its_rank():
+    for stop, least, most in ((50, 2, 2), (52, 2, 4), (101, 4, 4), (152, 6, 8)):
+        assert least <= toy(Relora(every=50), stop=stop)[1] <= most, stop
+    assert toy(None, stop=152)[1] == 2
 
 
 # Jobs
@@ -291,6 +304,59 @@ def test_several_ranks_are_one(tmp_path, texts, degrees):
         assert changed == alone[0] and counts == alone[3]
         for name, weight in alone[2].items():
             assert abs(weights[name] - weight).max() <= 1e-3 * abs(weight).max() + 1e-6, name
+
+
+def test_all_that_is_wrong_with_a_job_is_said_at_once(tmp_path, texts, capsys):
+    """The list of those who bring such jobs: each line names an option, what it may be, and what to do."""
+    words = [*SOUND, "--adapter.rank=0", '--adapter.target=["*nothing*"]', "--adapter.save=alone"]
+    words[words.index("--adapter.kind=lora")] = "--adapter.kind=qlora"
+    words[words.index("--training.steps=40")] = "--training.steps=45"
+    words.remove("--lr_scheduler.restart_warmup_steps=5")
+    words += ["--checkpoint.enable", "--checkpoint.initial_load_path=nowhere", "--training.global_batch_size=9"]
+    assert cli.main(["check", *words, "--model.tokenizer_path=bytes"]) == 2
+    said = capsys.readouterr().err
+    for part in (
+        "adapter.rank: given 0; allowed: a whole number >= 1",
+        "lr_scheduler.cycle_length: given nothing; allowed: what divides the 45 steps in all",
+        "training.global_batch_size: given 9",
+        'checkpoint.initial_load_path: given "nowhere"; allowed: weights; nowhere: no such file or folder',
+    ):
+        assert part in said, said
+    words.remove("--adapter.rank=0")
+    words[words.index("--training.steps=45")] = "--training.steps=40"
+    assert cli.main(["check", *words, "--model.tokenizer_path=bytes"]) == 2
+    said = capsys.readouterr().err
+    for part in (
+        'adapter.target: given ["*nothing*"]; allowed: patterns that fit one of layers.*.attention.wq',
+        'adapter.relora.every: given 10; allowed: unset, except with adapter.kind = "lora"; each restart would round',
+        'adapter.save: given "alone"; allowed: "whole" with adapter.relora',
+        "lr_scheduler.restart_warmup_steps: given nothing",
+        "training.global_batch_size: given 9",
+        "checkpoint.initial_load_path",
+    ):
+        assert part in said, said
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--adapter.kind=dora"], "false with adapter.kind"),
+        (["--adapter.alpha=16.0"], "adapter.alpha: given 16.0; allowed: unset with adapter.train_scaling"),
+        (["--adapter.rslora"], "adapter.rslora: given true; allowed: unset with adapter.train_scaling"),
+        (
+            ["--adapter.last_save_in_peft", "--checkpoint.enable"],
+            "adapter.last_save_in_peft: given true; allowed: false with adapter.train_scaling",
+        ),
+        (
+            ["--model.name=deepseek", '--adapter.target=["*experts"]'],
+            "adapter.train_scaling: given true; allowed: false with layers.*",
+        ),
+    ],
+    ids=str,
+)
+def test_faults_of_a_trained_scale(words, said):
+    kind = [] if any("kind" in word for word in words) else ["--adapter.kind=lora"]
+    assert any(said in line for line in lines("--adapter.train_scaling", *kind, *words))
 
 
 def test_due():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import compare_relora
 from tests.support.jobs import full, logged_steps
 from tests.support.pool import run_ranks
 from tests.test_pretokenized import save
@@ -14,6 +15,7 @@ from torchtitan.commands.importing import translate
 from torchtitan.config import manager
 from torchtitan.importers.command_line import parse, split
 from torchtitan.ranks import read_ranks
+from torchtitan.rules import check
 from torchtitan.trainer import Trainer
 
 START, UPDATES, RUN = 20, 40, 23
@@ -56,6 +58,20 @@ def trained(argv):
     rows = logged_steps(trainer.folder)
     weights = {name: full(p.detach()).numpy() for name, p in trainer.model.named_parameters()}
     return trainer.accumulation, {row["step"]: (row["loss"], row["lr"]) for row in rows}, merges, weights
+
+
+@pytest.mark.parametrize("steps", [12, 300])
+def test_the_jobs_of_the_comparison_in_the_docs(tmp_path, steps):
+    for name, parts in compare_relora.jobs(steps).items():
+        start = None
+        for part in parts:
+            faults = check(manager.load(compare_relora.words(tmp_path / "run", part, start)), 1, "cpu")
+            assert {fault.key for fault in faults} <= {"checkpoint.initial_load_path"}, name  # which has yet to be made
+            start = tmp_path / "first"
+        assert part["training.steps"] == steps
+    rows = [{"loss": 2.0, "step_seconds": 0.5}, {"validation_loss": 1.5}]
+    made = compare_relora.table({"full": rows, "LoRA": rows}, {"full": 10**6, "LoRA": 10**6})
+    assert made.splitlines()[-1] == "| LoRA | 1.500 | 1.00 | 1.00 MB |"
 
 
 @pytest.fixture(scope="module")
