@@ -27,17 +27,21 @@ FLAGS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": 
 
 ADAM = dict(lr=0.01, decay=0.1, **SHARED)
 REFERENCES = {
+    "APOLLO": lambda p, flags: references.APOLLO(p, **ADAM, rank=2, gap=3),
     "Adafactor": lambda p, flags: references.Adafactor(p, 0.01, 0.1, beta1=0.8),
     "Adam": lambda p, flags: torch.optim.Adam(p, 0.01, (0.8, 0.9), 1e-6, 0.1, **flags),
     "AdamW": lambda p, flags: torch.optim.AdamW(p, 0.01, (0.8, 0.9), 1e-6, 0.1, **flags),
     "AdamW8bit": lambda p, flags: torch.optim.AdamW(p, 0.01, (0.8, 0.9), 1e-6, 0.1, **flags),
     "AdamWBF16": lambda p, flags: references.AdamW(p, **ADAM),
+    "GaLore": lambda p, flags: references.GaLore(p, **ADAM, rank=2, gap=3),
     "Lion": lambda p, flags: references.Lion(p, lr=0.01, beta1=0.8, beta2=0.9, decay=0.1),
     "Muon": lambda p, flags: references.Muon(p, **ADAM, momentum=0.7),
     "SGD": lambda p, flags: torch.optim.SGD(p, 0.01, 0.7, weight_decay=0.1, nesterov=True, **flags),
 }
 """Each optimizer made by hand, with the SETTINGS and OPTIONS of these tests."""
 OPTIONS = {
+    "APOLLO": {"rank": 2, "update_gap": 3, "targets": ["*"]},
+    "GaLore": {"rank": 2, "update_gap": 3, "targets": ["*"]},
     "Adafactor": {"beta1": 0.8},
     "Lion": {"beta1": 0.8, "beta2": 0.9},
     "Muon": {"momentum": 0.7, "targets": ["*"], "precision": "float32"},
@@ -79,7 +83,8 @@ def test_every_optimizer_has_a_reference():
 def test_equal_to_its_reference(name, implementation):
     ours, theirs = network(), network()
     train(ours, build_optimizers([ours], implementation=implementation, **options_of(name)))
-    reference = REFERENCES[name](theirs.parameters(), FLAGS[implementation])
+    parameters = theirs.named_parameters() if OPTIMIZERS[name].named else theirs.parameters()
+    reference = REFERENCES[name](parameters, FLAGS[implementation])
     train(theirs, reference)
     assert not same(ours, network())
     if isinstance(reference, torch.optim.Optimizer):

@@ -3,6 +3,7 @@
 import pytest
 
 from torchtitan.config.manager import load
+from torchtitan.config.options import ConfigError
 from torchtitan.rules import check
 
 
@@ -53,3 +54,74 @@ def test_accepted():
     assert not lines("--optimizer.name=AdamWBF16", "--training.dtype=bfloat16")
     assert not lines("--optimizer.name=Muon", "--adapter.kind=lora", "--adapter.rank=8")
     assert not lines("--optimizer.name=Muon", "--model.name=deepseek")
+
+
+GALORE = ["--optimizer.name=GaLore", "--model.flavor=debugmodel"]
+NOT_PROJECTED = {
+    "a rank that saves nothing": (
+        ["--optimizer.options={rank = 256}"],
+        "optimizer.options: given rank = 256; allowed: rank below 256, the longest short side of its matrices; ",
+    ),
+    "a rank above that of the adapter": (
+        ["--adapter.kind=lora", "--adapter.rank=8", "--optimizer.options={rank = 8}"],
+        "optimizer.options: given rank = 8; allowed: rank below 8, the longest short side of its matrices; lower it, ",
+    ),
+    "factors of both sides": (
+        ['--optimizer.options={rank = 8, residual = "fira", side = "full"}'],
+        'optimizer.options: given residual = "fira"; allowed: "none" with side = "full"; its factors are those of rows',
+    ),
+    "sums that cannot be turned": (
+        ['--optimizer.options={rank = 8, inner = "adafactor", state_on_refresh = "rotate"}'],
+        'optimizer.options: given state_on_refresh = "rotate"; allowed: keep or reset with inner = "adafactor"; ',
+    ),
+    "what is not read": (
+        ['--optimizer.options={rank = 8, inner = "adafactor"}', "--optimizer.beta2=0.9"],
+        'optimizer.beta2: given beta2 = 0.9; allowed: its default with inner = "adafactor", which does not read it',
+    ),
+    "float16": (
+        ["--optimizer.options={rank = 8}", "--training.dtype=float16"],
+        'training.dtype: given "float16"; allowed: one of "float32", "bfloat16"',
+    ),
+    "early steps and clipping": (
+        ["--optimizer.options={rank = 8}", "--optimizer.early_step_in_backward"],
+        "training.max_norm: given 1.0; allowed: 0 with optimizer.early_step_in_backward",
+    ),
+    "early steps and accumulation": (
+        [
+            "--optimizer.options={rank = 8}",
+            "--optimizer.early_step_in_backward",
+            "--training.max_norm=0",
+            "--training.global_batch_size=32",
+        ],
+        "training.global_batch_size: given 32; allowed: -1 or ",
+    ),
+    "no rank": (
+        ["--optimizer.options={rank = 0}"],
+        "optimizer.options: given rank = 0; allowed: rank = a whole number",
+    ),
+}
+
+
+@pytest.mark.parametrize("words, said", NOT_PROJECTED.values(), ids=NOT_PROJECTED)
+def test_refused_of_what_projects(words, said):
+    try:
+        found = lines(*GALORE, *words)
+    except ConfigError as error:
+        found = [str(fault).removeprefix("command line: ") for fault in error.faults]
+    assert len(found) == 1 and found[0].startswith(said), found
+
+
+def test_sides_that_are_sharded_can_be_refused():
+    words = [*GALORE, '--optimizer.options={rank = 8, on_conflict = "error"}']
+    assert not lines(*words)
+    (line,) = lines(*words, ranks=2)
+    assert line == (
+        'optimizer.options: given on_conflict = "error"; allowed: on_conflict = "gather" or "flip" for '
+        'layers.*.feed_forward.w2.weight; as FSDP shards rows; write side = "right" too'
+    )
+    assert not lines(*GALORE, '--optimizer.options={rank = 8, on_conflict = "error", side = "right"}', ranks=2)
+
+
+def test_an_adapter_of_more_than_the_rank_is_projected():
+    assert not lines(*GALORE, "--adapter.kind=lora", "--adapter.rank=8", "--optimizer.options={rank = 2}")
+    assert not lines("--optimizer.name=APOLLO", '--optimizer.options={rank = 1, per = "tensor", scale = 11.3}')

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from torchtitan.keyed import normal
+
 
 class InFloat64:
     """`names`: of the parameters, for what tells them apart."""
@@ -90,3 +92,38 @@ class Muon(InFloat64):
             square = x @ x.T
             x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
         return self.lr * 0.2 * max(gradient.shape) ** 0.5 * x
+
+
+class GaLore(InFloat64):
+    """arXiv:2403.03507, algorithm 2, on the short side of each matrix, at a scale of a quarter."""
+
+    def change(self, name, weight, gradient, state):
+        if gradient.dim() != 2:
+            return self.lr * self.adam(gradient, state)
+        tall = gradient.shape[0] >= gradient.shape[1]
+        seen = gradient if tall else gradient.T
+        if (self.count - 1) % self.options["gap"] == 0:
+            basis = torch.linalg.svd(seen)[2][: self.options["rank"]]
+            largest = basis.gather(1, basis.abs().argmax(1, keepdim=True))
+            state["basis"] = basis * largest.sign()
+        change = self.lr * 0.25 * self.adam(seen @ state["basis"].T, state) @ state["basis"]
+        return change if tall else change.T
+
+
+class APOLLO(InFloat64):
+    """arXiv:2412.05270, algorithm 1; the projection is drawn as the optimizer under test draws it."""
+
+    def change(self, name, weight, gradient, state):
+        if gradient.dim() != 2:
+            return self.lr * self.adam(gradient, state)
+        rank, (rows, columns) = self.options["rank"], gradient.shape
+        tall = rows >= columns
+        shape = (rank, columns) if tall else (rows, rank)
+        key = f"{name}/{(self.count - 1) // self.options['gap']}"
+        drawn = normal(key, (0, 0), shape, gradient.device).double() / rank**0.5
+        seen = gradient @ drawn.T if tall else drawn.T @ gradient
+        factors = self.adam(seen, state).norm(dim=int(tall), keepdim=True) / seen.norm(dim=int(tall), keepdim=True)
+        step = gradient * factors
+        norm, most = step.norm(), 1.01 * state.get("norm", torch.inf)
+        state["norm"] = min(norm, most)
+        return self.lr * step * (state["norm"] / norm)

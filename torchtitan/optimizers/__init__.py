@@ -25,6 +25,19 @@ def _by_shape(options: Mapping[str, Any]) -> None:
     """What an optimizer keeps for each of a parameter's values, where that is said by `held`."""
 
 
+def _one_sided(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    if options["residual"] == "fira" and options["side"] == "full":
+        yield "residual", '"none" with side = "full"', "its factors are those of rows or of columns"
+    if options["inner"] != "adafactor":
+        return
+    if options["state_on_refresh"] == "rotate":
+        yield "state_on_refresh", 'keep or reset with inner = "adafactor"', "sums of rows and columns cannot be turned"
+    for key, unread in (("beta2", 0.95), ("eps", 1e-8)):
+        if options[key] != unread:
+            yield key, 'its default with inner = "adafactor", which does not read it', "leave it out"
+
+
+Rank = Annotated[int, Field(ge=1)]
 TARGETS = Option(
     list[str], HIDDEN, "Which matrices, by their names; * stands for anything. All else steps as in AdamW."
 )
@@ -61,6 +74,50 @@ _own = {
         named=True,
         only_in="bfloat16",
         state=lambda options: 3 if options["rounding"] == "kahan" else 2,
+    ),
+    "APOLLO": OptimizerSpec(
+        make="torchtitan.optimizers.apollo:APOLLO",
+        shared=SHARED,
+        options={
+            "rank": Option(Rank, 128, "Directions that moments are kept in."),
+            "update_gap": Option(Rank, 200, "Steps with the same directions."),
+            "scale": Option(Annotated[float, Field(ge=0)], 1.0, "Of a matrix's step."),
+            "per": Option(Literal["channel", "tensor"], "channel", "What has a factor of its own."),
+            "targets": TARGETS,
+        },
+        named=True,
+        state=_by_shape,
+        held=sizes.apollo,
+        sums=True,
+    ),
+    "GaLore": OptimizerSpec(
+        make="torchtitan.optimizers.galore:GaLore",
+        shared=SHARED,
+        options={
+            "rank": Option(Rank, 128, "Directions that moments are kept in."),
+            "update_gap": Option(Rank, 200, "Steps from one basis to the next."),
+            "scale": Option(Annotated[float, Field(ge=0)], 0.25, "Of a matrix's step."),
+            "side": Option(
+                Literal["std", "reverse_std", "left", "right", "full"],
+                "std",
+                "What becomes short; std: the short side.",
+            ),
+            "targets": TARGETS,
+            "inner": Option(Literal["adamw", "adamw_8bit", "adafactor"], "adamw", "The moments, of all parameters."),
+            "basis": Option(Literal["gram", "svd", "rsvd", "power"], "gram", "How directions are found."),
+            "state_on_refresh": Option(Literal["keep", "rotate", "reset"], "keep", "The moments, with a new basis."),
+            "on_conflict": Option(
+                Literal["gather", "flip", "error"], "gather", "Where the side is sharded: sum, take the other, refuse."
+            ),
+            "stagger": Option(bool, False, "Find the matrices' bases in different steps."),
+            "adaptive_gap": Option(bool, False, "Twice as long where directions stay."),
+            "residual": Option(Literal["none", "fira"], "none", "fira: follow the rest of the gradient too."),
+        },
+        named=True,
+        state=_by_shape,
+        held=sizes.galore,
+        sums=True,
+        excluded=_one_sided,
     ),
     "Lion": OptimizerSpec(
         make="torchtitan.optimizers.lion:Lion",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from torchtitan.optimizers.patterns import taken
+from torchtitan.optimizers.patterns import projected_shape, sides, taken
 from torchtitan.optimizers.spec import Held
 
 BLOCK, SMALLEST = 256, 4096
@@ -32,3 +32,20 @@ def adafactor(options: Mapping[str, Any], name: str, shape: Shape) -> Held:
 
 def muon(options: Mapping[str, Any], name: str, shape: Shape) -> Held:
     return Held(values=prod(shape) * (1 if taken(name, shape, options["targets"]) else 2))
+
+
+INNER = {"adamw": adam, "adamw_8bit": adam_8bit, "adafactor": adafactor}
+
+
+def galore(options: Mapping[str, Any], name: str, shape: Shape) -> Held:
+    """Bases on every rank; the moments too, of a matrix whose projected side is sharded."""
+    found = sides(name, shape, options)
+    moments = INNER[options["inner"]](options, name, projected_shape(name, shape, options))
+    bases = options["rank"] * sum(shape[("left", "right").index(side)] for side in found)
+    limit = bool(found) and options["residual"] == "fira"
+    return moments.plus(Held(everywhere=bases, bytes=4 * limit))
+
+
+def apollo(options: Mapping[str, Any], name: str, shape: Shape) -> Held:
+    limit = bool(sides(name, shape, options))
+    return Held(values=2 * prod(projected_shape(name, shape, options)), bytes=4 * limit)

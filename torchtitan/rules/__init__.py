@@ -46,6 +46,7 @@ from torchtitan.rules.optimization import (
 )
 from torchtitan.rules.optimizers import (
     optimizer_has_matrices,
+    optimizer_projects_something,
     optimizer_reaches_the_other_ranks,
     optimizer_suits_the_precision,
 )
@@ -173,6 +174,7 @@ RULES: list[Rule] = [
     schedule_fits,
     optimizer_options,
     optimizer_has_matrices,
+    optimizer_projects_something,
     optimizer_suits_the_precision,
     optimizer_reaches_the_other_ranks,
     step_in_backward,

@@ -6,7 +6,7 @@ from typing import Any
 from torchtitan.adapters.targets import without_numbers
 from torchtitan.config.options import Fault, show
 from torchtitan.optimizers import OPTIMIZERS
-from torchtitan.optimizers.patterns import HIDDEN, taken
+from torchtitan.optimizers.patterns import HIDDEN, sides, taken
 from torchtitan.optimizers.spec import SHARED
 from torchtitan.rules.facts import Facts
 
@@ -34,6 +34,24 @@ def optimizer_has_matrices(facts: Facts) -> Iterator[Fault]:
         if not any(taken(name, shape, some) for name, shape in facts.matrices.items()):
             remedy = "correct or drop it" if some else 'or write optimizer.name = "AdamW"'
             yield facts.fault(OPTIONS, f"targets that fit one of {known}", remedy, given=f"targets = {show(some)}")
+
+
+def optimizer_projects_something(facts: Facts) -> Iterator[Fault]:
+    options = options_of_the_optimizer(facts)
+    if not options or "rank" not in options or "targets" not in options:
+        return
+    chosen = {name: shape for name, shape in facts.matrices.items() if taken(name, shape, options["targets"])}
+    projected = {name: sides(name, shape, options) for name, shape in chosen.items()}
+    rank = f"rank = {options['rank']}"
+    if chosen and not any(projected.values()):
+        longest = max(map(min, chosen.values()))
+        remedy = "lower it, or write another optimizer.name: with such a rank nothing is saved"
+        yield facts.fault(OPTIONS, f"rank below {longest}, the longest short side of its matrices", remedy, given=rank)
+    cut = [name for name, found in projected.items() if "left" in found]
+    if options.get("on_conflict") == "error" and cut and (facts.fsdp_shards or 1) > 1:
+        given, names = 'on_conflict = "error"', ", ".join(without_numbers(cut))
+        remedy = 'as FSDP shards rows; write side = "right" too'
+        yield facts.fault(OPTIONS, f'on_conflict = "gather" or "flip" for {names}', remedy, given=given)
 
 
 def optimizer_suits_the_precision(facts: Facts) -> Iterator[Fault]:

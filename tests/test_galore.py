@@ -1,0 +1,360 @@
+"""GaLore and APOLLO: what they are equal to, what they keep, and when their bases change."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import jobs
+from tests.support.pool import run_ranks
+from tests.test_own_optimizers import random
+from torchtitan import keyed
+from torchtitan.checkpoint.tensors import optimizer_state
+from torchtitan.errors import JobError
+from torchtitan.optimizers import bases, galore
+from torchtitan.optimizers.build import build_optimizers
+from torchtitan.optimizers.sizes import galore as held_by_galore
+
+ADAM = dict(beta1=0.9, beta2=0.999, eps=1e-8)
+PLAIN = dict(targets=["*"], scale=1.0, update_gap=10**6)
+
+
+class Matrix(nn.Module):
+    def __init__(self, *shape, bias=0):
+        super().__init__()
+        self.weight = nn.Parameter(random(*shape, dtype=torch.float64))
+        if bias:
+            self.bias = nn.Parameter(random(bias, seed=5, dtype=torch.float64))
+
+
+def made(model, name="GaLore", lr=0.01, decay=0.1, **options):
+    settings = dict(shared=ADAM, weight_decay=decay, options=options)
+    return build_optimizers([model], name=name, lr=lr, **settings).optimizers[0]
+
+
+def stepped(model, optimizer, steps=5, gradient=lambda step, p: random(*p.shape, seed=step, dtype=p.dtype)):
+    for step in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = gradient(step, parameter)
+        optimizer.step()
+    return model
+
+
+def orthogonal(n, seed=3):
+    return torch.linalg.qr(random(n, n, seed=seed, dtype=torch.float64))[0]
+
+
+@pytest.fixture
+def basis(monkeypatch):
+    """Whatever the rank, matrices are projected on the right side, by the basis that is set here."""
+    held = {}
+    monkeypatch.setattr(galore, "sides", lambda name, shape, options: ("right",) if len(shape) == 2 else ())
+    monkeypatch.setattr(bases, "fit", lambda *args: held["basis"])
+    return held
+
+
+@pytest.mark.parametrize("inner", ["adamw", "adamw_8bit"])
+def test_with_the_identity_for_a_basis_it_is_adamw_bit_for_bit(basis, inner):
+    basis["basis"] = torch.eye(6, dtype=torch.float64)
+    ours, theirs = Matrix(9, 6, bias=4), Matrix(9, 6, bias=4)
+    stepped(ours, made(ours, rank=6, inner=inner, **PLAIN))
+    stepped(theirs, torch.optim.AdamW(theirs.parameters(), 0.01, (0.9, 0.999), 1e-8, 0.1, foreach=False))
+    assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
+
+
+def test_with_a_square_basis_it_is_adamw_of_the_turned_weight(basis):
+    basis["basis"] = turn = orthogonal(6)
+    ours, turned, plain = Matrix(9, 6), Matrix(9, 6), Matrix(9, 6)
+    turned.weight.data = turned.weight.data @ turn.T
+    stepped(ours, made(ours, rank=6, **PLAIN))
+    stepped(
+        turned, made(turned, name="AdamW"), gradient=lambda step, p: random(9, 6, seed=step, dtype=p.dtype) @ turn.T
+    )
+    stepped(plain, made(plain, name="AdamW"))
+    assert (ours.weight @ turn.T - turned.weight).abs().max() < 1e-14
+    assert (ours.weight - plain.weight).abs().max() > 1e-3
+
+
+def test_signs_of_a_basis_change_nothing_until_it_is_found_anew(basis):
+    fixed, signs = orthogonal(6)[:3], torch.tensor([1.0, -1.0, -1.0], dtype=torch.float64)[:, None]
+    found = []
+    for turn in (fixed, signs * fixed):
+        basis["basis"] = turn
+        model = Matrix(9, 6)
+        found.append(stepped(model, made(model, rank=3, **PLAIN)).weight)
+    assert torch.equal(*found)
+    options = PLAIN | dict(update_gap=2)
+    model = Matrix(9, 6)
+    optimizer = made(model, rank=3, **options)
+    for step in range(4):
+        basis["basis"] = fixed if step < 2 else signs * fixed
+        model.weight.grad = random(9, 6, seed=step, dtype=torch.float64)
+        optimizer.step()
+    basis["basis"] = fixed
+    other = Matrix(9, 6)
+    stepped(other, made(other, rank=3, **options), steps=4)
+    assert not torch.equal(model.weight, other.weight)
+
+
+def test_moments_that_turn_with_the_basis_do_not_see_it_turn(basis):
+    """The second moment's rotation is one of squares: exact where directions only change places and signs."""
+    places = torch.eye(6, dtype=torch.float64)[[2, 0, 1, 5, 4, 3]] * torch.tensor([1.0, -1, 1, -1, -1, 1])[:, None]
+    found = []
+    for how in ("rotate", "keep", "reset"):
+        model = Matrix(9, 6)
+        optimizer = made(model, rank=6, state_on_refresh=how, **PLAIN | dict(update_gap=2))
+        for step in range(4):
+            basis["basis"] = torch.eye(6, dtype=torch.float64) if step < 2 else places.double()
+            model.weight.grad = random(9, 6, seed=step, dtype=torch.float64)
+            optimizer.step()
+        found.append(model.weight)
+    model = Matrix(9, 6)
+    plain = stepped(model, made(model, name="AdamW"), steps=4).weight
+    torch.testing.assert_close(found[0], plain, rtol=1e-14, atol=1e-15)
+    assert all((other - plain).abs().max() > 1e-4 for other in found[1:])
+
+
+@pytest.mark.parametrize("side, shape", [("std", (20, 12)), ("std", (12, 20)), ("left", (20, 12)), ("full", (12, 20))])
+def test_each_period_moves_a_weight_in_few_directions(side, shape):
+    model = Matrix(*shape)
+    optimizer = made(model, rank=2, decay=0.0, targets=["*"], side=side, update_gap=4)
+    begun = model.weight.detach().clone()
+    for period in range(1, 4):
+        stepped(
+            model, optimizer, 4, lambda step, p, first=10 * period: random(*shape, seed=first + step, dtype=p.dtype)
+        )
+        change = model.weight.detach() - begun
+        assert torch.linalg.matrix_rank(change, rtol=1e-9) == 2 * period
+    state = optimizer.state[model.weight]
+    assert state["updates"] == state["refresh_at"] == 12
+
+
+def test_what_it_keeps_is_what_the_formula_says():
+    """rank x short + 2 x rank x long of a matrix, two of everything else; in 8 bits a 256th of the scales beside."""
+    model = nn.ModuleDict({"attention": nn.Linear(1024, 512), "output": nn.Linear(32, 8)})
+    for inner, size in (("adamw", 4), ("adamw_8bit", 1 + 4 / 256)):
+        options = dict(rank=64, inner=inner)
+        optimizer = made(model, **options)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        tensors, _ = optimizer_state([model], [optimizer])
+        found = sum(tensor.nbytes for tensor in tensors.values())
+        assert found == 4 * 64 * 512 + size * 2 * 64 * 1024 + 4 * 2 * (512 + 32 * 8 + 8)
+        full = dict(targets=["*attention*"], side="std", residual="none") | options
+        held = [held_by_galore(full, name, tuple(p.shape)) for name, p in model.named_parameters()]
+        assert found == sum(4 * each.values + each.bytes + 4 * each.everywhere for each in held)
+
+
+@pytest.mark.parametrize("method", bases.METHODS)
+@pytest.mark.parametrize("shape", [(30, 20), (20, 30)])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_every_method_finds_the_directions_of_the_largest_singular_values(method, shape, side):
+    left, _, right = torch.linalg.svd(random(*shape, dtype=torch.float64), full_matrices=False)
+    sizes = torch.cat([torch.linspace(10, 5, 4), torch.linspace(0.1, 0.01, 16)]).double()
+    matrix = left @ torch.diag(sizes) @ right
+    noise = lambda wanted: keyed.normal("x", (0, 0), wanted, matrix.device)  # noqa: E731
+    found = bases.fit(method, matrix, side, 4, None, noise)
+    if method == "power":
+        found = bases.fit(method, matrix, side, 4, found, noise)
+    rows, wanted = (found, right[:4]) if side == "right" else (found.T, left.T[:4])
+    cosines = torch.linalg.svdvals(rows @ wanted.T)
+    assert math.sqrt(max(0.0, 1 - cosines.min().item() ** 2)) < 1e-5
+    torch.testing.assert_close(rows @ rows.T, torch.eye(4, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert (rows.gather(1, rows.abs().argmax(1, keepdim=True)) > 0).all()
+    assert torch.linalg.vector_norm((rows * wanted).sum(1).abs() - 1) < 1e-5, "in the order of their sizes"
+
+
+@pytest.mark.parametrize("options, due", [({}, [0, 5, 10]), ({"stagger": True}, None)])
+def test_bases_are_found_every_so_many_updates(monkeypatch, options, due):
+    fitted, fit = [], bases.fit
+    monkeypatch.setattr(
+        bases, "fit", lambda *args: fitted.append(optimizer.state[model.weight]["updates"]) or fit(*args)
+    )
+    model = Matrix(9, 6)
+    optimizer = made(model, rank=2, targets=["*"], update_gap=5, **options)
+    stepped(model, optimizer, 12)
+    if due is None:
+        assert fitted[0] == 0 and len(fitted) in (3, 4) and {b - a for a, b in pairwise(fitted[1:])} == {5}
+    else:
+        assert fitted == due and len(fitted) == math.ceil(12 / 5)
+
+
+def test_directions_that_stay_are_looked_for_less_often():
+    model = Matrix(9, 6)
+    optimizer = made(model, rank=2, targets=["*"], update_gap=2, adaptive_gap=True)
+    stays = random(9, 6, dtype=torch.float64)
+    stepped(model, optimizer, 12, lambda step, p: stays.clone())
+    assert optimizer.state[model.weight]["gap"] == 4
+    other = Matrix(9, 6)
+    optimizer = made(other, rank=1, targets=["*"], update_gap=2, adaptive_gap=True)
+    turning = [orthogonal(9, seed)[:, :6] for seed in range(12)]
+    stepped(
+        other, optimizer, 12, lambda step, p: torch.outer(turning[step][:, 0], torch.eye(6).double()[step // 2 % 6])
+    )
+    assert optimizer.state[other.weight]["gap"] == 2
+
+
+@pytest.mark.parametrize("side, shape, kept", [("reverse_std", (20, 12), "left"), ("reverse_std", (12, 20), "right")])
+def test_the_long_side_can_be_projected_and_vectors_never_are(side, shape, kept):
+    model = Matrix(*shape, bias=30)
+    optimizer = made(model, rank=11, targets=["*"], side=side)
+    gradients = {}
+
+    def gradient(step, parameter):
+        gradients[parameter] = random(*parameter.shape, seed=step, dtype=parameter.dtype)
+        return gradients[parameter].clone()
+
+    stepped(model, optimizer, 3, gradient)
+    assert kept in optimizer.state[model.weight] and optimizer.state[model.weight]["exp_avg"].numel() == 11 * 12
+    assert set(optimizer.state[model.bias]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert all(torch.equal(p.grad, gradients[p]) for p in model.parameters())
+
+
+def test_a_rank_of_the_short_side_projects_nothing():
+    ours, theirs = Matrix(9, 6), Matrix(9, 6)
+    stepped(ours, made(ours, rank=6, targets=["*"]))
+    stepped(theirs, made(theirs, name="AdamW"))
+    torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+def test_gradients_without_directions_leave_the_basis(bad):
+    model = Matrix(9, 6)
+    optimizer = made(model, rank=2, decay=0.0, targets=["*"], update_gap=2)
+    begun = model.weight.detach().clone()
+    stepped(model, optimizer, 1, lambda step, p: torch.full_like(p, bad))
+    state = optimizer.state[model.weight]
+    assert torch.equal(model.weight, begun) and not state["fitted"] and state["updates"] == state["step"] == 0
+    stepped(model, optimizer, 2)
+    basis = state["right"].clone()
+    stepped(model, optimizer, 1, lambda step, p: torch.full_like(p, bad))
+    assert torch.equal(state["right"], basis) and state["skipped"] == 1 and state["refresh_at"] == 4
+
+
+def test_without_a_scale_weights_only_decay():
+    model = Matrix(9, 6)
+    begun = model.weight.detach().clone()
+    stepped(model, made(model, rank=2, targets=["*"], scale=0.0), 7)
+    torch.testing.assert_close(model.weight.detach(), begun * (1 - 0.01 * 0.1) ** 7, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(9, 6), (6, 9)])
+def test_fira_follows_the_rest_by_the_same_factors(shape):
+    """Against the paper's equations, with the limit on the growth of what is outside."""
+    model, (rows, columns) = Matrix(*shape), shape
+    optimizer = made(model, rank=2, residual="fira", decay=0.0, targets=["*"], scale=0.5)
+    weight, m, v, last = model.weight.detach().clone(), 0.0, 0.0, None
+    for t in range(1, 6):
+        gradient = t**2 * random(*shape, seed=t, dtype=torch.float64)
+        model.weight.grad = gradient.clone()
+        optimizer.step()
+        if t == 1:
+            left, _, right = torch.linalg.svd(gradient)
+        p = left[:, :2] if rows < columns else right[:2].T
+        seen = p.T @ gradient if rows < columns else (gradient @ p).T  # [2, long]
+        m, v = 0.9 * m + 0.1 * seen, 0.999 * v + 0.001 * seen**2
+        n = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+        inside = gradient if rows < columns else gradient.T
+        rest = (inside - p @ seen) * n.norm(dim=0) / seen.norm(dim=0)
+        norm = rest.norm()
+        if last is not None and norm > 1.01 * last:
+            rest, norm = rest / norm * 1.01 * last, 1.01 * last
+        last = norm
+        change = p @ n + rest
+        weight -= 0.01 * 0.5 * (change if rows < columns else change.T)
+        torch.testing.assert_close(model.weight.detach(), weight, rtol=1e-6, atol=1e-8)  # the norm is kept in float32
+
+
+@pytest.mark.parametrize("per", ["channel", "tensor"])
+@pytest.mark.parametrize("shape", [(9, 6), (6, 9)])
+def test_apollo_stretches_the_raw_gradient(shape, per):
+    """Algorithm 1 of the paper in float64."""
+    model, (rows, columns) = Matrix(*shape), shape
+    optimizer = made(model, name="APOLLO", rank=3, per=per, scale=2.0, update_gap=2, decay=0.0, targets=["*"])
+    weight, m, v, last = model.weight.detach().clone(), 0.0, 0.0, None
+    for t in range(1, 6):
+        gradient = (1 + t) * random(*shape, seed=t, dtype=torch.float64)
+        model.weight.grad = gradient.clone()
+        optimizer.step()
+        size = (rows, 3) if rows < columns else (3, columns)
+        p = keyed.normal(f"weight/{(t - 1) // 2}", (0, 0), size, gradient.device).double() / 3**0.5
+        seen = p.T @ gradient if rows < columns else gradient @ p.T
+        m, v = 0.9 * m + 0.1 * seen, 0.999 * v + 0.001 * seen**2
+        n = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+        axis = 0 if rows < columns else 1
+        factor = n.norm(dim=axis, keepdim=True) / seen.norm(dim=axis, keepdim=True)
+        step = gradient * (factor if per == "channel" else n.norm() / seen.norm())
+        norm = step.norm()
+        if last is not None and norm > 1.01 * last:
+            step, norm = step / norm * 1.01 * last, 1.01 * last
+        last = norm
+        weight -= 0.01 * 2.0 * step
+        torch.testing.assert_close(model.weight.detach(), weight, rtol=1e-6, atol=1e-7)
+    assert set(optimizer.state[model.weight]) == {"step", "norm", "exp_avg", "exp_avg_sq"}
+
+
+def distance_left(**options):
+    """LT(32, 2, 600) of the ReLoRA tests: how far from a target of full rank, from 13.3."""
+    n, steps = 32, 600
+    torch.manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0] for _ in range(2))
+    model = Matrix(n, n)
+    start = torch.randn(n, n, dtype=torch.float64) / n**0.5
+    target = start + u @ torch.diag(torch.linspace(1, 0.2, n, dtype=torch.float64)) @ v.T
+    model.weight.data = start.clone()
+    x = torch.randn(4096, n, dtype=torch.float64)
+    batches = torch.Generator().manual_seed(1)
+    optimizer = made(model, lr=1e-2, decay=0.0, rank=2, targets=["*"], scale=1.0, **options)
+    for step in range(steps):
+        warm = min(1.0, (step + 1) / 10)
+        optimizer.param_groups[0]["lr"] = 1e-2 * warm * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        rows = x[torch.randint(0, 4096, (64,), generator=batches)]
+        error = rows @ (model.weight.detach() - target).T
+        model.weight.grad = 2 * error.T @ rows / 64
+        optimizer.step()
+    change = model.weight.detach() - start
+    return (model.weight.detach() - target).square().sum().item(), torch.linalg.matrix_rank(change, rtol=1e-9).item()
+
+
+def test_more_periods_reach_further_and_further_than_one():
+    never, rank = distance_left(update_gap=10**6)
+    seldom, of_six = distance_left(update_gap=100)
+    often, full = distance_left(update_gap=20)
+    assert (rank, of_six, full) == (2, 12, 32)
+    assert never > 11.39, "the best that rank 2 can do"
+    assert seldom < 0.7 * never and often < 0.3 * never
+    for how in ("rotate", "reset"):
+        assert distance_left(update_gap=20, state_on_refresh=how)[0] < often
+
+
+def test_what_is_in_no_plan_is_an_error():
+    with pytest.raises(JobError, match="rank = 0"):
+        made(Matrix(9, 6), rank=0)
+
+
+def trained(argv):
+    rows = jobs.train(argv)[0]
+    return [row["loss"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "options", ["{rank = 4, update_gap = 4}", '{rank = 4, update_gap = 4, inner = "adamw_8bit", residual = "fira"}']
+)
+def test_a_run_goes_on_in_the_middle_of_a_period_on_other_ranks(options, tmp_path):
+    """Two steps on two ranks, one on one, three on four: the losses of six steps on one."""
+    texts = jobs.write_texts(tmp_path / "data")
+
+    def job(folder, **more):
+        words = dict(optimizer__name="GaLore", optimizer__options=options, optimizer__lr=1e-2, training__steps=6)
+        words |= dict(checkpoint__enable=True, checkpoint__interval=1, training__global_batch_size=8)
+        return jobs.arguments(tmp_path / folder, texts, **(words | more))
+
+    (straight,) = run_ranks(1, trained, job("straight", training__local_batch_size=8))
+    found = []
+    for ranks, until in ((2, 2), (1, 3), (4, 6)):
+        more = dict(training__local_batch_size=8 // ranks, training__steps=until, lr_scheduler__total_steps=6)
+        found += run_ranks(ranks, trained, job("moved", **more))[0]
+    assert found[-6:] == pytest.approx(straight, rel=1e-4)

@@ -1,0 +1,54 @@
+"""APOLLO (arXiv:2412.05270): Adam's moments of a random projection of a matrix say by how much each of its rows or
+columns is to be stretched, and the raw gradient, so stretched, is the step. No singular vectors and nothing to keep of
+the projection: it follows from the matrix's name and the number of the refresh.
+
+`per = "tensor"` has one factor for the whole matrix, with which a rank of 1 does (APOLLO-Mini; its scale is sqrt(128)).
+"""
+
+from typing import Any
+
+import torch
+
+from torchtitan import keyed
+from torchtitan.optimizers import moments
+from torchtitan.optimizers.by_parameter import ByParameter, add, gradient_of, plain_change
+from torchtitan.optimizers.layout import Layout
+from torchtitan.optimizers.moments import Options, State
+from torchtitan.optimizers.patterns import sides
+from torchtitan.optimizers.projection import Projection, factors, limited
+
+
+class APOLLO(ByParameter):
+    adam = moments.Adam()
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, **options: Any) -> None:
+        self.options = options
+        super().__init__(groups, lr=lr, **{key: options[key] for key in ("beta1", "beta2", "eps")})
+
+    def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
+        kept, side = 1 - group["lr"] * group["weight_decay"], sides(name, tuple(parameter.shape), self.options)
+        if not side:
+            add(parameter, plain_change(self.adam, parameter, state, group), kept)
+            return
+        projection = self.projection(name, parameter, state.get("step", 0) // self.options["update_gap"], side[0])
+        if not state:
+            state["norm"] = torch.zeros((), device=parameter.device)
+            self.adam.begin(state, projection.low, group, parameter.dtype, parameter.device)
+        gradient = gradient_of(parameter)
+        low = projection.down(gradient)
+        direction = self.adam.change(low, projection.low, state, group, 1.0)
+        step = gradient * self.stretch(direction, low, projection.low, side[0])
+        add(parameter, limited(step, projection.layout, state, "norm"), kept, -group["lr"] * self.options["scale"])
+
+    def projection(self, name: str, parameter: torch.Tensor, refresh: int, side: str) -> Projection:
+        """Normal with variance 1 / rank, so that lengths stay on average."""
+        rank, (rows, columns) = self.options["rank"], parameter.shape
+        shape = (rows, rank) if side == "left" else (rank, columns)
+        basis = keyed.normal(f"{name}/{refresh}", (0, 0), shape, parameter.device) / rank**0.5
+        return Projection(Layout.of(parameter), **{side: basis})
+
+    def stretch(self, direction: torch.Tensor, low: torch.Tensor, layout: Layout, side: str) -> torch.Tensor:
+        if self.options["per"] == "channel":
+            return factors(direction, low, 0 if side == "left" else 1)
+        after, before = (layout.summed(each.square().sum()).sqrt() for each in (direction, low))
+        return torch.where(before > 0, after / before, 0)
