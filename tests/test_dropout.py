@@ -17,7 +17,7 @@ from torchtitan.models.dropout import Dropout, layer_keys, token_keys
 from torchtitan.models.registry import MODELS
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
 from torchtitan.parallelisms.pipeline.overlap.merging import Loop, alone
-from torchtitan.parallelisms.pipeline.overlap.programs import context_of, programs_of
+from torchtitan.parallelisms.pipeline.overlap.programs import programs_of
 from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists, Policy
 
 SAMPLES, LENGTH, WIDTH = 64, 32, 128
@@ -121,7 +121,7 @@ def test_segments_drop_what_the_forward_drops(policy):
     again, _ = model_and_batch()
     tokens, rest = batch["tokens"], {name: x for name, x in batch.items() if name != "tokens"}
     lists = NodeLists(programs_of(again), policy)
-    chunk, loop = Chunk(lists, NoExchange(), tokens, context_of(again, 1, tokens, **rest)), Loop()
+    chunk, loop = Chunk(lists, NoExchange(), tokens, again.context(tokens, **rest)), Loop()
     loop.run(alone(lists.forward), lambda: chunk)
     chunk.output.backward()
     chunk.start_backward(None)

@@ -21,6 +21,7 @@ from tests.test_combinations import DTYPE, TOLERANCE, batch, build_plain, plain_
 from torchtitan.initialization import clean_name, initialize
 from torchtitan.loss import IGNORE_INDEX
 from torchtitan.models.registry import MODELS
+from torchtitan.parallelisms.context.kernel import counted
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES
@@ -87,6 +88,7 @@ def local_batches(row: Combination, mesh: DeviceMesh) -> tuple[list[dict[str, to
     mine = {name: everything[name][dims.dp_rank(mesh) :: dims.dp] for name in names}
     pieces = [tensor.chunk(row.accumulation) for tensor in mine.values()]
     batches = [dict(zip(names, piece, strict=True)) for piece in zip(*pieces, strict=True)]
+    batches = [{"positions": counted(each["tokens"])} | each for each in batches]
     return batches, int((everything["labels"] != IGNORE_INDEX).sum())
 
 

@@ -25,11 +25,12 @@ from torchtitan.models.moe import balance
 from torchtitan.models.moe.layer import MoE, MoEBlock
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.registry import MODELS
+from torchtitan.parallelisms.context.kernel import counted
 from torchtitan.parallelisms.experts.expert_parallel import apply_expert_parallel
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
 from torchtitan.parallelisms.pipeline.overlap.merging import Loop, alone
-from torchtitan.parallelisms.pipeline.overlap.programs import context_of, programs_of
+from torchtitan.parallelisms.pipeline.overlap.programs import programs_of
 from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists
 from torchtitan.parallelisms.steps import Segment, Stepwise, require_steps
 
@@ -97,7 +98,7 @@ def by_segments(model, inputs, policy, transport, split):
     lists = NodeLists(programs_of(model), policy)
     inputs = dict(inputs)
     tokens = inputs.pop("tokens")
-    chunk, loop = Chunk(lists, transport, tokens, context_of(model, 1, tokens, **inputs)), Loop()
+    chunk, loop = Chunk(lists, transport, tokens, model.context(tokens, **inputs)), Loop()
     loop.run(alone(lists.forward), lambda: chunk)
     loss = chunk.output
     (0.05 * loss).backward()
@@ -131,9 +132,10 @@ def test_a_part_without_ends_hands_hidden_states_on():
     model.tok_embeddings = model.norm = model.output = None
     x = torch.randn(1, 6, 16, dtype=torch.float64)
     lists = NodeLists(programs_of(model), POLICIES["none"])
-    chunk = Chunk(lists, NoExchange(), x, context_of(model, 2, x[:, :3]))
+    positions = counted(x)
+    chunk = Chunk(lists, NoExchange(), x, model.context(x[:, :3], positions))
     Loop().run(alone(lists.forward), lambda: chunk)
-    assert torch.allclose(chunk.output, model(x))
+    assert torch.allclose(chunk.output, model(x, positions))
 
 
 def split_over_two(name, policy):

@@ -17,12 +17,13 @@ from tests.combinations import Combination
 from tests.support.jobs import full
 from tests.support.pool import run_ranks
 from torchtitan.initialization import Normal, initialize
+from torchtitan.limits import LimitError
 from torchtitan.loss import SummedCrossEntropy
 from torchtitan.models import SIZES
 from torchtitan.models.llama.plan import PLAN
 from torchtitan.models.registry import MODELS
 from torchtitan.parallelisms import tensor_parallel
-from torchtitan.parallelisms.degrees import LimitError
+from torchtitan.parallelisms.context.kernel import counted
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize, uses_fully_shard
 from torchtitan.parallelisms.plan import ParallelPlan
@@ -164,8 +165,7 @@ def other_model(plan=None):
     initialize(model, 3, lambda name: Normal(0.3))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, WORDS, (BATCH, LENGTH + 1), generator=generator)
-    positions = None if plan else torch.arange(LENGTH)[None]
-    loss = model(tokens[:, :-1], positions=positions, labels=tokens[:, 1:])
+    loss = model(tokens[:, :-1], positions=counted(tokens[:, :-1]), labels=tokens[:, 1:])
     loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -234,8 +234,7 @@ def gradients_with_more(plan=None):
         model.to_empty(device="cpu")
     initialize(model, 3, lambda name: Normal(0.3))
     tokens = torch.randint(0, WORDS, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(LENGTH)[None] if plan is None else None
-    model(tokens[:, :-1], positions=positions, labels=tokens[:, 1:]).backward()
+    model(tokens[:, :-1], positions=counted(tokens[:, :-1]), labels=tokens[:, 1:]).backward()
     return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
 
 
@@ -317,12 +316,13 @@ def run_parts(cuts, options):
     ]
     sent, shapes = [], []
     x = everything["tokens"]
+    positions = counted(x)
     for part in parts[:-1]:
-        out = part(x)
+        out = part(x, positions)
         shapes.append((type(out), tuple(out.shape)))
         x = out.detach().requires_grad_()
         sent.append((out, x))
-    loss = parts[-1](x, labels=everything["labels"])
+    loss = parts[-1](x, positions, labels=everything["labels"])
     loss.backward()
     for out, received in reversed(sent):
         out.backward(received.grad)
@@ -352,10 +352,11 @@ def split_backward(num_chunks, options):
     mesh, dims = meshed(2)
     part = split(mesh, dims, 2, 4, options, precision="float64", loss_chunks=num_chunks)
     x, labels = last_part_inputs()
+    positions = counted(x)
     if options.get("sequence_parallel", True):
         x = x.chunk(2, dim=1)[mesh["tp"].get_local_rank()]
     x = x.clone().requires_grad_()
-    loss = part(x, labels=labels)
+    loss = part(x, positions, labels=labels)
     (input_grad,), groups = stage_backward_input([loss], None, [x], iter(part.parameters()))
     before = [name for name, p in part.named_parameters() if p.grad is not None]
     stage_backward_weight(iter(part.parameters()), groups)
@@ -376,7 +377,7 @@ def test_backward_of_inputs_and_of_weights_apart(num_chunks, options):
     part = initialized(plain(2, 4, precision="float64"))
     x, labels = last_part_inputs()
     x.requires_grad_()
-    part(x, labels=labels).backward()
+    part(x, counted(x), labels=labels).backward()
     answers = run_ranks(2, split_backward, num_chunks, options)
     whole = torch.cat([answer[0] for answer in answers], dim=1) if options != dict(sequence_parallel=False) else None
     torch.testing.assert_close(answers[1][0] if whole is None else whole, x.grad, rtol=1e-10, atol=1e-14)

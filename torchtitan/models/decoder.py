@@ -17,7 +17,7 @@ from torch import nn
 from torchtitan.initialization import Constant, Init, Normal
 from torchtitan.models.dropout import Dropout, layer_keys
 from torchtitan.models.layers import AttentionKernel, RMSNorm, Shared, SwiGLU, autocast_dtype
-from torchtitan.parallelisms.context.kernel import Tokens
+from torchtitan.parallelisms.context.kernel import Tokens, counted
 from torchtitan.parallelisms.steps import Chain, Notes, Segment, Stepwise
 
 
@@ -143,8 +143,8 @@ class Decoder(nn.Module):
         """tokens [B, S] (hidden states [B, S, D] where the embedding is cut off) -> logits [B, S, V] (hidden states
         where the head is). With what the loss reads (labels [B, S]): the sum of losses, a scalar.
 
-        positions [B, S] default to 0..S-1. With document_ids [B, S], tokens see only their own document. keys [B, S]:
-        of the tokens' draws, for a model with dropout in training (dropout.token_keys).
+        positions [B or 1, S] default to 0..S-1. With document_ids [B, S], tokens see only their own document. keys
+        [B, S]: of the tokens' draws, for a model with dropout in training (dropout.token_keys).
         """
         shared = self.shared(tokens, positions, document_ids, keys)
         x = tokens if self.tok_embeddings is None else self.enter(tokens, shared)  # [B, S, D]
@@ -192,7 +192,8 @@ class Decoder(nn.Module):
         keys: torch.Tensor | None = None,
     ) -> Shared:
         if positions is None:
-            positions = torch.arange(x.shape[1], device=x.device)[None]  # [1, S]
+            assert self.tok_embeddings is not None, "x may be a share of the tokens, so their positions are given"
+            positions = counted(x)
         places = torch.arange(positions.shape[1], device=positions.device)  # [S]
         rotation = None if self.rotary is None else self.rotary(positions)
         return Shared(positions, document_ids, rotation, self.kernel.prepare(Tokens(places, document_ids)), keys)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torchtitan.initialization import clean_name, initialize
 from torchtitan.parallelisms.activation_checkpoint import segment_policy
 from torchtitan.parallelisms.context.context_parallel import shard_sequence
+from torchtitan.parallelisms.context.kernel import counted
 from torchtitan.parallelisms.data_parallel import set_last_microbatch
 from torchtitan.parallelisms.experts.balance import Balance, ExpertBalance
 from torchtitan.parallelisms.gradients import clip_gradients
@@ -185,8 +186,9 @@ class ParallelModel:
         loss: over dp and cp the shares add up, over tp they are the same, and in a pipeline one rank has it all.
 
         batch: [B, S] tensors of a data-parallel rank, the same on its tp, cp and pp ranks: tokens, labels, to keep
-        attention inside documents positions and document_ids, and for dropout the tokens' keys. `is_last`: of the
-        batches accumulated in this step.
+        attention inside documents positions and document_ids, and for dropout the tokens' keys. Positions that are the
+        same in all samples may be [1, S], and are 0..S-1 unless given. `is_last`: of the batches accumulated in this
+        step.
         """
         batch = self._share(batch)
         if self.balance is not None:
@@ -230,12 +232,9 @@ class ParallelModel:
         return self.balance.not_finite() if self.balance is not None else []
 
     def _share(self, batch: Batch) -> Batch:
-        """The tokens of the samples that are this rank's under context parallel."""
+        """The tokens of the samples that are this rank's under context parallel, all with their positions."""
+        batch = {"positions": counted(batch["tokens"])} | batch
         if self.dims.cp == 1:
             return batch
-        if "positions" not in batch:
-            length = batch["tokens"].shape[1]
-            positions = torch.arange(length, device=batch["tokens"].device).expand_as(batch["tokens"])
-            batch = batch | {"positions": positions}
         rank = self.dims.rank_in(self.mesh, "cp")
         return shard_sequence(batch, rank, self.dims.cp, self.options.cp_method, self.options.cp_load_balance)

@@ -21,7 +21,6 @@ Why not the styles of torch.distributed.tensor.parallel, which make DTensors of 
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache, partial
-from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -87,8 +86,6 @@ def apply_tensor_parallel(
     hook = partial(_enter_first, border)  # one for all: the compiler knows it by its identity
     for _, module in _matching(model, plan, plan.gathered):
         module.register_forward_pre_hook(hook)
-    scale = mesh.size() if sequence_parallel and embedding is None else 1
-    model.register_forward_pre_hook(partial(_give_positions, scale), with_kwargs=True)
 
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
@@ -310,19 +307,6 @@ def _converted(kind: type, plain: type) -> type:
 
 def _enter_first(border: Border, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return border.enter(inputs[0]), *inputs[1:]
-
-
-def _give_positions(
-    scale: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before the model's forward: positions 0..S-1 where none are given. The model would count the tokens of this rank,
-    but queries and keys have all of them. `scale`: S over the length of the first argument.
-    """
-    call = signature(model.forward).bind(*args, **kwargs)
-    if call.arguments.get("positions") is None:
-        first = next(iter(call.arguments.values()))
-        call.arguments["positions"] = torch.arange(first.shape[1] * scale, device=first.device)[None]  # [1, S]
-    return call.args, call.kwargs
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh, compiled: bool, sequence_parallel: bool = True) -> None:

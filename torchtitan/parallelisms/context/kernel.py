@@ -26,6 +26,11 @@ class Tokens(NamedTuple):
     documents: torch.Tensor | None  # [B, S]; None: one document
 
 
+def counted(tokens: torch.Tensor) -> torch.Tensor:
+    """tokens [B, S] -> their positions where nothing else is said, 0..S-1 in every sample: [1, S]"""
+    return torch.arange(tokens.shape[1], device=tokens.device)[None]
+
+
 class Kernel(Protocol):
     causal: bool
 

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,10 +43,10 @@ from torchtitan.parallelisms.pipeline.cut import (
     stages_of_rank,
 )
 from torchtitan.parallelisms.pipeline.overlap.exchange import Transport
-from torchtitan.parallelisms.pipeline.overlap.programs import context_of, programs_of
+from torchtitan.parallelisms.pipeline.overlap.programs import programs_of
 from torchtitan.parallelisms.pipeline.overlap.segments import Policy
 from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedSchedule, SegmentedStage
-from torchtitan.parallelisms.pipeline.runtime import Stage, TableSchedule, named, targets_of
+from torchtitan.parallelisms.pipeline.runtime import Stage, TableSchedule, microbatches_of, named, targets_of
 from torchtitan.parallelisms.pipeline.simulator import simulate
 from torchtitan.parallelisms.pipeline.tables import build_table
 from torchtitan.parallelisms.plan import ParallelPlan, match
@@ -198,8 +197,8 @@ class Pipeline:
     # Training
 
     def train_step(self, batch: Mapping[str, torch.Tensor], valid_tokens: int, is_last: bool = True) -> torch.Tensor:
-        """Forward and backward of one local batch, [B, S] each: tokens, labels and, if wanted, positions and
-        document_ids, the same on all pipeline ranks. Gradients add up until they are zeroed.
+        """Forward and backward of one local batch, [B, S] each: tokens, labels, positions, which may be [1, S], and, if
+        wanted, document_ids; the same on all pipeline ranks. Gradients add up until they are zeroed.
 
         Returns sum of losses / valid_tokens where the last stage is, else 0. `is_last`: of the step's local batches;
         replicas exchange gradients there only.
@@ -252,7 +251,7 @@ class Pipeline:
             stage,
             *args,
             programs=programs_of(part),
-            context=partial(context_of, part, self.sequence_shards if stage else 1),
+            context=part.context,
             transport=self.segments.transport,
             policy=self.segments.policy,
             **kwargs,
@@ -289,7 +288,7 @@ class Pipeline:
         """
         tokens, others = self._inputs(batch)
         pieces = tokens.split(self.options.microbatch_size)
-        pieces_of = {name: tensor.split(self.options.microbatch_size) for name, tensor in others.items()}
+        pieces_of = microbatches_of(others, pieces)
         part_of = dict(zip(self.stage_indices, self.parts, strict=True))
         targets = targets_of(self.parts[0])
         total: torch.Tensor | None = None
@@ -302,7 +301,7 @@ class Pipeline:
             if here == self.rank:
                 if (stage, index) in receiving:
                     receiving.pop((stage, index)).wait()
-                kwargs = {name: part[index] for name, part in pieces_of.items() if last or name not in targets}
+                kwargs = {name: part for name, part in pieces_of[index].items() if last or name not in targets}
                 with named(stage, index, "evaluation"), self.forward_context:
                     out = part_of[stage](inputs.pop((stage, index)), **kwargs)
                 if last:

@@ -11,7 +11,7 @@ Everything of torch's that is private or may move is in this file. What ours doe
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -54,6 +54,17 @@ def named(stage: int, microbatch: int, direction: str) -> Iterator[None]:
 def targets_of(part: nn.Module) -> tuple[str, ...]:
     """The tensors of a batch that only the loss reads."""
     return getattr(getattr(part, "loss", None), "targets", ("labels",))
+
+
+def microbatches_of(
+    others: Mapping[str, torch.Tensor], tokens: Sequence[torch.Tensor]
+) -> list[dict[str, torch.Tensor]]:
+    """What goes with each microbatch of tokens [b, S], of tensors [B, ...]. One with a single row is of all samples."""
+    sizes = [len(piece) for piece in tokens]
+    pieces_of = {
+        name: [tensor] * len(sizes) if len(tensor) == 1 else tensor.split(sizes) for name, tensor in others.items()
+    }
+    return [{name: pieces[index] for name, pieces in pieces_of.items()} for index in range(len(sizes))]
 
 
 class Stage(PipelineStage):
@@ -169,6 +180,11 @@ class TableSchedule(_PipelineScheduleRuntime):
         self._shares.clear()
         self.step(tokens, return_outputs=False, **kwargs)
         return self.loss
+
+    def _split_inputs(self, args, kwargs=None):
+        (tokens,) = args
+        pieces = tokens.chunk(self._n_microbatches)
+        return [(piece,) for piece in pieces], microbatches_of(kwargs or {}, pieces)
 
     def _share_of_loss(self, loss: torch.Tensor) -> torch.Tensor:
         return loss / self.valid_tokens

@@ -7,7 +7,6 @@ it and needs nothing of it (shared experts) is moved in between, to run while to
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,17 +23,6 @@ def programs_of(part: nn.Module) -> list[Program]:
     return [
         Program(chain.name, tuple(with_exchanges(chain.steps)), chain.recompute, chain.own) for chain in part.chains()
     ]
-
-
-def context_of(
-    part: nn.Module, sequence_shards: int, x: torch.Tensor, positions: torch.Tensor | None = None, **batch: torch.Tensor
-) -> Any:
-    """What the part's steps share. x [B, S / sequence_shards, ...], the input of the part; the rest as its forward
-    takes it.
-    """
-    if positions is None:
-        positions = torch.arange(x.shape[1] * sequence_shards, device=x.device)[None]  # [1, S]
-    return part.context(x, positions=positions, **batch)
 
 
 def with_exchanges(steps: Sequence[Segment | RoutedExperts]) -> list[Step]:
