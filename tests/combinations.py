@@ -351,6 +351,10 @@ def other_models() -> list[Combination]:
     ]
     rows += [Combination(**COMPOSED["CP 2"], model="classifier", method="ring", recompute="full")]
     rows += [Combination(**COMPOSED["PP 2"], model="classifier", schedule="DualPipeV")]
+    pairs = dict(model="pairs", precision="float64")
+    rows += [Combination(**LAYOUTS[name], **pairs, accumulation=2, loss_chunks=2) for name in ("FSDP 2", "DDP 2")]
+    rows += [Combination(**COMPOSED[name], **pairs) for name in ("TP 2", "PP 2", "PP 2 x FSDP 2", "PP 2 x TP 2")]
+    rows += [Combination(**COMPOSED["PP 2"], **pairs, schedule="DualPipeV", loss_chunks=2)]
     return rows
 
 

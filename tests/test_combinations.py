@@ -13,6 +13,7 @@ from tests.support.adapted import installed, learn_something
 from tests.support.jobs import full
 from tests.support.pool import run_ranks
 from torchtitan.adapters.interface import Adapter
+from torchtitan.datasets.samples import dealt
 from torchtitan.initialization import initialize
 from torchtitan.loss import IGNORE_INDEX, Objective, SummedCrossEntropy
 from torchtitan.models import SIZES
@@ -89,6 +90,11 @@ def names_for(row: Combination, draws: bool) -> list[str]:
     return ["tokens", *objective(row).targets] + ["positions", "document_ids"] * row.document_mask + ["keys"] * draws
 
 
+def together_of(row: Combination) -> int:
+    """Neighbouring samples of which one loss is made."""
+    return 2 if row.model == "pairs" else 1
+
+
 def local_batch_size(row: Combination, dims: ParallelDims) -> int:
     return SAMPLES // dims.dp // row.accumulation
 
@@ -99,7 +105,7 @@ def assembled(row: Combination) -> ParallelModel:
         model, plan, adapter = build_adapted(row)
     local = local_batch_size(row, dims)
     # Rows in float64 show schedules with more microbatches than fill the pipeline; the others take less time.
-    microbatch_size = 2 if local >= 4 * row.pp and row.precision != "float64" else 1
+    microbatch_size = 2 if local >= 4 * row.pp and row.precision != "float64" else together_of(row)
     modes = ("none", "full", "full_keep_comm", "memory_budget")
     recompute = row.recompute if row.recompute in modes else "selective"
     options = ParallelOptions(
@@ -152,7 +158,9 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
     model = assembled(row)
     everything = batch()
     names = names_for(row, model.draws)
-    mine = {name: everything[name][model.dims.dp_rank(model.mesh) :: model.dims.dp] for name in names}
+    together = together_of(row)
+    own = dealt(torch.arange(SAMPLES // model.dims.dp), model.dims.dp_rank(model.mesh), model.dims.dp, together)
+    mine = {name: everything[name][own] for name in names}
     size = local_batch_size(row, model.dims)
     valid = objective(row).count(everything)
     losses = torch.zeros(2, dtype=DTYPE[row.precision])

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.pool import run_ranks
 from torchtitan.errors import JobError
 from torchtitan.initialization import clean_name, initialize
+from torchtitan.limits import LimitError
 from torchtitan.loss import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.models.layers import AttentionKernel
 from torchtitan.models.llama import LlamaArgs
@@ -32,7 +33,6 @@ from torchtitan.parallelisms.context.context_parallel import (
 )
 from torchtitan.parallelisms.context.kernel import Tokens
 from torchtitan.parallelisms.context.sequence_layout import SequenceLayout
-from torchtitan.parallelisms.degrees import LimitError
 
 # float32 and float64: sums in another order. bfloat16 against float64: rounding of inputs' products to 8 bits
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}

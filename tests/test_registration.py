@@ -1,4 +1,4 @@
-"""Models, datasets, tokenizers, optimizers, adapters and schedules of installed packages, by their entry points."""
+"""Models, datasets, tasks, optimizers and the other kinds of names that installed packages add by entry points."""
 
 import os
 import subprocess
@@ -24,12 +24,14 @@ from torchtitan.models.family import Family
 from torchtitan.models.llama import LLAMA3
 from torchtitan.models.llama.hf_config import CONFIG
 from torchtitan.optimizers.spec import OptimizerSpec
+from torchtitan.tasks import Task
 
 FAMILY = Family(sizes=LLAMA3, config=CONFIG, spec="acme_titan.heavy:SPEC")
 HALVED = OptimizerSpec(
     make="acme_titan.heavy:halved", options={"half": Option(float, 0.0, "Half the momentum.")}, state=lambda options: 1
 )
 ADAPTER = "acme_titan.heavy:Adapter"
+TASK = Task("acme_titan.heavy:NextToken")
 
 
 def letters(path, text_field):
@@ -46,6 +48,7 @@ def falling(p, cycles):
 HEAVY = """
 import torch
 
+from torchtitan.loss import SummedCrossEntropy
 from torchtitan.models.registry import MODELS
 
 SPEC = MODELS["llama3"]
@@ -53,6 +56,10 @@ SPEC = MODELS["llama3"]
 
 def halved(groups, lr, half):
     return torch.optim.SGD(groups, lr=lr, momentum=2 * half, foreach=True)
+
+
+class NextToken(SummedCrossEntropy):
+    pass
 """
 ENTRIES = """
 [torchtitan.models]
@@ -61,6 +68,8 @@ acme = acme_titan.light:FAMILY
 letters = acme_titan.light:letters
 [torchtitan.tokenizers]
 encoded = acme_titan.light:encoded
+[torchtitan.tasks]
+next = acme_titan.light:TASK
 [torchtitan.optimizers]
 Halved = acme_titan.light:HALVED
 [torchtitan.adapters]
@@ -97,6 +106,7 @@ WORDS = {
     "model.name": "acme",
     "training.dataset": "letters",
     "model.tokenizer_path": "encoded:bytes",
+    "task.kind": "next",
     "optimizer.name": "Halved",
     "optimizer.options": "{half = 0.25}",
     "lr_scheduler.decay_type": "falling",
@@ -158,13 +168,13 @@ def test_listed_with_their_package(installed, capsys):
     assert "  Adam" in out and "  acme: debugmodel, 8B, 70B, 405B  [acme-titan]" in out
     assert "  Halved: half (a number; default 0.0)  [acme-titan]" in out
     foreign = [line.split()[0].rstrip(":") for line in out if line.endswith("[acme-titan]")]
-    assert foreign == ["acme", "letters", "encoded", "Halved", "fence", "falling"]
+    assert foreign == ["acme", "letters", "encoded", "next", "Halved", "fence", "falling"]
     assert cli.main(["list", "adapters"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("adapters  (adapter.kind)\n") and out.endswith("\n  fence  [acme-titan]\n")
     assert cli.main(["list", "adaptors"]) == 2
     assert capsys.readouterr().err == (
-        "torchtitan list: given 'adaptors'; allowed: models, datasets, tokenizers, optimizers, adapters, "
+        "torchtitan list: given 'adaptors'; allowed: models, datasets, tokenizers, tasks, optimizers, adapters, "
         "trackers, schedules, jobs\n"
     )
     assert cli.main(["list", "--help"]) == 0 and "usage: torchtitan list" in capsys.readouterr().out

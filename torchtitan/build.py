@@ -22,7 +22,7 @@ from torchtitan.config.changes import kept_job
 from torchtitan.config.job import JobConfig, as_dict, trackers_of
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.loss import Objective, SummedCrossEntropy, auto_chunks
+from torchtitan.loss import Objective, auto_chunks
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
 from torchtitan.lr_shapes import LRSchedule, schedule_of
 from torchtitan.metrics import MetricsLogger, PatientTracker
@@ -39,6 +39,7 @@ from torchtitan.parallelisms.pipeline.pipeline_parallel import PipelineOptions
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.profiling import Profiler
 from torchtitan.ranks import Ranks, slurm_seconds_left
+from torchtitan.tasks import TASKS
 from torchtitan.time_limit import TimeLimit, seconds_of, shortest
 from torchtitan.trackers import TRACKERS
 from torchtitan.trackers.interface import Run
@@ -196,7 +197,7 @@ def save_peft(config: JobConfig, folder: Path, installed: Adapter, whole: dict[s
 
 def objective(config: JobConfig) -> Objective:
     """What is learned, and how it is counted."""
-    return SummedCrossEntropy(config.training.loss_chunks or loss_chunks(config))
+    return resolve_name(TASKS[config.task.kind].objective)(config.training.loss_chunks or loss_chunks(config))
 
 
 def meta_model(config: JobConfig) -> nn.Module:

@@ -14,6 +14,7 @@ from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.distributed import device_type
 from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.tasks import TASKS
 
 
 def with_steps(config: JobConfig, plan: ParallelDims, taken: int = 0, step: int = 0) -> JobConfig:
@@ -90,4 +91,5 @@ def _loader(
         **taken(workers, build_loader) | ({"pin_memory": on_gpu} if workers.pin_memory is None else {}),
         state=state,
         epochs=config.training.epochs if section == "training" else None,
+        together=TASKS[config.task.kind].together,
     )

@@ -6,6 +6,7 @@ from itertools import islice
 import torch
 
 from torchtitan import distributed
+from torchtitan.datasets.samples import dealt
 from torchtitan.datasets.sources import DataError
 from torchtitan.loss import Objective
 from torchtitan.models.dropout import token_keys
@@ -28,8 +29,9 @@ def take(batches: Iterator[Batch], count: int) -> tuple[list[Batch], DataError |
 
 
 class Feed:
-    """Of one rank. `document_mask`: whether attention is kept inside documents. `seed`: of dropout, where there is
-    any."""
+    """Of one rank. `document_mask`: whether attention is kept inside documents. `seed`: of dropout, where there is any.
+    `together`: neighbouring samples that are dealt out to a rank.
+    """
 
     def __init__(
         self,
@@ -39,8 +41,10 @@ class Feed:
         device: torch.device,
         document_mask: bool,
         seed: int | None,
+        together: int = 1,
     ):
         self.objective, self.dims, self.dp_rank, self.device, self.seed = objective, dims, dp_rank, device, seed
+        self.together = together
         # positions restart with each document: not without a mask
         self.names = ("tokens", *objective.targets, *(("positions", "document_ids") if document_mask else ()))
 
@@ -61,12 +65,11 @@ class Feed:
         return {name: batch[name].to(self.device, non_blocking=True) for name in self.names}
 
     def to_train_on(self, batch: Batch, index: int, step: int) -> Batch:
-        """This rank's batch number `index` of a step, with what dropout draws by: the samples of a step are dealt out
-        to the data-parallel ranks one by one.
-        """
+        """This rank's batch number `index` of a step, with what dropout draws by."""
         batch = self.to_device(batch)
         if self.seed is None:
             return batch
         size, length = batch["tokens"].shape
-        samples = torch.arange(index * size, (index + 1) * size, device=self.device) * self.dims.dp + self.dp_rank
+        own = torch.arange(index * size, (index + 1) * size, device=self.device)
+        samples = dealt(own, self.dp_rank, self.dims.dp, self.together)
         return batch | {"keys": token_keys(self.seed, step, samples, length)}

@@ -85,16 +85,25 @@ class SummedCrossEntropy(Objective):
 
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """logits [N, V], which tensor parallel may have split by V, labels [N] -> a scalar, at least float32."""
+    return _cross_entropy(logits, labels, "sum").sum()
+
+
+def cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The same of each row, [N], for objectives that are no sum of them; 0 where the label does not count."""
+    return _cross_entropy(logits, labels, "none")
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
     if isinstance(logits, DTensor):
         assert logits.placements[0].is_shard(1) and logits.device_mesh.ndim == 1
         return _VocabularyParallelLoss.apply(logits.to_local(), labels, logits.device_mesh)
     # or a bfloat16 model gets its loss back in bfloat16, with 3 digits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction=reduction)
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):
-    """Logits [tokens, V / tp], this rank's words of all tokens, and all labels -> the same sum on every rank.
+    """Logits [tokens, V / tp], this rank's words of all tokens, and all labels -> each token's loss, on every rank.
 
     Three numbers per token travel, in two all-reduces; logits never do. torch's loss_parallel() takes three, and its
     context, a switch of the whole process, must still be open in backward ("got mixed torch.Tensor and DTensor"), which
@@ -114,7 +123,7 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         valid = labels != IGNORE_INDEX
         ctx.save_for_backward(powers.div_(total[:, None]), words, mine, valid)
         ctx.dtype = logits.dtype
-        return (total.log() - chosen).where(valid, 0).sum()
+        return (total.log() - chosen).where(valid, 0)
 
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -7,7 +7,7 @@ from types import TracebackType
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from torchtitan.errors import JobError
+from torchtitan.limits import check_snapshots, check_window
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +35,9 @@ class Profiler:
         rank: int,
         start_step: int = 0,
     ) -> None:
-        if traces and active + warmup > freq:
-            raise JobError(
-                f"profiling.profiler_warmup = {warmup} and profiler_active = {active} are together more than "
-                f"profile_freq = {freq}; raise profile_freq to at least {active + warmup}, or shorten the window"
-            )
-        if snapshots and device.type != "cuda":
-            raise JobError(
-                f"profiling.enable_memory_snapshot needs a GPU, this is a {device.type} device; set it to false"
-            )
+        if traces:
+            check_window(freq, active, warmup)
+        check_snapshots(snapshots is not None, device.type)
         self._traces, self._snapshots = traces, snapshots
         self._freq, self._rank = freq, rank
         self._start_step = self._step = self._last_trace = start_step

@@ -35,6 +35,7 @@ from torchtitan.origin import Origin
 from torchtitan.plot import draw_training_curve
 from torchtitan.progress import Progress
 from torchtitan.ranks import Ranks
+from torchtitan.tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class Trainer:
             self.device,
             config.training.document_mask,
             config.debug.seed if self.model.draws else None,
+            TASKS[config.task.kind].together,
         )
         self.optimizers = build.optimizers(config, self.model)
         self.schedulers = build.lr_schedulers(config, self.optimizers)

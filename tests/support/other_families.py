@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.loss import IGNORE_INDEX, Objective, summed_cross_entropy
+from torchtitan.loss import IGNORE_INDEX, Objective, cross_entropies, summed_cross_entropy
 from torchtitan.models.decoder import Block, Decoder, Entrance
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.layers import MLP, GroupedQueryAttention, LayerNorm
@@ -95,6 +95,23 @@ class SequenceClasses(Objective):
         return summed_cross_entropy(head(hidden), *others)
 
 
+class PairMargin(Objective):
+    """Rows 2i and 2i + 1 are two answers, of which the first is to be the likelier one: -log sigmoid of the difference
+    of their log-probabilities.
+    """
+
+    def count(self, batch):
+        return len(batch["labels"]) // 2
+
+    def rows(self, hidden, batch):
+        return hidden.unflatten(0, (-1, 2)), batch["labels"].unflatten(0, (-1, 2))  # [P, 2, S, D], [P, 2, S]
+
+    def loss_of(self, head, hidden, *others):
+        (labels,) = others
+        losses = cross_entropies(head(hidden.flatten(0, 2)), labels.flatten()).view(labels.shape).sum(-1)  # [P, 2]
+        return -F.logsigmoid(losses[:, 1] - losses[:, 0]).sum()
+
+
 PLAN = ParallelPlan(
     with_embedding=("entrance",),
     gathered=("attention", "feed_forward"),
@@ -108,7 +125,8 @@ SIZES = {
     "other_decoder": {"debugmodel": OtherArgs(dropout=0.25)},
     "encoder": {"debugmodel": OtherArgs(causal=False, order="post")},
     "classifier": {"debugmodel": OtherArgs(causal=False, order="post", dropout=0.1, n_classes=4)},
+    "pairs": {"debugmodel": OtherArgs()},
 }
 MODELS = dict.fromkeys(SIZES, ModelSpec(build=Other, plan=PLAN, hf=None, flops_per_token=flops_per_token))
-OBJECTIVES = {"classifier": SequenceClasses}
+OBJECTIVES = {"classifier": SequenceClasses, "pairs": PairMargin}
 """Of the families that do not learn the next token."""

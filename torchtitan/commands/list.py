@@ -12,6 +12,7 @@ from torchtitan.models import SIZES
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.registration import Registry, added, faults_of_packages, package_of
 from torchtitan.shipped import jobs
+from torchtitan.tasks import TASKS
 from torchtitan.trackers import TRACKERS
 
 USAGE = """\
@@ -24,6 +25,7 @@ KINDS: dict[str, tuple[str, Registry[Any]]] = {
     "models": ("model.name, with flavors for model.flavor", SIZES),
     "datasets": ("training.dataset, validation.dataset", DATASETS),
     "tokenizers": ("model.tokenizer_path, beside the path of a file", TOKENIZERS),
+    "tasks": ("task.kind", TASKS),
     "optimizers": ("optimizer.name, with what stands in optimizer.options", OPTIMIZERS),
     "adapters": ("adapter.kind", ADAPTERS),
     "trackers": ("metrics.trackers", TRACKERS),

@@ -24,6 +24,7 @@ KINDS: dict[str, Kind] = {
     "model.flavor": "told",  # what it stands for is compared size by size
     "model.tokenizer_path": "told",  # its content is part of the position in the data
     "model.attention_backend": "told",
+    "task": "refused",
     "adapter": "refused",
     "optimizer": "refused",
     "optimizer.implementation": "told",

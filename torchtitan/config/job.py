@@ -18,6 +18,7 @@ from torchtitan.config.sections.optimization import LRScheduler, Optimizer
 from torchtitan.config.sections.output import Metrics, Profiling
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.run import Comm, Debug, Job
+from torchtitan.config.sections.task import Task
 from torchtitan.config.sections.training import DataSource, Training, Validation
 
 
@@ -27,6 +28,7 @@ class JobConfig:
     profiling: Profiling = field(default_factory=Profiling)
     metrics: Metrics = field(default_factory=Metrics)
     model: Model = field(default_factory=Model)
+    task: Task = field(default_factory=Task)
     adapter: Adapter = field(default_factory=Adapter)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)

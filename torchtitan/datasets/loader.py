@@ -30,8 +30,9 @@ from torchtitan.datasets.sources import DataError, Indexed, Source, Stream
 from torchtitan.datasets.sources_pretokenized import Blocks
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokens import TokenShards
-from torchtitan.errors import JobError
+from torchtitan.distributed import device_type
 from torchtitan.leaving import die_with
+from torchtitan.limits import check_global_batch, check_persistence, check_pinned, check_prefetch
 
 __all__ = ["Batch", "Loader", "Weighted", "build_loader", "merge_states"]
 
@@ -135,7 +136,7 @@ class Loader:
     def position(self) -> Position:
         """What the trainer has been given so far; kept, it is of that moment."""
         share = self._pieces.share
-        samples = self._start.samples + self._batches * share.batch_size * share.stride
+        samples = self._start.samples + self._batches * share.batch_size * share.ranks
         if isinstance(self._pieces, BlockPieces) and self._pieces.end is not None:
             samples = min(samples, self._pieces.end)  # what fills up the last step is nobody's
         return Position(samples, self._start.lanes, dict(self._cursors), self._start.fingerprint)
@@ -170,15 +171,19 @@ def build_loader(
     prefetch_factor: int | None,
     state: dict[str, Any] | None = None,
     epochs: int | None = None,
+    together: int = 1,
 ) -> Loader:
-    """The loader of one data-parallel rank. `state` is a merged state_dict to go on from.
+    """The loader of one data-parallel rank. `state` is a merged state_dict to go on from. `together`: neighbouring
+    samples that one rank gets, in one batch.
 
     Several sources are mixed by their weights, see mixing.py, and have no end. With `epochs`, all are prepared shards
     and the batches end after so many passes over all of them, on every rank after the same whole step, see epochs.py.
     Raises DataError for data that cannot be used, JobError for settings that do not fit each other.
     """
-    _check_batches(local_batch_size, global_batch_size, dp_size)
-    _check_workers(num_workers, persistent_workers, prefetch_factor, pin_memory)
+    check_global_batch(global_batch_size, local_batch_size, dp_size)
+    check_prefetch(num_workers, prefetch_factor)
+    check_persistence(num_workers, persistent_workers)
+    check_pinned(pin_memory, device_type())
     stop = on_bad_data == "stop"
     opened = [_open(source, seed, shuffle, stop, tokenizer, seq_len) for _, source, _ in sources]
     counts = [1 if isinstance(source, TokenShards) else source.count for source in opened]
@@ -196,7 +201,7 @@ def build_loader(
     batches = None
     if end is not None:
         batches = steps_for(max(0, end - start.samples), step) * (step // (local_batch_size * dp_size))
-    share = Share(start.samples + dp_rank, dp_size, local_batch_size)
+    share = Share(start.samples, dp_rank, dp_size, local_batch_size, together)
     form = Form(tokenizer, seq_len, document_mask, batches)
     if shards == opened and (len(opened) == 1 or epochs is not None):
         pieces: LanePieces | BlockPieces = BlockPieces(shards, share, form, seed, shuffle, end)
@@ -232,25 +237,6 @@ def _fingerprint(sources: Sequence[Weighted], epochs: int | None) -> dict[str, A
     for content, (_, _, weight) in zip(each, sources, strict=True):
         content["weight"] = weight if epochs is None else "in epochs"
     return {"sources": {str(number): content for number, content in enumerate(each)}}
-
-
-def _check_batches(local_batch_size: int, global_batch_size: int, dp_size: int) -> None:
-    together = local_batch_size * dp_size
-    if global_batch_size != -1 and (global_batch_size < together or global_batch_size % together):
-        raise JobError(
-            f"training.global_batch_size is {global_batch_size}; allowed: multiples of {together} = local_batch_size * "
-            f"data-parallel ranks = {local_batch_size} * {dp_size}, or -1 for just that"
-        )
-
-
-def _check_workers(num_workers: int, persistent_workers: bool, prefetch_factor: int | None, pin_memory: bool) -> None:
-    if num_workers == 0 and (persistent_workers or prefetch_factor is not None):
-        name = "persistent_workers" if persistent_workers else "prefetch_factor"
-        raise JobError(
-            f"training.dataloader.{name} is set, but num_workers is 0; set num_workers >= 1, or leave {name} out"
-        )
-    if pin_memory and not torch.cuda.is_available():
-        raise JobError("training.dataloader.pin_memory is on, but there is no GPU to copy to; turn it off")
 
 
 def _as_it_is(piece: Piece | str) -> Piece | str:

@@ -3,11 +3,13 @@
 Global sample i is a function of i alone. Data-parallel rank r of n takes the samples r, r + n, r + 2n, ... (counted
 from the sample at which the run began or was resumed), local_batch_size of them for a batch. So after any number of
 batches the ranks together have taken an unbroken run of samples, and any other number of ranks can go on from there.
+Samples of which one loss is made, such as pairs, are dealt out together.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,23 +26,35 @@ from torchtitan.datasets.tokens import BlockReader, TokenShards
 Piece = tuple[list[int] | None, Sequence[torch.Tensor], dict[int, Cursor]]
 
 
+Numbers = TypeVar("Numbers", np.ndarray, torch.Tensor)
+
+
+def dealt(own: Numbers, rank: int, ranks: int, together: int) -> Numbers:
+    """Of a rank's own samples, numbered from 0, their numbers among those of all ranks."""
+    return (own // together * ranks + rank) * together + own % together
+
+
 @dataclass(frozen=True)
 class Share:
-    """Which global samples a rank takes: first, first + stride, ...; batch_size of them for a batch."""
+    """Which global samples a rank takes from `start` on, batch_size for a batch, `together` at a time."""
 
-    first: int
-    stride: int
+    start: int
+    rank: int
+    ranks: int
     batch_size: int
+    together: int = 1
 
     def samples(self, batches: np.ndarray) -> np.ndarray:
         """[n] numbers of batches to [n, batch_size] global samples."""
         own = batches[:, None] * self.batch_size + np.arange(self.batch_size)
-        return self.first + own * self.stride
+        return self.start + dealt(own, self.rank, self.ranks, self.together)
 
-    def lanes(self, count: int) -> list[int]:
-        """Those of a source with so many that the samples are from."""
-        period = int(np.lcm(self.stride, count)) // self.stride
-        return [(self.first + i * self.stride) % count for i in range(period)]
+    def lanes(self, mixture: Mixture) -> list[int]:
+        """Those that its samples are from."""
+        first, stride = self.start + self.rank * self.together, self.ranks * self.together
+        return list(
+            dict.fromkeys(lane for place in range(self.together) for lane in mixture.own(first + place, stride))
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +93,7 @@ class LanePieces:
     ) -> None:
         self.sources, self.mixture, self.share, self.form, self.cursors = sources, mixture, share, form, cursors
         self.seed, self.shuffle, self.stop = seed, shuffle, stop
-        self.own_lanes = mixture.own(share.first, share.stride)
+        self.own_lanes = share.lanes(mixture)
 
     def per_batch(self, workers: int) -> int:
         return workers

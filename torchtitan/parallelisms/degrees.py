@@ -7,17 +7,9 @@ Each function returns what follows from degrees that fit, or raises a LimitError
 import math
 from collections.abc import Mapping
 
-from torchtitan.errors import JobError
+from torchtitan.limits import LimitError
 
 DEGREES, SEQ_LEN = "parallelism.", "training.seq_len (or validation.seq_len)"
-
-
-class LimitError(JobError):
-    """Degrees that do not fit, in the words of the job's options."""
-
-    def __init__(self, option: str, given: object, allowed: str, remedy: str) -> None:
-        self.option, self.given, self.allowed, self.remedy = option, str(given), allowed, remedy
-        super().__init__(f"{option}: given {given}; allowed: {allowed}; {remedy}")
 
 
 def shards_of_ranks(world_size: int, dp_shard: int, *, dp_replicate: int, cp: int, tp: int, pp: int) -> int:

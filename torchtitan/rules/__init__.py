@@ -85,6 +85,7 @@ from torchtitan.rules.resume import (
     checkpoints_are_still_there,
     same_job_as_the_checkpoint,
 )
+from torchtitan.rules.task import samples_stay_together, sequence_is_whole
 from torchtitan.rules.tensor_and_context import (
     async_tensor_parallel,
     heads_divide_over_context_parallel,
@@ -151,6 +152,8 @@ RULES: list[Rule] = [
     ring_is_not_compiled,
     rings_have_their_own_attention,
     async_tensor_parallel,
+    samples_stay_together,
+    sequence_is_whole,
     experts_divide_over_expert_parallel,
     expert_parallel_borrows,
     experts_divide_over_what_is_left,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchtitan.config.options import Fault
-from torchtitan.parallelisms.degrees import LimitError, check_borrowing, check_experts
+from torchtitan.parallelisms.degrees import check_borrowing, check_experts
 from torchtitan.rules.facts import Facts
 from torchtitan.rules.tensor_and_context import uneven
 
@@ -22,20 +22,14 @@ def experts_divide_over_expert_parallel(facts: Facts) -> Iterator[Fault]:
             other = f"lower n_dense_layers in model.overrides; all {facts.args.n_layers} layers are dense"
         yield facts.fault(KEY, "1 for a model without experts", f"leave it out, or {other}")
         return
-    try:
-        check_experts(facts.ep, experts, facts.lenders)
-    except LimitError as error:
-        yield facts.refused(error)
+    yield from facts.judged(check_experts, facts.ep, experts, facts.lenders)
 
 
 def expert_parallel_borrows(facts: Facts) -> Iterator[Fault]:
     if facts.ep == 1 or facts.shard is None or not facts.experts:
         return
     if facts.experts % facts.ep == 0 and not uneven(facts):
-        try:
-            check_borrowing(facts.ep, facts.shard, facts.cp, facts.tp, facts.experts)
-        except LimitError as error:
-            yield facts.refused(error)
+        yield from facts.judged(check_borrowing, facts.ep, facts.shard, facts.cp, facts.tp, facts.experts)
     if facts.tp > 1 and not facts.sequence_parallel:
         why = "tensor-parallel ranks would all send the same tokens"
         yield facts.fault("parallelism.disable_sequence_parallel", f"false with {KEY} and tensor parallel", why)

@@ -16,10 +16,11 @@ from torchtitan.datasets.epochs import samples_in, steps_for
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.errors import JobError
+from torchtitan.limits import LimitError
 from torchtitan.lr_shapes import LRSchedule, schedule_of
 from torchtitan.models import changed, sizes_of
 from torchtitan.models.linears import HEAD, linears
-from torchtitan.parallelisms.degrees import LimitError, lenders, shards_of_ranks
+from torchtitan.parallelisms.degrees import lenders, shards_of_ranks
 from torchtitan.parallelisms.pipeline.actions import ScheduleTableError, Table, load_schedule_csv
 from torchtitan.rules.sizes import wrong_overrides
 
@@ -48,6 +49,13 @@ class Facts:
 
     def refused(self, error: LimitError) -> Fault:
         return self.fault(error.option, error.allowed, error.remedy, error.given)
+
+    def judged(self, check: Callable[..., object], *given: object, **named: object) -> Iterator[Fault]:
+        """The fault that a function of limits.py or degrees.py finds, if it does."""
+        try:
+            check(*given, **named)
+        except LimitError as error:
+            yield self.refused(error)
 
     @cached_property
     def shard_or_error(self) -> int | LimitError:

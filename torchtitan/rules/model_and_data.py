@@ -15,6 +15,7 @@ from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_pretokenized import Blocks
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.errors import JobError
+from torchtitan.limits import check_persistence, check_prefetch
 from torchtitan.lr_restarts import CYCLICAL, JAGGED
 from torchtitan.lr_shapes import CONSTANT, DECAYS
 from torchtitan.models import CONFIGS, FROM_HF, SIZES, family_of
@@ -22,11 +23,12 @@ from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.rules.facts import Facts
 from torchtitan.rules.optimization import BACKENDS
+from torchtitan.tasks import TASKS
 
 
 def known_names(facts: Facts) -> Iterator[Fault]:
     config = facts.config
-    names = [("model.name", SIZES), ("optimizer.name", OPTIMIZERS)]
+    names = [("model.name", SIZES), ("task.kind", TASKS), ("optimizer.name", OPTIMIZERS)]
     names += [("adapter.kind", (NONE, *ADAPTERS)), ("lr_scheduler.decay_type", (*DECAYS, CONSTANT, JAGGED, CYCLICAL))]
     names += [("model.flavor", [*SIZES[config.model.name], FROM_HF])] if config.model.name in SIZES else []
     names += [("compile.backend", BACKENDS)] if config.compile.enable else []
@@ -172,9 +174,5 @@ def weights_are_met(facts: Facts) -> Iterator[Fault]:
 
 def loader_workers(facts: Facts) -> Iterator[Fault]:
     loader = facts.config.training.dataloader
-    if loader.num_workers == 0 and loader.prefetch_factor is not None:
-        remedy = "set training.dataloader.num_workers, or leave it out"
-        yield facts.fault("training.dataloader.prefetch_factor", "unset without workers", remedy)
-    if loader.num_workers == 0 and loader.persistent_workers:
-        remedy = "set training.dataloader.num_workers, or leave it out"
-        yield facts.fault("training.dataloader.persistent_workers", "false without workers", remedy)
+    yield from facts.judged(check_prefetch, loader.num_workers, loader.prefetch_factor)
+    yield from facts.judged(check_persistence, loader.num_workers, loader.persistent_workers)

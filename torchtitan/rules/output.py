@@ -10,6 +10,7 @@ from torchtitan.checkpoint.layout import NothingLoadable, newest_complete
 from torchtitan.config.job import trackers_of
 from torchtitan.config.options import Fault, hint, show
 from torchtitan.errors import JobError
+from torchtitan.limits import check_pinned, check_snapshots, check_window
 from torchtitan.models import CONFIGS, FROM_HF
 from torchtitan.models.hf.config import CONFIG
 from torchtitan.rules.facts import Facts
@@ -29,12 +30,10 @@ def needs_a_gpu(facts: Facts) -> Iterator[Fault]:
     if facts.device == "cuda":
         return
     config = facts.config
-    if config.training.dataloader.pin_memory:
-        yield facts.fault("training.dataloader.pin_memory", "false without a GPU", "it speeds copies to one")
+    yield from facts.judged(check_pinned, config.training.dataloader.pin_memory, facts.device)
     if config.checkpoint.async_mode == "async_with_pinned_mem":
         yield facts.fault("checkpoint.async_mode", '"async" or "disabled" without a GPU', 'write "async"')
-    if config.profiling.enable_memory_snapshot:
-        yield facts.fault("profiling.enable_memory_snapshot", "false without a GPU", "it records CUDA's allocator")
+    yield from facts.judged(check_snapshots, config.profiling.enable_memory_snapshot, facts.device)
     if config.model.attention_backend == "flex":
         yield facts.fault("model.attention_backend", '"auto" or "sdpa" without a GPU', "flex has no backward on a CPU")
 
@@ -175,10 +174,9 @@ def _is_there(path: Path) -> bool:
 
 def profiler_window(facts: Facts) -> Iterator[Fault]:
     profiling = facts.config.profiling
-    window = profiling.profiler_warmup + profiling.profiler_active
-    if (profiling.enable_profiling or profiling.enable_memory_snapshot) and profiling.profile_freq < window:
-        allowed = f"at least profiler_warmup {profiling.profiler_warmup} + profiler_active {profiling.profiler_active}"
-        yield facts.fault("profiling.profile_freq", f"{allowed} = {window}", f"write {window} or more")
+    if profiling.enable_profiling or profiling.enable_memory_snapshot:
+        window = profiling.profiler_active, profiling.profiler_warmup
+        yield from facts.judged(check_window, profiling.profile_freq, *window)
 
 
 def without_effect(facts: Facts) -> Iterator[Fault]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torchtitan.config.options import Fault
 from torchtitan.config.sections.parallelism import Parallelism
-from torchtitan.parallelisms.degrees import LimitError
+from torchtitan.limits import LimitError, check_global_batch
 from torchtitan.rules.facts import Facts
 
 NEEDS_DEGREE = {
@@ -42,16 +42,9 @@ def model_allows_the_plan(facts: Facts) -> Iterator[Fault]:
 
 
 def batch_divides(facts: Facts) -> Iterator[Fault]:
-    asked, samples = facts.config.training.global_batch_size, facts.samples
-    key = "training.global_batch_size"
-    if asked == 0:
-        yield facts.fault(key, "at least 1, or -1 for one forward pass a step", "write -1")
-    elif asked > 0 and samples and asked % samples:
-        local = facts.config.training.local_batch_size
-        allowed = f"a multiple of local_batch_size {local} x {samples // local} data-parallel ranks = {samples}"
-        below = asked // samples * samples
-        remedy = f"write {below} or {below + samples}" if below else f"write {samples} or fewer samples a rank"
-        yield facts.fault(key, allowed, remedy)
+    asked, local = facts.config.training.global_batch_size, facts.config.training.local_batch_size
+    if asked == 0 or facts.samples:
+        yield from facts.judged(check_global_batch, asked, local, (facts.samples or local) // local)
 
 
 def needs_its_degree(facts: Facts) -> Iterator[Fault]:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from torchtitan.config.options import Fault
+from torchtitan.limits import LimitError
 from torchtitan.parallelisms import degrees
-from torchtitan.parallelisms.degrees import LimitError
 from torchtitan.rules.facts import Facts
 
 RINGS = ("ring", "alltoall")
@@ -31,10 +31,7 @@ def uneven(facts: Facts) -> list[str]:
 
 
 def sizes_divide_over_tensor_parallel(facts: Facts) -> Iterator[Fault]:
-    try:
-        degrees.check_split(facts.tp, _split_sizes(facts))
-    except LimitError as error:
-        yield facts.refused(error)
+    yield from facts.judged(degrees.check_split, facts.tp, _split_sizes(facts))
 
 
 def sequence_divides(facts: Facts) -> Iterator[Fault]:
@@ -50,10 +47,7 @@ def sequence_divides(facts: Facts) -> Iterator[Fault]:
     lengths = {"training.seq_len": training.seq_len}
     lengths |= {"validation.seq_len": validation.seq_len} if validation.enable and validation.seq_len else {}
     for key, length in lengths.items():
-        try:
-            degrees.check_sequence(key, length, needs)
-        except LimitError as error:
-            yield facts.refused(error)
+        yield from facts.judged(degrees.check_sequence, key, length, needs)
 
 
 def _heads_limit(facts: Facts) -> LimitError | None:
@@ -91,7 +85,4 @@ def rings_have_their_own_attention(facts: Facts) -> Iterator[Fault]:
 
 def async_tensor_parallel(facts: Facts) -> Iterator[Fault]:
     if facts.config.parallelism.enable_async_tensor_parallel and facts.tp > 1:
-        try:
-            degrees.check_async(facts.device, facts.compiles_model, facts.sequence_parallel)
-        except LimitError as error:
-            yield facts.refused(error)
+        yield from facts.judged(degrees.check_async, facts.device, facts.compiles_model, facts.sequence_parallel)

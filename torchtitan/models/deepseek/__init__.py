@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torchtitan.errors import JobError
+from torchtitan.limits import LimitError
 from torchtitan.models.deepseek.limits import multi_token_limits
 from torchtitan.models.linears import Sizes, gated
 from torchtitan.models.moe import MoEArgs, MoEDecoderArgs
-from torchtitan.parallelisms.degrees import LimitError
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,84 @@
+"""What is learned, as an option: its names, what it asks of batches and plans, and samples that are dealt out together.
+
+That objectives of pairs are one device's under every plan: rows of tests/combinations.py with the model "pairs".
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import judged
+from tests.support.judged import CP, PP, lines
+from tests.test_loader import loader, write_documents
+from torchtitan import build
+from torchtitan.config.manager import load
+from torchtitan.datasets.samples import dealt
+from torchtitan.feed import Feed
+from torchtitan.loss import SummedCrossEntropy
+from torchtitan.models.dropout import token_keys
+from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.tasks import TASKS, Task
+
+anywhere = judged.anywhere
+
+
+@pytest.fixture
+def pairs(monkeypatch):
+    monkeypatch.setitem(TASKS.data, "pairs", Task("tests.support.other_families:PairMargin", 2, of_tokens=False))
+
+
+def test_the_usual_task_is_the_next_token():
+    assert isinstance(build.objective(load([])), SummedCrossEntropy)
+    assert lines("--task.kind=pretrian") == [
+        'task.kind: given "pretrian"; allowed: one of "pretrain"; did you mean "pretrain"?'
+    ]
+
+
+def test_what_pairs_ask_of_a_job(pairs):
+    words = ["--task.kind=pairs", "--training.local_batch_size=4"]
+    assert type(build.objective(load(words))).__name__ == "PairMargin"
+    assert lines(*words) == []
+    odd = ["--training.local_batch_size=3", "--validation.enable", "--validation.local_batch_size=1"]
+    assert lines(words[0], *odd) == [
+        "training.local_batch_size: given 3; allowed: a multiple of 2 with task.kind = pairs, whose losses are of 2 "
+        "samples each; write 4",
+        "validation.local_batch_size: given 1; allowed: a multiple of 2 with task.kind = pairs, whose losses are of 2 "
+        "samples each; write 2",
+    ]
+    assert lines(*words, PP + "2") == [
+        "pipeline_parallel_microbatch_size: given 1; allowed: a multiple of 2 with task.kind = pairs, whose losses are "
+        "of 2 samples each; write 2"
+    ]
+    assert lines(*words, CP + "2") == [
+        "context_parallel_degree: given 2; allowed: 1 with task.kind = pairs, whose loss is no sum over the tokens "
+        "that ranks share out; shard the model further instead (parallelism.data_parallel_shard_degree)"
+    ]
+
+
+@pytest.mark.parametrize("ranks, together", [(1, 2), (2, 1), (2, 2), (3, 4)])
+def test_ranks_are_dealt_neighbours_and_miss_none(ranks, together):
+    own = np.arange(3 * together)
+    all_ranks = [dealt(own, rank, ranks, together) for rank in range(ranks)]
+    assert sorted(np.concatenate(all_ranks).tolist()) == list(range(len(own) * ranks))
+    for samples in all_ranks:
+        groups = samples.reshape(-1, together)
+        assert (groups == groups[:, :1] + np.arange(together)).all() and (groups[:, 0] % together == 0).all()
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"], ids=["indexed", "stream"])
+def test_two_ranks_get_the_pairs_of_one(suffix, tmp_path):
+    path = write_documents(tmp_path / f"a.jsonl{suffix}")
+    options = dict(dataset_path=path, local_batch_size=4, together=2)
+    whole = iter(loader(**options, dp_size=1))
+    one = torch.cat([next(whole)["tokens"] for _ in range(4)])
+    two = [iter(loader(**options, dp_rank=rank, dp_size=2)) for rank in range(2)]
+    got = [torch.cat([next(batches)["tokens"] for _ in range(2)]) for batches in two]
+    for rank in range(2):
+        assert torch.equal(got[rank], one[dealt(torch.arange(8), rank, 2, 2)])
+
+
+def test_dropout_knows_pairs_by_their_number_of_all():
+    feed = Feed(SummedCrossEntropy(), ParallelDims(2, 1, 2), 1, torch.device("cpu"), False, seed=3, together=2)
+    batch = {"tokens": torch.zeros(2, 5, dtype=torch.long), "labels": torch.zeros(2, 5, dtype=torch.long)}
+    keys = feed.to_train_on(batch, index=1, step=7)["keys"]
+    assert torch.equal(keys, token_keys(3, 7, torch.tensor([6, 7]), 5))

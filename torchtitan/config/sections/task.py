@@ -1,0 +1,11 @@
+"""What is learned."""
+
+from pydantic.dataclasses import dataclass
+
+from torchtitan.config.sections.kinds import STRICT
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Task:
+    kind: str = "pretrain"
+    """What is learned: a key of torchtitan.tasks.TASKS. pretrain: the next token, wherever a label counts."""
