@@ -3,11 +3,13 @@ block that says it otherwise is refused."""
 
 import dataclasses
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests import test_combinations
@@ -15,11 +17,13 @@ from tests.combinations import EXPERT_LAYOUTS, Combination
 from tests.support.no_exchange import NoExchange
 from tests.support.pool import run_ranks
 from tests.test_segments import POLICIES
-from torchtitan.initialization import initialize
+from torchtitan.initialization import Normal, initialize
 from torchtitan.loss import SummedCrossEntropy
 from torchtitan.models.decoder import Block
 from torchtitan.models.deepseek import DeepseekArgs
 from torchtitan.models.deepseek.model import Deepseek
+from torchtitan.models.dropout import Dropout, token_keys
+from torchtitan.models.layers import AttentionKernel, GroupedQueryAttention, Shared
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.moe import balance
 from torchtitan.models.moe.layer import MoE, MoEBlock
@@ -61,13 +65,19 @@ MODELS_HERE = {
     "deepseek": ("deepseek", DEEPSEEK),
     "score before experts": ("deepseek", dataclasses.replace(DEEPSEEK, score_before_experts=True)),
     "qwen3_moe": ("qwen3_moe", QWEN),
+    "norms behind and dropout": ("qwen3_moe", QWEN),
     "llama3": ("llama3", LlamaArgs(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, vocab_size=32, multiple_of=16)),
 }
 
 
 def made(name, mesh=None):
     family, args = MODELS_HERE[name]
-    model = MODELS[family].build(args).double()
+    model = MODELS[family].build(args)
+    if name == "norms behind and dropout":
+        for layer, block in model.layers.items():
+            norm = partial(nn.LayerNorm, args.dim)
+            model.layers[layer] = MoEBlock(args, block.attention, norm, order="post", dropout=0.25)
+    model = model.double()
     model.loss = SummedCrossEntropy()
     if mesh is not None:
         apply_expert_parallel(model, mesh, MODELS[family].plan)
@@ -79,7 +89,25 @@ def made(name, mesh=None):
 def batch(rank=0):
     generator = torch.Generator().manual_seed(rank)
     tokens, labels = (torch.randint(32, (2, 6), generator=generator) for _ in range(2))
-    return {"tokens": tokens, "labels": labels, "document_ids": torch.tensor([[0, 0, 0, 1, 1, 1]] * 2)}
+    documents, keys = torch.tensor([[0, 0, 0, 1, 1, 1]] * 2), token_keys(0, rank, torch.arange(2), 6)
+    return {"tokens": tokens, "labels": labels, "document_ids": documents, "keys": keys}
+
+
+@pytest.mark.parametrize("order", ["pre", "post"])
+def test_a_block_of_experts_takes_the_norm_the_order_and_the_dropout_of_its_family(order):
+    attention = GroupedQueryAttention(QWEN, AttentionKernel())
+    block = MoEBlock(QWEN, attention, partial(nn.LayerNorm, 16), order, dropout=0.25).double()
+    initialize(block, 0, lambda name: Normal(0.3))
+    x, keys = torch.randn(2, 6, 16, dtype=torch.float64), token_keys(0, 0, torch.arange(2), 6)
+    shared = Shared(torch.arange(6)[None], None, None, None, keys)
+    first, then = (lambda y, place=place: Dropout(0.25, place)(y, keys) for place in (0, 1))
+    if order == "pre":
+        h = x + first(attention(block.attention_norm(x), shared))
+        expected = h + then(block.moe(block.ffn_norm(h)))
+    else:
+        h = block.attention_norm(x + first(attention(x, shared)))
+        expected = block.ffn_norm(h + then(block.moe(h)))
+    assert torch.equal(block(x, shared), expected)
 
 
 def results(model, loss):

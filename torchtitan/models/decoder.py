@@ -30,10 +30,52 @@ class DecoderArgs(Protocol):
     tied_embeddings: bool
 
 
-class Block(Stepwise):
-    """`norm` makes a norm, RMSNorm unless said. `order`: norms stand before attention and feed-forward ("pre"), or
-    behind the sum with what they add ("post", as in arXiv:1706.03762). `dropout`: of what they add.
+class Residual(Stepwise):
+    """What blocks have whatever their feed-forward is: attention, norms, dropout, and the stream that it all adds to.
+
+    `norm` makes a norm, RMSNorm unless said. `order`: norms stand before attention and feed-forward ("pre"), or
+    behind the sum with what they add ("post", as in arXiv:1706.03762). `dropout`: of what they add. Attention drops no
+    probabilities: its kernels have none in memory.
     """
+
+    def __init__(
+        self,
+        args: DecoderArgs,
+        attention: nn.Module,
+        norm: Callable[[], nn.Module] | None = None,
+        order: Literal["pre", "post"] = "pre",
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        norm = norm or partial(RMSNorm, args.dim, args.norm_eps)
+        self.attention_norm = norm()
+        self.attention = attention
+        self.ffn_norm = norm()
+        self.order = order
+        self.attention_dropout = Dropout(dropout, 0) if dropout else None
+        self.ffn_dropout = Dropout(dropout, 1) if dropout else None
+
+    def attend(self, notes: Notes, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, D] -> [B, S, D]"""
+        y = self.attention(x if self.order == "post" else self.attention_norm(x), notes.shared)
+        h = x + self._dropped(y, self.attention_dropout, notes)
+        return self.attention_norm(h) if self.order == "post" else h
+
+    def to_feed(self, h: torch.Tensor) -> torch.Tensor:
+        """[B, S, D] -> [B, S, D], what the feed-forward reads"""
+        return h if self.order == "post" else self.ffn_norm(h)
+
+    def fed(self, h: torch.Tensor, y: torch.Tensor, notes: Notes) -> torch.Tensor:
+        """h, and y that the feed-forward makes, both [B, S, D] -> [B, S, D]"""
+        out = h + self._dropped(y, self.ffn_dropout, notes)
+        return self.ffn_norm(out) if self.order == "post" else out
+
+    def _dropped(self, y: torch.Tensor, dropout: Dropout | None, notes: Notes) -> torch.Tensor:
+        return y if dropout is None else dropout(y, notes.shared.keys)
+
+
+class Block(Residual):
+    """A transformer block. `feed_forward`: SwiGLU unless said."""
 
     def __init__(
         self,
@@ -44,36 +86,15 @@ class Block(Stepwise):
         order: Literal["pre", "post"] = "pre",
         dropout: float = 0.0,
     ):
-        super().__init__()
-        norm = norm or partial(RMSNorm, args.dim, args.norm_eps)
-        self.attention_norm = norm()
-        self.attention = attention
-        self.ffn_norm = norm()
+        super().__init__(args, attention, norm, order, dropout)
         self.feed_forward = feed_forward or SwiGLU(args.dim, args.ffn_dim)
-        self.order = order
-        self.attention_dropout = Dropout(dropout, 0) if dropout else None
-        self.ffn_dropout = Dropout(dropout, 1) if dropout else None
 
     def steps(self) -> tuple[Segment, ...]:
         return Segment("attention", self.attend, ("x",), ("h",)), Segment("feed_forward", self.feed, ("h",), ("out",))
 
-    def attend(self, notes: Notes, x: torch.Tensor) -> torch.Tensor:
-        """[B, S, D] -> [B, S, D]"""
-        if self.order == "post":
-            return self.attention_norm(
-                x + self._dropped(self.attention(x, notes.shared), self.attention_dropout, notes)
-            )
-        y = self.attention(self.attention_norm(x), notes.shared)
-        return x + self._dropped(y, self.attention_dropout, notes)
-
     def feed(self, notes: Notes, h: torch.Tensor) -> torch.Tensor:
         """[B, S, D] -> [B, S, D]"""
-        if self.order == "post":
-            return self.ffn_norm(h + self._dropped(self.feed_forward(h), self.ffn_dropout, notes))
-        return h + self._dropped(self.feed_forward(self.ffn_norm(h)), self.ffn_dropout, notes)
-
-    def _dropped(self, y: torch.Tensor, dropout: Dropout | None, notes: Notes) -> torch.Tensor:
-        return y if dropout is None else dropout(y, notes.shared.keys)
+        return self.fed(h, self.feed_forward(self.to_feed(h)), notes)
 
 
 class Entrance(nn.Module):

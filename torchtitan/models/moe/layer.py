@@ -7,12 +7,14 @@ between attention and the residual. All shapes are known before the values are, 
 Letters of the shapes: B samples, S tokens, N = B S, D width, E experts, k experts of a token.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from torchtitan.models.layers import RMSNorm, SwiGLU, autocast_off
+from torchtitan.models.decoder import Residual
+from torchtitan.models.layers import SwiGLU, autocast_off
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.moe.experts import Experts
 from torchtitan.models.moe.router import Router, count
@@ -85,28 +87,32 @@ class MoE(Stepwise):
             return torch.bmm(weights[:, None], copies.to(weights.dtype)).squeeze(1).to(ys.dtype)
 
 
-class MoEBlock(Stepwise):
+class MoEBlock(Residual):
     """A transformer block, with experts where others have a feed-forward."""
 
-    def __init__(self, args: MoEArgs, attention: nn.Module):
-        super().__init__()
-        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
-        self.attention = attention
-        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+    def __init__(
+        self,
+        args: MoEArgs,
+        attention: nn.Module,
+        norm: Callable[[], nn.Module] | None = None,
+        order: Literal["pre", "post"] = "pre",
+        dropout: float = 0.0,
+    ):
+        super().__init__(args, attention, norm, order, dropout)
         self.moe = MoE(args)
 
     def steps(self) -> tuple[Segment | RoutedExperts, ...]:
-        """h + moe(ffn_norm(h)), where the norm n is of one segment with the layer's first step, and the sum of one with
+        """What the layer reads, n, is of one segment with its first step, and the sum with what it makes is of one with
         its last.
         """
         first, *between, last = self.moe.steps()
 
         def route(notes: Notes, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            n = self.ffn_norm(h)
+            n = self.to_feed(h)
             return n, *first.run(notes, n)
 
         def rest(notes: Notes, h: torch.Tensor, *made: torch.Tensor) -> torch.Tensor:
-            return h + last.run(notes, *made)
+            return self.fed(h, last.run(notes, *made), notes)
 
         return (
             Segment("attention", self.attend, ("x",), ("h",)),
@@ -114,10 +120,6 @@ class MoEBlock(Stepwise):
             *(_reading(step, x="n") for step in between),
             last._replace(run=rest, inputs=("h", *last.inputs)),
         )
-
-    def attend(self, notes: Notes, x: torch.Tensor) -> torch.Tensor:
-        """[B, S, D] -> [B, S, D]"""
-        return x + self.attention(self.attention_norm(x), notes.shared)
 
 
 def _reading(step: Segment | RoutedExperts, x: str) -> Segment | RoutedExperts:
