@@ -99,7 +99,7 @@ def written_out(model, tokens, labels):
             e = rms(ahead, part["enorm.weight"], args.norm_eps)
             h = rms(h[:, :length], part["hnorm.weight"], args.norm_eps)
             x = torch.cat((e, h), -1) @ part["eh_proj.weight"].T
-            y = block_of(model, weights, layer)(x, plain.shared(x, None, None))
+            y = block_of(model, weights, layer)(x, plain.context(x))
             h = rms(y, part["norm.weight"], args.norm_eps)
         logs = (h @ weights["output.weight"].T).log_softmax(-1)
         each = [

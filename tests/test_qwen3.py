@@ -1,12 +1,14 @@
-"""Qwen 3 without experts: arguments, and against transformers (logits, every gradient, folders)."""
+"""Qwen 3 without and with experts: arguments, and against transformers (logits, every gradient, folders)."""
 
 import dataclasses
 from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from tests.support.hf_parity import (
     build,
@@ -18,15 +20,33 @@ from tests.support.hf_parity import (
     save_and_load,
     twin,
 )
-from tests.support.tiny_decoders import QWEN3
+from tests.support.tiny_decoders import QWEN3, QWEN3_MOE
 from torchtitan.errors import JobError
+from torchtitan.initialization import Constant, Normal
 from torchtitan.models import SIZES
-from torchtitan.models.qwen3.hf import HF
+from torchtitan.models.qwen3.hf import HF as DENSE_HF
 from torchtitan.models.qwen3.model import Qwen3
+from torchtitan.models.qwen3_moe.hf import HF as MOE_HF
+from torchtitan.models.qwen3_moe.model import Qwen3MoE
 
-TINY = QWEN3["plain"]
+
+class Family(NamedTuple):
+    model: type
+    hf: Any
+    shapes: dict
+    theirs: type
+    config: type
+    modeling: Any
 
 
+DENSE = Family(Qwen3, DENSE_HF, QWEN3, Qwen3ForCausalLM, Qwen3Config, modeling_qwen3)
+MOE = Family(Qwen3MoE, MOE_HF, QWEN3_MOE, Qwen3MoeForCausalLM, Qwen3MoeConfig, modeling_qwen3_moe)
+FAMILIES = {"qwen3": DENSE, "qwen3_moe": MOE}
+SHAPES = [pytest.param(family, shape, id=shape) for family in FAMILIES.values() for shape in family.shapes]
+TINY = {"qwen3": QWEN3["plain"], "qwen3_moe": QWEN3_MOE["published"]}
+
+
+@pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -35,48 +55,74 @@ TINY = QWEN3["plain"]
         ({"n_kv_heads": 3}, "n_kv_heads = 3 with n_heads = 4.*divide"),
     ],
 )
-def test_impossible_sizes_are_refused(change, message):
+def test_impossible_sizes_are_refused(name, change, message):
     with pytest.raises(JobError, match=message):
-        dataclasses.replace(TINY, **change)
+        dataclasses.replace(TINY[name], **change)
+
+
+def test_more_experts_of_a_token_than_there_are_are_refused():
+    with pytest.raises(JobError, match="top_k = 7 with n_experts = 6"):
+        dataclasses.replace(TINY["qwen3_moe"], top_k=7)
 
 
 # sums taken in another order: a few units of 2**-24, or of 2**-53, relative to the largest element
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("shape", QWEN3)
-def test_logits_and_every_gradient_equal_transformers(shape, dtype, tolerance, monkeypatch):
-    model = build(Qwen3, QWEN3[shape], dtype=dtype)
-    theirs = twin(Qwen3ForCausalLM, Qwen3Config, model, HF, dtype)
-    with exact(modeling_qwen3, model, theirs, monkeypatch) if dtype == torch.float64 else nullcontext():
-        compare(model, theirs, HF, tolerance)
+@pytest.mark.parametrize("family, shape", SHAPES)
+def test_logits_and_every_gradient_equal_transformers(family, shape, dtype, tolerance, monkeypatch):
+    model = build(family.model, family.shapes[shape], dtype=dtype)
+    theirs = twin(family.theirs, family.config, model, family.hf, dtype)
+    exactly = dtype == torch.float64
+    with exact(family.modeling, model, theirs, monkeypatch) if exactly else nullcontext():
+        compare(model, theirs, family.hf, tolerance)
 
 
-@pytest.mark.parametrize("flavor", SIZES["qwen3"])
-def test_config_goes_both_ways_and_through_transformers(flavor, tmp_path):
-    args = SIZES["qwen3"][flavor]
-    for stored in configs(args, HF, Qwen3Config, tmp_path):
-        assert HF.config_from_hf(stored) == args
+def test_initial_weights_follow_the_recipe():
+    model = Qwen3MoE(TINY["qwen3_moe"])
+    assert model.init_rule("layers.1.attention.q_norm.weight") == Constant(1.0)
+    assert model.init_rule("layers.1.moe.experts.w3") == Normal(0.02 / 2)
 
 
-@pytest.mark.parametrize("shape", QWEN3)
-def test_state_dicts_go_both_ways(shape):
-    names_go_both_ways(build(Qwen3, QWEN3[shape]), HF)
+@pytest.mark.parametrize("name, flavor", [(name, flavor) for name in FAMILIES for flavor in SIZES[name]])
+def test_config_goes_both_ways_and_through_transformers(name, flavor, tmp_path):
+    args, family = SIZES[name][flavor], FAMILIES[name]
+    for stored in configs(args, family.hf, family.config, tmp_path):
+        assert family.hf.config_from_hf(stored) == args
 
 
-@pytest.mark.parametrize("shape", QWEN3)
+@pytest.mark.parametrize("family, shape", SHAPES)
+def test_state_dicts_go_both_ways(family, shape):
+    names_go_both_ways(build(family.model, family.shapes[shape]), family.hf)
+
+
+@pytest.mark.parametrize("family, shape", SHAPES)
 @pytest.mark.parametrize("shard_bytes", [10**9, 10000])
-def test_a_saved_folder_loads_here_and_in_transformers(shape, shard_bytes, tmp_path):
-    save_and_load(Qwen3, QWEN3[shape], HF, Qwen3ForCausalLM, tmp_path, shard_bytes)
+def test_a_saved_folder_loads_here_and_in_transformers(family, shape, shard_bytes, tmp_path):
+    save_and_load(family.model, family.shapes[shape], family.hf, family.theirs, tmp_path, shard_bytes)
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "name, change, message",
     [
-        ({"model_type": "qwen3_moe"}, "model_type = 'qwen3_moe', but this model is a qwen3"),
-        ({"intermediate_size": None}, "no whole number above 0 for intermediate_size"),
-        ({"use_sliding_window": True}, "use_sliding_window = True"),
-        ({"attention_bias": True}, "attention_bias = True"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn', but this model has none"),
+        ("qwen3", {"model_type": "qwen3_moe"}, "model_type = 'qwen3_moe', but this model is a qwen3"),
+        ("qwen3", {"intermediate_size": None}, "no whole number above 0 for intermediate_size"),
+        ("qwen3", {"attention_bias": True}, "attention_bias = True"),
+        ("qwen3_moe", {"model_type": "qwen3"}, "model_type = 'qwen3', but this model is a qwen3_moe"),
+        ("qwen3_moe", {"num_experts": None}, "no whole number above 0 for num_experts"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\], but this model only has \[\]"),
+        *(
+            (name, change, message)
+            for name in FAMILIES
+            for change, message in [
+                ({"use_sliding_window": True}, "use_sliding_window = True"),
+                ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn', but this model has none"),
+            ]
+        ),
     ],
 )
-def test_a_config_of_another_model_is_refused(change, message):
-    refuse_config(TINY, HF, change, message)
+def test_a_config_of_another_model_is_refused(name, change, message):
+    refuse_config(TINY[name], FAMILIES[name].hf, change, message)
+
+
+def test_what_transformers_does_not_have_is_not_exported():
+    with pytest.raises(JobError, match="n_shared_experts = 1: transformers' Qwen 3 only has 0"):
+        MOE_HF.config_to_hf(dataclasses.replace(TINY["qwen3_moe"], n_shared_experts=1))

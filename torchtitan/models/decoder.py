@@ -167,7 +167,7 @@ class Decoder(nn.Module):
         positions [B or 1, S] default to 0..S-1. With document_ids [B, S], tokens see only their own document. keys
         [B, S]: of the tokens' draws, for a model with dropout in training (dropout.token_keys).
         """
-        shared = self.shared(tokens, positions, document_ids, keys)
+        shared = self.context(tokens, positions, document_ids, keys)
         x = tokens if self.tok_embeddings is None else self.enter(tokens, shared)  # [B, S, D]
         for layer, block in self.layers.items():
             if int(layer) < self.args.n_layers:
@@ -202,22 +202,14 @@ class Decoder(nn.Module):
         keys: torch.Tensor | None = None,
         **targets: torch.Tensor,
     ) -> Shared:
-        """What the chains share: of tokens [B, S] or hidden states [B, S, D], and the rest as forward takes it."""
-        return self.shared(x, positions, document_ids, keys)._replace(targets=targets)
-
-    def shared(
-        self,
-        x: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        document_ids: torch.Tensor | None = None,
-        keys: torch.Tensor | None = None,
-    ) -> Shared:
+        """What all share: of tokens [B, S] or hidden states [B, S, D], and the rest as forward takes it."""
         if positions is None:
             assert self.tok_embeddings is not None, "x may be a share of the tokens, so their positions are given"
             positions = counted(x)
         places = torch.arange(positions.shape[1], device=positions.device)  # [S]
         rotation = None if self.rotary is None else self.rotary(positions)
-        return Shared(positions, document_ids, rotation, self.kernel.prepare(Tokens(places, document_ids)), keys)
+        mask = self.kernel.prepare(Tokens(places, document_ids))
+        return Shared(positions, document_ids, rotation, mask, keys, targets)
 
     def enter(self, tokens: torch.Tensor, shared: Shared) -> torch.Tensor:
         """[B, S] -> [B, S, D], what the first block gets"""

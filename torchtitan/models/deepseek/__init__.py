@@ -9,6 +9,7 @@ from torchtitan.limits import LimitError
 from torchtitan.models.deepseek.limits import multi_token_limits
 from torchtitan.models.linears import Sizes, gated
 from torchtitan.models.moe import MoEArgs, MoEDecoderArgs
+from torchtitan.models.sizes import check_not_negative, check_positive, check_turned
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,15 @@ class DeepseekArgs(MoEDecoderArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("ffn_dim", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            if getattr(self, name) < 1:
-                raise JobError(f"{name} = {getattr(self, name)}: must be at least 1")
-        for name in ("n_mtp_layers", "mtp_loss_weight"):
-            if getattr(self, name) < 0:
-                raise JobError(f"{name} = {getattr(self, name)}: must not be negative")
+        check_positive(self, "ffn_dim", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        check_not_negative(self, "n_mtp_layers", "mtp_loss_weight")
         if self.q_lora_rank < 0:
             raise JobError(f"q_lora_rank = {self.q_lora_rank}: must be 0 (queries are not compressed) or more")
         if not 0 <= self.n_dense_layers <= self.n_layers:
             raise JobError(
                 f"n_dense_layers = {self.n_dense_layers} with n_layers = {self.n_layers}: must be from 0 to n_layers"
             )
-        if self.qk_rope_head_dim % 2:
-            raise JobError(f"qk_rope_head_dim = {self.qk_rope_head_dim}: must be even, as rotary embeddings turn pairs")
+        check_turned(self, "qk_rope_head_dim")
         if self.v_head_dim > self.qk_head_dim:
             raise JobError(
                 f"v_head_dim = {self.v_head_dim}: must be at most qk_nope_head_dim + qk_rope_head_dim = "

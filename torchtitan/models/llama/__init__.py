@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torchtitan.errors import JobError
 from torchtitan.models.linears import Sizes, gated, grouped_attention
+from torchtitan.models.sizes import check_grouped_heads, check_positive
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,13 @@ class LlamaArgs:
     max_seq_len: int = 4096  # what the family was trained for; nothing in the model depends on it
 
     def __post_init__(self) -> None:
-        for name in ("dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise JobError(f"{name} = {getattr(self, name)}: must be at least 1")
+        check_positive(self, "dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "max_seq_len")
         if self.dim % self.n_heads or self.head_dim % 2:
             raise JobError(
                 f"dim = {self.dim} with n_heads = {self.n_heads}: dim must be a multiple of n_heads, and dim / n_heads "
                 f"even (rotary embeddings turn pairs). Change either"
             )
-        if self.num_kv_heads < 1 or self.n_heads % self.num_kv_heads:
-            raise JobError(
-                f"n_kv_heads = {self.n_kv_heads} with n_heads = {self.n_heads}: every key/value head serves the same "
-                f"number of query heads, so n_kv_heads must divide n_heads"
-            )
+        check_grouped_heads(self)
 
     @property
     def num_kv_heads(self) -> int:

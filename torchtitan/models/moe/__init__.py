@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 
 from torchtitan.errors import JobError
 from torchtitan.models.linears import Sizes, gated
+from torchtitan.models.sizes import check_not_negative, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +41,8 @@ class MoEArgs:
     """Sizes of which 0 means that a part of the model is not there."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "expert_dim", "n_experts", "top_k", "n_groups", "top_groups"):
-            if getattr(self, name) < 1:
-                raise JobError(f"{name} = {getattr(self, name)}: must be at least 1")
-        for name in ("n_shared_experts", "bias_rate", "aux_loss_weight"):
-            if getattr(self, name) < 0:
-                raise JobError(f"{name} = {getattr(self, name)}: must not be negative")
+        check_positive(self, "dim", "expert_dim", "n_experts", "top_k", "n_groups", "top_groups")
+        check_not_negative(self, "n_shared_experts", "bias_rate", "aux_loss_weight")
         if self.top_k > self.n_experts:
             raise JobError(
                 f"top_k = {self.top_k} with n_experts = {self.n_experts}: a token goes to different experts, so top_k "
@@ -101,9 +98,7 @@ class MoEDecoderArgs(MoEArgs, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("n_layers", "n_heads", "vocab_size", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise JobError(f"{name} = {getattr(self, name)}: must be at least 1")
+        check_positive(self, "n_layers", "n_heads", "vocab_size", "max_seq_len")
 
     @property
     def expert_layers(self) -> int:

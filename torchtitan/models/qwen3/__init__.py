@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.errors import JobError
 from torchtitan.models.linears import Sizes, gated, grouped_attention
+from torchtitan.models.sizes import check_grouped_heads, check_positive, check_turned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +22,11 @@ class Qwen3Args:
     max_seq_len: int = 40960  # what the family was trained for; nothing in the model depends on it
 
     def __post_init__(self) -> None:
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "head_dim", "vocab_size", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise JobError(f"{name} = {getattr(self, name)}: must be at least 1")
-        if self.head_dim % 2:
-            raise JobError(f"head_dim = {self.head_dim}: must be even, as rotary embeddings turn pairs")
-        if self.n_heads % self.n_kv_heads:
-            raise JobError(
-                f"n_kv_heads = {self.n_kv_heads} with n_heads = {self.n_heads}: every key/value head serves the same "
-                f"number of query heads, so n_kv_heads must divide n_heads"
-            )
+        check_positive(
+            self, "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "head_dim", "vocab_size", "max_seq_len"
+        )
+        check_turned(self, "head_dim")
+        check_grouped_heads(self)
 
     @property
     def num_kv_heads(self) -> int:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from torchtitan.errors import JobError
 from torchtitan.models.linears import Sizes, grouped_attention
 from torchtitan.models.moe import MoEDecoderArgs
+from torchtitan.models.sizes import check_grouped_heads, check_positive, check_turned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +19,9 @@ class Qwen3MoEArgs(MoEDecoderArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("n_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise JobError(f"{name} = {getattr(self, name)}: must be at least 1")
-        if self.head_dim % 2:
-            raise JobError(f"head_dim = {self.head_dim}: must be even, as rotary embeddings turn pairs")
-        if self.n_heads % self.n_kv_heads:
-            raise JobError(
-                f"n_kv_heads = {self.n_kv_heads} with n_heads = {self.n_heads}: every key/value head serves the same "
-                f"number of query heads, so n_kv_heads must divide n_heads"
-            )
+        check_positive(self, "n_kv_heads", "head_dim")
+        check_turned(self, "head_dim")
+        check_grouped_heads(self)
 
     @property
     def num_kv_heads(self) -> int:
