@@ -154,6 +154,20 @@ def test_crash_while_rewriting_keeps_the_old_file(tmp_path, monkeypatch):
     assert path.read_text() == '{"step": 1}\n{"step": 9}\n'
 
 
+def test_links_in_the_place_of_what_is_rewritten_are_replaced_and_not_followed(tmp_path, monkeypatch):
+    (tmp_path / "another's").write_text("theirs")
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 9}\n')
+    for name in ("metrics.redone.jsonl", "metrics.jsonl.tmp"):
+        (tmp_path / name).symlink_to(tmp_path / "another's")
+    synced = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(descriptor))
+    JsonLines(path, 1).close()
+    assert (tmp_path / "another's").read_text() == "theirs"
+    assert path.read_text() == '{"step": 1}\n' and len(synced) == 2
+    assert (tmp_path / "metrics.redone.jsonl").read_text() == '{"step": 9}\n'
+
+
 @pytest.mark.parametrize("resume_step", [None, 0])
 def test_a_new_run_keeps_the_old_file_beside(tmp_path, resume_step):
     (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')

@@ -5,7 +5,9 @@ import os
 import signal
 import socket
 import subprocess
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -13,10 +15,13 @@ from tests.support import jobs
 from tests.support.pool import run_alone, run_ranks
 from tests.test_launcher import LOOPBACK, gone, listening
 from torchtitan import distributed
+from torchtitan.config.manager import load
 from torchtitan.errors import JobError
 from torchtitan.launcher import nodes
 from torchtitan.launcher.nodes import Nodes
+from torchtitan.progress import Progress
 from torchtitan.ranks import Launcher, Ranks, environment_of
+from torchtitan.trainer import Trainer
 
 
 def free_port() -> int:
@@ -80,9 +85,41 @@ def test_a_first_machine_that_is_not_there_is_told():
     assert told.startswith(f"HEAD_ADDR, HEAD_PORT: given 127.0.0.1, {port}, where no store answers within 1 s")
 
 
+def patience_at_the_start(folder: Path) -> tuple[float, float]:
+    """Of the meeting of a job's ranks, and of the launcher's watchdog."""
+    asked = []
+
+    def meet(ranks, launcher, timeout):
+        asked.append(timeout.total_seconds())
+        raise JobError("nobody there")
+
+    distributed._meet = meet
+    ranks = Ranks(rank=1, world_size=2, local_world_size=1, launcher=Launcher(1, "", os.devnull, "", "", 3))
+    config = load(jobs.arguments(folder, folder, comm__init_timeout_seconds=50))
+    with pytest.MonkeyPatch.context() as patch, suppress(JobError):
+        patch.setattr("torchtitan.trainer.Progress", lambda path, row: Progress())
+        Trainer(config, ranks)
+    return asked[0], config.comm.init_timeout_seconds
+
+
+def test_a_machine_that_does_not_come_is_told_before_the_watchdog_ends_the_wait(tmp_path):
+    asked, patience = run_alone(patience_at_the_start, tmp_path)
+    assert 0 < asked < patience - 5
+
+
 def test_the_interface_is_the_one_on_the_way():
     assert nodes.local_address(Nodes(2, 1, "127.0.0.1", 1)) == "127.0.0.1"
     assert nodes.interface_of("127.0.0.1") == "lo" and nodes.interface_of("192.0.2.1") is None
+
+
+def test_the_interface_of_an_ipv6_address_is_found_too(tmp_path):
+    table = tmp_path / "if_inet6"
+    table.write_text(
+        "00000000000000000000000000000001 01 80 10 80       lo\nfd000000000000000000000000000002 04 40 00 82     eth0\n"
+    )
+    asked = ("::1", "fd00::2", "fd00:0::0002", "fd00::3", "fe80::1%eth1")
+    assert [nodes._interface_of_ipv6(one, table) for one in asked] == ["lo", "eth0", "eth0", None, "eth1"]
+    assert nodes._interface_of_ipv6("::1", tmp_path / "absent") is None
 
 
 def test_two_machines_are_one_world_and_stop_together(tmp_path, monkeypatch):

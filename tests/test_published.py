@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,6 +56,22 @@ def test_one_that_fails_leaves_what_was_there(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError), folders.published(tmp_path / "file", write=True) as folder:
         write(folder)
+
+
+def test_one_that_cannot_take_its_place_leaves_what_was_there(tmp_path, monkeypatch):
+    write(tmp_path / "model_hf", config__json="old")
+    rename = Path.rename
+
+    def refuse(self, target):
+        if self.name.startswith(".tmp-"):
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="Input"), folders.published(tmp_path / "model_hf", write=True) as folder:
+        write(folder, config__json="new")
+    assert contents(tmp_path / "model_hf") == {"config.json": "old"}
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def export_twice(folder, texts):

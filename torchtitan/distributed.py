@@ -15,14 +15,23 @@ from torch.distributed import distributed_c10d
 from torchtitan.errors import JobError
 from torchtitan.ranks import Launcher, Ranks, set_default
 
+MEETING_SHARE = 0.8
+"""Of all patience, for the first of several machines to be there."""
+
 
 def device_type() -> str:
     """ "cuda" where torch finds a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def init(ranks: Ranks, timeout_seconds: int, trace_buf_size: int = 0) -> torch.device:
-    """Join the world and return this rank's device. Collectives on CPU tensors go over gloo on every machine."""
+def init(
+    ranks: Ranks, timeout_seconds: int, trace_buf_size: int = 0, watchdog_seconds: int | None = None
+) -> torch.device:
+    """Join the world and return this rank's device. Collectives on CPU tensors go over gloo on every machine.
+
+    `watchdog_seconds`: after which somebody ends this process, if its start goes no further. By then it has said itself
+    that the first of several machines is not there.
+    """
     set_up_libraries(trace_buf_size)
     timeout = timedelta(seconds=timeout_seconds)
     if device_type() == "cuda":
@@ -43,7 +52,8 @@ def init(ranks: Ranks, timeout_seconds: int, trace_buf_size: int = 0) -> torch.d
     if ranks.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     elif ranks.launcher is not None:
-        store = _meet(ranks, ranks.launcher, timeout)
+        store = _meet(ranks, ranks.launcher, timedelta(seconds=MEETING_SHARE * (watchdog_seconds or timeout_seconds)))
+        store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
@@ -109,6 +119,15 @@ def set_deterministic(warn_only: bool) -> None:
     set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.backends.cudnn.benchmark = False
+
+
+def add_up(*values: float) -> list[float]:
+    """Sums of host numbers over all ranks in float64, bit for bit the same on all, over gloo."""
+    if dist.get_world_size() == 1:
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return tensor.tolist()
 
 
 def sum_over_ranks(*values: int) -> list[int]:

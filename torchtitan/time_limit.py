@@ -22,18 +22,21 @@ class TimeLimit:
         self.end = None if seconds is None else clock() + seconds
         self.reserve = 0.0 if seconds is None else min(RESERVE_SHARE * seconds, LONGEST_RESERVE)
         self._turn_began: float | None = None
-        self._longest_turn = 0.0
+        self._turns: list[float] = []
+        """The first, which may compile, and the longest of the others."""
 
     def near(self, save_seconds: float) -> bool:
         """Asked before every step: whether one more, as long as the longest yet, and the save after it, as long as
         the longest yet, might not end in time. Twice both, as no machine is even."""
         now = self.clock()
         if self._turn_began is not None:
-            self._longest_turn = max(self._longest_turn, now - self._turn_began)
+            self._turns = [*self._turns[:1], max([now - self._turn_began, *self._turns[1:]])]
         self._turn_began = now
         if self.end is None:
             return False
-        return now + 2 * (self._longest_turn + save_seconds) + self.reserve >= self.end
+        # nothing else is known before the second turn; after it the first, which does not come again, is no measure
+        turn = self._turns[-1] if self._turns else 0.0
+        return now + 2 * (turn + save_seconds) + self.reserve >= self.end
 
 
 def shortest(*limits: float | None) -> float | None:

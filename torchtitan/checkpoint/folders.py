@@ -140,7 +140,11 @@ def published(target: Path, write: bool) -> Iterator[Path]:
                 raise NotADirectoryError(f"{target} is not a folder of its own: move it away")
             foreign = [path.name for path in target.iterdir() if not _is_of_export(path, temporary)]
             before = move_aside(target)
-            publish(temporary, target)
+            try:
+                publish(temporary, target)
+            except OSError:
+                before.rename(target)
+                raise
             if foreign:
                 logger.warning("%s also held %s: what was there is now %s", target, foreign[0], before.name)
             else:

@@ -9,6 +9,8 @@ import socket
 import struct
 import sys
 from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
 
 from torchtitan.errors import JobError
 from torchtitan.ranks import set_default
@@ -82,9 +84,11 @@ def local_address(nodes: Nodes) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface with an IPv4 address of this machine; None if it cannot be told."""
+    """The interface with an address of this machine; None if it cannot be told."""
     if sys.platform != "linux":
         return None
+    if ip_address(address).version == 6:
+        return _interface_of_ipv6(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -94,3 +98,14 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
+
+
+def _interface_of_ipv6(address: str, table: Path = Path("/proc/net/if_inet6")) -> str | None:
+    """By the kernel's table, a line an address: 32 hexadecimal digits, four numbers, the name. (An address that only
+    counts on its link, like fe80::1%eth0, says its interface itself.)
+    """
+    wanted, _, scope = address.partition("%")
+    if scope:
+        return scope
+    lines = (line.split() for line in table.read_text().splitlines()) if table.exists() else ()
+    return next((fields[-1] for fields in lines if int(fields[0], 16) == int(ip_address(wanted))), None)

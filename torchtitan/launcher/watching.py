@@ -17,7 +17,7 @@ from torchtitan.launcher.ends import End
 from torchtitan.launcher.hangs import Evidence, Limits, Watchdog
 from torchtitan.launcher.processes import Ended, Processes
 from torchtitan.launcher.stops import Requests, SignalQueue
-from torchtitan.leaving import EXPLAINED, HUNG, STOPPED
+from torchtitan.leaving import EXPLAINED, HUNG, SAID_BY_THE_FIRST, STOPPED
 from torchtitan.progress import WITHOUT_STATE
 
 FOLLOW_SECONDS = 5
@@ -165,8 +165,12 @@ class Watch:
         if self.requests.first is not None and self.stopped_as_asked(failed):
             return 128 + self.requests.first
         first = failed[0]
-        if first.exit_code not in EXPLAINED and not self.gave_up and self.followed_at is None:
+        alone = first.exit_code in SAID_BY_THE_FIRST and self.processes.first not in {
+            ended.rank for ended in failed if ended.exit_code == first.exit_code
+        }
+        if (first.exit_code not in EXPLAINED or alone) and not self.gave_up and self.followed_at is None:
             why = "" if first.code < 0 else "; its output above tells why"
+            why = " and the others did not" if alone else why
             say(f"{first}{why}", sys.stderr)
         return first.exit_code
 

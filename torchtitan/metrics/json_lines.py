@@ -79,11 +79,19 @@ def _keep_until(path: Path, step: int) -> None:
     records = read_records(path)
     kept = [record for record in records if record["step"] <= step]
     if len(kept) < len(records):
-        with path.with_name(f"{path.stem}.redone{path.suffix}").open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records if record["step"] > step)
+        redone = path.with_name(f"{path.stem}.redone{path.suffix}")
+        if redone.is_symlink():  # ours are files; where a link leads is another's
+            redone.unlink()
+        _append(redone, [record for record in records if record["step"] > step])
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in kept)
+    temporary.unlink(missing_ok=True)  # of a crash, or somebody's link
+    _append(temporary, kept)
+    temporary.replace(path)
+
+
+def _append(path: Path, records: list[Record]) -> None:
+    """For good: what is moved from one file to another is on the disk before it leaves the first."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
