@@ -23,6 +23,7 @@ from bench_timing import ROOT
 
 from torchtitan import launch
 from torchtitan.checkpoint.layout import read_manifest
+from torchtitan.launcher.company import First
 from torchtitan.launcher.lock import start_of
 from torchtitan.launcher.stops import SignalQueue
 from torchtitan.metrics.json_lines import read_records
@@ -114,7 +115,8 @@ def run_job(folder: Path, options: dict, kills: list[dict]) -> int:
 
 def launch_main(kills: str, argv: list[str]) -> int:
     config = launch.load_job(argv, 2)
-    return launch.run(config, [sys.executable, __file__, "--rank", kills, *argv], 2, SignalQueue())
+    program = (sys.executable, __file__, "--rank", kills)
+    return launch.run(config, argv, 2, SignalQueue(), First(), program)
 
 
 def last_state(folder: Path) -> str:

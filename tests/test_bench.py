@@ -107,6 +107,11 @@ def test_bench_debug_plans():
     assert line.startswith("TP 2  ") and "tok/s" in line and "CPU seconds a step" in line
 
 
+def test_bench_guards():
+    lines = run("scripts/bench_guards.py", "--quick", "--ranks", "2")
+    assert [line.split(", ")[0] for line in lines[3:]] == ["launcher and guards", "replicas compared every 100th step"]
+
+
 def test_bench_schedules():
     lines = run("scripts/bench_schedules.py", "--quick", "--only", "DualPipeV in pairs")
     assert [line.split(":")[0] for line in lines[3:]] == ["DualPipeV in pairs"]

@@ -46,8 +46,8 @@ def test_each_is_asked_in_turn_and_saved_under_its_name():
 def train_with_a_diary(argv):
     make, diary = build.model, Diary()
 
-    def with_diary(*args):
-        model = make(*args)
+    def with_diary(*args, **options):
+        model = make(*args, **options)
         model.hooks.append(diary)
         return model
 

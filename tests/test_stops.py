@@ -5,8 +5,10 @@ import logging
 import os
 import signal
 import time
+from contextlib import suppress
 
 import pytest
+import torch
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
@@ -95,6 +97,33 @@ def test_what_was_whole_is_saved_and_goes_on_bit_equal(what, straight, texts, tm
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert [row["loss"] for row in rows] == [row["loss"] for row in straight[0]]
     assert state == straight[1]
+
+
+def drawn(argv, what):
+    """By torch's generator in each step, as dropout would."""
+    trainer, numbers = Stumbles(manager.load(argv), read_ranks()), {}
+    trainer.what, forward = what, trainer.model.forward_backward
+
+    def draws(*args, **kwargs):
+        numbers.setdefault(trainer.step + 1, []).append(torch.rand(2).tolist())
+        return forward(*args, **kwargs)
+
+    trainer.model.forward_backward = draws
+    with suppress(DataError, PeerStopped, NonFiniteError):
+        trainer.train()
+    trainer.metrics.close()
+    return numbers
+
+
+@pytest.mark.parametrize("what", ["data", "gradient"])
+def test_what_a_step_that_was_not_made_has_drawn_is_drawn_again(what, texts, tmp_path):
+    argv = jobs.arguments(tmp_path / "straight", texts, **options(texts) | dict(validation__enable=False))
+    straight = run_ranks(2, drawn, argv, "nothing")
+    argv = jobs.arguments(tmp_path / "stopped", texts, **options(texts) | dict(validation__enable=False))
+    run_ranks(2, drawn, argv, what)
+    assert run_ranks(2, drawn, argv, "nothing") == [
+        {step: numbers for step, numbers in each.items() if step >= BAD_STEP} for each in straight
+    ]
 
 
 def test_a_step_whose_gradients_are_gone_is_not_saved(texts, tmp_path):

@@ -194,6 +194,13 @@ def test_the_first_save_knows_its_need_by_the_tensors(tmp_path, monkeypatch):
 # An end that is known
 
 
+def test_no_decision_looks_at_the_walls_clock():
+    """A clock that is set by a day changes nothing: what the wall's is asked for is only told, or SLURM's own."""
+    package = jobs.ROOT / "torchtitan"
+    asks = {str(path.relative_to(package)) for path in package.rglob("*.py") if "time.time()" in path.read_text()}
+    assert asks == {"introduction.py", "ranks.py"}  # how much a restart has lost; the end that SLURM names
+
+
 def test_times_are_read_as_slurm_writes_them():
     assert [seconds_of(text) for text in ("0:00:07", "12:34:56", "2-01:00:00")] == [7.0, 45296.0, 176400.0]
     assert shortest(None, 5.0, None, 3.0) == 3.0 and shortest(None) is None
@@ -211,6 +218,11 @@ def test_the_end_is_near_when_two_more_turns_and_saves_would_not_fit():
         asked.append(limit._turn_began)
     # 200 - 2 * (10 + 5) - 5 % = 160
     assert asked[-1] == 150 and limit._turn_began == 160
+    turns = iter([0, 1000, 1010, 1020])  # the first turn compiles, and tells nothing of the others
+    compiled = TimeLimit(2000, clock=lambda: next(turns, 1030))
+    assert not any(compiled.near(save_seconds=5) for _ in range(3))
+    assert TimeLimit.near(limit := TimeLimit(2000, clock=iter([0, 0, 1000]).__next__), 5) is False
+    assert limit.near(5)  # before the second turn is known, the first is all that there is
     forever = TimeLimit(None, clock=lambda: next(now))
     assert not any(forever.near(1e9) for _ in range(5))
 

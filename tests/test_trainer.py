@@ -162,10 +162,10 @@ def test_interrupt_stops_all_ranks_at_one_step_saved(texts, tmp_path):
 class StopsInForward(Trainer):
     """Is asked to stop on one rank alone, while that rank is inside its fourth step."""
 
-    def log(self, lr, data_seconds):
+    def log(self, *args, **options):
         if self.step == 4 and self.ranks.rank == 1:
             self.stop_requested = True
-        super().log(lr, data_seconds)
+        super().log(*args, **options)
 
 
 def train_and_stop(argv):
@@ -246,10 +246,11 @@ def test_data_that_ends_badly_on_one_rank_stops_all(texts, tmp_path):
 
 
 def test_non_finite_loss_stops_with_its_own_code_and_saves_nothing_after_it(texts, tmp_path):
-    options = saving(optimizer__lr=1e30, training__max_norm=0)
-    code, out, err = jobs.finish(jobs.start(jobs.arguments(tmp_path, texts, **options)))
+    options = saving(optimizer__lr=1e30, training__max_norm=0, training__local_batch_size=4)
+    code, out, err = jobs.finish(jobs.start(jobs.arguments(tmp_path, texts, **options), ranks=2))
     assert code == 4
     assert err.startswith("ERROR: the ") and "optimizer.lr" in err and "Traceback" not in err
+    assert err.count("ERROR") == 1  # of what all ranks know, one speaks
     bad = len(jobs.logged_steps(tmp_path)) + 1
     assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == [f"step-{bad - 1:08d}"]
 

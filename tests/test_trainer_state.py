@@ -7,6 +7,7 @@ import torch
 
 from torchtitan.checkpoint import rng_state
 from torchtitan.config.job import JobConfig
+from torchtitan.metrics import Goodput
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.trainer import Trainer
 
@@ -25,6 +26,8 @@ def trainer(**degrees):
     )
     hooks = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
     made.model = SimpleNamespace(hooks=hooks)
+    steps = SimpleNamespace(name="guard", state_dict=dict, load_state_dict=lambda state: None)
+    made.guards, made.goodput = SimpleNamespace(steps=steps), Goodput()
     made.schedulers = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
     return made
 

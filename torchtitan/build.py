@@ -22,6 +22,7 @@ from torchtitan.config.changes import kept_job
 from torchtitan.config.job import JobConfig, as_dict, trackers_of
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.guards import Guards, Replicas, StepGuard
 from torchtitan.loss import Objective, auto_chunks
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
 from torchtitan.lr_shapes import LRSchedule, schedule_of
@@ -336,6 +337,12 @@ def trackers(config: JobConfig, ranks: Ranks, resumed_from: int | None) -> list[
     kinds = [TRACKERS[name] for name in trackers_of(config).values()]
     chosen = [kind for kind in kinds if ranks.is_main or (kind.of_every_rank and options.save_for_all_ranks)]
     return [PatientTracker(kind.name, partial(kind, run)) for kind in chosen]
+
+
+def guards(config: JobConfig, built: ParallelModel, built_optimizers: Optimizers) -> Guards:
+    steps = StepGuard(**taken(config.guard, StepGuard))
+    replicas = Replicas(built.parts, built_optimizers.optimizers)
+    return Guards(steps, replicas, built, config.guard.replica_check_interval)
 
 
 def metrics(

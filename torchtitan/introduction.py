@@ -1,17 +1,24 @@
-"""The lines at the start of a run: what runs, on what, on which data, and how the learning rate goes."""
+"""The lines at the start of a run: what runs, on what, on which data, and how the learning rate goes; and those at its
+end: how it went and where things are.
+"""
 
 import logging
 import math
+import time
 from pathlib import Path
 
 import torch
 
 from torchtitan import build
-from torchtitan.config.job import JobConfig, describe_sources
+from torchtitan.config.job import JobConfig, describe_sources, sources_of
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.lr_scheduling import LRSchedulers
+from torchtitan.metrics import Goodput, MetricsLogger
+from torchtitan.metrics.console import duration
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.plot import draw_training_curve
+from torchtitan.ranks import Ranks, Restart
 
 logger = logging.getLogger(__name__)
 
@@ -55,3 +62,37 @@ def introduce(
     if not config.checkpoint.enable or config.checkpoint.load_only:
         off = "checkpoint.load_only is set" if config.checkpoint.enable else "checkpoint.enable is off"
         logger.warning("nothing will be saved: %s; what this run learns is lost with its end", off)
+
+
+def tell_restart(restart: Restart, metrics: MetricsLogger, goodput: Goodput, step: int, came_from: Path | None) -> None:
+    """A row of its own in metrics.jsonl, where the launcher has started this run again, now from `step`."""
+    now = time.monotonic()
+    lost = now - restart.since
+    if came_from is not None:
+        lost = min(lost, time.time() - came_from.stat().st_mtime)
+    goodput.failed(max(0.0, lost - (now - restart.ended)))
+    told: dict[str, float | str] = {"cause": restart.cause, "rank": restart.rank, "restarts": restart.number}
+    told |= {"steps_lost": max(0, restart.step - step), "seconds_lost": round(lost, 1)}
+    metrics.record_event(step, "restart", told)
+
+
+def conclude(
+    config: JobConfig, ranks: Ranks, metrics: MetricsLogger, goodput: Goodput, places: dict[str, Path], step: int
+) -> None:
+    """Log how it went until `step`, where its time went and where things are, and draw the picture."""
+    if config.metrics.plot and metrics.path.exists():
+        picture = Path(config.job.dump_folder) / "training.png"
+        data = " + ".join(source.dataset for source in sources_of(config, "training").values())
+        if ranks.is_main:
+            draw_training_curve(metrics.path, picture, f"{config.model.name} {config.model.flavor} on {data}")
+        places = places | {"picture": picture}
+    logger.info("\n%s", metrics.summary(places))
+    logger.info("time        %s", goodput.summary())
+    best = goodput.best_interval(ranks.world_size)
+    if best is not None and config.checkpoint.interval_type == "steps" and step:
+        steps = max(1, round(best * step / max(goodput.seconds["train"] + goodput.seconds["data"], 1e-9)))
+        known = "its own failures" if goodput.failures else "as many failures as others report"
+        logger.info("saves       best every %s, or %d steps, by %s (Young and Daly)", duration(best), steps, known)
+    if step < config.training.steps:
+        how = "; start it again to go on" if "checkpoints" in places else " (checkpoint.enable is off: not saved)"
+        logger.info("stopped as asked after step %d%s", step, how)

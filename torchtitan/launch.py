@@ -9,6 +9,7 @@ Ctrl-C (130) has already said what there is to say.
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,10 @@ usage: torchtitan train JOB.toml [--section.key value ...]
   torchtitan train debug_model     a first run, in a minute; its results go to ./outputs/debug
   torchtitan init my_job.toml      writes a job to change, then: torchtitan train my_job.toml
   torchtitan train --help          every option, its type, default and meaning"""
+
+
+PROGRAM = (sys.executable, "-m", "torchtitan.train")
+"""Of a rank."""
 
 
 def launch(num_ranks: int | None, arguments: list[str]) -> int:
@@ -103,12 +108,19 @@ def lead(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue)
         company.dismiss(code)
 
 
-def run(config: JobConfig, arguments: list[str], num_ranks: int, queue: SignalQueue, company: First) -> int:
+def run(
+    config: JobConfig,
+    arguments: list[str],
+    num_ranks: int,
+    queue: SignalQueue,
+    company: First,
+    program: Sequence[str] = PROGRAM,
+) -> int:
     options = config.checkpoint
 
     def start(restart: Restart | None) -> Watch:
         nodes, listener = company.begin(restart)
-        watch = started(config, arguments, num_ranks, queue, company, restart, nodes, listener)
+        watch = started(config, arguments, num_ranks, queue, company, restart, nodes, listener, program)
         if listener is not None:
             listener.close()  # it is the first rank's now
         return watch
@@ -151,9 +163,10 @@ def started(
     restart: Restart | None,
     nodes: Nodes,
     listener: socket.socket | None,
+    program: Sequence[str] = PROGRAM,
 ) -> Watch:
     """The ranks of this machine, and who watches them."""
-    command = [sys.executable, "-m", "torchtitan.train", *arguments]
+    command = [*program, *arguments]
     limits = Limits(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
     ranks = Processes(command, num_ranks, restart, nodes, listener)
     return Watch(ranks, queue, limits, Path(config.job.dump_folder) / "hangs", others)

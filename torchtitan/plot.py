@@ -50,7 +50,7 @@ def draw_training_curve(metrics_path: Path, png_path: Path, title: str) -> bool:
         _draw_speed(speed, steps)
         for axes in (loss, rate, speed):
             for record in records:
-                if record.get("event") == "restart":
+                if record.get("event") in ("restart", "rollback"):
                     axes.axvline(record["step"], color=GREY, linewidth=0.8, linestyle=":")
         speed.set_xlabel("step")
         speed.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -31,6 +31,8 @@ class Restart:
     """When the ranks before had been started, on the machine's monotonic clock."""
     saved: bool = False
     """Whether the run has saved since its launch, so that there is a checkpoint that has all of the job behind it."""
+    ended: float = 0.0
+    """When it was noticed, on the same clock."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torchtitan.launcher.lock import held, this_process
 from torchtitan.launcher.stops import Requests
 from torchtitan.leaving import (
     CRASHED,
+    DIFFERING,
     INTERRUPTED,
     NON_FINITE,
     NOT_LOADED,
@@ -99,14 +100,19 @@ def run(config: JobConfig, ranks: Ranks) -> int:
     except training.PeerStopped:
         wait_for_the_one_that_speaks(ranks, times=2)
         return REFUSED
-    except (JobError, training.NonFiniteError) as error:
+    except (JobError, training.BadStep, training.ReplicasDiffer) as error:
         if not ranks.is_main:
             # what went wrong on all ranks is said by the first alone: its end ends this wait
             wait_for_the_one_that_speaks(ranks)
-        logger.error("%s", folded(error))
+        # the launcher ends nobody at once, so there the others keep silent of what all ranks have found together
+        on_all = isinstance(error, CheckpointError | training.BadStep | training.ReplicasDiffer)
+        if not on_all or ranks.launcher is None or ranks.local_rank == 0:
+            logger.error("%s", folded(error))
         if isinstance(error, CheckpointError):
             return NOT_LOADED if trainer is None and not isinstance(error, CannotSave) else NOT_SAVED
-        return NON_FINITE if isinstance(error, training.NonFiniteError) else REFUSED
+        if isinstance(error, training.ReplicasDiffer):
+            return DIFFERING
+        return NON_FINITE if isinstance(error, training.BadStep) else REFUSED
     except Exception as error:
         kind = kind_of(error)
         if kind == "memory":

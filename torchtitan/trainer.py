@@ -6,13 +6,12 @@ clip | optimizer, schedule | log, validate, save. The host waits for the device 
 
 import gc
 import logging
-import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,19 +19,21 @@ import torch.distributed as dist
 from torchtitan import build, distributed, run_folder
 from torchtitan.bars import waiting
 from torchtitan.build_data import training_loader, validation_loader, with_steps
-from torchtitan.checkpoint import CheckpointError, base, rng_state, set_rng_state
+from torchtitan.checkpoint import CheckpointError, RandomState, base, set_rng_state
 from torchtitan.checkpoint.counters import SCHEDULE_START
-from torchtitan.config.job import JobConfig, sources_of
+from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import to_toml
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.sources import DataError
 from torchtitan.exports import Exports
 from torchtitan.feed import Batch, Feed, PeerStopped, take
-from torchtitan.introduction import introduce
+from torchtitan.guards import BadStep, NonFiniteError, ReplicasDiffer, RollBack
+from torchtitan.introduction import conclude, introduce, tell_restart
+from torchtitan.metrics import Goodput
 from torchtitan.metrics.device import describe_memory
+from torchtitan.metrics.goodput import CAUSE_OF
 from torchtitan.metrics.histograms import histograms_of, of_all_ranks
 from torchtitan.origin import Origin
-from torchtitan.plot import draw_training_curve
 from torchtitan.progress import Progress
 from torchtitan.ranks import Ranks
 from torchtitan.tasks import TASKS
@@ -43,10 +44,6 @@ WATCHDOG_SECONDS = 30
 """By how much collectives outlast the launcher's watchdog."""
 
 
-class NonFiniteError(ArithmeticError):
-    """Loss or gradient is NaN or infinite. No checkpoint is written after it."""
-
-
 class Trainer:
     def __init__(self, config: JobConfig, ranks: Ranks):
         self.dims = build.dims(config, ranks.world_size)
@@ -55,10 +52,13 @@ class Trainer:
         config = with_steps(config, self.dims)  # may take long, so no process group waits for it
         self.config, self.ranks = config, ranks
         self.progress = Progress(ranks.launcher.progress if ranks.launcher else None, ranks.local_rank)
+        restart = ranks.launcher.restart if ranks.launcher else None
+        self.goodput = Goodput(restart.ended if restart and ranks.is_main else None)  # a clock of its machine
         # the launcher's watchdog speaks first: it knows who is late, while a collective only knows that it waited
         self.patience = WATCHDOG_SECONDS if ranks.launcher else 0
         timeout = config.comm.init_timeout_seconds + self.patience
-        self.device = distributed.init(ranks, timeout, config.comm.trace_buf_size)
+        watched = config.comm.init_timeout_seconds if ranks.launcher else None
+        self.device = distributed.init(ranks, timeout, config.comm.trace_buf_size, watched)
         if config.debug.deterministic:
             distributed.set_deterministic(config.debug.deterministic_warn_only)
         self.mesh = self.dims.build_mesh(self.device.type)
@@ -79,6 +79,7 @@ class Trainer:
         )
         self.optimizers = build.optimizers(config, self.model)
         self.schedulers = build.lr_schedulers(config, self.optimizers)
+        self.guards = build.guards(config, self.model, self.optimizers)
 
         samples = build.global_batch_size(config, self.dims)
         self.accumulation = samples // (config.training.local_batch_size * self.dims.dp)
@@ -86,12 +87,13 @@ class Trainer:
         self.folder = Path(config.job.dump_folder)
         self.step, self.tokens = 0, 0
         self.schedule_start = 0  # the step at which it began: after a start with counters another than 0
-        self.loss, self.grad_norm = torch.zeros(()), None  # of the last step
+        self.loss, self.grad_norm = torch.zeros(()), None  # of the last step that was made
         self.time_limit, self.out_of_time = build.time_limit(config), False  # which rank 0 looks at for all
         self.stop_requested = False  # by a signal handler, on this rank alone, at any moment
         self.stopping = False  # by the agreement of all ranks in fetch()
         self.validated = False  # the first time may compile
         self.between_steps = True  # the state is that after `step`, whole, on all ranks
+        self.random: RandomState | None = None  # before the step under way: what it has drawn is drawn again
         self.data_state: dict[str, Any] | None = None
         self.begin()
         sizes = self.metrics.header()
@@ -107,7 +109,7 @@ class Trainer:
             self.trainer_state,
             self.rank_state,
             self.load_state,
-            self.refuse_to_save_non_finite,
+            self.before_save,
             self.origin.compare_with_job_of,
             partial(run_folder.note_saved, self.folder),
         )
@@ -130,19 +132,9 @@ class Trainer:
             run_folder.keep_job(self.folder, to_toml(build.movable(config)), self.step)
         if config.job.tags:
             self.metrics.record_event(self.step, "tags", {"tags": ", ".join(config.job.tags)})
-        self.note_restart()
-
-    def note_restart(self) -> None:
-        """A row of its own in metrics.jsonl, if the launcher has started this run again."""
-        restart = self.ranks.launcher.restart if self.ranks.launcher else None
-        if restart is None:
-            return
-        lost = time.monotonic() - restart.since
-        if self.resumed_from is not None and self.checkpointer.loaded_from is not None:
-            lost = min(lost, time.time() - self.checkpointer.loaded_from.stat().st_mtime)
-        told = {"cause": restart.cause, "rank": restart.rank, "restarts": restart.number}
-        told |= {"steps_lost": max(0, restart.step - self.step), "seconds_lost": round(lost, 1)}
-        self.metrics.record_event(self.step, "restart", told)
+        if restart := self.ranks.launcher.restart if self.ranks.launcher else None:
+            came_from = self.checkpointer.loaded_from if self.resumed_from is not None else None
+            tell_restart(restart, self.metrics, self.goodput, self.step, came_from)
 
     # What a checkpoint holds beside tensors
 
@@ -151,6 +143,8 @@ class Trainer:
         state[SCHEDULE_START] = self.schedule_start
         if self.origin.base is not None:
             state[base.KEY] = self.origin.base
+        if guard := self.guards.steps.state_dict():
+            state[self.guards.steps.name] = guard
         return (
             state
             | self.model.hooks.state_dict()
@@ -163,7 +157,8 @@ class Trainer:
         return self.dims.degrees | {"ep": self.dims.ep}
 
     def rank_state(self) -> dict[str, Any]:
-        return {"rng": rng_state(), "dataloader": self.position.to_dict()}
+        random = self.random or RandomState()
+        return {"rng": random.to_json(), "dataloader": self.position.to_dict(), "seconds": self.goodput.state_dict()}
 
     def load_state(self, trainer: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
         """Continue what was saved on any number of ranks; parts excluded from loading are absent."""
@@ -172,6 +167,8 @@ class Trainer:
         if "lr_scheduler" in trainer:
             self.schedulers.load_state_dict(trainer["lr_scheduler"])
         self.model.hooks.load_state_dict(trainer)
+        self.goodput.load_state_dict(ranks[0].get("seconds", {}) if ranks else {})
+        self.guards.steps.load_state_dict(trainer.get(self.guards.steps.name, {}))
         if ranks and all("dataloader" in state for state in ranks):
             self.data_state = merge_states([state["dataloader"] for state in ranks])
         saved = self.degrees | trainer.get("degrees", {})  # what an old checkpoint does not say is taken as it is here
@@ -194,12 +191,16 @@ class Trainer:
             with self.profiler:
                 while self.step < last and not self.stopping:
                     try:
-                        self.progress.enter("first" if first else "data", self.step + 1)
+                        self.enter("first" if first else "data", self.step + 1)
                         with waiting(f"step {self.step + 1}, which may compile") if first else nullcontext():
                             self.train_step(batches)
+                        self.guards.compare(self.step)
                         if not self.stopping:  # who asked gives us time to save, not more
                             self.maybe_validate(self.step == last)
-                    except (DataError, PeerStopped, NonFiniteError):  # which all ranks raise here, or none
+                    except RollBack as why:
+                        batches = self.roll_back(str(why))
+                        continue
+                    except (DataError, PeerStopped, BadStep):  # which all ranks raise here, or none
                         self.save_what_is_whole()
                         raise
                     self.maybe_save(self.step == last or self.stopping)
@@ -214,34 +215,44 @@ class Trainer:
             self.checkpointer.finish()
         if self.step == last:
             self.exports.write(self.model, self.checkpointer, self.step)
-        self.progress.enter("end", self.step)
+        self.enter("end", self.step)
         return self.step == last
+
+    def enter(self, phase: str, step: int) -> None:
+        """What is done from now on: for the launcher, and for the account of the run's time."""
+        self.progress.enter(phase, step)
+        self.goodput.enter(CAUSE_OF[phase])
 
     def train_step(self, batches: Iterator[Batch]) -> None:
         """One optimizer step over `global_batch_size` samples."""
+        self.random = RandomState()
         microbatches, valid_tokens, data_seconds = self.fetch(batches)
-        loss = torch.zeros((), device=self.device)
+        early = self.config.optimizer.early_step_in_backward
+        loss, norm = torch.zeros((), device=self.device), None
+        self.between_steps = not early
         for index, batch in enumerate(microbatches):
             loss += self.model.forward_backward(batch, valid_tokens, is_last=index == len(microbatches) - 1)
-        if not self.config.optimizer.early_step_in_backward:  # there, gradients are gone by now
+        if not early:  # there, gradients are gone by now
             norm = self.model.clip_gradients(self.config.training.max_norm)
-            if self.device.type == "cpu":  # looking costs nothing there, so a bad step never reaches the weights
-                self.refuse_non_finite("gradient norm", norm)
-            self.grad_norm = norm
         if self.metrics.histograms_due(self.step + 1):
             found = histograms_of(self.model.named_parameters())
             self.metrics.record_histograms(self.step + 1, of_all_ranks(found))
+        can_go_back = self.checkpointer is not None and self.checkpointer.can_go_back
+        why = self.guards.leaves_out(self.step + 1, loss, norm, can_skip=not early, can_go_back=can_go_back)
         self.between_steps = False
         lr = self.schedulers.last_lr
-        self.optimizers.step()
+        if not why:
+            self.optimizers.step()
+            self.loss, self.grad_norm = loss, norm
         self.schedulers.step()
         self.optimizers.zero_grad()
         self.step += 1
-        self.model.after_step(self.step - self.schedule_start, self.optimizers.optimizers)
+        self.model.after_step(self.step - self.schedule_start, self.optimizers.optimizers, updated=not why)
         self.tokens += self.tokens_per_step
-        self.loss = loss
-        self.log(lr, data_seconds)
-        self.position, self.between_steps = self.loader.position(), True
+        if why:
+            self.metrics.record_skip(self.step, why, self.guards.steps.skipped)
+        self.log(loss, norm, lr, data_seconds, refuse=not why)
+        self.position, self.random, self.between_steps = self.loader.position(), None, True
 
     def fetch(self, batches: Iterator[Batch]) -> tuple[list[Batch], int, float]:
         """This rank's microbatches of the next step, the valid tokens of all ranks together, and the seconds that this
@@ -251,7 +262,7 @@ class Trainer:
         taken, failure = take(batches, self.accumulation)
         data_seconds = time.perf_counter() - started
         if self.step > self.began_at:
-            self.progress.enter("train", self.step + 1)
+            self.enter("train", self.step + 1)
         self.look_at_the_clock()
         valid, self.stopping = self.feed.agree(taken, failure, self.stop_requested, "data")
         ready = [self.feed.to_train_on(batch, index, self.step) for index, batch in enumerate(taken)]
@@ -265,24 +276,49 @@ class Trainer:
 
     # Between steps
 
-    def log(self, lr: float, data_seconds: float) -> None:
+    def log(
+        self, loss: torch.Tensor, norm: torch.Tensor | None, lr: float, data_seconds: float, refuse: bool = True
+    ) -> None:
+        """`refuse`: that `loss`, this rank's share, or the norm is not finite."""
         ranks_with_tokens = self.dims.dp * self.dims.cp  # of their own, the same number on each
-        largest = self.loss * ranks_with_tokens  # the largest mean loss of a rank
+        largest = loss * ranks_with_tokens  # the largest mean loss of a rank
+        extra = {"max_loss": largest}
         if self.metrics.due(self.step):
-            self.loss = self.over_ranks(self.loss)
+            loss = self.over_ranks(loss)
             if self.dims.world_size > 1:
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-            self.refuse_non_finite("gradient norm", self.grad_norm)
-            self.refuse_non_finite("loss", self.loss)
+            if refuse:
+                self.guards.refuse_non_finite("gradient norm", norm, self.step)
+                self.guards.refuse_non_finite("loss", loss, self.step)
+            extra |= self.model.extra_metrics() | self.guards.steps.counts()
         self.metrics.record(
             self.step,
-            loss=self.loss,
-            grad_norm=self.grad_norm,
+            loss=loss,
+            grad_norm=norm,
             lr=lr,
             tokens=self.tokens_per_step,
             data_seconds=data_seconds,
-            extra={"max_loss": largest} | (self.model.extra_metrics() if self.metrics.due(self.step) else {}),
+            extra=extra,
         )
+
+    def roll_back(self, why: str) -> Iterator[Batch]:
+        """To the newest checkpoint, in the middle of a step; the batches from there on."""
+        bad = self.step + 1
+        self.progress.enter("load", bad)
+        self.optimizers.zero_grad()
+        # it forgets what it has counted
+        self.model.after_step(bad - self.schedule_start, self.optimizers.optimizers, updated=False)
+        self.checkpointer.go_back()
+        self.guards.steps.went_back_to(self.step)
+        self.goodput.enter("restart")
+        self.loader.close()
+        self.loader = training_loader(self.config, self.tokenizer, self.dp_rank, self.dims, self.data_state)
+        self.position, self.random = self.loader.position(), None
+        self.metrics.go_back(self.step, self.tokens)
+        logger.warning("step %d: %s; back to step %d, to do its steps again", bad, why, self.step)
+        told = {"cause": why, "steps_lost": bad - 1 - self.step, "rolled_back": self.guards.steps.rolled_back}
+        self.metrics.record_event(self.step, "rollback", told)
+        return iter(self.loader)
 
     def over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
         """The whole loss from the ranks' shares, of which those of a tp group are the same."""
@@ -290,34 +326,14 @@ class Trainer:
             dist.all_reduce(loss)
         return loss / self.dims.tp
 
-    def refuse_non_finite(self, what: str, value: torch.Tensor | None) -> None:
-        """Waits for the device, so it is asked only where the host waits anyway. Once NaN, weights stay NaN."""
-        if value is not None and not math.isfinite(value):
-            layers = self.model.not_finite_layers()
-            first = f" (first seen by the router of {layers[0]})" if layers else ""
-            self.stop_non_finite(f"the {what} is {float(value)}", first)
-
-    def stop_non_finite(self, what: str, where: str = "") -> NoReturn:
-        raise NonFiniteError(
-            f"{what} after step {self.step}{where}; the run stops and nothing is saved after it. Usual remedies: a "
-            "lower optimizer.lr, a longer lr_scheduler.warmup_steps, training.max_norm = 1.0, float32 in "
-            "training.mixed_precision_param; with checkpoints, start again to go on from the last one"
-        )
-
-    def refuse_to_save_non_finite(self) -> None:
-        """Before a save, also after a step that was not logged. Ranks' own losses differ, so they agree first."""
-        (bad,) = distributed.sum_over_ranks(not math.isfinite(self.loss))
-        self.refuse_non_finite("gradient norm", self.grad_norm)
-        self.refuse_non_finite("loss", torch.tensor(math.nan) if bad else None)
-        # the last update is in neither: of one step in backward nothing else is known, and any may overflow
-        if self.checkpointer is not None and (names := self.checkpointer.not_finite()):
-            self.stop_non_finite(f"{len(names)} weights or moments are NaN or infinite, {names[0]} among them,")
+    def before_save(self) -> None:
+        self.guards.refuse_to_save(self.step, self.loss, self.grad_norm, self.checkpointer.not_finite)
 
     def maybe_validate(self, done: bool) -> None:
         options = self.config.validation
         if self.held_out is None or not (done or self.step % options.freq == 0):
             return
-        self.progress.enter("validate" if self.validated else "first", self.step)
+        self.enter("validate" if self.validated else "first", self.step)
         batches, failure = take(iter(self.held_out), options.steps)  # all before the first forward, which communicates
         valid, self.stopping = self.feed.agree(batches, failure, self.stop_requested, "validation data")
         if self.stopping:
@@ -333,9 +349,11 @@ class Trainer:
         self.metrics.record_validation(self.step, (total / valid).item())
 
     def maybe_save(self, done: bool) -> None:
-        self.progress.enter("save", self.step)
+        self.enter("save", self.step)
         if self.checkpointer and self.checkpointer.maybe_save(self.step, last=done):
             self.metrics.mark("checkpoint")
+            self.goodput.saves += 1
+            self.metrics.record_event(self.step, "goodput", self.goodput.row())
 
     def save_what_is_whole(self) -> None:
         """Where all ranks have found together that they cannot go on (no data, a bad gradient before it reached the
@@ -346,7 +364,7 @@ class Trainer:
             self.maybe_save(True)
             if self.checkpointer:
                 self.checkpointer.finish()
-        except (CheckpointError, NonFiniteError) as error:
+        except (CheckpointError, NonFiniteError, ReplicasDiffer) as error:
             logger.error("step %d could not be saved before the end: %s", self.step, error)
 
     def collect_garbage(self) -> None:
@@ -363,6 +381,7 @@ class Trainer:
 
     def close(self) -> None:
         """End the run: say how it went and where things are, draw the picture, leave the world."""
+        self.metrics.record_event(self.step, "goodput", self.goodput.row())
         self.metrics.close()
         for loader in (self.loader, self.held_out):
             if loader is not None:
@@ -374,15 +393,5 @@ class Trainer:
             places["checkpoints"] = self.checkpointer.folder
         if self.exports.weights is not None:
             places["weights"] = self.exports.weights
-        if self.config.metrics.plot and self.metrics.path.exists():
-            picture = self.folder / "training.png"
-            data = " + ".join(source.dataset for source in sources_of(self.config, "training").values())
-            title = f"{self.config.model.name} {self.config.model.flavor} on {data}"
-            if self.ranks.is_main:
-                draw_training_curve(self.metrics.path, picture, title)
-            places["picture"] = picture
-        logger.info("\n%s", self.metrics.summary(places))
-        if self.step < self.config.training.steps:
-            how = "; start it again to go on" if "checkpoints" in places else " (checkpoint.enable is off: not saved)"
-            logger.info("stopped as asked after step %d%s", self.step, how)
+        conclude(self.config, self.ranks, self.metrics, self.goodput, places, self.step)
         distributed.close()

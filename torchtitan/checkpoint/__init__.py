@@ -21,6 +21,7 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "NothingLoadable",
+    "RandomState",
     "Refused",
     "load_model_for_inference",
     "newest_complete",
@@ -33,6 +34,7 @@ __all__ = [
 _WITH_TORCH = {
     "Checkpointer": "checkpointer",
     "load_model_for_inference": "loading",
+    "RandomState": "random_state",
     "rng_state": "random_state",
     "set_rng_state": "random_state",
 }

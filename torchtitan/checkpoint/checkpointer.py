@@ -308,6 +308,18 @@ class Checkpointer:
         self.saved_step = self.rewound_to = source.manifest.step
         return self.saved_step
 
+    @property
+    def can_go_back(self) -> bool:
+        """Whether this run has saved or loaded something that is still the newest; the same on all ranks."""
+        return self.saved_step is not None and not self.load_only
+
+    def go_back(self) -> None:
+        """In the middle of a run that can: take its newest checkpoint again."""
+        self._wait()
+        if self.rewound_to is None:  # the run has saved since it loaded, as it was told to or not
+            self.load_step, self.excluded = -1, set()
+        assert self.load() is not None
+
     def initial_load(self, path: Path, model_only: bool = True, counters: bool = False) -> int:
         """Start from another job's checkpoint, folder of checkpoints (its newest) or export; the step to go on from.
 

@@ -12,20 +12,35 @@ _PYTHON_VERSION = 3
 """Of `random.getstate()`: 624 words and a position."""
 
 
+class RandomState:
+    """As it is when this is made, in copies of a few kilobytes. numpy's is there if numpy has been imported, CUDA's (of
+    the current device) if CUDA has been used.
+    """
+
+    def __init__(self) -> None:
+        self.python, self.torch = random.getstate(), torch.get_rng_state()
+        numpy = sys.modules.get("numpy")
+        self.numpy = numpy.random.get_state() if numpy else None
+        self.cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+    def to_json(self) -> dict[str, Any]:
+        version, words, gauss = self.python
+        assert version == _PYTHON_VERSION, version
+        state: dict[str, Any] = {
+            "python": {"words": _words_to_hex(words), "gauss": gauss},
+            "torch": self.torch.numpy().tobytes().hex(),
+        }
+        if self.numpy is not None:
+            _, keys, position, has_gauss, cached = self.numpy
+            state["numpy"] = {"words": _words_to_hex(keys.tolist()), "position": position, "gauss": [has_gauss, cached]}
+        if self.cuda is not None:
+            state["cuda"] = self.cuda.numpy().tobytes().hex()
+        return state
+
+
 def rng_state() -> dict[str, Any]:
-    """numpy's is there if numpy has been imported, CUDA's (of the current device) if CUDA has been used."""
-    version, words, gauss = random.getstate()
-    assert version == _PYTHON_VERSION, version
-    state: dict[str, Any] = {
-        "python": {"words": _words_to_hex(words), "gauss": gauss},
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-    }
-    if numpy := sys.modules.get("numpy"):
-        _, keys, position, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = {"words": _words_to_hex(keys.tolist()), "position": position, "gauss": [has_gauss, cached]}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
-    return state
+    """As it is now."""
+    return RandomState().to_json()
 
 
 def set_rng_state(state: dict[str, Any]) -> None:

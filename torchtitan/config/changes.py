@@ -20,6 +20,7 @@ KINDS: dict[str, Kind] = {
     "metrics": "quiet",
     "checkpoint": "quiet",
     "comm": "quiet",
+    "guard": "told",
     "model": "refused",
     "model.flavor": "told",  # what it stands for is compared size by size
     "model.tokenizer_path": "told",  # its content is part of the position in the data

@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from torchtitan.config.sections.adapter import Adapter
 from torchtitan.config.sections.checkpoint import Checkpoint
+from torchtitan.config.sections.guard import Guard
 from torchtitan.config.sections.kinds import STRICT
 from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Model
 from torchtitan.config.sections.optimization import LRScheduler, Optimizer
@@ -38,6 +39,7 @@ class JobConfig:
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     comm: Comm = field(default_factory=Comm)
+    guard: Guard = field(default_factory=Guard)
     validation: Validation = field(default_factory=Validation)
     debug: Debug = field(default_factory=Debug)
 

@@ -46,7 +46,7 @@ def supervise(
         step = newest()
         if step != saved:  # also a lower one, of a run that went back and has moved the newer ones away
             saved, used, faults = step, 0, []
-        cause = end.cause.partition("; stacks")[0]
+        cause, ended = end.cause.partition("; stacks")[0], time.monotonic()
         faults.append(f"step {end.reached}: {cause}")
         if used == max_restarts:
             say(f"crashed {used + 1} times without saving anything in between; given up. Its faults:", sys.stderr)
@@ -67,7 +67,7 @@ def supervise(
             say(f"{', '.join(company.gone)} gone; not started again without it", sys.stderr)
             return CRASHED
         has_saved = step != first or (restart is not None and restart.saved)
-        restart = Restart(number, cause, end.rank, end.reached, watch.processes.began, has_saved)
+        restart = Restart(number, cause, end.rank, end.reached, watch.processes.began, has_saved, ended)
 
 
 def _pause(queue: SignalQueue, seconds: float, company: First) -> int | None:

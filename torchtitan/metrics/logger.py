@@ -158,6 +158,20 @@ class MetricsLogger:
         if self._file:
             self._file.write({"step": step, "event": event, **told})
 
+    def record_skip(self, step: int, why: str, count: int) -> None:
+        """Of a step whose update has been left out, before its record; so many have been so far."""
+        logger.warning("step %d is left out: %s; %d left out so far", step, why, count)
+        self.mark("skipped")
+        self.record_event(step, "skip", {"cause": why, "steps_skipped": count})
+
+    def go_back(self, step: int, tokens: int) -> None:
+        """The run is at the state after `step` again: what was written of later ones is kept beside."""
+        if self._file:
+            self._file.close()
+            self._file = JsonLines(self.path, step)
+        self.tokens_seen = tokens
+        self._window = Window(self._clock(), marks=["rollback"])
+
     def summary(self, places: Mapping[str, object]) -> str:
         """A few lines for the end of the run; `places` says what lies where."""
         if self._first is None or self._last is None:

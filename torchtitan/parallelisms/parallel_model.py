@@ -218,8 +218,12 @@ class ParallelModel:
         parameters = chain.from_iterable(part.parameters() for part in self.parts)
         return clip_gradients(parameters, max_norm, self.mesh["pp"].get_group(), self.pipeline.duplicated)
 
-    def after_step(self, step: int = 0, optimizers: Sequence[Optimizer] = ()) -> None:
-        """After each optimizer step, the `step`-th of the schedule: what moves with it."""
+    def after_step(self, step: int = 0, optimizers: Sequence[Optimizer] = (), updated: bool = True) -> None:
+        """After each optimizer step, the `step`-th of the schedule: what moves with it. Not `updated`: its
+        update was left out, so biases of experts stay as they are too, and what was counted for them is forgotten.
+        """
+        if self.balance is not None:
+            self.balance.moves_biases = updated
         self.hooks.after_step(step, self.parts, optimizers)
 
     def extra_metrics(self) -> dict[str, float]:

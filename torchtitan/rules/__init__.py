@@ -25,6 +25,7 @@ from torchtitan.rules.experts import (
     overlap_needs_a_pipeline_and_experts,
 )
 from torchtitan.rules.facts import Device, Facts, Rule
+from torchtitan.rules.guards import guards_without_effect, policies_can_be_followed
 from torchtitan.rules.model_and_data import (
     data_is_there,
     epochs_take_all,
@@ -129,6 +130,7 @@ WITHOUT_EFFECT: list[Rule] = [
     overlap_needs_a_pipeline_and_experts,
     adapter_options_have_an_adapter,
     needs_checkpoints,
+    guards_without_effect,
     without_effect,
 ]
 """Of options that are set and would do nothing on any number of ranks. A translated job leaves them out."""
@@ -181,6 +183,7 @@ RULES: list[Rule] = [
     optimizer_suits_the_precision,
     optimizer_reaches_the_other_ranks,
     step_in_backward,
+    policies_can_be_followed,
     precision,
     recompute_and_compile,
     trackers,

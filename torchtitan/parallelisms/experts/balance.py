@@ -60,6 +60,7 @@ class ExpertBalance:
         self.aux_loss: torch.Tensor | None = None  # of the last step and this stage, the mean over tokens
         self.extra_losses: dict[str, torch.Tensor] = {}  # of the last step, sums / valid tokens
         self.valid_tokens = 1
+        self.moves_biases = True  # not for a step whose update is left out
         axes = tuple(axis for axis in ("cp", "tp") if dims.degrees[axis] > 1)
         if axes:
             shared = mesh[axes]._flatten("sequence") if len(axes) > 1 else mesh[axes[0]]
@@ -86,7 +87,8 @@ class ExpertBalance:
             layers, load = self.rules.take_load(part)
             if layers:
                 dist.all_reduce(load, group=self.stage_group)
-                self.rules.update_biases(part, load)
+                if self.moves_biases:
+                    self.rules.update_biases(part, load)
             self.loads.append(load)
             aux_loss = self.rules.take_aux_loss(part)
             if aux_loss is not None:

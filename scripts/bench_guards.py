@@ -1,0 +1,122 @@
+"""What supervisor, watchdog, lock and guards cost a step of the debug model, on two cores.
+
+    python scripts/bench_guards.py [--ranks 1 2] [--aa] [--quick]
+
+The ranks of a job run under the real launcher, which holds the folder's lock, watches for hangs and would start them
+again. In each rank two trainers take turns step by step: one tells the launcher what it does, judges every step
+(guard.non_finite and guard.spike = skip) and compares its replicas every 100 steps; the other does none of it, and in
+its turns the launcher stands still (SIGSTOP). A comparison of replicas is also timed in every step; its share of a step
+is a hundredth of that. The lock costs nothing once it is held.
+"""
+
+import argparse
+import dataclasses
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from bench_timing import Goal, heading, row, take_turns, throw_lines_away
+
+from torchtitan import launch
+from torchtitan.config import manager
+from torchtitan.launcher.company import First
+from torchtitan.launcher.lock import held, this_process
+from torchtitan.launcher.stops import SignalQueue
+from torchtitan.leaving import exit_with
+from torchtitan.ranks import read_ranks
+from torchtitan.trainer import Trainer
+
+GOAL = Goal("<=", 1.005)
+INTERVAL = 100
+JOB = {
+    "job.config_file": "train_configs/debug_model.toml",
+    "validation.enable": "false",
+    "checkpoint.enable": "false",
+    "metrics.plot": "false",
+    "parallelism.data_parallel_shard_degree": 1,
+}
+QUICK = {"model.overrides": "{dim=64, n_layers=2, n_heads=4, n_kv_heads=4}", "training.seq_len": 32}
+OFF = {"guard.replica_check_interval": 0}
+ON = {"guard.non_finite": "skip", "guard.spike": "skip", "guard.replica_check_interval": INTERVAL}
+OFTEN = {"guard.replica_check_interval": 1}
+
+
+def words(folder: Path, options: dict) -> list[str]:
+    return [f"--{name}={value}" for name, value in (JOB | options | {"job.dump_folder": folder}).items()]
+
+
+class Steps:
+    """A trainer's loop, a step at a call."""
+
+    def __init__(self, folder: Path, options: dict, launched: bool):
+        ranks = read_ranks()
+        ranks = ranks if launched else dataclasses.replace(ranks, launcher=None)
+        self.trainer = Trainer(manager.load(words(folder, options)), ranks)
+        self.trainer.metrics.start()
+        self.batches = iter(self.trainer.loader)
+        self.launcher = None if launched or read_ranks().rank else read_ranks().launcher.pid
+
+    def __call__(self) -> None:
+        if self.launcher:
+            os.kill(self.launcher, signal.SIGSTOP)
+        self.trainer.enter("data", self.trainer.step + 1)
+        self.trainer.train_step(self.batches)
+        self.trainer.guards.compare(self.trainer.step)
+        self.trainer.maybe_save(False)
+        if self.launcher:
+            os.kill(self.launcher, signal.SIGCONT)
+
+
+def rank_main(folder: Path, options: argparse.Namespace) -> None:
+    """One rank's program."""
+    throw_lines_away()
+    torch.set_num_threads(1)
+    ranks = read_ranks()
+    size = QUICK if options.quick else {}
+    size |= {"parallelism.data_parallel_replicate_degree": ranks.world_size, "training.steps": 10**6}
+    size |= {"training.global_batch_size": 8 * ranks.world_size}
+    pairs, repeats = (3, 2) if options.quick else (20, 5)
+    made = {}
+    for name, given in {"on": ON, "off": OFF, "often": OFTEN}.items():
+        made[name] = Steps(folder / name, size | given, launched=name == "on")
+    compared = (("off" if options.aa else "on", GOAL.unless(options.aa)), ("often", None))
+    for above, goal in compared:
+        turns = take_turns(made[above], made["off"], pairs, repeats)
+        ratios = turns.ratios(turns.wall)
+        if above == "often":
+            ratios = [1 + (ratio - 1) / INTERVAL for ratio in ratios]
+        if ranks.is_main:
+            what = "replicas compared every 100th step" if above == "often" else "launcher and guards"
+            what = "noise: nothing against nothing" if above == "off" else what
+            note = f"step {1000 * turns.median(turns.wall, 'B'):.1f} ms"
+            print(row(f"{what}, {ranks.world_size} rank(s)", ratios, goal, note, digits=4), flush=True)
+    exit_with(lambda: 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--aa", action="store_true", help="compare the trainer without guards with itself")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few steps, to see that it runs")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        rank_main(options.rank, options)
+    print(heading(threads=1), flush=True)
+    queue = SignalQueue()
+    for ranks in options.ranks:
+        with tempfile.TemporaryDirectory() as name, held(Path(name), this_process()):
+            folder = Path(name)
+            config = manager.load(words(folder, {"comm.train_timeout_seconds": 3600}))  # not all turns are told
+            flags = [flag for flag, given in (("--aa", options.aa), ("--quick", options.quick)) if given]
+            program = (sys.executable, __file__, "--rank", name, *flags)
+            if code := launch.run(config, [], ranks, queue, First(), program):
+                return code
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main)

@@ -1,0 +1,114 @@
+"""Where a run's time goes: every second has one cause, over restarts and ways back too."""
+
+import json
+import math
+
+import pytest
+from matplotlib.figure import Figure
+
+from tests.support import jobs
+from tests.support.pool import run_ranks
+from torchtitan.metrics import Goodput
+from torchtitan.metrics.goodput import CAUSE_OF, CAUSES, GPU_HOURS_PER_FAILURE
+from torchtitan.plot import draw_training_curve
+from torchtitan.progress import PHASES
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+    def spend(self, goodput, cause, seconds):
+        goodput.enter(cause)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_every_second_has_one_cause(clock):
+    goodput = Goodput(clock=clock)
+    clock.now += 5
+    for cause, seconds in (("compile", 7), ("data", 1), ("train", 80), ("validation", 4), ("save", 3)):
+        clock.spend(goodput, cause, seconds)
+    row = goodput.row()
+    assert row["goodput"] == 0.8 and sum(row[f"{cause}_seconds"] for cause in CAUSES) == 100
+    assert goodput.summary() == (
+        "80.0 % training, 7.0 % the first step, 5.0 % starting, 4.0 % validation, 3.0 % saving, 1.0 % waiting for data"
+    )
+
+
+def test_every_phase_that_a_rank_tells_in_a_step_has_a_cause():
+    assert set(PHASES) - set(CAUSE_OF) == {"start", "load"} and set(CAUSE_OF.values()) <= set(CAUSES)
+
+
+def test_a_restart_counts_from_the_failure_and_knows_what_is_done_again(clock):
+    first = Goodput(clock=clock)
+    clock.spend(first, "train", 30)
+    saved = json.loads(json.dumps(first.state_dict()))
+    clock.now += 20  # trained, and lost; the launcher notices it and pauses
+    failed_at = clock.now
+    clock.now += 9
+    second = Goodput(failed_at, clock)
+    clock.now += 1
+    second.load_state_dict(saved)
+    second.failed(20)
+    clock.now += 2
+    clock.spend(second, "train", 40)
+    spent = second.state_dict()
+    assert (spent["train"], spent["restart"], spent["redone"], spent["failures"]) == (70, 12, 20, 1)
+    assert sum(spent[cause] for cause in CAUSES) == 30 + 20 + 12 + 40
+
+
+def test_a_way_back_makes_all_since_the_save_done_again(clock):
+    goodput = Goodput(clock=clock)
+    clock.spend(goodput, "train", 30)
+    saved = goodput.state_dict()
+    for cause, seconds in (("data", 2), ("train", 10), ("validation", 1)):
+        clock.spend(goodput, cause, seconds)
+    goodput.load_state_dict(saved)
+    assert goodput.seconds == dict.fromkeys(CAUSES, 0.0) | {"train": 30.0, "redone": 13.0} and goodput.failures == 1
+
+
+def test_the_best_interval_is_that_of_young_and_daly(clock):
+    goodput = Goodput(clock=clock)
+    clock.spend(goodput, "train", 10_000)
+    assert goodput.best_interval(8) is None
+    clock.spend(goodput, "save", 4)
+    goodput.saves = 2
+    # 10 h between failures and 2 s a save: 268 s
+    assert goodput.best_interval(5000) == pytest.approx(math.sqrt(2 * 36_000 * 2)) and GPU_HOURS_PER_FAILURE == 5e4
+    goodput.failures = 4  # its own are known
+    assert goodput.best_interval(5000) == pytest.approx(math.sqrt(2 * 10_004 / 4 * 2))
+
+
+def test_a_run_accounts_for_itself_over_its_starts(tmp_path):
+    texts = jobs.write_texts(tmp_path / "texts")
+    options = dict(checkpoint__enable=True, checkpoint__interval=2, lr_scheduler__total_steps=6)
+    for steps in (4, 6):
+        run_ranks(1, jobs.train, jobs.arguments(tmp_path / "run", texts, training__steps=steps, **options))
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    found = [row for row in rows if row.get("event") == "goodput"]
+    assert [row["step"] for row in found] == [2, 4, 6]
+    assert all(0 < row["goodput"] < 1 and row["start_seconds"] > 0 and row["compile_seconds"] > 0 for row in found)
+    for earlier, later in zip(found, found[1:], strict=False):
+        # a save is made before it is known how long it takes
+        assert all(later[f"{cause}_seconds"] >= earlier[f"{cause}_seconds"] for cause in set(CAUSES) - {"save"})
+    assert found[2]["start_seconds"] > found[1]["start_seconds"]  # of both starts
+
+
+def test_a_restart_is_marked_in_the_picture(tmp_path, monkeypatch):
+    rows = [{"step": s, "loss": 4.0 - s / 10, "lr": 1e-3, "tokens_per_second": 100.0} for s in range(1, 6)]
+    rows[3:3] = [{"step": 3, "event": "restart", "cause": "rank 1 was ended by SIGKILL"}]
+    rows[2:2] = [{"step": 2, "event": "rollback", "cause": "the loss is nan"}, {"step": 2, "event": "goodput"}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    assert draw_training_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png", "a run")
+    for axes in drawn[0].axes:
+        marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+        assert marks == [2, 3]

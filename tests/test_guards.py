@@ -1,0 +1,303 @@
+"""Guards of the step: what is bad is left out, gone back for or stopped at, on all ranks alike, and nothing else is."""
+
+import json
+import math
+import random
+
+import pytest
+
+from tests.support import jobs, judged
+from tests.support.judged import lines
+from tests.support.pool import run_ranks
+from tests.test_expert_jobs import EP
+from tests.test_expert_jobs import JOB as DEEPSEEK
+from torchtitan.config import manager
+from torchtitan.feed import PeerStopped
+from torchtitan.guards import BadStep, NonFiniteError
+from torchtitan.guards.steps import StepGuard
+from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.ranks import read_ranks
+from torchtitan.trainer import Trainer
+
+anywhere = judged.anywhere
+
+# The judgement
+
+
+def ordinary(steps, seed=0):
+    """Loss and norm of steps as they come: falling, noisy, the norm with a long tail."""
+    draw = random.Random(seed)
+    for step in range(1, steps + 1):
+        yield step, 2 + 8 / math.sqrt(step) + draw.gauss(0, 0.05), math.exp(draw.gauss(0, 0.15))
+
+
+def test_two_thousand_ordinary_steps_are_all_taken():
+    guard = StepGuard(spike="skip", non_finite="skip")
+    assert all(guard.judge(*step).action == "go on" for step in ordinary(2000))
+    assert guard.counts() == {"steps_skipped": 0, "rolled_back": 0}
+
+
+@pytest.mark.parametrize("what", ["loss", "norm"])
+def test_a_spike_is_one_and_does_not_widen_what_is_usual(what):
+    guard = StepGuard(spike="skip", spike_window=32, patience=10)
+    for step in ordinary(300):
+        guard.judge(*step)
+    kept = guard.state_dict()["seen"]
+    loss, norm = kept["loss"][-1], kept["norm"][-1]
+    far = (loss + 20 * 0.05, norm) if what == "loss" else (loss, norm * 8)
+    verdict = guard.judge(301, *far)
+    assert verdict.action == "skip" and ("loss" if what == "loss" else "gradient norm") in verdict.why
+    assert "of the 32 steps before" in verdict.why
+    assert guard.state_dict()["seen"] == kept and guard.judge(302, loss, norm).action == "go on"
+
+
+def test_nothing_is_a_spike_before_half_a_window_or_below_its_floor():
+    guard = StepGuard(spike="skip", spike_window=8)
+    for step in range(1, 4):
+        assert guard.judge(step, 1.0, 1.0).action == "go on"
+    assert guard.judge(4, 100.0, 1.0).action == "go on"
+    even = StepGuard(spike="skip", spike_window=8)
+    for step in range(1, 9):
+        even.judge(step, 1.0, 1.0)
+    assert even.judge(9, 1.05, 1.0).action == "go on" and even.judge(10, 1.2, 1.0).action == "skip"
+
+
+def test_a_resumed_guard_decides_as_one_that_was_never_stopped():
+    series = [(step, loss * (3 if step % 97 == 0 else 1), norm) for step, loss, norm in ordinary(600)]
+    straight, first = (StepGuard(spike="skip", loss_rise=50.0) for _ in range(2))
+    decided = [straight.judge(*step).action for step in series]
+    for step in series[:250]:
+        first.judge(*step)
+    second = StepGuard(spike="skip", loss_rise=50.0)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    assert [second.judge(*step).action for step in series[250:]] == decided[250:]
+    assert "skip" in decided[250:] and second.state_dict() == straight.state_dict()
+    forgetful = StepGuard(spike="skip", loss_rise=50.0)  # the control: a window that is not restored
+    assert [forgetful.judge(*step).action for step in series[250:]] != decided[250:]
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run():
+    guard = StepGuard(non_finite="skip", patience=3)
+    assert [guard.judge(step, math.nan, 1.0).action for step in (1, 2)] == ["skip"] * 2
+    assert guard.judge(3, 1.0, 1.0).action == "go on"
+    assert [guard.judge(step, 1.0, math.inf).action for step in (4, 5, 6)] == ["skip", "skip", "stop"]
+
+
+def test_what_the_run_has_gone_back_for_is_left_out_when_it_comes_again():
+    guard = StepGuard(non_finite="rollback")
+    assert guard.judge(7, math.nan, 1.0).action == "roll back"
+    guard.load_state_dict({})  # of the checkpoint, from before
+    guard.went_back_to(4)
+    assert guard.judge(7, math.nan, 1.0).action == "skip"
+    assert guard.counts() == {"steps_skipped": 1, "rolled_back": 1}
+    assert guard.judge(8, math.nan, 1.0, can_go_back=False).action == "skip"
+    assert guard.judge(9, math.nan, None, can_skip=False).action == "roll back"
+    guard.load_state_dict({})
+    assert guard.judge(9, math.nan, None, can_skip=False).action == "stop"
+
+
+def test_ways_back_to_one_checkpoint_have_an_end():
+    guard = StepGuard(non_finite="rollback", patience=3)
+    for bad in (5, 6, 7):
+        assert guard.judge(bad, math.nan, 1.0).action == "roll back"
+        guard.load_state_dict({})
+        guard.went_back_to(4)
+    verdict = guard.judge(8, math.nan, 1.0)
+    assert verdict.action == "stop" and "3 times back to step 4 (guard.patience)" in verdict.why
+
+
+def test_a_loss_that_rises_for_long_stops_the_run():
+    guard = StepGuard(loss_rise=0.5, spike_window=4)
+    for step in range(1, 40):
+        assert guard.judge(step, 2.0 - step / 100, 1.0).action == "go on"
+    rising = [guard.judge(step, 1.6 + (step - 40) / 10, 1.0) for step in range(40, 50)]
+    stopped = next(verdict for verdict in rising if verdict.action == "stop")
+    assert "the mean loss of the last 4 steps is " in stopped.why and rising[0].action == "go on"
+
+
+def test_a_guard_that_looks_at_nothing_keeps_nothing():
+    guard = StepGuard()
+    assert not guard.looks and guard.state_dict() == {} and guard.counts() == {}
+
+
+# In a run
+
+BAD = 5
+
+
+class Errs(Trainer):
+    """In its fifth step the last rank alone sees a bad gradient norm or loss: once, or whenever the run comes there."""
+
+    what, once, erred = "", False, False
+
+    def fetch(self, batches):
+        fetched = super().fetch(batches)
+        here = self.step == BAD - 1 and self.ranks.rank == self.ranks.world_size - 1
+        self.model.errs = here and self.what if not (self.once and self.erred) else ""
+        self.erred |= here
+        return fetched
+
+
+class Unsound(ParallelModel):
+    errs = ""
+
+    def forward_backward(self, *args, **kwargs):
+        loss = super().forward_backward(*args, **kwargs)
+        return loss + 1e3 if self.errs == "spike" else loss * math.nan if self.errs == "loss" else loss
+
+    def clip_gradients(self, max_norm):
+        norm = super().clip_gradients(max_norm)
+        return norm * float(self.errs) if self.errs in ("nan", "inf") else norm
+
+
+def erring(argv, what, once=False):
+    """What was raised; the last step; loss and state of each step; what the guard has counted."""
+    trainer = Errs(manager.load(argv), read_ranks())
+    trainer.what, trainer.once = what, once
+    trainer.model.__class__ = Unsound
+    states, step = {}, trainer.train_step
+
+    def noting(batches):
+        step(batches)
+        states[trainer.step] = jobs.state_hash(trainer)
+
+    trainer.train_step, raised = noting, None
+    try:
+        trainer.train()
+    except (BadStep, PeerStopped) as error:
+        raised = type(error).__name__
+    trainer.metrics.close()
+    return raised, trainer.step, states, trainer.guards.steps.counts(), trainer.loader.position().samples
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return jobs.write_texts(tmp_path_factory.mktemp("texts"))
+
+
+def options(**more):
+    return dict(training__local_batch_size=4, training__steps=8, checkpoint__enable=True, checkpoint__interval=3) | more
+
+
+DDP = dict(parallelism__data_parallel_replicate_degree=2, parallelism__data_parallel_shard_degree=1)
+PLANS = {
+    "FSDP": {},
+    "DDP": DDP,
+    "PP": dict(parallelism__pipeline_parallel_degree=2),
+    "TP": dict(parallelism__tensor_parallel_degree=2),
+    "EP": DEEPSEEK | EP,
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_step_that_one_rank_finds_bad_is_left_out_by_all(plan, texts, tmp_path):
+    argv = jobs.arguments(tmp_path, texts, **options(guard__non_finite="skip", **PLANS[plan]))
+    one, two = run_ranks(2, erring, argv, "nan")
+    raised, last, states, counts, _ = one
+    assert (raised, last, counts) == (None, 8, {"steps_skipped": 1, "rolled_back": 0})
+    assert (two[1], two[3]) == (last, counts) and two[2][BAD] == two[2][BAD - 1]  # of a pipeline other layers
+    assert states[BAD] == states[BAD - 1] and len(set(states.values())) == 7
+    rows = jobs.logged_steps(tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert [row["steps_skipped"] for row in rows] == [0] * 4 + [1] * 4 and "skipped" in rows[BAD - 1]["marked"]
+    straight = run_ranks(2, erring, jobs.arguments(tmp_path / "straight", texts, **options(**PLANS[plan])), "")[0]
+    assert straight[2][BAD - 1] == states[BAD - 1] and straight[4] == one[4]  # the data went on all the same
+
+
+@pytest.mark.parametrize("plan", ["FSDP", "PP", "EP"])
+def test_an_error_of_the_machine_is_gone_after_a_way_back(plan, texts, tmp_path):
+    """And the run is the one that had none, bit for bit; what comes again is left out."""
+    job = options(guard__non_finite="rollback", **PLANS[plan])
+    straight = run_ranks(2, erring, jobs.arguments(tmp_path / "straight", texts, **job), "")[0]
+    once = run_ranks(2, erring, jobs.arguments(tmp_path / "once", texts, **job), "inf", True)
+    assert [each[3] for each in once] == [{"steps_skipped": 0, "rolled_back": 1}] * 2
+    assert once[0][2] == straight[2] and once[0][4] == straight[4]
+    rows = [json.loads(line) for line in (tmp_path / "once/metrics.jsonl").read_text().splitlines()]
+    (event,) = [row for row in rows if row.get("event") == "rollback"]
+    assert (event["step"], event["steps_lost"]) == (3, 1) and "gradient norm is inf" in event["cause"]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
+    assert '"step": 4' in (tmp_path / "once/metrics.redone.jsonl").read_text()
+    if plan == "FSDP":
+        again = run_ranks(2, erring, jobs.arguments(tmp_path / "again", texts, **job), "inf")
+        assert [each[3] for each in again] == [{"steps_skipped": 1, "rolled_back": 1}] * 2
+        assert again[0][2][BAD] == straight[2][BAD - 1]
+
+
+def test_before_the_first_checkpoint_there_is_no_way_back(texts, tmp_path):
+    job = options(guard__non_finite="rollback", checkpoint__interval=100)
+    (raised, last, states, counts, _) = run_ranks(2, erring, jobs.arguments(tmp_path, texts, **job), "nan")[0]
+    assert (raised, last, counts) == (None, 8, {"steps_skipped": 1, "rolled_back": 0})
+
+
+SPIKES = dict(guard__spike="skip", guard__spike_window=4)
+
+
+def test_a_spike_is_left_out_and_without_the_guard_trains_on(texts, tmp_path):
+    one, two = run_ranks(2, erring, jobs.arguments(tmp_path / "on", texts, **options(**SPIKES)), "spike")
+    assert one[3] == two[3] == {"steps_skipped": 1, "rolled_back": 0} and one[2][BAD] == one[2][BAD - 1]
+    off = run_ranks(2, erring, jobs.arguments(tmp_path / "off", texts, **options()), "spike")[0]
+    assert off[2][BAD] != off[2][BAD - 1]
+
+
+def test_a_policy_of_stop_saves_the_step_before(texts, tmp_path):
+    for what, job, raised in (("spike", SPIKES | dict(guard__spike="stop"), "BadStep"), ("nan", {}, "NonFiniteError")):
+        argv = jobs.arguments(tmp_path / what, texts, **options(**job))
+        found = run_ranks(2, erring, argv, what) if what == "spike" else run_ranks(1, erring, argv, what)
+        assert {each[:2] for each in found} == {(raised, BAD - 1)}
+        assert (tmp_path / what / "checkpoint" / f"step-{BAD - 1:08d}" / "manifest.json").exists()
+
+
+def test_the_guard_goes_on_with_a_resumed_run(texts, tmp_path):
+    job = options(guard__non_finite="skip", guard__patience=2, **SPIKES)
+    straight = run_ranks(1, erring, jobs.arguments(tmp_path / "a", texts, **job), "nan")[0]
+    for steps in (6, 8):
+        argv = jobs.arguments(tmp_path / "b", texts, **job | dict(training__steps=steps, lr_scheduler__total_steps=8))
+        resumed = run_ranks(1, erring, argv, "nan")[0]
+    assert resumed[3] == straight[3] == {"steps_skipped": 1, "rolled_back": 0}
+    assert resumed[2][8] == straight[2][8]
+
+
+def test_steps_in_backward_can_go_back_and_not_be_left_out(texts, tmp_path):
+    job = options(guard__non_finite="rollback", optimizer__early_step_in_backward=True, training__max_norm=0)
+    job |= dict(training__local_batch_size=8)
+
+    def run(folder, what, once=False):
+        return run_ranks(1, erring, jobs.arguments(tmp_path / folder, texts, **job), what, once)[0]
+
+    straight = run("straight", "")
+    lost = run("once", "loss", True)
+    assert lost[2] == straight[2] and lost[3] == {"steps_skipped": 0, "rolled_back": 1}
+    assert run("again", "loss")[0] == NonFiniteError.__name__
+    assert not (tmp_path / "again/checkpoint" / f"step-{BAD - 1:08d}").exists()
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["--guard.spike=skip", "--optimizer.early_step_in_backward", "--training.max_norm=0"],
+            'guard.spike: given "skip"; allowed: "stop" or "rollback" with optimizer.early_step_in_backward; each '
+            "update is made in backward, before the loss or the norm is known",
+        ),
+        (
+            ["--guard.non_finite=rollback"],
+            'guard.non_finite: given "rollback"; allowed: "rollback" only with checkpoint.enable; there is nothing to '
+            "go back to without; set it, or write skip",
+        ),
+        (
+            ["--guard.spike_sigmas=3"],
+            "guard.spike_sigmas: given 3.0; allowed: 6.0 without guard.spike; set both, or leave it out",
+        ),
+        (
+            ["--guard.patience=3"],
+            "guard.patience: given 3; allowed: 5 without guard.non_finite or guard.spike = skip or rollback; set both, "
+            "or leave it out",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_could_not_be_done_is_refused(words, told, anywhere):
+    assert lines(*words) == [told]
