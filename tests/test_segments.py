@@ -160,6 +160,14 @@ def test_pair_backward_first_then_in_turn():
             assert any(o != of and t.startswith("compute") for o, t in order[i:wait])
 
 
+def test_pair_sends_first_what_is_waited_for_sooner():
+    """Where next to nothing is computed between the two."""
+    lists = NodeLists([moe()], Policy("full"))
+    order = [(turn.of, str(turn.node)) for turn in merge(lists.forward, lists.backward)]
+    at = order.index((1, "issue B b.combine"))
+    assert order[at + 1 : at + 3] == [(0, "issue F b.combine"), (1, "wait B b.combine")]
+
+
 @pytest.mark.parametrize("forward, backward", [(1, 3), (3, 1), (0, 2), (2, 0), (0, 0)])
 def test_pair_of_unequal_stages_keeps_both_orders(forward, backward):
     dense = Program("d", (Segment("all", nothing, ("x",), ("out",)),))

@@ -55,18 +55,29 @@ def slots(nodes: Iterable[Node]) -> list[list[Node]]:
 
 def merge(forward: Iterable[Node], backward: Iterable[Node]) -> list[Turn]:
     """Slots in turn, in proportion to how many there are of each; on ties the backward (1) before the forward (0), for
-    its first all-to-all can go before anything is computed."""
+    its first all-to-all can go before anything is computed.
+
+    Where the forward issues one and the backward is about to, with next to nothing to compute before, the backward's
+    goes first: it is waited for sooner, and all-to-alls travel one after the other.
+    """
     ours, theirs = slots(forward), slots(backward)
     order: list[Turn] = []
     f = b = 0
     while f < len(ours) or b < len(theirs):
         if b < len(theirs) and b * len(ours) <= f * len(theirs):
-            order += [Turn(1, node) for node in theirs[b]]
+            steps_back = bool(order) and order[-1].of == 0 and order[-1].node.kind == ISSUE and _hastens(theirs[b])
+            held = [order.pop()] if steps_back else []
+            order += [*(Turn(1, node) for node in theirs[b]), *held]
             b += 1
         else:
             order += [Turn(0, node) for node in ours[f]]
             f += 1
     return order
+
+
+def _hastens(slot: list[Node]) -> bool:
+    """Whether it ends in an all-to-all with nothing of weight before that."""
+    return slot[-1].kind == ISSUE and all(node.light for node in slot if node.kind == COMPUTE)
 
 
 def alone(nodes: Iterable[Node]) -> list[Turn]:

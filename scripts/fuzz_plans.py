@@ -1,0 +1,41 @@
+"""Random legal plans against one device: do loss and all gradients agree?
+
+    python scripts/fuzz_plans.py --seed 1 --count 50 [--ranks 4]
+
+All families, odd degrees, uneven cuts, every schedule and way of context parallel, recompute, adapters: each plan is
+one that `torchtitan check` lets through, on CPU ranks in float32. Prints the words of each plan that differs or fails,
+to be given to `torchtitan check`; exit code 1 if there is one. A seed and a number give the same plans everywhere.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.support.pool import RankFailed, run_ranks
+from tests.support.random_plans import differences, on_ranks, plans
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=4, help="at most")
+    options = parser.parse_args()
+    bad = 0
+    for number, (ranks, words) in enumerate(plans(options.seed, options.count, options.ranks)):
+        try:
+            wrong = differences(words, ranks, run_ranks(ranks, on_ranks, words))
+        except RankFailed as error:
+            wrong = str(error).splitlines()[-1:]
+        bad += bool(wrong)
+        print(f"{number}: {ranks} ranks, {'; '.join(wrong[:3]) or 'equal'}", flush=True)
+        if wrong:
+            print(f"   {' '.join(words)}", flush=True)
+    print(f"{bad} of {options.count} plans differ")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""Random legal plans: jobs as a user could write them, each held against the plain model on one device.
+
+What is legal is asked of the rules, so a plan that they let through and that fails or computes something else is a
+fault of theirs or of the engine.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.support.adapted import learn_something
+from tests.support.jobs import full
+from torchtitan import build
+from torchtitan.config.job import JobConfig
+from torchtitan.config.manager import load
+from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.initialization import initialize
+from torchtitan.loss import IGNORE_INDEX
+from torchtitan.models import SIZES
+from torchtitan.parallelisms.pipeline.cut import SCHEDULES, model_modules
+from torchtitan.rules import check
+from torchtitan.stores import draw_stores
+
+TOLERANCE = 1e-5
+"""Of a gradient's largest entry: float32, sums in another order."""
+CANCELLED = 1e-6
+"""Of the whole gradient's norm: less is not looked at. The entries of a router's gate cancel (weights that are
+normalised do not change when all scores grow), and of such a sum nothing but rounding is left."""
+COMMON = dict(dim=48, n_heads=6, vocab_size=264)
+SIZES_OF = {
+    **dict.fromkeys(("llama2",), dict(multiple_of=16)),
+    **dict.fromkeys(("llama3", "llama3.1", "llama3.2"), dict(multiple_of=16, n_kv_heads=2)),
+    "qwen3": dict(n_kv_heads=3, head_dim=16, ffn_dim=96),
+    "qwen3_moe": dict(n_kv_heads=6, head_dim=8, expert_dim=24, n_experts=6, top_k=2),
+    "deepseek": dict(
+        ffn_dim=96,
+        expert_dim=24,
+        n_experts=6,
+        top_k=2,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+    ),
+}
+AXES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
+
+
+def plans(seed: int, count: int, most_ranks: int = 4) -> Iterator[tuple[int, list[str]]]:
+    """Ranks and the words of a command line."""
+    for index in range(count):
+        chooser = random.Random(f"{seed}/{index}")
+        while True:
+            ranks, words = _proposed(chooser, most_ranks)
+            if not check(load(words), ranks, "cpu"):
+                yield ranks, words
+                break
+
+
+def _proposed(chooser: random.Random, most_ranks: int) -> tuple[int, list[str]]:
+    choose = chooser.choice
+    degrees = dict.fromkeys(AXES, 1)
+    ranks = 1
+    while ranks == 1 or ranks < most_ranks and chooser.random() < 0.8:
+        factor = choose((2, 2, 3))
+        if ranks * factor <= most_ranks:
+            degrees[choose(AXES)] *= factor
+            ranks *= factor
+    family = choose([name for name in SIZES_OF if name in SIZES])
+    pp, dp = degrees["pipeline_parallel"], degrees["data_parallel_replicate"] * degrees["data_parallel_shard"]
+    layers = chooser.randint(2 * pp, 2 * pp + 2) if pp > 1 else chooser.randint(1, 3)
+    local, accumulation = chooser.randint(1, 4) * choose((1, pp)), choose((1, 1, 2))
+    settings = {f"parallelism.{axis}_degree": degree for axis, degree in degrees.items()}
+    settings |= {
+        "model.name": family,
+        "model.flavor": "debugmodel",
+        "model.overrides": _toml(COMMON | SIZES_OF[family] | {"n_layers": layers}),
+        "model.tokenizer_path": "bytes",
+        "training.seq_len": choose((12, 24, 36, 48)),
+        "training.local_batch_size": local,
+        "training.global_batch_size": local * dp * accumulation,
+        "training.mixed_precision_param": "float32",
+        "training.document_mask": choose((True, False)),
+        "training.loss_chunks": choose((0, 2, 3)),
+        "activation_checkpoint.mode": choose(("none", "full", "selective", "full_keep_comm")),
+        "activation_checkpoint.selective_ac_option": choose(("op", "2", "3")),
+    }
+    if "moe" in family or family == "deepseek":
+        settings["parallelism.expert_parallel_degree"] = choose((1, 2, 3, ranks // pp))
+    if pp > 1:
+        schedule = choose(tuple(SCHEDULES))
+        settings["parallelism.pipeline_parallel_schedule"] = schedule
+        settings["parallelism.pipeline_parallel_microbatch_size"] = choose((1, 1, 2))
+        if chooser.random() < 0.4:
+            stages = pp * SCHEDULES[schedule].stages_per_rank
+            settings["parallelism.module_fqns_per_model_part"] = str(_cut(chooser, layers, stages))
+        else:
+            settings["parallelism.pipeline_parallel_first_stage_less_layers"] = chooser.randint(0, 2)
+            settings["parallelism.pipeline_parallel_last_stage_less_layers"] = chooser.randint(0, 2)
+        if settings.get("parallelism.expert_parallel_degree", 1) > 1:
+            settings["parallelism.pipeline_parallel_expert_parallel_overlap"] = choose((True, False))
+    if degrees["context_parallel"] > 1:
+        methods = ("allgather", "alltoall", "ring", "ulysses")
+        settings["parallelism.context_parallel_rotate_method"] = choose(methods)
+        settings["parallelism.context_parallel_load_balancer"] = choose(("headtail", "none"))
+    if degrees["tensor_parallel"] > 1:
+        settings["parallelism.disable_sequence_parallel"] = chooser.random() < 0.2
+        settings["parallelism.disable_loss_parallel"] = chooser.random() < 0.2
+    if degrees["data_parallel_shard"] > 1 and pp == 1:
+        settings["parallelism.fsdp_reshard_after_forward"] = choose(("default", "never"))
+        settings["parallelism.fsdp_prefetch"] = choose((0, 0, 2))
+    if chooser.random() < 0.2:
+        settings |= {"adapter.kind": "lora", "adapter.rank": 2}
+    return ranks, [f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in settings.items()]
+
+
+def _cut(chooser: random.Random, layers: int, stages: int) -> list[list[str]]:
+    """Any in which each stage has a layer."""
+    modules = model_modules(layers)
+    ends = sorted(chooser.sample(range(1, layers), min(stages, layers) - 1))
+    starts = [0, *(1 + end for end in ends)]
+    return [modules[start:stop] for start, stop in zip(starts, [*starts[1:], len(modules)], strict=True)]
+
+
+def _toml(table: dict[str, int]) -> str:
+    return "{" + ", ".join(f"{name} = {value}" for name, value in table.items()) + "}"
+
+
+def batch_of(config: JobConfig, samples: int) -> dict[str, torch.Tensor]:
+    """Documents of uneven length; labels that are left out unevenly over samples, so over ranks."""
+    generator, length = torch.Generator().manual_seed(1), config.training.seq_len
+    tokens = torch.randint(0, COMMON["vocab_size"], (samples, length + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    for sample in range(samples):
+        labels[sample, : 2 * sample % length] = IGNORE_INDEX
+    batch = {"tokens": tokens[:, :-1], "labels": labels}
+    if config.training.document_mask:
+        starts = (torch.rand(samples, length, generator=generator) < 0.15).long()
+        starts[:, 0] = 0
+        index = torch.arange(length).expand(samples, -1)
+        batch["positions"] = index - torch.where(starts.bool(), index, 0).cummax(1).values
+        batch["document_ids"] = starts.cumsum(1)
+    return batch
+
+
+def on_ranks(words: list[str]) -> tuple[float, dict[str, np.ndarray]]:
+    """On every rank of a plan: the loss of a step and the gradients of this rank's parameters, whole."""
+    torch._dynamo.reset()
+    config = load(words)
+    dims = build.dims(config, dist.get_world_size())
+    model = build.model(config, dims.build_mesh("cpu"), dims, torch.device("cpu"))
+    learn_something(model.named_parameters())
+    samples, size = build.global_batch_size(config, dims), config.training.local_batch_size
+    whole, rank = batch_of(config, samples), dims.dp_rank(model.mesh)
+    valid = build.objective(config).count(whole)
+    mine = {name: tensor[rank :: dims.dp] for name, tensor in whole.items()}
+    passes = samples // (size * dims.dp)
+    loss = torch.zeros(())
+    for index in range(passes):
+        part = {name: tensor[index * size : (index + 1) * size] for name, tensor in mine.items()}
+        loss += model.forward_backward(part, valid, is_last=index == passes - 1)
+    dist.all_reduce(loss)
+    model.clip_gradients(0.0)
+    grads = {name: full(p.grad).numpy() for name, p in model.named_parameters() if p.requires_grad}
+    return (loss / dims.tp).item(), grads
+
+
+@cache
+def on_one_device(words: tuple[str, ...], samples: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """The plain model, in one pass."""
+    config = load(list(words))
+    config = replace(config, parallelism=Parallelism())
+    model, _, adapter = build.adapted_model(config)
+    model.to_empty(device="cpu")
+    initialize(model, config.debug.seed, model.init_rule)
+    draw_stores(model, config.debug.seed, model.init_rule)
+    if adapter is not None:
+        adapter.follow_base([model])
+    learn_something(model.named_parameters())
+    batch = batch_of(config, samples)
+    valid = build.objective(config).count(batch)
+    balance = build.model_spec(config).balance
+    if balance is not None:
+        balance.set_aux_loss_scale(model, 1 / valid)
+    loss = model(**batch) / valid
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def differences(words: list[str], ranks: int, answers: list[tuple[float, dict[str, np.ndarray]]]) -> list[str]:
+    """What the ranks have otherwise than one device."""
+    config = load(words)
+    samples = build.global_batch_size(config, build.dims(config, ranks))
+    loss, grads = on_one_device(tuple(words), samples)
+    norm = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads.values()])).item()
+    found, wrong = set(), []
+    for got_loss, got in answers:
+        if abs(got_loss - loss) > TOLERANCE * abs(loss):
+            wrong.append(f"loss {got_loss} instead of {loss}")
+        for name, grad in got.items():
+            expected = grads[name if name in grads else "tok_embeddings.weight"]
+            error = (torch.from_numpy(grad) - expected).abs().max().item()
+            if not error <= TOLERANCE * expected.abs().max().item() + CANCELLED * norm:
+                wrong.append(f"{name}: {error:.2e}, its largest entry {expected.abs().max():.2e}, norm {norm:.2e}")
+        found |= got.keys()
+    return wrong + [f"{name} has no gradient on any rank" for name in grads.keys() - found]
