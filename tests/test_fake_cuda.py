@@ -49,6 +49,16 @@ def test_the_host_waits_for_no_more_than_the_sizes_of_exchanges(library, job, ra
     assert ask(library, "host_waits", 73 % ranks, ranks, *argv) == waits
 
 
+def test_experts_are_gathered_before_the_host_waits(library):
+    """Those of the next layer, which are 97 % of its bytes: after the wait the network would have stood still."""
+    argv = ["--job.config_file=train_configs/qwen3_moe_235b.toml", *SMALL, "--model.overrides={n_layers = 3}"]
+    order = ask(library, "gathers_and_waits", 73, 256, *argv)
+    experts = 16 * 3 * 4096 * 1536  # numbers of a rank
+    waits = [at for at, (kind, _) in enumerate(order) if kind == "wait"]
+    assert len(waits) == 3
+    assert [sum(size == experts for _, size in order[:at]) for at in waits] == [2, 3, 3]
+
+
 def mismatches(of_rank: list[list]) -> list[str]:
     """Pairs of pipeline ranks whose two ends do not issue the same messages in the same order."""
     wrong = []

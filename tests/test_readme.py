@@ -47,7 +47,7 @@ SMALL = {
     "training.seq_len": "32",
     "training.local_batch_size": "2",
     "training.mixed_precision_param": "float32",
-    "validation.steps": "1",
+    "validation.samples": "2",
     "metrics.plot": "false",
 }
 MOST_STEPS = 6

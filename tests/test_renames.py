@@ -302,7 +302,7 @@ def test_translations(old, new, capsys, tmp_path):
         (
             "[validation]\nenable = true",
             "validation.steps: given nothing; has no translation: -1, the default then, was to the data's end; give "
-            "the number of batches",
+            "the number of batches, or validation.samples",
         ),
         # wrong then and now
         (

@@ -163,6 +163,10 @@ TRAINING = [
         "computing in float32 adds nothing to weights kept in bfloat16",
     ),
     (
+        ["--validation.enable", "--validation.steps=3", "--validation.samples=7"],
+        "validation.steps: given 3; allowed: unset with validation.samples; drop one of the two",
+    ),
+    (
         ["--activation_checkpoint.mode=memory_budget"],
         'activation_checkpoint.mode: given "memory_budget"; allowed: with a compiled model only, as the compiler keeps '
         'to the budget; set compile.enable = true with "model" in compile.components, or another mode',

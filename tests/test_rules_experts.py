@@ -49,6 +49,11 @@ EXPERTS = [
         "model; the host reads how many tokens go where, which would break the graph",
     ),
     (
+        [MOE, EP + "2", "--activation_checkpoint.mode=memory_budget"],
+        'activation_checkpoint.mode: given "memory_budget"; allowed: with a compiled model only, as the compiler keeps '
+        'to the budget; experts that travel are not compiled; write "full" or "selective"',
+    ),
+    (
         [OVERLAP],
         "pipeline_parallel_expert_parallel_overlap: given true; allowed: true with expert_parallel_degree > 1 and "
         "pipeline_parallel_degree > 1, whose all-to-alls it hides; leave it out",

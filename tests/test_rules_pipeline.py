@@ -53,8 +53,13 @@ PIPELINE = [
     (
         [PP + "8"],
         "pipeline_parallel_degree: given 8; allowed: stages that suit 1F1B on 8 ranks; 6 layers cannot fill 8 pipeline "
-        "stages (on 8 ranks); use at most 6 stages: fewer ranks, or a schedule with fewer stages per rank (GPipe and "
-        "1F1B have 1)",
+        "stages (on 8 ranks); use at most 6 stages: fewer ranks",
+    ),
+    (
+        [PP + "4", SCHEDULE + "ZBVZeroBubble"],
+        "pipeline_parallel_degree: given 4; allowed: stages that suit ZBVZeroBubble on 4 ranks; 6 layers cannot fill 8 "
+        "pipeline stages (on 4 ranks); use at most 6 stages: fewer ranks, or a schedule with fewer stages per rank "
+        "(GPipe and 1F1B have 1)",
     ),
     (
         [PP + "2", SCHEDULE + "ZBVZeroBubble", "--parallelism.pipeline_parallel_layers_per_stage=1"],

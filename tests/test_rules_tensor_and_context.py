@@ -43,6 +43,11 @@ TENSOR = [
         'cannot tell how large the meshes of split weights are (torch 2.13); write "full" or "selective"',
     ),
     (
+        [TP + "2", "--activation_checkpoint.mode=memory_budget"],
+        'activation_checkpoint.mode: given "memory_budget"; allowed: another mode with tensor parallel; the compiler '
+        'cannot tell how large the meshes of split weights are (torch 2.13); write "full" or "selective"',
+    ),
+    (
         [TP + "2", "--training.seq_len=33"],
         "training.seq_len: given 33; allowed: a multiple of tensor_parallel 2 (sequence parallel); write 32 or 34",
     ),

@@ -40,7 +40,7 @@ class Stumbles(Trainer):
         if self.step == BAD_STEP - 1 and self.ranks.rank == 1:
             self.stop_requested = self.what == "a stop in validation"
             if self.what == "validation data":
-                self.held_out = ()
+                self.held_out.loader = ()
         return super().maybe_validate(done)
 
 

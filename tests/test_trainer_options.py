@@ -47,7 +47,7 @@ def test_another_seed_is_another_run(texts, tmp_path):
 
 def test_validation_changes_nothing_and_is_the_same_on_any_plan(texts, tmp_path):
     held_out = jobs.write_texts(tmp_path / "held_out", documents=40)
-    measured = {}
+    measured = {}  # of samples that neither ranks nor batches divide
     for ranks in (1, 2):
         options = dict(training__local_batch_size=8 // ranks, training__steps=10)
         plain, _ = run_ranks(ranks, jobs.train, jobs.arguments(tmp_path / f"plain{ranks}", texts, **options))[0]
@@ -55,9 +55,9 @@ def test_validation_changes_nothing_and_is_the_same_on_any_plan(texts, tmp_path)
             validation__enable=True,
             validation__dataset="text",
             validation__dataset_path=held_out,
-            validation__local_batch_size=8 // ranks,
+            validation__local_batch_size=5 - ranks,
             validation__freq=5,
-            validation__steps=2,
+            validation__samples=11,
         )
         folder = tmp_path / f"validating{ranks}"
         rows, _ = run_ranks(ranks, jobs.train, jobs.arguments(folder, texts, **options))[0]

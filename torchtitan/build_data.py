@@ -8,11 +8,13 @@ from torchtitan.build import global_batch_size, taken
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.datasets import open_source
 from torchtitan.datasets.epochs import samples_in, steps_for
+from torchtitan.datasets.held_out import HeldOut
 from torchtitan.datasets.loader import Loader, Weighted, build_loader
 from torchtitan.datasets.preparing import prepared
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.distributed import device_type
+from torchtitan.loss import Objective
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.tasks import TASKS
 
@@ -43,6 +45,15 @@ def validation_loader(config: JobConfig, vocabulary: Tokenizer, dp_rank: int, pl
     batch = part.local_batch_size * plan.dp
     seq_len = part.seq_len or config.training.seq_len
     return _loader(config, "validation", vocabulary, dp_rank, plan, batch, seq_len, None)
+
+
+def held_out(
+    config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims, objective: Objective
+) -> HeldOut:
+    part = config.validation
+    samples = part.samples if part.steps is None else part.steps * part.local_batch_size * plan.dp
+    loader = validation_loader(config, vocabulary, dp_rank, plan)
+    return HeldOut(loader, samples, objective.first)
 
 
 def data_sources(config: JobConfig, section: Literal["training", "validation"]) -> list[Weighted]:

@@ -45,6 +45,8 @@ class Feed:
     ):
         self.objective, self.dims, self.dp_rank, self.device, self.seed = objective, dims, dp_rank, device, seed
         self.together = together
+        self.share = 1.0
+        """Of the valid tokens that were agreed on last, those of this data-parallel rank."""
         # positions restart with each document: not without a mask
         self.names = ("tokens", *objective.targets, *(("positions", "document_ids") if document_mask else ()))
 
@@ -54,11 +56,13 @@ class Feed:
         The same small reduction says whether somebody has no data, so that all ranks stop at the same step: with the
         failure, or PeerStopped, which names `what` is missing.
         """
-        valid = sum(map(self.objective.count, taken))
-        valid, failed, stopping = distributed.sum_over_ranks(valid, failure is not None, stop)
+        own = sum(map(self.objective.count, taken))
+        valid, failed, stopping = distributed.sum_over_ranks(own, failure is not None, stop)
         if failed:
             raise failure or PeerStopped(f"another rank has no {what}")
-        return max(valid // self.dims.readers, 1), bool(stopping)
+        valid = max(valid // self.dims.readers, 1)
+        self.share = max(own, 1) / valid
+        return valid, bool(stopping)
 
     def to_device(self, batch: Batch) -> Batch:
         """What the model reads of a batch."""

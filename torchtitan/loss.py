@@ -51,6 +51,13 @@ class Objective(nn.Module):
         """How many units of a whole batch have a loss: what the sum is divided by, over all batches of a step."""
         raise NotImplementedError
 
+    def first(self, batch: Batch, rows: int) -> dict[str, torch.Tensor]:
+        """The batch of which only the first samples have a loss."""
+        kept = {name: batch[name].clone() for name in self.targets}
+        for tensor in kept.values():
+            tensor[rows:] = IGNORE_INDEX
+        return {**batch, **kept}
+
     def rows(self, hidden: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:
         """What can be cut along its first dimension: hidden states [N, ..., D] and what else their losses need."""
         raise NotImplementedError

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from torchtitan import build, distributed, run_folder
 from torchtitan.bars import waiting
-from torchtitan.build_data import training_loader, validation_loader, with_steps
+from torchtitan.build_data import held_out, training_loader, with_steps
 from torchtitan.checkpoint import CheckpointError, RandomState, base, set_rng_state
 from torchtitan.checkpoint.counters import SCHEDULE_START
 from torchtitan.config.job import JobConfig
@@ -125,7 +125,7 @@ class Trainer:
         self.position = self.loader.position()  # after `step`: what a step that fails has fetched is fetched again
         self.held_out = None  # every iteration over it begins again
         if config.validation.enable:
-            self.held_out = validation_loader(config, self.tokenizer, self.dp_rank, self.dims)
+            self.held_out = held_out(config, self.tokenizer, self.dp_rank, self.dims, self.feed.objective)
         self.metrics = build.metrics(config, self.device, self.ranks, self.resumed_from, self.tokens)
         self.profiler = build.profiler(config, self.device, self.ranks, self.step)
         if self.ranks.is_main:
@@ -280,13 +280,12 @@ class Trainer:
         self, loss: torch.Tensor, norm: torch.Tensor | None, lr: float, data_seconds: float, refuse: bool = True
     ) -> None:
         """`refuse`: that `loss`, this rank's share, or the norm is not finite."""
-        ranks_with_tokens = self.dims.dp * self.dims.cp  # of their own, the same number on each
-        largest = loss * ranks_with_tokens  # the largest mean loss of a rank
-        extra = {"max_loss": largest}
+        extra: dict[str, torch.Tensor | float] = {}
         if self.metrics.due(self.step):
+            means = loss.new_zeros(self.dims.dp)  # of the data-parallel ranks' own tokens
+            means[self.dp_rank] = loss / self.feed.share
+            extra["max_loss"] = self.over_ranks(means).max()
             loss = self.over_ranks(loss)
-            if self.dims.world_size > 1:
-                dist.all_reduce(largest, op=dist.ReduceOp.MAX)
             if refuse:
                 self.guards.refuse_non_finite("gradient norm", norm, self.step)
                 self.guards.refuse_non_finite("loss", loss, self.step)
@@ -321,7 +320,7 @@ class Trainer:
         return iter(self.loader)
 
     def over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
-        """The whole loss from the ranks' shares, of which those of a tp group are the same."""
+        """Whole losses from the ranks' shares, of which those of a tp group are the same."""
         if self.dims.world_size > 1:
             dist.all_reduce(loss)
         return loss / self.dims.tp
@@ -330,11 +329,12 @@ class Trainer:
         self.guards.refuse_to_save(self.step, self.loss, self.grad_norm, self.checkpointer.not_finite)
 
     def maybe_validate(self, done: bool) -> None:
-        options = self.config.validation
-        if self.held_out is None or not (done or self.step % options.freq == 0):
+        if self.held_out is None or not (done or self.step % self.config.validation.freq == 0):
             return
         self.enter("validate" if self.validated else "first", self.step)
-        batches, failure = take(iter(self.held_out), options.steps)  # all before the first forward, which communicates
+        batches, failure = take(
+            iter(self.held_out), self.held_out.batches
+        )  # all before the first forward, which communicates
         valid, self.stopping = self.feed.agree(batches, failure, self.stop_requested, "validation data")
         if self.stopping:
             return

@@ -147,7 +147,7 @@ def _combined(old: Values, values: Values, result: Upgrade) -> Values:
         result.notes.append("written out, as weights lay beside the tokenizer: checkpoint.initial_load_path")
     validates = values.get("validation.enable", old.get("validation.enabled"))
     if validates and values.get("validation.steps", -1) == -1:
-        why = "-1, the default then, was to the data's end; give the number of batches"
+        why = "-1, the default then, was to the data's end; give the number of batches, or validation.samples"
         result.stuck.append(("validation.steps", values.pop("validation.steps", None), why))
     elif values.get("validation.steps") == -1:
         del values["validation.steps"]

@@ -133,6 +133,10 @@ class Loader:
         """Records that this rank's lanes have left out as unreadable, since the beginning of the job."""
         return sum(self._cursors[lane].skipped for lane in self._pieces.own_lanes if lane in self._cursors)
 
+    @property
+    def share(self) -> Share:
+        return self._pieces.share
+
     def position(self) -> Position:
         """What the trainer has been given so far; kept, it is of that moment."""
         share = self._pieces.share

@@ -2,9 +2,10 @@
 
 A multiply-add counts 2; a weight is used once forward and twice backward, so each of the N weights that a token is
 multiplied with costs 6. N has the output head (also when tied) and neither the input embedding nor the norms; of
-routed experts it has those that a token goes to, and the router and shared experts in full. Attention adds 12 L A K:
-L layers, A = heads x head_dim, K the mean number of keys that a query looks at; where values are not as wide as keys,
-6 L heads (d_qk + d_v) K. Multi-token prediction counts with its layers, and the head once more for each of its depths.
+routed experts it has those that a token goes to, and the router and shared experts in full; where what they make is
+added up by weights, that is a product too, of 6 k D a layer. Attention adds 12 L A K: L layers, A = heads x head_dim, K
+the mean number of keys that a query looks at; where values are not as wide as keys, 6 L heads (d_qk + d_v) K.
+Multi-token prediction counts with its layers, and the head once more for each of its depths.
 Recompute and padding never count. No torch here.
 """
 
@@ -49,13 +50,17 @@ def _both(flops: Callable[[float], float], seq_len: int) -> FlopsPerToken:
 
 def with_keys(sizes: Sizes, keys: float) -> float:
     """`keys`: mean number of keys per query."""
-    return 6 * sizes.num_matmul_parameters + 12 * sizes.n_layers * sizes.n_heads * sizes.head_dim * keys
+    return _of_weights(sizes) + 12 * sizes.n_layers * sizes.n_heads * sizes.head_dim * keys
 
 
 def latent_with_keys(sizes: LatentSizes, keys: float) -> float:
     widths = sizes.qk_head_dim + sizes.v_head_dim
     layers = sizes.n_layers + sizes.n_mtp_layers
-    return 6 * sizes.num_matmul_parameters + 6 * layers * sizes.n_heads * widths * keys
+    return _of_weights(sizes) + 6 * layers * sizes.n_heads * widths * keys
+
+
+def _of_weights(sizes: Sizes | LatentSizes) -> float:
+    return 6 * (sizes.num_matmul_parameters + getattr(sizes, "num_summed", 0))
 
 
 def causal_keys(seq_len: int) -> float:

@@ -29,7 +29,9 @@ def apply_data_parallel(
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shard each block by itself and the rest (embedding, norm, head) with the root, in place. Experts that are split
-    by expert parallel are sharded over what is left of the ranks, `expert_mesh`.
+    by expert parallel are sharded over what is left of the ranks, `expert_mesh`. `prefetch`: blocks that are gathered
+    ahead, their experts too; one at least where there are such, since FSDP gathers ahead only as far as the host is,
+    and that waits in each block to know which tokens go where.
 
     The root stays gathered between forward and backward: its parameters are needed first thing in backward, and the
     chunked loss uses the head several times.
@@ -39,7 +41,8 @@ def apply_data_parallel(
     # inputs stay as they are: rotary angles must reach the blocks in float32, and activations have the right type
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     blocks = [block for _, block in match_blocks(model, plan)]
-    for _, experts in match_blocks(model, plan, plan.experts) if expert_mesh is not None else ():
+    travelling = [experts for _, experts in match_blocks(model, plan, plan.experts)] if expert_mesh is not None else []
+    for experts in travelling:
         fully_shard(
             experts,
             mesh=expert_mesh,
@@ -57,13 +60,22 @@ def apply_data_parallel(
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, which a factor would use otherwise
+    if travelling and reshard_after_forward:
+        prefetch = max(prefetch, 1)
     if prefetch:
-        for index, block in enumerate(blocks):
-            ahead = blocks[index + 1 : index + 1 + prefetch]
-            if not _in_training_only(block):  # in evaluation nothing would run, and so free, what is gathered
-                ahead = [each for each in ahead if not _in_training_only(each)]
-            block.set_modules_to_forward_prefetch(ahead)
-            block.set_modules_to_backward_prefetch(blocks[max(0, index - prefetch) : index][::-1])
+        _gather_ahead(blocks, prefetch, set(travelling))
+
+
+def _gather_ahead(blocks: list[nn.Module], prefetch: int, travelling: set[nn.Module]) -> None:
+    def units(near: list[nn.Module]) -> list[nn.Module]:
+        return [unit for block in near for unit in (block, *(m for m in block.modules() if m in travelling))]
+
+    for index, block in enumerate(blocks):
+        ahead = blocks[index + 1 : index + 1 + prefetch]
+        if not _in_training_only(block):  # in evaluation nothing would run, and so free, what is gathered
+            ahead = [each for each in ahead if not _in_training_only(each)]
+        block.set_modules_to_forward_prefetch(units(ahead))
+        block.set_modules_to_backward_prefetch(units(blocks[max(0, index - prefetch) : index][::-1]))
 
 
 def _in_training_only(block: nn.Module) -> bool:

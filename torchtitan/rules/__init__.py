@@ -35,6 +35,7 @@ from torchtitan.rules.model_and_data import (
     model_sizes,
     sources_are_said_once,
     tokenizer_fits,
+    validation_is_said_once,
     weights_are_met,
 )
 from torchtitan.rules.optimization import (
@@ -142,6 +143,7 @@ RULES: list[Rule] = [
     tokenizer_fits,
     data_is_there,
     sources_are_said_once,
+    validation_is_said_once,
     weights_are_met,
     epochs_take_all,
     degrees_fit_the_ranks,

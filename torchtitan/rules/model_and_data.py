@@ -8,7 +8,7 @@ from torchtitan.adapters import ADAPTERS, NONE
 from torchtitan.config.job import sources_of
 from torchtitan.config.old_models import advice
 from torchtitan.config.options import Fault, hint, options, show
-from torchtitan.config.sections.training import DataSource
+from torchtitan.config.sections.training import DataSource, Validation
 from torchtitan.datasets import DATASETS, open_source
 from torchtitan.datasets.mixing import shares
 from torchtitan.datasets.sources import DataError
@@ -161,6 +161,12 @@ def epochs_take_all(facts: Facts) -> Iterator[Fault]:
         if source.weight != 1:
             remedy = "leave it out, or set training.steps instead of training.epochs"
             yield facts.fault(f"training.sources[{number}].weight", "1 with training.epochs", remedy)
+
+
+def validation_is_said_once(facts: Facts) -> Iterator[Fault]:
+    validation = facts.config.validation
+    if validation.steps is not None and validation.samples != Validation().samples:
+        yield facts.fault("validation.steps", "unset with validation.samples", "drop one of the two")
 
 
 def weights_are_met(facts: Facts) -> Iterator[Fault]:

@@ -81,14 +81,16 @@ def precision(facts: Facts) -> Iterator[Fault]:
 
 def recompute_and_compile(facts: Facts) -> Iterator[Fault]:
     config, compiled = facts.config, facts.config.compile
-    if config.activation_checkpoint.mode == "memory_budget" and not facts.compiles_model:
-        allowed = "with a compiled model only, as the compiler keeps to the budget"
-        remedy = 'set compile.enable = true with "model" in compile.components, or another mode'
-        yield facts.fault("activation_checkpoint.mode", allowed, remedy)
-    elif config.activation_checkpoint.mode == "memory_budget" and facts.tp > 1:
+    if config.activation_checkpoint.mode == "memory_budget" and facts.tp > 1:
         why = "the compiler cannot tell how large the meshes of split weights are (torch 2.13)"
         remedy = f'{why}; write "full" or "selective"'
         yield facts.fault("activation_checkpoint.mode", "another mode with tensor parallel", remedy)
+    elif config.activation_checkpoint.mode == "memory_budget" and not facts.compiles_model:
+        allowed = "with a compiled model only, as the compiler keeps to the budget"
+        remedy = 'set compile.enable = true with "model" in compile.components, or another mode'
+        if facts.ep > 1:
+            remedy = 'experts that travel are not compiled; write "full" or "selective"'
+        yield facts.fault("activation_checkpoint.mode", allowed, remedy)
     if compiled.enable and not compiled.components:
         yield facts.fault("compile.components", '"model", "loss" or both', "or set compile.enable = false")
     if compiled.enable and compiled.scope == "model" and set(compiled.components) != {"model", "loss"}:

@@ -26,6 +26,8 @@ host_waits: Counter[str] = Counter()
 """By place in the package: `what file:function`."""
 
 
+order: list[tuple[str, int]] = []
+"""Gathers with the numbers that they bring, and waits, as they come."""
 _last: list = [None, 0]
 
 
@@ -37,6 +39,7 @@ def waits(what: str) -> None:
     if frame is _last[0] and frame.f_lasti == _last[1]:
         return
     _last[:] = frame, frame.f_lasti
+    order.append(("wait", 0))
     host_waits[f"{what} {Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
 
 

@@ -52,6 +52,8 @@ class HostWaits(TorchDispatchMode):
             if args[0].device.type == "cuda":
                 device.waits("number")
             return 1.0 if args[0].dtype.is_floating_point else self.count
+        if name == "c10d::_allgather_base_":
+            device.order.append(("gather", args[0].numel()))
         target = kwargs.get("device")
         if name == "aten::_to_copy" and target is not None and torch.device(target).type != args[0].device.type:
             self._copy(kwargs.get("non_blocking", False))
@@ -177,6 +179,17 @@ def host_waits(argv: list[str], rank: int, world_size: int) -> dict[str, int]:
         device.host_waits.clear()
         train_step(model, optimizers, batch)
     return dict(device.host_waits)
+
+
+def gathers_and_waits(argv: list[str], rank: int, world_size: int) -> list[tuple[str, int]]:
+    """Of the forward of the second step, in order: gathers of more than one number, and where the host waits."""
+    config = manager.load(argv)
+    with job_on_rank(config, rank, world_size) as (model, optimizers, batch), HostWaits(rows_per_peer(config)):
+        train_step(model, optimizers, batch)
+        device.order.clear()
+        with torch.no_grad():
+            model.loss_sum(batch)
+    return device.order
 
 
 def messages(argv: list[str], rank: int, world_size: int) -> list[tuple[str, int, list[int], bool]]:

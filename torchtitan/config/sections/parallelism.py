@@ -16,7 +16,8 @@ class Parallelism:
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free the gathered parameters of a block after its forward. default: always, unless pipeline parallel."""
     fsdp_prefetch: NonNegative = 0
-    """Blocks whose parameters are gathered ahead in forward and backward. 0 leaves it to FSDP2 (implicit prefetch)."""
+    """Blocks whose parameters are gathered ahead in forward and backward. 0 leaves it to FSDP2 (implicit prefetch);
+    with expert parallel, whose host waits in each block, it is 1 at least."""
     tensor_parallel_degree: Positive = 1
     """Ranks over which each weight matrix is split."""
     disable_sequence_parallel: bool = False

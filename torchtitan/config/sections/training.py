@@ -98,5 +98,7 @@ class Validation:
     """Tokens per sample. Unset: training.seq_len."""
     freq: Positive = 10
     """Every this many steps, and after the last."""
-    steps: Positive = 10
-    """Batches per validation; always the same ones."""
+    samples: Positive = 80
+    """Samples per validation, over all ranks: always the same ones, under every plan."""
+    steps: Positive | None = None
+    """Batches of each data-parallel rank instead, as in torchtitan: how many samples that is depends on the plan."""

@@ -119,6 +119,11 @@ class MoEDecoderArgs(MoEArgs, ABC):
         return self._matrices(self.active_moe_parameters)
 
     @property
+    def num_summed(self) -> int:
+        """Numbers that a token's own weights multiply, as they add up what its experts made."""
+        return 0 if self.score_before_experts else self.expert_layers * self.top_k * self.dim
+
+    @property
     def num_parameters(self) -> int:
         return self._matrices(self.moe_parameters) + self._other_parameters
 

@@ -95,9 +95,12 @@ def _stages_fault(traits: ScheduleTraits, pp: int, num_stages: int) -> str:
 
 def _check_enough_layers(num_layers: int, num_stages: int, pp: int) -> None:
     if num_layers < num_stages:
+        remedy = "fewer ranks"
+        if num_stages > pp and num_layers >= pp:
+            remedy += ", or a schedule with fewer stages per rank (GPipe and 1F1B have 1)"
         raise JobError(
             f"{num_layers} layers cannot fill {num_stages} pipeline stages (on {pp} ranks); use at most "
-            f"{num_layers} stages: fewer ranks, or a schedule with fewer stages per rank (GPipe and 1F1B have 1)"
+            f"{num_layers} stages: {remedy}"
         )
 
 

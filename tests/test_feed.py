@@ -1,0 +1,61 @@
+"""What ranks read and agree on: shares of a step's tokens, and the same held-out samples under every plan."""
+
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import jobs
+from tests.support.pool import run_ranks
+from torchtitan.datasets.held_out import HeldOut
+from torchtitan.datasets.samples import Share
+from torchtitan.feed import Feed
+from torchtitan.loss import IGNORE_INDEX, SummedCrossEntropy
+from torchtitan.parallelisms.parallel_dims import ParallelDims
+
+OBJECTIVE = SummedCrossEntropy()
+
+
+def agreed() -> tuple[int, bool, float]:
+    rank = torch.distributed.get_rank()
+    feed = Feed(OBJECTIVE, ParallelDims(2, dp_shard=2), rank, torch.device("cpu"), False, None)
+    labels = torch.zeros(2, 4, dtype=torch.int64)
+    labels[0, : 3 * rank] = IGNORE_INDEX
+    return *feed.agree([{"labels": labels}], None, rank == 1, "data"), feed.share
+
+
+def test_a_rank_knows_its_share_of_the_tokens():
+    assert run_ranks(2, agreed) == [(13, True, 8 / 13), (13, True, 5 / 13)]
+
+
+@pytest.mark.parametrize("axis", ["context", "tensor", "pipeline"])
+def test_the_largest_loss_of_one_data_parallel_rank_is_the_loss(axis, tmp_path):
+    """Whose tokens, under context parallel, two ranks have, with other losses."""
+    texts = jobs.write_texts(tmp_path)
+    plan = {f"parallelism__{axis}_parallel_degree": 2, "training__steps": 3}
+    rows, _ = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "run", texts, **plan))[0]
+    for row in rows:
+        assert row["max_loss"] == pytest.approx(row["loss"], rel=1e-6)
+
+
+class Counting:
+    """A loader whose labels are the numbers of the samples, [batch, 1]."""
+
+    def __init__(self, share: Share):
+        self.share = share
+
+    def __iter__(self):
+        for index in count():
+            yield {"labels": torch.from_numpy(self.share.samples(np.array([index])).T)}
+
+
+@pytest.mark.parametrize("size, ranks, together", [(1, 1, 1), (3, 1, 1), (16, 1, 2), (2, 2, 2), (3, 4, 1), (5, 16, 1)])
+@pytest.mark.parametrize("samples", [1, 7, 12])
+def test_the_same_samples_are_held_out_whatever_the_plan(samples, size, ranks, together):
+    """Of pairs, whole ones."""
+    parts = [HeldOut(Counting(Share(0, r, ranks, size, together)), samples, OBJECTIVE.first) for r in range(ranks)]
+    of_ranks = [list(part) for part in parts]
+    assert {len(batches) for batches in of_ranks} == {parts[0].batches}, "as many forwards on each"
+    labels = torch.cat([batch["labels"].flatten() for batches in of_ranks for batch in batches])
+    assert sorted(labels[labels != IGNORE_INDEX].tolist()) == list(range(samples + samples % together))
