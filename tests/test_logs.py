@@ -32,12 +32,13 @@ def test_lines_are_plain_unless_times_are_asked_for(capsys):
     assert said.out == "hello\n" and said.err == "WARNING: look out\n"
     set_up_logging(Ranks(rank=1, logs=True), timestamps=True)
     logger.info("hello")
-    assert re.fullmatch(rf"{TIME} \[rank 1\] hello\n", capsys.readouterr().out)
+    logger.info("\nthe end\n  of it")
+    assert re.fullmatch(rf"{TIME} \[rank 1\] hello\n\n{TIME} \[rank 1\] the end\n  of it\n", capsys.readouterr().out)
 
 
 def test_a_rank_that_does_not_log_has_its_file(tmp_path, capsys):
     set_up_logging(Ranks(rank=3, logs=False), folder=tmp_path / "logs")
-    logger.info("hello")
+    logger.info("\033[1mhello\033[0m")
     logger.debug("crashed")
     assert capsys.readouterr().out == ""
     first, second = (tmp_path / "logs/rank-00003.log").read_text().splitlines()

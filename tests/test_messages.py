@@ -73,6 +73,14 @@ def test_faults_that_do_not_follow_from_a_slip_come_with_it(capsys):
 # What they advise
 
 
+def test_an_old_file_is_advised_once_to_be_translated(tmp_path, capsys):
+    (tmp_path / "old.toml").write_text(
+        "[training]\nbatch_size = 4\ntensor_parallel_degree = 1\n[float8]\nemulate = true\n"
+    )
+    faults = explained(capsys, "old.toml")
+    assert len(faults) == 3 and [fault.count("--upgrade` translate the file") for fault in faults].count(1) == 1
+
+
 @pytest.mark.parametrize(
     "written", ["--compile.enable=1", "--compile.enable=yes", "--compile.enable yes", "--compile.enable on"]
 )

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -19,12 +20,24 @@ class Lines(logging.StreamHandler):
             super().emit(record)
 
 
+COLOUR = re.compile(r"\033\[[0-9;]*m")
+
+
 class Short(logging.Formatter):
     """Paths below the folder that the run was started in are said from there."""
 
     def format(self, record: logging.LogRecord) -> str:
-        here = os.path.join(os.getcwd(), "")
-        return super().format(record).replace(here, "") if here != os.sep else super().format(record)
+        text, here = super().format(record), os.path.join(os.getcwd(), "")
+        if record.getMessage().startswith("\n"):  # a line that is left blank stands before the time
+            text = "\n" + text.replace("\n", "", 1)
+        return text.replace(here, "") if here != os.sep else text
+
+
+class Plain(logging.Formatter):
+    """Without the colours of a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return COLOUR.sub("", super().format(record))
 
 
 class LogFile(logging.FileHandler):
@@ -57,6 +70,6 @@ def set_up_logging(ranks: Ranks, timestamps: bool = False, folder: Path | None =
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         file = LogFile(folder / f"rank-{ranks.rank:05}.log", encoding="utf-8")
-        file.setFormatter(logging.Formatter(TIME + "%(levelname)s %(message)s"))
+        file.setFormatter(Plain(TIME + "%(levelname)s %(message)s"))
         logger.addHandler(file)
         logger.setLevel(logging.DEBUG)

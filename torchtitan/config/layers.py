@@ -49,7 +49,8 @@ class Layer:
 
     def all_faults(self) -> list[Fault]:
         """Also those of wrong values, and one for each old option, which only a translation may use."""
-        old = (_old_fault(self.name, key, value) for key, value in self.old.items())
+        first = next((key for key in self.old if not isinstance(renamed(key), Gone)), None)
+        old = (_old_fault(self.name, key, value, advise=key == first) for key, value in self.old.items())
         return [*self.faults, *_wrong_values(self.name, self.values), *old]
 
 
@@ -103,12 +104,15 @@ def layer_of(name: str, pairs: Iterable[tuple[str, Any]]) -> Layer:
 # Faults
 
 
-def _old_fault(name: str, key: str, value: Any) -> Fault:
+def _old_fault(name: str, key: str, value: Any, advise: bool) -> Fault:
+    """`advise`: say, once for all of a file's, that the file can be translated."""
     rename = renamed(key)
     if isinstance(rename, Gone):
         return Fault(name, key, show(value), f"no such option here ({rename.why})", "leave it out")
     assert rename is not None
-    translate = "" if name == COMMAND_LINE else f", or let `torchtitan check {name} --upgrade` translate the file"
+    translate = (
+        "" if name == COMMAND_LINE or not advise else f", or let `torchtitan check {name} --upgrade` translate the file"
+    )
     try:
         new = rename.translate(value)
         remedy = "leave it out" if new is None else f"write {rename.to} = {show(new)}"
