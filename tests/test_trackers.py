@@ -346,6 +346,9 @@ def test_a_histogram_is_of_all_values():
     assert found.sum == pytest.approx(1.5) and found.sum_of_squares == pytest.approx(1 + 0.0625 + 0.25 + 0.5625 + 1)
     assert found.limits[-1] == 1.0 and found.counts[0] == found.counts[-1] == 1
     assert sum(histogram(torch.zeros(5)).counts) == 5
+    odd = histogram(torch.tensor([1.0, torch.nan, torch.inf, 2.0]))
+    assert (odd.minimum, odd.maximum, odd.number, sum(odd.counts)) == (1.0, 2.0, 2, 2)
+    assert histogram(torch.tensor([torch.nan])).number == 0
 
 
 def seen(folder: Path) -> dict[str, list]:

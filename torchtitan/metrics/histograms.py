@@ -34,8 +34,10 @@ def of_all_ranks(found: dict[str, Histogram]) -> dict[str, Histogram]:
 
 
 def histogram(tensor: torch.Tensor) -> Histogram:
+    """Of the values that are finite: what is not ends the run by itself, and is told there."""
     whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float()
-    low, high = (float(value) for value in torch.aminmax(whole))
+    whole = whole[whole.isfinite()]
+    low, high = (float(value) for value in torch.aminmax(whole)) if whole.numel() else (0.0, 0.0)
     counts = torch.histc(whole, BUCKETS, low, high)
     limits = torch.linspace(low, high, BUCKETS + 1, dtype=torch.float64)[1:]
     squares = float(whole.double().square().sum())
