@@ -52,6 +52,13 @@ SLOW = {
 EVERY_NTH_ROW = 9
 
 
+@pytest.fixture(autouse=True)
+def messages_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a long message would go on in another line depends on how long the paths of this machine are that it names.
+    test_messages.py looks at that by itself."""
+    monkeypatch.setattr("torchtitan.errors.LONGEST_LINE", 10**6)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out what takes long: an answer in under three minutes")
     parser.addoption("--slurm", action="store_true", help="start a cluster of SLURM on this machine and test on it")

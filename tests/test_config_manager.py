@@ -334,8 +334,7 @@ BAD_FILES = {
             "there: the batch size divided by the number of microbatches, or let `torchtitan check FILE --upgrade` "
             "translate the file",
             "FILE: experimental.pipeline_parallel_split_points: given []; allowed: "
-            "parallelism.module_fqns_per_model_part, where it has moved; leave it out, or let `torchtitan check FILE "
-            "--upgrade` translate the file",
+            "parallelism.module_fqns_per_model_part, where it has moved; leave it out",
         ],
     ),
     "an old option without meaning": (

@@ -353,6 +353,23 @@ def test_a_target_that_cannot_be_written(tmp_path, capsys):
         assert f"{tmp_path}/{target}: not written: " in said
 
 
+@pytest.mark.parametrize("to", ["hf", "ours", "file"])
+def test_a_conversion_that_breaks_off_leaves_nothing(to, tmp_path, capsys, monkeypatch):
+    """In the middle of the weights, or behind them, where the small files are written."""
+
+    def full_disk(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    broken = {"hf": "safetensors.torch.save_file", "ours": "pathlib.Path.write_bytes", "file": "os.fsync"}[to]
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, full_disk)
+        said = refusal(capsys, THEIRS, tmp_path / "out", "--to", to, *WORDS)
+    assert "out: not written: " in said and "No space left on device" in said
+    assert list(tmp_path.iterdir()) == []
+    convert(capsys, THEIRS, tmp_path / "out", "--to", to, *WORDS)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize("to, most", [("ours", 1), ("file", 1), ("hf", 1)])
 def test_one_tensor_at_a_time_is_in_memory(to, most, tmp_path, capsys, monkeypatch):
     """In folders of Hugging Face one file's worth; here a file holds one."""

@@ -35,11 +35,6 @@ def lines(*words: str, ranks: int | None = None, device: str = "cpu", tokenizer:
     return [str(fault).removeprefix("the job: ").removeprefix("parallelism.") for fault in faults]
 
 
-def unfolded(said: str) -> list[str]:
-    """The lines of a message, those that were too long for a terminal in one again."""
-    return said.replace("\n    ", " ").splitlines()
-
-
 def name(case: object) -> str:
     """Of a case of a table: its words."""
     return " ".join(case[0])[:90]
