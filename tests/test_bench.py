@@ -94,6 +94,14 @@ def test_bench_adapters():
     assert all(line.startswith(row) for line, row in zip(lines, rows, strict=True))
 
 
+def test_bench_optimizers():
+    lines = run("scripts/bench_optimizers.py", "--quick", "--ranks", "2")
+    kept = [line.split(" bytes a parameter")[0].split() for line in lines[1:-4]]
+    assert [" ".join(words[:-1]) for words in kept][:3] == ["AdamW, fused", "AdamW, again", "AdamW8bit"]
+    assert [float(words[-1]) for words in kept][:3] == [8.001, 8.001, 2.110] and len(kept) == 10
+    assert all(line.startswith("bases by ") and "at gap 200" in line for line in lines[-4:])
+
+
 def test_bench_debug():
     lines = run("scripts/bench_debug.py", "--quick", "--ranks", "1", "--only", "same settings")
     speed, cpu, alone = lines[3:]

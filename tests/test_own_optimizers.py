@@ -13,7 +13,7 @@ from torchtitan import keyed
 from torchtitan.checkpoint.tensors import optimizer_state
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.adamw_bf16 import add_with_lost, stochastically_rounded
-from torchtitan.optimizers.blocks import BLOCK, Packed, codebook
+from torchtitan.optimizers.blocks import BLOCK, Packed, codebook, nearest_codes
 from torchtitan.optimizers.build import build_optimizers
 from torchtitan.optimizers.layout import Layout, by_owners
 
@@ -46,6 +46,15 @@ def test_the_codebook_has_256_values_in_order():
         values = codebook(signed, CPU)
         assert len(values.unique()) == 256 and torch.equal(values, values.sort().values)
         assert values.max() == 1 and 0 in values and (lowest < values[0] < -0.99 if signed else values[0] == 0)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_nearest_code_is_found(signed):
+    book = codebook(signed, CPU)
+    borders = (book[:-1] + book[1:]) / 2
+    values = torch.cat([book, borders, borders.nextafter(book[1:]), random(50_000).clamp(-1, 1), random(999) * 1e-6])
+    values = values if signed else values.abs()
+    assert torch.equal(nearest_codes(values, signed).long(), torch.bucketize(values, borders))
 
 
 @pytest.mark.parametrize("signed", [True, False])

@@ -29,8 +29,31 @@ def codebook(signed: bool, device: torch.device) -> torch.Tensor:
 
 @cache
 def _borders(signed: bool, device: torch.device) -> torch.Tensor:
+    """Between each value and the next, and behind the last."""
     values = codebook(signed, device)
-    return (values[:-1] + values[1:]) / 2
+    return torch.cat([(values[:-1] + values[1:]) / 2, torch.full((1,), torch.inf, device=device)])
+
+
+@cache
+def _lowest_codes(signed: bool, device: torch.device) -> torch.Tensor:
+    """Of all float32 whose upper 16 bits are alike, the code of the lowest: theirs are no two borders apart."""
+    ends = torch.arange(2**16, dtype=torch.int32)[:, None] << 16 | torch.tensor([0, 0xFFFF], dtype=torch.int32)
+    ends = ends.view(torch.float32)
+    ends = ends.where(ends.isfinite().all(1, keepdim=True), 0).clamp(-1, 1).sort(1).values
+    codes = torch.bucketize(ends, _borders(signed, torch.device("cpu")))
+    assert (codes[:, 1] - codes[:, 0]).max() <= 1
+    return codes[:, 0].to(device, torch.int32)
+
+
+def nearest_codes(values: torch.Tensor, signed: bool) -> torch.Tensor:
+    """float32 between -1 and 1 -> the nearest values' places in the codebook, int32. As torch.bucketize by the borders,
+    in a tenth of its time on a CPU.
+    """
+    flat = values.contiguous().flatten()
+    cells = (flat.view(torch.int32) >> 16) & 0xFFFF
+    codes = _lowest_codes(signed, values.device).index_select(0, cells)
+    above = flat > _borders(signed, values.device).index_select(0, codes)
+    return (codes + above).view(values.shape)
 
 
 class Packed:
@@ -53,7 +76,7 @@ class Packed:
 
     def read(self, state: dict[str, torch.Tensor], key: str, signed: bool, dtype: torch.dtype) -> torch.Tensor:
         codes, scales = local(state[f"{key}_codes"]), local(state[f"{key}_scales"])
-        values = codebook(signed, codes.device)[codes.int()]
+        values = codebook(signed, codes.device).index_select(0, codes.int().flatten()).view(codes.shape)
         return values.to(dtype) * self._spread(scales).to(dtype)
 
     def write(self, state: dict[str, torch.Tensor], key: str, signed: bool, values: torch.Tensor) -> None:
@@ -66,8 +89,7 @@ class Packed:
         if self.layout.is_cut(-1):
             self.layout.summed(scales, -1, op=dist.ReduceOp.MAX)
         share = values / self._spread(scales).clamp_min(torch.finfo(torch.float32).tiny).to(values.dtype)
-        codes = torch.bucketize(share.float(), _borders(signed, values.device))
-        local(state[f"{key}_codes"]).copy_(codes)
+        local(state[f"{key}_codes"]).copy_(nearest_codes(share.float(), signed))
 
     def _spread(self, scales: torch.Tensor) -> torch.Tensor:
         """[.., blocks] -> [.., columns of this rank]."""
