@@ -332,9 +332,8 @@ class Trainer:
         if self.held_out is None or not (done or self.step % self.config.validation.freq == 0):
             return
         self.enter("validate" if self.validated else "first", self.step)
-        batches, failure = take(
-            iter(self.held_out), self.held_out.batches
-        )  # all before the first forward, which communicates
+        # all before the first forward, which communicates
+        batches, failure = take(iter(self.held_out), self.held_out.batches)
         valid, self.stopping = self.feed.agree(batches, failure, self.stop_requested, "validation data")
         if self.stopping:
             return
