@@ -35,6 +35,7 @@ SLOW = {
         "generate",
         "hf_round_trip",
         "nodes",
+        "preflight",
         "company",
         "overlap",
         "overlap_guards",

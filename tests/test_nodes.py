@@ -155,8 +155,9 @@ def test_a_rank_that_is_killed_on_one_machine_is_a_restart_of_both_to_the_same_b
     jobs.wait_for_step(tmp_path / "run", 13, machines[0])
     ranks = [jobs.children(machine.pid)[0] for machine in machines]
     os.kill(ranks[1], signal.SIGKILL)
-    (code_0, _, err_0), (code_1, _, err_1) = (jobs.finish(machine) for machine in machines)
+    (code_0, out_0, err_0), (code_1, _, err_1) = (jobs.finish(machine) for machine in machines)
     assert (code_0, code_1) == (0, 0) and all(map(gone, ranks)), (err_0, err_1)
+    assert out_0.count("preflight  2 ranks on 1 host agree; sum along dp_shard ") == 2  # of both starts
     assert "restart 1 of 3" in err_0 and err_1 == "rank 1 was ended by SIGKILL\n"
     rows = jobs.logged_steps(tmp_path / "run")
     straight = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "straight", texts, **options))[0][0]
@@ -178,3 +179,20 @@ def test_a_job_that_one_machine_refuses_is_refused_once_and_ends_on_all(tmp_path
     told = err_0.splitlines()
     assert told[0] == f"machine 1 ({socket.gethostname()}) refuses the job:" and len(told) == 3
     assert "training.dataset_path" in told[1] and "none.jsonl" in told[1]
+
+
+def test_a_job_that_is_not_the_same_on_both_machines_is_refused_in_one_message(tmp_path):
+    texts = jobs.write_texts(tmp_path)
+    where = dict(NNODES="2", HEAD_ADDR="127.0.0.1", HEAD_PORT=str(free_port()))
+    argv = [jobs.arguments(tmp_path / "run", texts, training__local_batch_size=4, optimizer__lr=lr) for lr in (1, 2)]
+    machines = [jobs.start(argv[index], ranks=1, NODE_RANK=str(index), **where) for index in range(2)]
+    (code_0, _, err_0), (code_1, out_1, err_1) = (jobs.finish(machine, 60) for machine in machines)
+    assert (code_0, code_1, err_1) == (2, 2, "")
+    assert err_0.startswith("ERROR: preflight: not all ranks fit together, and nothing was started")
+    host = socket.gethostname()
+    told = [line.split() for line in err_0.splitlines()[1:]]
+    assert told == [
+        ["optimizer.lr", "1.0", "rank", "0", f"({host})"],
+        ["optimizer.lr", "2.0", "rank", "1", f"({host})"],
+    ]
+    assert not (tmp_path / "run/metrics.jsonl").exists()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan import build, distributed, run_folder
+from torchtitan import build, distributed, preflight, run_folder
 from torchtitan.bars import waiting
 from torchtitan.build_data import held_out, training_loader, with_steps
 from torchtitan.checkpoint import CheckpointError, RandomState, base, set_rng_state
@@ -80,6 +80,7 @@ class Trainer:
         self.optimizers = build.optimizers(config, self.model)
         self.schedulers = build.lr_schedulers(config, self.optimizers)
         self.guards = build.guards(config, self.model, self.optimizers)
+        preflight.check(config, ranks, self.mesh, self.device, self.tokenizer.fingerprint, self.model)
 
         samples = build.global_batch_size(config, self.dims)
         self.accumulation = samples // (config.training.local_batch_size * self.dims.dp)
@@ -123,6 +124,7 @@ class Trainer:
         self.loader = training_loader(config, self.tokenizer, self.dp_rank, self.dims, self.data_state)
         self.began_at = self.step
         self.position = self.loader.position()  # after `step`: what a step that fails has fetched is fetched again
+        preflight.check_data(config, self.ranks, self.position.fingerprint)
         self.held_out = None  # every iteration over it begins again
         if config.validation.enable:
             self.held_out = held_out(config, self.tokenizer, self.dp_rank, self.dims, self.feed.objective)

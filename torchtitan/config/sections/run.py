@@ -27,6 +27,9 @@ class Job:
     max_restarts: NonNegative = 3
     """With checkpoints, all ranks are started again after a crash or a hang, this many times without a new checkpoint
     in between (then exit code 5)."""
+    preflight: bool | None = None
+    """Before training, look whether every rank answers, has the same code, torch, job, tokenizer, data and folder, and
+    how fast each axis of the mesh is; a difference is refused in one message. Unset: with several machines."""
 
 
 @dataclass(config=STRICT, kw_only=True)
