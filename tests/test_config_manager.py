@@ -141,8 +141,8 @@ BAD_FILES = {
         "[zzz]\n",
         [
             "FILE: zzz: given the section [zzz]; allowed: a section of the job; sections are activation_checkpoint, "
-            "adapter, checkpoint, comm, compile, debug, guard, job, lr_scheduler, metrics, model, optimizer, parallelism, "
-            "profiling, training, validation"
+            "adapter, checkpoint, comm, compile, debug, guard, job, lr_scheduler, metrics, model, optimizer, "
+            "parallelism, profiling, task, training, validation"
         ],
     ),
     "section as a value": (
