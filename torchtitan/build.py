@@ -81,7 +81,7 @@ def model_args(config: JobConfig) -> Any:
 def movable(config: JobConfig) -> JobConfig:
     """The job as it is kept with a run: its tokenizer and its model's sizes are found from any folder."""
     paths = {name: getattr(config.model, name) for name in ("tokenizer_path", "hf_folder")}
-    found = {
+    found: dict[str, Any] = {
         name: str(Path(path).expanduser().resolve()) for name, path in paths.items() if path and Path(path).exists()
     }
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **found))
@@ -102,7 +102,7 @@ def beside_hf_weights(config: JobConfig, vocabulary: Tokenizer) -> dict[str, byt
         CONFIGS[config.model.name],
         model_args(config),
         config.checkpoint.export_dtype,
-        source=folder and source_of(folder),
+        source=source_of(folder) if folder else None,
         tokenizer_files=vocabulary.as_hf_files(),
         bos_id=vocabulary.bos_id,
         eos_id=vocabulary.eos_id,
@@ -188,7 +188,9 @@ def adapted_model(config: JobConfig) -> tuple[nn.Module, ParallelPlan, Adapter |
 def peft_tensors(config: JobConfig, installed: Adapter) -> dict[str, torch.Tensor]:
     """Of the job's adapter.initial_path: whole tensors by our names."""
     form = model_spec(config).hf.form(model_args(config))
-    return peft_folder.load(Path(config.adapter.initial_path), config.adapter, form, installed.shapes)
+    path = config.adapter.initial_path
+    assert path is not None  # who asks has looked
+    return peft_folder.load(Path(path), config.adapter, form, installed.shapes)
 
 
 def save_peft(config: JobConfig, folder: Path, installed: Adapter, whole: dict[str, torch.Tensor]) -> None:
@@ -325,7 +327,9 @@ def saves_adapter_alone(config: JobConfig) -> bool:
 
 def base_reference(config: JobConfig) -> dict[str, str]:
     """To what an adapter job starts from."""
-    return base.reference(config.checkpoint.initial_load_path)
+    path = config.checkpoint.initial_load_path
+    assert path is not None  # the rules ask for it
+    return base.reference(path)
 
 
 def trackers(config: JobConfig, ranks: Ranks, resumed_from: int | None) -> list[PatientTracker]:

@@ -127,7 +127,8 @@ def run(
 
     def newest() -> int:
         path, _ = newest_complete(Path(config.job.dump_folder) / options.folder)
-        return step_of(path.name) if path is not None else -1
+        step = None if path is None else step_of(path.name)
+        return -1 if step is None else step
 
     saves = options.enable and not options.load_only
     return supervise(start, queue, config.job.max_restarts if saves else 0, newest, company)

@@ -9,7 +9,7 @@ from torchtitan.metrics.json_lines import Record, read_records
 
 INK, GREY, RULE = "#1f2937", "#6b7280", "#e5e7eb"
 RAW, LOSS, HELD_OUT, RATE, SPEED = "#a5c0f3", "#1d4ed8", "#d9480f", "#0f766e", "#6d28d9"
-STYLE = {
+STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "text.color": INK,
@@ -41,8 +41,11 @@ def draw_training_curve(metrics_path: Path, png_path: Path, title: str) -> bool:
     if not steps:
         return False
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10, 7.2), dpi=150, layout="constrained")
-        figure.get_layout_engine().set(hspace=0.06, h_pad=0.08, w_pad=0.12)
+        figure = Figure(
+            figsize=(10, 7.2),
+            dpi=150,
+        )
+        figure.set_layout_engine("constrained", hspace=0.06, h_pad=0.08, w_pad=0.12)
         loss, rate, speed = figure.subplots(3, 1, sharex=True, height_ratios=[5, 1.4, 1.4])
         loss.set_title(title, loc="left", pad=26, fontsize=14, fontweight="bold")
         _draw_loss(loss, steps, held_out)

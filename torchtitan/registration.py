@@ -42,7 +42,7 @@ class Registry(UserDict[str, T]):
     """
 
     def __init__(
-        self, group: str, own: dict[str, T], kind: type = object, read: Callable[[Any], T] = lambda found: found
+        self, group: str, own: dict[str, T], kind: Any = object, read: Callable[[Any], T] = lambda found: found
     ) -> None:
         self.group, self.kind, self.read = group, kind, read
         self.data = own
@@ -64,7 +64,7 @@ class Registry(UserDict[str, T]):
         return len(self.data.keys() | added(self.group).keys())
 
 
-def _loaded(group: str, points: tuple[EntryPoint, ...], kind: type) -> Any:
+def _loaded(group: str, points: tuple[EntryPoint, ...], kind: Any) -> Any:
     point, package = points[0], package_of(points[0])
     what = f"{point.name!r} of group {group}, by the installed package {package} ({point.value})"
     if len(points) > 1:

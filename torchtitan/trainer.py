@@ -88,7 +88,8 @@ class Trainer:
         self.folder = Path(config.job.dump_folder)
         self.step, self.tokens = 0, 0
         self.schedule_start = 0  # the step at which it began: after a start with counters another than 0
-        self.loss, self.grad_norm = torch.zeros(()), None  # of the last step that was made
+        self.loss = torch.zeros(())  # of the last step that was made
+        self.grad_norm: torch.Tensor | None = None
         self.time_limit, self.out_of_time = build.time_limit(config), False  # which rank 0 looks at for all
         self.stop_requested = False  # by a signal handler, on this rank alone, at any moment
         self.stopping = False  # by the agreement of all ranks in fetch()

@@ -45,7 +45,7 @@ _LLAMA2_SIZES = {
     "26B": {"dim": 5120, "n_layers": 80, "n_heads": 40},
 }
 _ROUTED = {"expert_bias": True, "bias_rate": 0.001, "aux_loss_weight": 0.0}
-_DEEPSEEK = {
+_DEEPSEEK: dict[str, dict[str, Any]] = {
     "debugmodel": {
         "n_heads": 16,
         "kv_lora_rank": 512,
@@ -62,7 +62,7 @@ _DEEPSEEK = {
 _MSCALE = {"debugmodel": 0.7, "16B": 0.7, "236B": 1.0, "671B": 1.0}
 _YARN_FROM = 4096
 _QWEN3_DEBUG = {"n_layers": 8, "n_heads": 16, "n_kv_heads": 8, "head_dim": 128, "expert_dim": 768, "n_experts": 64}
-_QWEN3 = {
+_QWEN3: dict[str, tuple[str, dict[str, Any]]] = {
     "debugmodel_moe": ("debugmodel", _QWEN3_DEBUG | {"top_k": 8}),
     "30B-A3B": ("30B-A3B", {}),
     "235B-A22B": ("235B-A22B", {"rope_theta": 5000000.0}),

@@ -81,7 +81,7 @@ def sections() -> frozenset[str]:
     return frozenset(".".join(name.split(".")[:depth]) for name in names for depth in (1, 2))
 
 
-def options_of(section: type, prefix: str) -> Iterator[tuple[str, Option]]:
+def options_of(section: Any, prefix: str) -> Iterator[tuple[str, Option]]:
     """The options of a dataclass and of those in it, each name after the prefix."""
     nested = []
     for name, info in section.__pydantic_fields__.items():

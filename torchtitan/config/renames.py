@@ -67,7 +67,7 @@ _recorder = "the flight recorder writes where torch's environment variables say"
 _image = "models of images (flux, vlm) are not in this version"
 _compiler = "passes of experimental compilers are not in this version"
 _balance = "tokens go to the experts that the router chooses"
-_flat = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "context_parallel_degree")
+_flat: tuple[str, ...] = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "context_parallel_degree")
 _flat += ("tensor_parallel_degree", "pipeline_parallel_degree", "enable_async_tensor_parallel")
 _flat += ("context_parallel_rotate_method", "fsdp_reshard_after_forward", "disable_loss_parallel")
 

@@ -53,9 +53,18 @@ DEFAULTS: dict[str, Values] = {
 SAMPLES = {"c4_mini": "./torchtitan/datasets/c4_mini", "c4_test": "./tests/assets/c4_test"}
 """Datasets that lay in torchtitan's repository, and where."""
 
-_ONLY_JULY = ("metrics.enable_color_printing", "metrics.rank_0_only", "optimizer.fused", "training.warmup_steps")
+_ONLY_JULY: tuple[str, ...] = (
+    "metrics.enable_color_printing",
+    "metrics.rank_0_only",
+    "optimizer.fused",
+    "training.warmup_steps",
+)
 _ONLY_JULY += ("training.data_parallel_degree", "training.enable_loss_parallel", "training.compile")
-_BEFORE_V0_2 = ("checkpoint.enable_checkpoint", "checkpoint.last_save_model_weights_only", "lr_scheduler.lr_min")
+_BEFORE_V0_2: tuple[str, ...] = (
+    "checkpoint.enable_checkpoint",
+    "checkpoint.last_save_model_weights_only",
+    "lr_scheduler.lr_min",
+)
 _BEFORE_V0_2 += ("checkpoint.initial_load_model_weights_only", "training.compile", "training.batch_size")
 _BEFORE_V0_2 += ("validation.enabled", "memory_estimation.enabled", "parallelism.pipeline_parallel_split_points")
 _BEFORE_V0_2 += ("model.use_flex_attn", "model.attn_mask_type")
@@ -202,7 +211,7 @@ def _with_old_model(values: Values, result: Upgrade) -> Values:
         return values
     if model is None:
         return values
-    meant = {"model.name": model.name, "model.flavor": model.flavor}
+    meant: dict[str, Any] = {"model.name": model.name, "model.flavor": model.flavor}
     meant |= {"training.document_mask": True} if model.document_mask else {}
     meant |= {"model.overrides": model.overrides | values.get("model.overrides", {})} if model.overrides else {}
     said = {"model.name": name, "model.flavor": flavor, **values}

@@ -60,10 +60,10 @@ def document_of_record(record: Record, field: str, place: str, short_place: str)
         return document_of(record[field], field, place, short_place)
     name = format_of(record)
     if name is None:
-        fields = ", ".join(map(repr, list(record)[:20])) or "none"
+        there = ", ".join(map(repr, list(record)[:20])) or "none"
         formats = ", ".join(f"{known} ({' and '.join(FORMATS[known].fields)})" for known in FORMATS)
         raise DataError(
-            f"{place}: no field {field!r}; the fields there are: {fields}; set training.text_field, or give records of "
+            f"{place}: no field {field!r}; the fields there are: {there}; set training.text_field, or give records of "
             f"a known format: {formats}"
         )
     fields, read = FORMATS[name]

@@ -65,7 +65,7 @@ class _Pieces(IterableDataset):
                 piece, more = str(error), False
             except OSError as error:
                 piece, more = f"{error}; the data must stay where and as they are while a job runs", False
-            if info and more and len(piece[1]):
+            if info and not isinstance(piece, str) and len(piece[1]):
                 piece = piece[0], torch.stack(tuple(piece[1])), piece[2]  # one tensor crosses over faster than three
             yield piece
 
@@ -120,7 +120,7 @@ class Loader:
     def _put_together(self, pieces: list[Piece]) -> Sequence[torch.Tensor]:
         full = [(rows, tensors) for rows, tensors, _ in pieces if len(tensors)]
         if len(full) == 1:
-            return full[0][1]
+            return list(full[0][1])
         size, form = self._pieces.share.batch_size, self._pieces.form
         whole = [torch.empty(size, form.seq_len, dtype=torch.int64) for _ in full[0][1]]
         for rows, tensors in full:

@@ -99,8 +99,8 @@ def _pieces(tokenizer: Tokenizer, document: Document) -> Iterator[tuple[Sequence
     for (trained, is_text), run in groupby(spans, key=lambda span: (span.trained, isinstance(span.content, str))):
         contents = [span.content for span in run]
         if is_text:
-            text = "".join(contents)
+            text = "".join(content for content in contents if isinstance(content, str))
             yield tokenizer.encode_after(text) if after_text else tokenizer.encode(text), trained
         else:
-            yield [i for ids in contents for i in ids], trained
+            yield [i for ids in contents if not isinstance(ids, str) for i in ids], trained
         after_text = is_text

@@ -23,7 +23,7 @@ from torchtitan.datasets.tokens import BlockReader, TokenShards
 
 # A part of a batch: its rows (None: all of one batch or more), [rows, S] for each name (or nothing), and the new
 # cursors of the lanes that it is from.
-Piece = tuple[list[int] | None, Sequence[torch.Tensor], dict[int, Cursor]]
+Piece = tuple[list[int] | None, Sequence[torch.Tensor] | torch.Tensor, dict[int, Cursor]]
 
 
 Numbers = TypeVar("Numbers", np.ndarray, torch.Tensor)

@@ -153,7 +153,8 @@ class CompressedJsonLines(Part):
 
     def _lines(self) -> Iterator[tuple[int, int, bytes | DataError]]:
         """(line number from 1, where it begins in the decompressed text, line), or the error that ends it."""
-        number, offset, head, length = 1, 0, [], 0
+        head: list[bytes] = []
+        number, offset, length = 1, 0, 0
         for chunk in self._chunks():
             if isinstance(chunk, bytes):
                 *lines, rest = chunk.split(b"\n")

@@ -59,7 +59,7 @@ def _marked(tokenizer: Tokenizer, messages: Sequence[Message], place: str) -> st
 
     assert tokenizer.chat_template is not None
     template = _compiled(tokenizer.chat_template)
-    by_id = {number: name for name, number in names.items()}
+    by_id: dict[int | None, str] = {number: name for name, number in names.items()}
     ends = {"bos_token": by_id.get(tokenizer.bos_id, ""), "eos_token": by_id.get(tokenizer.eos_id, "")}
     whole = render(len(said))
     if "generation" in _tags(tokenizer.chat_template):

@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from torchtitan.trackers.interface import Histogram, Tracker
 
@@ -67,12 +68,15 @@ class PatientTracker:
 
     def _work(self) -> None:
         while (wanted := self._waiting.get()) is not None:
-            if not self._try(lambda wanted=wanted: wanted(self._open())):
+            if not self._try(partial(self._do, wanted)):
                 self.dropped += 1
             if self._leaving.is_set() and self._waiting.empty():
                 break
         if self._tracker is not None:
             self._try(self._tracker.close)
+
+    def _do(self, wanted: Callable[[Tracker], None]) -> None:
+        wanted(self._open())
 
     def _open(self) -> Tracker:
         if self._tracker is None:

@@ -40,6 +40,7 @@ def experts_divide_over_what_is_left(facts: Facts) -> Iterator[Fault]:
     if facts.ep == 1 or facts.shard is None or not facts.experts or uneven(facts):
         return
     args, lenders = facts.args, facts.lenders
+    assert lenders is not None  # as there are shards
     if lenders % facts.ep or args.n_experts % facts.ep:
         return
     left, here = lenders // facts.ep, args.n_experts // facts.ep

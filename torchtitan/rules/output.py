@@ -155,7 +155,7 @@ def unwritable(folder: Path) -> tuple[str, str] | None:
         if not existing.exists():
             return "a folder", f"{existing} is a link to {os.readlink(existing)}, which is not there (not mounted?)"
     except OSError as error:
-        return "a folder", error.strerror
+        return "a folder", error.strerror or str(error)
     if not existing.is_dir():
         return "a folder", f"{existing} is a file"
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -199,7 +199,7 @@ def needs_checkpoints(facts: Facts) -> Iterator[Fault]:
     """Options of checkpoints that are set and would do nothing, as there are none."""
     options = facts.config.checkpoint
     used = {"load_step": options.load_step >= 0, "initial_load_path": options.initial_load_path is not None}
-    alone = (
+    alone: tuple[str, ...] = (
         "initial_load_in_hf",
         "initial_load_counters",
         "load_only",

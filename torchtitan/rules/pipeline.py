@@ -57,6 +57,7 @@ def layers_by_stage(facts: Facts) -> list[int]:
     degrees, table = facts.config.parallelism, facts.schedule_table
     if degrees.module_fqns_per_model_part is not None:
         return [sum(name.startswith("layers.") for name in part) for part in degrees.module_fqns_per_model_part]
+    assert not isinstance(table, ScheduleTableError)
     stages = num_stages_of(table) if table is not None else num_stages(facts, degrees.pipeline_parallel_schedule)
     less = degrees.pipeline_parallel_first_stage_less_layers, degrees.pipeline_parallel_last_stage_less_layers
     return layers_of_stages(facts.args.n_layers, stages, *less)

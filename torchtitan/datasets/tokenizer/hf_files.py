@@ -137,7 +137,7 @@ def pieces(tokens: "Pieces", special: Mapping[str, int], bos: str | None) -> Jso
     order = sorted(tokens.scores, key=lambda piece: -tokens.scores[piece])
     model = _bpe(tokens.ids, _pairs({piece: place for place, piece in enumerate(order)}))
     model |= {"unk_token": tokens.unknown, "fuse_unk": True, "byte_fallback": tokens.byte_fallback}
-    steps = [{"type": "Prepend", "prepend": BLANK}] if tokens.prefixed else []
+    steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": BLANK}] if tokens.prefixed else []
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": BLANK})
     normalizer = {"type": "Sequence", "normalizers": _without_extra_blanks(tokens) + steps}
     spaces = [{"type": "Replace", "pattern": {"String": BLANK}, "content": " "}, {"type": "ByteFallback"}]

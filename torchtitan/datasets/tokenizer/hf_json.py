@@ -53,7 +53,9 @@ class HuggingFaceTokenizer(Tokenizer):
         """With those that came beside it, such as the chat template; code that one of them names is left out."""
         name = self._tokenizer.id_to_token
         bos = None if self.bos_id is None else name(self.bos_id)
-        written = hf_files.files_of(json.loads(self._tokenizer.to_str()), bos, name(self.eos_id))
+        eos = name(self.eos_id)
+        assert eos is not None
+        written = hf_files.files_of(json.loads(self._tokenizer.to_str()), bos, eos)
         beside = {name: self._path.with_name(name) for name in BESIDE}
         found = {name: read_content(file) for name, file in beside.items() if file.is_file()}
         if CONFIG in found:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torchtitan.datasets.tokenizer import hf_files
 from torchtitan.datasets.tokenizer.base import Tokenizer, TokenizerError, sha256
@@ -43,9 +44,10 @@ class SentencePieceTokenizer(Tokenizer):
         return files | {"tokenizer.model": self._processor.serialized_model_proto()}
 
     def _pieces(self) -> hf_files.Pieces:
-        trainer, normalizer = {}, {}
+        trainer: dict[int, Any] = {}
+        normalizer: dict[int, Any] = {}
         for number, value in _fields(self._processor.serialized_model_proto()):
-            if number in (2, 3):
+            if number in (2, 3) and isinstance(value, bytes):
                 (trainer if number == 2 else normalizer).update(_fields(value))
         processor = self._processor
         ids = {processor.id_to_piece(i): i for i in range(self.vocab_size)}
