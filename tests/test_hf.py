@@ -100,7 +100,7 @@ def test_state_dicts_go_both_ways(shape):
 def test_config_goes_both_ways_and_through_transformers(family, flavor, tmp_path):
     args = SIZES[family][flavor]
     for stored in configs(args, HF, LlamaConfig, tmp_path):
-        read = HF.config_from_hf(stored)
+        read = HF.config.args_from(stored)
         assert read.ffn_dim == args.ffn_dim
         same_width = dataclasses.replace(read, multiple_of=args.multiple_of, ffn_dim_multiplier=args.ffn_dim_multiplier)
         assert same_width == dataclasses.replace(args, n_kv_heads=args.num_kv_heads)
@@ -108,7 +108,7 @@ def test_config_goes_both_ways_and_through_transformers(family, flavor, tmp_path
 
 def test_a_feed_forward_narrower_than_usual_is_read_exactly():
     config = HF.config_to_hf(TINY) | {"intermediate_size": 50}
-    assert HF.config_from_hf(config).ffn_dim == 50
+    assert HF.config.args_from(config).ffn_dim == 50
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def theirs_of(args):
 def test_config_goes_both_ways_and_through_transformers(flavor, tmp_path):
     args = SIZES["deepseek"][flavor]
     for stored in configs(args, HF, theirs_of(args)[1], tmp_path):
-        assert dataclasses.replace(HF.config_from_hf(stored), bias_rate=args.bias_rate) == args
+        assert dataclasses.replace(HF.config.args_from(stored), bias_rate=args.bias_rate) == args
 
 
 @pytest.mark.parametrize("shape", DEEPSEEK)

@@ -153,7 +153,7 @@ def refuse_folder(family, model_args, hf, folder, message, args=None):
 
 def refuse_config(args, hf, change, message):
     with pytest.raises(JobError, match=message):
-        hf.config_from_hf(hf.config_to_hf(args) | change)
+        hf.config.args_from(hf.config_to_hf(args) | change)
 
 
 def write_folder(folder, tensors, args, hf, index=None, config=None):

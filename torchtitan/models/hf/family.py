@@ -31,10 +31,6 @@ class HuggingFace:
         """The fields of transformers' config. JobError for what it does not have."""
         return self.config.to_hf(args, dtype)
 
-    def config_from_hf(self, config: Mapping[str, Any]) -> Any:
-        """Sizes from a config.json of transformers 4 or 5. JobError for what this model does not have."""
-        return self.config.args_from(config)
-
     def to_hf(self, state: Mapping[str, torch.Tensor], args: Any) -> dict[str, torch.Tensor]:
         """Full tensors by our names (weights, or their gradients) -> by their names. A tied head is left out."""
         return self.form(args).to_hf(state)

@@ -9,16 +9,15 @@ it and needs nothing of it (shared experts) is moved in between, to run while to
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from torchtitan.parallelisms.experts.expert_parallel import run_received
 from torchtitan.parallelisms.pipeline.overlap.segments import CountExchange, Exchange, Program, Step
-from torchtitan.parallelisms.steps import Notes, RoutedExperts, Segment
+from torchtitan.parallelisms.steps import Notes, RoutedExperts, Segment, StepwiseModel
 
 ARRIVED, DONE = "rows that arrived", "rows that go back"
 
 
-def programs_of(part: nn.Module) -> list[Program]:
+def programs_of(part: StepwiseModel) -> list[Program]:
     """Of a model or a pipeline part of it, which has been asked by `require_steps`."""
     return [
         Program(chain.name, tuple(with_exchanges(chain.steps)), chain.recompute, chain.own) for chain in part.chains()
