@@ -46,6 +46,7 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., D]"""
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -53,6 +54,7 @@ class LayerNorm(nn.LayerNorm):
     """torch's, with weight and bias, in the type of its input (see RMSNorm)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., D]"""
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
@@ -113,6 +115,7 @@ class SwiGLU(nn.Module):
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., D]"""
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
@@ -126,6 +129,7 @@ class MLP(nn.Module):
         self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., D]"""
         return self.w2(self.activation(self.w1(x)))
 
 
@@ -255,6 +259,7 @@ class GroupedQueryAttention(nn.Module):
         self.kernel = kernel
 
     def forward(self, x: torch.Tensor, shared: Shared) -> torch.Tensor:
+        """[B, S, D] -> [B, S, D]"""
         # -1 and not the number of heads: under tensor parallelism a rank has only some of them
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H, E]
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # [B, S, K, E]

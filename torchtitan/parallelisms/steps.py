@@ -118,7 +118,7 @@ class Stepwise(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor, shared: Any = None) -> torch.Tensor:
-        """`shared`: what the steps find as notes.shared."""
+        """x [B, S, D] -> [B, S, D]. `shared`: what the steps find as notes.shared."""
         notes, values = Notes(shared), {"x": x}
         for step in self.steps():
             if isinstance(step, RoutedExperts):

@@ -26,6 +26,7 @@ class YarnRotary(Rotary):
     """`scaling` is a YarnScaling."""
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        """As Rotary's: positions [B or 1, S] -> float32 [B or 1, S, 1, head_dim / 2, 2]"""
         rotation = super().forward(positions)
         if self.scaling is None:
             return rotation
@@ -73,6 +74,7 @@ class LatentAttention(nn.Module):
         self.kernel = kernel
 
     def forward(self, x: torch.Tensor, shared: Shared) -> torch.Tensor:
+        """[B, S, D] -> [B, S, D]"""
         q = self.wq(x if self.wq_a is None else self.q_norm(self.wq_a(x)))
         # -1 and not the number of heads: under tensor parallelism a rank has only some of them
         q = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim))  # [B, S, H, nope + rope]

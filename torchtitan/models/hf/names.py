@@ -128,9 +128,11 @@ class Form:
         return _within_layer(name) in self.float32
 
     def rows_to_hf(self, weight: torch.Tensor) -> torch.Tensor:
+        """[heads head_dim, ...] in our order of turned pairs -> the same in theirs, halves apart"""
         return weight.unflatten(0, (-1, self.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
     def rows_from_hf(self, weight: torch.Tensor) -> torch.Tensor:
+        """The inverse, [heads head_dim, ...] too."""
         return weight.unflatten(0, (-1, 2, self.head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 

@@ -20,6 +20,7 @@ class Gate(nn.Linear):
     """Logits of the experts, computed in float32 or wider: where scores are close, rounding would choose."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., D] -> a number for each expert [..., E], at least float32"""
         dtype = torch.promote_types(x.dtype, torch.float32)
         with autocast_off(x.device.type):
             return F.linear(x.to(dtype), self.weight.to(dtype))

@@ -148,6 +148,9 @@ def kernel_type(q: torch.Tensor) -> torch.dtype:
 def block_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """q [B, H, Q, E], k [B, K, S, E], v [B, K, S, V], bias [B, 1, Q, S] -> out [B, H, Q, V], the logarithms [B, H, Q],
+    and what backward wants back.
+    """
     kernel, width = kernel_for(q, bias), v.shape[-1]
     if kernel == "cpu":
         out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
