@@ -318,7 +318,11 @@ class Trainer:
         self.position, self.random = self.loader.position(), None
         self.metrics.go_back(self.step, self.tokens)
         logger.warning("step %d: %s; back to step %d, to do its steps again", bad, why, self.step)
-        told = {"cause": why, "steps_lost": bad - 1 - self.step, "rolled_back": self.guards.steps.rolled_back}
+        told: dict[str, float | str] = {
+            "cause": why,
+            "steps_lost": bad - 1 - self.step,
+            "rolled_back": self.guards.steps.rolled_back,
+        }
         self.metrics.record_event(self.step, "rollback", told)
         return iter(self.loader)
 
