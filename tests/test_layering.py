@@ -98,7 +98,7 @@ ABOVE = set(ALLOWED) | {"feed"} | OF_JOB
 ALLOWED |= {
     "feed": {"datasets", "distributed", "loss", "models", "parallelisms"},
     "build": BUILD,
-    "build_data": BUILD | {"build"},
+    "build_data": BUILD | {"build", "feed"},
     "saved_model": BUILD | {"build"},
     "exports": BUILD | {"build"},
     "origin": BUILD | {"build"},

@@ -1,10 +1,12 @@
-"""Config -> data: sources, loaders, and the number of steps that epochs take."""
+"""Config -> data: sources, loaders, what the model reads of them, and the number of steps that epochs take."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from torchtitan.build import global_batch_size, taken
+import torch
+
+from torchtitan.build import global_batch_size, objective, taken
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.datasets import open_source
 from torchtitan.datasets.epochs import samples_in, steps_for
@@ -14,9 +16,17 @@ from torchtitan.datasets.preparing import prepared
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.distributed import device_type
+from torchtitan.feed import Feed
 from torchtitan.loss import Objective
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.tasks import TASKS
+
+
+def feed(config: JobConfig, plan: ParallelDims, dp_rank: int, device: torch.device, draws: bool) -> Feed:
+    """What the model of a rank reads. `draws`: whether it has dropout."""
+    seed = config.debug.seed if draws else None
+    together = TASKS[config.task.kind].together
+    return Feed(objective(config), plan, dp_rank, device, config.training.document_mask, seed, together)
 
 
 def with_steps(config: JobConfig, plan: ParallelDims, taken: int = 0, step: int = 0) -> JobConfig:

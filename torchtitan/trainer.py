@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from torchtitan import build, distributed, preflight, run_folder
 from torchtitan.bars import waiting
-from torchtitan.build_data import held_out, training_loader, with_steps
+from torchtitan.build_data import feed, held_out, training_loader, with_steps
 from torchtitan.checkpoint import CheckpointError, RandomState, base, set_rng_state
 from torchtitan.checkpoint.counters import SCHEDULE_START
 from torchtitan.config.job import JobConfig
@@ -26,7 +26,7 @@ from torchtitan.config.manager import to_toml
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.sources import DataError
 from torchtitan.exports import Exports
-from torchtitan.feed import Batch, Feed, PeerStopped, take
+from torchtitan.feed import Batch, PeerStopped, take
 from torchtitan.guards import BadStep, NonFiniteError, ReplicasDiffer, RollBack
 from torchtitan.introduction import conclude, introduce, tell_restart
 from torchtitan.metrics import Goodput
@@ -36,7 +36,6 @@ from torchtitan.metrics.histograms import histograms_of, of_all_ranks
 from torchtitan.origin import Origin
 from torchtitan.progress import Progress
 from torchtitan.ranks import Ranks
-from torchtitan.tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
@@ -68,15 +67,7 @@ class Trainer:
         self.exports = Exports(config, ranks, self.tokenizer)
         self.model = build.model(config, self.mesh, self.dims, self.device, drawn=False)
         distributed.set_timeout(timeout)  # else torch's own for the mesh's groups
-        self.feed = Feed(
-            build.objective(config),
-            self.dims,
-            self.dp_rank,
-            self.device,
-            config.training.document_mask,
-            config.debug.seed if self.model.draws else None,
-            TASKS[config.task.kind].together,
-        )
+        self.feed = feed(config, self.dims, self.dp_rank, self.device, self.model.draws)
         self.optimizers = build.optimizers(config, self.model)
         self.schedulers = build.lr_schedulers(config, self.optimizers)
         self.guards = build.guards(config, self.model, self.optimizers)
