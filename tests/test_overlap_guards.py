@@ -168,6 +168,7 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
                 ref = StorageWeakRef(tensor.untyped_storage())
                 if ref.cdata not in known:
+                    known.add(ref.cdata)  # of views that one operator made, such as a split, one counts
                     self.made.append((ref, tensor.untyped_storage().nbytes()))
         self.peak = max(self.peak, self.live())
         return out
