@@ -12,7 +12,7 @@ from tests.support import judged
 from tests.support.jobs import arguments, full, write_texts
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
-from torchtitan import cli
+from torchtitan import build, cli
 from torchtitan.adapters.lora import LoRA
 from torchtitan.adapters.low_rank import LowRankLinear, Strength
 from torchtitan.adapters.relora import Restarts, begin_anew, due, largest, merge
@@ -20,7 +20,7 @@ from torchtitan.adapters.trained_scale import ScaledLinear
 from torchtitan.config import manager
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.config.sections.adapter import Relora
-from torchtitan.lr_restarts import cyclical, jagged
+from torchtitan.lr_restarts import Ramps, cyclical, jagged
 from torchtitan.lr_shapes import LRSchedule
 from torchtitan.models import SIZES
 from torchtitan.models.registry import MODELS
@@ -56,6 +56,31 @@ def test_the_cyclical_schedule():
     assert values[:5] == [0, 0.25, 0.5, 0.75, 1.0]
     assert values[20:22] == [1e-7, 1e-7] and values[22:25] == [0.5, 0.75, 1.0] and values[25:] == values[5:20]
     assert LRSchedule(40, 4, decay_type="relora_cyclical", cycle_length=20).multiplier(24) == 1.0
+
+
+def test_ramps_on_another_curve():
+    """Axolotl's: down to a thousandth at each restart, up over 5 steps, and with anneal over 4 ahead of it."""
+    plain = LRSchedule(100, 10, decay_type="cosine")
+    for anneal in (1, 4):
+        ramps = Ramps(20, 5, anneal)
+        ramped = LRSchedule(100, 10, decay_type="cosine", ramps=ramps)
+        share = [ramped.multiplier(step) / plain.multiplier(step) for step in range(100)]
+        assert share[:15] == pytest.approx([1.0] * 15), "none in the first warmup, which is the curve's"
+        for cut in (20, 40, 60, 80):
+            assert share[cut : cut + 6] == pytest.approx([0.001, 0.2008, 0.4006, 0.6004, 0.8002, 1.0])
+        assert share[36:40] == pytest.approx([1.0] * 4 if anneal == 1 else [1.0, 0.75025, 0.5005, 0.25075])
+    assert "floor 0.0001, ramps of 5 every 20; total 100" in ramped.describe(1e-3)
+    given = ["--adapter.kind=lora", "--adapter.relora.every=10", "--training.steps=40", "--adapter.rank=4"]
+    assert lines(*given, "--adapter.relora.warmup_steps=3") == []
+    for words, said in (
+        (["warmup_steps=10"], "given 10; allowed: with anneal_steps 1 at most the 10 steps between; shorten one"),
+        (["anneal_steps=2", "reset_step"], "anneal_steps: given 2; allowed: 1 without adapter.relora.warmup_steps"),
+    ):
+        assert any(said in line for line in lines(*given, *(f"--adapter.relora.{word}" for word in words)))
+    (both,) = lines(*SOUND, "--adapter.relora.warmup_steps=3")
+    assert 'allowed: 0 with decay_type = "relora_cosine", which comes back by itself' in both
+    config = manager.load([*given, "--adapter.relora.warmup_steps=3", "--lr_scheduler.warmup_steps=4"])
+    assert build.lr_schedule(config).ramps == Ramps(10, 3)
 
 
 def linear(out=12, inputs=8, rank=3, dtype=torch.float64, scale=0.5, kind=LowRankLinear):

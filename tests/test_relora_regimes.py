@@ -1,5 +1,5 @@
 """The five regimes of ReLoRA's notes, as their command lines on two ranks: the 9m preset with a small vocabulary, short
-samples, 20 and 40 updates in place of thousands, and all other numbers as they are there.
+samples, 20 and 40 updates in place of thousands, small batches where there are restarts, and all else as it is there.
 """
 
 import json
@@ -25,6 +25,7 @@ SHARED = """torchrun --nproc-per-node 2 torchrun_main.py --model_config configs/
 FULL = "--lr 5e-4 --eval_every 2 --save_every 10 --num_training_steps 20"
 RELORA = f"""--lr 1e-3 --use_peft --relora 10 --cycle_length 10 --restart_warmup_steps 5 --scheduler cosine_restarts
     --reset_optimizer_on_relora False --optimizer_magnitude_pruning 0.9 --lora_r 8 --eval_every 5000 --save_every 1
+    --batch_size 4 --total_batch_size 16
     --num_training_steps {START + RUN}"""
 
 
@@ -35,7 +36,7 @@ def job(folder, data, flags, **options):
     folder.mkdir(exist_ok=True)
     (folder / "imported.toml").write_text(text)
     own = {"model.overrides": "{vocab_size = 260}", "validation.steps": 1, "validation.local_batch_size": 4}
-    own |= {"metrics.log_freq": 1, "metrics.plot": "false", "optimizer.eps": 1e-5}
+    own |= {"checkpoint.verify": "false", "metrics.log_freq": 1, "metrics.plot": "false", "optimizer.eps": 1e-5}
     own |= {name.replace("__", "."): value for name, value in options.items()}
     return ["--job.config_file", str(folder / "imported.toml"), *(f"--{name}={value}" for name, value in own.items())]
 
@@ -116,7 +117,8 @@ def test_restarts_from_a_warm_start(base, data, tmp_path):
     # sums in another order grow with the steps, and the choice of what is kept of moments may turn on them
     assert all(abs(other[name] - weight).max() <= 2e-3 * abs(weight).max() + 1e-5 for name, weight in weights.items())
     for update in (12, 11, 10):  # downwards, as each resume sets newer ones aside
-        _, rest, merged, same = restarted(tmp_path / "a", base, data, checkpoint__load_step=START + update)
+        again = dict(checkpoint__load_step=START + update, checkpoint__interval=100)
+        _, rest, merged, same = restarted(tmp_path / "a", base, data, **again)
         assert merged == [merge for merge in merges if merge > update]
         assert all((same[name] == weights[name]).all() for name in weights), update
         assert {step: steps[step] for step in rest} == rest

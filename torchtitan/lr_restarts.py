@@ -5,8 +5,28 @@ all, w of warmup, q of a cycle, r of the warmup behind a restart, m the floor.
 """
 
 from math import cos, pi
+from typing import NamedTuple
 
 JAGGED, CYCLICAL = "relora_cosine", "relora_cyclical"
+
+
+class Ramps(NamedTuple):
+    """On a curve that knows nothing of restarts, as Axolotl has them (February 2024): what it is multiplied with."""
+
+    every: int
+    warmup: int
+    anneal: int = 1
+
+    def scale(self, c: int) -> float:
+        """1, but from a thousandth up behind each restart and, with anneal > 1, down ahead of it."""
+        since, share = c % self.every, 1.0
+        if c < self.every - self.warmup:
+            return 1.0
+        if since < self.warmup:
+            share = since / self.warmup
+        elif since > self.every - self.anneal:
+            share = (self.every - since) / self.anneal
+        return share * 0.999 + 0.001
 
 
 def jagged(c: int, total: int, warmup: int, cycle: int, again: int, floor: float, adjust: int = 0) -> float:

@@ -12,7 +12,7 @@ from math import cos, pi, sqrt
 from typing import Any, NoReturn
 
 from torchtitan.errors import JobError
-from torchtitan.lr_restarts import CYCLICAL, JAGGED, cyclical, jagged
+from torchtitan.lr_restarts import CYCLICAL, JAGGED, Ramps, cyclical, jagged
 from torchtitan.registration import Registry
 
 # f(p, cycles) for 0 < p < 1.
@@ -52,7 +52,9 @@ def resolve_warmup(warmup_steps: int | None, total_steps: int) -> int:
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """The schedule of a job; fields as in the [lr_scheduler] section. Raises ScheduleError."""
+    """The schedule of a job; fields as in the [lr_scheduler] section, and the ramps of an adapter's restarts. Raises
+    ScheduleError.
+    """
 
     total_steps: int
     warmup_steps: int | None = None
@@ -63,6 +65,7 @@ class LRSchedule:
     cycle_length: int | None = None
     restart_warmup_steps: int | None = None
     adjust_step: int = 0
+    ramps: Ramps | None = None
 
     def __post_init__(self) -> None:
         if self.decay_type not in (known := (*DECAYS, CONSTANT, JAGGED, CYCLICAL)):
@@ -118,6 +121,9 @@ class LRSchedule:
 
     def multiplier(self, step: int) -> float:
         """Of the peak learning rate, at a 0-based step of any size."""
+        return self._curve(step) * (1.0 if self.ramps is None else self.ramps.scale(step))
+
+    def _curve(self, step: int) -> float:
         if self.restarts:
             return self._with_restarts(min(step, self.total_steps - 1))
         if step < self.warmup:
@@ -150,10 +156,14 @@ class LRSchedule:
             cycles = f" ({self.num_cycles} cycles)" if self.decay_type == "cosine_restarts" else ""
             floor = f"{peak * self.min_lr_factor:g}"
             parts.append(f"{self.decay_type}{cycles} decay {self.decay_steps} to floor {floor}")
+        if self.ramps is not None:
+            parts.append(f"ramps of {self.ramps.warmup} every {self.ramps.every}")
         return f"learning rate: {', '.join(parts)}; total {self.total_steps} steps"
 
 
-def schedule_of(section: Any, steps: int, cycle: int | None = None) -> LRSchedule:
-    """Of a job's [lr_scheduler], the steps that it trains and the cycle of its adapter. Raises ScheduleError."""
-    cycle = section.cycle_length or cycle
-    return LRSchedule(**asdict(section) | {"total_steps": section.total_steps or steps, "cycle_length": cycle})
+def schedule_of(section: Any, steps: int, relora: Any) -> LRSchedule:
+    """Of a job's [lr_scheduler], the steps that it trains, and its [adapter.relora]. Raises ScheduleError."""
+    period = relora.reset_period
+    ramps = Ramps(period, relora.warmup_steps, relora.anneal_steps) if period and relora.warmup_steps else None
+    own = {"total_steps": section.total_steps or steps, "cycle_length": section.cycle_length or period, "ramps": ramps}
+    return LRSchedule(**asdict(section) | own)

@@ -88,6 +88,20 @@ def restarts_make_sense(facts: Facts) -> Iterator[Fault]:
         remedy = 'write reset = "magnitude" or "random", or leave it out'
         yield facts.fault(key + "prune_ratio", f'unset with reset = "{given.reset}"', remedy)
     yield from _reset_is_ramped(facts)
+    yield from _ramps_fit(facts)
+
+
+def _ramps_fit(facts: Facts) -> Iterator[Fault]:
+    given, shape = facts.config.adapter.relora, facts.config.lr_scheduler.decay_type
+    key, period = "adapter.relora.warmup_steps", given.reset_period
+    if given.warmup_steps and shape in (JAGGED, CYCLICAL):
+        yield facts.fault(key, f'0 with decay_type = "{shape}", which comes back by itself', "leave it out")
+    if given.anneal_steps > 1 and not given.warmup_steps:
+        yield facts.fault("adapter.relora.anneal_steps", "1 without adapter.relora.warmup_steps", "set that too")
+    if given.warmup_steps + given.anneal_steps > period:
+        yield facts.fault(
+            key, f"with anneal_steps {given.anneal_steps} at most the {period} steps between", "shorten one"
+        )
 
 
 def _reset_is_ramped(facts: Facts) -> Iterator[Fault]:
@@ -97,9 +111,12 @@ def _reset_is_ramped(facts: Facts) -> Iterator[Fault]:
         return
     if name not in ("Adam", "AdamW"):
         yield facts.fault(key, f'"none" with optimizer.name = "{name}"', "it is made for the two moments of Adam")
+    if given.warmup_steps:
+        return
     if shape not in (JAGGED, CYCLICAL) and not given.reset_step:
         why = "moments of 0 beside an old count make the next steps several times too long, and runs diverge"
         remedy = f'{why}: set lr_scheduler.decay_type = "{JAGGED}", or adapter.relora.reset_step = true'
+        remedy += ", or adapter.relora.warmup_steps"
         yield facts.fault(key, f'"none" with lr_scheduler.decay_type = "{shape}"', remedy)
     elif not given.reset_step:
         yield from _ramps_are_there(facts)

@@ -239,7 +239,7 @@ class Facts:
         """None where the number of steps is not known. Raises ScheduleError."""
         shape = self.config.lr_scheduler
         total = shape.total_steps or (self.steps and self.steps - self.schedule_start)
-        return schedule_of(shape, total, self.config.adapter.relora.reset_period) if total and total > 0 else None
+        return schedule_of(shape, total, self.config.adapter.relora) if total and total > 0 else None
 
 
 Rule = Callable[[Facts], Iterator[Fault]]

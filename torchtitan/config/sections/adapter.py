@@ -22,6 +22,11 @@ class Relora:
     """Share that goes with magnitude and random."""
     mask: Literal["joint", "independent"] = "joint"
     """Whether both moments keep the same entries. independent is for comparison: it diverges."""
+    warmup_steps: NonNegative = 0
+    """With a decay that has no restarts of its own: steps in which the rate comes back behind each restart, from a
+    thousandth, as in Axolotl."""
+    anneal_steps: Positive = 1
+    """With warmup_steps: steps in which the rate goes down ahead of each restart. 1: none."""
     reset_step: bool = False
     """Also count the optimizer's steps from 0 again, for A and B."""
 
