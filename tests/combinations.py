@@ -359,7 +359,7 @@ def other_models() -> list[Combination]:
 
 
 def packed() -> list[Combination]:
-    """QLoRA: what every rank packs has to be the whole matrix's bits, for the loss to be one device's to 1e-10."""
+    """What every rank packs has to be the whole matrix's bits, for the loss to be one device's to 1e-10."""
     qlora, exact = dict(adapter="qlora"), dict(adapter="qlora", precision="float64")
     rows = [Combination(**LAYOUTS[name], **exact) for name in ("one rank", "FSDP 2", "DDP 2")]
     rows += [Combination(**COMPOSED["PP 2"], **exact, schedule=s) for s in ("1F1B", "ZBVZeroBubble", "DualPipeV")]
@@ -368,6 +368,12 @@ def packed() -> list[Combination]:
     rows += [Combination(**LAYOUTS[name], **qlora, precision="bfloat16") for name in ("one rank", "FSDP 2")]
     rows += [Combination(**LAYOUTS["FSDP 2"], **qlora, recompute="full", accumulation=2, cpu_offload=True)]
     rows += [Combination(**LAYOUTS["FSDP 2"], **qlora, compile="block", recompute="2")]
+    eight = dict(adapter="lora_int8", precision="float64")
+    rows += [Combination(**LAYOUTS[name], **eight) for name in ("FSDP 2", "DDP 2")]
+    rows += [Combination(**COMPOSED["TP 2"], **eight), Combination(**COMPOSED["FSDP 2 x TP 2"], **eight)]
+    rows += [Combination(**COMPOSED["PP 2"], **eight, schedule="ZBVZeroBubble")]
+    rows += [Combination(**COMPOSED["TP 2"], **eight, model="deepseek", recompute="op")]
+    rows += [Combination(**LAYOUTS["FSDP 2"], adapter="lora_int8", precision="bfloat16", compile="block")]
     return rows
 
 

@@ -7,6 +7,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from torchtitan.adapters.lora import LoRA
+from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.initialization import initialize
 from torchtitan.models import SIZES
 from torchtitan.models.flops import causal_keys, flops_per_token, with_keys
@@ -28,8 +30,11 @@ def test_llama_32_1b_at_4096():
 
 def counted(args, build, length=64):
     """By torch, per token."""
+    return counted_of(build(args), length)
+
+
+def counted_of(model, length=64):
     tokens = torch.zeros(2, length, dtype=torch.int64)
-    model = build(args)
     initialize(model, 0, model.init_rule)
     balance.set_aux_loss_scale(model, 1.0)
     # the fused kernels of a CPU are counted as nothing, and causality never is
@@ -92,3 +97,28 @@ def test_keys_per_query_by_counting():
 def test_without_keys_only_weights_are_left():
     args = SIZES["llama3"]["debugmodel"]
     assert with_keys(args, 0) == 6 * args.num_matmul_parameters
+
+
+ADAPTED = [
+    ("llama3", dict(target=["all-linear", "output"]), LoRA, {}),
+    ("llama3.2", dict(target=["*attention*"], train_fully=["*norm*"]), LoRA, {}),
+    ("llama3", dict(target=["*w2"], train_dense_rest=True), LoRA, {}),
+    ("qwen3_moe", dict(target=["all-linear"]), LoRA, {}),
+    ("deepseek", dict(target=["*attention*"], train_fully=["output.weight", "*experts*"]), LoRA, LATENT),
+]
+
+
+@pytest.mark.parametrize("family, options, kind, change", ADAPTED)
+def test_what_is_frozen_costs_two_thirds(family, options, kind, change, monkeypatch):
+    """With embeddings that are trained everything runs backward, so torch counts what the convention does."""
+    monkeypatch.setattr(experts, "_native", None)
+    args = dataclasses.replace(SIZES[family]["debugmodel"], **{"n_layers": 2, "vocab_size": 256} | change)
+    options = {"train_fully": []} | options
+    model, adapter = MODELS[family].build(args), kind(Options(rank=4, **options))
+    embedded = ["tok_embeddings.weight"] * (not options.get("train_dense_rest"))
+    adapter.options = dataclasses.replace(adapter.options, train_fully=options["train_fully"] + embedded)
+    adapter.install(model, MODELS[family].plan)
+    plain = MODELS[family].flops_per_token(args, 64)
+    mine = adapter.flops_per_token(plain, args.num_matmul_parameters)
+    assert counted_of(model) == pytest.approx(mine.full, rel=5e-3)
+    assert mine.causal - plain.causal == mine.full - plain.full < 0

@@ -152,23 +152,46 @@ def test_another_adapter_is_refused(tmp_path, change, message):
         peft_folder.load(tmp_path, replace(options, **change), form, shapes)
 
 
-def test_what_a_config_of_peft_says_of_single_modules_is_no_secret(tmp_path):
-    """Tensors do not show an alpha: with one of its own, a module would be as strong as the others, in silence."""
+def saved(folder):
+    """An adapter in peft's layout: the family's form, its options, shapes, and what its config says."""
     args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, target=["*wq"])
     model, adapter = learned("llama3", args, options)
     state, form = fresh_tensors(model, adapter), MODELS["llama3"].hf.form(args)
-    peft_folder.save(tmp_path, state, options, form)
+    peft_folder.save(folder, state, options, form)
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    config = json.loads((tmp_path / peft_folder.CONFIG).read_text())
+    return form, options, shapes, json.loads((folder / peft_folder.CONFIG).read_text())
+
+
+def test_what_a_config_of_peft_says_of_single_modules_is_no_secret(tmp_path):
+    """Tensors do not show an alpha: with one of its own, a module would be as strong as the others, in silence."""
+    form, options, shapes, config = saved(tmp_path)
     old = {key: value for key, value in config.items() if key not in ("use_rslora", "use_dora")}
     (tmp_path / peft_folder.CONFIG).write_text(json.dumps(old | {"alpha_pattern": {}, "rank_pattern": None}))
-    assert peft_folder.load(tmp_path, options, form, shapes).keys() == state.keys()
+    assert peft_folder.load(tmp_path, options, form, shapes).keys() == shapes.keys()
     (tmp_path / peft_folder.CONFIG).write_text(
         json.dumps(config | {"alpha_pattern": {"layers.0.self_attn.q_proj": 64}})
     )
     with pytest.raises(
         JobError, match="alpha_pattern = .'layers.0.self_attn.q_proj': 64., but the job's rank and alpha"
     ):
+        peft_folder.load(tmp_path, options, form, shapes)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga"])
+def test_what_was_drawn_off_the_base_is_refused_by_name(tmp_path, init):
+    """Beside the published matrices such an adapter would compute something else, and nothing would look wrong."""
+    form, options, shapes, config = saved(tmp_path)
+    (tmp_path / peft_folder.CONFIG).write_text(json.dumps(config | {"init_lora_weights": init}))
+    with pytest.raises(JobError, match=f"init_lora_weights = '{init}', which changes the matrices"):
+        peft_folder.load(tmp_path, options, form, shapes)
+    (tmp_path / peft_folder.CONFIG).write_text(json.dumps(config | {"init_lora_weights": "gaussian"}))
+    assert peft_folder.load(tmp_path, options, form, shapes).keys() == shapes.keys()
+
+
+def test_what_is_computed_in_another_way_is_refused_by_name(tmp_path):
+    form, options, shapes, config = saved(tmp_path)
+    (tmp_path / peft_folder.CONFIG).write_text(json.dumps(config | {"layer_replication": [[0, 2], [1, 2]]}))
+    with pytest.raises(JobError, match=r"layer_replication = \[\[0, 2\], \[1, 2\]\], which is not computed here"):
         peft_folder.load(tmp_path, options, form, shapes)
 
 

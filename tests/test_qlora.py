@@ -12,8 +12,8 @@ from tests.support.jobs import arguments, full, train, write_texts
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from torchtitan import build, cli
-from torchtitan.adapters.nf4 import LEVELS, pack, unpack
-from torchtitan.adapters.qlora import PACKED
+from torchtitan.adapters.int8 import Int8
+from torchtitan.adapters.nf4 import LEVELS, NF4
 from torchtitan.adapters.targets import block_of
 from torchtitan.config import manager
 from torchtitan.ranks import read_ranks
@@ -24,9 +24,7 @@ anywhere = judged.anywhere
 
 
 def packed(weight, block=64):
-    values = weight.unflatten(1, (-1, block))
-    largest = values.abs().amax(-1)
-    return pack(values, largest, largest.amax(-1))
+    return NF4().pack(weight.unflatten(1, (-1, block)), weight.abs().amax(1))
 
 
 def test_levels_are_the_quantiles_of_the_paper():
@@ -44,7 +42,7 @@ def test_each_weight_becomes_the_nearest_level_of_its_block():
     weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(0))
     codes, scales, rows = packed(weight)
     assert (codes.dtype, scales.dtype, rows.dtype) == (torch.uint8, torch.uint8, torch.int32)
-    again = unpack(codes, scales, rows, torch.float32)
+    again = NF4().unpack(codes, scales, rows, dtype=torch.float32)
     of_block = (scales.float() * rows.view(torch.float32)[:, None] / 255).repeat_interleave(64, 1)
     nearest = (weight / of_block)[..., None].sub(torch.tensor(LEVELS)).abs().argmin(-1)
     torch.testing.assert_close(torch.tensor(LEVELS)[nearest] * of_block, again, rtol=1e-6, atol=0)
@@ -59,7 +57,18 @@ def test_each_weight_becomes_the_nearest_level_of_its_block():
     "weight", [torch.zeros(2, 64), torch.full((2, 64), 3.0), torch.tensor([[0.0] * 64 + [1.0] * 64])]
 )
 def test_plain_blocks_are_exact(weight):
-    assert torch.equal(unpack(*packed(weight), torch.float32), weight)
+    assert torch.equal(NF4().unpack(*packed(weight), dtype=torch.float32), weight)
+    eight = Int8().pack(weight[:, None], weight.abs().amax(1))
+    torch.testing.assert_close(Int8().unpack(*eight, dtype=torch.float32), weight, rtol=1e-6, atol=0)
+
+
+def test_eight_bits_are_off_by_half_a_step_at_most():
+    weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(0))
+    codes, rows = Int8().pack(weight[:, None], weight.abs().amax(1))
+    assert (codes.dtype, rows.dtype) == (torch.int8, torch.int32) and codes.min() >= -127
+    error = (Int8().unpack(codes, rows, dtype=torch.float32) - weight).abs()
+    assert (error <= weight.abs().amax(1, keepdim=True) / 253.9).all()
+    assert sum(t.numel() * t.element_size() for t in (codes, rows)) == weight.numel() * (1 + 4 / 256)
 
 
 def test_bytes_of_a_weight():
@@ -97,7 +106,7 @@ def bits(argv):
     """Of a trainer that has loaded: the packed parameters, whole, and after training the adapters', and the losses."""
     trainer = Trainer(manager.load(argv), read_ranks())
     names = dict(trainer.model.named_parameters())
-    before = {name: full(p.detach()).clone().numpy() for name, p in names.items() if name.endswith(PACKED)}
+    before = {name: full(p.detach()).clone().numpy() for name, p in names.items() if name.endswith(NF4.names)}
     trainer.train()
     after = {name: full(p.detach()).clone().numpy() for name, p in names.items() if "lora" in name}
     optimized = sum(len(optimizer.state) for optimizer in trainer.optimizers)
@@ -171,7 +180,7 @@ def test_the_state_of_a_model():
         "--model.overrides={dim=1024,n_layers=1,n_heads=16}",
     ]
     model, _, adapter = build.adapted_model(manager.load(argv))
-    kept = [p for name, p in model.named_parameters() if name.endswith(PACKED)]
+    kept = [p for name, p in model.named_parameters() if name.endswith(NF4.names)]
     size = sum(p.numel() * p.element_size() for p in kept)
     weights = sum(math.prod(store.empty().shape) for _, store in stores(model))
     assert weights == sum(m for m in [4 * 1024**2 + 3 * 1024 * 2816]) and size <= 0.53 * weights
@@ -182,17 +191,17 @@ def test_the_state_of_a_model():
 
 
 def test_backward_keeps_no_unpacked_matrix():
-    from torchtitan.adapters.qlora import _Packed
+    from torchtitan.adapters.packed import _Packed
 
     weight, x = torch.randn(32, 64), torch.randn(5, 64, requires_grad=True)
     parts = packed(weight)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = _Packed.apply(x, *parts)
+        y = _Packed.apply(x, NF4(), *parts)
     assert sum(t.numel() * t.element_size() for t in kept) == sum(t.numel() * t.element_size() for t in parts)
     y.square().sum().backward()
     mine, x.grad = x.grad, None
-    F.linear(x, unpack(*parts, torch.float32)).square().sum().backward()
+    F.linear(x, NF4().unpack(*parts, dtype=torch.float32)).square().sum().backward()
     assert torch.equal(mine, x.grad)
 
 

@@ -350,10 +350,17 @@ def guards(config: JobConfig, built: ParallelModel, built_optimizers: Optimizers
 
 
 def metrics(
-    config: JobConfig, device: torch.device, ranks: Ranks, resumed_from: int | None, tokens_seen: int
+    config: JobConfig,
+    device: torch.device,
+    ranks: Ranks,
+    resumed_from: int | None,
+    tokens_seen: int,
+    installed: Adapter | None = None,
 ) -> MetricsLogger:
     options, folder, args = config.metrics, Path(config.job.dump_folder), model_args(config)
     flops = model_spec(config).flops_per_token(args, config.training.seq_len)
+    if installed is not None:
+        flops = installed.flops_per_token(flops, args.num_matmul_parameters)
     return MetricsLogger(
         folder,
         writes=ranks.is_main,

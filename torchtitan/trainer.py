@@ -120,7 +120,9 @@ class Trainer:
         self.held_out = None  # every iteration over it begins again
         if config.validation.enable:
             self.held_out = held_out(config, self.tokenizer, self.dp_rank, self.dims, self.feed.objective)
-        self.metrics = build.metrics(config, self.device, self.ranks, self.resumed_from, self.tokens)
+        self.metrics = build.metrics(
+            config, self.device, self.ranks, self.resumed_from, self.tokens, self.model.adapter
+        )
         self.profiler = build.profiler(config, self.device, self.ranks, self.step)
         if self.ranks.is_main:
             run_folder.keep_job(self.folder, to_toml(build.movable(config)), self.step)

@@ -7,9 +7,10 @@ from torch import nn
 
 from tests.support.scale_adapter import ScaleAdapter
 from torchtitan.adapters.dora import DoRA
+from torchtitan.adapters.int8 import Int8LoRA
 from torchtitan.adapters.interface import Adapter
 from torchtitan.adapters.lora import LoRA
-from torchtitan.adapters.qlora import QLoRA
+from torchtitan.adapters.nf4 import QLoRA
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.initialization import Normal, draw
 from torchtitan.parallelisms.plan import ParallelPlan
@@ -23,6 +24,7 @@ ROWS = {
     "lora_dropout": (LoRA, Options(rank=4, alpha=8.0, dropout=0.25, target=["layers.*[!s]"])),  # no stacks of experts
     "dora_dropout": (DoRA, Options(kind="dora", rank=4, alpha=8.0, dropout=0.25)),
     "qlora": (QLoRA, Options(kind="qlora", rank=4, alpha=8.0)),
+    "lora_int8": (Int8LoRA, Options(kind="lora_int8", rank=4, alpha=8.0)),
 }
 """What a row of the table may name -> kind and options."""
 

@@ -11,6 +11,7 @@ NONE = "none"
 _own = {
     "lora": "torchtitan.adapters.lora:LoRA",
     "dora": "torchtitan.adapters.dora:DoRA",
-    "qlora": "torchtitan.adapters.qlora:QLoRA",
+    "qlora": "torchtitan.adapters.nf4:QLoRA",
+    "lora_int8": "torchtitan.adapters.int8:Int8LoRA",
 }
 ADAPTERS: Registry[str] = Registry("torchtitan.adapters", _own, str)

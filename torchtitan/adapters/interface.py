@@ -23,10 +23,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from torchtitan.adapters.flops import in_part, weights_met
 from torchtitan.adapters.targets import without_numbers
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.errors import JobError
 from torchtitan.initialization import clean_name, local_part
+from torchtitan.models.flops import FlopsPerToken
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.stores import packed_names
 
@@ -35,7 +37,8 @@ class Adapter:
     """Of one job. After `install`, names of the whole plain model:
 
     `fresh`: parameters that were added; a base checkpoint lacks them. `frozen`: those that are not trained: they get no
-    gradient, no reduction and no optimizer state. `num_trained`, `num_parameters`: how many numbers both are.
+    gradient, no reduction and no optimizer state. `num_trained`, `num_parameters`: how many numbers both are;
+    `met_trained`, `met_added`: how many weights of the base that are trained, and of the fresh, a token meets.
 
     A hook of the step (parallelisms/hooks.py).
     """
@@ -49,6 +52,7 @@ class Adapter:
         self.shapes: dict[str, tuple[int, ...]] = {}  # of the fresh
         self.replaced: set[str] = set()  # of the base, what the fresh are trained instead of
         self.num_trained = self.num_parameters = 0
+        self.met_trained = self.met_added = 0.0
 
     def install(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
         """Change the whole plain model in place, which is usually on the meta device; the plan that fits it then.
@@ -68,7 +72,10 @@ class Adapter:
             name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad
         )
         self.num_parameters = of_base + sum(map(math.prod, self.shapes.values()))
-        self.num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        learning = {name for name, p in model.named_parameters() if p.requires_grad}
+        self.num_trained = sum(model.get_parameter(name).numel() for name in learning)
+        self.met_trained = weights_met(model, learning - self.fresh)
+        self.met_added = weights_met(model, self.fresh)
         return plan
 
     def convert(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
@@ -133,6 +140,10 @@ class Adapter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What `state_dict` gave."""
+
+    def flops_per_token(self, plain: FlopsPerToken, weights: int) -> FlopsPerToken:
+        """`plain`: of training the model itself, which multiplies a token with so many `weights`."""
+        return in_part(plain, weights, self.met_trained, self.met_added)
 
     def rate_of(self, name: str) -> float:
         """Of a trained parameter: its learning rate, as a factor of the job's."""

@@ -1,12 +1,16 @@
-"""Matrices in 4 bits (NF4, arXiv:2305.14314): each weight one of 16 levels, the quantiles of a normal distribution,
-times the largest of its block of 64; these scales in 8 bits times the largest of their row, which is a float. So a
-weight takes 1/2 + 1/64 + 4/in bytes, 0.517 at 4096 inputs.
+"""QLoRA (arXiv:2305.14314): LoRA beside matrices in 4 bits, NF4. Each weight is one of 16 levels, the quantiles of a
+normal distribution, times the largest of its block of 64; these scales are in 8 bits, times the largest of their row,
+which is a float. So a weight takes 1/2 + 1/64 + 4/in bytes, 0.517 at 4096 inputs.
 
 Blocks and rows of scales lie within a row of the matrix, so a rank that has some rows, or some whole blocks of every
 row, packs the very bits that the whole matrix has there. (The paper takes 256 scales together, wherever they stand.)
 """
 
 import torch
+
+from torchtitan.adapters.low_rank import LowRank
+from torchtitan.adapters.packed import PackedLinear
+from torchtitan.adapters.targets import block_of
 
 # The 16 levels of the paper's appendix E: quantiles of the normal distribution, equally likely, 0 among them.
 LEVELS = (
@@ -29,26 +33,43 @@ LEVELS = (
 )
 
 
-def pack(
-    values: torch.Tensor, largest: torch.Tensor, row: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A rank's blocks of a matrix, [out, blocks, block], of which `largest` [out, blocks] are each block's and `row`
-    [out] each whole row's -> codes uint8 [out, in / 2], the first of two in the high bits; scales uint8 [out, blocks];
-    the bits of the rows' float32, int32 [out]. (As floats, mixed precision would round these.)
-    """
-    scales = (largest / row.clamp(min=torch.finfo(torch.float32).tiny)[:, None] * 255).round().clamp(max=255)
-    scales = scales.to(torch.uint8)
-    of_block = (scales.float() * (row / 255)[:, None])[..., None]
-    normal = torch.where(of_block > 0, values / of_block, 0.0)
-    levels = torch.tensor(LEVELS, device=values.device)
-    codes = torch.bucketize(normal, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).flatten(1)
-    return codes[:, ::2] << 4 | codes[:, 1::2], scales, row.float().view(torch.int32)
+class NF4:
+    names = ("weight_codes", "weight_scales", "weight_rows")
+
+    def like(self, outputs: int, inputs: int) -> tuple[torch.Tensor, ...]:
+        """codes uint8 [out, in / 2], the first of two in the high bits; scales uint8 [out, blocks]; the bits of the
+        rows' float32, int32 [out]. (As floats, mixed precision would round these.)
+        """
+        codes = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device="meta")
+        scales = torch.empty(outputs, inputs // block_of(inputs), dtype=torch.uint8, device="meta")
+        return codes, scales, torch.empty(outputs, dtype=torch.int32, device="meta")
+
+    def block_in(self, *parts: torch.Tensor) -> int:
+        codes, scales, _ = parts
+        return 2 * codes.shape[1] // scales.shape[1]
+
+    def pack(self, blocks: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        largest = blocks.abs().amax(-1)
+        scales = (largest / row.clamp(min=torch.finfo(torch.float32).tiny)[:, None] * 255).round().clamp(max=255)
+        scales = scales.to(torch.uint8)
+        of_block = (scales.float() * (row / 255)[:, None])[..., None]
+        normal = torch.where(of_block > 0, blocks / of_block, 0.0)
+        levels = torch.tensor(LEVELS, device=blocks.device)
+        codes = torch.bucketize(normal, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).flatten(1)
+        return codes[:, ::2] << 4 | codes[:, 1::2], scales, row.float().view(torch.int32)
+
+    def unpack(self, *parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        codes, scales, rows = parts
+        levels = torch.tensor(LEVELS, device=codes.device)
+        both = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(1).int()  # [out, in]
+        of_block = scales.float() * (rows.view(torch.float32) / 255)[:, None]  # [out, blocks]
+        values = levels[both].unflatten(1, (of_block.shape[1], -1)) * of_block[..., None]
+        return values.flatten(1).to(dtype)
 
 
-def unpack(codes: torch.Tensor, scales: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `pack` gave -> [out, in], computed in float32 and rounded once."""
-    levels = torch.tensor(LEVELS, device=codes.device)
-    both = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(1).int()  # [out, in]
-    of_block = scales.float() * (rows.view(torch.float32) / 255)[:, None]  # [out, blocks]
-    values = levels[both].unflatten(1, (of_block.shape[1], -1)) * of_block[..., None]
-    return values.flatten(1).to(dtype)
+class NF4Linear(PackedLinear):
+    form = NF4()
+
+
+class QLoRA(LowRank):
+    linear = NF4Linear

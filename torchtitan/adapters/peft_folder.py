@@ -23,6 +23,11 @@ _UNSAID = {"use_rslora": False, "use_dora": False, "bias": "none"}
 """What a folder means that says nothing of these, as peft before 0.9 writes it."""
 _BY_MODULE = ("rank_pattern", "alpha_pattern")
 """Ranks and strengths of some modules that are not those of the others."""
+_KEEPS_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Of `init_lora_weights`. With the others (pissa, olora, corda, loftq, lora_ga) peft takes what A and B begin with off
+the model's matrices, so these matrices are not those that were published."""
+_OTHERWISE = ("layer_replication", "use_qalora", "alora_invocation_tokens", "arrow_config")
+"""Another model, or A and B in another way."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -126,6 +131,14 @@ def load(folder: Path, options: Options, form: Form, shapes: Mapping[str, tuple[
             f"{folder / CONFIG}: {'; '.join(own)}, but the job's rank and alpha are those of all modules; leave "
             "adapter.initial_path out, or give an adapter that has one of each"
         )
+    drawn = config.get("init_lora_weights")
+    if drawn not in _KEEPS_THE_BASE:
+        raise JobError(
+            f"{folder / CONFIG}: init_lora_weights = {drawn!r}, which changes the matrices that the adapter stands "
+            "beside; convert it with peft (save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+    if other := [f"{key} = {config[key]!r}" for key in _OTHERWISE if config.get(key)]:
+        raise JobError(f"{folder / CONFIG}: {'; '.join(other)}, which is not computed here; train it without")
     try:
         return from_peft(theirs, form, shapes)
     except JobError as error:

@@ -14,10 +14,10 @@ ALL_LINEAR = "all-linear"
 """As a target: every linear but the head, which every token's loss goes through."""
 
 
-BLOCK, SMALLEST = 64, 16
 EXPERTS = "experts"
-PACKING = ("qlora",)
-"""Kinds that keep the matrices themselves in few bits."""
+PACKING = {"qlora": 16, "lora_int8": 1}
+"""Kinds that keep the matrices themselves in few bits: of what the number of inputs has to be a multiple."""
+BLOCK, SMALLEST = 64, PACKING["qlora"]
 OF_LINEARS = ("dora", *PACKING)
 """Kinds without a form for stacks of experts."""
 
@@ -74,10 +74,11 @@ def misfits(linears: Mapping[str, tuple[int, int]], options: Options) -> Iterato
         yield Misfit(
             "adapter.dropout", what, "rows of experts and pieces of the loss are not by token: leave these out"
         )
-    if options.kind == "qlora":
-        odd = [name for name in chosen if not block_of(linears[name][1]) or layer_of(name) is None]
+    if multiple := PACKING.get(options.kind):
+        odd = [name for name in chosen if linears[name][1] % multiple or layer_of(name) is None]
         if odd:
-            what = f"linears of the layers, of a multiple of {SMALLEST} inputs, which are packed in blocks"
+            blocks = f", of a multiple of {multiple} inputs, which are packed in blocks" if multiple > 1 else ""
+            what = f"linears of the layers with adapter.kind = {options.kind!r}{blocks}"
             yield Misfit("adapter.target", what, f'leave out {", ".join(without_numbers(odd))}, or write kind = "lora"')
 
 

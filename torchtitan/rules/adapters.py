@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from torchtitan.adapters import ADAPTERS, NONE
-from torchtitan.adapters.targets import misfits, targets
+from torchtitan.adapters.targets import PACKING, misfits, targets
 from torchtitan.config.options import Fault
 from torchtitan.config.sections.adapter import Adapter, Relora
 from torchtitan.lr_restarts import CYCLICAL, JAGGED
@@ -77,9 +77,8 @@ def restarts_make_sense(facts: Facts) -> Iterator[Fault]:
                 yield facts.fault(key + each, "nothing without adapter.relora.every", "set every, or leave it out")
         return
     if options.kind != "lora":
-        why = {"qlora": "each restart would round the packed matrices again"}.get(
-            options.kind, "it is made for A and B"
-        )
+        packs = options.kind in PACKING
+        why = "each restart would round the packed matrices again" if packs else "it is made for A and B"
         yield facts.fault(key + "every", 'unset, except with adapter.kind = "lora"', why)
     if options.save == "alone":
         why = "the matrices themselves change at each restart"
