@@ -50,6 +50,14 @@ def step_of(kind: str, rank: int, samples: int) -> Callable[[], None]:
     return step
 
 
+def share_of_flops(rank: int) -> float:
+    """What a step of LoRA has to compute of what a full one has, with attention: no program gets below it for long."""
+    config = load(["--model.tokenizer_path=bytes"])
+    args, (_, adapter) = build.model_args(config), made("lora", rank)
+    plain = build.model_spec(config).flops_per_token(args, TOKENS)
+    return adapter.flops_per_token(plain, args.num_matmul_parameters).causal / plain.causal
+
+
 def merge_seconds(rank: int) -> list[float]:
     """For each billion bytes of matrices that something is folded into."""
     model, adapter = made("lora", rank)
@@ -68,11 +76,13 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16, help="of the low-rank matrices (default 16)")
     options = parser.parse_args()
     pairs, repeats, samples = (2, 1, 1) if options.quick else (8, 5, 8)
-    for first, second, goal in (("lora", "none", Goal("<=", 0.75)), ("dora", "lora", None), ("qlora", "lora", None)):
+    against = (("lora", "none", Goal("<=", 0.75)), ("dora", "lora", None), ("qlora", "lora", None))
+    for first, second, goal in (*against, ("lora_int8", "lora", None)):
         steps = (step_of(kind, options.rank, samples) for kind in (first, second))
         turns = take_turns(*steps, pairs, repeats)
         name = f"{first} step / {'full' if second == 'none' else second} step, rank {options.rank}"
         print(row(name, turns.ratios(turns.cpu), goal, "CPU time"))
+    print(row(f"lora / full, operations of matrix products, rank {options.rank}", [share_of_flops(options.rank)], None))
     print(row(f"folding in, seconds a GB, rank {options.rank}", merge_seconds(options.rank), None))
 
 

@@ -226,6 +226,28 @@ def test_peft_out_and_in(tmp_path, texts, base, ranks, degree):
     assert set(before) == set(after) and all((before[name] == after[name]).all() for name in before)
 
 
+def validated(argv):
+    known()
+    train(argv)
+    rows = Path(manager.load(argv).job.dump_folder, "metrics.jsonl").read_text().splitlines()
+    return [row["validation_loss"] for row in map(json.loads, rows) if "validation_loss" in row]
+
+
+def test_an_adapter_learns_other_text(tmp_path, texts):
+    """A base that has been trained, then LoRA on text with other words in it: its loss there falls below the base's."""
+    other = tmp_path / "other.jsonl"
+    swapped = texts.read_text().translate(str.maketrans("aeghlmpt", "oiuyrnbd"))
+    other.write_text(swapped.replace('"dixd"', '"text"'))
+    held_out = dict(validation__enable=True, validation__dataset="text", validation__dataset_path=other)
+    held_out |= dict(validation__steps=2, validation__seq_len=32, checkpoint__enable=True)
+    of_base = held_out | dict(training__steps=60, validation__freq=60, checkpoint__last_save_model_only=True)
+    (before,) = run_ranks(1, validated, arguments(tmp_path / "base", texts, **of_base))[0]
+    more = held_out | LORA | dict(training__steps=30, validation__freq=30, optimizer__lr=2e-2)
+    more |= dict(adapter__target='["all-linear"]', checkpoint__initial_load_path=tmp_path / "base" / "model")
+    (after,) = run_ranks(1, validated, arguments(tmp_path / "lora", other, **more))[0]
+    assert after < 0.8 * before
+
+
 def test_export_folds_in_and_verifies(tmp_path, texts, base, capsys, monkeypatch):
     """Of a checkpoint of the adapter alone; what peft computes with base and adapter is what transformers computes with
     what was written.

@@ -90,7 +90,8 @@ def test_bench_trainer_against_itself():
 
 def test_bench_adapters():
     lines = run("scripts/bench_adapters.py", "--quick", "--rank", "4")
-    rows = ["lora step / full step", "dora step / lora step", "qlora step / lora step", "folding in"]
+    rows = ["lora step / full step", "dora step / lora step", "qlora step / lora step"]
+    rows += ["lora_int8 step / lora step", "lora / full, operations", "folding in"]
     assert all(line.startswith(row) for line, row in zip(lines, rows, strict=True))
 
 
