@@ -12,10 +12,14 @@ from tests.support.pool import run_ranks
 from tests.test_own_optimizers import random
 from torchtitan import keyed
 from torchtitan.checkpoint.tensors import optimizer_state
+from torchtitan.config.manager import load
 from torchtitan.errors import JobError
-from torchtitan.optimizers import bases, galore
+from torchtitan.optimizers import OPTIMIZERS, bases, galore
 from torchtitan.optimizers.build import build_optimizers
 from torchtitan.optimizers.sizes import galore as held_by_galore
+from torchtitan.ranks import read_ranks
+from torchtitan.rules import Facts
+from torchtitan.trainer import Trainer
 
 ADAM = dict(beta1=0.9, beta2=0.999, eps=1e-8)
 PLAIN = dict(targets=["*"], scale=1.0, update_gap=10**6)
@@ -330,7 +334,47 @@ def test_more_periods_reach_further_and_further_than_one():
         assert distance_left(update_gap=20, state_on_refresh=how)[0] < often
 
 
-def test_what_is_in_no_plan_is_an_error():
+PUBLISHED = [("60m", 128, 0.232, 0.164), ("130m", 256, 0.536, 0.343), ("350m", 256, 1.472, 0.653)]
+PUBLISHED += [("1b", 512, 5.356, 2.085), ("7b", 1024, 26.95, 9.41)]
+
+
+@pytest.mark.parametrize("flavor, rank, adam, expected", PUBLISHED)
+def test_the_state_of_the_presets(flavor, rank, adam, expected):
+    """In bfloat16, 10^9 bytes: the formula over the published shapes, with a vocabulary of 32000."""
+    words = ["--model.name=llama2", f"--model.flavor={flavor}", "--model.tokenizer_path=bytes"]
+    facts = Facts(load(words), 1, "cpu")
+    options = OPTIMIZERS["GaLore"].arguments(ADAM, {"rank": rank})
+    rest = facts.args.num_parameters - sum(map(math.prod, facts.matrices.values()))
+    held = [held_by_galore(options, name, shape) for name, shape in [*facts.matrices.items(), ("norms", (rest,))]]
+    assert 2 * sum(each.values + each.everywhere for each in held) / 1e9 == pytest.approx(expected, abs=0.006)
+    assert 2 * 2 * facts.args.num_parameters / 1e9 == pytest.approx(adam, abs=0.006)
+
+
+def test_an_adapter_s_matrices_are_projected(tmp_path):
+    texts = jobs.write_texts(tmp_path / "data")
+    words = dict(optimizer__name="GaLore", optimizer__options="{rank = 2, update_gap = 2}", optimizer__lr=3e-2)
+    argv = jobs.arguments(tmp_path, texts, adapter__kind="lora", adapter__rank=8, training__steps=6, **words)
+    (kept,) = run_ranks(1, state_of, argv)
+    assert {name.rpartition(".")[2] for name in kept} == {"lora_A", "lora_B"}
+    for name, (shape, keys) in kept.items():
+        side = "left" if shape[0] < shape[1] else "right"
+        assert keys[side] == ((shape[0], 2) if side == "left" else (2, shape[1])), name
+        assert sorted(keys["exp_avg"]) == [2, max(shape)]
+
+
+def state_of(argv):
+    trainer = Trainer(load(argv), read_ranks())
+    trainer.train()
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    state = {names[p]: (tuple(p.shape), kept) for o in trainer.optimizers for p, kept in o.state.items()}
+    trainer.metrics.close()
+    return {
+        name: (shape, {key: tuple(value.shape) for key, value in kept.items() if torch.is_tensor(value)})
+        for name, (shape, kept) in state.items()
+    }
+
+
+def test_a_rank_of_nothing_is_an_error():
     with pytest.raises(JobError, match="rank = 0"):
         made(Matrix(9, 6), rank=0)
 
