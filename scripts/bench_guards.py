@@ -1,12 +1,15 @@
 """What supervisor, watchdog, lock and guards cost a step of the debug model, on two cores.
 
-    python scripts/bench_guards.py [--ranks 1 2] [--aa] [--quick]
+    python scripts/bench_guards.py [--ranks 1 2] [--pairs 20] [--aa] [--quick]
 
 The ranks of a job run under the real launcher, which holds the folder's lock, watches for hangs and would start them
 again. In each rank two trainers take turns step by step: one tells the launcher what it does, judges every step
 (guard.non_finite and guard.spike = skip) and compares its replicas every 100 steps; the other does none of it, and in
 its turns the launcher stands still (SIGSTOP). A comparison of replicas is also timed in every step; its share of a step
 is a hundredth of that. The lock costs nothing once it is held.
+
+Judged is the CPU time of a rank, which others on the machine disturb least; the launcher's own is beside it, as a share
+of a core.
 """
 
 import argparse
@@ -78,27 +81,36 @@ def rank_main(folder: Path, options: argparse.Namespace) -> None:
     size = QUICK if options.quick else {}
     size |= {"parallelism.data_parallel_replicate_degree": ranks.world_size, "training.steps": 10**6}
     size |= {"training.global_batch_size": 8 * ranks.world_size}
-    pairs, repeats = (3, 2) if options.quick else (20, 5)
+    pairs, repeats = (3, 2) if options.quick else (options.pairs, 5)
     made = {}
     for name, given in {"on": ON, "off": OFF, "often": OFTEN}.items():
         made[name] = Steps(folder / name, size | given, launched=name == "on")
     compared = (("off" if options.aa else "on", GOAL.unless(options.aa)), ("often", None))
     for above, goal in compared:
+        before = cpu_seconds(ranks.launcher.pid)
         turns = take_turns(made[above], made["off"], pairs, repeats)
-        ratios = turns.ratios(turns.wall)
+        used = (cpu_seconds(ranks.launcher.pid) - before) / sum(turns.wall["A"])
+        ratios = turns.ratios(turns.cpu)
         if above == "often":
             ratios = [1 + (ratio - 1) / INTERVAL for ratio in ratios]
         if ranks.is_main:
             what = "replicas compared every 100th step" if above == "often" else "launcher and guards"
             what = "noise: nothing against nothing" if above == "off" else what
-            note = f"step {1000 * turns.median(turns.wall, 'B'):.1f} ms"
+            note = f"step {1000 * turns.median(turns.cpu, 'B'):.0f} ms of CPU, launcher {100 * used:.2f} % of a core"
             print(row(f"{what}, {ranks.world_size} rank(s)", ratios, goal, note, digits=4), flush=True)
     exit_with(lambda: 0)
+
+
+def cpu_seconds(pid: int) -> float:
+    """That a process has computed."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--pairs", type=int, default=20, help="turns of each in a repeat, of which there are 5")
     parser.add_argument("--aa", action="store_true", help="compare the trainer without guards with itself")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps, to see that it runs")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
@@ -112,7 +124,7 @@ def main() -> int:
             folder = Path(name)
             config = manager.load(words(folder, {"comm.train_timeout_seconds": 3600}))  # not all turns are told
             flags = [flag for flag, given in (("--aa", options.aa), ("--quick", options.quick)) if given]
-            program = (sys.executable, __file__, "--rank", name, *flags)
+            program = (sys.executable, __file__, "--rank", name, "--pairs", str(options.pairs), *flags)
             if code := launch.run(config, [], ranks, queue, First(), program):
                 return code
     return 0

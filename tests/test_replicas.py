@@ -11,7 +11,9 @@ from torchtitan.config import manager
 from torchtitan.guards import ReplicasDiffer
 from torchtitan.guards.replicas import digest, key_of, told
 from torchtitan.initialization import local_part
+from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.ranks import read_ranks
+from torchtitan.rules import check
 from torchtitan.trainer import Trainer
 
 # The number of a tensor's content
@@ -168,3 +170,20 @@ def test_no_alarm_is_false(plan, texts, tmp_path):
     options |= dict(training__steps=steps, guard__replica_check_interval=1, metrics__log_freq=100)
     shared = run_ranks(world, compared, job(tmp_path, texts, **options), steps)
     assert min(shared) > 0
+
+
+def with_every_optimizer(folder, texts, plan):
+    """What each says of a run that compares after every step; an optimizer that has none of the plan is left out."""
+    said = {}
+    for name in OPTIMIZERS:
+        options = plan | dict(optimizer__name=name, guard__replica_check_interval=1, training__steps=4)
+        argv = job(folder / name, texts, optimizer__lr=1e-3, **options)
+        if not check(manager.load(argv), 2, "cpu"):
+            said[name] = flipped(argv, -1, "")
+    return said
+
+
+def test_no_optimizer_makes_replicas_differ(texts, tmp_path):
+    """One that rounds by chance or draws a basis does so by the step and the name, on every replica alike."""
+    for said in run_ranks(2, with_every_optimizer, tmp_path, texts, DDP):
+        assert set(said.values()) == {(4, "")} and {"AdamW", "AdamW8bit", "Muon", "SGD"} <= said.keys()
