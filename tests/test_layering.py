@@ -38,7 +38,7 @@ ALLOWED = {
     "stores": {"initialization"},
     "distributed": {"ranks"},
     "models": {"stores", "initialization", "keyed", "limits", "parallelisms", "registration"},
-    "parallelisms": {"stores", "initialization", "distributed", "limits"},
+    "parallelisms": {"failures", "stores", "initialization", "distributed", "limits"},
     "adapters": {"stores", "config.sections", "initialization", "models", "parallelisms", "registration"},
     "datasets": {"distributed", "leaving", "limits", "registration", "shipped"},
     "optimizers": {"config.options", "initialization", "keyed", "registration"},

@@ -18,3 +18,11 @@ def kind_of(error: BaseException) -> Literal["memory", "peer"] | None:
         if _LOST.search(str(error)) or type(error).__name__ in ("DistBackendError", "DistNetworkError"):
             return "peer"
     return None
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """As `BaseException.add_note`, which came with Python 3.11: there the traceback shows it."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", []), text]

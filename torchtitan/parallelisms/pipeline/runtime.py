@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
+from torchtitan.failures import add_note
 from torchtitan.parallelisms.data_parallel import fsdp_modules
 from torchtitan.parallelisms.pipeline.actions import Table
 
@@ -47,7 +48,7 @@ def named(stage: int, microbatch: int, direction: str) -> Iterator[None]:
     except Exception as error:
         wrapped = type(error) is RuntimeError and isinstance(error.__cause__, Exception)
         inner = error.__cause__ if wrapped else error
-        inner.add_note(f"in pipeline stage {stage}, microbatch {microbatch}, {direction}")
+        add_note(inner, f"in pipeline stage {stage}, microbatch {microbatch}, {direction}")
         raise inner from inner.__cause__
 
 

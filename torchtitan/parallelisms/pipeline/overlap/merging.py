@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from torchtitan.failures import add_note
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
 from torchtitan.parallelisms.pipeline.overlap.segments import (
     BACKWARD,
@@ -144,5 +145,5 @@ class Loop:
         try:
             chunk.run(node)
         except Exception as error:
-            error.add_note(f"in segment {node.name} ({node.kind}, {PHASES[node.phase]}) of {chunk.place}")
+            add_note(error, f"in segment {node.name} ({node.kind}, {PHASES[node.phase]}) of {chunk.place}")
             raise
