@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import judged
 from tests.support.jobs import arguments, full, train, write_texts
@@ -16,6 +18,7 @@ from torchtitan.adapters.int8 import Int8
 from torchtitan.adapters.nf4 import LEVELS, NF4
 from torchtitan.adapters.targets import block_of
 from torchtitan.config import manager
+from torchtitan.models.registry import MODELS
 from torchtitan.ranks import read_ranks
 from torchtitan.stores import stores
 from torchtitan.trainer import Trainer
@@ -215,3 +218,46 @@ def test_backward_keeps_no_unpacked_matrix():
 def test_faults(words, said):
     (fault,) = lines("--adapter.kind=qlora", *words)
     assert said in fault and "adapter.target" in fault
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of all tensors in memory, but the model's own, that operators have made and that live at once."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        self.living: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **kwargs or {})
+        for tensor in filter(torch.is_tensor, made if isinstance(made, tuple | list) else (made,)):
+            storage = tensor.untyped_storage()
+            if tensor.device.type == "cpu" and storage._cdata not in self.own:  # shapes are asked of a meta model
+                self.living.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.living = {key: kept for key, kept in self.living.items() if not kept[0].expired()}
+        self.bytes = max(self.bytes, sum(size for _, size in self.living.values()))
+        return made
+
+
+@pytest.mark.parametrize("kind", ["qlora", "lora_int8"])
+def test_loading_needs_little_more_than_what_is_kept(kind, tmp_path):
+    """However many layers there are, the matrices pass by one after the other: beside what the model keeps there is
+    never more than the largest of them, as it is read and while it is packed (five copies of 4 bytes, one of 8).
+    """
+    hf, beside = MODELS["llama3"].hf, []
+    for layers in (2, 6):
+        sizes = f"--model.overrides={{dim=64,n_layers={layers},n_heads=4,n_kv_heads=2,vocab_size=260,multiple_of=64}}"
+        plain = build.meta_model(manager.load(["--model.tokenizer_path=bytes", sizes])).to_empty(device="cpu")
+        hf.save_hf(tmp_path / f"{layers}", plain.state_dict(), plain.args)
+        config = manager.load(["--model.tokenizer_path=bytes", sizes, f"--adapter.kind={kind}", "--adapter.rank=4"])
+        model, _, adapter = build.adapted_model(config)
+        model.to_empty(device="cpu")
+        with Peak(model) as peak:
+            hf.load_hf(tmp_path / f"{layers}", model, plain.args, adapter.fresh)
+        beside.append(peak.bytes)
+    shapes = [store.empty().shape for _, store in stores(model)]
+    assert beside[0] == beside[1] <= (5 * 4 + 8) * max(map(math.prod, shapes))
+    packed = {f"{name.rpartition('.')[0]}.{own}" for name, store in stores(model) for own in store.packed}
+    kept = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if name in packed)
+    assert kept + beside[1] < 4 * sum(map(math.prod, shapes)), "less than the plain matrices alone"
