@@ -131,6 +131,8 @@ def _unknown(name: str, key: str, value: Any) -> Fault:
     section, _, last = key.rpartition(".")
     siblings = {k[len(section) + 1 :].split(".")[0] for k in options() if k.startswith(f"{section}.")}
     elsewhere = [known for known in options() if known.rpartition(".")[2] == last]
+    depth = min((known.count(".") for known in elsewhere), default=0)  # an adapter's own warmup is seldom meant
+    elsewhere = [known for known in elsewhere if known.count(".") == depth]
     if close := difflib.get_close_matches(last, siblings, n=1, cutoff=0.75):
         remedy = f"did you mean {section}.{close[0]}?"
     else:  # the right key in the wrong section, or a slip in the section's name
