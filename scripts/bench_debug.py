@@ -20,6 +20,7 @@ import tempfile
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import bench_bare
 import torch
@@ -204,13 +205,18 @@ def compared(name: str, ranks: int, options: argparse.Namespace) -> str:
     )
 
 
+def steps_of(folder: str) -> list[dict[str, Any]]:
+    """What a run has logged of its steps, without its events."""
+    return [record for record in read_records(Path(folder, "metrics.jsonl")) if "loss" in record]
+
+
 def job_alone(name: str, ranks: int, options: argparse.Namespace) -> str:
     """A short job as its user starts it: time to the first step, speed, memory."""
     with tempfile.TemporaryDirectory() as folder:
         job = arguments(options.sizes, Path(folder), **SETTINGS[name], **{"training.steps": 3 if options.quick else 20})
         command = [sys.executable, "-m", "torchtitan.launch", str(ranks), *job]
         seconds = seconds_to_first_step(command, max(1, options.threads // ranks))
-        records = read_records(Path(folder, "metrics.jsonl"))
+        records = steps_of(folder)
     speed = median(record["tokens_per_second"] for record in records[1:])
     memory = max(record["memory_gib"] for record in records)
     return (
@@ -238,7 +244,7 @@ def plan_alone(name: str, options: argparse.Namespace) -> str:
             seconds_to_first_step(command, max(1, options.threads // ranks))
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-            speeds = [record["tokens_per_second"] for record in read_records(Path(folder, "metrics.jsonl"))]
+            speeds = [record["tokens_per_second"] for record in steps_of(folder)]
     cpu = (spent[1] - spent[0]) / (many - few)
     return f"{name:<34} {median(speeds[1:]):8,.0f} tok/s {cpu:6.2f} CPU seconds a step, all ranks"
 

@@ -120,7 +120,8 @@ def test_what_fails_when_all_is_saved_is_not_started_again(tmp_path):
 def test_what_would_only_come_again_is_not_started_again(code, tmp_path):
     process = supervise(f"ready('train'); sys.exit({code})", tmp_path)
     ended, out, err = end(process)
-    assert ended == code and out.count("ready") <= 2 and err == ""
+    slow = f"rank 1 ended with exit code {code} and the others did not\n"  # rank 0, which tells why, came too late
+    assert ended == code and out.count("ready") <= 2 and err in ("", slow)
 
 
 def test_without_a_budget_the_exit_code_is_the_crashs(tmp_path):

@@ -230,7 +230,7 @@ def test_the_ranks_that_print_are_chosen(texts, tmp_path):
     argv = jobs.arguments(tmp_path, texts, training__local_batch_size=4, training__steps=2)
     code, out, err = jobs.finish(jobs.start(argv, ranks=2, LOG_RANK="1"))
     assert code == 0, err
-    assert "[rank 1] step 2/2" in out and "[rank 1] \nstep" in out
+    assert "[rank 1] step 2/2" in out and "\n\n[rank 1] step 2/2, loss" in out
     assert not [line for line in out.splitlines() if line.startswith("step 1/2")]
 
 
