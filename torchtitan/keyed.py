@@ -20,7 +20,9 @@ def key_of(text: str) -> int:
 
 
 def scrambled(x: torch.Tensor) -> torch.Tensor:
-    """A permutation of the 32-bit numbers; of larger and negative ones the low 32 bits count."""
+    """A permutation of the 32-bit numbers, element by element of an int64 tensor of any shape; of larger and negative
+    ones the low 32 bits count.
+    """
     x = x & MASK
     for multiplier, shift in zip(MULTIPLIERS, (16, 15), strict=True):
         x = ((x ^ (x >> shift)) * multiplier) & MASK
@@ -28,8 +30,8 @@ def scrambled(x: torch.Tensor) -> torch.Tensor:
 
 
 def bits(key: str, offset: Sequence[int], shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """32 random bits for each place of a part of a tensor, int64: a function of the key and the place in the whole.
-    `offset`: where in the whole the part begins.
+    """32 random bits for each place of a part of a tensor, int64 of that `shape`: a function of the key and the place
+    in the whole. `offset`: where in the whole the part begins.
     """
     drawn = torch.full((), key_of(key), dtype=torch.int64, device=device)
     for start, size in zip(offset, shape, strict=True):
@@ -38,6 +40,6 @@ def bits(key: str, offset: Sequence[int], shape: Sequence[int], device: torch.de
 
 
 def normal(key: str, offset: Sequence[int], shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Normal with mean 0 and variance 1, in float32, by the inverse of its distribution function."""
+    """Normal with mean 0 and variance 1, float32 of that `shape`, by the inverse of its distribution function."""
     centred = (bits(key, offset, shape, device).double() + 0.5) / 2**31 - 1  # between -1 and 1, neither of them
     return (torch.erfinv(centred) * math.sqrt(2)).float()

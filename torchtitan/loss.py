@@ -63,10 +63,11 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def loss_of(self, head: nn.Module, hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        """The sum of the losses of some rows."""
+        """The sum, a scalar, of the losses of some of the rows: hidden states [n, ..., D] and what else `rows` gave."""
         raise NotImplementedError
 
     def forward(self, hidden: torch.Tensor, head: nn.Module, batch: Batch) -> torch.Tensor:
+        """hidden states [B, S, D] -> the sum of all losses, a scalar."""
         hidden, *others = self.rows(hidden, batch)
         if self.num_chunks == 1:
             return self.loss_of(head, hidden, *others)

@@ -21,7 +21,7 @@ class Store(Protocol):
         """A tensor to be filled: of the plain parameter's shape, laid out over the ranks as what it is kept in."""
 
     def write(self, values: torch.Tensor) -> None:
-        """Take what was filled in."""
+        """Take what was filled in, of the shape that `empty` gave."""
 
 
 def stores(part: nn.Module) -> Iterator[tuple[str, Store]]:

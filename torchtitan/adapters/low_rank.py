@@ -109,6 +109,7 @@ class LowRankExperts(Experts):
 
     @staticmethod
     def product(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """x [rows, in], sorted by expert, of which each one's end at `ends` [experts] -> [rows, out]."""
         inner = Experts.product(experts, f"lora_A_{name}", x, ends) * experts.low_rank.scale
         return Experts.product(experts, name, x, ends) + Experts.product(experts, f"lora_B_{name}", inner, ends)
 

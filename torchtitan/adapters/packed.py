@@ -26,7 +26,7 @@ class Form(Protocol):
     """Of the parameters; the first has codes, [out, in / n], the last one number for each row, [out]."""
 
     def like(self, outputs: int, inputs: int) -> tuple[torch.Tensor, ...]:
-        """Parameters on the meta device."""
+        """Parameters on the meta device, of a matrix [outputs, inputs]."""
 
     def block_in(self, *parts: torch.Tensor) -> int:
         """How many weights of a row are packed together, read off a rank's parameters."""

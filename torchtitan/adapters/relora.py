@@ -96,8 +96,8 @@ def due(step: int, period: int | None) -> bool:
 
 
 def largest(values: torch.Tensor, prune_ratio: float) -> torch.Tensor:
-    """1 at the largest magnitudes, 0 at floor(prune_ratio n) others: by count, of equal ones the first. (A threshold
-    keeps none of equal values, and torch.quantile ends at 2^24.)
+    """Of any shape: 1 at the largest magnitudes, 0 at floor(prune_ratio n) others: by count, of equal ones the first.
+    (A threshold keeps none of equal values, and torch.quantile ends at 2^24.)
     """
     count = values.numel() - math.floor(prune_ratio * values.numel())
     order = values.float().abs().flatten().argsort(descending=True, stable=True)

@@ -40,8 +40,8 @@ class AdamWBF16(ByMoments):
 
 
 def add_with_lost(weight: torch.Tensor, lost: torch.Tensor, change: torch.Tensor, kept: float) -> None:
-    """weight * kept + lost + change, and in `lost` what did not fit. The sum is made in the type of `change`, so that
-    weight decay, a small change too, loses nothing either.
+    """Of tensors of one shape: weight * kept + lost + change, and in `lost` what did not fit. The sum is made in the
+    type of `change`, so that weight decay, a small change too, loses nothing either.
     """
     wanted = change + lost.to(change.dtype) + weight.to(change.dtype) * (kept - 1)
     total = weight.to(change.dtype) + wanted
@@ -50,8 +50,9 @@ def add_with_lost(weight: torch.Tensor, lost: torch.Tensor, change: torch.Tensor
 
 
 def stochastically_rounded(values: torch.Tensor, key: str, offset: tuple[int, ...]) -> torch.Tensor:
-    """float32 -> bfloat16, up with the probability that the rest has of the gap. `offset`: where in the whole tensor
-    the first element is."""
+    """float32 -> bfloat16, of any shape, up with the probability that the rest has of the gap. `offset`: where in the
+    whole tensor the first element is.
+    """
     if not values.dim():
         return stochastically_rounded(values[None], key, (0,))[0]
     rounded = torch.empty_like(values, dtype=torch.bfloat16)

@@ -23,8 +23,9 @@ def fit(
     before: torch.Tensor | None,
     noise: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """`before`: the basis of that side so far. `noise(shape)`: random normals, for sketches. Computed in float64 on a
-    CPU and in float32 elsewhere.
+    """The basis of one side of `matrix` [m, n]: rows [rank, n] for "right", columns [m, rank] for "left", not more than
+    the matrix has. `before`: the basis of that side so far, of the same shape. `noise(shape)`: random normals, for
+    sketches. Computed in float64 on a CPU and in float32 elsewhere.
     """
     matrix = matrix.to(torch.float64 if matrix.device.type == "cpu" else torch.float32)
     wide = matrix if side == "right" else matrix.T  # then rows of the basis are wanted
@@ -36,11 +37,14 @@ def fit(
 
 
 def by_svd(matrix: torch.Tensor, rank: int, before: torch.Tensor | None, noise: Callable) -> torch.Tensor:
+    """[m, n] -> the rows [rank, n] of the largest singular values, in their order; so do the other methods."""
     return torch.linalg.svd(matrix, full_matrices=False)[2][:rank]
 
 
 def by_gram(matrix: torch.Tensor, rank: int, before: torch.Tensor | None, noise: Callable) -> torch.Tensor:
-    """Eigenvectors of the short side's products; for the long side multiplied over and made orthogonal again."""
+    """[m, n] -> [rank, n]: eigenvectors of the short side's products; for the long side multiplied over and made
+    orthogonal again.
+    """
     rows, columns = matrix.shape
     if columns <= rows:
         return torch.linalg.eigh(matrix.T @ matrix)[1].T.flip(0)[:rank]
@@ -49,7 +53,7 @@ def by_gram(matrix: torch.Tensor, rank: int, before: torch.Tensor | None, noise:
 
 
 def by_sketch(matrix: torch.Tensor, rank: int, before: torch.Tensor | None, noise: Callable) -> torch.Tensor:
-    """Randomized (Halko, Martinsson, Tropp, arXiv:0909.4061, algorithms 4.4 and 5.1)."""
+    """[m, n] -> [rank, n]: randomized (Halko, Martinsson, Tropp, arXiv:0909.4061, algorithms 4.4 and 5.1)."""
     columns = min(rank + OVERSAMPLED, *matrix.shape)
     found = torch.linalg.qr(matrix @ noise((matrix.shape[1], columns)).to(matrix))[0]
     for _ in range(ITERATIONS):
@@ -58,7 +62,7 @@ def by_sketch(matrix: torch.Tensor, rank: int, before: torch.Tensor | None, nois
 
 
 def by_power(matrix: torch.Tensor, rank: int, before: torch.Tensor | None, noise: Callable) -> torch.Tensor:
-    """From the basis so far, or from a sketch: once more towards the largest directions."""
+    """[m, n] -> [rank, n]: from the basis so far, or from a sketch: once more towards the largest directions."""
     if before is None:
         return by_sketch(matrix, rank, before, noise)
     found = before.T.to(matrix)

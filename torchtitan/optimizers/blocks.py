@@ -16,8 +16,8 @@ from torchtitan.optimizers.sizes import BLOCK
 
 @cache
 def codebook(signed: bool, device: torch.device) -> torch.Tensor:
-    """256 values in order, float32: 0, 1 and for each of seven powers of ten the centres of equal steps, of which each
-    power has twice as many as the one below it.
+    """[256] values in order, float32: 0, 1 and for each of seven powers of ten the centres of equal steps, of which
+    each power has twice as many as the one below it.
     """
     values = [0.0, 1.0]
     for i in range(7):
@@ -46,8 +46,8 @@ def _lowest_codes(signed: bool, device: torch.device) -> torch.Tensor:
 
 
 def nearest_codes(values: torch.Tensor, signed: bool) -> torch.Tensor:
-    """float32 between -1 and 1 -> the nearest values' places in the codebook, int32. As torch.bucketize by the borders,
-    in a tenth of its time on a CPU.
+    """float32 between -1 and 1, of any shape -> the nearest values' places in the codebook, int32. As torch.bucketize
+    by the borders, in a tenth of its time on a CPU.
     """
     flat = values.contiguous().flatten()
     cells = (flat.view(torch.int32) >> 16) & 0xFFFF
@@ -75,11 +75,13 @@ class Packed:
         state[f"{key}_scales"] = self.scales.zeros(torch.float32, device)
 
     def read(self, state: dict[str, torch.Tensor], key: str, signed: bool, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's part of the moment, [.., columns of this rank]."""
         codes, scales = local(state[f"{key}_codes"]), local(state[f"{key}_scales"])
         values = codebook(signed, codes.device).index_select(0, codes.int().flatten()).view(codes.shape)
         return values.to(dtype) * self._spread(scales).to(dtype)
 
     def write(self, state: dict[str, torch.Tensor], key: str, signed: bool, values: torch.Tensor) -> None:
+        """`values` [.., columns of this rank]; where columns are cut, all ranks that share a row call it."""
         scales = local(state[f"{key}_scales"]).zero_()
         if self.columns:
             blocks = torch.nn.functional.pad(

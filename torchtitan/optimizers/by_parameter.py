@@ -24,7 +24,9 @@ class ByParameter(Optimizer):
                     self.update(name, parameter, self.state[parameter], group)
 
     def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
-        """One step of one parameter, which has a gradient. `name`: of optimizers that ask for it (OptimizerSpec)."""
+        """One step of one parameter of any shape, which has a gradient. `name`: of optimizers that ask for it
+        (OptimizerSpec).
+        """
         raise NotImplementedError
 
 
@@ -38,17 +40,18 @@ class ByMoments(ByParameter):
         self.add(name, parameter, state, change, 1 - group["lr"] * group["weight_decay"])
 
     def add(self, name: str, parameter: torch.Tensor, state: State, change: torch.Tensor, kept: float) -> None:
+        """`change`: of this rank's part and of its shape; `kept`: the factor that weight decay leaves of it."""
         add(parameter, change, kept)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part, in the type to compute in: that of the parameter, but not below float32."""
+    """This rank's part, in its shape and in the type to compute in: the parameter's, but not below float32."""
     assert parameter.grad is not None
     return local(parameter.grad).to(torch.promote_types(parameter.dtype, torch.float32))
 
 
 def plain_change(moments: Moments, parameter: torch.Tensor, state: State, group: Options) -> torch.Tensor:
-    """Of this rank's part, by moments of the parameter as it is."""
+    """Of this rank's part and of its shape, by moments of the parameter as it is."""
     layout = Layout.of(parameter)
     if "step" not in state:
         moments.begin(state, layout, group, parameter.dtype, parameter.device)
@@ -56,7 +59,7 @@ def plain_change(moments: Moments, parameter: torch.Tensor, state: State, group:
 
 
 def add(parameter: torch.Tensor, change: torch.Tensor, kept: float, times: float = 1.0) -> None:
-    """parameter * kept + times * change, where the types differ rounded once."""
+    """parameter * kept + times * change, of this rank's part and of its shape; where the types differ rounded once."""
     weight = local(parameter)
     if weight.dtype == change.dtype:
         weight.mul_(kept).add_(change, alpha=times)

@@ -28,6 +28,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Layout":
+        """Of a tensor of any shape, plain (whole on this rank) or a DTensor."""
         if not isinstance(tensor, DTensor):
             return cls(tuple(tensor.shape))
         return cls(tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements))
@@ -79,8 +80,8 @@ class Layout:
         return bool(self._axes([dim]))
 
     def summed(self, part: torch.Tensor, *dims: int, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """In place: of values that this rank has from its part of these dimensions, the sum over all parts. By default
-        of all dimensions.
+        """In place: of values that this rank has from its part of these dimensions, the sum over all parts, of
+        the shape of `part`. By default of all dimensions.
         """
         for axis in self._axes(dims or range(len(self.shape))):
             assert self.mesh is not None
@@ -88,7 +89,7 @@ class Layout:
         return part
 
     def placed(self, local: torch.Tensor) -> torch.Tensor:
-        """This rank's part as a part of the whole, as a checkpoint wants it."""
+        """This rank's part, of `local_shape`, as a part of the whole, of `shape`, as a checkpoint wants it."""
         assert tuple(local.shape) == self.local_shape, (tuple(local.shape), self.local_shape)
         if self.mesh is None:
             return local
@@ -98,19 +99,21 @@ class Layout:
         )
 
     def gathered(self, local: torch.Tensor) -> torch.Tensor:
-        """The whole, on every rank; all of them call it."""
+        """`local_shape` -> `shape`: the whole, on every rank; all of them call it."""
         placed = self.placed(local)
         return placed.full_tensor() if isinstance(placed, DTensor) else placed
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor, a view."""
+        """`shape` -> `local_shape`: this rank's part of a whole tensor, a view."""
         return whole[tuple(self.span(dim) for dim in range(whole.dim()))]
 
     def zeros(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Of `shape`, of which this rank holds `local_shape`."""
         return self.placed(torch.zeros(self.local_shape, dtype=dtype, device=device))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, of any shape; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -24,7 +24,7 @@ class Moments(Protocol):
         ...
 
     def change(self, gradient: torch.Tensor, layout: Layout, state: State, group: Options, rate: float) -> torch.Tensor:
-        """What is to be added to this rank's part; computed in the gradient's type."""
+        """What is to be added to this rank's part, of its shape as `gradient` is; computed in the gradient's type."""
         ...
 
 
@@ -53,7 +53,7 @@ class Adam:
                 state[key] = layout.zeros(dtype, device)
 
     def read(self, state: State, layout: Layout, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Both, to be changed in place and given to `write`."""
+        """Both, each of this rank's part's shape, to be changed in place and given to `write`."""
         if self.packs(layout):
             packed = Packed(layout)
             return [packed.read(state, key, signed, dtype) for key, signed in self.KEYS]

@@ -31,7 +31,7 @@ class Projection:
         return layout if self.right is None else layout.resized(1, self.right.shape[0])
 
     def down(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Both this rank's parts."""
+        """G [m, n] -> R [m, rank], [rank, n] or, of both sides, [rank, rank]; both this rank's parts."""
         layout = self.layout
         if self.left is not None:
             gradient = layout.summed(self.left[layout.span(0)].to(gradient).T @ gradient, 0)
@@ -40,6 +40,7 @@ class Projection:
         return gradient
 
     def up(self, change: torch.Tensor) -> torch.Tensor:
+        """From R's shape back to [m, n], both this rank's parts."""
         if self.left is not None:
             change = self.left[self.layout.span(0)].to(change) @ change
         if self.right is not None:
@@ -47,7 +48,9 @@ class Projection:
         return change
 
     def onto(self, new: "Projection", moment: torch.Tensor, square: bool) -> torch.Tensor:
-        """A moment of what is projected, in the new basis' directions; of squares as if directions were independent."""
+        """A moment of what is projected, of R's shape, in the new basis' directions; of squares as if directions were
+        independent.
+        """
         if self.left is not None and new.left is not None:
             turn = (new.left.T.double() @ self.left.double()).to(moment)
             moment = (turn.square() if square else turn) @ moment
@@ -69,7 +72,9 @@ GROWTH = 1.01
 
 
 def limited(step: torch.Tensor, layout: Layout, state: State, key: str) -> torch.Tensor:
-    """Cut to GROWTH times the length of the last step, which is kept under `key`; the first is as it is."""
+    """`step`, of any shape, cut to GROWTH times the length of the last step, which is kept under `key`; the first is as
+    it is.
+    """
     norm = layout.summed(step.square().sum()).sqrt()
     most = state[key].to(norm) * GROWTH
     factor = torch.where((most > 0) & (norm > most), most / norm, 1)

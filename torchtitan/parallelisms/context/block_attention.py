@@ -137,6 +137,7 @@ def _cut(
 
 
 def kernel_type(q: torch.Tensor) -> torch.dtype:
+    """What the kernels compute in for q of any shape."""
     return accumulation_type(q.dtype) if q.device.type == "cpu" else q.dtype
 
 
@@ -184,7 +185,9 @@ def block_backward(
     logsumexp: torch.Tensor,
     extras: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v by `grad`, `out` and `logsumexp` of whole rows; `extras` from a forward of this kernel."""
+    """Gradients of q, k, v, of their shapes and those of block_forward, by `grad`, `out` and `logsumexp` of whole rows;
+    `extras` from a forward of this kernel.
+    """
     kernel, width = kernel_for(q, bias), v.shape[-1]
     if kernel in ("cpu", "flash"):
         grad, v, out = (_as_wide(x, k) for x in (grad, v, out))
@@ -216,7 +219,9 @@ def block_backward(
 
 
 def kernel_for(q: torch.Tensor, bias: torch.Tensor | None) -> str:
-    """Which kernel takes these: cpu, flash, efficient, or written out, which takes all and keeps all scores."""
+    """Which kernel takes these, shaped as in block_forward: cpu, flash, efficient, or written out, which takes all and
+    keeps all scores.
+    """
     if q.device.type == "cpu":
         return "cpu"
     fits = q.device.type == "cuda" and q.shape[-1] % 8 == 0
