@@ -147,6 +147,7 @@ CHANGES = [
     ("--autoresume true", {}, "goes on from the newest checkpoint"),
     ("--profile true", {"profiling.enable_profiling": True}, ""),
     ("--use_peft --quantize 4bit", {"adapter.kind": "qlora"}, ""),
+    ("--use_peft --quantize 8bit", {"adapter.kind": "lora_int8"}, "weights alone are in 8 bits"),
     ("--wandb_watch False", {}, ""),
     ("--model_config configs/llama_250m_50k.json", {"model.flavor": "250m_50k", "model.overrides": None}, ""),
 ]

@@ -221,7 +221,8 @@ class _ReLoRA:
                 "quantize", asked, "nothing with --relora", "each restart would round the packed matrices again"
             )
         elif asked == "8bit":
-            self.refuse("quantize", asked, "4bit", 'write adapter.kind = "qlora" into the job for what else there is')
+            self.values["adapter.kind"] = "lora_int8"
+            self.note("--quantize 8bit: weights alone are in 8 bits here, a scale for each row; inputs are not rounded")
         else:
             self.values["adapter.kind"] = "qlora"
             if not self.given["use_double_quant"]:
