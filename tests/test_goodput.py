@@ -44,6 +44,7 @@ def test_every_second_has_one_cause(clock):
 
 def test_every_phase_that_a_rank_tells_in_a_step_has_a_cause():
     assert set(PHASES) - set(CAUSE_OF) == {"start", "load"} and set(CAUSE_OF.values()) <= set(CAUSES)
+    assert CAUSE_OF["end"] != "save", "the picture would be a save that holds the run up"
 
 
 def test_a_restart_counts_from_the_failure_and_knows_what_is_done_again(clock):

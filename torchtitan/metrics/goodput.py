@@ -13,16 +13,18 @@ CAUSES = {
     "start": "starting",
     "restart": "restarts",
     "redone": "steps that were lost",
+    "end": "ending",
 }
 """By name, what each is called. compile: the first step of a start, which compiles, if anything does; start: until that
-step; restart: the same after a failure, from its being noticed; redone: what had been trained since the checkpoint."""
+step; restart: the same after a failure, from its being noticed; redone: what had been trained since the checkpoint;
+end: the wait for the last save, exports, the picture."""
 CAUSE_OF = {
     "first": "compile",
     "data": "data",
     "train": "train",
     "validate": "validation",
     "save": "save",
-    "end": "save",
+    "end": "end",
 }
 """By the phase that a rank tells (progress.py)."""
 GPU_HOURS_PER_FAILURE = 50_000.0
