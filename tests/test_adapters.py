@@ -99,6 +99,18 @@ def test_an_initial_load_fills_the_base_and_leaves_the_adapter_fresh(tmp_path, t
     assert trainer["adapter"] == {"steps": 2}
 
 
+def test_a_dora_starts_from_weights_and_from_another_dora(tmp_path, texts, base):
+    """Its magnitudes are those of the base's rows, or those that the other one has trained."""
+    options = LORA | dict(adapter__kind="dora", training__steps=2)
+    first = arguments(tmp_path / "a", texts, **options, checkpoint__initial_load_path=base[0] / "model")
+    begun, trained_, _, _ = run_ranks(1, weights_after, first)[0]
+    rows = torch.from_numpy(begun["layers.0.attention.wq.weight"]).norm(dim=1)
+    torch.testing.assert_close(torch.from_numpy(begun["layers.0.attention.wq.lora_magnitude"]), rows)
+    second = arguments(tmp_path / "b", texts, **options, checkpoint__initial_load_path=tmp_path / "a" / "checkpoint")
+    again = run_ranks(1, weights_after, second)[0][0]
+    assert {name for name in again if (again[name] != trained_[name]).any()} == set()
+
+
 @pytest.mark.parametrize("ranks, plan", [(1, {}), (2, {}), (2, {"parallelism__pipeline_parallel_degree": 2})])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, texts, ranks, plan):
     common = plan | dict(adapter__kind="scale", checkpoint__enable=True, checkpoint__interval=3, debug__seed=3)
@@ -144,6 +156,14 @@ def test_what_is_trained_beside_the_adapter():
     assert adapter.frozen == {name for name, _ in model.named_parameters()} - beside - adapter.fresh
     of = SIZES["llama3"]["debugmodel"].num_parameters + 6  # blocks
     assert adapter.describe() == f"scale: {6 + 2 * 256} of {of:,} parameters trained ({51800 / of:.2g} %)"
+
+
+def test_a_tied_head_is_trained_by_either_of_its_names():
+    for name in ("output.weight", "tok_embeddings.weight"):
+        with torch.device("meta"):
+            model = MODELS["llama3.2"].build(SIZES["llama3.2"]["debugmodel"])
+        ScaleAdapter(Options(kind="scale", train_fully=[name])).install(model, MODELS["llama3.2"].plan)
+        assert model.output.weight is model.tok_embeddings.weight and model.output.weight.requires_grad
 
 
 def test_a_pattern_that_fits_nothing_is_refused():
@@ -303,6 +323,12 @@ def test_export_folds_in_and_verifies(tmp_path, texts, base, capsys, monkeypatch
             ["--model.name=llama3.2", '--adapter.target=["output"]', "--checkpoint.enable"]
             + ["--checkpoint.last_save_model_only"],
             "checkpoint.last_save_model_only: given true; allowed: false with an adapter beside a tied head",
+        ),
+        (
+            ["--model.name=llama3.2", '--adapter.target=["output"]', "--adapter.relora.every=10"]
+            + ["--lr_scheduler.decay_type=relora_cosine", "--lr_scheduler.cycle_length=10", "--training.steps=40"]
+            + ["--lr_scheduler.warmup_steps=2", "--lr_scheduler.restart_warmup_steps=2"],
+            "adapter.relora.every: given 10; allowed: unset with an adapter beside a tied head",
         ),
     ],
     ids=str,

@@ -164,6 +164,9 @@ def test_flags(words, expected, note):
 
 REFUSED = [
     ("--lr fast", "lr", "a number"),
+    ("--batch_size 0", "batch_size", "at least 1"),
+    ("--total_batch_size -64", "total_batch_size", "at least 1"),
+    ("--max_length 0", "max_length", "at least 1"),
     ("--batch_size 2.5", "batch_size", "a whole number"),
     ("--use_peft maybe", "use_peft", "true or false, or nothing"),
     ("--learning_rate 1", "learning_rate", "a flag of torchrun_main.py"),

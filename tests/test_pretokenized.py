@@ -5,6 +5,8 @@ from itertools import islice
 
 import datasets as hub
 import numpy as np
+import pyarrow
+import pyarrow.ipc
 import pytest
 import torch
 
@@ -118,6 +120,14 @@ def test_blocks_of_another_length_than_they_say(tmp_path):
         source.get(10)
     with pytest.raises(DataError, match="blocks of 16 tokens"):
         loader(tmp_path / "data", "pretokenized", seq_len=8)
+
+
+def test_a_split_without_rows(tmp_path):
+    folder = save(tmp_path / "data")
+    (file,) = folder.glob("*.arrow")
+    pyarrow.ipc.new_stream(str(file), pyarrow.schema({"input_ids": pyarrow.list_(pyarrow.int64())})).close()
+    (line,) = lines(*words(folder))
+    assert "has no rows; one block at least is needed" in line
 
 
 def test_a_folder_without_blocks(tmp_path):

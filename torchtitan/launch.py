@@ -28,7 +28,7 @@ from torchtitan.launcher.processes import Processes
 from torchtitan.launcher.restarts import follow, supervise
 from torchtitan.launcher.stops import SignalQueue
 from torchtitan.launcher.watching import Watch
-from torchtitan.leaving import REFUSED, exit_with
+from torchtitan.leaving import CRASHED, REFUSED, exit_with
 from torchtitan.ranks import Restart, count_ranks, likely_device, read_nodes, set_default, slurm_job
 from torchtitan.rules import check, with_faults_of_the_rest
 
@@ -87,11 +87,12 @@ def launch(num_ranks: int | None, arguments: list[str]) -> int:
 def lead(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue) -> int:
     """On the first machine, and on the only one: hold the folder, and start all ranks of a checked job again after
     crashes and hangs, if there is something to go on from."""
-    company, code = First(nodes, num_ranks), REFUSED
+    company, code = First(nodes, num_ranks), CRASHED  # what the others are told where an exception is not expected
     try:
         config = load_job(arguments, nodes.count * num_ranks)
         if config is None:
-            return REFUSED
+            code = REFUSED
+            return code
         for number in queue.wait(0):
             code = 128 + number
             return code
@@ -103,7 +104,8 @@ def lead(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue)
         return code
     except JobError as error:
         print(folded(error), file=sys.stderr)
-        return REFUSED
+        code = REFUSED
+        return code
     finally:
         company.dismiss(code)
 

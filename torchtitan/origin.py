@@ -79,5 +79,5 @@ class Origin:
             logger.info("started from %s weights in %s", whose, place)
             if options.initial_load_counters and (counted := counters_of(kind, place)):
                 checkpointer.load_state(counted._asdict() | {SCHEDULE_START: counted.step}, [])
-        if adapter is not None:
+        if adapter is not None and not checkpointer.fresh_loaded:
             adapter.follow_base(self.model.parts)

@@ -207,6 +207,7 @@ class Trainer:
                         first = False
         finally:
             gc.enable()
+        self.goodput.enter("end")  # the launcher is told later: it would not wait for a long export
         if self.checkpointer:
             self.checkpointer.finish()
         if self.step == last:
@@ -304,7 +305,7 @@ class Trainer:
         # it forgets what it has counted
         self.model.after_step(bad - self.schedule_start, self.optimizers.optimizers, updated=False)
         self.checkpointer.go_back()
-        self.guards.steps.went_back_to(self.step)
+        self.guards.went_back_to(self.step)
         self.goodput.enter("restart")
         self.loader.close()
         self.loader = training_loader(self.config, self.tokenizer, self.dp_rank, self.dims, self.data_state)

@@ -66,8 +66,10 @@ class Adapter:
         self.fresh = frozenset(names - before - packed)
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name in self.fresh}
         trained = self.fresh | self.trained_of_base(sorted(names & before))
-        for name, parameter in model.named_parameters():  # of tied ones the first name counts
-            parameter.requires_grad_(name in trained)
+        named = list(model.named_parameters(remove_duplicate=False))
+        asked = {parameter for name, parameter in named if name in trained}  # tied ones have two names, either counts
+        for _, parameter in named:
+            parameter.requires_grad_(parameter in asked)
         self.frozen = frozenset(
             name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad
         )

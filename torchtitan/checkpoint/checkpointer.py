@@ -87,6 +87,8 @@ class Checkpointer:
         self.trainer_state, self.rank_state, self.load_state = trainer_state, rank_state, load_state
         self.before_save, self.before_load, self.after_save = before_save, before_load, after_save
         self.fresh = {MODEL + name for name in fresh}
+        self.fresh_loaded = False
+        """Whether what has been loaded held an adapter's parameters too."""
         self.left_out = {MODEL + name for name in left_out}
         self.interval, self.interval_type = interval, interval_type
         self.keep_latest_k = keep_latest_k
@@ -310,8 +312,11 @@ class Checkpointer:
 
     @property
     def can_go_back(self) -> bool:
-        """Whether this run has saved or loaded something that is still the newest; the same on all ranks."""
-        return self.saved_step is not None and not self.load_only
+        """Whether this run has saved or loaded something, whole, that is still the newest; the same on all ranks."""
+        if self.saved_step is None or self.load_only:
+            return False
+        partly = self.excluded & {"optimizer", "lr_scheduler"}  # nothing would bring these back to where they began
+        return not (partly and self.loaded_from and self.saved_step == layout.step_of(self.loaded_from.name))
 
     def go_back(self) -> None:
         """In the middle of a run that can: take its newest checkpoint again."""
@@ -360,6 +365,7 @@ class Checkpointer:
                 of_optimizers, live.values = tensors.optimizer_state(self.model_parts, self.optimizers)
                 live.tensors |= of_optimizers
             live.copies = tensors.copied_tensors(self.model_parts, self.optimizers if with_optimizer else ())
+            self.fresh_loaded = not self.fresh.isdisjoint(source.manifest.tensors)
             absent = self.left_out if with_state else self.fresh
             if with_state or absent.isdisjoint(source.manifest.tensors):
                 live.tensors, live.copies = self._without(absent, live.tensors), self._without(absent, live.copies)

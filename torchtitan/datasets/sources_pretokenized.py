@@ -41,6 +41,8 @@ class Blocks(Indexed):
         about = {"dataset_path": str(self.folder), "split": split, "sequence_length": self.length}
         blocks: list[IndexedFile] = [BlockFile(file, name, self.length) for name, file in files.items()]
         super().__init__(f"{path} ({split})", about | files_fingerprint(files), blocks)
+        if not len(self):
+            raise DataError(f"{self.folder}: its {split} has no rows; one block at least is needed: save it again")
 
     def check(self, seq_len: int, tokenizer: Tokenizer, tokenizer_path: str) -> None:
         """Whether samples of this length, and ids of the job's tokenizer, are what it holds. Looks at three blocks."""

@@ -85,6 +85,11 @@ class Guards:
             self.replicas.check()
             self._compared = step
 
+    def went_back_to(self, step: int) -> None:
+        """The run is at the state of this step again; those after it come again, with other numbers perhaps."""
+        self.steps.went_back_to(step)
+        self._compared = -1
+
     def _first_layer(self) -> str:
         layers = self.model.not_finite_layers()
         return f" (first seen by the router of {layers[0]})" if layers else ""

@@ -23,6 +23,7 @@ from torchtitan.models.llama import RELORA, relora_sizes
 TOKENS = re.compile(r"(\d+)([KMB]?)", re.IGNORECASE)
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 EVALUATED_TOKENS = 10**7
+COUNTS = ("batch_size", "total_batch_size", "gradient_accumulation", "max_length", "num_training_steps")
 DROPOUT = 0.1
 """Of what adapters read, which the script had no flag for."""
 VOCABULARY = 32_100
@@ -137,7 +138,7 @@ class _ReLoRA:
             self.refuse("batch_size", None, "a number of sequences", "the script needs it too")
         if ranks is None:
             self.refuse("nproc_per_node", None, "a number", "write how many ranks there are: --world-size N")
-        if local is None or ranks is None or min(local, total or 1, passes or 1) < 1:
+        if local is None or ranks is None or not self._are_counts():
             return
         if total is None:
             total = local * ranks * (passes or 1)
@@ -155,6 +156,12 @@ class _ReLoRA:
             else:
                 self.refuse("max_train_tokens", tokens, "such as 100M, and at least those of a step", "")
         self.values["training.steps"] = max(steps, 1)
+
+    def _are_counts(self) -> bool:
+        wrong = [flag for flag in COUNTS if self.given[flag] is not None and self.given[flag] < 1]
+        for flag in wrong:
+            self.refuse(flag, self.given[flag], "at least 1")
+        return not wrong
 
     def optimizer(self) -> None:
         given = self.given
@@ -303,7 +310,7 @@ class _ReLoRA:
         if given["dataset_path"] is not None:
             values["validation.dataset_path"] = given["dataset_path"]
         local, ranks = given["batch_size"], self.line.ranks
-        if local and ranks:
+        if local and ranks and given["max_length"] > 0:
             values["validation.local_batch_size"] = local
             values["validation.steps"] = max(1, EVALUATED_TOKENS // (local * ranks * given["max_length"]))
         if given["tags"]:

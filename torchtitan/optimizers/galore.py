@@ -192,11 +192,12 @@ class GaLore(ByParameter):
             return
         pairs = [(old.left[:, 0], state["left"][:, 0])] if old.left is not None else []
         pairs += [(old.right[0], state["right"][0])] if old.right is not None else []
-        state["cosines"].append(min(float((a.float() @ b.float()).abs()) for a, b in pairs))
+        cosine = min(float((a.float() @ b.float()).abs()) for a, b in pairs)
+        state["cosines"] = [*state["cosines"], cosine]  # a new list: a save in the background may write the old one
         if len(state["cosines"]) == TIMES:
             if sum(state["cosines"]) / TIMES >= ALIKE:
                 state["gap"] *= 2
-            state["cosines"].clear()
+            state["cosines"] = []
 
     def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
         kept, rate = 1 - group["lr"] * group["weight_decay"], group["lr"]

@@ -157,7 +157,7 @@ class ParallelModel:
         for part in self.parts:
             initialize(part, self.seed, part.init_rule, drawn_as=part.tied_names, names=names)
             draw_stores(part, self.seed, part.init_rule, names)
-        if self.adapter is not None:
+        if self.adapter is not None and names is None:  # else there is no base yet: who loads it calls follow_base
             self.adapter.follow_base(self.parts)
 
     @torch.no_grad()

@@ -22,6 +22,9 @@ def adapter_fits_the_model(facts: Facts) -> Iterator[Fault]:
     if facts.config.checkpoint.last_save_model_only and facts.args.tied_embeddings and HEAD in targets(found, options):
         why = "the head is the embedding's matrix, and folding in would make them two: set adapter.last_save_in_peft"
         yield facts.fault("checkpoint.last_save_model_only", "false with an adapter beside a tied head", why)
+    if options.relora.every is not None and facts.args.tied_embeddings and HEAD in targets(found, options):
+        why = "a restart would fold the head's adapter into the embedding too: leave output out of adapter.target"
+        yield facts.fault("adapter.relora.every", "unset with an adapter beside a tied head", why)
 
 
 def adapter_alone_has_its_model(facts: Facts) -> Iterator[Fault]:
