@@ -26,9 +26,10 @@ from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.processes import Processes
 from torchtitan.launcher.stops import SignalQueue
 from torchtitan.launcher.watching import Watch
+from torchtitan.leaving import exit_with
 watching.FOLLOW_SECONDS, watching.SHUTDOWN_SECONDS, stops.ONE_REQUEST_SECONDS = {follow}, {shutdown}, 0
 ranks = Processes([sys.executable, "-c", sys.argv[1]], 2)
-sys.exit(Watch(ranks, SignalQueue(), Limits(1000, 1000), Path("unused")).until_the_end())
+exit_with(Watch(ranks, SignalQueue(), Limits(1000, 1000), Path("unused")).until_the_end)
 """
 # What a rank's program may use: what it is, telling its phase, and being seen by the test.
 RANK = r"""

@@ -180,7 +180,8 @@ def test_a_wheel_trains_generates_and_exports_without_the_repository(wheel, tmp_
     environment = os.environ | {"PYTHONPATH": str(wheel), "OMP_NUM_THREADS": "1"}
 
     def torchtitan(*words: str) -> str:
-        program = "import torchtitan, sys; print(torchtitan.__path__); from torchtitan.cli import run; run()"
+        said = "print(torchtitan.__path__, flush=True)"
+        program = f"import torchtitan, sys; {said}; from torchtitan.cli import run; run()"
         command = [sys.executable, "-c", program, *words]
         done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
