@@ -5,6 +5,7 @@ three minutes on two cores; --slurm runs what needs a cluster of SLURM, which it
 """
 
 import os
+import signal
 import sys
 
 import pytest
@@ -17,6 +18,8 @@ if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 for name in [name for name in os.environ if name.startswith("SLURM_")]:
     del os.environ[name]  # of an allocation in which the tests run, and which their jobs shall not take for theirs
+# under nohup it is ignored, and what the tests start would inherit that
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # torch's on-disk autograd cache mixes up entries of different optimizers and wrappers (measured on 2.13)
 os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 

@@ -59,7 +59,9 @@ class Watchdog:
         if (long or len(doing) == 1) and self._busy():
             self._busy_at = time.monotonic()
             return None
-        return now - latest
+        # looking took a while, in which a rank may have got on after all
+        moved = any(self.processes.progress[rank] != each for rank, each in doing.items())
+        return None if moved else now - latest
 
     def _busy(self) -> bool:
         ranks = list(self.processes.running)

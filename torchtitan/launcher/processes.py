@@ -128,11 +128,12 @@ class Processes:
         return sum(int(fields.get(name, 0)) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
 
     def cpu_seconds(self, rank: int) -> float:
-        """Computed by the process and all that it has started and that still runs."""
+        """Computed by the process and all that it has started, with ended children that it has waited for: without
+        these the sum would fall when a compiler ends."""
         pids, ticks = [self.running[rank].pid], 0
         for pid in pids:
             fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-            ticks += sum(map(int, fields[11:13]))
+            ticks += sum(map(int, fields[11:15]))
             for task in Path(f"/proc/{pid}/task").glob("*/children"):
                 pids += map(int, _read(task).split())
         return ticks / os.sysconf("SC_CLK_TCK")
