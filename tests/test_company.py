@@ -1,10 +1,13 @@
 """The launchers of several machines decide together: two on this machine, with a rank each of a few lines."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,11 +16,12 @@ from tests.test_launcher import RANK, end, gone, nothing_is_left, started
 from tests.test_nodes import free_port
 from tests.test_restarts import ATTEMPT, CRASH, in_the_folder
 from torchtitan.errors import JobError
-from torchtitan.launcher import company
+from torchtitan.launcher import company, restarts
 from torchtitan.launcher.company import First, Line, Other
 from torchtitan.launcher.ends import End, read_end, together
 from torchtitan.launcher.hangs import Evidence
 from torchtitan.launcher.nodes import Nodes
+from torchtitan.launcher.restarts import supervise
 from torchtitan.launcher.stops import SignalQueue
 from torchtitan.leaving import CRASHED, HUNG, NON_FINITE, TERMINATED
 
@@ -114,6 +118,34 @@ def test_a_hang_is_explained_by_what_is_seen_on_all_machines(late, tmp_path):
     assert all(map(gone, pids))
 
 
+@pytest.mark.parametrize("busy", [0, 1])
+def test_a_machine_that_waits_while_another_works_does_not_hang(busy, tmp_path):
+    """However long: as all ranks wait for one that exports, or compiles for longer than others."""
+    program = (
+        f"ready('train')\nfor turn in range(8):\n  time.sleep(0.2)\n  if ranks.rank == {busy}: tell('train', turn)\n"
+        "tell('end', 9)"
+    )
+    first, other = ends(machines(program, tmp_path, budget=0, limit=0.5))
+    assert (first[0], other[0]) == (0, 0), first[2]
+
+
+def test_collected_is_once_when_all_machines_that_are_at_work_have_just_said_that_they_stand(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(company.time, "monotonic", lambda: now[0])
+    first = First()
+    first.nodes = Nodes(3, 0, "127.0.0.1", 1)
+
+    def orders(index: int) -> list[str]:
+        first._heed({"kind": "hung", "seconds": 5.0}, index)
+        return [order["kind"] for order in first.look()]
+
+    assert [orders(1), orders(0)] == [[], []]
+    now[0] += company.FRESH_SECONDS + 1  # and since then the others have got on
+    assert [orders(2), orders(1)] == [[], []]
+    first._end_of(0, End(0, done=True))
+    assert [orders(2), orders(1), orders(2)] == [["collect"], [], []]
+
+
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_stop_on_one_machine_is_one_on_all(asked, tmp_path):
     found = machines("ready('train'); wait_to_be_asked(); tell('end', 4); sys.exit(143)", tmp_path)
@@ -130,6 +162,23 @@ def test_a_stop_in_the_pause_ends_the_run_on_all_machines(asked, tmp_path):
     assert "restart 1" in found[0].stderr.readline()
     found[asked].send_signal(signal.SIGTERM)
     assert [code for code, _, _ in ends(found)] == [143, 143]
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_stop_while_the_ends_come_in_ends_the_run(here, queue, monkeypatch):
+    """Asked for when this machine's ranks have crashed and the other's are not known to have ended."""
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_SECONDS", 0.01)
+    first, other = met(queue)
+
+    def crashed(code: int) -> End:
+        os.kill(os.getpid(), signal.SIGUSR1) if here else other.tell("stop", number=signal.SIGUSR1)
+        threading.Timer(0.2, lambda: other.tell("end", **End(CRASHED, "b", followed=True).plain())).start()
+        return End(code, "a")
+
+    watches = [SimpleNamespace(until_the_end=lambda: CRASHED, end=crashed)]
+    assert supervise(lambda restart: watches.pop(), queue, 3, lambda: -1, first) == 128 + signal.SIGUSR1
+    assert [order["kind"] for order in other.look()] == ["follow"] + ["stop"] * here
+    first.dismiss(0)
 
 
 def test_a_code_that_explains_itself_is_that_of_all_machines(tmp_path):
@@ -206,8 +255,43 @@ def test_a_stranger_at_the_door_is_sent_away_and_the_others_come_in(queue):
     strangers = [socket.create_connection(("127.0.0.1", first.nodes.port)) for _ in range(3)]
     strangers[0].sendall(b"\x16\x03\x01\n[1, 2]\n")
     strangers[1].sendall(b'{"kind": ["here"]}\n')
-    Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1).meet(queue, 5)
+    other = Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1)
+    other.meet(queue, 5)
     assert first.meet(queue, 5) is None and set(first.hosts) == {0, 1}
+    first.dismiss(0)
+
+
+def met(queue) -> tuple[First, Other]:
+    """The launchers of two machines, in one process."""
+    first = First(Nodes(2, 0, "127.0.0.1", free_port()), 1)
+    other = Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1)
+    other.meet(queue, 5)
+    assert first.meet(queue, 5) is None
+    return first, other
+
+
+@pytest.mark.parametrize("told", ["stop", "nothing"])
+def test_who_has_come_is_heard_while_others_are_waited_for(told, queue):
+    """A stop, also in one breath with the greeting; and that it is gone."""
+    first = First(Nodes(3, 0, "127.0.0.1", free_port()), 2)
+    line = Line(socket.create_connection(("127.0.0.1", first.nodes.port)))
+    said = [{"kind": "here", "index": 1, "host": "b", "ranks": 2, "count": 3}, {"kind": "stop", "number": 2}]
+    line.connection.sendall(b"".join(json.dumps(each).encode() + b"\n" for each in said[: 1 + (told == "stop")]))
+    if told == "stop":
+        assert first.meet(queue, 20) == 2
+    else:
+        line.close()
+        with pytest.raises(JobError, match=r"machine 1 \(b\) gone before all had come; start all machines again"):
+            first.meet(queue, 20)
+    first.dismiss(2)
+
+
+def test_what_comes_in_one_breath_with_an_order_is_heard_later(queue):
+    first, other = met(queue)
+    stop = {"kind": "stop", "number": 2}
+    orders = [{"kind": "start", "port": 5, "restart": None}, stop]
+    first.lines[1].connection.sendall(b"".join(json.dumps(order).encode() + b"\n" for order in orders))
+    assert [other.next_order(queue), other.look(), other.look()] == [orders[0], [stop], []]
     first.dismiss(0)
 
 
@@ -248,8 +332,7 @@ def test_of_several_ends_the_one_that_explains_most_counts(found, code, cause):
 
 def test_a_silent_machine_is_not_waited_for_for_ever(queue, monkeypatch):
     monkeypatch.setattr(company, "QUIET_SECONDS", 0.1)
-    first = First(Nodes(2, 0, "127.0.0.1", free_port()), 1)
-    Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1).meet(queue, 5)
-    first.meet(queue, 5)
+    first, other = met(queue)
     end = together(first.gather(End(0, done=True), queue))
     assert end.code == 1 and first.gone == [f"machine 1 ({socket.gethostname()})"]
+    assert other.look()[-1] == {"kind": "follow"}

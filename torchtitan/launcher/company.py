@@ -29,6 +29,8 @@ LATE_SECONDS = 5.0
 """For how long the first machine waits for others only to tell them that nothing was started."""
 QUIET_SECONDS = 360.0
 """Longest that machines wait for each other at the end of a start: longer than any waits for its own ranks."""
+FRESH_SECONDS = 10.0
+"""How long a machine's word that none of its ranks gets on holds. It is given anew at every look, of some seconds."""
 _LOOK_SECONDS = 0.5
 _HOST = socket.gethostname()
 
@@ -39,6 +41,7 @@ class Line:
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.open = connection, True
         self._unread = b""
+        self._put_back: list[Message] = []
         connection.settimeout(SEND_SECONDS)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
@@ -56,6 +59,7 @@ class Line:
 
     def receive(self) -> list[Message]:
         """What has come, without waiting for more."""
+        before, self._put_back = self._put_back, []
         while self.open and select.select([self.connection], [], [], 0)[0]:
             try:
                 got = self.connection.recv(1 << 20)
@@ -72,7 +76,11 @@ class Line:
         if not all(isinstance(message, dict) and isinstance(message.get("kind"), str) for message in found):
             self.close()  # whoever this is speaks another language
             return []
-        return found
+        return before + found
+
+    def put_back(self, messages: list[Message]) -> None:
+        """What has come too early comes again, before all else."""
+        self._put_back = messages
 
     def close(self) -> None:
         self.open = False
@@ -93,6 +101,9 @@ class First:
         self._ends: list[End] = []
         self._ended: set[int] = set()
         self._lost: set[int] = set()
+        self._standing: dict[int, float] = {}
+        """Machine -> when it last said that none of its ranks gets on."""
+        self._collected = False
 
     @property
     def sockets(self) -> list[socket.socket]:
@@ -108,8 +119,8 @@ class First:
     # All machines come together
 
     def meet(self, queue: SignalQueue, seconds: float) -> int | None:
-        """Wait for all launchers; the number of a signal that ended the wait. Raises `JobError` if some do not come or
-        cannot take part."""
+        """Wait for all launchers; the number of a signal, here or there, that ended the wait. Raises `JobError` if some
+        do not come, cannot take part or are gone again."""
         until = time.monotonic() + seconds
         while len(self.hosts) < self.nodes.count:
             left = until - time.monotonic()
@@ -125,6 +136,11 @@ class First:
             for number in queue.wait(min(left, _LOOK_SECONDS), self.sockets):
                 return number
             self._greet()
+            for message in self.look():
+                if message["kind"] == "stop":
+                    return message["number"]
+            if self._lost:
+                raise JobError(f"{', '.join(self.gone)} gone before all had come; start all machines again")
         self._close_door()
         return None
 
@@ -133,9 +149,10 @@ class First:
             with suppress(OSError):
                 self._strangers.append(Line(self._listener.accept()[0]))
         for line in list(self._strangers):
-            for message in line.receive()[:1]:
+            if messages := line.receive():
+                line.put_back(messages[1:])
                 self._strangers.remove(line)
-                self._admit(line, message)
+                self._admit(line, messages[0])
             if not line.open and line in self._strangers:
                 self._strangers.remove(line)
 
@@ -170,7 +187,7 @@ class First:
     def begin(self, restart: Restart | None) -> tuple[Nodes, socket.socket | None]:
         """All machines start their ranks. The store by which these find each other has a socket of its own each time,
         so that none waits for what is left of the one before."""
-        self._orders = []
+        self._orders, self._standing, self._collected = [], {}, False
         if self.nodes.count == 1:
             return self.nodes, None
         listener = listen(self.nodes, 0)
@@ -179,11 +196,16 @@ class First:
         return nodes, listener
 
     def tell(self, kind: str, **more: Any) -> None:
-        """What happened on this machine and concerns all: stop (number), failed, hung (seconds)."""
+        """What happened on this machine and concerns all: stop (number), failed; hung (seconds), at every look."""
         self._heed({"kind": kind, **more}, 0)
 
     def look(self) -> list[Message]:
         """What this machine is to do: stop (number), follow, collect (name, seconds)."""
+        self._listen()
+        orders, self._orders = self._orders, []
+        return orders
+
+    def _listen(self) -> None:
         for index, line in self.lines.items():
             for message in line.receive():
                 self._heed(message, index)
@@ -192,8 +214,6 @@ class First:
                 cause = f"machine {index} ({self.hosts[index]}) is gone"
                 if index not in self._ended:
                     self._end_of(index, End(CRASHED, cause, index * self.num_ranks, by_signal=True))
-        orders, self._orders = self._orders, []
-        return orders
 
     def _heed(self, message: Message, index: int) -> None:
         kind = message["kind"]
@@ -202,11 +222,20 @@ class First:
         elif kind == "failed":
             self._to_all({"kind": "follow"}, but=index)
         elif kind == "hung":
-            order = {"kind": "collect", "name": folder_name(), "seconds": message["seconds"]}
-            self._to_all(order)
-            self._orders.append(order)
+            self._standing[index] = time.monotonic()
+            if not self._collected and self._all_stand():
+                self._collected = True
+                order = {"kind": "collect", "name": folder_name(), "seconds": message["seconds"]}
+                self._to_all(order)
+                self._orders.append(order)
         elif kind == "end" and index not in self._ended:
             self._end_of(index, read_end({name: message[name] for name in message if name != "kind"}))
+
+    def _all_stand(self) -> bool:
+        """Whether no machine gets on. Where the ranks of one wait, those of another may be at work: exporting, or
+        compiling for longer than it takes others."""
+        fresh = {index for index, at in self._standing.items() if time.monotonic() - at < FRESH_SECONDS}
+        return fresh | self._ended == set(range(self.nodes.count))
 
     def _end_of(self, index: int, end: End) -> None:
         self._ended.add(index)
@@ -222,17 +251,19 @@ class First:
             self._orders.append(message)
 
     def gather(self, own: End, queue: SignalQueue) -> list[End]:
-        """How this start ended on all machines, in the order in which they told it."""
-        self.look()
+        """How this start ended on all machines, in the order in which they told it. A stop that is heard on the way is
+        for who looks next."""
+        self._listen()
         self._end_of(0, own)
         until = time.monotonic() + QUIET_SECONDS
         while len(self._ended) < self.nodes.count and time.monotonic() < until:
             for number in queue.wait(_LOOK_SECONDS, self.sockets):
                 self.tell("stop", number=number)
-            self.look()
+                self._orders.append({"kind": "stop", "number": number})
+            self._listen()
         for index in set(range(self.nodes.count)) - self._ended:
             self.lines[index].close()
-        self.look()
+        self._listen()
         ends, self._ends, self._ended = self._ends, [], set()
         return ends
 
@@ -299,8 +330,11 @@ class Other:
             for number in queue.wait(_LOOK_SECONDS, self.sockets):
                 asked = asked or number
                 self.tell("stop", number=number)
-            for order in self.look():
+            orders = self.look()
+            for place, order in enumerate(orders):
                 if order["kind"] in ("start", "leave"):
+                    assert self.line is not None
+                    self.line.put_back(orders[place + 1 :])
                     return order
             if not self.sockets:
                 text = f"the first machine ({self.nodes.head}) is gone"

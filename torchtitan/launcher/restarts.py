@@ -71,15 +71,17 @@ def supervise(
 
 
 def _pause(queue: SignalQueue, seconds: float, company: First) -> int | None:
-    """The stop signal that ended it, if any."""
+    """The stop signal that ended it, if any, or that was heard while the ends came in."""
     until = time.monotonic() + seconds
-    while time.monotonic() < until and not company.gone:
-        for number in queue.wait(until - time.monotonic(), company.sockets):
-            return number
+    while True:
         for message in company.look():
             if message["kind"] == "stop":
                 return message["number"]
-    return None
+        left = until - time.monotonic()
+        if left <= 0 or company.gone:
+            return None
+        for number in queue.wait(left, company.sockets):
+            return number
 
 
 def follow(start: Callable[[int, Restart | None], Watch], queue: SignalQueue, other: Other) -> int:

@@ -49,7 +49,7 @@ class Watch:
         self.others = others or First()
         self.watchdog = Watchdog(processes, limits)
         self.hung: Evidence | None = None
-        self.told_of_hang = self.told_of_failure = False
+        self.told_of_failure = False
         self.followed_at: float | None = None
         """When another machine was heard to have failed, while all was well here."""
         self.requests = Requests()
@@ -122,10 +122,11 @@ class Watch:
         return min(ends, default=None)
 
     def look_for_a_hang(self) -> None:
+        if self.hung is not None:
+            return
         standing = self.watchdog.standing(time.monotonic())
-        if standing is not None and not self.told_of_hang:
-            self.told_of_hang = True
-            self.others.tell("hung", seconds=standing)  # as all machines then collect what they see
+        if standing is not None:
+            self.others.tell("hung", seconds=standing)  # if all stand, all then collect what they see
 
     def reached(self) -> int:
         """The last step that was done on any rank; 0 if none was since the start."""
