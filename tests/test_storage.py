@@ -1,6 +1,7 @@
 """Disks that lie, rot, fill up and come back; and a run that knows its end saves ahead of it."""
 
 import itertools
+import re
 import shutil
 from collections import namedtuple
 
@@ -165,6 +166,35 @@ def test_the_last_save_is_made_also_when_the_one_before_it_failed(tmp_path, monk
     assert saved_steps(tmp_path) == ["step-00000003"]
 
 
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_run_goes_back_past_a_save_that_failed(tmp_path, monkeypatch, caplog, mode):
+    """Though it learns of that only when it has to go back; where nothing was saved there is no way back."""
+    left = failing(monkeypatch, 1)
+    job = Job(tmp_path, async_mode=mode, on_save_error="continue")
+    job.train(2)
+    assert not job.checkpointer.can_go_back() and "the run goes on without it" in caplog.text
+    job.train(2)
+    assert job.checkpointer.can_go_back()
+    left[0] = 1
+    job.train(3)
+    assert job.checkpointer.can_go_back() and caplog.text.count("the run goes on without it") == 2
+    job.checkpointer.go_back()
+    assert job.step == 4 and saved_steps(tmp_path) == ["step-00000004"]
+    job.train(2)
+    job.checkpointer.finish()
+    assert saved_steps(tmp_path) == ["step-00000004", "step-00000006"]
+
+
+def test_a_run_that_stops_for_a_save_that_failed_does_not_go_back(tmp_path, monkeypatch):
+    job = Job(tmp_path, async_mode="async")
+    job.train(2)
+    job.checkpointer.finish()
+    failing(monkeypatch, 1)
+    job.train(2)
+    with pytest.raises(CheckpointError, match="step 4 was not saved: .*Disk quota exceeded"):
+        job.checkpointer.can_go_back()
+
+
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -197,9 +227,10 @@ def test_the_first_save_knows_its_need_by_the_tensors(tmp_path, monkeypatch):
 def test_no_decision_looks_at_the_walls_clock():
     """A clock that is set by a day changes nothing: what the wall's is asked for is only told, or SLURM's own."""
     package = jobs.ROOT / "torchtitan"
-    asks = {str(path.relative_to(package)) for path in package.rglob("*.py") if "time.time()" in path.read_text()}
-    # how much a restart has lost; the end that SLURM names; whether the machines' clocks agree
-    assert asks == {"introduction.py", "ranks.py", "preflight.py"}
+    sources = {str(path.relative_to(package)): path.read_text() for path in package.rglob("*.py")}
+    asks = {path for path, text in sources.items() if re.search(r"\btime\.time\b", text)}
+    # how much a restart has lost; how long a save took; the end that SLURM names; whether the machines' clocks agree
+    assert asks == {"introduction.py", "metrics/goodput.py", "ranks.py", "preflight.py"}
 
 
 def test_times_are_read_as_slurm_writes_them():

@@ -234,7 +234,7 @@ class Trainer:
         if self.metrics.histograms_due(self.step + 1):
             found = histograms_of(self.model.named_parameters())
             self.metrics.record_histograms(self.step + 1, of_all_ranks(found))
-        can_go_back = self.checkpointer is not None and self.checkpointer.can_go_back
+        can_go_back = self.checkpointer.can_go_back if self.checkpointer is not None else lambda: False
         why = self.guards.leaves_out(self.step + 1, loss, norm, can_skip=not early, can_go_back=can_go_back)
         self.between_steps = False
         lr = self.schedulers.last_lr

@@ -31,7 +31,6 @@ from torchtitan.checkpoint.layout import (
 )
 from torchtitan.checkpoint.loading import Source, Wanted, load_tensors, open_checkpoint, resolve
 from torchtitan.checkpoint.saving import Care, Snapshot
-from torchtitan.initialization import clean_name
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +107,8 @@ class Checkpointer:
         self.loaded_from: Path | None = None
         self.place: folders.Place | None = None
         self.saved_step: int | None = None
+        self.whole_step: int | None = None
+        """The same, but for a save that is under way or has failed."""
         self.needed_bytes = 0
         """Of a checkpoint, as far as it is known."""
         self.longest_save_seconds = 0.0
@@ -145,12 +146,17 @@ class Checkpointer:
         try:
             return self._save_if_due(step, last)
         except CheckpointError as error:
-            if self.on_save_error == "stop" or (last and not earlier):
+            if last and not earlier:
                 raise
-            self.saved_step = None
-            if self.main_peers.is_main:
-                logger.error("%s; the run goes on without it (checkpoint.on_save_error = continue)", error)
+            self._go_on_without(error)
         return self._save_if_due(step, last) if earlier else False
+
+    def _go_on_without(self, failed: CheckpointError) -> None:
+        if self.on_save_error == "stop":
+            raise failed
+        self.saved_step = self.whole_step
+        if self.main_peers.is_main:
+            logger.error("%s; the run goes on without it (checkpoint.on_save_error = continue)", failed)
 
     def _save_if_due(self, step: int, last: bool) -> bool:
         if not self._due(step, last) or step == self.saved_step:
@@ -190,19 +196,7 @@ class Checkpointer:
         False if it is there already, of the same step and job. Waits for the save under way.
         """
         self._wait()
-        snapshot = Snapshot("model", step)
-        try:
-            snapshot.trainer = json.loads(json.dumps(self.trainer_state(), allow_nan=False))
-            named = (name for part in self.model_parts for name, _ in part.named_buffers())
-            buffers = {MODEL + clean_name(name) for name in named}  # they stay as they are: biases of experts
-            live = tensors.model_tensors(self.model_parts)
-            if plain is not None:
-                copies = {name for part in self.model_parts for name in getattr(part, "tied_names", ())}
-                live = {MODEL + name: tensor.detach() for name, tensor in plain.items() if name not in copies}
-            for name, tensor in live.items():
-                snapshot.tensors[name] = tensor if name in buffers else tensor.to(dtype)
-        except Exception as error:
-            snapshot.error = error
+        snapshot = saving.snapshot_of_model(step, self.model_parts, self.trainer_state, dtype, plain)
         return saving.save(snapshot, Path(path).resolve(), None, self.save_peers, Care(verify=self.verify)) > 0
 
     def _due(self, step: int, last: bool) -> bool:
@@ -257,6 +251,7 @@ class Checkpointer:
         started = time.monotonic()
         care = Care(self.place, self.verify, self.needed_bytes, self.retry_pauses)
         size = saving.save(snapshot, target, self.rewound_to, self.save_peers, care)
+        self.whole_step = snapshot.step
         self.rewound_to = None  # not before: after a save that fails, what is newer is still history
         self.needed_bytes = size or self.needed_bytes
         if self.save_peers.is_main:
@@ -307,12 +302,16 @@ class Checkpointer:
                 if (saved := source.manifest.versions.get(what)) != here:
                     logger.warning("saved with %s %s, going on with %s: not bit-equal any more", what, saved, here)
         self.loaded_from = folder
-        self.saved_step = self.rewound_to = source.manifest.step
+        self.saved_step = self.whole_step = self.rewound_to = source.manifest.step
         return self.saved_step
 
-    @property
     def can_go_back(self) -> bool:
-        """Whether this run has saved or loaded something, whole, that is still the newest; the same on all ranks."""
+        """Whether this run has saved or loaded something that is whole, once the save under way has ended; the same on
+        all ranks. Raises `CheckpointError`, on all of them, if that save failed, unless the run goes on without it."""
+        try:
+            self._wait()
+        except CheckpointError as error:
+            self._go_on_without(error)
         if self.saved_step is None or self.load_only:
             return False
         partly = self.excluded & {"optimizer", "lr_scheduler"}  # nothing would bring these back to where they began
@@ -320,7 +319,6 @@ class Checkpointer:
 
     def go_back(self) -> None:
         """In the middle of a run that can: take its newest checkpoint again."""
-        self._wait()
         if self.rewound_to is None:  # the run has saved since it loaded, as it was told to or not
             self.load_step, self.excluded = -1, set()
         assert self.load() is not None

@@ -6,21 +6,25 @@ whatever happens in between leaves at worst a temporary folder. What a rank tell
 """
 
 import contextlib
+import json
 import logging
 import platform
 import shutil
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from torchtitan.checkpoint import folders, layout, storage
 from torchtitan.checkpoint.agreement import Peers
-from torchtitan.checkpoint.layout import MANIFEST, STATE, CheckpointError, FileEntry, Manifest, TensorEntry
-from torchtitan.checkpoint.tensors import Tensors
+from torchtitan.checkpoint.layout import MANIFEST, MODEL, STATE, CheckpointError, FileEntry, Manifest, TensorEntry
+from torchtitan.checkpoint.tensors import Tensors, model_tensors
+from torchtitan.initialization import clean_name
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,30 @@ class Snapshot:
     def check(self) -> None:
         if self.error is not None:
             raise self.error
+
+
+def snapshot_of_model(
+    step: int,
+    parts: Sequence[nn.Module],
+    trainer_state: Callable[[], dict[str, Any]],
+    dtype: torch.dtype,
+    plain: Mapping[str, torch.Tensor] | None,
+) -> Snapshot:
+    """Of the model alone, as `Checkpointer.export_model` writes it."""
+    snapshot = Snapshot("model", step)
+    try:
+        snapshot.trainer = json.loads(json.dumps(trainer_state(), allow_nan=False))
+        named = (name for part in parts for name, _ in part.named_buffers())
+        buffers = {MODEL + clean_name(name) for name in named}  # they stay as they are: biases of experts
+        live = model_tensors(parts)
+        if plain is not None:
+            copies = {name for part in parts for name in getattr(part, "tied_names", ())}
+            live = {MODEL + name: tensor.detach() for name, tensor in plain.items() if name not in copies}
+        for name, tensor in live.items():
+            snapshot.tensors[name] = tensor if name in buffers else tensor.to(dtype)
+    except Exception as error:
+        snapshot.error = error
+    return snapshot
 
 
 @dataclass(frozen=True)

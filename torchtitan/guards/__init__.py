@@ -29,7 +29,13 @@ class Guards:
         self._compared = -1
 
     def leaves_out(
-        self, step: int, loss: torch.Tensor, norm: torch.Tensor | None, *, can_skip: bool, can_go_back: bool
+        self,
+        step: int,
+        loss: torch.Tensor,
+        norm: torch.Tensor | None,
+        *,
+        can_skip: bool,
+        can_go_back: Callable[[], bool],
     ) -> str:
         """Before the update of the `step`-th step: why it is left out, or nothing. `loss` is this rank's share.
 

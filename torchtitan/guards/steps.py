@@ -9,7 +9,7 @@ the machine does not come a second time; what comes again is left out. Needs no 
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,10 +77,16 @@ class StepGuard:
         return self.non_finite != "stop" or self.spike != "off" or self.loss_rise is not None
 
     def judge(
-        self, step: int, loss: float, norm: float | None, can_skip: bool = True, can_go_back: bool = True
+        self,
+        step: int,
+        loss: float,
+        norm: float | None,
+        can_skip: bool = True,
+        can_go_back: Callable[[], bool] = lambda: True,
     ) -> Verdict:
         """Of the step that would be the `step`-th of the run. `norm` is the gradient's, None where it is not known;
-        `can_skip`: nothing of the update has been made; `can_go_back`: there is a checkpoint.
+        `can_skip`: nothing of the update has been made; `can_go_back`: whether there is a checkpoint, which is asked
+        only for a step for which the run would go back.
         """
         policy, why = self._fault(loss, norm)
         if not why:
@@ -90,7 +96,7 @@ class StepGuard:
             return Verdict("stop", why)
         if self.in_a_row >= self.patience:
             return Verdict("stop", f"{why}: bad step {self.in_a_row} in a row (guard.patience)")
-        if policy == "rollback" and step not in self.again and can_go_back:
+        if policy == "rollback" and step not in self.again and can_go_back():
             if self.tries >= self.patience:
                 return Verdict("stop", f"{why}: {self.tries} times back to step {self.target} (guard.patience)")
             self.again.add(step)
