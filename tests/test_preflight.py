@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,6 +117,16 @@ def look(argv: list[str], plant: str = "") -> str:
             patch.setattr(preflight, "_code", lambda: "another")
         if plant == "space":
             patch.setattr(preflight.shutil, "disk_usage", lambda folder: dataclasses.make_dataclass("D", ["free"])(9))
+        if plant in ("blind", "slow to see"):
+            patch.setattr(preflight, "FOLDER_SAID_SECONDS", 0.1)
+            patch.setattr(preflight, "FOLDER_SECONDS", 0.4 if plant == "blind" else 30)
+            exists, until = Path.exists, time.monotonic() + 0.4
+
+            def hidden(path: Path) -> bool:
+                here = path.name.startswith(".preflight-") and dist.get_rank() == 1
+                return exists(path) and not (here and (plant == "blind" or time.monotonic() < until))
+
+            patch.setattr(Path, "exists", hidden)
         if plant == "sum":
             sums = dist.all_reduce
 
@@ -148,6 +160,7 @@ def argv(tmp_path_factory):
         ("", "started"),
         ("code", r"  code +\w{16}  rank 0 \(.+\)\n  code +another +rank 1 \("),
         ("sum", r"  a sum along dp_shard is wrong on rank 1 \("),
+        ("blind", r"  job.dump_folder is not the folder of rank 0 on rank 1 \(.+\): all have to share it"),
         ("space", r"  0.00 GiB are free in job.dump_folder and two checkpoints take"),
     ],
 )
@@ -158,6 +171,20 @@ def test_all_ranks_start_or_none_does(plant, told, argv):
         return
     assert first.startswith("preflight: not all ranks fit together, and nothing was started") and re.search(told, first)
     assert other == "peer: the preflight has found what cannot work"
+
+
+def look_and_listen(argv: list[str]) -> tuple[str, list[str]]:
+    """What becomes of a start whose rank 1 sees new files late, and what is said meanwhile."""
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight.logger, "info", lambda text, *values: said.append(text % values))
+        return look(argv, "slow to see"), said
+
+
+def test_a_folder_that_shows_new_files_late_is_waited_for(argv):
+    for found, said in run_ranks(2, look_and_listen, argv):
+        assert found == "started"
+        assert said[0].startswith("preflight  1 of 2 ranks do not see yet what rank 0 has made in") and len(said) == 2
 
 
 def look_at_data(argv: list[str]) -> str:

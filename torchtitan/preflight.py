@@ -42,8 +42,9 @@ SLOW, SLOW_SECONDS = 3.0, 0.02
 """Times the median, and by how much more, from which on a rank is called slow: shared cores alone make some noise."""
 APART_SECONDS = 5.0
 """From which on clocks are called apart; the way of the question is counted in."""
-FOLDER_SECONDS = 3.0
-"""How long a shared folder may take to show a new file."""
+FOLDER_SECONDS, FOLDER_SAID_SECONDS = 75.0, 5.0
+"""How long a shared folder may take to show a new file: machines remember what is in a folder of NFS for up to 60 s
+(acdirmax); and from when on it is said what is waited for."""
 
 
 @dataclass
@@ -86,7 +87,8 @@ def check(
     folder = Path(config.job.dump_folder)
     saves = config.checkpoint.enable and not config.checkpoint.load_only
     if saves:
-        facts.sees_folder = _sees(folder, ranks)
+        # the launcher would take a longer wait for a hang
+        facts.sees_folder = _sees(folder, ranks, min(FOLDER_SECONDS, config.comm.init_timeout_seconds / 2))
     found = _collect(facts, ranks)
     faults, warnings = judge(found) if found else ([], [])
     if saves and found and folder.is_dir():
@@ -158,8 +160,8 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _sees(folder: Path, ranks: Ranks) -> bool:
-    """Whether a file that rank 0 makes in the folder is there for this rank too."""
+def _sees(folder: Path, ranks: Ranks, patience: float) -> bool:
+    """Whether a file that rank 0 makes in the folder is there for this rank too, after `patience` seconds at most."""
     name: list[Any] = [""]
     if ranks.is_main:
         with suppress(OSError):  # where it cannot write is told by whoever saves
@@ -168,14 +170,22 @@ def _sees(folder: Path, ranks: Ranks) -> bool:
             (folder / made).touch()
             name = [made]
     dist.broadcast_object_list(name)
-    until = time.monotonic() + FOLDER_SECONDS
-    while not (seen := (folder / name[0]).exists()) and name[0] and time.monotonic() < until:
+    began, said = time.monotonic(), False
+    while True:
+        seen = not name[0] or (folder / name[0]).exists()
+        waited = time.monotonic() - began
+        blind, over = distributed.sum_over_ranks(not seen, ranks.is_main and waited > patience)
+        if not blind or over:
+            break
+        if not said and waited > FOLDER_SAID_SECONDS:
+            said = True
+            told = "preflight  %d of %d ranks do not see yet what rank 0 has made in %s; NFS may take %.0f s to show it"
+            logger.info(told, blind, ranks.world_size, folder, patience)
         time.sleep(0.1)
-    dist.barrier()
     if ranks.is_main and name[0]:
         with suppress(OSError):
             (folder / name[0]).unlink()
-    return seen or not name[0]
+    return seen
 
 
 def _collect(facts: Facts, ranks: Ranks) -> list[Facts]:
