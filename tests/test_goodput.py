@@ -2,16 +2,21 @@
 
 import json
 import math
+import os
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from matplotlib.figure import Figure
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
+from torchtitan import introduction
 from torchtitan.metrics import Goodput
 from torchtitan.metrics.goodput import CAUSE_OF, CAUSES, GPU_HOURS_PER_FAILURE
 from torchtitan.plot import draw_training_curve
 from torchtitan.progress import PHASES
+from torchtitan.ranks import Restart
 
 
 class Clock:
@@ -65,6 +70,27 @@ def test_a_restart_counts_from_the_failure_and_knows_what_is_done_again(clock):
     assert sum(spent[cause] for cause in CAUSES) == 30 + 20 + 12 + 40
 
 
+@pytest.mark.parametrize(("background", "failed"), [(False, False), (False, True), (True, False), (True, True)])
+def test_the_save_that_a_run_goes_on_from_is_counted(background, failed, clock, tmp_path):
+    """Its state is from before its end. In the background the run trained on meanwhile, in vain if it failed then."""
+    first = Goodput(clock=clock, wall=clock)
+    clock.spend(first, "train", 30)
+    first.enter("save")
+    saved = json.loads(json.dumps(first.state_dict()))
+    clock.now += 4
+    os.utime(tmp_path, (clock.now, clock.now))
+    clock.now += 6
+    second = Goodput(clock.now if failed else None, clock, clock)
+    second.load_state_dict(saved)
+    restart = Restart(1, "", 0, 1, 0.0, ended=clock.now) if failed else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(introduction, "time", SimpleNamespace(monotonic=clock, time=clock))
+        introduction.look_back(restart, background, Mock(), second, 1, tmp_path)
+    in_vain = background and failed
+    assert second.seconds["save"] == (0 if in_vain else 4) and second.saves == (not in_vain)
+    assert second.seconds["redone"] == (10 if in_vain else 6 if failed else 0)
+
+
 def test_a_way_back_makes_all_since_the_save_done_again(clock):
     goodput = Goodput(clock=clock)
     clock.spend(goodput, "train", 30)
@@ -95,10 +121,10 @@ def test_a_run_accounts_for_itself_over_its_starts(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     found = [row for row in rows if row.get("event") == "goodput"]
     assert [row["step"] for row in found] == [2, 4, 6]
+    assert found[2]["save_seconds"] > found[1]["save_seconds"] > found[0]["save_seconds"] > 0
     assert all(0 < row["goodput"] < 1 and row["start_seconds"] > 0 and row["compile_seconds"] > 0 for row in found)
     for earlier, later in zip(found, found[1:], strict=False):
-        # a save is made before it is known how long it takes
-        assert all(later[f"{cause}_seconds"] >= earlier[f"{cause}_seconds"] for cause in set(CAUSES) - {"save"})
+        assert all(later[f"{cause}_seconds"] >= earlier[f"{cause}_seconds"] for cause in CAUSES)
     assert found[2]["start_seconds"] > found[1]["start_seconds"]  # of both starts
 
 

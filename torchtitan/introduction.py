@@ -64,12 +64,27 @@ def introduce(
         logger.warning("nothing will be saved: %s; what this run learns is lost with its end", off)
 
 
-def tell_restart(restart: Restart, metrics: MetricsLogger, goodput: Goodput, step: int, came_from: Path | None) -> None:
-    """A row of its own in metrics.jsonl, where the launcher has started this run again, now from `step`."""
+def look_back(
+    restart: Restart | None,
+    background: bool,
+    metrics: MetricsLogger,
+    goodput: Goodput,
+    step: int,
+    came_from: Path | None,
+) -> None:
+    """Account for the save by which this run goes on from `step`; and where the launcher has started it again, a row of
+    its own in metrics.jsonl. `background`: the run trained on while it saved, which was in vain if it then failed."""
+    since = None if came_from is None else came_from.stat().st_mtime
+    if since is not None and not (background and restart):
+        goodput.saved(since)
+    elif since is not None:
+        since = goodput.loaded_at or since
+    if restart is None:
+        return
     now = time.monotonic()
     lost = now - restart.since
-    if came_from is not None:
-        lost = min(lost, time.time() - came_from.stat().st_mtime)
+    if since is not None:
+        lost = min(lost, time.time() - since)
     goodput.failed(max(0.0, lost - (now - restart.ended)))
     told: dict[str, float | str] = {"cause": restart.cause, "rank": restart.rank, "restarts": restart.number}
     told |= {"steps_lost": max(0, restart.step - step), "seconds_lost": round(lost, 1)}

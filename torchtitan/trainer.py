@@ -28,7 +28,7 @@ from torchtitan.datasets.sources import DataError
 from torchtitan.exports import Exports
 from torchtitan.feed import Batch, PeerStopped, take
 from torchtitan.guards import BadStep, NonFiniteError, ReplicasDiffer, RollBack
-from torchtitan.introduction import conclude, introduce, tell_restart
+from torchtitan.introduction import conclude, introduce, look_back
 from torchtitan.metrics import Goodput
 from torchtitan.metrics.device import describe_memory
 from torchtitan.metrics.goodput import CAUSE_OF
@@ -128,9 +128,10 @@ class Trainer:
             run_folder.keep_job(self.folder, to_toml(build.movable(config)), self.step)
         if config.job.tags:
             self.metrics.record_event(self.step, "tags", {"tags": ", ".join(config.job.tags)})
-        if restart := self.ranks.launcher.restart if self.ranks.launcher else None:
-            came_from = self.checkpointer.loaded_from if self.resumed_from is not None else None
-            tell_restart(restart, self.metrics, self.goodput, self.step, came_from)
+        restart = self.ranks.launcher.restart if self.ranks.launcher else None
+        came_from = self.checkpointer.loaded_from if self.resumed_from is not None else None
+        background = config.checkpoint.async_mode != "disabled"
+        look_back(restart, background, self.metrics, self.goodput, self.step, came_from)
 
     # What a checkpoint holds beside tensors
 

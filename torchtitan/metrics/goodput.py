@@ -35,8 +35,15 @@ class Goodput:
     """A stopwatch that always runs, for one cause at a time. `failed_at`: when the start before this one ended by a
     failure, if it did, on the same clock."""
 
-    def __init__(self, failed_at: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        failed_at: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._clock, self._wall = clock, wall
+        self.loaded_at: float | None = None
+        """When the state that was loaded had been that of its run, by the wall's clock; None if that is not known."""
         self.seconds = dict.fromkeys(CAUSES, 0.0)
         self.failures = self.saves = 0
         self._cause = "start" if failed_at is None else "restart"
@@ -51,13 +58,14 @@ class Goodput:
     def state_dict(self) -> dict[str, float]:
         """As of now; JSON-able."""
         self.enter(self._cause)
-        return self.seconds | {"failures": self.failures, "saves": self.saves}
+        return self.seconds | {"failures": self.failures, "saves": self.saves, "at": self._wall()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Of the starts before, in front of what this one has spent already. In the middle of a run it goes back to
         where it had spent so much: all since then is spent again.
         """
         self.enter(self._cause)
+        self.loaded_at = state.get("at")
         saved = {cause: state.get(cause, 0.0) for cause in CAUSES}
         self.saves = int(state.get("saves", 0))
         if self._cause in ("start", "restart"):
@@ -67,6 +75,13 @@ class Goodput:
             since = sum(self.seconds.values()) - sum(saved.values())
             self.seconds = saved
             self.failed(since)
+
+    def saved(self, published: float) -> None:
+        """Of the checkpoint whose state was loaded, when it was published, by the wall's clock: a state cannot say how
+        long the save took that it was noted for."""
+        if self.loaded_at is not None:
+            self.seconds["save"] += max(0.0, published - self.loaded_at)
+            self.saves += 1
 
     def failed(self, redone_seconds: float) -> None:
         """What had been trained for so long since the checkpoint is done again."""

@@ -10,18 +10,11 @@ from torchtitan.models.deepseek.family import FAMILY as DEEPSEEK
 from torchtitan.models.family import GROUP, Family
 from torchtitan.models.hf.config import ConfigForm
 from torchtitan.models.llama.family import LLAMAS
-from torchtitan.models.mistral.family import FAMILY as MISTRAL
 from torchtitan.models.qwen3.family import FAMILY as QWEN3
 from torchtitan.models.qwen3_moe.family import FAMILY as QWEN3_MOE
 from torchtitan.registration import Registry
 
-FAMILIES: dict[str, Family] = {
-    **LLAMAS,
-    "deepseek": DEEPSEEK,
-    "mistral": MISTRAL,
-    "qwen3": QWEN3,
-    "qwen3_moe": QWEN3_MOE,
-}
+FAMILIES: dict[str, Family] = {**LLAMAS, "deepseek": DEEPSEEK, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
 """The project's own."""
 
 

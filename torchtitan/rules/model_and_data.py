@@ -71,7 +71,7 @@ def model_sizes(facts: Facts) -> Iterator[Fault]:
         yield facts.fault(key, f"at most {MOST_PARAMETERS:.0e}", "a slip in a size?", given=given)
 
 
-HOMES = {"llama": "meta-llama", "deepseek": "deepseek-ai", "mistral": "mistralai", "qwen3": "Qwen"}
+HOMES = {"llama": "meta-llama", "deepseek": "deepseek-ai", "qwen3": "Qwen"}
 """Of model families, on Hugging Face."""
 
 
