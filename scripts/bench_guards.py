@@ -9,19 +9,24 @@ its turns the launcher stands still (SIGSTOP). A comparison of replicas is also 
 is a hundredth of that. The lock costs nothing once it is held.
 
 Judged is the CPU time of a rank, which others on the machine disturb least; the launcher's own is beside it, as a share
-of a core.
+of a core. The ratio of two steps shows half a per cent on an idle machine alone. So the CPU time within the calls that
+make the difference is counted too, in the same steps, and judged as a share of them: that is exact on a busy one.
 """
 
 import argparse
 import dataclasses
 import os
 import signal
+import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from bench_timing import Goal, heading, row, take_turns, throw_lines_away
+from bench_timing import WARM_UP, Goal, Turns, heading, row, take_turns, throw_lines_away
 
 from torchtitan import launch
 from torchtitan.config import manager
@@ -51,6 +56,30 @@ def words(folder: Path, options: dict) -> list[str]:
     return [f"--{name}={value}" for name, value in (JOB | options | {"job.dump_folder": folder}).items()]
 
 
+class Within:
+    """CPU seconds within some calls, for each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+
+    def counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.process_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.steps[-1] += time.process_time() - began
+
+        return timed
+
+    def shares(self, turns: Turns, each: int = 1) -> list[float]:
+        """Of the steps of A, whose calls they are, without them; one for each repeat. `each`: one step of so many."""
+        counted, whole = self.steps[WARM_UP:], turns.cpu["A"][WARM_UP:]
+        size = len(whole) // turns.repeats
+        parts = [slice(i * size, (i + 1) * size) for i in range(turns.repeats)]
+        return [sum(counted[part]) / (sum(whole[part]) - sum(counted[part])) / each for part in parts]
+
+
 class Steps:
     """A trainer's loop, a step at a call."""
 
@@ -61,8 +90,14 @@ class Steps:
         self.trainer.metrics.start()
         self.batches = iter(self.trainer.loader)
         self.launcher = None if launched or read_ranks().rank else read_ranks().launcher.pid
+        self.judging, self.comparing = Within(), Within()
+        self.trainer.enter = self.judging.counted(self.trainer.enter)
+        self.trainer.guards.leaves_out = self.judging.counted(self.trainer.guards.leaves_out)
+        self.trainer.guards.compare = self.comparing.counted(self.trainer.guards.compare)
 
     def __call__(self) -> None:
+        for within in (self.judging, self.comparing):
+            within.steps.append(0.0)
         if self.launcher:
             os.kill(self.launcher, signal.SIGSTOP)
         self.trainer.enter("data", self.trainer.step + 1)
@@ -86,11 +121,14 @@ def rank_main(folder: Path, options: argparse.Namespace) -> None:
     for name, given in {"on": ON, "off": OFF, "often": OFTEN}.items():
         made[name] = Steps(folder / name, size | given, launched=name == "on")
     compared = (("off" if options.aa else "on", GOAL.unless(options.aa)), ("often", None))
+    shares = []
     for above, goal in compared:
         before = cpu_seconds(ranks.launcher.pid)
         turns = take_turns(made[above], made["off"], pairs, repeats)
         used = (cpu_seconds(ranks.launcher.pid) - before) / sum(turns.wall["A"])
         ratios = turns.ratios(turns.cpu)
+        kind = made[above].comparing if above == "often" else made[above].judging
+        shares.append(kind.shares(turns, INTERVAL if above == "often" else 1))
         if above == "often":
             ratios = [1 + (ratio - 1) / INTERVAL for ratio in ratios]
         if ranks.is_main:
@@ -98,6 +136,10 @@ def rank_main(folder: Path, options: argparse.Namespace) -> None:
             what = "noise: nothing against nothing" if above == "off" else what
             note = f"step {1000 * turns.median(turns.cpu, 'B'):.0f} ms of CPU, launcher {100 * used:.2f} % of a core"
             print(row(f"{what}, {ranks.world_size} rank(s)", ratios, goal, note, digits=4), flush=True)
+    if ranks.is_main and not options.aa:
+        added = [1 + judging + comparing for judging, comparing in zip(*shares, strict=True)]
+        note = "within their calls: " + ", ".join(f"{100 * statistics.median(each):.4f} %" for each in shares)
+        print(row(f"both, counted within a step, {ranks.world_size} rank(s)", added, GOAL, note, digits=5), flush=True)
     exit_with(lambda: 0)
 
 

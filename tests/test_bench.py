@@ -118,7 +118,9 @@ def test_bench_debug_plans():
 
 def test_bench_guards():
     lines = run("scripts/bench_guards.py", "--quick", "--ranks", "2")
-    assert [line.split(", ")[0] for line in lines[3:]] == ["launcher and guards", "replicas compared every 100th step"]
+    paired, compared, counted = lines[3:]
+    assert paired.startswith("launcher and guards, 2 rank(s)") and compared.startswith("replicas compared every 100th")
+    assert counted.startswith("both, counted within a step, 2 rank(s)") and "within their calls: " in counted
 
 
 def test_bench_schedules():
