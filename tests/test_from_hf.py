@@ -15,7 +15,6 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     LlamaConfig,
-    MistralConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -23,7 +22,7 @@ from transformers import (
 from tests.support.hf_parity import build, close, eager, tokens_for
 from tests.support.jobs import ROOT
 from tests.support.judged import lines
-from tests.support.tiny_decoders import DEEPSEEK, LLAMA, MISTRAL, MULTI_TOKEN, QWEN3, QWEN3_MOE
+from tests.support.tiny_decoders import DEEPSEEK, LLAMA, MULTI_TOKEN, QWEN3, QWEN3_MOE
 from torchtitan import build as assembly
 from torchtitan.config.manager import load
 from torchtitan.errors import JobError
@@ -41,7 +40,6 @@ SHAPES = {
     "deepseek v2": (DEEPSEEK["v2"], DeepseekV2Config),
     "deepseek v3": (DEEPSEEK["v3"], DeepseekV3Config),
     "deepseek plain": (DEEPSEEK["v3 plain"], DeepseekV3Config),
-    "mistral": (MISTRAL["window"], MistralConfig),
     "qwen3": (QWEN3["plain"], Qwen3Config),
     "qwen3_moe": (QWEN3_MOE["published"], Qwen3MoeConfig),
 }

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -182,6 +183,7 @@ def test_a_rank_that_is_stopped_is_named_and_not_the_one_that_waits_for_it(tmp_p
     pids = ready(process)
     code, out, err = end(process)
     assert code == 6 and "rank 0 is stopped by a signal, in step 3 (train)" in err
+    assert 1 <= int(re.search(r"no rank has got on for (\d+) s", err)[1]) < 11  # the limit is 1 s
     assert gone(pids[0]) and gone(pids[1])
 
 
