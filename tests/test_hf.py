@@ -86,7 +86,7 @@ def test_names_go_both_ways_and_are_those_of_transformers(family):
     names = [name for name, _ in model.named_parameters()]
     form = HF.form(args)
     assert {theirs for name in names for theirs in form.hf_names(name)} == {n for n, _ in theirs.named_parameters()}
-    assert [form.our_name(form.hf_names(name)[0]) for name in names] == [(name, None) for name in names]
+    assert [form.our_names(form.hf_names(name)[0]) for name in names] == [([name], None) for name in names]
     shapes = {name: tuple(value.shape) for name, value in HF.to_hf(model.state_dict(), args).items()}
     assert shapes == {name: tuple(p.shape) for name, p in theirs.named_parameters()}
 

@@ -109,6 +109,11 @@ def beside_hf_weights(config: JobConfig, vocabulary: Tokenizer) -> dict[str, byt
     )
 
 
+def own_head(config: JobConfig) -> frozenset[str]:
+    """Names of what belongs to the model's use, which weights of one for another use lack."""
+    return model_spec(config).hf.form(model_args(config)).head
+
+
 def model_spec(config: JobConfig) -> ModelSpec:
     return MODELS[config.model.name]
 

@@ -66,14 +66,17 @@ class Origin:
     def _start_from(self, path: str, checkpointer: Checkpointer) -> None:
         """Take the weights of another job or program; an adapter's own stay as they were drawn."""
         options, adapter = self.config.checkpoint, self.model.adapter
-        self.model.initialize(adapter.fresh if adapter else ())
+        head = build.own_head(self.config)
+        self.model.initialize(head | adapter.fresh if adapter else head)
         kind, place = find_weights(Path(path))
         if kind == "ours":
             checkpointer.initial_load(place, options.initial_load_model_only, options.initial_load_counters)
             logger.info("started from %s", path)
         else:
             args, fresh = build.model_args(self.config), adapter.fresh if adapter else ()
-            load_foreign(place, self.model.parts, self.config.model.name, args, fresh)
+            lacking = load_foreign(place, self.model.parts, self.config.model.name, args, fresh, head)
+            if lacking:
+                logger.info("%s has no %s: the head begins anew", place, ", ".join(sorted(lacking)))
             checkpointer.refuse_not_finite(Path(path))
             whose = {"hf": "Hugging Face's", "torchtitan": "torchtitan's own"}[kind]
             logger.info("started from %s weights in %s", whose, place)

@@ -145,17 +145,27 @@ def _copy_part(whole: torch.Tensor, tensor: torch.Tensor) -> None:
     local.copy_(whole[tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))])
 
 
-def load_foreign(place: Path, parts: Sequence[nn.Module], family: str, args: Any, fresh: Collection[str] = ()) -> None:
+def load_foreign(
+    place: Path,
+    parts: Sequence[nn.Module],
+    family: str,
+    args: Any,
+    fresh: Collection[str] = (),
+    may_lack: Collection[str] = (),
+) -> frozenset[str]:
     """Fill a model, or the parts of a pipeline's rank, from weights that are not this project's (`kinds.find_weights`).
-    JobError where they do not fit.
+    JobError where they do not fit. `may_lack`: tensors of the head that a folder for another use need not have; those
+    that it lacked are returned, and stay as they were.
     """
+    lacking: frozenset[str] = frozenset()
     if find_weights(place)[0] == "hf":  # of which each rank reads its own rows
         for part in parts:
-            MODELS[family].hf.load_hf(place, part, args, fresh)
-        return
+            lacking = MODELS[family].hf.load_hf(place, part, args, fresh, may_lack)
+        return lacking
     with opened(place, family, args) as weights:
         for part in parts:
             fill(part, weights, args.tied_embeddings, fresh)
+    return lacking
 
 
 @dataclass(frozen=True)

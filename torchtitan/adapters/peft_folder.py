@@ -1,7 +1,8 @@
 """Low-rank adapters alone, in the layout of the library peft: adapter_config.json and adapter_model.safetensors.
 
 Names are those of the model in the form of Hugging Face. Where rows of a matrix come in another order there, so do
-those of its B; stacks of experts are one pair of matrices for each expert there.
+those of its B; stacks of experts are one pair of matrices for each expert there, and several of ours that are one
+matrix there are one pair too (joint.py).
 """
 
 import json
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torchtitan.adapters.joint import having, joined, part_of
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.errors import JobError
 from torchtitan.models.hf.names import Form
@@ -41,6 +43,8 @@ def to_peft(state: Mapping[str, torch.Tensor], form: Form) -> Tensors:
         names = [PREFIX + each.removesuffix("weight") + _ENDINGS[kind] for each in form.hf_names(weight)]
         if matrix:
             theirs |= {each: part.t().contiguous() for each, part in zip(names, value, strict=True)}
+        elif len(together := form.together(weight)) > 1:
+            theirs[names[0]] = joined(state, kind, together)
         else:
             turned = kind != "lora_A" and form.is_turned(weight)
             theirs[names[0]] = (form.rows_to_hf(value) if turned else value).contiguous()
@@ -64,6 +68,8 @@ def from_peft(theirs: Mapping[str, torch.Tensor], form: Form, shapes: Mapping[st
         parts = [theirs[each] for each in wanted[name]]
         if matrix:
             value = torch.stack([part.t() for part in parts]) if len({part.shape for part in parts}) == 1 else parts[0]
+        elif len(together := form.together(f"{module}.weight")) > 1:
+            value = part_of(parts[0], name, shape, together, shapes)
         else:
             turned = kind != "lora_A" and form.is_turned(f"{module}.weight")
             (value,) = parts
@@ -81,10 +87,16 @@ def from_peft(theirs: Mapping[str, torch.Tensor], form: Form, shapes: Mapping[st
 
 def config_of(options: Options, names: list[str], form: Form, base: str) -> dict[str, Any]:
     """Of adapters of these names (ours); `base`: where their model is."""
-    modules = {}
+    modules: dict[str, int] = {}  # with the number of ours that they are
+    transposed = False
     for module, _, matrix in map(_split, names):
-        for each in form.hf_names(f"{module}.{matrix or 'weight'}"):
-            modules[each.removesuffix(".weight")] = None
+        weight = f"{module}.{matrix or 'weight'}"
+        transposed |= form.is_transposed(weight)
+        together = form.together(weight)
+        for each in form.hf_names(weight):
+            modules[each.removesuffix(".weight")] = len(having(together, names)) if len(together) > 1 else 1
+    ranks = {module: options.rank * number for module, number in modules.items() if number > 1}
+    alphas = {m: options.alpha * (n**0.5 if options.rslora else n) for m, n in modules.items() if n > 1}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -96,6 +108,9 @@ def config_of(options: Options, names: list[str], form: Form, base: str) -> dict
         "use_dora": options.kind == "dora",
         "bias": "none",
         "target_modules": list(modules),
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        "fan_in_fan_out": transposed,
         "inference_mode": True,
     }
 
@@ -126,7 +141,7 @@ def load(folder: Path, options: Options, form: Form, shapes: Mapping[str, tuple[
     given = _UNSAID | config
     if other := [f"{k} = {given.get(k)!r}, the job's is {mine[k]!r}" for k in compared if given.get(k) != mine[k]]:
         raise JobError(f"{folder / CONFIG}: {'; '.join(other)}. Give the job's [adapter] the same")
-    if own := [f"{key} = {config[key]!r}" for key in _BY_MODULE if config.get(key)]:
+    if own := [f"{key} = {config[key]!r}" for key in _BY_MODULE if config.get(key) not in (None, {}, mine[key])]:
         raise JobError(
             f"{folder / CONFIG}: {'; '.join(own)}, but the job's rank and alpha are those of all modules; leave "
             "adapter.initial_path out, or give an adapter that has one of each"

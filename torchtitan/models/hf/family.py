@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +63,23 @@ class HuggingFace:
         """See folders.save_file."""
         save_file(path, state, self.form(args), self.config_to_hf(args, dtype), dtype=dtype)
 
-    def stored(self, path: str | os.PathLike[str], args: Any) -> StoredWeights:
+    def stored(self, path: str | os.PathLike[str], args: Any, may_lack: Collection[str] = ()) -> StoredWeights:
         """Weights of a folder, or of a file of safetensors alone, to be read. JobError where config.json has others."""
         if not os.path.isfile(path):
             refuse(path, self.config.differences(path, args))
-        return StoredWeights(path, self.form(args), self.shapes(args), lambda name: self._may_stay_unread(name, args))
+        ignored = partial(self._may_stay_unread, args=args)
+        return StoredWeights(path, self.form(args), self.shapes(args), ignored, may_lack)
 
-    def load_hf(self, path: str | os.PathLike[str], model: nn.Module, args: Any, fresh: Collection[str] = ()) -> None:
+    def load_hf(
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        args: Any,
+        fresh: Collection[str] = (),
+        may_lack: Collection[str] = (),
+    ) -> frozenset[str]:
         """See stored.load_weights. JobError, with everything that is wrong, for what does not fit."""
-        load_weights(self.stored(path, args), model, fresh)
+        return load_weights(self.stored(path, args, may_lack), model, fresh)
 
     def _may_stay_unread(self, name: str, args: Any) -> bool:
         """What is computed, and a copy of the embedding: some exports hold them, transformers reads neither."""

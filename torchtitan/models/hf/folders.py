@@ -66,13 +66,13 @@ def save_folder(
     total_bytes = sum(map(gathered.bytes_of, gathered.shapes))
     progress = progress_bar("writing the weights", total_bytes)
     weight_map, total = {}, 0
-    for number, names in enumerate(files, 1):
+    for number, units in enumerate(files, 1):
         file, tensors = f"model-{number:05}-of-{len(files):05}.safetensors", {}
-        for name in names:
-            value = gathered.whole(name)
-            progress.update(gathered.bytes_of(name))
+        for names in units:
+            values = {name: gathered.whole(name) for name in names}
+            progress.update(gathered.bytes_of(*names))
             if write and failure is None:
-                theirs = {each: part.contiguous() for each, part in form.to_hf({name: value}).items()}
+                theirs = {each: part.contiguous() for each, part in form.to_hf(values).items()}
                 tensors |= theirs
                 weight_map |= dict.fromkeys(theirs, file)
                 total += sum(part.nbytes for part in theirs.values())
@@ -128,10 +128,14 @@ class _Gathered:
     def dtype_of(self, name: str) -> torch.dtype:
         return torch.float32 if self.form.is_float32(name) else self.dtype
 
-    def bytes_of(self, name: str) -> int:
-        """In the file, with its copies."""
-        times = 1 + len(self.form.copies.get(name, ()))
-        return times * math.prod(self.shapes[name]) * self.dtype_of(name).itemsize
+    def bytes_of(self, *names: str) -> int:
+        """In the file, with their copies."""
+        times = {name: 1 + len(self.form.copies.get(name, ())) for name in names}
+        return sum(n * math.prod(self.shapes[name]) * self.dtype_of(name).itemsize for name, n in times.items())
+
+    def units(self) -> list[list[str]]:
+        """All names in order, those together that are one tensor in the file."""
+        return [self.form.together(name) for name in in_order(self.shapes) if self.form.together(name)[0] == name]
 
     def whole(self, name: str) -> torch.Tensor | None:
         """The full tensor on the CPU of the writing rank, in the type of the file; None on the others."""
@@ -151,16 +155,16 @@ class _Gathered:
         return value if writes else None
 
 
-def _split(gathered: _Gathered, shard_bytes: int) -> list[list[str]]:
-    """Names in order, cut where a file would outgrow shard_bytes; a larger tensor gets a file of its own."""
-    files: list[list[str]] = [[]]
+def _split(gathered: _Gathered, shard_bytes: int) -> list[list[list[str]]]:
+    """Units in order, cut where a file would outgrow shard_bytes; a larger one gets a file of its own."""
+    files: list[list[list[str]]] = [[]]
     used = 0
-    for name in in_order(gathered.shapes):
-        size = gathered.bytes_of(name)
+    for names in gathered.units():
+        size = gathered.bytes_of(*names)
         if files[-1] and used + size > shard_bytes:
             files.append([])
             used = 0
-        files[-1].append(name)
+        files[-1].append(names)
         used += size
     return files
 
@@ -172,10 +176,9 @@ def save_file(
     appears under its name when it is complete. OSError.
     """
     gathered = _Gathered(state, form, dtype, write=True)
-    names = in_order(gathered.shapes)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", CONFIG: json.dumps(config)}}
     place = 0
-    for name in names:
+    for name, *_ in gathered.units():
         stored, shape = gathered.dtype_of(name), form.hf_shape(name, gathered.shapes[name])
         for each in (*form.hf_names(name), *form.copies.get(name, ())):
             end = place + math.prod(shape) * stored.itemsize
@@ -188,10 +191,10 @@ def save_file(
     try:
         with temporary.open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
-            for name in names:
-                for part in form.to_hf({name: gathered.whole(name)}).values():
+            for names in gathered.units():
+                for part in form.to_hf({name: gathered.whole(name) for name in names}).values():
                     file.write(part.contiguous().view(torch.uint8).numpy().data)
-                progress.update(gathered.bytes_of(name))
+                progress.update(gathered.bytes_of(*names))
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)

@@ -1,4 +1,5 @@
-"""Our tensors and those of Hugging Face: names, order of rows, and experts one by one instead of stacked.
+"""Our tensors and those of Hugging Face: names, order of rows, experts one by one instead of stacked, matrices that are
+one there and several here.
 
 A family says which name is which (`Form`); this file turns that into both directions. Where heads are turned by
 neighbouring pairs of features here and by the pairs (i, i + head_dim / 2) there, rows come in another order.
@@ -41,56 +42,86 @@ EXPERTS = {
 """[experts, in, out] here; for each expert, its number in place of the star, [out, in] there."""
 
 
+def with_biases(modules: Mapping[str, str]) -> dict[str, str]:
+    """Names of modules, ours -> theirs, -> those of the weight and the bias that each has."""
+    return {f"{ours}.{own}": f"{theirs}.{own}" for own in ("weight", "bias") for ours, theirs in modules.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """`parts`: names within a layer, ours -> theirs, a star where theirs are one for each expert. `turned`: those whose
-    rows come in another order there, by heads of `head_dim` rows. `float32`: those that are never stored narrower.
-    `copies`: theirs, beyond that of `hf_names`, that one of ours is written as once more; they are not read.
+    """`parts`: names within a layer, ours -> theirs, a star where theirs are one for each expert; several of ours that
+    are one of theirs stand there below each other, in this order, all of the same shape. `ends`: names outside of the
+    layers; `layers`: what stands before a layer's number there, and `base` the part of it that a folder may leave out
+    everywhere, as one of the model without a head does.
+
+    `head`: ours that belong to what the model is used for, which a folder of one for another use lacks.
+
+    `turned`: those whose rows come in another order there, by heads of `head_dim` rows. `transposed`: matrices that lie
+    as [in, out] there. `float32`: those that are never stored narrower. `copies`: theirs, beyond that of `hf_names`,
+    that one of ours is written as once more; they are not read.
     """
 
     parts: Mapping[str, str]
+    ends: Mapping[str, str] = field(default_factory=lambda: ENDS)
+    layers: str = "model.layers."
+    base: str = ""
+    head: frozenset[str] = frozenset()
     n_experts: int = 0
     turned: frozenset[str] = frozenset()
+    transposed: frozenset[str] = frozenset()
     head_dim: int = 0
     float32: frozenset[str] = frozenset()
     tied: bool = False
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    _ours: dict[str, str] = field(default_factory=dict, compare=False)
+    _ours: dict[str, list[str]] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        self._ours.update({theirs: ours for ours, theirs in self.parts.items()})
+        for ours, theirs in self.parts.items():
+            self._ours.setdefault(theirs, []).append(ours)
 
     def hf_names(self, name: str) -> list[str]:
         """Theirs for one of ours: one, or one for each expert. KeyError for what is not ours."""
         if not name.startswith("layers."):
-            return [ENDS[name]]
+            return [self.ends[name]]
         _, layer, part = name.split(".", 2)
-        theirs = f"model.layers.{layer}.{self.parts[part]}"
+        theirs = f"{self.layers}{layer}.{self.parts[part]}"
         return [theirs.replace("*", str(expert)) for expert in range(self.n_experts)] if "*" in theirs else [theirs]
 
-    def our_name(self, name: str) -> tuple[str, int | None]:
+    def together(self, name: str) -> list[str]:
+        """All of ours, this one among them, that are one of theirs, in their order there."""
+        if not name.startswith("layers."):
+            return [name]
+        _, layer, part = name.split(".", 2)
+        return [f"layers.{layer}.{each}" for each in self._ours[self.parts[part]]]
+
+    def our_names(self, name: str) -> tuple[list[str], int | None]:
         """Ours for one of theirs, and which expert it is. KeyError or JobError for what is not theirs."""
-        if not name.startswith("model.layers."):
-            return {theirs: ours for ours, theirs in ENDS.items()}[name], None
-        _, _, layer, part = name.split(".", 3)
+        if not name.startswith(self.layers):
+            return [{theirs: ours for ours, theirs in self.ends.items()}[name]], None
+        layer, part = name.removeprefix(self.layers).split(".", 1)
         expert = None
         if part.startswith("mlp.experts."):
             mlp, experts, number, rest = part.split(".", 3)
             part, expert = f"{mlp}.{experts}.*.{rest}", int(number)
             if not 0 <= expert < self.n_experts or str(expert) != number:
                 raise JobError(f"{name}: there are {self.n_experts} experts")
-        return f"layers.{layer}.{self._ours[part]}", expert
+        return [f"layers.{layer}.{each}" for each in self._ours[part]], expert
 
     def to_hf(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Full tensors by our names (weights, or their gradients) -> by theirs. A tied head is left out."""
+        """Full tensors by our names (weights, or their gradients) -> by theirs. A tied head is left out. Of what is one
+        there, all of ours have to be given.
+        """
         theirs = {}
         for name, value in state.items():
             if self.tied and name == "output.weight":
                 continue
             names = self.hf_names(name)
+            together = self.together(name)
             if self.is_stacked(name):
                 theirs |= {each: matrix.t() for each, matrix in zip(names, value, strict=True)}
-            else:
+            elif name == together[0]:
+                value = value if together == [name] else torch.cat([state[each] for each in together])
+                value = value.t() if self.is_transposed(name) else value
                 theirs[names[0]] = self.rows_to_hf(value) if self.is_turned(name) else value
             theirs |= {copy: value.clone() for copy in self.copies.get(name, ())}  # files hold no shared memory
         return theirs
@@ -103,11 +134,13 @@ class Form:
         for theirs, value in state.items():
             if theirs in copies:
                 continue
-            name, expert = self.our_name(theirs)
+            names, expert = self.our_names(theirs)
             if expert is not None:
-                stacks.setdefault(name, {})[expert] = value.t()
-            else:
-                ours[name] = self.rows_from_hf(value) if self.is_turned(name) else value
+                stacks.setdefault(names[0], {})[expert] = value.t()
+                continue
+            value = value.t() if self.is_transposed(names[0]) else value
+            for name, part in zip(names, value.chunk(len(names)), strict=True):
+                ours[name] = self.rows_from_hf(part) if self.is_turned(name) else part
         for name, experts in stacks.items():
             ours[name] = torch.stack([experts[expert] for expert in range(self.n_experts)])
         if self.tied:
@@ -115,14 +148,20 @@ class Form:
         return ours
 
     def hf_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of each of the tensors that one of ours is there."""
-        return (shape[2], shape[1]) if self.is_stacked(name) else shape
+        """Of each of the tensors that one of ours is there, or is a part of."""
+        if self.is_stacked(name):
+            return shape[2], shape[1]
+        shape = (shape[0] * len(self.together(name)), *shape[1:])
+        return shape[::-1] if self.is_transposed(name) else shape
 
     def is_stacked(self, name: str) -> bool:
         return "*" in self.parts.get(_within_layer(name), "")
 
     def is_turned(self, name: str) -> bool:
         return _within_layer(name) in self.turned
+
+    def is_transposed(self, name: str) -> bool:
+        return _within_layer(name) in self.transposed
 
     def is_float32(self, name: str) -> bool:
         return _within_layer(name) in self.float32
@@ -142,7 +181,7 @@ def _within_layer(name: str) -> str:
 
 def in_order(names: Iterable[str]) -> list[str]:
     """As modules stand in the model; within a module, the order stays."""
-    ends = {"tok_embeddings": 0, "layers": 1, "norm": 2, "output": 3}
+    ends = {"tok_embeddings": 0, "entrance": 0, "layers": 1, "norm": 2, "output": 3}
 
     def place(name: str) -> tuple[int, int]:
         first, second, *_ = name.split(".")

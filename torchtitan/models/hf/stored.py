@@ -28,7 +28,8 @@ class StoredWeights:
     """By our names. Open as long as the `with` block; what cannot be read then is a JobError too.
 
     JobError, with everything that is wrong and the same on all ranks, where names, shapes or types do not fit.
-    `shapes` are the whole model's; `ignored` says which of their names may stay unread.
+    `shapes` are the whole model's; `ignored` says which of their names may stay unread. `may_lack`: ours of the form's
+    head that need not be there, all of it or nothing; `lacking` has them, once open, where they are not.
     """
 
     def __init__(
@@ -37,18 +38,27 @@ class StoredWeights:
         form: Form,
         shapes: Mapping[str, tuple[int, ...]],
         ignored: Callable[[str], bool],
+        may_lack: Collection[str] = (),
     ):
         self.path, self.form, self.shapes, self.ignored = Path(path), form, shapes, ignored
+        self.may_lack, self.lacking = frozenset(may_lack), frozenset[str]()
         self.wanted = {name: form.hf_names(name) for name in shapes if not (form.tied and name == "output.weight")}
         self.stack = ExitStack()
 
     def __enter__(self) -> "StoredWeights":
         folder = self.path.parent if self.path.is_file() else self.path
         files, block = _files(self.path), _block(folder)
-        theirs = {each for names in self.wanted.values() for each in names}
+        base = self.form.base
+        if base and not any(each.startswith(base) for each in files):
+            bare = {name: [each.removeprefix(base) for each in names] for name, names in self.wanted.items()}
+            self.wanted = bare
+        if not any(each in files for name in self.form.head for each in self.wanted.get(name, ())):
+            self.lacking = self.form.head & self.wanted.keys() & self.may_lack
+            self.wanted = {name: names for name, names in self.wanted.items() if name not in self.lacking}
+        theirs = list(dict.fromkeys(each for names in self.wanted.values() for each in names))
         scales = {scales_name(each) for each in theirs} & files.keys() if block else set()
-        faults = [f"{each} is missing" for names in self.wanted.values() for each in names if each not in files]
-        known = theirs | scales
+        faults = [f"{each} is missing" for each in theirs if each not in files]
+        known = {*theirs, *scales}
         faults += [f"{each} is not part of the model" for each in files if each not in known and not self.ignored(each)]
         refuse(self.path, faults)
         try:
@@ -57,7 +67,7 @@ class StoredWeights:
                 shape = self.form.hf_shape(name, self.shapes[name])
                 for each in each_name:
                     faults += self.shards.misfits(each, shape)
-            refuse(self.path, faults)
+            refuse(self.path, list(dict.fromkeys(faults)))
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -90,10 +100,10 @@ class StoredWeights:
 
 
 @torch.no_grad()
-def load_weights(weights: StoredWeights, model: nn.Module, fresh: Collection[str] = ()) -> None:
+def load_weights(weights: StoredWeights, model: nn.Module, fresh: Collection[str] = ()) -> frozenset[str]:
     """Fill parameters and persistent buffers of the model, or of a pipeline's part of it, plain or sharded; each rank
-    reads its own rows. What the model has beside them, `fresh` of an adapter, stays as it is. Matrices may be in 8 bits
-    (blocks.py).
+    reads its own rows. What the model has beside them, `fresh` of an adapter, stays as it is, and so does what is
+    returned: a head that the folder lacks. Matrices may be in 8 bits (blocks.py).
 
     JobError where they do not fit; the model is then untouched, unless a file proves unreadable only in its middle.
     """
@@ -102,12 +112,14 @@ def load_weights(weights: StoredWeights, model: nn.Module, fresh: Collection[str
     plain = {name: tensor for name, tensor in named.items() if name not in fresh and name not in packed}
     with weights, progress_bar(f"loading {weights.path.name}", len(plain), unit=" tensors") as progress:
         for name, tensor in plain.items():
-            weights.read_into(tensor, name)
+            if name not in weights.lacking:
+                weights.read_into(tensor, name)
             progress.update()
         for name, store in stores(model):  # one after the other, as they are larger before they are packed
             values = store.empty()
             weights.read_into(values, name)
             store.write(values)
+    return weights.lacking
 
 
 def read_part(stored: list[Any], tensor: torch.Tensor, name: str, form: Form) -> None:
@@ -125,7 +137,11 @@ def read_part(stored: list[Any], tensor: torch.Tensor, name: str, form: Form) ->
         rows = stored[0][(slice(start, min(-(-last // head) * head, shape[0])), *spans[1:])]
         local.copy_(form.rows_from_hf(rows)[first - start : last - start])
     else:
-        local.copy_(stored[0][tuple(spans)])
+        before = form.together(name).index(name) * shape[0]  # rows of what else is of the same tensor there
+        spans[0] = slice(spans[0].start + before, spans[0].stop + before)
+        transposed = form.is_transposed(name)
+        part = stored[0][tuple(spans[::-1] if transposed else spans)]
+        local.copy_(part.t() if transposed else part)
 
 
 class _Shards:
