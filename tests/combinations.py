@@ -51,7 +51,7 @@ class Combination:
         has no part in it: layouts with many rows are evaluated in those without.
         """
         rare = self.pp > 2 or self.ep > 1 or self.precision == "bfloat16" or self.cpu_offload
-        drops = self.model in ("other_decoder", "classifier") or "dropout" in self.adapter  # in training only
+        drops = self.model in ("gpt2", "classifier") or "dropout" in self.adapter  # in training only
         return self.compile == "no" and not drops and (rare or self.recompute == "none")
 
 
@@ -101,7 +101,8 @@ OFFLOADED = ("FSDP 2 x TP 2", "FSDP 2 x CP 2")
 
 
 def table() -> list[Combination]:
-    return data_parallel() + tensor_and_context_parallel() + pipelines() + experts() + eight_ranks() + adapters()
+    rows = data_parallel() + tensor_and_context_parallel() + pipelines() + experts() + eight_ranks() + adapters()
+    return rows + gpt2()
 
 
 def tensor_and_context_parallel() -> list[Combination]:
@@ -321,11 +322,9 @@ def dropping() -> list[Combination]:
     return rows
 
 
-def other_models() -> list[Combination]:
-    """What the families of the project are not: LayerNorm, biases, learned positions and dropout; attention to all. Not
-    of the README's table: tests/support/other_families.py.
-    """
-    drops, to_all = dict(model="other_decoder"), dict(model="encoder", precision="float64", document_mask=True)
+def gpt2() -> list[Combination]:
+    """Norms with means, biases, learned positions, dropout, and a tied head with all of it."""
+    drops = dict(model="gpt2")
     rows = [Combination(**drops, recompute=mode) for mode in RECOMPUTE]
     rows += [Combination(**drops, compile="block", recompute=mode) for mode in ("none", "full")]
     rows += [Combination(**drops, compile="model"), Combination(**drops, precision="bfloat16", accumulation=2)]
@@ -339,9 +338,17 @@ def other_models() -> list[Combination]:
     rows += [
         Combination(**COMPOSED["PP 2"], **drops, schedule=s, recompute="full") for s in ("ZBVZeroBubble", "DualPipeV")
     ]
-    rows += [
-        Combination(ranks=2, cp=2, method=method, balance=b, **to_all) for method in METHODS for b in (True, False)
-    ]
+    rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], **drops, precision="float64", accumulation=2)]
+    rows += [Combination(**layout, **drops, adapter="lora") for layout in (LAYOUTS["FSDP 2"], COMPOSED["TP 2"])]
+    return rows
+
+
+def other_models() -> list[Combination]:
+    """What the families of the project are not: attention to all, classes, pairs. Not of the README's table:
+    tests/support/other_families.py.
+    """
+    to_all = dict(model="encoder", precision="float64", document_mask=True)
+    rows = [Combination(ranks=2, cp=2, method=method, balance=b, **to_all) for method in METHODS for b in (True, False)]
     rows += [Combination(**COMPOSED[name], **to_all) for name in ("TP 2", "PP 2", "FSDP 2 x TP 2", "PP 2 x CP 2")]
     rows += [Combination(model="encoder", compile="block")]
     classes = dict(model="classifier", precision="float64", loss_chunks=2)

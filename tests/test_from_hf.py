@@ -14,15 +14,17 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GPT2Config,
     LlamaConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    RobertaConfig,
 )
 
 from tests.support.hf_parity import build, close, eager, tokens_for
 from tests.support.jobs import ROOT
 from tests.support.judged import lines
-from tests.support.tiny_decoders import DEEPSEEK, LLAMA, MULTI_TOKEN, QWEN3, QWEN3_MOE
+from tests.support.tiny_decoders import DEEPSEEK, GPT2, LLAMA, MULTI_TOKEN, QWEN3, QWEN3_MOE, ROBERTA
 from torchtitan import build as assembly
 from torchtitan.config.manager import load
 from torchtitan.errors import JobError
@@ -40,8 +42,10 @@ SHAPES = {
     "deepseek v2": (DEEPSEEK["v2"], DeepseekV2Config),
     "deepseek v3": (DEEPSEEK["v3"], DeepseekV3Config),
     "deepseek plain": (DEEPSEEK["v3 plain"], DeepseekV3Config),
+    "gpt2": (GPT2["words"], GPT2Config),
     "qwen3": (QWEN3["plain"], Qwen3Config),
     "qwen3_moe": (QWEN3_MOE["published"], Qwen3MoeConfig),
+    "roberta": (ROBERTA["words"], RobertaConfig),
 }
 NEVER_IN_A_CONFIG = ("multiple_of", "ffn_dim_multiplier", "n_kv_heads", "bias_rate", "mtp_loss_weight")
 

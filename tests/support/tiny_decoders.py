@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
+from torchtitan.models.gpt2 import GPT2Args
 from torchtitan.models.llama import LlamaArgs, RopeScaling
 from torchtitan.models.qwen3 import Qwen3Args
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
+from torchtitan.models.roberta import RobertaArgs
 
 _LLAMA2 = LlamaArgs(dim=32, n_layers=2, n_heads=4, vocab_size=64, multiple_of=16, max_seq_len=128)
 # of the 4 frequencies, one is kept, one blended and two are stretched
@@ -90,3 +92,8 @@ QWEN3_MOE = {
     "published": _QWEN3,
     "not normalized, tied": replace(_QWEN3, normalize_top_k=False, tied_embeddings=True, norm_eps=1e-5),
 }
+
+_GPT2 = GPT2Args(dim=32, n_layers=2, n_heads=4, ffn_dim=48, vocab_size=64, max_seq_len=128)
+GPT2 = {"words": _GPT2, "classes": replace(_GPT2, n_classes=4)}
+_ROBERTA = RobertaArgs(dim=32, n_layers=2, n_heads=4, ffn_dim=48, vocab_size=64, max_seq_len=126, n_types=2)
+ROBERTA = {"words": _ROBERTA, "classes": replace(_ROBERTA, n_classes=4)}

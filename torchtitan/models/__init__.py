@@ -8,13 +8,22 @@ from typing import Any
 from torchtitan.errors import JobError
 from torchtitan.models.deepseek.family import FAMILY as DEEPSEEK
 from torchtitan.models.family import GROUP, Family
+from torchtitan.models.gpt2.family import FAMILY as GPT2
 from torchtitan.models.hf.config import ConfigForm
 from torchtitan.models.llama.family import LLAMAS
 from torchtitan.models.qwen3.family import FAMILY as QWEN3
 from torchtitan.models.qwen3_moe.family import FAMILY as QWEN3_MOE
+from torchtitan.models.roberta.family import FAMILY as ROBERTA
 from torchtitan.registration import Registry
 
-FAMILIES: dict[str, Family] = {**LLAMAS, "deepseek": DEEPSEEK, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
+FAMILIES: dict[str, Family] = {
+    **LLAMAS,
+    "deepseek": DEEPSEEK,
+    "gpt2": GPT2,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "roberta": ROBERTA,
+}
 """The project's own."""
 
 

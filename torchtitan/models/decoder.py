@@ -99,18 +99,31 @@ class Block(Residual):
 
 class Entrance(nn.Module):
     """What is done with the embeddings of words before the first block: learned positions are added, `num_positions`
-    of them, then perhaps a norm and dropout. It is cut off with the embedding.
+    of them, behind `first` that are not used, then perhaps a norm and dropout. `num_types`: a model has that many kinds
+    of tokens, and all are of the first. It is cut off with the embedding.
     """
 
-    def __init__(self, dim: int, num_positions: int, norm: nn.Module | None = None, dropout: float = 0.0):
+    def __init__(
+        self,
+        dim: int,
+        num_positions: int,
+        norm: nn.Module | None = None,
+        dropout: float = 0.0,
+        *,
+        first: int = 0,
+        num_types: int = 0,
+    ):
         super().__init__()
-        self.positions = nn.Embedding(num_positions, dim)
+        self.first = first
+        self.positions = nn.Embedding(first + num_positions, dim)
+        self.types = nn.Embedding(num_types, dim) if num_types else None
         self.norm = norm
         self.dropout = Dropout(dropout) if dropout else None
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
         """x [B, S, D], positions [B or 1, S] -> [B, S, D]"""
-        x = x + self.positions(positions).to(x.dtype)
+        x = x + self.positions(positions + self.first).to(x.dtype)
+        x = x if self.types is None else x + self.types(torch.zeros_like(positions)).to(x.dtype)
         x = x if self.norm is None else self.norm(x)
         return x if self.dropout is None else self.dropout(x, keys)
 

@@ -40,6 +40,12 @@ def flops_per_token(sizes: Sizes, seq_len: int) -> FlopsPerToken:
     return _both(lambda keys: with_keys(sizes, keys), seq_len)
 
 
+def bidirectional_flops_per_token(sizes: Sizes, seq_len: int) -> FlopsPerToken:
+    """Of a model whose tokens see the whole sequence, whatever the kernel."""
+    full = with_keys(sizes, seq_len)
+    return FlopsPerToken(full=full, causal=full)
+
+
 def latent_flops_per_token(sizes: LatentSizes, seq_len: int) -> FlopsPerToken:
     return _both(lambda keys: latent_with_keys(sizes, keys), seq_len)
 

@@ -16,12 +16,17 @@ def linears(args: Any) -> Sizes:
     found: Sizes = {}
     for layer in range(args.n_layers + getattr(args, "n_mtp_layers", 0)):
         found |= {f"layers.{layer}.{name}": sizes for name, sizes in args.block_linears(layer).items()}
-    return found | {HEAD: (args.vocab_size, args.dim)}
+    return found | getattr(args, "head_linears", {HEAD: (args.vocab_size, args.dim)})
 
 
 def grouped_attention(dim: int, heads: int, kv_heads: int, head_dim: int) -> Sizes:
     q, kv = heads * head_dim, kv_heads * head_dim
     return {"attention.wq": (q, dim), "attention.wk": (kv, dim), "attention.wv": (kv, dim), "attention.wo": (dim, q)}
+
+
+def ungated(name: str, dim: int, width: int) -> Sizes:
+    """Of a feed-forward without a gate."""
+    return {f"{name}.w1": (width, dim), f"{name}.w2": (dim, width)}
 
 
 def gated(name: str, dim: int, width: int) -> Sizes:

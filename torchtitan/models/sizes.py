@@ -23,6 +23,19 @@ def check_turned(args: Any, name: str) -> None:
         raise JobError(f"{name} = {getattr(args, name)}: must be even, as rotary embeddings turn pairs")
 
 
+def check_shares(args: Any, *names: str) -> None:
+    """Of what is dropped."""
+    for name in names:
+        if not 0 <= getattr(args, name) < 1:
+            raise JobError(f"{name} = {getattr(args, name)}: must be at least 0 and less than 1")
+
+
+def check_whole_heads(args: Any) -> None:
+    """Where heads add up to the model's width."""
+    if args.dim % args.n_heads:
+        raise JobError(f"dim = {args.dim} with n_heads = {args.n_heads}: dim must be a multiple of n_heads")
+
+
 def check_grouped_heads(args: Any) -> None:
     if args.num_kv_heads < 1 or args.n_heads % args.num_kv_heads:
         raise JobError(

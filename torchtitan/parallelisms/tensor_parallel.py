@@ -68,7 +68,7 @@ def apply_tensor_parallel(
     for name, module in _matching(model, plan, plan.replicated):
         _split(name, module, mesh, "replicated", _Whole, defaultdict(lambda: (Replicate(), Partial())))
     norms = [(name, m) for name, m in _matching(model, plan, plan.sequence) if not _is_split(m)]  # by expert parallel
-    for name, module in norms if norm is None else [*norms, (plan.head[0], norm)]:
+    for name, module in norms if norm is None else [*norms, *_leaves(model, plan.head[0])]:
         laid = defaultdict(lambda: (Replicate(), tokens_gradient))
         _split(name, module, mesh, "sequence", _Whole, laid, whole=tokens_gradient, border=border)
     beside = [leaf for name in plan.with_embedding if embedding is not None for leaf in _leaves(model, name)]

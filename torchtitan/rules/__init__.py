@@ -33,6 +33,7 @@ from torchtitan.rules.model_and_data import (
     known_names,
     loader_workers,
     model_sizes,
+    positions_are_learned,
     sources_are_said_once,
     tokenizer_fits,
     validation_is_said_once,
@@ -87,7 +88,7 @@ from torchtitan.rules.resume import (
     checkpoints_are_still_there,
     same_job_as_the_checkpoint,
 )
-from torchtitan.rules.task import samples_stay_together, sequence_is_whole
+from torchtitan.rules.task import model_can_learn_it, samples_stay_together, sequence_is_whole
 from torchtitan.rules.tensor_and_context import (
     async_tensor_parallel,
     heads_divide_over_context_parallel,
@@ -140,6 +141,7 @@ RULES: list[Rule] = [
     known_names,
     folder_has_sizes,
     model_sizes,
+    positions_are_learned,
     tokenizer_fits,
     data_is_there,
     sources_are_said_once,
@@ -158,6 +160,7 @@ RULES: list[Rule] = [
     async_tensor_parallel,
     samples_stay_together,
     sequence_is_whole,
+    model_can_learn_it,
     experts_divide_over_expert_parallel,
     expert_parallel_borrows,
     experts_divide_over_what_is_left,

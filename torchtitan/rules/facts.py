@@ -103,6 +103,13 @@ class Facts:
         """Ranks over which fully_shard spreads parameters; the ranks of a sequence are among them."""
         return self.shard and self.shard * self.cp
 
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Of samples, by the options that say them."""
+        training, validation = self.config.training.seq_len, self.config.validation
+        own = {"validation.seq_len": validation.seq_len} if validation.enable and validation.seq_len else {}
+        return {"training.seq_len": training} | own
+
     @cached_property
     def microbatches(self) -> int | None:
         """Of a local batch in the pipeline; None where it does not divide."""

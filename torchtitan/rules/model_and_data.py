@@ -71,7 +71,22 @@ def model_sizes(facts: Facts) -> Iterator[Fault]:
         yield facts.fault(key, f"at most {MOST_PARAMETERS:.0e}", "a slip in a size?", given=given)
 
 
-HOMES = {"llama": "meta-llama", "deepseek": "deepseek-ai", "qwen3": "Qwen"}
+def positions_are_learned(facts: Facts) -> Iterator[Fault]:
+    """Where positions are weights, a sequence is not longer than there are."""
+    known = getattr(facts.args, "learned_positions", 0)
+    for key, length in facts.lengths.items():
+        if 0 < known < length:
+            remedy = f"write {known}, or model.overrides = {{max_seq_len = {length}}}, where nothing is loaded"
+            yield facts.fault(key, f"at most the {known} positions that the model learns", remedy)
+
+
+HOMES = {
+    "gpt2": "openai-community",
+    "llama": "meta-llama",
+    "deepseek": "deepseek-ai",
+    "qwen3": "Qwen",
+    "roberta": "FacebookAI",
+}
 """Of model families, on Hugging Face."""
 
 

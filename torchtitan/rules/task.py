@@ -28,3 +28,15 @@ def sequence_is_whole(facts: Facts) -> Iterator[Fault]:
         allowed = f"1 with task.kind = {kind}, whose loss is no sum over the tokens that ranks share out"
         remedy = "shard the model further instead (parallelism.data_parallel_shard_degree)"
         yield facts.fault("parallelism.context_parallel_degree", allowed, remedy)
+
+
+def model_can_learn_it(facts: Facts) -> Iterator[Fault]:
+    """The next token is a secret only to a model whose tokens do not see it, and that tells words apart."""
+    if facts.config.task.kind != "pretrain" or facts.args is None:
+        return
+    if not getattr(facts.args, "causal", True):
+        allowed = f"another one for model {facts.config.model.name}, whose tokens see those behind them"
+        yield facts.fault("task.kind", allowed, "train a decoder, such as gpt2")
+    if classes := getattr(facts.args, "n_classes", 0):
+        given = f"n_classes = {classes}"
+        yield facts.fault("model.overrides", 'n_classes = 0 with task.kind = "pretrain"', "leave it out", given)

@@ -21,6 +21,7 @@ def _split_sizes(facts: Facts) -> dict[str, int]:
         "n_kv_heads": args.num_kv_heads,
         "feed-forward width": getattr(args, "ffn_dim", 0),  # where every layer has experts there is none
         "vocab_size": args.vocab_size,
+        "n_classes": getattr(args, "n_classes", 0),
     }
     return {name: size for name, size in sizes.items() if size}
 
@@ -38,15 +39,13 @@ def sequence_divides(facts: Facts) -> Iterator[Fault]:
     """A degree that the model does not allow asks for nothing: the sequence would only be fitted to it in vain."""
     if _heads_limit(facts):
         return
-    asked, training, validation = facts.config.parallelism, facts.config.training, facts.config.validation
+    asked = facts.config.parallelism
     levelled = degrees.is_levelled(
         asked.context_parallel_rotate_method, asked.context_parallel_load_balancer == "headtail"
     )
     split = facts.sequence_parallel and not uneven(facts)
     needs = degrees.needs_of_a_sequence(facts.cp, facts.tp, levelled=levelled, sequence_parallel=split)
-    lengths = {"training.seq_len": training.seq_len}
-    lengths |= {"validation.seq_len": validation.seq_len} if validation.enable and validation.seq_len else {}
-    for key, length in lengths.items():
+    for key, length in facts.lengths.items():
         yield from facts.judged(degrees.check_sequence, key, length, needs)
 
 

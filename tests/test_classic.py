@@ -1,0 +1,265 @@
+"""GPT-2 and RoBERTa: arguments, and against transformers (logits, every gradient, folders); heads for classes."""
+
+import dataclasses
+import json
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaForSequenceClassification,
+)
+
+from tests.support.hf_parity import (
+    build,
+    compare,
+    compare_positions,
+    configs,
+    names_go_both_ways,
+    refuse_config,
+    refuse_folder,
+    same,
+    save_and_load,
+    tokens_for,
+    twin,
+    write_folder,
+)
+from tests.support.judged import anywhere, lines  # noqa: F401
+from tests.support.tiny_decoders import GPT2 as TINY_GPT2
+from tests.support.tiny_decoders import ROBERTA as TINY_ROBERTA
+from torchtitan.errors import JobError
+from torchtitan.initialization import Constant, Normal
+from torchtitan.models import SIZES
+from torchtitan.models.gpt2.hf import HF as GPT2_HF
+from torchtitan.models.gpt2.model import GPT2
+from torchtitan.models.roberta.hf import HF as ROBERTA_HF
+from torchtitan.models.roberta.model import Roberta
+
+
+class Family(NamedTuple):
+    model: type
+    hf: Any
+    shapes: dict
+    config: type
+    words: type
+    classes: type
+    tied: list  # what transformers makes of the embedding in memory
+
+    def theirs(self, args):
+        return self.classes if args.n_classes else self.words
+
+
+FAMILIES = {
+    "gpt2": Family(
+        GPT2, GPT2_HF, TINY_GPT2, GPT2Config, GPT2LMHeadModel, GPT2ForSequenceClassification, ["lm_head.weight"]
+    ),
+    "roberta": Family(
+        Roberta,
+        ROBERTA_HF,
+        TINY_ROBERTA,
+        RobertaConfig,
+        RobertaForMaskedLM,
+        RobertaForSequenceClassification,
+        ["lm_head.decoder.weight", "lm_head.decoder.bias"],
+    ),
+}
+SHAPES = [
+    pytest.param(family, shape, id=f"{name}, {shape}") for name, family in FAMILIES.items() for shape in family.shapes
+]
+WORDS = {name: family.shapes["words"] for name, family in FAMILIES.items()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"n_layers": 0}, "n_layers = 0: must be at least 1"),
+        ({"n_heads": 5}, "dim = 32 with n_heads = 5: dim must be a multiple of n_heads"),
+        ({"dropout": 1.0}, "dropout = 1.0: must be at least 0 and less than 1"),
+        ({"n_classes": -1}, "n_classes = -1: must not be negative"),
+    ],
+)
+def test_impossible_sizes_are_refused(name, change, message):
+    with pytest.raises(JobError, match=message):
+        dataclasses.replace(WORDS[name], **change)
+
+
+# sums taken in another order: a few units of 2**-24, or of 2**-53, relative to the largest element
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_every_gradient_equal_transformers(name, dtype, tolerance):
+    family = FAMILIES[name]
+    model = build(family.model, WORDS[name], dtype=dtype)
+    compare(model, twin(family.words, family.config, model, family.hf, dtype, family.tied), family.hf, tolerance)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_positions_may_begin_anywhere(name):
+    family = FAMILIES[name]
+    model = build(family.model, WORDS[name])
+    theirs = twin(family.words, family.config, model, family.hf, tied=family.tied)
+    compare_positions(model, theirs, first=model.entrance.first)
+
+
+@pytest.mark.parametrize("name, places", [("gpt2", [11, 6]), ("roberta", [0, 0])])
+def test_classes_equal_transformers(name, places):
+    """Which takes the last token before the pads, or the first one."""
+    family, args = FAMILIES[name], FAMILIES[name].shapes["classes"]
+    model = build(family.model, args, dtype=torch.float64)
+    theirs = twin(family.classes, family.config, model, family.hf, torch.float64)
+    pad = theirs.config.pad_token_id = 1
+    tokens = tokens_for(args)
+    tokens[tokens == pad] = 2
+    tokens[1, 7:] = pad
+    documents = (tokens == pad).long()
+    ours = model(tokens, document_ids=documents)[torch.arange(2), torch.tensor(places)]
+    expected = theirs(tokens, attention_mask=1 - documents).logits
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    ours.square().sum().backward()
+    expected.square().sum().backward()
+    gradients = family.hf.to_hf({name: p.grad for name, p in model.named_parameters()}, args)
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_a_token_sees_what_stands_behind_it_in_its_document():
+    model = build(Roberta, WORDS["roberta"])
+    tokens = tokens_for(model.args)
+    documents = torch.tensor([0] * 8 + [1] * 4).expand(2, -1)
+    changed = tokens.clone()
+    changed[:, 6] = (changed[:, 6] + 1) % model.args.vocab_size
+    before, after = (model(each, document_ids=documents) for each in (tokens, changed))
+    assert (before[:, :8] != after[:, :8]).any(-1).all() and torch.equal(before[:, 8:], after[:, 8:])
+
+
+def test_initial_weights_follow_the_recipe():
+    model = GPT2(WORDS["gpt2"])
+    assert model.init_rule("layers.1.attention.wo.weight") == model.init_rule("layers.0.feed_forward.w2.weight")
+    assert model.init_rule("layers.1.attention.wo.weight") == Normal(0.02 / 2)  # of 2 layers
+    assert model.init_rule("layers.1.attention.wq.weight") == model.init_rule("tok_embeddings.weight") == Normal(0.02)
+    assert model.init_rule("norm.weight") == Constant(1.0)
+    assert model.init_rule("layers.1.attention.wo.bias") == Constant(0.0)
+    model = Roberta(WORDS["roberta"])
+    assert model.init_rule("layers.1.attention.wo.weight") == model.init_rule("norm.dense.weight") == Normal(0.02)
+    assert model.init_rule("norm.norm.weight") == model.init_rule("entrance.norm.weight") == Constant(1.0)
+
+
+@pytest.mark.parametrize("name, flavor", [(name, flavor) for name in FAMILIES for flavor in SIZES[name]])
+def test_config_goes_both_ways_and_through_transformers(name, flavor, tmp_path):
+    args, family = SIZES[name][flavor], FAMILIES[name]
+    for stored in configs(args, family.hf, family.config, tmp_path):
+        assert family.hf.config.args_from(stored) == args
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_classes_go_through_config_json(name, tmp_path):
+    args, family = dataclasses.replace(WORDS[name], n_classes=3), FAMILIES[name]
+    for stored in configs(args, family.hf, family.config, tmp_path):
+        assert family.hf.config.args_from(json.loads(json.dumps(stored))) == args
+
+
+@pytest.mark.parametrize("family, shape", SHAPES)
+def test_state_dicts_go_both_ways(family, shape):
+    names_go_both_ways(build(family.model, family.shapes[shape]), family.hf)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("shard_bytes", [10**9, 10000])
+def test_a_saved_folder_loads_here_and_in_transformers(name, shard_bytes, tmp_path):
+    family = FAMILIES[name]
+    save_and_load(family.model, WORDS[name], family.hf, family.words, tmp_path, shard_bytes)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_file_loads_too(name, tmp_path):
+    family, file = FAMILIES[name], tmp_path / "model.safetensors"
+    model, other = (build(family.model, WORDS[name], seed=seed) for seed in (0, 1))
+    family.hf.save_hf_file(file, model.state_dict(), WORDS[name], torch.float32)
+    family.hf.load_hf(file, other, WORDS[name])
+    assert same(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("family, shape", SHAPES)
+def test_a_folder_that_transformers_writes_loads(family, shape, tmp_path):
+    model, other = (build(family.model, family.shapes[shape], seed=seed) for seed in (0, 1))
+    theirs = twin(family.theirs(model.args), family.config, model, family.hf, tied=family.tied)
+    theirs.save_pretrained(tmp_path)
+    family.hf.load_hf(tmp_path, other, model.args)
+    assert same(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_names_without_their_beginning_are_read(name, tmp_path):
+    """As the base model is saved, and as OpenAI's weights were published, with the masks of old folders."""
+    family, args = FAMILIES[name], dataclasses.replace(WORDS[name], n_classes=2)
+    model, other = (build(family.model, args, seed=seed) for seed in (0, 1))
+    form = family.hf.form(args)
+    bare = {each.removeprefix(form.base): t for each, t in family.hf.to_hf(model.state_dict(), args).items()}
+    bare |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8)} if name == "gpt2" else {}
+    write_folder(tmp_path, bare, args, family.hf)
+    assert family.hf.load_hf(tmp_path, other, args) == frozenset()
+    assert same(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_head_of_classes_begins_anew_where_it_may(name, tmp_path):
+    family, words = FAMILIES[name], WORDS[name]
+    args = dataclasses.replace(words, n_classes=2)
+    family.hf.save_hf(tmp_path, build(family.model, words).state_dict(), words)
+    head = family.hf.form(args).head
+    refuse_folder(family.model, args, family.hf, tmp_path, "(score|classifier.dense).weight is missing")
+    model, body = build(family.model, args, seed=1), build(family.model, words).state_dict()
+    drawn = {name: value.clone() for name, value in model.state_dict().items() if name in head}
+    assert family.hf.load_hf(tmp_path, model, args, may_lack=head) == head
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in drawn.items())
+    assert all(torch.equal(value, body[name]) for name, value in state.items() if name not in head)
+
+
+def test_a_part_of_a_joint_matrix_is_named_when_it_is_wrong(tmp_path):
+    args = WORDS["gpt2"]
+    GPT2_HF.save_hf(tmp_path, build(GPT2, args).state_dict(), args)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    name = "transformer.h.1.attn.c_attn.weight"
+    save_file(tensors | {name: tensors[name].t().contiguous()}, file)
+    message = rf"fit the model: {name} has shape \(96, 32\), the model's is \(32, 96\)\. Choose"
+    refuse_folder(GPT2, args, GPT2_HF, tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("gpt2", {"model_type": "llama"}, "model_type = 'llama', but this model is a gpt2"),
+        ("gpt2", {"n_embd": None}, "no whole number above 0 for n_embd"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu', but this model only has 'gelu_new'"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        ("gpt2", {"embd_pdrop": 0.5}, "resid_pdrop = 0.0 and embd_pdrop = 0.5, but this model has one share for both"),
+        ("roberta", {"model_type": "bert"}, "model_type = 'bert', but this model is a roberta"),
+        ("roberta", {"max_position_embeddings": None}, "no whole number above 0 for max_position_embeddings"),
+        ("roberta", {"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key', but"),
+        ("roberta", {"is_decoder": True}, "is_decoder = True, but this model only has False"),
+    ],
+)
+def test_a_config_of_another_model_is_refused(name, change, message):
+    refuse_config(WORDS[name], FAMILIES[name].hf, change, message)
+
+
+def test_what_a_job_cannot_ask_for(anywhere):  # noqa: F811
+    words = ["--model.name=gpt2", "--training.seq_len=64"]
+    assert lines(*words) == []
+    assert lines(*words, "--model.overrides={attention_dropout = 0.1}") == [
+        "model.overrides: given attention_dropout = 0.1; allowed: 0: attention here drops no probabilities; write "
+        "model.overrides = {attention_dropout = 0.0}; dropout stays, of all else"
+    ]
+    (fault,) = lines(*words, "--model.overrides={max_seq_len = 32}")
+    assert fault == (
+        "training.seq_len: given 64; allowed: at most the 32 positions that the model learns; write 32, or "
+        "model.overrides = {max_seq_len = 64}, where nothing is loaded"
+    )

@@ -1,0 +1,51 @@
+"""GPT-2 in the form of Hugging Face: names, and how matrices lie. config.json: hf_config.py.
+
+Its linears are "Conv1D" there, which keep their matrices as [in, out], and queries, keys and values are one of them.
+Folders of the model without a head, as OpenAI's were published, leave out what all names begin with.
+"""
+
+from torchtitan.models.gpt2 import GPT2Args
+from torchtitan.models.gpt2.hf_config import CONFIG
+from torchtitan.models.gpt2.model import GPT2
+from torchtitan.models.hf.family import HuggingFace
+from torchtitan.models.hf.names import Form, with_biases
+
+PARTS = with_biases(
+    {
+        "attention_norm": "ln_1",
+        "attention.wq": "attn.c_attn",
+        "attention.wk": "attn.c_attn",
+        "attention.wv": "attn.c_attn",
+        "attention.wo": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "feed_forward.w1": "mlp.c_fc",
+        "feed_forward.w2": "mlp.c_proj",
+    }
+)
+ENDS = {
+    "tok_embeddings.weight": "transformer.wte.weight",
+    "entrance.positions.weight": "transformer.wpe.weight",
+    "norm.weight": "transformer.ln_f.weight",
+    "norm.bias": "transformer.ln_f.bias",
+}
+TRANSPOSED = frozenset(name for name in PARTS if name.endswith(".weight") and "norm" not in name)
+
+
+def form(args: GPT2Args) -> Form:
+    return Form(
+        parts=PARTS,
+        ends=ENDS | {"output.weight": "score.weight" if args.n_classes else "lm_head.weight"},
+        layers="transformer.h.",
+        base="transformer.",
+        transposed=TRANSPOSED,
+        tied=args.tied_embeddings,
+        head=frozenset({"output.weight"}) if args.n_classes else frozenset(),
+    )
+
+
+def _is_ignored(name: str, args: GPT2Args) -> bool:
+    """Masks of attention, which old folders hold; the words of a model that is to tell classes apart."""
+    return name.endswith((".attn.bias", ".attn.masked_bias")) or (name == "lm_head.weight" and args.n_classes > 0)
+
+
+HF = HuggingFace(build=GPT2, form=form, config=CONFIG, ignored=_is_ignored)

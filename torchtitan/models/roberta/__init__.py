@@ -1,0 +1,38 @@
+"""RoBERTa: the arguments and the published sizes. No torch here, so `torchtitan check` stays quick."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torchtitan.models.classic import ClassicArgs
+from torchtitan.models.linears import HEAD, Sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobertaArgs(ClassicArgs):
+    vocab_size: int = 50265
+    max_seq_len: int = 512
+    pad_id: int = 1  # the first position is the one behind it
+    n_types: int = 1  # kinds of tokens, all of which are the first here
+    causal: ClassVar = False
+    may_be_zero: ClassVar = (*ClassicArgs.may_be_zero, "pad_id")
+
+    @property
+    def head_linears(self) -> Sizes:
+        return {"norm.dense": (self.dim, self.dim), HEAD: (self.outputs, self.dim)}
+
+    @property
+    def _other_parameters(self) -> int:
+        rows = self.pad_id + 1 + self.max_seq_len + self.n_types
+        norms = 2 * self.dim + (0 if self.n_classes else 2 * self.dim)  # of the embeddings, and of a head of words
+        return rows * self.dim + norms + self.dim + self.outputs
+
+
+def _sizes(width: int, layers: int, heads: int, **sizes: int) -> RobertaArgs:
+    return RobertaArgs(dim=width, n_layers=layers, n_heads=heads, ffn_dim=4 * width, **sizes)
+
+
+ROBERTA = {
+    "debugmodel": _sizes(256, 6, 8, vocab_size=2048, max_seq_len=2048),
+    "125M": _sizes(768, 12, 12),
+    "355M": _sizes(1024, 24, 16),
+}

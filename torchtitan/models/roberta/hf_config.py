@@ -1,0 +1,59 @@
+"""Sizes and constants of RoBERTa as a config.json has them, RobertaConfig of transformers. No torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchtitan.models.classic.hf_config import NOT_COMPARED, classes_of, labels_of, one_dropout
+from torchtitan.models.hf.config import ConfigForm, check_numbers, check_only
+from torchtitan.models.roberta import RobertaArgs
+
+
+def _to_hf(args: RobertaArgs, dtype: Any = "float32") -> dict[str, Any]:
+    """The fields of transformers' RobertaConfig."""
+    return {
+        "architectures": ["RobertaForSequenceClassification" if args.n_classes else "RobertaForMaskedLM"],
+        "model_type": "roberta",
+        "vocab_size": args.vocab_size,
+        "hidden_size": args.dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "intermediate_size": args.ffn_dim,
+        "hidden_act": "gelu",
+        "max_position_embeddings": args.pad_id + 1 + args.max_seq_len,
+        "type_vocab_size": args.n_types,
+        "layer_norm_eps": args.norm_eps,
+        "hidden_dropout_prob": args.dropout,
+        "attention_probs_dropout_prob": args.attention_dropout,
+        "position_embedding_type": "absolute",
+        "tie_word_embeddings": True,
+        "pad_token_id": args.pad_id,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **labels_of(args),
+    }
+
+
+def _from_hf(config: Mapping[str, Any]) -> RobertaArgs:
+    numbers = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    check_numbers(config, (*numbers, "max_position_embeddings"))
+    check_only(config, {"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False})
+    check_only(config, {"add_cross_attention": False, "tie_word_embeddings": True})
+    pad = config.get("pad_token_id", 1)
+    return RobertaArgs(
+        dim=config["hidden_size"],
+        n_layers=config["num_hidden_layers"],
+        n_heads=config["num_attention_heads"],
+        ffn_dim=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        max_seq_len=config["max_position_embeddings"] - pad - 1,
+        norm_eps=config.get("layer_norm_eps", 1e-12),
+        dropout=one_dropout(config, {"hidden_dropout_prob": 0.1}),
+        attention_dropout=float(config.get("attention_probs_dropout_prob", 0.1)),
+        n_classes=classes_of(config),
+        pad_id=pad,
+        n_types=config.get("type_vocab_size", 2),
+    )
+
+
+CONFIG = ConfigForm(model_types=("roberta",), to_hf=_to_hf, from_hf=_from_hf, not_compared=NOT_COMPARED)
