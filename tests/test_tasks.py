@@ -29,9 +29,9 @@ def pairs(monkeypatch):
 
 def test_the_usual_task_is_the_next_token():
     assert isinstance(build.objective(load([])), SummedCrossEntropy)
-    assert lines("--task.kind=pretrian") == [
-        'task.kind: given "pretrian"; allowed: one of "pretrain"; did you mean "pretrain"?'
-    ]
+    (line,) = lines("--task.kind=pretrian")
+    assert line.startswith('task.kind: given "pretrian"; allowed: one of "pretrain", ')
+    assert line.endswith('; did you mean "pretrain"?')
 
 
 def test_the_next_token_is_learned_by_those_who_cannot_see_it():

@@ -22,6 +22,7 @@ from torchtitan.config.changes import kept_job
 from torchtitan.config.job import JobConfig, as_dict, trackers_of
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.datasets.tokenizer.chat_templates import template_file, template_of
 from torchtitan.guards import Guards, Replicas, StepGuard
 from torchtitan.loss import Objective, auto_chunks
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
@@ -69,7 +70,7 @@ def dims(config: JobConfig, world_size: int) -> ParallelDims:
 
 
 def tokenizer(config: JobConfig) -> Tokenizer:
-    return build_tokenizer(config.model.tokenizer_path)
+    return build_tokenizer(config.model.tokenizer_path, config.data.chat_template)
 
 
 def model_args(config: JobConfig) -> Any:
@@ -84,7 +85,9 @@ def movable(config: JobConfig) -> JobConfig:
     found: dict[str, Any] = {
         name: str(Path(path).expanduser().resolve()) for name, path in paths.items() if path and Path(path).exists()
     }
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, **found))
+    template = config.data.chat_template  # as the file says it now
+    data = dataclasses.replace(config.data, chat_template=None if template is None else template_of(template))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **found), data=data)
 
 
 def job_of_checkpoint(config: JobConfig, plan: ParallelDims) -> dict[str, Any]:
@@ -103,7 +106,7 @@ def beside_hf_weights(config: JobConfig, vocabulary: Tokenizer) -> dict[str, byt
         model_args(config),
         config.checkpoint.export_dtype,
         source=source_of(folder) if folder else None,
-        tokenizer_files=vocabulary.as_hf_files(),
+        tokenizer_files=vocabulary.as_hf_files() | template_file(vocabulary),
         bos_id=vocabulary.bos_id,
         eos_id=vocabulary.eos_id,
     )

@@ -1,6 +1,8 @@
 """Config -> data: sources, loaders, what the model reads of them, and the number of steps that epochs take."""
 
 import dataclasses
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +13,9 @@ from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.datasets import open_source
 from torchtitan.datasets.epochs import samples_in, steps_for
 from torchtitan.datasets.held_out import HeldOut
+from torchtitan.datasets.learned import Recipe, TrainOn, told
 from torchtitan.datasets.loader import Loader, Weighted, build_loader
+from torchtitan.datasets.packs import Packing, PackReader
 from torchtitan.datasets.preparing import prepared
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokens import TokenShards
@@ -21,25 +25,81 @@ from torchtitan.loss import Objective
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.tasks import TASKS
 
+logger = logging.getLogger(__name__)
+Section = Literal["training", "validation"]
+
 
 def feed(config: JobConfig, plan: ParallelDims, dp_rank: int, device: torch.device, draws: bool) -> Feed:
     """What the model of a rank reads. `draws`: whether it has dropout."""
     seed = config.debug.seed if draws else None
     together = TASKS[config.task.kind].together
-    return Feed(objective(config), plan, dp_rank, device, config.training.document_mask, seed, together)
+    return Feed(objective(config), plan, dp_rank, device, documents_apart(config), seed, together)
+
+
+def documents_apart(config: JobConfig) -> bool:
+    """Whether attention and positions keep to a document."""
+    return config.training.document_mask or TASKS[config.task.kind].packs
+
+
+def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
+    """How the task's samples are made of whole records; None where they are cut from all text."""
+    if not TASKS[config.task.kind].packs:
+        return None
+    window = config.data.packing_window if config.data.packing == "best_fit" else 1
+    return Packing(window, pad_id, config.validation.split, held_out=section == "validation")
+
+
+def recipe(config: JobConfig, section: Section) -> Recipe:
+    """What becomes of the records of a section."""
+    data = config.data
+    if not TASKS[config.task.kind].packs:
+        return Recipe()
+    return Recipe(
+        TrainOn(data.train_on, data.train_on_eos), seq_len_of(config, section) + 1, data.too_long, data.max_empty_ratio
+    )
+
+
+def seq_len_of(config: JobConfig, section: Section) -> int:
+    own = config.validation.seq_len if section == "validation" else None
+    return own or config.training.seq_len
 
 
 def with_steps(config: JobConfig, plan: ParallelDims, taken: int = 0, step: int = 0) -> JobConfig:
     """With training.epochs: the job with the number of steps that they take, when at `step` so many samples have been
-    taken. Text is tokenized for that, unless it has been."""
-    training = config.training
-    if training.epochs is None:
+    taken. Text is tokenized for that, and for a task of whole records, unless it has been.
+    """
+    training, packs = config.training, TASKS[config.task.kind].packs
+    if training.epochs is None and not packs:
         return config
     opened = [weighted.source for weighted in data_sources(config, "training")]
-    sources = [source for source in opened if isinstance(source, TokenShards)]  # with epochs, all of them are
-    left = max(0, samples_in(sources, training.seq_len, training.epochs) - taken)
+    sources = [source for source in opened if isinstance(source, TokenShards)]  # all of them are
+    if packs and not step:
+        if config.validation.enable:
+            data_sources(config, "validation")
+        _tell(config, sources)
+    if training.epochs is None:
+        return config
+    left = max(0, _samples_in(config, "training", sources, training.epochs) - taken)
     steps = step + steps_for(left, global_batch_size(config, plan))
     return dataclasses.replace(config, training=dataclasses.replace(training, steps=steps))
+
+
+def _samples_in(config: JobConfig, section: Section, sources: Sequence[TokenShards], epochs: int) -> int:
+    seed, shuffle = config.debug.seed, config.training.shuffle
+    return samples_in(sources, seq_len_of(config, section), epochs, seed, shuffle, packing(config, section, pad_id=0))
+
+
+def _tell(config: JobConfig, sources: Sequence[TokenShards]) -> None:
+    """What the records are, and how well they fill their samples."""
+    training, how = config.training, packing(config, "training", pad_id=0)
+    assert how is not None
+    for source in sources:
+        header = source.header
+        records = f": {told(header['records'], training.seq_len)}" if "records" in header else ""
+        share = header.get("trained_tokens", header["tokens"]) / header["tokens"]
+        logger.info("records    %s%s; %.1f %% of the tokens trained", source.name, records, 100 * share)
+    packs = PackReader(sources, training.seq_len, config.debug.seed, training.shuffle, how)
+    logger.info("samples    %d in a pass, %.1f %% full", packs.samples(1), 100 * packs.efficiency)
 
 
 def training_loader(
@@ -51,9 +111,8 @@ def training_loader(
 
 def validation_loader(config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims) -> Loader:
     """Always the same batches: its own data set, from the start."""
-    part = config.validation
-    batch = part.local_batch_size * plan.dp
-    seq_len = part.seq_len or config.training.seq_len
+    batch = config.validation.local_batch_size * plan.dp
+    seq_len = seq_len_of(config, "validation")
     return _loader(config, "validation", vocabulary, dp_rank, plan, batch, seq_len, None)
 
 
@@ -62,24 +121,32 @@ def held_out(
 ) -> HeldOut:
     part = config.validation
     samples = part.samples if part.steps is None else part.steps * part.local_batch_size * plan.dp
+    if TASKS[config.task.kind].packs:
+        opened = [weighted.source for weighted in data_sources(config, "validation")]
+        whole = _samples_in(config, "validation", [s for s in opened if isinstance(s, TokenShards)], epochs=1)
+        samples = min(samples or whole, whole)
     loader = validation_loader(config, vocabulary, dp_rank, plan)
     return HeldOut(loader, samples, objective.first)
 
 
-def data_sources(config: JobConfig, section: Literal["training", "validation"]) -> list[Weighted]:
-    """Opened; what is to be gone through in epochs is tokenized before, so that it has an end that is known."""
+def data_sources(config: JobConfig, section: Section) -> list[Weighted]:
+    """Opened; what has an end, or is read in whole records, is tokenized before, so that all its lengths are known."""
     training, found = config.training, []
+    first = TASKS[config.task.kind].packs or (section == "training" and training.epochs is not None)
+    folder = config.data.cache_dir or Path(config.job.dump_folder, "data")
     for wanted in sources_of(config, section).values():
         assert wanted.text_field is not None  # sources_of has said it
         source = open_source(wanted.dataset, wanted.dataset_path, wanted.text_field)
-        if section == "training" and training.epochs is not None and not isinstance(source, TokenShards):
+        if first and not isinstance(source, TokenShards):
             source = prepared(
                 source,
                 wanted.dataset_path,
                 config.model.tokenizer_path,
-                Path(config.job.dump_folder, "data"),
-                workers=max(1, training.dataloader.num_workers),
+                Path(folder).expanduser(),
+                workers=config.data.num_proc or max(1, training.dataloader.num_workers),
                 stop=training.on_bad_data == "stop",
+                recipe=recipe(config, section),
+                chat_template=config.data.chat_template,
             )
         found.append(Weighted(wanted.dataset, source, wanted.weight))
     return found
@@ -87,7 +154,7 @@ def data_sources(config: JobConfig, section: Literal["training", "validation"]) 
 
 def _loader(
     config: JobConfig,
-    section: Literal["training", "validation"],
+    section: Section,
     vocabulary: Tokenizer,
     dp_rank: int,
     plan: ParallelDims,
@@ -95,7 +162,9 @@ def _loader(
     seq_len: int,
     state: dict[str, Any] | None,
 ) -> Loader:
-    workers = config.training.dataloader
+    workers, epochs = config.training.dataloader, config.training.epochs
+    if section == "validation":  # whole records are all met, whatever the weights
+        epochs = 1 if TASKS[config.task.kind].packs else None
     on_gpu = device_type() == "cuda"
     return build_loader(
         sources=data_sources(config, section),
@@ -107,10 +176,11 @@ def _loader(
         dp_size=plan.dp,
         seed=config.debug.seed,
         shuffle=config.training.shuffle,
-        document_mask=config.training.document_mask,
+        document_mask=documents_apart(config),
         on_bad_data=config.training.on_bad_data,
         **taken(workers, build_loader) | ({"pin_memory": on_gpu} if workers.pin_memory is None else {}),
         state=state,
-        epochs=config.training.epochs if section == "training" else None,
+        epochs=epochs,
         together=TASKS[config.task.kind].together,
+        packing=packing(config, section, vocabulary.eos_id),
     )

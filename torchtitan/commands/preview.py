@@ -6,16 +6,19 @@ Takes the job's options as well, so a change can be looked at before it is train
 """
 
 import argparse
+import dataclasses
 import sys
 from itertools import groupby
 from operator import itemgetter
 
-from torchtitan.build_data import data_sources
+from torchtitan import build
+from torchtitan.build_data import documents_apart, training_loader
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig, describe_sources
-from torchtitan.datasets.loader import Batch, build_loader
+from torchtitan.config.sections.training import DataLoader
+from torchtitan.datasets.loader import Batch
 from torchtitan.datasets.packing import IGNORE
-from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.datasets.tokenizer import Tokenizer
 
 HEAD, SPECIAL, MASKED, FAINT = "\033[1;36m", "\033[33m", "\033[2;31m", "\033[2m"
 # Text of strangers must not reach the terminal as commands.
@@ -25,7 +28,7 @@ CONTROLS = {c: chr(0x2400 + c) for c in range(32) if chr(c) not in "\n\t"} | {c:
 def main(argv: list[str]) -> int:
     options, rest = parse(argv)
     config = manager.load(rest)
-    tokenizer = build_tokenizer(config.model.tokenizer_path)
+    tokenizer = build.tokenizer(config)
     batch = first_batch(config, tokenizer, options.samples)
     view = View(
         tokenizer, options.tokens, options.ids, colour=sys.stdout.isatty() and not config.metrics.disable_color_printing
@@ -61,31 +64,15 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def first_batch(config: JobConfig, tokenizer: Tokenizer, samples: int) -> Batch:
     """The first global samples. They are the same for any number of ranks, so one rank is asked for all of them."""
-    training = config.training
-    loader = build_loader(
-        sources=data_sources(config, "training"),
-        tokenizer=tokenizer,
-        seq_len=training.seq_len,
-        local_batch_size=samples,
-        global_batch_size=samples,
-        dp_rank=0,
-        dp_size=1,
-        seed=config.debug.seed,
-        shuffle=training.shuffle,
-        document_mask=training.document_mask,
-        on_bad_data=training.on_bad_data,
-        num_workers=0,
-        persistent_workers=False,
-        pin_memory=False,
-        prefetch_factor=None,
-        epochs=training.epochs,
-    )
+    training = dataclasses.replace(config.training, local_batch_size=samples, dataloader=DataLoader(pin_memory=False))
+    alone = build.on_one_rank(dataclasses.replace(config, training=training))
+    loader = training_loader(alone, tokenizer, 0, build.dims(alone, 1))
     return next(iter(loader))
 
 
 def about(config: JobConfig) -> str:
     training = config.training
-    attention = "inside each document" if training.document_mask else "over the whole sample"
+    attention = "inside each document" if documents_apart(config) else "over the whole sample"
     return (
         f"data {describe_sources(config, 'training')}, tokenizer "
         f"{config.model.tokenizer_path}, seq_len {training.seq_len}, seed {config.debug.seed}; attention {attention}"

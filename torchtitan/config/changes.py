@@ -31,6 +31,7 @@ KINDS: dict[str, Kind] = {
     "optimizer.implementation": "told",
     "lr_scheduler": "refused",
     "lr_scheduler.total_steps": "told",
+    "data": "told",  # what of it decides the samples is part of the position in the data
     "training": "refused",
     "training.dataset": "told",
     "training.dataset_path": "told",

@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from torchtitan.config.sections.adapter import Adapter
 from torchtitan.config.sections.checkpoint import Checkpoint
+from torchtitan.config.sections.data import Data
 from torchtitan.config.sections.guard import Guard
 from torchtitan.config.sections.kinds import STRICT
 from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Model
@@ -34,6 +35,7 @@ class JobConfig:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
+    data: Data = field(default_factory=Data)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
@@ -54,7 +56,11 @@ def trackers_of(config: JobConfig) -> dict[str, str]:
 
 
 def sources_of(config: JobConfig, section: Literal["training", "validation"]) -> dict[str, DataSource]:
-    """What a section reads, by the place that says it: its `sources`, or the one of dataset and dataset_path."""
+    """What a section reads, by the place that says it: its `sources`, or the one of dataset and dataset_path. With
+    validation.split it is the training data.
+    """
+    if section == "validation" and config.validation.split is not None:
+        section = "training"
     part = config.training if section == "training" else config.validation
     given = {f"{section}.sources[{number}]": source for number, source in enumerate(part.sources)}
     given = given or {section: DataSource(dataset=part.dataset, dataset_path=part.dataset_path)}

@@ -1,6 +1,7 @@
 """Whole passes over prepared shards: how many samples and steps they take, and the blocks of several folders as one.
 
-With training.epochs the data end, so every block of every source is met once in a pass, whatever the number of ranks.
+With training.epochs the data end, so every block of every source (or every document, where these are packed) is met
+once in a pass, whatever the number of ranks.
 The last step may want more samples than are left: it is filled with samples of which no label counts.
 """
 
@@ -9,12 +10,23 @@ from itertools import accumulate
 
 import numpy as np
 
+from torchtitan.datasets.packs import Packing, PackReader
 from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.tokens import BlockReader, TokenShards
 
 
-def samples_in(sources: Sequence[TokenShards], seq_len: int, epochs: int) -> int:
-    """Global samples of so many passes. Raises DataError for shards that are shorter than a sample."""
+def samples_in(
+    sources: Sequence[TokenShards],
+    seq_len: int,
+    epochs: int,
+    seed: int = 0,
+    shuffle: bool = True,
+    packing: Packing | None = None,
+) -> int:
+    """Global samples of so many passes, which with packing depend on the seed. Raises DataError for shards that are
+    shorter than a sample, or documents that are longer than a pack."""
+    if packing is not None:
+        return PackReader(sources, seq_len, seed, shuffle, packing).samples(epochs)
     return epochs * sum(source.blocks(seq_len) for source in sources)
 
 

@@ -24,6 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.datasets.epochs import samples_in, steps_for
 from torchtitan.datasets.lanes import IndexedLanes, Lanes, StreamLanes
 from torchtitan.datasets.mixing import Mixture
+from torchtitan.datasets.packs import Packing
 from torchtitan.datasets.position import Position, merge_states, resume
 from torchtitan.datasets.samples import BlockPieces, Form, LanePieces, Piece, Share
 from torchtitan.datasets.sources import DataError, Indexed, Source, Stream
@@ -176,12 +177,14 @@ def build_loader(
     state: dict[str, Any] | None = None,
     epochs: int | None = None,
     together: int = 1,
+    packing: Packing | None = None,
 ) -> Loader:
     """The loader of one data-parallel rank. `state` is a merged state_dict to go on from. `together`: neighbouring
     samples that one rank gets, in one batch.
 
     Several sources are mixed by their weights, see mixing.py, and have no end. With `epochs`, all are prepared shards
     and the batches end after so many passes over all of them, on every rank after the same whole step, see epochs.py.
+    With `packing`, all are prepared shards too, and samples are whole documents of theirs, see packs.py.
     Raises DataError for data that cannot be used, JobError for settings that do not fit each other.
     """
     check_global_batch(global_batch_size, local_batch_size, dp_size)
@@ -189,24 +192,27 @@ def build_loader(
     check_persistence(num_workers, persistent_workers)
     check_pinned(pin_memory, device_type())
     stop = on_bad_data == "stop"
-    opened = [_open(source, seed, shuffle, stop, tokenizer, seq_len) for _, source, _ in sources]
+    opened = [_open(source, seed, shuffle, stop, tokenizer, None if packing else seq_len) for _, source, _ in sources]
     counts = [1 if isinstance(source, TokenShards) else source.count for source in opened]
     mixture = Mixture([weight for _, _, weight in sources], counts, seed)
     texts = np.repeat([not isinstance(source, TokenShards) for source in opened], counts)
     settings = {"seed": seed, "shuffle": shuffle, "seq_len": seq_len, "tokenizer": tokenizer.fingerprint}
     if tokenizer.chat_template is not None:
         settings["chat_template"] = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+    if packing is not None:
+        settings["packing"] = packing.fingerprint
     start = resume(state, np.flatnonzero(texts).tolist(), mixture.taken, settings | _fingerprint(sources, epochs))
 
     step = local_batch_size * dp_size if global_batch_size == -1 else global_batch_size
     shards = [source for source in opened if isinstance(source, TokenShards)]
-    assert epochs is None or len(shards) == len(opened), "the trainer prepares what is to end"
-    end = None if epochs is None else samples_in(shards, seq_len, epochs)
+    to_prepare = epochs is not None or packing is not None
+    assert not to_prepare or len(shards) == len(opened), "the trainer prepares what ends and what is packed"
+    end = None if epochs is None else samples_in(shards, seq_len, epochs, seed, shuffle, packing)
     batches = None
     if end is not None:
         batches = steps_for(max(0, end - start.samples), step) * (step // (local_batch_size * dp_size))
     share = Share(start.samples, dp_rank, dp_size, local_batch_size, together)
-    form = Form(tokenizer, seq_len, document_mask, batches)
+    form = Form(tokenizer, seq_len, document_mask, batches, packing)
     if shards == opened and (len(opened) == 1 or epochs is not None):
         pieces: LanePieces | BlockPieces = BlockPieces(shards, share, form, seed, shuffle, end)
     else:
@@ -217,13 +223,16 @@ def build_loader(
 
 
 def _open(
-    source: Source, seed: int, shuffle: bool, stop: bool, tokenizer: Tokenizer, seq_len: int
+    source: Source, seed: int, shuffle: bool, stop: bool, tokenizer: Tokenizer, seq_len: int | None
 ) -> Lanes | TokenShards:
+    """`seq_len`: of samples that are cut, which take a source of so many tokens at least."""
     if isinstance(source, TokenShards):
         source.check_tokenizer(tokenizer.fingerprint, tokenizer.vocab_size)
-        source.blocks(seq_len)
+        if seq_len is not None:
+            source.blocks(seq_len)
         return source
     if isinstance(source, Blocks):
+        assert seq_len is not None
         source.check_length(seq_len)
     if isinstance(source, Indexed):
         if stop:

@@ -13,15 +13,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from torchtitan.bars import progress_bar
+from torchtitan.datasets.learned import Made, Recipe, Tally
 from torchtitan.datasets.records import encode
 from torchtitan.datasets.sources import BadRecord, DataError, Document, Indexed, Item, Source, Unreachable
-from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokens import ShardWriter, TokenShards
 from torchtitan.errors import JobError
 
@@ -29,27 +29,35 @@ from torchtitan.errors import JobError
 CHUNK_DOCUMENTS = 256
 CHUNKS_AHEAD = 4
 CHUNK_CHARACTERS = 2**20
-Encoded = tuple[np.ndarray, np.ndarray | None] | BadRecord
-"""A document's ids, and whether each is trained (None: all); or why it has none."""
+Encoded = Made | BadRecord
+WHOLE = Recipe()
 
 
 def prepared(
-    source: Source, dataset_path: str | None, tokenizer_path: str, folder: Path, workers: int, stop: bool
+    source: Source,
+    dataset_path: str | None,
+    tokenizer_path: str,
+    folder: Path,
+    workers: int,
+    stop: bool,
+    recipe: Recipe = WHOLE,
+    chat_template: str | None = None,
 ) -> TokenShards:
     """The shards of a source, made in `folder` unless they are there: by one of the processes that ask for them at the
     same time, while the others wait. What decides their content decides their name, with the times at which the files
     at dataset_path were changed. Their fingerprint is the source's and their own checksums.
     """
     origin = dict(source.fingerprint)  # opening a source may add to it
-    tokenizer = build_tokenizer(tokenizer_path)
+    tokenizer = build_tokenizer(tokenizer_path, chat_template)
     about = [source.name, origin, tokenizer.fingerprint, tokenizer.chat_template, stop, _changed(dataset_path)]
+    about += [] if recipe == WHOLE else [asdict(recipe)]
     shards = folder / hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / ".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not shards.exists():
-                prepare(source, tokenizer_path, shards, workers, stop)
+                prepare(source, tokenizer_path, shards, workers, stop, recipe, chat_template)
     except OSError as error:
         raise JobError(f"{folder}: cannot hold the tokenized data: {error}; give a job.dump_folder that can") from None
     made = TokenShards(shards)
@@ -66,15 +74,23 @@ def _changed(path: str | None) -> list[tuple[str, int]]:
     return sorted((name, os.stat(name).st_mtime_ns) for name in found if os.path.isfile(name))
 
 
-def prepare(source: Source, tokenizer_path: str, output: Path, workers: int, stop: bool) -> dict[str, Any]:
+def prepare(
+    source: Source,
+    tokenizer_path: str,
+    output: Path,
+    workers: int,
+    stop: bool,
+    recipe: Recipe = WHOLE,
+    chat_template: str | None = None,
+) -> dict[str, Any]:
     """Make the folder; returns its header. Raises DataError for bad data, JobError if it cannot be written."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise JobError(f"{output}: exists and is not an empty folder; give another --output, or remove it first")
-    tokenizer = build_tokenizer(tokenizer_path)
+    encoder = Encoder(tokenizer_path, chat_template, recipe)
     unfinished = output.parent / f".{output.name}.{secrets.token_hex(4)}"
     try:
         unfinished.mkdir(parents=True)
-        header = _write(source, tokenizer, tokenizer_path, unfinished, workers, stop)
+        header = _write(source, encoder, unfinished, workers, stop)
         unfinished.rename(output)
     except OSError as error:
         raise JobError(f"{output}: not made: {error}") from None
@@ -83,24 +99,28 @@ def prepare(source: Source, tokenizer_path: str, output: Path, workers: int, sto
     return header
 
 
-def _write(
-    source: Source, tokenizer: Tokenizer, tokenizer_path: str, folder: Path, workers: int, stop: bool
-) -> dict[str, Any]:
+def _write(source: Source, encoder: "Encoder", folder: Path, workers: int, stop: bool) -> dict[str, Any]:
+    tokenizer, tally = encoder.tokenizer, Tally()
     writer = ShardWriter(folder, tokenizer.vocab_size)
     readable = _Readable(source.documents(), stop)
     total = len(source) if isinstance(source, Indexed) else None
     with progress_bar("tokenizing", total, unit=" documents") as progress:
-        for documents in _tokenized(readable, tokenizer, tokenizer_path, workers):
+        for documents in _tokenized(readable, encoder, workers):
             for made in documents:
                 if isinstance(made, BadRecord):
                     readable.leave_out(made)
                 else:
-                    writer.write(*made)
+                    tally.add(made)
+                    for ids, trained in made.pieces:
+                        writer.write(ids, trained)
             progress.update(len(documents))
             progress.set_postfix(tokens=f"{writer.tokens:,}", refresh=False)
+    tally.check(source.name, encoder.recipe)
     if writer.tokens == 0:
         raise DataError(f"{source.name}: no text in it; give documents with text")
-    about = {"tokenizer": tokenizer.fingerprint, "tokenizer_path": tokenizer_path}
+    about: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "tokenizer_path": encoder.tokenizer_path}
+    if encoder.recipe.longest is not None:
+        about["records"] = tally.to_dict()
     return writer.finish(**about, source={"name": source.name, **source.fingerprint}, skipped=readable.skipped)
 
 
@@ -131,14 +151,12 @@ class _Readable:
         print(f"left out: {error}", file=sys.stderr)
 
 
-def _tokenized(
-    chunks: Iterable[list[Document]], tokenizer: Tokenizer, tokenizer_path: str, workers: int
-) -> Iterator[list[Encoded]]:
+def _tokenized(chunks: Iterable[list[Document]], encoder: "Encoder", workers: int) -> Iterator[list[Encoded]]:
     if workers == 1:
-        yield from (_encode_all(tokenizer, chunk) for chunk in chunks)
+        yield from (encoder.all(chunk) for chunk in chunks)
         return
     # not a multiprocessing.Pool: that one waits for ever for a worker that was killed
-    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(tokenizer_path,)) as pool:
+    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=encoder.made_of) as pool:
         pending: deque[Future[list[Encoded]]] = deque()
         try:
             for chunk in chunks:
@@ -151,25 +169,32 @@ def _tokenized(
             raise DataError("a worker was killed (out of memory?); nothing was written; give fewer --workers") from None
 
 
-def _encode_all(tokenizer: Tokenizer, chunk: list[Document]) -> list[Encoded]:
-    return [_encode_one(tokenizer, document) for document in chunk]
+class Encoder:
+    """Documents to ids, in this process."""
+
+    def __init__(self, tokenizer_path: str, chat_template: str | None, recipe: Recipe) -> None:
+        self.tokenizer_path, self.recipe = tokenizer_path, recipe
+        self.made_of = tokenizer_path, chat_template, recipe
+        self.tokenizer = build_tokenizer(tokenizer_path, chat_template)
+
+    def all(self, chunk: list[Document]) -> list[Encoded]:
+        return [self._one(document) for document in chunk]
+
+    def _one(self, document: Document) -> Encoded:
+        try:
+            ids, trained = encode(self.tokenizer, document, self.recipe.train_on)
+        except BadRecord as error:
+            return error
+        return self.recipe.apply(ids, trained, document)
 
 
-def _encode_one(tokenizer: Tokenizer, document: Document) -> Encoded:
-    try:
-        ids, trained = encode(tokenizer, document)
-    except BadRecord as error:
-        return error
-    return ids.astype(np.uint32), None if trained.all() else trained
+_worker: dict[str, Encoder] = {}
 
 
-_worker: dict[str, Tokenizer] = {}
-
-
-def _start_worker(tokenizer_path: str) -> None:
+def _start_worker(tokenizer_path: str, chat_template: str | None, recipe: Recipe) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
-    _worker["tokenizer"] = build_tokenizer(tokenizer_path)
+    _worker["encoder"] = Encoder(tokenizer_path, chat_template, recipe)
 
 
 def _work(chunk: list[Document]) -> list[Encoded]:
-    return _encode_all(_worker["tokenizer"], chunk)
+    return _worker["encoder"].all(chunk)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchtitan.datasets.learned import ANSWERS, TrainOn
 from torchtitan.datasets.sources import REMEDY, BadRecord, Chat, DataError, Document, Span
 from torchtitan.datasets.templates import chat_spans
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError
@@ -70,13 +71,16 @@ def _message(item: dict[str, Any], number: int, field: str, place: str) -> dict[
     return item
 
 
-def encode(tokenizer: Tokenizer, document: Document) -> Tokens:
+def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = ANSWERS) -> Tokens:
     """Ids between those of document begin and end; none for a document without text. Begin and end count as what is
     beside them does. BadRecord for a document that the template or the tokenizer fails on, DataError where they do not
     fit each other."""
+    is_chat = isinstance(document.content, Chat)
     if isinstance(document.content, Chat):
         spans = chat_spans(tokenizer, document.content.messages, document.place)
         document = Document(spans, document.place, framed=True)
+    if train_on != ANSWERS:
+        document = document._replace(content=train_on.choose(document.spans, closed=is_chat))
     try:
         pieces = list(_pieces(tokenizer, document))
     except TokenizerError as error:
@@ -85,7 +89,7 @@ def encode(tokenizer: Tokenizer, document: Document) -> Tokens:
         return NO_TOKENS
     if not document.framed:
         (_, first), (_, last) = pieces[0], pieces[-1]
-        pieces = [(tokenizer.begin, first), *pieces, ([tokenizer.eos_id], last)]
+        pieces = [(tokenizer.begin, first), *pieces, ([tokenizer.eos_id], last and train_on.ends != "none")]
     ids = np.concatenate([np.array(piece, dtype=np.int64) for piece, _ in pieces])
     return Tokens(ids, np.repeat([flag for _, flag in pieces], [len(piece) for piece, _ in pieces]))
 

@@ -18,6 +18,7 @@ from torchtitan.datasets.epochs import JoinedBlocks
 from torchtitan.datasets.lanes import Lanes
 from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.packing import Cursor, LanePacker, batch_arrays
+from torchtitan.datasets.packs import Packing, PackReader
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokens import BlockReader, TokenShards
 
@@ -59,12 +60,14 @@ class Share:
 
 @dataclass(frozen=True)
 class Form:
-    """What a batch looks like, and how many there are (None: no end)."""
+    """What a batch looks like, and how many there are (None: no end). `packing`: of whole documents, from prepared
+    shards; None: samples are cut from all documents, end to end."""
 
     tokenizer: Tokenizer
     seq_len: int
     document_mask: bool
     batches: int | None
+    packing: Packing | None = None
 
     def numbers(self, start: int = 0, step: int = 1) -> Iterable[int]:
         return count(start, step) if self.batches is None else range(start, self.batches, step)
@@ -74,6 +77,17 @@ class Form:
     ) -> list[torch.Tensor]:
         arrays = batch_arrays(rows, begins, self.document_mask, self.tokenizer.vocab_size, trained)
         return [torch.from_numpy(array) for array in arrays]
+
+    def reader(self, sources: Sequence[TokenShards], seed: int, shuffle: bool) -> "Reader":
+        """Of prepared shards, one folder or several as one."""
+        if self.packing is not None:
+            return PackReader(sources, self.seq_len, seed, shuffle, self.packing)
+        if len(sources) == 1:
+            return BlockReader(sources[0], self.seq_len, seed, shuffle)
+        return JoinedBlocks(sources, self.seq_len, seed, shuffle)
+
+
+Reader = BlockReader | JoinedBlocks | PackReader
 
 
 class LanePieces:
@@ -123,8 +137,8 @@ class LanePieces:
         ):
             lanes = [lane for lane in own if first <= lane < end]
             if isinstance(source, TokenShards):
-                reader = BlockReader(source, self.form.seq_len, self.seed, self.shuffle)
-                packers |= {lane: ShardLane(reader) for lane in lanes}
+                reader = self.form.reader([source], self.seed, self.shuffle) if lanes else None
+                packers |= {lane: ShardLane(reader) for lane in lanes if reader is not None}
                 continue
             cursors = {lane: self.cursors.get(lane, Cursor()) for lane in lanes}
             documents = source.reader({lane - first: cursor.place for lane, cursor in cursors.items()})
@@ -136,7 +150,7 @@ class LanePieces:
 class ShardLane:
     """Prepared shards as one of several sources."""
 
-    def __init__(self, reader: BlockReader) -> None:
+    def __init__(self, reader: Reader) -> None:
         self.reader = reader
 
     def sample(self, number: int, row: np.ndarray, trained: np.ndarray) -> list[int]:
@@ -168,7 +182,7 @@ class BlockPieces:
         return 1
 
     def pieces(self, worker: int, workers: int) -> Iterator[Piece]:
-        reader = self._reader()
+        reader = self.form.reader(self.sources, self.seed, self.shuffle)
         size, limit = self.share.batch_size, self.form.batches
         together = min(max(1, self.PIECE_TOKENS // (size * self.form.seq_len)), self.PIECE_BATCHES)
         ahead = max(1, self.AHEAD // (together * size))
@@ -188,7 +202,3 @@ class BlockPieces:
                     trained = np.ones((len(own), self.form.seq_len + 1), dtype=bool) if trained is None else trained
                     trained = trained & ~filling[:, None]
                 yield None, self.form.tensors(*reader.read(own), trained), {}
-
-    def _reader(self) -> BlockReader | JoinedBlocks:
-        options = (self.form.seq_len, self.seed, self.shuffle)
-        return JoinedBlocks(self.sources, *options) if self.sources[1:] else BlockReader(self.sources[0], *options)

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from functools import lru_cache
+from itertools import repeat
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
@@ -43,7 +44,45 @@ def chat_spans(tokenizer: Tokenizer, messages: Sequence[Message], place: str) ->
             raise
         kind = DataError if isinstance(error, TemplateSyntaxError) else BadRecord  # which all conversations meet
         raise kind(f"{place}: the chat template refuses this conversation: {error}; {REMEDY}") from None
-    return _split(tokenizer, text, place)
+    _refuse_foreign(tokenizer, text, messages, place)
+    return _split(tokenizer, text, _answers_trained(messages, place), place)
+
+
+def _answers_trained(messages: Sequence[Message], place: str) -> list[bool]:
+    """Of each answer, whether it is trained: a message may say so by `train`, or by `weight` 0 or 1."""
+    flags = []
+    for number, message in enumerate(messages):
+        said = message.get("train", message.get("weight", True))
+        if not isinstance(said, bool | int) or said not in (0, 1):
+            raise DataError(f"{place}: message {number} has train = {said!r}; allowed: true or false; {REMEDY}")
+        if message["role"] == "assistant":
+            flags.append(bool(said))
+        elif said and ("train" in message or "weight" in message):
+            raise DataError(
+                f"{place}: message {number} of role {message['role']!r} is to be trained, but only the assistant's "
+                'are; leave its flag out, or set data.train_on = "all"'
+            )
+    return flags
+
+
+def _refuse_foreign(tokenizer: Tokenizer, text: str, messages: Sequence[Message], place: str) -> None:
+    """DataError for a template that writes special tokens of another tokenizer, which this one would take to pieces, or
+    that leaves out what the system says."""
+    assert tokenizer.chat_template is not None
+    named = set(re.findall(r"<\|[^|<>\s]{1,40}\|>", tokenizer.chat_template)) - tokenizer.special_tokens.keys()
+    foreign = sorted(name for name in named if name in text)
+    if foreign:
+        raise DataError(
+            f"{place}: the chat template writes {foreign[0]!r}, which is no special token of the tokenizer, so that it "
+            "would be read in pieces; give template and tokenizer of one model"
+        )
+    names = tokenizer.special_tokens
+    for number, message in enumerate(messages):
+        if message["role"] == "system" and _without_names(message["content"], names, place).strip() not in text:
+            raise DataError(
+                f"{place}: the chat template leaves out what message {number} says, of role 'system'; give another "
+                "template, or leave the message out"
+            )
 
 
 def _marked(tokenizer: Tokenizer, messages: Sequence[Message], place: str) -> str:
@@ -99,7 +138,14 @@ def _without_names(value: Any, names: Collection[str], place: str) -> Any:
     return re.sub("|".join(map(re.escape, names)), lambda m: m[0][0] + BREAK + m[0][1:], value) if names else value
 
 
-def _split(tokenizer: Tokenizer, text: str, place: str) -> list[Span]:
+def _split(tokenizer: Tokenizer, text: str, answers: Sequence[bool], place: str) -> list[Span]:
+    """`answers`: whether each is trained."""
+    if text.count(BEGIN) != len(answers) and not all(answers):
+        raise DataError(
+            f"{place}: the chat template marks {text.count(BEGIN)} stretches as generated in {len(answers)} messages "
+            "of the assistant, so which of them are not to be trained cannot be told; leave their flags out"
+        )
+    flags = iter(answers if text.count(BEGIN) == len(answers) else repeat(True))
     names = sorted(tokenizer.special_tokens, key=len, reverse=True)
     signs = re.compile("(" + "|".join([BEGIN, END, *map(re.escape, names)]) + ")")
     spans: list[Span] = []
@@ -111,7 +157,7 @@ def _split(tokenizer: Tokenizer, text: str, place: str) -> list[Span]:
                 "tokenizer, so the model would never learn to stop; give template and tokenizer of one model"
             )
         if piece in (BEGIN, END):
-            trained = piece == BEGIN
+            trained = piece == BEGIN and next(flags)
             continue
         if piece in tokenizer.special_tokens:
             spans.append(Span([tokenizer.special_tokens[piece]], trained))

@@ -104,20 +104,53 @@ class TokenShards(Source):
         return blocks
 
 
-class BlockReader:
-    """Blocks of memory-mapped shards. Opened in the process that reads."""
+class TokenReader:
+    """Runs of memory-mapped shards. Opened in the process that reads."""
 
-    def __init__(self, shards: TokenShards, seq_len: int, seed: int, shuffle: bool) -> None:
-        self.shards, self.seq_len, self.seed, self.shuffle = shards, seq_len, seed, shuffle
-        self.blocks = shards.blocks(seq_len)
+    def __init__(self, shards: TokenShards) -> None:
+        self.shards = shards
         self._maps = [_map(shards.folder / s["name"], shards.dtype) for s in shards.header["shards"]]
-        # With one shard (2**28 tokens) all rows come by one indexing.
-        self._windows = sliding_window_view(self._maps[0], seq_len + 1) if len(self._maps) == 1 else None
-        self._documents = _map(shards.folder / DOCUMENTS, np.dtype("<i8"))
-        self._trained = shards.flags and sliding_window_view(_map(shards.folder / TRAINED, np.dtype("u1")), seq_len + 1)
+        self.documents = _map(shards.folder / DOCUMENTS, np.dtype("<i8"))
+        """The first token of each."""
+        self._trained = None if shards.flags is None else _map(shards.folder / TRAINED, np.dtype("u1"))
         names = [*(s["name"] for s in shards.header["shards"]), DOCUMENTS, *([TRAINED] if shards.flags else [])]
         self._open = [(shards.folder / name).open("rb") for name in names]
         self._sizes = [os.fstat(file.fileno()).st_size for file in self._open]
+
+    def copy(self, start: int, ids: np.ndarray, trained: np.ndarray | None = None) -> None:
+        """Fill `ids` with the tokens from `start` on, and `trained`, of the same length, with whether they are."""
+        shard = bisect_right(self.shards.starts, start) - 1
+        done, offset = 0, start - self.shards.starts[shard]
+        while done < len(ids):
+            piece = self._maps[shard][offset : offset + len(ids) - done]
+            ids[done : done + len(piece)] = piece
+            done, shard, offset = done + len(piece), shard + 1, 0
+        if trained is not None:
+            trained[:] = True if self._trained is None else self._trained[start : start + len(trained)]
+
+    def refuse_shrunk(self) -> None:
+        """Reading a mapping beyond its file's end would end the process by a signal, without a word."""
+        for file, before in zip(self._open, self._sizes, strict=True):
+            if (size := os.fstat(file.fileno()).st_size) < before:
+                raise DataError(
+                    f"{file.name}: the file shrank to {size} bytes from the {before} at the start; leave the data as "
+                    f"it is while a job runs; {REMEDY}"
+                )
+
+    def damaged(self) -> DataError:
+        return DataError(f"{self.shards.folder / DOCUMENTS}: damaged, the starts do not ascend; {REMEDY}")
+
+
+class BlockReader(TokenReader):
+    """Blocks of seq_len + 1 tokens at multiples of seq_len."""
+
+    def __init__(self, shards: TokenShards, seq_len: int, seed: int, shuffle: bool) -> None:
+        self.seq_len, self.seed, self.shuffle = seq_len, seed, shuffle
+        self.blocks = shards.blocks(seq_len)
+        super().__init__(shards)
+        # With one shard (2**28 tokens) all rows come by one indexing.
+        self._windows = sliding_window_view(self._maps[0], seq_len + 1) if len(self._maps) == 1 else None
+        self._flags = None if self._trained is None else sliding_window_view(self._trained, seq_len + 1)
 
     def order(self, samples: np.ndarray) -> np.ndarray:
         """Global sample indices to the first token of their blocks."""
@@ -128,52 +161,28 @@ class BlockReader:
 
     def read(self, starts: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
         """[n, seq_len + 1] ids of the blocks at these tokens, and (row, column) of each document's first token."""
-        self._refuse_shrunk()
+        self.refuse_shrunk()
         rows = self._rows(starts)
-        first = self._documents.searchsorted(starts)
-        last = self._documents.searchsorted(starts + self.seq_len, side="right")
+        first = self.documents.searchsorted(starts)
+        last = self.documents.searchsorted(starts + self.seq_len, side="right")
         found = last - first
         index = np.arange(found.sum()) + np.repeat(first - np.cumsum(found) + found, found)
-        columns = self._documents[index] - np.repeat(starts, found)
+        columns = self.documents[index] - np.repeat(starts, found)
         if len(columns) and not 0 <= columns.min() <= columns.max() <= self.seq_len:
-            raise DataError(f"{self.shards.folder / DOCUMENTS}: damaged, the starts do not ascend; {REMEDY}")
+            raise self.damaged()
         return rows, (np.repeat(np.arange(len(starts)), found), columns)
-
-    def _refuse_shrunk(self) -> None:
-        """Reading a mapping beyond its file's end would end the process by a signal, without a word."""
-        for file, before in zip(self._open, self._sizes, strict=True):
-            if (size := os.fstat(file.fileno()).st_size) < before:
-                raise DataError(
-                    f"{file.name}: the file shrank to {size} bytes from the {before} at the start; leave the data as "
-                    f"it is while a job runs; {REMEDY}"
-                )
 
     def trained(self, starts: np.ndarray) -> np.ndarray | None:
         """[n, seq_len + 1] whether the tokens of these blocks are trained; None: all of the folder are."""
-        return None if self._trained is None else self._trained[starts] != 0
+        return None if self._flags is None else self._flags[starts] != 0
 
     def _rows(self, starts: np.ndarray) -> np.ndarray:
         if self._windows is not None:
             return self._windows[starts]
-        length = self.seq_len + 1
-        rows = np.empty((len(starts), length), dtype=self.shards.dtype)
+        rows = np.empty((len(starts), self.seq_len + 1), dtype=self.shards.dtype)
         for row, start in zip(rows, starts.tolist(), strict=True):
-            shard = bisect_right(self.shards.starts, start) - 1
-            offset = start - self.shards.starts[shard]
-            block = self._maps[shard][offset : offset + length]
-            if len(block) == length:
-                row[:] = block
-            else:
-                self._copy(row, shard, offset)
+            self.copy(start, row)
         return rows
-
-    def _copy(self, row: np.ndarray, shard: int, offset: int) -> None:
-        """A block that reaches into the next shards."""
-        done = 0
-        while done < len(row):
-            piece = self._maps[shard][offset : offset + len(row) - done]
-            row[done : done + len(piece)] = piece
-            done, shard, offset = done + len(piece), shard + 1, 0
 
 
 class ShardWriter:

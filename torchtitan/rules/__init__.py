@@ -88,7 +88,14 @@ from torchtitan.rules.resume import (
     checkpoints_are_still_there,
     same_job_as_the_checkpoint,
 )
-from torchtitan.rules.task import model_can_learn_it, samples_stay_together, sequence_is_whole
+from torchtitan.rules.task import (
+    model_can_learn_it,
+    samples_stay_together,
+    sequence_is_whole,
+    split_is_possible,
+    template_is_there,
+    whole_records_are_asked_for,
+)
 from torchtitan.rules.tensor_and_context import (
     async_tensor_parallel,
     heads_divide_over_context_parallel,
@@ -133,6 +140,7 @@ WITHOUT_EFFECT: list[Rule] = [
     adapter_options_have_an_adapter,
     needs_checkpoints,
     guards_without_effect,
+    whole_records_are_asked_for,
     without_effect,
 ]
 """Of options that are set and would do nothing on any number of ranks. A translated job leaves them out."""
@@ -161,6 +169,8 @@ RULES: list[Rule] = [
     samples_stay_together,
     sequence_is_whole,
     model_can_learn_it,
+    split_is_possible,
+    template_is_there,
     experts_divide_over_expert_parallel,
     expert_parallel_borrows,
     experts_divide_over_what_is_left,

@@ -23,6 +23,7 @@ from torchtitan.models.linears import HEAD, linears
 from torchtitan.parallelisms.degrees import lenders, shards_of_ranks
 from torchtitan.parallelisms.pipeline.actions import ScheduleTableError, Table, load_schedule_csv
 from torchtitan.rules.sizes import wrong_overrides
+from torchtitan.tasks import TASKS
 
 Device = Literal["cpu", "cuda"]
 
@@ -213,6 +214,12 @@ class Facts:
         """Of a layer; 0 where no layer of the model has any."""
         return self.args.n_experts if self.expert_layers else 0
 
+    @property
+    def packs(self) -> bool:
+        """Whether samples are made of whole records."""
+        kind = self.config.task.kind
+        return kind in TASKS and TASKS[kind].packs
+
     @cached_property
     def tokenizer(self) -> Tokenizer | OSError | TokenizerError:
         try:
@@ -226,6 +233,8 @@ class Facts:
         training = self.config.training
         if training.epochs is None:
             return training.steps
+        if self.packs:
+            return None  # which takes the lengths of all records
         wanted = sources_of(self.config, "training").values()
         batch = training.global_batch_size if training.global_batch_size > 0 else self.samples
         try:

@@ -11,9 +11,10 @@ from torchtitan.config.options import Fault, hint, options, show
 from torchtitan.config.sections.training import DataSource, Validation
 from torchtitan.datasets import DATASETS, open_source
 from torchtitan.datasets.mixing import shares
+from torchtitan.datasets.packs import lengths_of
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_pretokenized import Blocks
-from torchtitan.datasets.tokens import TokenShards
+from torchtitan.datasets.tokens import TokenReader, TokenShards
 from torchtitan.errors import JobError
 from torchtitan.limits import check_persistence, check_prefetch
 from torchtitan.lr_restarts import CYCLICAL, JAGGED
@@ -49,7 +50,7 @@ def _sources(facts: Facts) -> Iterator[tuple[str, DataSource, int]]:
     training, validation = facts.config.training, facts.config.validation
     for place, source in sources_of(facts.config, "training").items():
         yield place, source, training.seq_len
-    if validation.enable:
+    if validation.enable and validation.split is None:
         for place, source in sources_of(facts.config, "validation").items():
             yield place, source, validation.seq_len or training.seq_len
 
@@ -150,7 +151,7 @@ def data_is_there(facts: Facts) -> Iterator[Fault]:
                     remedy = "pip install 'torchtitan-toml[data]', or choose a dataset that needs none"
                     yield facts.fault(f"{place}.dataset", f"with the package {package}, which is not installed", remedy)
             if isinstance(source, TokenShards):
-                source.blocks(seq_len)
+                lengths_of(TokenReader(source), seq_len) if facts.packs else source.blocks(seq_len)
                 if not isinstance(facts.tokenizer, Exception):
                     source.check_tokenizer(facts.tokenizer.fingerprint, facts.tokenizer.vocab_size)
             elif isinstance(source, Blocks) and not isinstance(facts.tokenizer, Exception):
@@ -171,11 +172,15 @@ def sources_are_said_once(facts: Facts) -> Iterator[Fault]:
 
 def epochs_take_all(facts: Facts) -> Iterator[Fault]:
     """In a pass every source is gone through once, so there is nothing to weigh."""
-    training = facts.config.training
+    training, validation = facts.config.training, facts.config.validation
     for number, source in enumerate(training.sources if training.epochs is not None else []):
         if source.weight != 1:
             remedy = "leave it out, or set training.steps instead of training.epochs"
             yield facts.fault(f"training.sources[{number}].weight", "1 with training.epochs", remedy)
+    for number, source in enumerate(validation.sources if facts.packs else []):
+        if source.weight != 1:
+            allowed = f"1 with task.kind = {facts.config.task.kind}, which validates on all records alike"
+            yield facts.fault(f"validation.sources[{number}].weight", allowed, "leave it out")
 
 
 def validation_is_said_once(facts: Facts) -> Iterator[Fault]:

@@ -8,4 +8,5 @@ from torchtitan.config.sections.kinds import STRICT
 @dataclass(config=STRICT, kw_only=True)
 class Task:
     kind: str = "pretrain"
-    """What is learned: a key of torchtitan.tasks.TASKS. pretrain: the next token, wherever a label counts."""
+    """What is learned: a key of torchtitan.tasks.TASKS. pretrain: the next token, wherever a label counts. sft: the
+    same of records that are whole and apart from each other, see [data]."""

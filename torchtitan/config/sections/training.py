@@ -98,7 +98,11 @@ class Validation:
     """Tokens per sample. Unset: training.seq_len."""
     freq: Positive = 10
     """Every this many steps, and after the last."""
-    samples: Positive = 80
-    """Samples per validation, over all ranks: always the same ones, under every plan."""
+    samples: NonNegative = 80
+    """Samples per validation, over all ranks: always the same ones, under every plan. 0: all there are, of whole
+    records (task.kind = "sft")."""
+    split: Annotated[float, Field(gt=0)] | None = None
+    """Validate on a part of the training data that is held out for it: below 1 a share of each source's records, else
+    so many records. Whole records only (task.kind = "sft")."""
     steps: Positive | None = None
     """Batches of each data-parallel rank instead, as in torchtitan: how many samples that is depends on the plan."""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from torchtitan.datasets.tokenizer.base import Tokenizer, TokenizerError, read_content
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
-from torchtitan.datasets.tokenizer.hf_json import HuggingFaceTokenizer, from_vocab_and_merges
+from torchtitan.datasets.tokenizer.chat_templates import template_of
+from torchtitan.datasets.tokenizer.hf_json import HuggingFaceTokenizer, from_vocab_and_merges, template_beside
 from torchtitan.datasets.tokenizer.sentencepiece_model import SentencePieceTokenizer
 from torchtitan.datasets.tokenizer.tiktoken_bpe import TiktokenTokenizer
 from torchtitan.registration import Registry
@@ -30,23 +31,32 @@ _TIKTOKEN_LINE = re.compile(rb"\s*[A-Za-z0-9+/]+={0,2} \d+\s")
 _SENTENCEPIECE_HEAD = re.compile(rb"\n.{1,2}\n", re.DOTALL)  # the first piece, and its text
 
 
-def build_tokenizer(path: str | Path) -> Tokenizer:
+def build_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokenizer:
     """The tokenizer of a file (tiktoken ranks, a sentencepiece model, a tokenizer.json, a vocab.json with merges.txt
-    beside it), of a folder that holds one, of a word of TOKENIZERS, or of such a word, a colon and a path. Raises
-    TokenizerError."""
-    kind, _, rest = str(path).partition(":")
-    if path in TOKENIZERS.data or _is_word(kind) and not Path(path).exists() and kind in TOKENIZERS:
-        return TOKENIZERS[kind](rest)
+    beside it), of a folder that holds one, of a word of TOKENIZERS, or of such a word, a colon and a path; with its own
+    chat template or, as chat_templates.py reads it, this one. Raises TokenizerError."""
+    built = _build(path)
+    if chat_template is not None:
+        built.chat_template = template_of(chat_template)
+    return built
+
+
+def _build(path: str | Path) -> Tokenizer:
+    word, _, rest = str(path).partition(":")
+    if path in TOKENIZERS.data or _is_word(word) and not Path(path).exists() and word in TOKENIZERS:
+        return TOKENIZERS[word](rest)
     file = Path(path)
     if file.is_dir():
         file = _file_in(file)
     content = from_vocab_and_merges(file) if file.name == "vocab.json" else read_content(file)
     if content.lstrip()[:1] == b"{":
         return HuggingFaceTokenizer(file, content)
-    if _TIKTOKEN_LINE.match(content):
-        return TiktokenTokenizer(file, content)
-    if _SENTENCEPIECE_HEAD.match(content):
-        return SentencePieceTokenizer(file, content)
+    kinds = ((_TIKTOKEN_LINE, TiktokenTokenizer), (_SENTENCEPIECE_HEAD, SentencePieceTokenizer))
+    for head, kind in kinds:
+        if head.match(content):
+            built = kind(file, content)
+            built.chat_template = template_beside(file)
+            return built
     if content.startswith(b"version https://git-lfs"):
         raise TokenizerError(file, "a Git LFS pointer instead of the file", "run git lfs pull in its repository")
     cause = f"neither tiktoken ranks, nor a sentencepiece model, nor a tokenizer.json (it begins {content[:24]!r})"

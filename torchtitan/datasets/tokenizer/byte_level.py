@@ -1,5 +1,7 @@
 """The bytes of UTF-8 as tokens: needs no file and no training."""
 
+from types import MappingProxyType
+
 from torchtitan.datasets.tokenizer import hf_files
 from torchtitan.datasets.tokenizer.base import Tokenizer, sha256
 
@@ -12,12 +14,12 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 258
     bos_id = 256
     eos_id = 257
+    special_tokens = MappingProxyType({BOS: 256, EOS: 257})
     fingerprint = sha256(b"bytes, bos 256, eos 257")
 
     def as_hf_files(self) -> dict[str, bytes]:
         ranks = {bytes([byte]): byte for byte in range(256)}
-        special = {BOS: self.bos_id, EOS: self.eos_id}
-        return hf_files.files_of(hf_files.byte_level(ranks, special, BOS, None, merges=False), BOS, EOS)
+        return hf_files.files_of(hf_files.byte_level(ranks, self.special_tokens, BOS, None, merges=False), BOS, EOS)
 
     def _encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -141,6 +141,11 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def template_beside(path: Path) -> str | None:
+    """The chat template of the folder that a tokenizer's file is in."""
+    return _template(_read_config(path.with_name(CONFIG)), path)
+
+
 def _template(config: dict[str, Any], path: Path) -> str | None:
     """Of a file beside the tokenizer, or of its configuration, where several may have names."""
     file = path.with_name("chat_template.jinja")

@@ -23,6 +23,8 @@ class SentencePieceTokenizer(Tokenizer):
         bos_id = self._processor.bos_id()
         self.bos_id = None if bos_id < 0 else bos_id
         self.eos_id = self._processor.eos_id()
+        name, is_control = self._processor.id_to_piece, self._processor.is_control
+        self.special_tokens = {name(i): i for i in range(self.vocab_size) if is_control(i)}
         self.fingerprint = sha256(content)
         if self.eos_id < 0:
             cause = f"it has no id for a document's end (eos {self.eos_id})"
@@ -32,10 +34,9 @@ class SentencePieceTokenizer(Tokenizer):
         """Beside tokenizer.json the model itself, from which llama.cpp takes it."""
         name = self._processor.id_to_piece
         bos = None if self.bos_id is None else name(self.bos_id)
-        special = {name(i): i for i in range(self.vocab_size) if self._processor.is_control(i)}
         tokens = self._pieces()
         try:
-            written = hf_files.pieces(tokens, {tokens.unknown: self._processor.unk_id(), **special}, bos)
+            written = hf_files.pieces(tokens, {tokens.unknown: self._processor.unk_id(), **self.special_tokens}, bos)
         except JobError as error:
             raise TokenizerError(
                 self._path, str(error), "give the model's own, or leave out checkpoint.last_save_in_hf"

@@ -45,7 +45,7 @@ class TiktokenTokenizer(Tokenizer):
         ranks = _read_ranks(path, content)
         self._num_ranks = len(ranks)
         self.vocab_size = len(ranks) + NUM_SPECIAL
-        special = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
+        self.special_tokens = special = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
         self.bos_id = special["<|begin_of_text|>"]
         self.eos_id = special["<|end_of_text|>"]
         self.fingerprint = sha256(content)
@@ -55,7 +55,7 @@ class TiktokenTokenizer(Tokenizer):
 
     def as_hf_files(self) -> dict[str, bytes]:
         ranks = {self._encoding.decode_single_token_bytes(i): i for i in range(self._num_ranks)}
-        special = {token: self._num_ranks + i for i, token in enumerate(SPECIAL_TOKENS)}
+        special = self.special_tokens
         bos, eos, *_ = SPECIAL_TOKENS
         return hf_files.files_of(hf_files.byte_level(ranks, special, bos, PATTERN, merges=True), bos, eos)
 

@@ -1,0 +1,231 @@
+"""Whole documents packed into samples: every one once in a pass, apart from the others, on any number of ranks."""
+
+import json
+from itertools import groupby, islice
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.judged import lines
+from tests.test_loader import TOKENIZER, in_turn, loader, rows
+from tests.test_records import make_shards, records, write
+from torchtitan import build, build_data
+from torchtitan.config import manager
+from torchtitan.datasets.loader import merge_states
+from torchtitan.datasets.packing import IGNORE
+from torchtitan.datasets.packs import Packing, PackReader, best_fit, held_out_of
+from torchtitan.datasets.sources import DataError
+from torchtitan.datasets.tokens import TokenReader, TokenShards
+from torchtitan.errors import JobError
+from torchtitan.initialization import initialize
+
+SEQ_LEN, END = 47, TOKENIZER.eos_id
+PACKED, WINDOWS, ALONE = Packing(1000, END), Packing(8, END), Packing(1, END)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two sources of masked records of at most 48 tokens."""
+    home = tmp_path_factory.mktemp("packs")
+    for number, name in enumerate("ab"):
+        short = [r for r in records(70 + 20 * number, seed=number) if sum(len(s["text"]) for s in r) <= SEQ_LEN - 1]
+        make_shards(write(home / f"{name}.jsonl", short), home / name)
+    return {name: home / name for name in "ab"}
+
+
+def documents(folder):
+    """(ids, flags) of each."""
+    reader = TokenReader(TokenShards(folder))
+    found = []
+    for start, stop in zip(reader.documents, [*reader.documents[1:], reader.shards.tokens], strict=True):
+        ids, flags = np.empty(stop - start, dtype=np.int64), np.empty(stop - start, dtype=bool)
+        reader.copy(int(start), ids, flags)
+        found.append((tuple(ids.tolist()), tuple(flags.tolist())))
+    return found
+
+
+def packed(folders, names="ab", **options):
+    sources = [("tokens", folders[name], 1.0) for name in names]
+    return loader(sources=sources, **dict(seq_len=SEQ_LEN, document_mask=True, packing=PACKED) | options)
+
+
+def of_sample(tokens, labels, positions, numbers):
+    """The documents of a sample as a model sees them: what it reads and what it learns after each token."""
+    seen, start = [], 0
+    for _, group in groupby(numbers):
+        stop = start + len(list(group))
+        assert positions[start:stop] == list(range(stop - start))
+        seen.append((tuple(tokens[start:stop]), tuple(labels[start:stop])))
+        start = stop
+    return seen
+
+
+def read_back(samples, wanted):
+    """Which of the wanted documents are in samples, in their order; anything else but padding at the end fails. The
+    last token of a document that fills its sample is a label alone."""
+    known = {}
+    for ids, flags in wanted:
+        labels = [i if flag else IGNORE for i, flag in zip(ids[1:], flags[1:], strict=True)]
+        known |= {(ids, (*labels, IGNORE)): ids, (ids[:-1], tuple(labels)): ids}
+    found = []
+    for sample in samples:
+        seen = of_sample(*sample)
+        if set(seen[-1][0]) == {END}:
+            assert set(seen.pop()[1]) == {IGNORE}
+        found += [known[one] for one in seen]
+    return found
+
+
+def test_best_fit_is_near_the_fewest():
+    assert best_fit(np.array([3, 7, 5, 5]), 10).max() == 1  # 7 + 3, 5 + 5
+    rng = np.random.default_rng(0)
+    for room in (8, 50, 300):
+        lengths = rng.integers(1, room + 1, 500)
+        packs = best_fit(lengths, room)
+        filled = np.bincount(packs, weights=lengths)
+        assert filled.max() <= room and filled.min() > 0
+        lowest = max(-(-lengths.sum() // room), (lengths > room / 2).sum())
+        assert len(filled) <= 11 / 9 * lowest + 1
+
+
+@pytest.mark.parametrize("packing", [PACKED, WINDOWS, ALONE], ids=["one window", "many windows", "alone"])
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_every_document_once_in_every_pass_and_whole(folders, names, packing):
+    wanted = [document for name in names for document in documents(folders[name])]
+    options = dict(names=names, packing=packing, local_batch_size=1)
+    samples = [row for batch in packed(folders, **options, epochs=2) for row in rows(batch)]
+    reader = PackReader([TokenShards(folders[name]) for name in names], SEQ_LEN, 0, True, packing)
+    assert len(samples) == reader.samples(2)
+    passes = [read_back(samples[: reader.samples(1)], wanted), read_back(samples[reader.samples(1) :], wanted)]
+    assert passes[0] != passes[1]
+    assert all(sorted(one) == sorted(ids for ids, _ in wanted) for one in passes)
+    assert packing.window == 1 or len(samples) < 2 * len(wanted)
+    assert packing != PACKED or reader.efficiency > 0.9
+    stored = [row for batch in packed(folders, **options, epochs=1, shuffle=False) for row in rows(batch)]
+    firsts = [read_back([sample], wanted) for sample in stored]
+    if packing == ALONE:
+        assert firsts == [[ids] for ids, _ in wanted]
+    places = {ids: place for place, (ids, _) in reversed(list(enumerate(wanted)))}
+    earliest = [min(places[ids] for ids in one) for one in firsts]
+    assert packing != PACKED or earliest[0] == 0
+
+
+@pytest.mark.parametrize("packing", [WINDOWS, ALONE], ids=["packed", "alone"])
+def test_any_ranks_read_the_same_and_go_on_in_the_middle_of_a_window(folders, packing):
+    options = dict(packing=packing, epochs=3)
+    whole = [row for batch in packed(folders, **options, local_batch_size=1) for row in rows(batch)]
+    for ranks, workers in ((2, 0), (3, 2)):
+        loaders = [packed(folders, **options, dp_rank=r, dp_size=ranks, num_workers=workers) for r in range(ranks)]
+        read = in_turn([[row for batch in one for row in rows(batch)] for one in loaders])
+        assert read[: len(whole)] == whole and len(read) - len(whole) < 2 * ranks
+        assert all(set(labels) == {IGNORE} for _, labels, *_ in read[len(whole) :])
+        for one in loaders:
+            one.close()
+    loaders = [packed(folders, **options, dp_rank=r, dp_size=2) for r in range(2)]
+    taken = in_turn([[row for batch in islice(one, 3) for row in rows(batch)] for one in loaders])
+    state = json.loads(json.dumps(merge_states([one.state_dict() for one in loaders])))
+    loaders = [packed(folders, **options, dp_rank=r, dp_size=3, local_batch_size=1, state=state) for r in range(3)]
+    taken += in_turn([[row for batch in one for row in rows(batch)] for one in loaders])
+    assert taken[: len(whole)] == whole
+    with pytest.raises(JobError, match="packing: window: 8 in the checkpoint, 9 now|packing: window: 1 in the checkpo"):
+        packed(folders, epochs=3, packing=packing._replace(window=9), state=state)
+
+
+def test_weights_mix_packs_of_each_source(folders):
+    sources = [("tokens", folders[name], weight) for name, weight in (("a", 3.0), ("b", 1.0))]
+    options = dict(sources=sources, seq_len=SEQ_LEN, document_mask=True, packing=PACKED, local_batch_size=4)
+    own = {ids for ids, _ in documents(folders["a"])}
+    both = [document for name in "ab" for document in documents(folders[name])]
+    for batch in islice(loader(**options), 4):
+        of_a = [set(read_back([row], both)) <= own for row in rows(batch)]
+        assert sum(of_a) == 3
+
+
+def test_what_is_held_out_is_a_share_of_each_source(folders):
+    assert held_out_of([100, 50, 3], 0.1) == [10, 5, 0] and sum(held_out_of([100, 50, 3], 20)) == 20
+    every = {name: [ids for ids, _ in documents(folders[name])] for name in "ab"}
+    both = [document for name in "ab" for document in documents(folders[name])]
+    sides = []
+    for held_out in (True, False):
+        batches = packed(folders, packing=PACKED._replace(split=0.2, held_out=held_out), epochs=1, local_batch_size=1)
+        sides.append(read_back([row for batch in batches for row in rows(batch)], both))
+    assert sorted(sides[0] + sides[1]) == sorted(every["a"] + every["b"])
+    for own in every.values():
+        assert abs(sum(ids in own for ids in sides[0]) - 0.2 * len(own)) <= 1
+    for split, message in ((1e-9, "0 of"), (10_000, "documents would be held out; allowed: at least one")):
+        with pytest.raises(DataError, match=message):
+            packed(folders, packing=PACKED._replace(split=split), epochs=1)
+
+
+def test_documents_that_fit_no_sample(folders):
+    with pytest.raises(DataError, match=r"documents have more than 9 tokens, the longest \d+; raise training.seq_len"):
+        packed(folders, seq_len=8, epochs=1)
+
+
+def job(folders, *words):
+    names = [f"[[training.sources]]\ndataset = 'tokens'\ndataset_path = '{folders[name]}'\n" for name in "ab"]
+    path = folders["a"].parent / "job.toml"
+    path.write_text("".join(names))
+    small = "{dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=258, multiple_of=16}"
+    base = ["--task.kind=sft", "--model.tokenizer_path=bytes", f"--training.seq_len={SEQ_LEN}"]
+    base += [f"--job.dump_folder={folders['a'].parent}/out", f"--model.overrides={small}"]
+    return manager.load(["--job.config_file", str(path), *base, *words])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_steps_are_known_before_the_first(folders, ranks):
+    config = job(folders, "--training.epochs=2", "--training.local_batch_size=2")
+    plan = build.dims(config, ranks)
+    counted = build_data.with_steps(config, plan)
+    loaders = [build_data.training_loader(counted, TOKENIZER, rank, plan) for rank in range(ranks)]
+    assert {sum(1 for _ in one) for one in loaders} == {counted.training.steps}
+
+
+def test_the_measure_is_the_same_packed_or_not(folders):
+    """Loss and number of tokens of all that is held out, in float64: sums of a hundred terms differ by rounding."""
+    found = []
+    for way in ("best_fit", "off"):
+        words = ["--validation.enable", "--validation.split=0.3", "--validation.samples=0", f"--data.packing={way}"]
+        config = job(folders, *words, "--validation.local_batch_size=3")
+        plan = build.dims(config, 1)
+        model = build.meta_model(config).to_empty(device="cpu").double()
+        initialize(model, 7, model.init_rule)
+        batches = list(build_data.held_out(config, TOKENIZER, 0, plan, build.objective(config)))
+        with torch.no_grad():
+            total = sum(
+                model(b["tokens"], labels=b["labels"], positions=b["positions"], document_ids=b["document_ids"])
+                for b in batches
+            )
+        found.append((float(total), sum(int((b["labels"] != IGNORE).sum()) for b in batches), len(batches)))
+    (packed_loss, packed_count, few), (loss, count, many) = found
+    assert packed_count == count and few < many
+    assert packed_loss == pytest.approx(loss, rel=1e-10)
+
+
+def test_rules(folders):
+    assert lines("--data.too_long=drop", "--validation.split=0.1", "--validation.samples=0") == [
+        'data.too_long: given "drop"; allowed: \'error\' with task.kind = pretrain; set task.kind = "sft", or drop it',
+        'validation.split: given 0.1; allowed: unset with task.kind = pretrain; set task.kind = "sft", or drop it',
+        'validation.samples: given 0; allowed: at least 1 with task.kind = pretrain; set task.kind = "sft", or drop it',
+    ]
+    sft = ["--task.kind=sft", "--validation.split=1.5", "--validation.dataset=text", "--validation.seq_len=16"]
+    assert lines(*sft, "--data.too_long=split", "--data.chat_template=chatml2") == [
+        "validation.split: given 1.5; allowed: unset without validation.enable; turn it on, or drop the split",
+        "validation.split: given 1.5; allowed: a share below 1, or a whole number of records; write 1",
+        'validation.dataset: given "text"; allowed: unset with validation.split; drop one of the two',
+        "validation.seq_len: given 16; allowed: training.seq_len with validation.split; drop it",
+        'data.too_long: given "split"; allowed: not split with validation.split, or both sides would have parts; drop '
+        "or truncate them, or give validation data of its own",
+        "data.chat_template: given \"chatml2\"; allowed: a chat template; 'chatml2' is no template; give chatml, "
+        "llama3, llama2, alpaca, a file that ends in .jinja, or Jinja",
+    ]
+    whole = ["--task.kind=sft", "--validation.enable", f"--validation.dataset_path={folders['a']}"]
+    assert lines(*whole, "--validation.dataset=tokens", f"--training.seq_len={SEQ_LEN}") == []
+    (line,) = lines(*whole, "--validation.dataset=tokens", "--training.seq_len=8")
+    assert line.startswith("validation.dataset_path: given") and "documents have more than 9 tokens" in line
+    weighted = "--validation.sources=[{dataset = 'python_stdlib', weight = 2.0}]"
+    assert lines("--task.kind=sft", "--validation.enable", weighted) == [
+        "validation.sources[0].weight: given 2.0; allowed: 1 with task.kind = sft, which validates on all records "
+        "alike; leave it out"
+    ]

@@ -1,0 +1,33 @@
+"""How records become samples, where a task learns them one by one (task.kind = "sft")."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from torchtitan.config.sections.kinds import STRICT, Fraction, Positive
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Data:
+    chat_template: str | None = None
+    """Makes text of conversations, of any task, instead of the tokenizer's own: chatml, llama2, llama3, alpaca, a file
+    that ends in .jinja, or Jinja itself, as checkpoints keep it."""
+    train_on: Literal["completion", "all", "last_turn"] = "completion"
+    """What is learned: answers, everything, or the last answer of each record."""
+    train_on_eos: Literal["turn", "last", "all", "none"] = "turn"
+    """Where the token that ends a turn is learned: after each answer, after the last, after each turn of anybody, or
+    nowhere."""
+    too_long: Literal["error", "drop", "truncate", "split"] = "error"
+    """What becomes of a record that training.seq_len has no room for. Conversations are never cut."""
+    max_empty_ratio: Fraction = 0.01
+    """Refuse a source with a larger share of records of which nothing is learned; the others leave them out."""
+    packing: Literal["best_fit", "off"] = "best_fit"
+    """Records share samples where they fit, apart from each other, or each is one sample, padded to training.seq_len.
+    """
+    packing_window: Annotated[int, Field(ge=2)] = 100_000
+    """Records, in their shuffled order, that are packed together."""
+    num_proc: Positive | None = None
+    """Processes that tokenize before the run. Unset: training.dataloader.num_workers, at least 1."""
+    cache_dir: str | None = None
+    """Folder of what was tokenized before the run. Unset: data, inside job.dump_folder."""

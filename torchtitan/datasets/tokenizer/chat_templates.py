@@ -1,0 +1,87 @@
+"""Chat templates by name, for tokenizers that bring none or another one; they mark what the model answers.
+
+Each is written here after the format that its model's publisher describes. A template needs its special tokens in the
+tokenizer, which templates.py sees to.
+"""
+
+from pathlib import Path
+
+from torchtitan.datasets.tokenizer.base import Tokenizer
+from torchtitan.errors import JobError
+
+CHATML = """\
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- if m.role == 'assistant' %}
+        {%- generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
+    {%- else %}
+        {{- m.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+LLAMA3 = """\
+{{- bos_token }}
+{%- for m in messages %}
+    {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}
+    {%- if m.role == 'assistant' %}
+        {%- generation %}{{ m.content | trim + '<|eot_id|>' }}{% endgeneration %}
+    {%- else %}
+        {{- m.content | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
+"""
+# What a system message says goes into the first question.
+LLAMA2 = """\
+{%- set said = namespace(system='') %}
+{%- for m in messages %}
+    {%- if m.role == 'system' %}
+        {%- if not loop.first %}{{ raise_exception('a system message that is not the first') }}{% endif %}
+        {%- set said.system = '<<SYS>>\\n' + m.content | trim + '\\n<</SYS>>\\n\\n' %}
+    {%- elif m.role == 'user' %}
+        {{- bos_token + '[INST] ' + said.system + m.content | trim + ' [/INST]' }}
+        {%- set said.system = '' %}
+    {%- elif m.role == 'assistant' %}
+        {{- ' ' }}{% generation %}{{ m.content | trim + ' ' + eos_token }}{% endgeneration %}
+    {%- else %}
+        {{- raise_exception('no role ' + m.role) }}
+    {%- endif %}
+{%- endfor %}
+"""
+ALPACA = """\
+{{- bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'system' %}
+        {{- m.content | trim + '\\n\\n' }}
+    {%- elif m.role == 'user' %}
+        {{- '### Instruction:\\n' + m.content | trim + '\\n\\n' }}
+    {%- elif m.role == 'assistant' %}
+        {{- '### Response:\\n' }}{% generation %}{{ m.content | trim + eos_token }}{% endgeneration %}{{ '\\n\\n' }}
+    {%- else %}
+        {{- raise_exception('no role ' + m.role) }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}
+"""
+NAMED = {"chatml": CHATML, "llama3": LLAMA3, "llama2": LLAMA2, "alpaca": ALPACA}
+
+
+def template_of(given: str) -> str:
+    """The Jinja of a name in NAMED, of a file, or what is Jinja itself. JobError for what is none of these."""
+    if given in NAMED:
+        return NAMED[given]
+    if "{{" in given or "{%" in given:
+        return given
+    if not given.endswith(".jinja"):
+        raise JobError(f"{given!r} is no template; give {', '.join(NAMED)}, a file that ends in .jinja, or Jinja")
+    try:
+        return Path(given).expanduser().read_text(errors="replace")
+    except OSError as error:
+        raise JobError(f"{given}: {error.strerror}; give a file that can be read") from None
+
+
+def template_file(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The file by which Hugging Face's programs find a tokenizer's template; none where it has none."""
+    template = tokenizer.chat_template
+    return {} if template is None else {"chat_template.jinja": template.encode()}
