@@ -196,12 +196,10 @@ def build_loader(
     counts = [1 if isinstance(source, TokenShards) else source.count for source in opened]
     mixture = Mixture([weight for _, _, weight in sources], counts, seed)
     texts = np.repeat([not isinstance(source, TokenShards) for source in opened], counts)
-    settings = {"seed": seed, "shuffle": shuffle, "seq_len": seq_len, "tokenizer": tokenizer.fingerprint}
-    if tokenizer.chat_template is not None:
-        settings["chat_template"] = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
-    if packing is not None:
-        settings["packing"] = packing.fingerprint
-    start = resume(state, np.flatnonzero(texts).tolist(), mixture.taken, settings | _fingerprint(sources, epochs))
+    settings = {"seed": seed, "shuffle": shuffle, "seq_len": seq_len} | _fingerprint(
+        sources, epochs, tokenizer, packing
+    )
+    start = resume(state, np.flatnonzero(texts).tolist(), mixture.taken, settings)
 
     step = local_batch_size * dp_size if global_batch_size == -1 else global_batch_size
     shards = [source for source in opened if isinstance(source, TokenShards)]
@@ -242,14 +240,21 @@ def _open(
     return StreamLanes(source, seed, shuffle, stop)
 
 
-def _fingerprint(sources: Sequence[Weighted], epochs: int | None) -> dict[str, Any]:
+def _fingerprint(
+    sources: Sequence[Weighted], epochs: int | None, tokenizer: Tokenizer, packing: Packing | None
+) -> dict[str, Any]:
     """What the order depends on, beside the settings; of one source as it has always been."""
+    found: dict[str, Any] = {"tokenizer": tokenizer.fingerprint}
+    if tokenizer.chat_template is not None:
+        found["chat_template"] = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+    if packing is not None:
+        found["packing"] = packing.fingerprint
     each: list[dict[str, Any]] = [{"dataset": name} | source.fingerprint for name, source, _ in sources]
     if len(each) == 1:
-        return each[0]
+        return found | each[0]
     for content, (_, _, weight) in zip(each, sources, strict=True):
         content["weight"] = weight if epochs is None else "in epochs"
-    return {"sources": {str(number): content for number, content in enumerate(each)}}
+    return found | {"sources": {str(number): content for number, content in enumerate(each)}}
 
 
 def _as_it_is(piece: Piece | str) -> Piece | str:
