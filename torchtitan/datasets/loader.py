@@ -196,15 +196,13 @@ def build_loader(
     counts = [1 if isinstance(source, TokenShards) else source.count for source in opened]
     mixture = Mixture([weight for _, _, weight in sources], counts, seed)
     texts = np.repeat([not isinstance(source, TokenShards) for source in opened], counts)
-    settings = {"seed": seed, "shuffle": shuffle, "seq_len": seq_len} | _fingerprint(
-        sources, epochs, tokenizer, packing
-    )
+    settings = {"seed": seed, "shuffle": shuffle, "seq_len": seq_len}
+    settings |= _fingerprint(sources, epochs, tokenizer, packing)
     start = resume(state, np.flatnonzero(texts).tolist(), mixture.taken, settings)
 
     step = local_batch_size * dp_size if global_batch_size == -1 else global_batch_size
     shards = [source for source in opened if isinstance(source, TokenShards)]
-    to_prepare = epochs is not None or packing is not None
-    assert not to_prepare or len(shards) == len(opened), "the trainer prepares what ends and what is packed"
+    assert epochs is None or len(shards) == len(opened), "the trainer prepares what is to end"
     end = None if epochs is None else samples_in(shards, seq_len, epochs, seed, shuffle, packing)
     batches = None
     if end is not None:
