@@ -118,7 +118,7 @@ def tensor_and_context_parallel() -> list[Combination]:
         rows += [Combination(**layout, sequence_parallel=False)]
         rows += [Combination(**layout, loss_parallel=False, loss_chunks=2)]
         rows += [Combination(**layout, sequence_parallel=False, loss_parallel=False, precision="float64")]
-        rows += [Combination(**layout, model=model) for model in ("llama3.2", "qwen3")]
+        rows += [Combination(**layout, model=model) for model in ("llama3.2", "mistral", "qwen3")]
     rows += [Combination(**COMPOSED["TP 2"], compile="block", recompute=mode) for mode in ("full", "op")]
     rows += [Combination(**COMPOSED["FSDP 2 x TP 2"], compile="block", recompute="full")]
     rows += [Combination(ranks=4, tp=4, model="llama2"), Combination(ranks=4, dp_replicate=2, tp=2)]
@@ -158,6 +158,13 @@ def pipelines() -> list[Combination]:
     rows += [Combination(**COMPOSED["PP 2 x TP 2"], model="llama3.2", accumulation=2)]
     rows += [Combination(**COMPOSED["PP 2"], model="qwen3", schedule=s) for s in ("1F1B", "DualPipeV")]
     rows += [Combination(**COMPOSED["CP 2"], model="qwen3", method=method) for method in ("allgather", "ulysses")]
+    windowed = dict(model="mistral", precision="float64")
+    rows += [Combination(ranks=2, cp=2, method="allgather", balance=b, **windowed) for b in (True, False)]
+    rows += [
+        Combination(**COMPOSED["CP 2"], method=m, document_mask=True, **windowed) for m in ("allgather", "ulysses")
+    ]
+    rows += [Combination(**COMPOSED["CP 2"], model="mistral", recompute=mode) for mode in ("full", "op")]
+    rows += [Combination(**COMPOSED[name], model="mistral") for name in ("PP 2", "FSDP 2 x CP 2", "PP 2 x TP 2")]
     for schedule in ("1F1B", "ZBVZeroBubble"):
         rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], schedule=schedule, accumulation=2, recompute="full")]
         rows += [Combination(**COMPOSED["PP 2 x DDP 2"], schedule=schedule, accumulation=2)]
@@ -427,7 +434,7 @@ def data_parallel() -> list[Combination]:
         Combination(ranks=2, dp_shard=2, cpu_offload=True, accumulation=2, precision="bfloat16"),
         Combination(ranks=4, dp_replicate=2, dp_shard=2, reshard=False, prefetch=1, accumulation=2),
     ]
-    for model in ("llama2", "llama3.1", "llama3.2", "qwen3"):
+    for model in ("llama2", "llama3.1", "llama3.2", "mistral", "qwen3"):
         rows += [Combination(ranks=2, dp_shard=2, model=model), Combination(ranks=2, dp_replicate=2, model=model)]
         rows += [Combination(ranks=1, model=model, compile="block", recompute="op")]
     return rows

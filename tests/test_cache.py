@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from tests.support.hf_parity import build, close
-from tests.support.tiny_decoders import DEEPSEEK, LLAMA, QWEN3_MOE
+from tests.support.tiny_decoders import DEEPSEEK, LLAMA, MISTRAL, QWEN3_MOE
 from torchtitan.commands.generate import sample
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.models.cache import Remembering
 from torchtitan.models.deepseek.model import Deepseek
 from torchtitan.models.llama.model import Llama
+from torchtitan.models.mistral.model import Mistral
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
 
 MODELS = {
@@ -17,6 +18,7 @@ MODELS = {
     "llama, tied": (Llama, LLAMA["llama3.2"]),
     "deepseek, values narrower than keys": (Deepseek, DEEPSEEK["v2 lite"]),
     "deepseek, groups of experts": (Deepseek, DEEPSEEK["v3"]),
+    "mistral, a window": (Mistral, MISTRAL["window"]),
     "qwen3_moe": (Qwen3MoE, QWEN3_MOE["published"]),
 }
 
@@ -43,6 +45,15 @@ def test_pieces_of_any_length_are_as_the_whole(name):
         logits = remembering(ids[:, :end])
         assert close(logits, plain(ids[:, :end])[:, -logits.shape[1] :], 2e-6)
     assert watched.read == [5, 1, 3, 1, 21, 9]
+
+
+@torch.no_grad()
+def test_of_a_window_no_more_is_kept_than_the_next_token_sees():
+    model = build(*MODELS["mistral, a window"])
+    remembering, ids = Remembering(model), torch.arange(60)[None] % 64
+    for end in range(10, 61):
+        remembering(ids[:, :end])
+    assert all(kernel.held == 4 and kernel.kept[0].shape[2] <= 2 * 10 for kernel in remembering.kernels)
 
 
 @torch.no_grad()

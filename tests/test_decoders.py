@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.hf_parity import build, close, tokens_for
 from tests.support.pool import run_ranks
-from tests.support.tiny_decoders import DEEPSEEK, GPT2, LLAMA, QWEN3, QWEN3_MOE, ROBERTA
+from tests.support.tiny_decoders import DEEPSEEK, GPT2, LLAMA, MISTRAL, QWEN3, QWEN3_MOE, ROBERTA
 from torchtitan.loss import SummedCrossEntropy
 from torchtitan.models import SIZES
 from torchtitan.models.moe.layer import MoEBlock
@@ -36,6 +36,10 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("gpt2", "1558M"): 1_557_611_200,
     ("roberta", "125M"): 124_697_433,  # without the pooler, which no head reads
     ("roberta", "355M"): 355_412_057,
+    ("mistral", "7B"): 7_241_732_096,
+    ("mistral", "7B-v0.2"): 7_241_732_096,
+    ("mistral", "7B-v0.3"): 7_248_023_552,
+    ("mistral", "Nemo-12B"): 12_247_782_400,
     ("qwen3", "0.6B"): 596_049_920,
     ("qwen3", "1.7B"): 1_720_574_976,
     ("qwen3", "4B"): 4_022_468_096,
@@ -59,13 +63,14 @@ TINY = {
     "v2 lite": ("deepseek", DEEPSEEK["v2 lite"]),
     "v2": ("deepseek", DEEPSEEK["v2"]),
     "v3": ("deepseek", DEEPSEEK["v3"]),
+    "mistral": ("mistral", MISTRAL["window"]),
     "dense qwen": ("qwen3", QWEN3["plain"]),
     "qwen": ("qwen3_moe", QWEN3_MOE["published"]),
     "gpt2": ("gpt2", GPT2["words"]),
     "roberta": ("roberta", ROBERTA["words"]),
     "classes": ("roberta", ROBERTA["classes"]),
 }
-ONE_OF_EACH = ["llama", "v3", "dense qwen", "qwen", "gpt2", "roberta"]
+ONE_OF_EACH = ["llama", "v3", "mistral", "dense qwen", "qwen", "gpt2", "roberta"]
 
 
 def tiny(name, dtype=torch.float32):
@@ -108,7 +113,8 @@ def test_of_the_routed_experts_only_a_tokens_own_are_active(family, flavor):
 
 # an expert's rows are multiplied together, so that another row may change the last bit
 @pytest.mark.parametrize(
-    "name, tolerance", [("llama", 0.0), ("v3", 1e-12), ("dense qwen", 0.0), ("qwen", 1e-12), ("gpt2", 0.0)]
+    "name, tolerance",
+    [("llama", 0.0), ("v3", 1e-12), ("mistral", 0.0), ("dense qwen", 0.0), ("qwen", 1e-12), ("gpt2", 0.0)],
 )
 def test_a_later_token_changes_nothing_before_it(name, tolerance):
     model, x = tiny(name, torch.float64), tokens(name)

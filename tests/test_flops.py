@@ -44,7 +44,7 @@ def counted_of(model, length=64):
 
 
 # plain, grouped, grouped and tied heads; heads that do not add up to the width
-@pytest.mark.parametrize("family", ["llama3", "llama3.1", "llama3.2", "qwen3", "gpt2", "roberta"])
+@pytest.mark.parametrize("family", ["llama3", "llama3.1", "llama3.2", "mistral", "qwen3", "gpt2", "roberta"])
 def test_equal_to_torchs_counter(family):
     args = dataclasses.replace(SIZES[family]["debugmodel"], n_layers=2, vocab_size=256)
     assert counted(args, MODELS[family].build) == pytest.approx(flops_per_token(args, 64).full, rel=1e-3)
@@ -88,6 +88,20 @@ def test_a_model_with_experts_costs_its_active_weights():
     assert round(6 * latent.num_matmul_parameters / 1e9) == 220  # 36.6e9 of 671e9 weights
     flops = MODELS["qwen3_moe"].flops_per_token(grouped, 4096)
     assert flops.full == 6 * grouped.num_matmul_parameters + 48 * 32 * 12 * 128 * 4096 + 48 * 6 * 8 * 2048
+
+
+@pytest.mark.parametrize("window", [1, 4, 10, 20])
+def test_keys_per_query_in_a_window_by_counting(window):
+    seen = torch.ones(10, 10).tril().triu(1 - window)
+    assert causal_keys(10, window) == pytest.approx(seen.sum().item() / 10)
+
+
+def test_a_window_bounds_the_keys():
+    """Mistral 7B at 32768 tokens: at most 4096 keys a query, on the mean 3840.1."""
+    args = SIZES["mistral"]["7B"]
+    flops, weights = MODELS["mistral"].flops_per_token(args, 32768), 6 * args.num_matmul_parameters
+    assert flops.full - weights == 12 * 32 * 4096 * 4096
+    assert flops.causal - weights == pytest.approx(12 * 32 * 4096 * (4096 - 4096 * 4095 / 2 / 32768))
 
 
 def test_keys_per_query_by_counting():

@@ -98,6 +98,14 @@ CONTEXT = [
         )
         for method in ("ring", "alltoall")
     ),
+    *(
+        (
+            [CP + "2", METHOD + method, "--model.name=mistral"],
+            f'context_parallel_rotate_method: given "{method}"; allowed: "allgather" or "ulysses" with a sliding '
+            'window (of 64 tokens); write "allgather", or model.overrides = {sliding_window = 0}',
+        )
+        for method in ("ring", "alltoall")
+    ),
 ]
 
 

@@ -35,6 +35,7 @@ COMMON = dict(dim=48, n_heads=6, vocab_size=264)
 SIZES_OF = {
     **dict.fromkeys(("llama2",), dict(multiple_of=16)),
     **dict.fromkeys(("llama3", "llama3.1", "llama3.2"), dict(multiple_of=16, n_kv_heads=2)),
+    "mistral": dict(n_kv_heads=3, head_dim=16, ffn_dim=96, sliding_window=9),
     "qwen3": dict(n_kv_heads=3, head_dim=16, ffn_dim=96),
     "qwen3_moe": dict(n_kv_heads=6, head_dim=8, expert_dim=24, n_experts=6, top_k=2),
     "deepseek": dict(

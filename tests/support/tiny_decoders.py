@@ -5,6 +5,7 @@ from dataclasses import replace
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
 from torchtitan.models.gpt2 import GPT2Args
 from torchtitan.models.llama import LlamaArgs, RopeScaling
+from torchtitan.models.mistral import MistralArgs
 from torchtitan.models.qwen3 import Qwen3Args
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.roberta import RobertaArgs
@@ -60,6 +61,14 @@ DEEPSEEK = {
     ),
 }
 MULTI_TOKEN = replace(DEEPSEEK["v3"], n_mtp_layers=2, mtp_loss_weight=0.4)
+
+_MISTRAL = MistralArgs(
+    dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=48, vocab_size=64, max_seq_len=128
+)
+MISTRAL = {
+    "window": replace(_MISTRAL, sliding_window=5, rope_theta=5000.0),
+    "no window, tied": replace(_MISTRAL, head_dim=8, tied_embeddings=True, norm_eps=1e-6),
+}
 
 _DENSE_QWEN3 = Qwen3Args(
     dim=32,

@@ -10,43 +10,52 @@ from torch import nn
 
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.layers import AttentionKernel
+from torchtitan.parallelisms.context.kernel import Tokens
 
 
-class RememberingKernel(AttentionKernel):
-    """Attention of the new queries to all keys since the last `forget`."""
+class RememberingKernel(nn.Module):
+    """Attention of the new queries to all keys since the last `forget` that the model's own kernel lets them see."""
 
-    def __init__(self) -> None:
-        super().__init__("sdpa")
-        self.to_everything = AttentionKernel("sdpa", causal=False)
+    def __init__(self, own: AttentionKernel):
+        super().__init__()
+        self.own, self.to_everything = own, AttentionKernel("sdpa", causal=False)
         self.forget()
 
     def forget(self) -> None:
-        self.length = 0
+        self.held = self.end = 0  # how many tokens are remembered, and where behind the last of them they end
         self.kept: list[torch.Tensor] = []  # [B, H / n, room, D] of keys, and of values
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object) -> torch.Tensor:
-        """As AttentionKernel's, without documents: the new tokens stand behind those that are remembered."""
-        assert mask is None, "documents are not told apart"
-        k, v = self._remember(k, v)
-        new = q.shape[2]
-        if new == self.length:
-            return super().forward(q, k, v, None)
-        if new == 1:
-            return self.to_everything(q, k, v, None)
-        places = torch.arange(self.length, device=q.device)
-        return super().forward(q, k, v, (places[-new:, None] >= places)[None, None])
+    def prepare(self, new: Tokens, keys: Tokens | None = None) -> torch.Tensor | None:
+        """The mask of tokens that stand behind those that are remembered. None: nothing is hidden, but what is later
+        where there is nothing to remember yet.
+        """
+        assert new.documents is None and keys is None, "documents are not told apart"
+        places = torch.arange(self.held + len(new.places), device=new.places.device)
+        if self.held == 0:
+            return self.own.prepare(Tokens(places, None))
+        return (
+            None if len(new.places) == 1 else self.own.prepare(Tokens(places[self.held :], None), Tokens(places, None))
+        )
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """As AttentionKernel's."""
+        kernel = self.to_everything if mask is None and self.held else self.own
+        return kernel(q, *self._remember(k, v), mask)
 
     def _remember(self, *new: torch.Tensor) -> list[torch.Tensor]:
-        start, self.length = self.length, self.length + new[0].shape[2]
-        if not self.kept or self.length > self.kept[0].shape[2]:
-            room = 2 * self.length  # so that everything is moved seldom
+        """All that is remembered with what is new. In a window no more stays than the next token can see."""
+        first, length = self.end - self.held, self.held + new[0].shape[2]
+        if not self.kept or first + length > self.kept[0].shape[2]:
+            room = 2 * length  # so that everything is moved seldom
             grown = [each.new_empty(*each.shape[:2], room, each.shape[3]) for each in new]
             for old, each in zip(self.kept, grown, strict=False):
-                each[:, :, :start] = old[:, :, :start]
-            self.kept = grown
+                each[:, :, : self.held] = old[:, :, first : self.end]
+            self.kept, first = grown, 0
+        self.end = first + length
         for each, kept in zip(new, self.kept, strict=True):
-            kept[:, :, start : self.length] = each
-        return [kept[:, :, : self.length] for kept in self.kept]
+            kept[:, :, first + self.held : self.end] = each
+        self.held = min(length, self.own.window - 1) if self.own.window else length
+        return [kept[:, :, first : self.end] for kept in self.kept]
 
 
 class Remembering:
@@ -56,7 +65,9 @@ class Remembering:
 
     def __init__(self, model: Decoder):
         self.model = model
-        self.kernels = [RememberingKernel() for _ in model.layers]
+        own = model.kernel.with_backend("sdpa")
+        self.kernels = [RememberingKernel(own) for _ in model.layers]
+        model.kernel = self.kernels[0]  # all of them remember the same tokens, so that its mask is every layer's
         for block, kernel in zip(model.layers.values(), self.kernels, strict=True):
             block.attention.kernel = kernel
         self.seen: torch.Tensor | None = None  # [1, S]

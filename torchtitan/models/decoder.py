@@ -132,9 +132,10 @@ class Decoder(nn.Module):
     """`loss`, an objective (hidden, head, batch) -> scalar, is attached by whoever trains.
 
     `block` makes a layer of its number and the kernel; it has to keep the kernel in `attention.kernel`. `rotary` None:
-    positions are learned (`entrance`), or there are none. causal=False: tokens see their whole document. `norm`: the
-    last one, RMSNorm unless said; nn.Identity() where the last block ends with one. `head`: makes logits of what it
-    gives; unless said, of all words and without bias.
+    positions are learned (`entrance`), or there are none. causal=False: tokens see their whole document. `window`: how
+    many tokens one sees, itself among them; 0 for all before it. `norm`: the last one, RMSNorm unless said;
+    nn.Identity() where the last block ends with one. `head`: makes logits of what it gives; unless said, of all words
+    and without bias.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Decoder(nn.Module):
         attention_backend: str = "auto",
         *,
         causal: bool = True,
+        window: int = 0,
         entrance: nn.Module | None = None,
         norm: nn.Module | None = None,
         head: nn.Module | None = None,
@@ -153,7 +155,7 @@ class Decoder(nn.Module):
         self.args = args
         self.loss = None
         self.rotary = rotary
-        self.kernel = AttentionKernel(attention_backend, causal)  # one for all blocks; it has no state
+        self.kernel = AttentionKernel(attention_backend, causal, window)  # one for all blocks; it has no state
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.entrance = entrance
         self.layers = nn.ModuleDict({str(i): block(i, self.kernel) for i in range(args.n_layers)})
@@ -270,7 +272,7 @@ class Decoder(nn.Module):
         return {}
 
     def set_attention_backend(self, backend: str) -> None:
-        self.set_attention_kernel(AttentionKernel(backend, self.kernel.causal))
+        self.set_attention_kernel(self.kernel.with_backend(backend))
 
     def set_attention_kernel(self, kernel: nn.Module) -> None:
         """Give all blocks another kernel (see AttentionKernel)."""

@@ -4,12 +4,12 @@ A multiply-add counts 2; a weight is used once forward and twice backward, so ea
 multiplied with costs 6. N has the output head (also when tied) and neither the input embedding nor the norms; of
 routed experts it has those that a token goes to, and the router and shared experts in full; where what they make is
 added up by weights, that is a product too, of 6 k D a layer. Attention adds 12 L A K: L layers, A = heads x head_dim, K
-the mean number of keys that a query looks at; where values are not as wide as keys, 6 L heads (d_qk + d_v) K.
+the mean number of keys that a query looks at, which a sliding window bounds; where values are not as wide as keys,
+6 L heads (d_qk + d_v) K.
 Multi-token prediction counts with its layers, and the head once more for each of its depths.
 Recompute and padding never count. No torch here.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,12 +32,14 @@ class LatentSizes(Protocol):
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    full: float  # as if every query looked at all keys: what older tables print
+    full: float  # as if every query looked at all keys, or a whole window: what older tables print
     causal: float  # what a causal kernel has to do
 
 
 def flops_per_token(sizes: Sizes, seq_len: int) -> FlopsPerToken:
-    return _both(lambda keys: with_keys(sizes, keys), seq_len)
+    window = getattr(sizes, "sliding_window", 0) or seq_len
+    full, causal = min(window, seq_len), causal_keys(seq_len, window)
+    return FlopsPerToken(full=with_keys(sizes, full), causal=with_keys(sizes, causal))
 
 
 def bidirectional_flops_per_token(sizes: Sizes, seq_len: int) -> FlopsPerToken:
@@ -47,11 +49,8 @@ def bidirectional_flops_per_token(sizes: Sizes, seq_len: int) -> FlopsPerToken:
 
 
 def latent_flops_per_token(sizes: LatentSizes, seq_len: int) -> FlopsPerToken:
-    return _both(lambda keys: latent_with_keys(sizes, keys), seq_len)
-
-
-def _both(flops: Callable[[float], float], seq_len: int) -> FlopsPerToken:
-    return FlopsPerToken(full=flops(seq_len), causal=flops(causal_keys(seq_len)))
+    full, causal = latent_with_keys(sizes, seq_len), latent_with_keys(sizes, causal_keys(seq_len))
+    return FlopsPerToken(full=full, causal=causal)
 
 
 def with_keys(sizes: Sizes, keys: float) -> float:
@@ -69,5 +68,7 @@ def _of_weights(sizes: Sizes | LatentSizes) -> float:
     return 6 * (sizes.num_matmul_parameters + getattr(sizes, "num_summed", 0))
 
 
-def causal_keys(seq_len: int) -> float:
-    return (seq_len + 1) / 2
+def causal_keys(seq_len: int, window: int | None = None) -> float:
+    """Of a query's own and earlier ones, at most `window` of them, the mean over a sequence."""
+    seen = min(window or seq_len, seq_len)
+    return seen * (2 * seq_len - seen + 1) / (2 * seq_len)

@@ -134,53 +134,69 @@ class MLP(nn.Module):
 
 
 class AttentionKernel(nn.Module):
-    """Causal attention, or with causal=False attention to the whole document, by one of torch's kernels. The place to
-    swap: whatever replaces it keeps `prepare` and `forward`, and says of them what it can do where a rank has a part of
-    the sequence (parallelisms/context/kernel.py).
+    """Causal attention, or with causal=False attention to the whole document, by one of torch's kernels. With a
+    `window` a token sees itself and the window - 1 before it (arXiv:2310.06825, 2.1). The place to swap: whatever
+    replaces it keeps `prepare` and `forward`, and says of them what it can do where a rank has a part of the sequence
+    (parallelisms/context/kernel.py).
 
     sdpa: scaled_dot_product_attention, which picks the fastest kernel itself. flex: flex attention, which skips blocks
-    that a document mask empties. auto: flex for document masks on a GPU (it has no backward on a CPU), else sdpa.
-    Without a document mask all three are sdpa: there is nothing more to skip.
+    that a mask empties. auto: flex for masks of documents or windows on a GPU (it has no backward on a CPU), else sdpa.
+    Without such a mask all three are sdpa: there is nothing more to skip.
     """
 
-    plain_attention = takes_parts = True
+    takes_parts = True
 
-    def __init__(self, backend: str = "auto", causal: bool = True):
+    def __init__(self, backend: str = "auto", causal: bool = True, window: int = 0):
         super().__init__()
         if backend not in BACKENDS:
             raise JobError(f"attention backend {backend!r}: choose one of {', '.join(BACKENDS)}")
-        self.backend, self.causal = backend, causal
+        assert causal or not window, "a window is of earlier tokens"
+        self.backend, self.causal, self.window = backend, causal, window
+
+    @property
+    def plain_attention(self) -> bool:
+        return not self.window
+
+    def with_backend(self, backend: str) -> "AttentionKernel":
+        return AttentionKernel(backend, self.causal, self.window)
 
     def prepare(self, queries: Tokens, keys: Tokens | None = None) -> torch.Tensor | BlockMask | None:
         """Once per forward: the mask that `forward` takes. None means plainly causal, or nothing hidden. Without `keys`
         they are those of the queries.
         """
         whole, keys = keys is None, keys or queries
-        if queries.documents is None and (whole or not self.causal):
+        far = 0 < self.window < len(keys.places)
+        if queries.documents is None and not far and (whole or not self.causal):
             return None
         if self.uses_flex(queries):
             return self._block_mask(queries, keys)
-        visible = torch.ones((), dtype=torch.bool, device=queries.places.device)
+        visible = self._sees(queries.places[:, None], keys.places)
         if queries.documents is not None:
-            visible = queries.documents[:, :, None] == keys.documents[:, None, :]
-        if self.causal:
-            visible = visible & (queries.places[:, None] >= keys.places)
+            visible = visible & (queries.documents[:, :, None] == keys.documents[:, None, :])
         return visible.view(-1, 1, len(queries.places), len(keys.places))  # [B or 1, 1, Q, S], True = may look
 
     def uses_flex(self, queries: Tokens) -> bool:
-        if queries.documents is None:
+        if queries.documents is None and not self.window:
             return False
-        return self.backend == "flex" or (self.backend == "auto" and queries.documents.is_cuda)
+        return self.backend == "flex" or (self.backend == "auto" and queries.places.is_cuda)
+
+    def _sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """By their places in the sequence alone, of shapes that fit."""
+        if not self.causal:
+            return (query >= 0) & (key >= 0)  # all
+        near = query >= key
+        return near & (query - key < self.window) if self.window else near
 
     def _block_mask(self, queries: Tokens, keys: Tokens) -> BlockMask:
-        (batch, length), device = queries.documents.shape, queries.documents.device
+        device = queries.places.device
 
         def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            same = queries.documents[b, q] == keys.documents[b, k]
-            return same & (queries.places[q] >= keys.places[k]) if self.causal else same
+            near = self._sees(queries.places[q], keys.places[k])
+            return near if queries.documents is None else near & (queries.documents[b, q] == keys.documents[b, k])
 
         create = compiled(create_block_mask) if device.type == "cuda" else create_block_mask
-        return create(visible, batch, None, length, keys.documents.shape[1], device=device)
+        batch = None if queries.documents is None else len(queries.documents)
+        return create(visible, batch, None, len(queries.places), len(keys.places), device=device)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | BlockMask | None

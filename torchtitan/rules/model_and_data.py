@@ -85,6 +85,7 @@ HOMES = {
     "gpt2": "openai-community",
     "llama": "meta-llama",
     "deepseek": "deepseek-ai",
+    "mistral": "mistralai",
     "qwen3": "Qwen",
     "roberta": "FacebookAI",
 }

@@ -82,6 +82,15 @@ def rings_have_their_own_attention(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("model.attention_backend", allowed, 'write "auto"')
 
 
+def rings_carry_no_window(facts: Facts) -> Iterator[Fault]:
+    """What travels round is attended to piece by piece, and a window would cut through the pieces."""
+    method, window = facts.config.parallelism.context_parallel_rotate_method, getattr(facts.args, "sliding_window", 0)
+    if facts.cp > 1 and method in RINGS and window:
+        allowed = f'"allgather" or "ulysses" with a sliding window (of {window} tokens)'
+        remedy = 'write "allgather", or model.overrides = {sliding_window = 0}'
+        yield facts.fault("parallelism.context_parallel_rotate_method", allowed, remedy)
+
+
 def async_tensor_parallel(facts: Facts) -> Iterator[Fault]:
     if facts.config.parallelism.enable_async_tensor_parallel and facts.tp > 1:
         yield from facts.judged(degrees.check_async, facts.device, facts.compiles_model, facts.sequence_parallel)

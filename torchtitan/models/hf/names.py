@@ -25,6 +25,8 @@ ATTENTION = {
     "attention.wo.weight": "self_attn.o_proj.weight",
     "ffn_norm.weight": "post_attention_layernorm.weight",
 }
+TURNED = frozenset({"attention.wq.weight", "attention.wk.weight"})
+"""Whose rows come in another order there, where rotary positions turn them."""
 QK_NORMS = {
     "attention.q_norm.weight": "self_attn.q_norm.weight",
     "attention.k_norm.weight": "self_attn.k_norm.weight",

@@ -5,12 +5,10 @@ i with i + head_dim / 2, so the rows of wq and wk come in another order. Everyth
 """
 
 from torchtitan.models.hf.family import HuggingFace
-from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, Form
+from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, TURNED, Form
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.hf_config import CONFIG
 from torchtitan.models.llama.model import Llama
-
-TURNED = frozenset({"attention.wq.weight", "attention.wk.weight"})
 
 
 def form(args: LlamaArgs) -> Form:

@@ -5,17 +5,15 @@ norms come in another order. Everything else is a renaming.
 """
 
 from torchtitan.models.hf.family import HuggingFace
-from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, QK_NORMS, Form
+from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, QK_NORMS, TURNED, Form
 from torchtitan.models.qwen3 import Qwen3Args
 from torchtitan.models.qwen3.hf_config import CONFIG
 from torchtitan.models.qwen3.model import Qwen3
 
-TURNED = frozenset({"attention.wq.weight", "attention.wk.weight", *QK_NORMS})
-
 
 def form(args: Qwen3Args) -> Form:
     parts = ATTENTION | QK_NORMS | FEED_FORWARD
-    return Form(parts=parts, turned=TURNED, head_dim=args.head_dim, tied=args.tied_embeddings)
+    return Form(parts=parts, turned=TURNED.union(QK_NORMS), head_dim=args.head_dim, tied=args.tied_embeddings)
 
 
 HF = HuggingFace(build=Qwen3, form=form, config=CONFIG)

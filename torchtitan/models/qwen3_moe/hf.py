@@ -5,17 +5,22 @@ come in another order; and experts, which stand stacked here and one by one, tra
 """
 
 from torchtitan.models.hf.family import HuggingFace
-from torchtitan.models.hf.names import ATTENTION, EXPERTS, QK_NORMS, Form
+from torchtitan.models.hf.names import ATTENTION, EXPERTS, QK_NORMS, TURNED, Form
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.qwen3_moe.hf_config import CONFIG
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
 
 PARTS = ATTENTION | QK_NORMS | {"moe.router.gate.weight": "mlp.gate.weight", **EXPERTS}
-TURNED = frozenset({"attention.wq.weight", "attention.wk.weight", *QK_NORMS})
 
 
 def form(args: Qwen3MoEArgs) -> Form:
-    return Form(parts=PARTS, n_experts=args.n_experts, turned=TURNED, head_dim=args.head_dim, tied=args.tied_embeddings)
+    return Form(
+        parts=PARTS,
+        n_experts=args.n_experts,
+        turned=TURNED.union(QK_NORMS),
+        head_dim=args.head_dim,
+        tied=args.tied_embeddings,
+    )
 
 
 HF = HuggingFace(build=Qwen3MoE, form=form, config=CONFIG)

@@ -1,0 +1,46 @@
+"""Sizes and constants of Mistral without experts as a config.json has them, MistralConfig of transformers. No torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchtitan.errors import JobError
+from torchtitan.models.hf.config import ConfigForm, check_numbers, check_only, decoder_config, rope_kind, rope_theta
+from torchtitan.models.mistral import MistralArgs
+
+
+def _to_hf(args: MistralArgs, dtype: Any = "float32") -> dict[str, Any]:
+    """The fields of transformers' MistralConfig."""
+    return decoder_config(args, dtype) | {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "head_dim": args.head_dim,
+        "intermediate_size": args.ffn_dim,
+        "sliding_window": args.sliding_window or None,
+    }
+
+
+def _from_hf(config: Mapping[str, Any]) -> MistralArgs:
+    numbers = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    check_numbers(config, numbers)
+    check_only(config, {"hidden_act": "silu", "attention_bias": False})
+    if rope_kind(config) != "default":
+        raise JobError(f"rotary scaling {rope_kind(config)!r}, but this model has none")
+    dim, heads = config["hidden_size"], config["num_attention_heads"]
+    return MistralArgs(
+        dim=dim,
+        n_layers=config["num_hidden_layers"],
+        n_heads=heads,
+        # where nothing is said, transformers' own defaults; a window that is null is none
+        n_kv_heads=config.get("num_key_value_heads", 8),
+        ffn_dim=config["intermediate_size"],
+        head_dim=config.get("head_dim") or dim // heads,
+        vocab_size=config["vocab_size"],
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=rope_theta(config),
+        sliding_window=config.get("sliding_window", 4096) or 0,
+        tied_embeddings=config.get("tie_word_embeddings", False),
+        max_seq_len=config.get("max_position_embeddings", 131072),
+    )
+
+
+CONFIG = ConfigForm(model_types=("mistral",), to_hf=_to_hf, from_hf=_from_hf)
