@@ -346,6 +346,10 @@ def gpt2() -> list[Combination]:
         Combination(**COMPOSED["PP 2"], **drops, schedule=s, recompute="full") for s in ("ZBVZeroBubble", "DualPipeV")
     ]
     rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], **drops, precision="float64", accumulation=2)]
+    # norms behind, and an embedding that is narrower than the model
+    rows += [Combination(**layout, model="opt") for layout in (LAYOUTS["FSDP 2"], LAYOUTS["DDP 2"])]
+    composed = ("TP 2", "CP 2", "PP 2", "PP 2 x FSDP 2", "FSDP 2 x TP 2", "PP 2 x TP 2")
+    rows += [Combination(**COMPOSED[name], model="opt") for name in composed]
     rows += [Combination(**layout, **drops, adapter="lora") for layout in (LAYOUTS["FSDP 2"], COMPOSED["TP 2"])]
     return rows
 

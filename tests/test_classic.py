@@ -1,4 +1,4 @@
-"""GPT-2 and RoBERTa: arguments, and against transformers (logits, every gradient, folders); heads for classes."""
+"""GPT-2, OPT and RoBERTa: arguments, and against transformers (logits, every gradient, folders); heads for classes."""
 
 import dataclasses
 import json
@@ -11,6 +11,9 @@ from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
+    OPTConfig,
+    OPTForCausalLM,
+    OPTForSequenceClassification,
     RobertaConfig,
     RobertaForMaskedLM,
     RobertaForSequenceClassification,
@@ -32,12 +35,15 @@ from tests.support.hf_parity import (
 )
 from tests.support.judged import anywhere, lines  # noqa: F401
 from tests.support.tiny_decoders import GPT2 as TINY_GPT2
+from tests.support.tiny_decoders import OPT as TINY_OPT
 from tests.support.tiny_decoders import ROBERTA as TINY_ROBERTA
 from torchtitan.errors import JobError
 from torchtitan.initialization import Constant, Normal
 from torchtitan.models import SIZES
 from torchtitan.models.gpt2.hf import HF as GPT2_HF
 from torchtitan.models.gpt2.model import GPT2
+from torchtitan.models.opt.hf import HF as OPT_HF
+from torchtitan.models.opt.model import OPT
 from torchtitan.models.roberta.hf import HF as ROBERTA_HF
 from torchtitan.models.roberta.model import Roberta
 
@@ -59,6 +65,7 @@ FAMILIES = {
     "gpt2": Family(
         GPT2, GPT2_HF, TINY_GPT2, GPT2Config, GPT2LMHeadModel, GPT2ForSequenceClassification, ["lm_head.weight"]
     ),
+    "opt": Family(OPT, OPT_HF, TINY_OPT, OPTConfig, OPTForCausalLM, OPTForSequenceClassification, ["lm_head.weight"]),
     "roberta": Family(
         Roberta,
         ROBERTA_HF,
@@ -92,10 +99,9 @@ def test_impossible_sizes_are_refused(name, change, message):
 
 # sums taken in another order: a few units of 2**-24, or of 2**-53, relative to the largest element
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logits_and_every_gradient_equal_transformers(name, dtype, tolerance):
-    family = FAMILIES[name]
-    model = build(family.model, WORDS[name], dtype=dtype)
+@pytest.mark.parametrize("family, shape", [each for each in SHAPES if "classes" not in each.id])
+def test_logits_and_every_gradient_equal_transformers(family, shape, dtype, tolerance):
+    model = build(family.model, family.shapes[shape], dtype=dtype)
     compare(model, twin(family.words, family.config, model, family.hf, dtype, family.tied), family.hf, tolerance)
 
 
@@ -104,10 +110,10 @@ def test_positions_may_begin_anywhere(name):
     family = FAMILIES[name]
     model = build(family.model, WORDS[name])
     theirs = twin(family.words, family.config, model, family.hf, tied=family.tied)
-    compare_positions(model, theirs, first=model.entrance.first)
+    compare_positions(model, theirs, first=0 if name == "opt" else model.entrance.first)
 
 
-@pytest.mark.parametrize("name, places", [("gpt2", [11, 6]), ("roberta", [0, 0])])
+@pytest.mark.parametrize("name, places", [("gpt2", [11, 6]), ("opt", [11, 6]), ("roberta", [0, 0])])
 def test_classes_equal_transformers(name, places):
     """Which takes the last token before the pads, or the first one."""
     family, args = FAMILIES[name], FAMILIES[name].shapes["classes"]
@@ -241,6 +247,10 @@ def test_a_part_of_a_joint_matrix_is_named_when_it_is_wrong(tmp_path):
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu', but this model only has 'gelu_new'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ("gpt2", {"embd_pdrop": 0.5}, "resid_pdrop = 0.0 and embd_pdrop = 0.5, but this model has one share for both"),
+        ("opt", {"model_type": "gpt2"}, "model_type = 'gpt2', but this model is a opt"),
+        ("opt", {"ffn_dim": 0}, "no whole number above 0 for ffn_dim"),
+        ("opt", {"activation_function": "gelu"}, "activation_function = 'gelu', but this model only has 'relu'"),
+        ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm = True, but this model only has False"),
         ("roberta", {"model_type": "bert"}, "model_type = 'bert', but this model is a roberta"),
         ("roberta", {"max_position_embeddings": None}, "no whole number above 0 for max_position_embeddings"),
         ("roberta", {"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key', but"),

@@ -41,6 +41,7 @@ MICRO_SIZES = {
     "deepseek": LATENT | dict(ffn_dim=64, expert_dim=32, aux_loss_weight=0.1),
     "gpt2": dict(ffn_dim=96, max_seq_len=32, dropout=0.25),
     "mistral": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7),
+    "opt": dict(ffn_dim=96, max_seq_len=32, order="post", embed_dim=32),
     "qwen3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
     "qwen3_moe": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1),
     **dict.fromkeys(other_families.SIZES, {}),

@@ -336,7 +336,7 @@ def test_what_is_refused(tmp_path, capsys):
     (tmp_path / "bad/config.json").write_text('{"model_type": "flux"}')
     (tmp_path / "bad/model.safetensors").write_bytes(b"x" * 20)
     assert (
-        "model_type = 'flux'; allowed: deepseek_v2, deepseek_v3, gpt2, llama, mistral, qwen3, qwen3_moe, roberta"
+        "model_type = 'flux'; allowed: deepseek_v2, deepseek_v3, gpt2, llama, mistral, opt, qwen3, qwen3_moe, roberta"
         in refusal(capsys, tmp_path / "bad", tmp_path / "out")
     )
     assert "bad/model.safetensors is no safetensors file" in refusal(

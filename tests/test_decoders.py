@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.hf_parity import build, close, tokens_for
 from tests.support.pool import run_ranks
-from tests.support.tiny_decoders import DEEPSEEK, GPT2, LLAMA, MISTRAL, QWEN3, QWEN3_MOE, ROBERTA
+from tests.support.tiny_decoders import DEEPSEEK, GPT2, LLAMA, MISTRAL, OPT, QWEN3, QWEN3_MOE, ROBERTA
 from torchtitan.loss import SummedCrossEntropy
 from torchtitan.models import SIZES
 from torchtitan.models.moe.layer import MoEBlock
@@ -34,6 +34,11 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("gpt2", "355M"): 354_823_168,
     ("gpt2", "774M"): 774_030_080,
     ("gpt2", "1558M"): 1_557_611_200,
+    ("opt", "125M"): 125_239_296,
+    ("opt", "350M"): 331_196_416,
+    ("opt", "1.3B"): 1_315_758_080,
+    ("opt", "2.7B"): 2_651_596_800,
+    ("opt", "6.7B"): 6_658_473_984,
     ("roberta", "125M"): 124_697_433,  # without the pooler, which no head reads
     ("roberta", "355M"): 355_412_057,
     ("mistral", "7B"): 7_241_732_096,
@@ -67,10 +72,12 @@ TINY = {
     "dense qwen": ("qwen3", QWEN3["plain"]),
     "qwen": ("qwen3_moe", QWEN3_MOE["published"]),
     "gpt2": ("gpt2", GPT2["words"]),
+    "opt": ("opt", OPT["words"]),
+    "opt 350M": ("opt", OPT["350M"]),
     "roberta": ("roberta", ROBERTA["words"]),
     "classes": ("roberta", ROBERTA["classes"]),
 }
-ONE_OF_EACH = ["llama", "v3", "mistral", "dense qwen", "qwen", "gpt2", "roberta"]
+ONE_OF_EACH = ["llama", "v3", "mistral", "dense qwen", "qwen", "gpt2", "opt 350M", "roberta"]
 
 
 def tiny(name, dtype=torch.float32):

@@ -44,7 +44,7 @@ def counted_of(model, length=64):
 
 
 # plain, grouped, grouped and tied heads; heads that do not add up to the width
-@pytest.mark.parametrize("family", ["llama3", "llama3.1", "llama3.2", "mistral", "qwen3", "gpt2", "roberta"])
+@pytest.mark.parametrize("family", ["llama3", "llama3.1", "llama3.2", "mistral", "qwen3", "gpt2", "opt", "roberta"])
 def test_equal_to_torchs_counter(family):
     args = dataclasses.replace(SIZES[family]["debugmodel"], n_layers=2, vocab_size=256)
     assert counted(args, MODELS[family].build) == pytest.approx(flops_per_token(args, 64).full, rel=1e-3)

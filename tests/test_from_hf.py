@@ -17,6 +17,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    OPTConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     RobertaConfig,
@@ -25,7 +26,7 @@ from transformers import (
 from tests.support.hf_parity import build, close, eager, tokens_for
 from tests.support.jobs import ROOT
 from tests.support.judged import lines
-from tests.support.tiny_decoders import DEEPSEEK, GPT2, LLAMA, MISTRAL, MULTI_TOKEN, QWEN3, QWEN3_MOE, ROBERTA
+from tests.support.tiny_decoders import DEEPSEEK, GPT2, LLAMA, MISTRAL, MULTI_TOKEN, OPT, QWEN3, QWEN3_MOE, ROBERTA
 from torchtitan import build as assembly
 from torchtitan.config.manager import load
 from torchtitan.errors import JobError
@@ -45,6 +46,8 @@ SHAPES = {
     "deepseek plain": (DEEPSEEK["v3 plain"], DeepseekV3Config),
     "gpt2": (GPT2["words"], GPT2Config),
     "mistral": (MISTRAL["window"], MistralConfig),
+    "opt": (OPT["words"], OPTConfig),
+    "opt 350M": (OPT["350M"], OPTConfig),
     "qwen3": (QWEN3["plain"], Qwen3Config),
     "qwen3_moe": (QWEN3_MOE["published"], Qwen3MoeConfig),
     "roberta": (ROBERTA["words"], RobertaConfig),

@@ -24,7 +24,7 @@ from torchtitan.models.llama.hf_config import CONFIG
 from torchtitan.models.registry import MODELS
 
 TOKENIZER = jobs.ROOT / "tests/assets/tokenizer/tiktoken.model"
-FAMILIES = ["llama3.2", "deepseek v2", "deepseek v3", "gpt2", "mistral", "qwen3", "qwen3_moe"]
+FAMILIES = ["llama3.2", "deepseek v2", "deepseek v3", "gpt2", "mistral", "opt 350M", "qwen3", "qwen3_moe"]
 
 
 def write_theirs(shape: str, folder: Path) -> None:

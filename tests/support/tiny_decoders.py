@@ -6,6 +6,7 @@ from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
 from torchtitan.models.gpt2 import GPT2Args
 from torchtitan.models.llama import LlamaArgs, RopeScaling
 from torchtitan.models.mistral import MistralArgs
+from torchtitan.models.opt import OPTArgs
 from torchtitan.models.qwen3 import Qwen3Args
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.roberta import RobertaArgs
@@ -106,3 +107,10 @@ _GPT2 = GPT2Args(dim=32, n_layers=2, n_heads=4, ffn_dim=48, vocab_size=64, max_s
 GPT2 = {"words": _GPT2, "classes": replace(_GPT2, n_classes=4)}
 _ROBERTA = RobertaArgs(dim=32, n_layers=2, n_heads=4, ffn_dim=48, vocab_size=64, max_seq_len=126, n_types=2)
 ROBERTA = {"words": _ROBERTA, "classes": replace(_ROBERTA, n_classes=4)}
+_OPT = OPTArgs(dim=32, n_layers=2, n_heads=4, ffn_dim=48, vocab_size=64, max_seq_len=128)
+OPT = {
+    "words": _OPT,
+    "350M": replace(_OPT, order="post", embed_dim=16),
+    "narrow words": replace(_OPT, embed_dim=24),
+    "classes": replace(_OPT, n_classes=4),
+}

@@ -12,6 +12,7 @@ from torchtitan.models.gpt2.family import FAMILY as GPT2
 from torchtitan.models.hf.config import ConfigForm
 from torchtitan.models.llama.family import LLAMAS
 from torchtitan.models.mistral.family import FAMILY as MISTRAL
+from torchtitan.models.opt.family import FAMILY as OPT
 from torchtitan.models.qwen3.family import FAMILY as QWEN3
 from torchtitan.models.qwen3_moe.family import FAMILY as QWEN3_MOE
 from torchtitan.models.roberta.family import FAMILY as ROBERTA
@@ -22,6 +23,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek": DEEPSEEK,
     "gpt2": GPT2,
     "mistral": MISTRAL,
+    "opt": OPT,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
     "roberta": ROBERTA,

@@ -99,7 +99,8 @@ class Block(Residual):
 
 class Entrance(nn.Module):
     """What is done with the embeddings of words before the first block: learned positions are added, `num_positions`
-    of them, behind `first` that are not used, then perhaps a norm and dropout. `num_types`: a model has that many kinds
+    of them, behind `first` that are not used, then perhaps a norm and dropout. `project`: of embeddings that are not as
+    wide as the model. `num_types`: a model has that many kinds
     of tokens, and all are of the first. It is cut off with the embedding.
     """
 
@@ -112,9 +113,11 @@ class Entrance(nn.Module):
         *,
         first: int = 0,
         num_types: int = 0,
+        project: nn.Module | None = None,
     ):
         super().__init__()
         self.first = first
+        self.project = project
         self.positions = nn.Embedding(first + num_positions, dim)
         self.types = nn.Embedding(num_types, dim) if num_types else None
         self.norm = norm
@@ -122,6 +125,7 @@ class Entrance(nn.Module):
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
         """x [B, S, D], positions [B or 1, S] -> [B, S, D]"""
+        x = x if self.project is None else self.project(x)
         x = x + self.positions(positions + self.first).to(x.dtype)
         x = x if self.types is None else x + self.types(torch.zeros_like(positions)).to(x.dtype)
         x = x if self.norm is None else self.norm(x)
@@ -134,8 +138,9 @@ class Decoder(nn.Module):
     `block` makes a layer of its number and the kernel; it has to keep the kernel in `attention.kernel`. `rotary` None:
     positions are learned (`entrance`), or there are none. causal=False: tokens see their whole document. `window`: how
     many tokens one sees, itself among them; 0 for all before it. `norm`: the last one, RMSNorm unless said;
-    nn.Identity() where the last block ends with one. `head`: makes logits of what it gives; unless said, of all words
-    and without bias.
+    nn.Identity() where the last block ends with one. `word_dim`: width of the embedding of words, where it is another
+    than the model's, which `entrance` and `norm` then lead to and back. `head`: makes logits of what it gives; unless
+    said, of all words and without bias.
     """
 
     def __init__(
@@ -147,6 +152,7 @@ class Decoder(nn.Module):
         *,
         causal: bool = True,
         window: int = 0,
+        word_dim: int | None = None,
         entrance: nn.Module | None = None,
         norm: nn.Module | None = None,
         head: nn.Module | None = None,
@@ -156,7 +162,7 @@ class Decoder(nn.Module):
         self.loss = None
         self.rotary = rotary
         self.kernel = AttentionKernel(attention_backend, causal, window)  # one for all blocks; it has no state
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.tok_embeddings = nn.Embedding(args.vocab_size, word_dim or args.dim)
         self.entrance = entrance
         self.layers = nn.ModuleDict({str(i): block(i, self.kernel) for i in range(args.n_layers)})
         self.norm = norm or RMSNorm(args.dim, args.norm_eps)

@@ -86,6 +86,7 @@ HOMES = {
     "llama": "meta-llama",
     "deepseek": "deepseek-ai",
     "mistral": "mistralai",
+    "opt": "facebook",
     "qwen3": "Qwen",
     "roberta": "FacebookAI",
 }

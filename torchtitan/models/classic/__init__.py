@@ -1,4 +1,4 @@
-"""What GPT-2 and RoBERTa share, transformers as of 2018: the arguments. No torch here; model.py has the rest.
+"""What GPT-2, OPT and RoBERTa share, transformers as of 2018: the arguments. No torch here; model.py has the rest.
 
 Learned positions, norms with means and biases, biases everywhere, a feed-forward without a gate, and a head that is the
 embedding's matrix, or tells classes apart.
@@ -63,6 +63,11 @@ class ClassicArgs(ABC):
         return not self.n_classes
 
     @property
+    def word_dim(self) -> int:
+        """Width of the embedding of words."""
+        return self.dim
+
+    @property
     def outputs(self) -> int:
         return self.n_classes or self.vocab_size
 
@@ -89,5 +94,5 @@ class ClassicArgs(ABC):
     @property
     def num_parameters(self) -> int:
         biases_and_norms = self.n_layers * (4 * self.dim + self.ffn_dim + self.dim + 4 * self.dim)
-        embedding = 0 if self.tied_embeddings else self.vocab_size * self.dim
+        embedding = 0 if self.tied_embeddings else self.vocab_size * self.word_dim
         return self.num_matmul_parameters + biases_and_norms + embedding + self._other_parameters

@@ -1,4 +1,4 @@
-"""What config.json of GPT-2 and RoBERTa share: shares of dropout, classes. No torch."""
+"""What config.json of GPT-2, OPT and RoBERTa share: shares of dropout, classes. No torch."""
 
 from collections.abc import Mapping
 from typing import Any

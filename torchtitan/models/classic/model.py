@@ -1,4 +1,4 @@
-"""What GPT-2 and RoBERTa share as a plain torch model: the parts of a decoder, put together as in 2018."""
+"""What GPT-2, OPT and RoBERTa share as a plain torch model: the parts of a decoder, put together as in 2018."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Which modules of a GPT-2 or RoBERTa each parallelism takes hold of."""
+"""Which modules of a GPT-2, OPT or RoBERTa each parallelism takes hold of."""
 
 from torchtitan.parallelisms.plan import ParallelPlan
 

@@ -1,0 +1,60 @@
+"""OPT: the arguments and the published sizes. No torch here, so `torchtitan check` stays quick."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torchtitan.models.classic import ClassicArgs
+from torchtitan.models.linears import HEAD, Sizes
+from torchtitan.models.sizes import check_not_negative
+
+
+@dataclass(frozen=True, kw_only=True)
+class OPTArgs(ClassicArgs):
+    vocab_size: int = 50272
+    max_seq_len: int = 2048
+    order: Literal["pre", "post"] = "pre"  # whether norms stand before what adds to the stream, or behind it
+    embed_dim: int = 0  # width of the embedding of words, projected to the model's and back; 0: the same
+    may_be_zero: ClassVar = (*ClassicArgs.may_be_zero, "embed_dim")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_not_negative(self, "embed_dim")
+
+    @property
+    def word_dim(self) -> int:
+        return self.embed_dim or self.dim
+
+    @property
+    def projects(self) -> bool:
+        return self.word_dim != self.dim
+
+    @property
+    def head_linears(self) -> Sizes:
+        back = {"norm.project": (self.word_dim, self.dim)} if self.projects else {}
+        return back | {HEAD: (self.outputs, self.word_dim)}
+
+    @property
+    def num_matmul_parameters(self) -> int:
+        return super().num_matmul_parameters + self.projects * self.word_dim * self.dim  # behind the embedding
+
+    @property
+    def _other_parameters(self) -> int:
+        return (UNUSED + self.max_seq_len) * self.dim + 2 * self.dim * (self.order == "pre")
+
+
+UNUSED = 2
+"""Positions ahead of the first."""
+
+
+def _sizes(width: int, layers: int, heads: int, **sizes: int) -> OPTArgs:
+    return OPTArgs(dim=width, n_layers=layers, n_heads=heads, ffn_dim=4 * width, **sizes)
+
+
+OPT = {
+    "debugmodel": _sizes(256, 6, 8, vocab_size=2048),
+    "125M": _sizes(768, 12, 12),
+    "350M": OPTArgs(dim=1024, n_layers=24, n_heads=16, ffn_dim=4096, order="post", embed_dim=512),
+    "1.3B": _sizes(2048, 24, 32),
+    "2.7B": _sizes(2560, 32, 32),
+    "6.7B": _sizes(4096, 32, 32),
+}
