@@ -141,7 +141,7 @@ BAD_FILES = {
         "[zzz]\n",
         [
             "FILE: zzz: given the section [zzz]; allowed: a section of the job; sections are activation_checkpoint, "
-            "adapter, checkpoint, comm, compile, debug, guard, job, lr_scheduler, metrics, model, optimizer, "
+            "adapter, checkpoint, comm, compile, data, debug, guard, job, lr_scheduler, metrics, model, optimizer, "
             "parallelism, profiling, task, training, validation"
         ],
     ),
