@@ -36,13 +36,14 @@ ALLOWED = {
     "initialization": set(),
     "keyed": set(),
     "stores": {"initialization"},
+    "deferred": set(),
     "distributed": {"ranks"},
-    "models": {"stores", "initialization", "keyed", "limits", "parallelisms", "registration"},
+    "models": {"stores", "deferred", "initialization", "keyed", "limits", "parallelisms", "registration"},
     "parallelisms": {"failures", "stores", "initialization", "distributed", "limits"},
-    "adapters": {"stores", "config.sections", "initialization", "models", "parallelisms", "registration"},
+    "adapters": {"stores", "deferred", "config.sections", "initialization", "models", "parallelisms", "registration"},
     "datasets": {"distributed", "leaving", "limits", "registration", "shipped"},
     "optimizers": {"config.options", "initialization", "keyed", "registration"},
-    "checkpoint": {"stores", "distributed", "initialization"},
+    "checkpoint": {"stores", "deferred", "distributed", "initialization"},
     "guards": {"distributed", "initialization", "parallelisms"},
     "metrics": {"distributed", "initialization", "trackers"},
     "trackers": {"registration"},
@@ -72,7 +73,7 @@ ALLOWED = {
     | {"optimizers", "config.changes", "config.old_models", "run_folder", "adapters", "trackers", "tasks", "limits"},
     "run_folder": {"checkpoint"},
     "time_limit": set(),
-    "weights": {"checkpoint", "initialization", "models", "stores"},
+    "weights": {"checkpoint", "deferred", "initialization", "models", "stores"},
 }
 for names in ALLOWED.values():
     names |= {"errors", "bars"}  # what is the user's fault may be said anywhere, and what takes long may be shown

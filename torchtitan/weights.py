@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torchtitan.checkpoint.loading import Source, open_checkpoint
 from torchtitan.checkpoint.storage import read_tensors
 from torchtitan.checkpoint.tensors import differences, entries
 from torchtitan.checkpoint.torchtitan_dcp import TorchtitanCheckpoint
+from torchtitan.deferred import Deferred
 from torchtitan.initialization import clean_name, local_part
 from torchtitan.models.hf.stored import StoredWeights
 from torchtitan.models.registry import MODELS
@@ -43,6 +44,10 @@ class Weights(ABC):
     @abstractmethod
     def whole(self, name: str) -> torch.Tensor:
         """On the CPU, in that type."""
+
+    def unread(self, name: str, shape: tuple[int, ...]) -> Deferred:
+        """In place of it, until its value is asked for."""
+        return Deferred(shape, partial(self.whole, name))
 
 
 class _Ours(Weights):
@@ -166,15 +171,3 @@ def load_foreign(
         for part in parts:
             fill(part, weights, args.tied_embeddings, fresh)
     return lacking
-
-
-@dataclass(frozen=True)
-class Unread:
-    """A tensor that is read where its value is asked for, in place of a live one."""
-
-    weights: Weights
-    name: str
-    shape: tuple[int, ...]
-
-    def detach(self) -> torch.Tensor:
-        return self.weights.whole(self.name)

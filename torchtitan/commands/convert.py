@@ -6,7 +6,7 @@
     torchtitan convert step-1000 model_hf --model.name llama3.1 --model.flavor 8B      torchtitan's own checkpoint
 
 The sizes are those of the run that wrote the weights or of the config.json beside them; else options of a job say them.
-No more than a file's worth of tensors is in memory.
+No more than one of them is in memory.
 """
 
 import argparse
@@ -29,11 +29,12 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import to_toml
 from torchtitan.config.options import options as job_options
 from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.deferred import Deferred
 from torchtitan.errors import JobError
 from torchtitan.models import CONFIGS
 from torchtitan.models.hf.config import CONFIG
 from torchtitan.models.hf.export import beside_weights, source_of
-from torchtitan.weights import Unread, Weights, opened
+from torchtitan.weights import Weights, opened
 
 FORMS = {"hf": "a folder of Hugging Face", "file": "one file of safetensors", "ours": "an export of this project"}
 
@@ -103,11 +104,11 @@ def _tokenizer(config: JobConfig, args: Any) -> Tokenizer | None:
     return vocabulary if is_own else None
 
 
-def _unread(config: JobConfig, args: Any, weights: Weights) -> dict[str, Any]:
+def _unread(config: JobConfig, args: Any, weights: Weights) -> dict[str, Deferred]:
     """Every tensor once, by our names; a tied head is the embedding."""
     shapes = build.model_spec(config).hf.shapes(args)
     tied = {"output.weight"} if args.tied_embeddings else set()
-    return {name: Unread(weights, name, shape) for name, shape in shapes.items() if name not in tied}
+    return {name: weights.unread(name, shape) for name, shape in shapes.items() if name not in tied}
 
 
 def _write_hf(target: Path, config: JobConfig, args: Any, weights: Weights, dtype: torch.dtype) -> None:
@@ -142,7 +143,7 @@ def _write_ours(target: Path, config: JobConfig, args: Any, weights: Weights, dt
 class _Read(Mapping):
     """Values of the shells, each read when it is written."""
 
-    def __init__(self, unread: dict[str, Any], types: dict[str, torch.dtype], progress: Any):
+    def __init__(self, unread: dict[str, Deferred], types: dict[str, torch.dtype], progress: Any):
         self.unread, self.types, self.progress = unread, types, progress
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtitan.deferred import Value
 from torchtitan.models.hf.config import CONFIG, ConfigForm
 from torchtitan.models.hf.folders import SHARD_BYTES, save_file, save_folder
 from torchtitan.models.hf.names import Form
@@ -43,7 +44,7 @@ class HuggingFace:
     def save_hf(
         self,
         folder: str | os.PathLike[str],
-        state: Mapping[str, torch.Tensor],
+        state: Mapping[str, Value],
         args: Any,
         *,
         dtype: torch.dtype = torch.float32,
@@ -59,7 +60,7 @@ class HuggingFace:
         form, shapes = self.form(args), self.shapes(args)
         save_folder(folder, state, form, beside, shapes, dtype=dtype, shard_bytes=shard_bytes, write=write)
 
-    def save_hf_file(self, path: Path, state: Mapping[str, torch.Tensor], args: Any, dtype: torch.dtype) -> None:
+    def save_hf_file(self, path: Path, state: Mapping[str, Value], args: Any, dtype: torch.dtype) -> None:
         """See folders.save_file."""
         save_file(path, state, self.form(args), self.config_to_hf(args, dtype), dtype=dtype)
 

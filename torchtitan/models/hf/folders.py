@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchtitan.bars import progress_bar
+from torchtitan.deferred import Value
 from torchtitan.errors import JobError
 from torchtitan.initialization import clean_name
 from torchtitan.models.hf.config import CONFIG, INDEX
@@ -31,7 +32,7 @@ STORED_AS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
 
 def save_folder(
     folder: str | os.PathLike[str],
-    state: Mapping[str, torch.Tensor],
+    state: Mapping[str, Value],
     form: Form,
     beside: Mapping[str, bytes],
     needed: Mapping[str, tuple[int, ...]],
@@ -45,11 +46,8 @@ def save_folder(
     lack one.
 
     In a process group all ranks call it, one of them with `write`. A rank's tensors may be sharded, and of a pipeline
-    a rank has those of its parts: they are gathered one at a time, and the writing rank holds one file's worth of them.
+    a rank has those of its parts: they are made and gathered one at a time, and the writing rank holds one of them.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file as save_tensors
-
     folder, gathered = Path(folder), _Gathered(state, form, dtype, write)
     missing = [name for name in needed if name not in gathered.shapes and not (form.tied and name == "output.weight")]
     if missing:
@@ -63,36 +61,28 @@ def save_folder(
                 (folder / name).write_bytes(content)
         except OSError as error:
             failure = error
-    total_bytes = sum(map(gathered.bytes_of, gathered.shapes))
+    total_bytes = gathered.bytes_of(*gathered.shapes)
     progress = progress_bar("writing the weights", total_bytes)
-    weight_map, total = {}, 0
+    weight_map: dict[str, str] = {}
     for number, units in enumerate(files, 1):
-        file, tensors = f"model-{number:05}-of-{len(files):05}.safetensors", {}
-        for names in units:
-            values = {name: gathered.whole(name) for name in names}
-            progress.update(gathered.bytes_of(*names))
-            if write and failure is None:
-                theirs = {each: part.contiguous() for each, part in form.to_hf(values).items()}
-                tensors |= theirs
-                weight_map |= dict.fromkeys(theirs, file)
-                total += sum(part.nbytes for part in theirs.values())
-        if write and failure is None:
-            try:
-                save_tensors(tensors, folder / file, metadata={"format": "pt"})
-            except (OSError, SafetensorError) as error:
-                failure = OSError(str(error))
+        file = f"model-{number:05}-of-{len(files):05}.safetensors"
+        weight_map |= {theirs: file for unit in units for theirs in gathered.names_of(unit)}
+        try:
+            _write_file(folder / file if write and failure is None else None, gathered, units, {}, progress)
+        except OSError as error:
+            failure = error
     progress.close()
     if failure is not None:
         raise failure
     if write:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 @contextmanager
 def _no_advice() -> Iterator[None]:
     """torch tells, in a long line from each rank, how a whole tensor could be made in one collective. Once after
-    training, one file's worth at a time, two are as good.
+    training, one tensor at a time, two are as good.
     """
     said_by = logging.getLogger("torch.distributed.tensor._redistribute")
 
@@ -107,11 +97,11 @@ def _no_advice() -> Iterator[None]:
 
 
 class _Gathered:
-    """Whole tensors on the writing rank, from wherever they are: a tied head is left out. All ranks ask for the same
-    names in the same order.
+    """Whole tensors on the writing rank, from wherever they are, the deferred ones made then: a tied head is left out.
+    All ranks ask for the same names in the same order.
     """
 
-    def __init__(self, state: Mapping[str, torch.Tensor], form: Form, dtype: torch.dtype, write: bool):
+    def __init__(self, state: Mapping[str, Value], form: Form, dtype: torch.dtype, write: bool):
         named = {clean_name(name): value for name, value in state.items()}
         if form.tied:
             named.pop("output.weight", None)
@@ -137,16 +127,20 @@ class _Gathered:
         """All names in order, those together that are one tensor in the file."""
         return [self.form.together(name) for name in in_order(self.shapes) if self.form.together(name)[0] == name]
 
+    def names_of(self, unit: list[str]) -> list[str]:
+        """Theirs, with the copies."""
+        return [*self.form.hf_names(unit[0]), *self.form.copies.get(unit[0], ())]
+
     def whole(self, name: str) -> torch.Tensor | None:
         """The full tensor on the CPU of the writing rank, in the type of the file; None on the others."""
         writes, holders, dtype = self.rank == self.writer, self.holders[name], self.dtype_of(name)
         sends = self.writer not in holders and self.rank == holders[0]
-        value = self.state.get(name)
+        value = self.state[name].detach() if name in self.state else None
         if isinstance(value, DTensor):
             with _no_advice():
                 value = value.full_tensor()  # all who hold a part of it are here
         if value is not None and (writes or sends):
-            value = value.detach().to("cpu", dtype, copy=True)
+            value = value.to("cpu", dtype)
         if sends:
             dist.send(value, self.writer)
         elif writes and name not in self.state:
@@ -170,34 +164,64 @@ def _split(gathered: _Gathered, shard_bytes: int) -> list[list[list[str]]]:
 
 
 def save_file(
-    path: Path, state: Mapping[str, torch.Tensor], form: Form, config: Mapping[str, Any], *, dtype: torch.dtype
+    path: Path, state: Mapping[str, Value], form: Form, config: Mapping[str, Any], *, dtype: torch.dtype
 ) -> None:
     """Write one file of safetensors, a tensor at a time, with the config under "config.json" in its metadata. The file
     appears under its name when it is complete. OSError.
     """
     gathered = _Gathered(state, form, dtype, write=True)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", CONFIG: json.dumps(config)}}
+    with progress_bar(f"writing {path.name}", gathered.bytes_of(*gathered.shapes)) as progress:
+        _write_file(path, gathered, gathered.units(), {CONFIG: json.dumps(config)}, progress)
+
+
+def _write_file(
+    path: Path | None, gathered: _Gathered, units: list[list[str]], metadata: Mapping[str, str], progress: Any
+) -> None:
+    """One file of safetensors, a tensor at a time, that appears under its name when it is complete. Without a path
+    nothing is written. OSError, once everything that other ranks have of it has been asked for all the same.
+    """
+    units = sorted(units, key=lambda unit: -gathered.dtype_of(unit[0]).itemsize)  # each begins at a multiple of its own
+    values = (_counted(gathered, unit, progress) for unit in units)
+    try:
+        if path is not None:
+            _write_values(path, _header(gathered, units, metadata), gathered.form, values)
+    finally:
+        for _ in values:
+            pass
+
+
+def _counted(gathered: _Gathered, unit: list[str], progress: Any) -> dict[str, torch.Tensor | None]:
+    values = {name: gathered.whole(name) for name in unit}
+    progress.update(gathered.bytes_of(*unit))
+    return values
+
+
+def _header(gathered: _Gathered, units: list[list[str]], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     place = 0
-    for name, *_ in gathered.units():
-        stored, shape = gathered.dtype_of(name), form.hf_shape(name, gathered.shapes[name])
-        for each in (*form.hf_names(name), *form.copies.get(name, ())):
+    for unit in units:
+        name = unit[0]
+        stored, shape = gathered.dtype_of(name), gathered.form.hf_shape(name, gathered.shapes[name])
+        for each in gathered.names_of(unit):
             end = place + math.prod(shape) * stored.itemsize
             header[each] = {"dtype": STORED_AS[stored], "shape": list(shape), "data_offsets": [place, end]}
             place = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write_values(path: Path, header: bytes, form: Form, values: Iterator[dict[str, torch.Tensor]]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
-    progress = progress_bar(f"writing {path.name}", place)
     try:
         with temporary.open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for names in gathered.units():
-                for part in form.to_hf({name: gathered.whole(name) for name in names}).values():
+            file.write(header)
+            for unit in values:
+                for part in form.to_hf(unit).values():
                     file.write(part.contiguous().view(torch.uint8).numpy().data)
-                progress.update(gathered.bytes_of(*names))
+                del unit, part  # before the next one is made
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
     finally:
-        progress.close()
         temporary.unlink(missing_ok=True)
