@@ -152,6 +152,22 @@ def test_another_adapter_is_refused(tmp_path, change, message):
         peft_folder.load(tmp_path, replace(options, **change), form, shapes)
 
 
+def test_another_adapter_is_refused_before_a_job_starts(tmp_path):
+    """All that its config says otherwise, at once."""
+    args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, target=["*wq"])
+    model, adapter = learned("llama3", args, options)
+    peft_folder.save(tmp_path, fresh_tensors(model, adapter), options, MODELS["llama3"].hf.form(args))
+    words = ["--adapter.kind=dora", "--adapter.rank=4", "--checkpoint.enable", f"--adapter.initial_path={tmp_path}"]
+    config = json.loads((tmp_path / peft_folder.CONFIG).read_text())
+    (tmp_path / peft_folder.CONFIG).write_text(json.dumps(config | {"r": 8, "init_lora_weights": "pissa"}))
+    first, second = lines(*words)
+    assert "adapter_config.json has r = 8, the job's is 4; use_dora = False, the job's is True: give the job" in first
+    assert "has init_lora_weights = 'pissa', which changes the matrices" in second
+    (tmp_path / peft_folder.CONFIG).write_text("{")
+    (fault,) = lines(*words)
+    assert fault.startswith("adapter.initial_path: given") and "no adapter in peft's layout" in fault
+
+
 def saved(folder):
     """An adapter in peft's layout: the family's form, its options, shapes, and what its config says."""
     args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, target=["*wq"])
@@ -216,7 +232,7 @@ def test_folding_in_does_not_change_the_function(family, args, kind):
     options = Options(kind=kind, rank=4, target=["*attention*"] if kind == "dora" else ["all-linear", "output"])
     model, adapter = learned(family, args, options)
     model, plain = model.double(), MODELS[family].build(args).double()
-    plain.load_state_dict(adapter.merged([model]))
+    plain.load_state_dict({name: value.detach() for name, value in adapter.merged([model]).items()})
     torch.testing.assert_close(plain.eval()(TOKENS), model(TOKENS), rtol=1e-10, atol=1e-10)
 
 
@@ -261,7 +277,7 @@ def reference_folded(kind, degrees):
     initialize(model, 7, model.init_rule)
     adapter.follow_base([model])
     learn_something(model.named_parameters())
-    return adapter.merged([model])
+    return {name: value.detach() for name, value in adapter.merged([model]).items()}
 
 
 def test_what_is_added_up_in_bfloat16_is_rounded_once():

@@ -16,7 +16,6 @@ from torchtitan import build, cli
 from torchtitan.adapters.lora import LoRA
 from torchtitan.adapters.low_rank import LowRankLinear, Strength
 from torchtitan.adapters.relora import Restarts, begin_anew, due, largest, merge
-from torchtitan.adapters.trained_scale import ScaledLinear
 from torchtitan.config import manager
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.config.sections.adapter import Relora
@@ -83,11 +82,11 @@ def test_ramps_on_another_curve():
     assert build.lr_schedule(config).ramps == Ramps(10, 3)
 
 
-def linear(out=12, inputs=8, rank=3, dtype=torch.float64, scale=0.5, kind=LowRankLinear):
+def linear(out=12, inputs=8, rank=3, dtype=torch.float64, scale=0.5, learns=False):
     module = nn.Linear(inputs, out, bias=False, dtype=dtype)
     module.weight.requires_grad_(False)
-    module.__class__ = kind
-    module.add_parameters(Strength(rank, scale))
+    module.__class__ = LowRankLinear
+    module.add_parameters(Strength(rank, scale, learns))
     begin_anew(module, "first")
     return module
 
@@ -125,7 +124,7 @@ def test_a_fresh_adapter_learns_from_the_first_step():
 @pytest.mark.parametrize("merges", [0, 1])
 def test_a_trained_scale_learns_before_and_behind_a_merge(merges):
     """Set to 0 by a merge, as one of the scripts had it, none of the three would get a gradient again."""
-    module, x = linear(kind=ScaledLinear), torch.randn(6, 8, dtype=torch.float64)
+    module, x = linear(scale=1.0, learns=True), torch.randn(6, 8, dtype=torch.float64)
     with torch.no_grad():
         for number in range(merges):
             module.lora_B.normal_(generator=torch.Generator().manual_seed(0))
@@ -143,7 +142,7 @@ def test_a_trained_scale_learns_before_and_behind_a_merge(merges):
         optimizer.zero_grad()
     expected = x @ module.weight.T + module.lora_scaling.tanh() * (x @ module.lora_A.T @ module.lora_B.T)
     torch.testing.assert_close(module(x), expected)
-    torch.testing.assert_close(x @ module.merged()["weight"].T, expected)
+    torch.testing.assert_close(x @ module.folded("weight", module.weight).T, expected)
 
 
 def test_what_is_kept_is_counted():
@@ -163,7 +162,7 @@ def test_a_reset_touches_the_moments_of_adapters_alone(reset, share):
         beside(module(torch.randn(4, 64, dtype=torch.float64))).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    untouched = {k: v.clone() for p in beside.parameters() for k, v in optimizer.state[p].items()}
+    untouched = [{key: value.clone() for key, value in optimizer.state[p].items()} for p in beside.parameters()]
     restarts = Restarts(Relora(every=2, reset=reset), seed=0)
     with torch.no_grad():
         restarts.forget([whole], [optimizer])
@@ -172,10 +171,8 @@ def test_a_reset_touches_the_moments_of_adapters_alone(reset, share):
         assert (second == 0).double().mean().item() == pytest.approx(share, abs=0.03 if reset == "random" else 1e-3)
         assert not (first != 0)[second == 0].any(), "no first moment without its second"
         assert optimizer.state[parameter]["step"] == 3
-    for parameter in beside.parameters():
-        for key, value in optimizer.state[parameter].items():
-            assert torch.equal(value, untouched[key]) or key != "step"
-            assert value.numel() == 1 or (value != 0).all()
+    for parameter, before in zip(beside.parameters(), untouched, strict=True):
+        assert all(torch.equal(value, before[key]) for key, value in optimizer.state[parameter].items())
 
 
 @pytest.mark.parametrize("reset_step, first", [(False, (1 - 0.9) / (1 - 0.999) ** 0.5), (True, 1.0)])
@@ -222,7 +219,7 @@ def toy(relora, steps=600, n=32, rank=2, rate=1e-2, warmup=10, stop=None):
         optimizer.zero_grad()
         if restarts is not None:
             restarts.after_step(step + 1, [whole], [optimizer])
-    learned = module.merged()["weight"]
+    learned = module.folded("weight", module.weight)
     return (learned - target).square().sum().item(), torch.linalg.matrix_rank(learned - start, atol=1e-6).item()
 
 
@@ -235,7 +232,7 @@ def test_restarts_learn_what_a_low_rank_cannot():
     joint, _ = toy(Relora(every=50, reset="magnitude"))
     assert joint < 2
     independent, _ = toy(Relora(every=50, reset="magnitude", mask="independent"))
-    assert not independent < 1e3, "the reason why the choice is joint"
+    assert not independent <= 1e6, "the reason why the choice is joint"
 
 
 def test_the_larger_toy():
@@ -371,6 +368,10 @@ def test_all_that_is_wrong_with_a_job_is_said_at_once(tmp_path, texts, capsys):
         (
             ["--adapter.last_save_in_peft", "--checkpoint.enable"],
             "adapter.last_save_in_peft: given true; allowed: false with adapter.train_scaling",
+        ),
+        (
+            ["--adapter.initial_path=nowhere", "--checkpoint.enable"],
+            'adapter.initial_path: given "nowhere"; allowed: unset with adapter.train_scaling',
         ),
         (
             ["--model.name=deepseek", '--adapter.target=["*experts"]'],

@@ -13,23 +13,13 @@ from typing import Any
 import torch
 
 from torchtitan.adapters.joint import having, joined, part_of
+from torchtitan.adapters.peft_config import BY_MODULE, CONFIG, WEIGHTS, differences, of_options, read
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.errors import JobError
 from torchtitan.models.hf.names import Form
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _ENDINGS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
-
-_UNSAID = {"use_rslora": False, "use_dora": False, "bias": "none"}
-"""What a folder means that says nothing of these, as peft before 0.9 writes it."""
-_BY_MODULE = ("rank_pattern", "alpha_pattern")
-"""Ranks and strengths of some modules that are not those of the others."""
-_KEEPS_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Of `init_lora_weights`. With the others (pissa, olora, corda, loftq, lora_ga) peft takes what A and B begin with off
-the model's matrices, so these matrices are not those that were published."""
-_OTHERWISE = ("layer_replication", "use_qalora", "alora_invocation_tokens", "arrow_config")
-"""Another model, or A and B in another way."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -97,16 +87,10 @@ def config_of(options: Options, names: list[str], form: Form, base: str) -> dict
             modules[each.removesuffix(".weight")] = len(having(together, names)) if len(together) > 1 else 1
     ranks = {module: options.rank * number for module, number in modules.items() if number > 1}
     alphas = {m: options.alpha * (n**0.5 if options.rslora else n) for m, n in modules.items() if n > 1}
-    return {
-        "peft_type": "LORA",
+    return of_options(options) | {
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": options.rank,
-        "lora_alpha": options.alpha,
         "lora_dropout": options.dropout,
-        "use_rslora": options.rslora,
-        "use_dora": options.kind == "dora",
-        "bias": "none",
         "target_modules": list(modules),
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
@@ -129,31 +113,13 @@ def load(folder: Path, options: Options, form: Form, shapes: Mapping[str, tuple[
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        theirs = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        raise JobError(f"{folder}: no adapter in peft's layout ({CONFIG}, {WEIGHTS}): {error}") from error
     mine = config_of(options, list(shapes), form, "")
-    compared = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "bias")
-    if not isinstance(config, dict):
-        raise JobError(f"{folder / CONFIG} holds no JSON object")
-    given = _UNSAID | config
-    if other := [f"{k} = {given.get(k)!r}, the job's is {mine[k]!r}" for k in compared if given.get(k) != mine[k]]:
-        raise JobError(f"{folder / CONFIG}: {'; '.join(other)}. Give the job's [adapter] the same")
-    if own := [f"{key} = {config[key]!r}" for key in _BY_MODULE if config.get(key) not in (None, {}, mine[key])]:
-        raise JobError(
-            f"{folder / CONFIG}: {'; '.join(own)}, but the job's rank and alpha are those of all modules; leave "
-            "adapter.initial_path out, or give an adapter that has one of each"
-        )
-    drawn = config.get("init_lora_weights")
-    if drawn not in _KEEPS_THE_BASE:
-        raise JobError(
-            f"{folder / CONFIG}: init_lora_weights = {drawn!r}, which changes the matrices that the adapter stands "
-            "beside; convert it with peft (save_pretrained with path_initial_model_for_weight_conversion)"
-        )
-    if other := [f"{key} = {config[key]!r}" for key in _OTHERWISE if config.get(key)]:
-        raise JobError(f"{folder / CONFIG}: {'; '.join(other)}, which is not computed here; train it without")
+    if wrong := list(differences(read(folder), options, {key: mine[key] for key in BY_MODULE})):
+        raise JobError(f"{folder / CONFIG}: {'; '.join(wrong)}")
+    try:
+        theirs = load_file(folder / WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise JobError(f"{folder}: no adapter in peft's layout ({CONFIG}, {WEIGHTS}): {error}") from error
     try:
         return from_peft(theirs, form, shapes)
     except JobError as error:

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from torchtitan.adapters import ADAPTERS, NONE
+from torchtitan.adapters import ADAPTERS, NONE, peft_config
 from torchtitan.adapters.targets import PACKING, misfits, targets
 from torchtitan.config.options import Fault
 from torchtitan.config.sections.adapter import Adapter, Relora
+from torchtitan.errors import JobError
 from torchtitan.lr_restarts import CYCLICAL, JAGGED
 from torchtitan.models.linears import HEAD, linears
 from torchtitan.rules.facts import Facts
@@ -43,10 +44,8 @@ def adapter_folders_fit(facts: Facts) -> Iterator[Fault]:
     options = facts.config.adapter
     if options.kind == NONE:
         return
-    if options.initial_path is not None and not Path(options.initial_path, "adapter_config.json").is_file():
-        yield facts.fault(
-            "adapter.initial_path", "a folder with adapter_config.json, as peft writes it", "there is none"
-        )
+    if options.initial_path is not None:
+        yield from _adapter_is_of_this_kind(facts, Path(options.initial_path))
     for name in ("initial_path", "last_save_in_peft"):
         if getattr(options, name) and not facts.config.checkpoint.enable:
             yield facts.fault(f"adapter.{name}", "nothing with checkpoint.enable = false", "set it, or leave this out")
@@ -55,18 +54,33 @@ def adapter_folders_fit(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("adapter.last_save_in_peft", "false with adapter.train_fully", remedy)
 
 
+def _adapter_is_of_this_kind(facts: Facts, folder: Path) -> Iterator[Fault]:
+    key = "adapter.initial_path"
+    if not (folder / peft_config.CONFIG).is_file():
+        yield facts.fault(key, f"a folder with {peft_config.CONFIG}, as peft writes it", "there is none")
+        return
+    try:
+        config = peft_config.read(folder)
+    except JobError as error:
+        yield facts.fault(key, "a folder that peft wrote", str(error))
+        return
+    for each in peft_config.differences(config, facts.config.adapter):
+        yield facts.fault(key, "an adapter of the job's kind", f"its {peft_config.CONFIG} has {each}")
+
+
 def scaling_is_trained_by_lora(facts: Facts) -> Iterator[Fault]:
     options, key = facts.config.adapter, "adapter.train_scaling"
     if not options.train_scaling or options.kind == NONE:
         return
-    if options.kind != "lora":
-        yield facts.fault(key, f'false with adapter.kind = "{options.kind}"', 'write kind = "lora", or leave it out')
+    if options.kind == "dora":
+        yield facts.fault(key, 'false with adapter.kind = "dora"', "it learns lengths of rows: leave one of them out")
     for name in ("alpha", "rslora"):
         if getattr(options, name) != getattr(Adapter(), name):
             why = "the learned number stands in its place: leave one of them out"
             yield facts.fault(f"adapter.{name}", "unset with adapter.train_scaling", why)
-    if options.last_save_in_peft:
-        yield facts.fault("adapter.last_save_in_peft", "false with adapter.train_scaling", "peft knows no such number")
+    for name, off in (("last_save_in_peft", "false"), ("initial_path", "unset")):
+        if getattr(options, name):
+            yield facts.fault(f"adapter.{name}", f"{off} with adapter.train_scaling", "peft knows no such number")
 
 
 def restarts_make_sense(facts: Facts) -> Iterator[Fault]:
