@@ -8,7 +8,7 @@ needs no gradient of its own, a third of a step's matrix products, and AdamW has
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,11 +25,13 @@ from torchtitan.optimizers.build import build_optimizers
 from torchtitan.stores import draw_stores
 
 TOKENS = 256
+TARGETS = {"": [], ", attention alone": ['--adapter.target=["*attention*"]']}
+"""How a row calls them, and the words of a job."""
 SHARED = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 
-def made(kind: str, rank: int) -> tuple[nn.Module, Adapter | None]:
-    argv = ["--model.tokenizer_path=bytes", f"--adapter.kind={kind}"]
+def made(kind: str, rank: int, words: Sequence[str] = ()) -> tuple[nn.Module, Adapter | None]:
+    argv = ["--model.tokenizer_path=bytes", f"--adapter.kind={kind}", *words]
     model, _, adapter = build.adapted_model(load(argv + [f"--adapter.rank={rank}"] * (kind != "none")))
     model.to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
@@ -37,8 +39,8 @@ def made(kind: str, rank: int) -> tuple[nn.Module, Adapter | None]:
     return model, adapter
 
 
-def step_of(kind: str, rank: int, samples: int) -> Callable[[], None]:
-    model, _ = made(kind, rank)
+def step_of(kind: str, rank: int, samples: int, words: Sequence[str] = ()) -> Callable[[], None]:
+    model, _ = made(kind, rank, words)
     optimizer = build_optimizers([model], name="AdamW", lr=1e-4, weight_decay=0.1, shared=SHARED)
     tokens = torch.randint(0, 2048, (samples, TOKENS + 1), generator=torch.Generator().manual_seed(0))
 
@@ -50,10 +52,10 @@ def step_of(kind: str, rank: int, samples: int) -> Callable[[], None]:
     return step
 
 
-def share_of_flops(rank: int) -> float:
+def share_of_flops(rank: int, words: Sequence[str] = ()) -> float:
     """What a step of LoRA has to compute of what a full one has, with attention: no program gets below it for long."""
     config = load(["--model.tokenizer_path=bytes"])
-    args, (_, adapter) = build.model_args(config), made("lora", rank)
+    args, (_, adapter) = build.model_args(config), made("lora", rank, words)
     plain = build.model_spec(config).flops_per_token(args, TOKENS)
     return adapter.flops_per_token(plain, args.num_matmul_parameters).causal / plain.causal
 
@@ -65,7 +67,8 @@ def merge_seconds(rank: int) -> list[float]:
     seconds = []
     for _ in range(5):
         started = time.perf_counter()
-        adapter.merged([model])
+        for value in adapter.merged([model]).values():
+            value.detach()
         seconds.append((time.perf_counter() - started) / size)
     return seconds
 
@@ -73,17 +76,19 @@ def merge_seconds(rank: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The cost of adapters, as ratios of CPU time within one process.")
     parser.add_argument("--quick", action="store_true", help="one repeat of two pairs, with one sample")
-    parser.add_argument("--rank", type=int, default=16, help="of the low-rank matrices (default 16)")
+    parser.add_argument("--rank", type=int, nargs="+", default=[16], help="of the low-rank matrices (default 16)")
     options = parser.parse_args()
     pairs, repeats, samples = (2, 1, 1) if options.quick else (8, 5, 8)
-    against = (("lora", "none", Goal("<=", 0.75)), ("dora", "lora", None), ("qlora", "lora", None))
-    for first, second, goal in (*against, ("lora_int8", "lora", None)):
-        steps = (step_of(kind, options.rank, samples) for kind in (first, second))
-        turns = take_turns(*steps, pairs, repeats)
-        name = f"{first} step / {'full' if second == 'none' else second} step, rank {options.rank}"
-        print(row(name, turns.ratios(turns.cpu), goal, "CPU time"))
-    print(row(f"lora / full, operations of matrix products, rank {options.rank}", [share_of_flops(options.rank)], None))
-    print(row(f"folding in, seconds a GB, rank {options.rank}", merge_seconds(options.rank), None))
+    for rank in options.rank:
+        for where, words in TARGETS.items():
+            turns = take_turns(step_of("lora", rank, samples, words), step_of("none", rank, samples), pairs, repeats)
+            print(row(f"lora / full step, rank {rank}{where}", turns.ratios(turns.cpu), Goal("<=", 0.75), "CPU time"))
+            print(row("  operations of matrix products", [share_of_flops(rank, words)], None))
+    first = options.rank[0]
+    for kind in ("dora", "qlora", "lora_int8"):
+        turns = take_turns(step_of(kind, first, samples), step_of("lora", first, samples), pairs, repeats)
+        print(row(f"{kind} / lora step, rank {first}", turns.ratios(turns.cpu), None, "CPU time"))
+    print(row(f"folding in, seconds a GB, rank {first}", merge_seconds(first), None))
 
 
 if __name__ == "__main__":

@@ -90,8 +90,8 @@ def test_bench_trainer_against_itself():
 
 def test_bench_adapters():
     lines = run("scripts/bench_adapters.py", "--quick", "--rank", "4")
-    rows = ["lora step / full step", "dora step / lora step", "qlora step / lora step"]
-    rows += ["lora_int8 step / lora step", "lora / full, operations", "folding in"]
+    rows = ["lora / full step, rank 4", "  operations", "lora / full step, rank 4, attention alone", "  operations"]
+    rows += ["dora / lora step", "qlora / lora step", "lora_int8 / lora step", "folding in"]
     assert all(line.startswith(row) for line, row in zip(lines, rows, strict=True))
 
 

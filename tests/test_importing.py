@@ -148,6 +148,7 @@ CHANGES = [
     ("--profile true", {"profiling.enable_profiling": True}, ""),
     ("--use_peft --quantize 4bit", {"adapter.kind": "qlora"}, ""),
     ("--use_peft --quantize 8bit", {"adapter.kind": "lora_int8"}, "weights alone are in 8 bits"),
+    ("--use_peft --quantize 4bit --train_scaling", {"adapter.kind": "qlora", "adapter.train_scaling": True}, ""),
     ("--wandb_watch False", {}, ""),
     ("--model_config configs/llama_250m_50k.json", {"model.flavor": "250m_50k", "model.overrides": None}, ""),
 ]
@@ -201,6 +202,28 @@ REFUSED = [
 @pytest.mark.parametrize("words, flag, said", REFUSED, ids=[words for words, *_ in REFUSED])
 def test_refused_flags(words, flag, said):
     assert said in refused(f"{FULL} {words}")[flag]
+
+
+OF_THE_SCRIPT = """adam_beta1 adam_beta2 adjust_step autoresume batch_size clip_grad_norm comment continue_from
+    continue_from_peft cycle_length dataset_path distributed_type dtype eval_every force_keep_original
+    gradient_accumulation keep_checkpoints load_optimizer_state_on_resume lora_alpha lora_r lr max_length
+    max_train_tokens megatron_dataset_config min_lr_ratio model_config model_name_or_path model_revision
+    num_training_steps optimizer optimizer_magnitude_pruning optimizer_random_pruning profile quantize relora
+    reset_optimizer_on_relora restart_warmup_steps restore_optimizer resume_from save_dir save_every scheduler seed
+    skip_batches tags tokenizer total_batch_size train_ln train_scaling training_config use_double_quant use_peft
+    wandb_watch warmed_up_model warmup_steps weight_decay workers"""
+"""Of July 2023 and of its later versions."""
+DEFAULTS = dict(tokenizer="t5-base", max_length=256, lr=1e-4, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999)
+DEFAULTS |= dict(clip_grad_norm=1.0, optimizer="adam", scheduler="cosine", warmup_steps=1000, min_lr_ratio=0.1)
+DEFAULTS |= dict(adjust_step=0, use_peft=False, lora_r=128, lora_alpha=32.0, train_scaling=False, train_ln=True)
+DEFAULTS |= dict(force_keep_original=False, reset_optimizer_on_relora=True, optimizer_random_pruning=0.0)
+DEFAULTS |= dict(optimizer_magnitude_pruning=0.0, restore_optimizer=False, num_training_steps=10_000, workers=8)
+DEFAULTS |= dict(eval_every=1000, save_every=10_000, distributed_type="ddp", seed=0)
+
+
+def test_the_flags_are_the_scripts_with_its_defaults():
+    assert set(FLAGS) == set(OF_THE_SCRIPT.split())
+    assert {name: FLAGS[name].default for name in DEFAULTS} == DEFAULTS
 
 
 def test_every_flag_is_looked_at():

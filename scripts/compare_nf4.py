@@ -1,0 +1,69 @@
+"""Our 4 bits (adapters/nf4.py) and those of torchao: how many codes are the same, and what each loses of the weights.
+
+torchao is no dependency: give it an environment of its own, or a folder (pip install --no-deps --target there torchao,
+then PYTHONPATH=there). `--write` keeps its codes in tests/fixtures/nf4_torchao.json, which tests/test_qlora.py reads.
+"""
+
+import argparse
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from torchtitan.adapters.nf4 import NF4
+
+FIXTURE = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "nf4_torchao.json"
+ROWS, COLUMNS = 32, 512
+"""As few as torchao packs: 256 scales together, of 64 weights each."""
+
+
+def weights() -> torch.Tensor:
+    """[ROWS, COLUMNS], as normal as weights are, by a formula, with rows of unequal size."""
+    golden = (5**0.5 - 1) / 2
+    spread = torch.arange(1, ROWS * COLUMNS + 1, dtype=torch.float64).mul(golden).frac()
+    sizes = torch.linspace(0.5, 2, ROWS, dtype=torch.float64)[:, None]
+    return (0.02 * sizes * torch.special.ndtri(spread).view(ROWS, COLUMNS)).float()
+
+
+def ours(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [ROWS, COLUMNS], and the weights as they are computed with."""
+    parts = NF4().pack(weight.unflatten(1, (-1, 64)), weight.abs().amax(1))
+    return codes_of(parts[0]), NF4().unpack(*parts, dtype=torch.float32)
+
+
+def codes_of(both: torch.Tensor) -> torch.Tensor:
+    """uint8, two codes each, the first in the high bits."""
+    return torch.stack((both >> 4, both & 15), dim=-1).flatten(-2).long().view(ROWS, COLUMNS)
+
+
+def theirs(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same of torchao, as it packs them, and its levels."""
+    from torchao.quantization import to_nf4
+
+    packed = to_nf4(weight)
+    return packed.quantized_data, packed.get_original_weight(), packed.nf4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="keep torchao's codes for the tests")
+    options = parser.parse_args()
+    weight = weights()
+    both, unpacked, levels = theirs(weight)
+    (mine, again), other = ours(weight), codes_of(both)
+    lost, lost_there = ((each - weight).norm() / weight.norm() for each in (again, unpacked))
+    apart = (mine - other).abs()
+    print(f"the same code: {(apart == 0).float().mean():.2%}, at most {apart.max()} apart")
+    print(f"lost of the weights' norm: {lost:.4%} here, {lost_there:.4%} there")
+    if options.write:
+        kept = {"torchao": version("torchao"), "levels": levels.tolist(), "lost": lost_there.item()}
+        kept["codes"] = both.flatten().numpy().tobytes().hex()
+        FIXTURE.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
