@@ -392,6 +392,19 @@ def packed() -> list[Combination]:
     rows += [Combination(**COMPOSED["PP 2"], **eight, schedule="ZBVZeroBubble")]
     rows += [Combination(**COMPOSED["TP 2"], **eight, model="deepseek", recompute="op")]
     rows += [Combination(**LAYOUTS["FSDP 2"], adapter="lora_int8", precision="bfloat16", compile="block")]
+    return rows + packed_with_options()
+
+
+def packed_with_options() -> list[Combination]:
+    """What A reads is dropped, and how strong they are is learned, beside packed matrices as beside plain ones."""
+    rows = []
+    for kind in ("qlora", "lora_int8"):
+        drops, learned = (dict(adapter=kind + option, precision="float64") for option in ("_dropout", ", tanh(s)"))
+        rows += [Combination(**LAYOUTS["FSDP 2"], **drops, recompute="op", accumulation=2)]
+        rows += [Combination(**COMPOSED["TP 2"], **drops, model="qwen3_moe")]
+        rows += [Combination(**COMPOSED["PP 2"], **drops, schedule="ZBVZeroBubble")]
+        rows += [Combination(**LAYOUTS["FSDP 2"], **learned), Combination(**COMPOSED["PP 2"], **learned)]
+        rows += [Combination(**COMPOSED["TP 2"], **learned, model="qwen3_moe", sequence_parallel=False)]
     return rows
 
 

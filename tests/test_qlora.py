@@ -6,14 +6,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from scripts import compare_nf4
 from tests.support import judged
 from tests.support.jobs import arguments, full, train, write_texts
 from tests.support.judged import lines
+from tests.support.memory import Peak
 from tests.support.pool import run_ranks
-from torchtitan import build, cli
+from torchtitan import build
 from torchtitan.adapters.int8 import Int8
 from torchtitan.adapters.nf4 import LEVELS, NF4
 from torchtitan.adapters.targets import block_of
@@ -56,6 +56,20 @@ def test_each_weight_becomes_the_nearest_level_of_its_block():
     assert (again - weight).norm() / weight.norm() < 0.1
 
 
+def test_codes_are_torchaos_but_for_a_few():
+    """Of torchao 0.18 (scripts/compare_nf4.py): the scales are in 8 bits in another way, so that a weight between two
+    levels may become the other; more is not lost here than there. Its levels have four digits.
+    """
+    kept = json.loads(compare_nf4.FIXTURE.read_text())
+    assert torch.tensor(kept["levels"]).allclose(torch.tensor(LEVELS), rtol=0, atol=5.1e-5)
+    weight = compare_nf4.weights()
+    mine, again = compare_nf4.ours(weight)
+    theirs = compare_nf4.codes_of(torch.tensor(list(bytes.fromhex(kept["codes"])), dtype=torch.uint8))
+    apart = (mine - theirs).abs()
+    assert apart.max() == 1 and (apart > 0).float().mean() < 0.004
+    assert (again - weight).norm() / weight.norm() < kept["lost"]
+
+
 @pytest.mark.parametrize(
     "weight", [torch.zeros(2, 64), torch.full((2, 64), 3.0), torch.tensor([[0.0] * 64 + [1.0] * 64])]
 )
@@ -84,6 +98,7 @@ def test_bytes_of_a_weight():
 QLORA = dict(
     adapter__kind="qlora",
     adapter__rank=4,
+    adapter__lr_ratio_b=4.0,
     model__overrides="{dim=64, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=64}",
     checkpoint__enable=True,
     training__steps=3,
@@ -99,7 +114,7 @@ def texts(tmp_path_factory):
 def base(tmp_path_factory, texts):
     folder = tmp_path_factory.mktemp("base")
     plain = QLORA | dict(adapter__kind="none", checkpoint__last_save_model_only=True)
-    plain.pop("adapter__rank")
+    plain |= dict(adapter__rank=128, adapter__lr_ratio_b=1.0)
     run_ranks(1, train, arguments(folder, texts, **plain))
     run_ranks(1, train, arguments(folder, texts, **plain, checkpoint__last_save_in_hf=True))
     return folder
@@ -156,7 +171,7 @@ def test_every_way_in_packs_the_same_bits(tmp_path, texts, base):
 
 
 @pytest.mark.parametrize("save", ["whole", "alone"])
-def test_resumes_to_the_bit_and_is_exported(tmp_path, texts, base, save, capsys):
+def test_resumes_to_the_bit(tmp_path, texts, base, save):
     options = QLORA | dict(adapter__save=save, checkpoint__interval=2, training__local_batch_size=4)
     options |= dict(checkpoint__initial_load_path=base / "model_hf", checkpoint__initial_load_in_hf=True)
     whole = run_ranks(2, train, arguments(tmp_path, texts, **options))[0][1]
@@ -167,12 +182,6 @@ def test_resumes_to_the_bit_and_is_exported(tmp_path, texts, base, save, capsys)
     if save == "alone":
         frozen = [name for name in held if name.startswith("model.") and "lora" not in name]
         assert not frozen
-    argv = ["export", str(tmp_path), "--to", str(tmp_path / "out"), "--merge", "--dtype=float32"]
-    assert cli.main(argv) == 0
-    record = json.loads((tmp_path / "out" / "export.json").read_text())
-    exact = record["loss_of_the_run"] == pytest.approx(record["loss_of_the_export"], rel=1e-5)
-    assert exact == (save == "whole"), "into the original weights, the loss is not quite that of the packed ones"
-    assert record["merged_into"] == ("unpacked" if save == "whole" else "original")
 
 
 def test_the_state_of_a_model():
@@ -218,26 +227,6 @@ def test_backward_keeps_no_unpacked_matrix():
 def test_faults(words, said):
     (fault,) = lines("--adapter.kind=qlora", *words)
     assert said in fault and "adapter.target" in fault
-
-
-class Peak(TorchDispatchMode):
-    """Bytes of all tensors in memory, but the model's own, that operators have made and that live at once."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-        self.living: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **kwargs or {})
-        for tensor in filter(torch.is_tensor, made if isinstance(made, tuple | list) else (made,)):
-            storage = tensor.untyped_storage()
-            if tensor.device.type == "cpu" and storage._cdata not in self.own:  # shapes are asked of a meta model
-                self.living.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        self.living = {key: kept for key, kept in self.living.items() if not kept[0].expired()}
-        self.bytes = max(self.bytes, sum(size for _, size in self.living.values()))
-        return made
 
 
 @pytest.mark.parametrize("kind", ["qlora", "lora_int8"])

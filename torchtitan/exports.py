@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from torchtitan import build, distributed
@@ -11,6 +10,7 @@ from torchtitan.adapters.interface import Adapter
 from torchtitan.checkpoint import Checkpointer, CheckpointError, folders
 from torchtitan.config.job import JobConfig
 from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.deferred import Value
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.ranks import Ranks
 
@@ -71,6 +71,6 @@ class Exports:
                 raise CheckpointError(f"the adapter was not written: {error}") from error
 
 
-def plain_tensors(model: ParallelModel) -> dict[str, torch.Tensor]:
+def plain_tensors(model: ParallelModel) -> dict[str, Value]:
     """The plain model's, by name: what an adapter has learned is folded into them."""
     return dict(model.named_tensors()) if model.adapter is None else model.adapter.merged(model.parts)

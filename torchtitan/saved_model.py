@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,11 +19,12 @@ from torchtitan.checkpoint.kinds import find_weights
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.model import ActivationCheckpoint, Compile
 from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.deferred import Deferred, Value
 from torchtitan.errors import JobError
 from torchtitan.parallelisms.degrees import LimitError
 from torchtitan.ranks import Ranks
-from torchtitan.stores import stores
-from torchtitan.weights import load_foreign
+from torchtitan.stores import Store, stores
+from torchtitan.weights import Weights, load_foreign, opened
 
 
 def filled_model(config: JobConfig, step_folder: Path, device: torch.device) -> tuple[nn.Module, Adapter | None]:
@@ -87,24 +91,46 @@ def first_ranks(choice: torch.Tensor) -> torch.Tensor:
     return choice
 
 
-@torch.no_grad()
+@contextmanager
 def plain_state(
-    config: JobConfig, step_folder: Path, filled: nn.Module, installed: Adapter | None
-) -> tuple[dict[str, torch.Tensor], str]:
-    """The plain model's tensors with what its adapter has learned folded in; and into what. Beside a packed base, of
-    which checkpoints hold the adapter alone, that is the original weights, else those that the run computed with.
+    config: JobConfig, filled: nn.Module, installed: Adapter | None, into_unpacked: bool = False
+) -> Iterator[tuple[dict[str, Value], str]]:
+    """The plain model's tensors, which are made when they are asked for, with what its adapter has learned folded in;
+    and into what: "original", the weights that a packed base was made of, "unpacked", what it computes with, or
+    "weights". JobError where the job's base is none, or by now another.
     """
+    path = config.checkpoint.initial_load_path
+    packed = dict(stores(filled))
     if installed is None:
-        return filled.state_dict(), "weights"
-    is_packed = any(True for _ in stores(filled))
-    if not is_packed or not saves_adapter_alone(config):
-        return installed.merged([filled]), "unpacked" if is_packed else "weights"
-    original = dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, kind="lora"))
-    built, _, unpacked = adapted_model(original)
-    built.to_empty(device="cpu")
-    fill_base(original, built, unpacked)
-    load_model_for_inference(step_folder, built, unpacked.frozen)
-    return unpacked.merged([built]), "original"
+        yield dict(filled.state_dict()), "weights"
+    elif not packed:
+        yield installed.merged([filled]), "weights"
+    elif into_unpacked or path is None:
+        yield installed.merged([filled]), "unpacked"
+    else:
+        with ExitStack() as stack:
+            try:
+                weights = stack.enter_context(opened(path, config.model.name, model_args(config)))
+            except JobError as error:
+                raise JobError(f"{error}; {UNPACKED}") from error
+            original = {
+                name: Deferred(store.shape, partial(_original, weights, name, store, path))
+                for name, store in packed.items()
+            }
+            yield installed.merged([filled], original), "original"
+
+
+UNPACKED = "or fold into what the run computed with: --merge-base unpacked"
+
+
+def _original(weights: Weights, name: str, store: Store, path: str) -> torch.Tensor:
+    """A matrix of the base, in float32 at least."""
+    matrix = weights.whole(name)
+    if not store.holds(matrix):
+        raise JobError(
+            f"{path}: its {name} is not the matrix that the run has packed; put the run's base there again, {UNPACKED}"
+        )
+    return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
 
 
 def fill_base(config: JobConfig, built: nn.Module, installed: Adapter | None) -> None:

@@ -16,12 +16,20 @@ class Store(Protocol):
 
     packed: tuple[str, ...]
     """The names, in the module, of what it is kept in."""
+    shape: tuple[int, ...]
+    """Of the plain parameter, whole."""
 
     def empty(self) -> torch.Tensor:
         """A tensor to be filled: of the plain parameter's shape, laid out over the ranks as what it is kept in."""
 
     def write(self, values: torch.Tensor) -> None:
         """Take what was filled in, of the shape that `empty` gave."""
+
+    def read(self) -> torch.Tensor:
+        """The plain parameter as it is computed with, laid out over the ranks as what it is kept in."""
+
+    def holds(self, values: torch.Tensor) -> bool:
+        """Whether these, of a model on one device, are what `write` was given."""
 
 
 def stores(part: nn.Module) -> Iterator[tuple[str, Store]]:

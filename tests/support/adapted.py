@@ -24,7 +24,11 @@ ROWS = {
     "lora_dropout": (LoRA, Options(rank=4, alpha=8.0, dropout=0.25, target=["layers.*[!s]"])),  # no stacks of experts
     "dora_dropout": (DoRA, Options(kind="dora", rank=4, alpha=8.0, dropout=0.25)),
     "qlora": (QLoRA, Options(kind="qlora", rank=4, alpha=8.0)),
+    "qlora_dropout": (QLoRA, Options(kind="qlora", rank=4, alpha=8.0, dropout=0.25)),
+    "qlora, tanh(s)": (QLoRA, Options(kind="qlora", rank=4, train_scaling=True)),
     "lora_int8": (Int8LoRA, Options(kind="lora_int8", rank=4, alpha=8.0)),
+    "lora_int8_dropout": (Int8LoRA, Options(kind="lora_int8", rank=4, alpha=8.0, dropout=0.25)),
+    "lora_int8, tanh(s)": (Int8LoRA, Options(kind="lora_int8", rank=4, train_scaling=True)),
 }
 """What a row of the table may name -> kind and options."""
 

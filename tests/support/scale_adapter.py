@@ -18,9 +18,11 @@ class ScaledNorm(RMSNorm):
     def own_init(self, name: str) -> Init | None:
         return Constant(INITIAL) if name == "scale" else None
 
-    def merged(self) -> dict[str, torch.Tensor]:
+    folds = ("weight",)
+
+    def folded(self, name: str, value: torch.Tensor) -> torch.Tensor:
         scale = self.scale.full_tensor() if hasattr(self.scale, "full_tensor") else self.scale
-        return {"weight": self.weight * scale.item()}
+        return value * scale.item()
 
 
 class ScaleAdapter(Adapter):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from torchtitan.adapters.low_rank import LowRank, LowRankLinear, Strength, plus_learned, plus_product
+from torchtitan.adapters.low_rank import LowRank, LowRankLinear, Strength, plus_learned
 from torchtitan.initialization import Constant, Init, local_part
 from torchtitan.models.layers import autocast_off
 
@@ -61,14 +61,14 @@ class DirectedLinear(LowRankLinear):
         local, _, offset = local_part(self.lora_magnitude)
         local.copy_(row_lengths(self.weight).narrow(0, offset[0], local.shape[0]))
 
-    def merged(self) -> dict[str, torch.Tensor]:
-        matrix = plus_product(self.weight, self.lora_B, self.lora_A, self.low_rank.scale)
+    def folded(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        matrix = super().folded(name, value.to(torch.promote_types(value.dtype, torch.float32)))
         lengths = row_lengths(matrix)
         local, _, offset = local_part(matrix)
         magnitude = self.lora_magnitude
         magnitude = magnitude.full_tensor() if isinstance(magnitude, DTensor) else magnitude
         local.mul_((magnitude / lengths).narrow(0, offset[0], local.shape[0])[:, None])
-        return {"weight": matrix}
+        return matrix.to(value.dtype)  # rounded once
 
 
 class DoRA(LowRank):

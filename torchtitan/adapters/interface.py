@@ -6,7 +6,8 @@ every cut of a pipeline and every name in a checkpoint means what it meant. All 
 themselves, whatever wraps, splits or copies them in between. A converted module may have
 
     own_init(name)   the initial values (an Init) of the parameter that it calls so; None for the model's own rule
-    merged()         its plain parameters with the adapter's folded in, by its names for them, laid out as it has them
+    folds            its names of the plain parameters that it can fold the adapter's into
+    folded(name, value)    one of these, of this value without the adapter, with the adapter's folded in; laid out alike
     tensor_placements(role, whole)    how its own parameters lie under tensor parallel (parallelisms/tensor_parallel.py)
     follow_base()    called once the plain parameters have their values: sets what is made of them
 
@@ -26,11 +27,12 @@ from torch.optim import Optimizer
 from torchtitan.adapters.flops import in_part, weights_met
 from torchtitan.adapters.targets import without_numbers
 from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.deferred import Deferred, Value
 from torchtitan.errors import JobError
 from torchtitan.initialization import clean_name, local_part
 from torchtitan.models.flops import FlopsPerToken
 from torchtitan.parallelisms.plan import ParallelPlan
-from torchtitan.stores import packed_names
+from torchtitan.stores import packed_names, stores
 
 
 class Adapter:
@@ -114,19 +116,22 @@ class Adapter:
                 if (name := clean_name(wrapped)) in self.fresh:
                     yield name, parameter
 
-    @torch.no_grad()
-    def merged(self, parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    def merged(self, parts: Sequence[nn.Module], original: Mapping[str, Deferred] | None = None) -> dict[str, Value]:
         """What the plain model would be saved as if it had learned what the adapter did, by the plain model's names:
-        tensors as they are laid out here. Every rank calls it.
+        tensors as they are laid out here, and where something is folded in, made when they are asked for, one by one.
+        Every rank asks for those that it has, in the same order. `original`: by name, what to fold into instead of the
+        value that is computed with.
         """
-        tensors = {
-            name: tensor
-            for part in parts
-            for wrapped, tensor in part.state_dict(keep_vars=True).items()
-            if (name := clean_name(wrapped)) not in self.fresh | packed_names(part)
-        }
-        for name, module in _with(parts, "merged"):
-            tensors |= {f"{name}.{own}": tensor for own, tensor in module.merged().items()}
+        tensors: dict[str, Value] = {}
+        for part in parts:
+            aside, kept = self.fresh | packed_names(part), dict(stores(part))
+            live = {clean_name(name): tensor for name, tensor in part.state_dict(keep_vars=True).items()}
+            tensors |= {name: tensor for name, tensor in live.items() if name not in aside}
+            for module_name, module in _with([part], "folded"):
+                for own in module.folds:
+                    name = f"{module_name}.{own}"
+                    unread = Deferred(kept[name].shape, kept[name].read) if name in kept else live[name]
+                    tensors[name] = _folded(module, own, (original or {}).get(name, unread))
         return tensors
 
     def after_step(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -157,6 +162,10 @@ class Adapter:
         return (
             f"{self.options.kind}: {self.num_trained:,} of {self.num_parameters:,} parameters trained ({share:.2g} %)"
         )
+
+
+def _folded(module: Any, own: str, plain: Value) -> Deferred:
+    return Deferred(tuple(plain.shape), torch.no_grad()(lambda: module.folded(own, plain.detach())))
 
 
 def matching(names: Iterable[str], patterns: Iterable[str], key: str) -> list[str]:

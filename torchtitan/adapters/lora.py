@@ -8,7 +8,6 @@ from torch.optim import Optimizer
 
 from torchtitan.adapters.low_rank import LowRank, LowRankExperts, LowRankLinear
 from torchtitan.adapters.relora import Restarts
-from torchtitan.adapters.trained_scale import ScaledLinear
 from torchtitan.config.sections.adapter import Adapter as Options
 
 
@@ -17,8 +16,6 @@ class LoRA(LowRank):
 
     def __init__(self, options: Options, seed: int = 0):
         super().__init__(options, seed)
-        if options.train_scaling:
-            self.linear, self.experts = ScaledLinear, None
         self.restarts = None if options.relora.every is None else Restarts(options.relora, seed)
 
     def after_step(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:

@@ -5,7 +5,7 @@ Any linear can have them, and the stacked matrices of experts, W [experts, in, o
 B [experts, rank, out] of their own. A kind is a pair of classes, for linears and for experts, see lora.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torchtitan.adapters.interface import Adapter
 from torchtitan.adapters.targets import layer_of, misfits, targets
 from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.deferred import Deferred, Value
 from torchtitan.errors import JobError
 from torchtitan.initialization import Constant, Init, Uniform, local_part
 from torchtitan.models.dropout import Dropout
@@ -32,10 +33,13 @@ MATRICES = ("w1", "w2", "w3")
 
 @dataclass(frozen=True)
 class Strength:
-    """What a converted module is told. `scale`: of what A and B add."""
+    """What a converted module is told. `scale`: of what A and B add; where it `learns` one, times tanh of a number of
+    each linear.
+    """
 
     rank: int
     scale: float
+    learns: bool = False
 
 
 def plus_learned(linear: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -48,6 +52,8 @@ def plus_learned(linear: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """
     x = x if linear.dropout is None else dropped(linear, x)
     inner, right = F.linear(x.flatten(0, -2), linear.lora_A), linear.lora_B.t().to(y.dtype)  # autocast knows no addmm_
+    if linear.lora_scaling is not None:
+        inner = inner * linear.lora_scaling.tanh().to(inner.dtype)
     add = torch.addmm if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() else torch.Tensor.addmm_
     return add(y, inner, right, alpha=linear.low_rank.scale).unflatten(0, x.shape[:-1])
 
@@ -63,10 +69,12 @@ def dropped(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 class LowRankLinear(nn.Linear):
     """A linear that has `lora_A`, `lora_B` and `low_rank`, a Strength, beside its frozen weight. `dropout`: of what A
-    reads.
+    reads. `lora_scaling` [1]: where the strength is learned. It begins at 1, and does again behind a restart: at 0,
+    where tanh is, all three would stop.
     """
 
     role = ""  # the plan's word for it, under tensor parallel
+    folds: tuple[str, ...] = ("weight",)
 
     def add_parameters(self, strength: Strength) -> None:
         self.low_rank = strength
@@ -74,6 +82,7 @@ class LowRankLinear(nn.Linear):
         new = self.weight.detach().new_empty
         self.lora_A = nn.Parameter(new(strength.rank, self.in_features))
         self.lora_B = nn.Parameter(new(self.out_features, strength.rank))
+        self.lora_scaling = nn.Parameter(new(1)) if strength.learns else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return plus_learned(self, x, F.linear(x.flatten(0, -2), self.weight, self.bias))
@@ -81,23 +90,29 @@ class LowRankLinear(nn.Linear):
     def own_init(self, name: str) -> Init | None:
         if name == "lora_A":
             return Uniform(self.in_features**-0.5)  # Kaiming's for a = sqrt(5), as torch begins its own linears
-        return Constant(0.0) if name == "lora_B" else None
+        return {"lora_B": Constant(0.0), "lora_scaling": Constant(1.0)}.get(name)
 
     def tensor_placements(self, role: str, whole: Placement) -> dict[str, tuple[Placement, Placement]]:
         """Under tensor parallel, see tensor_parallel.py."""
         self.role = role
+        whole_here = (Replicate(), Partial())
         if role in ("column", "head"):  # a rank has some outputs, and from these alone what they add to A's gradient
-            return {"lora_A": (Replicate(), Partial()), "lora_B": (Shard(0), Shard(0))}
+            return {"lora_A": whole_here, "lora_B": (Shard(0), Shard(0)), "lora_scaling": whole_here}
         if role == "row":  # every rank has some inputs, and B sees its part of a sum
-            return {"lora_A": (Shard(1), Shard(1)), "lora_B": (Replicate(), Partial())}
+            return {"lora_A": (Shard(1), Shard(1)), "lora_B": whole_here, "lora_scaling": whole_here}
         return {}
 
-    def merged(self) -> dict[str, torch.Tensor]:
-        return {"weight": plus_product(self.weight, self.lora_B, self.lora_A, self.low_rank.scale)}
+    def folded(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        scale = self.low_rank.scale
+        if (learned := self.lora_scaling) is not None:
+            scale *= (learned.full_tensor() if isinstance(learned, DTensor) else learned).tanh().item()
+        return plus_product(value, self.lora_B, self.lora_A, scale)
 
 
 class LowRankExperts(Experts):
     """Experts with a `lora_A_w1` and a `lora_B_w1` and so on beside each of their matrices."""
+
+    folds = MATRICES
 
     def add_parameters(self, strength: Strength) -> None:
         self.low_rank = strength
@@ -118,9 +133,9 @@ class LowRankExperts(Experts):
             return Uniform(getattr(self, name).shape[1] ** -0.5)
         return Constant(0.0) if name.startswith("lora_B_") else None
 
-    def merged(self) -> dict[str, torch.Tensor]:
-        pairs = {name: (getattr(self, f"lora_A_{name}"), getattr(self, f"lora_B_{name}")) for name in MATRICES}
-        return {n: plus_product(getattr(self, n), a, b, self.low_rank.scale) for n, (a, b) in pairs.items()}
+    def folded(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        left, right = getattr(self, f"lora_A_{name}"), getattr(self, f"lora_B_{name}")
+        return plus_product(value, left, right, self.low_rank.scale)
 
 
 class LowRank(Adapter):
@@ -136,32 +151,32 @@ class LowRank(Adapter):
             raise JobError("; ".join(map(str, wrong)))
         for name in targets(found, self.options):
             self.convert_one(name, found[name])
-            own = MATRICES if isinstance(found[name], Experts) else ("weight",)
-            self.replaced |= {f"{name}.{each}" for each in own}
+            self.replaced |= {f"{name}.{own}" for own in found[name].folds}
         head, embedding = (getattr(model, name, None) for name in ("output", "tok_embeddings"))
         self.unties = isinstance(head, LowRankLinear) and embedding is not None and head.weight is embedding.weight
         return plan
 
-    def merged(self, parts: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    def merged(self, parts: Sequence[nn.Module], original: Mapping[str, Deferred] | None = None) -> dict[str, Value]:
         if self.unties:
             raise JobError(
                 "the head is the embedding's matrix and has an adapter, which the embedding does not see: folded in "
                 "they would be two. Write the adapter alone (adapter.last_save_in_peft, or export without --merge)"
             )
-        return super().merged(parts)
+        return super().merged(parts, original)
 
     def rate_of(self, name: str) -> float:
         return self.options.lr_ratio_b if "lora_B" in name else 1.0
 
     def convert_one(self, name: str, module: nn.Module) -> None:
-        into = self.experts if isinstance(module, Experts) else self.linear
+        learns = self.options.train_scaling
+        into = self.linear if not isinstance(module, Experts) else None if learns else self.experts
         if into is None:
             raise JobError(
                 f"adapter.kind = {self.options.kind!r} has no form for {name}, the stacked matrices of experts; leave "
                 f'them out of adapter.target, or write kind = "lora"'
             )
         module.__class__ = into
-        module.add_parameters(Strength(self.options.rank, scale_of(self.options)))
+        module.add_parameters(Strength(self.options.rank, 1.0 if learns else scale_of(self.options), learns))
         if self.options.dropout:
             module.dropout = Dropout(self.options.dropout, place_of(name))
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from torchtitan.adapters.low_rank import LowRankLinear, Strength, plus_learned, plus_product
+from torchtitan.adapters.low_rank import LowRankLinear, Strength, plus_learned
 from torchtitan.models.layers import autocast_dtype
 from torchtitan.stores import Store
 
@@ -62,16 +62,10 @@ class PackedLinear(LowRankLinear):
         of_rows = self.form.names[-1]
         for name in self.form.names:
             told[name] = (Replicate(), Replicate()) if name == of_rows and role == "row" else (lies, lies)
-        if role not in ("column", "head", "row"):
-            told |= {"lora_A": (Replicate(), whole), "lora_B": (Replicate(), whole)}
         return told
 
     def stores(self) -> dict[str, Store]:
         return {"weight": PackedWeight(self)}
-
-    def merged(self) -> dict[str, torch.Tensor]:
-        weight = PackedWeight(self).read()
-        return {"weight": plus_product(weight, self.lora_B, self.lora_A, self.low_rank.scale)}
 
 
 class _Packed(torch.autograd.Function):
@@ -99,6 +93,7 @@ class PackedWeight:
 
     def __init__(self, linear: PackedLinear):
         self.linear, self.form, self.packed = linear, linear.form, linear.form.names
+        self.shape = (linear.out_features, linear.in_features)
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
@@ -117,16 +112,27 @@ class PackedWeight:
 
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
-        codes, parts = self._codes, self._parameters
-        block = self.form.block_in(*parts)
+        for part, packed in zip(self._parameters, self._pack(values), strict=True):
+            part.copy_(packed)
+
+    @torch.no_grad()
+    def holds(self, values: torch.Tensor) -> bool:
+        """Whether it is what these are packed into; of a thousand codes one may have been rounded otherwise, as
+        another device does.
+        """
+        agree = self._pack(values.to(self.linear.dtype))[0] == self._parameters[0]
+        return agree.float().mean().item() >= 0.999
+
+    def _pack(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        codes = self._codes
+        block = self.form.block_in(*self._parameters)
         local = (values.to_local() if isinstance(values, DTensor) else values).float().unflatten(1, (-1, block))
         row = local.abs().amax((-1, -2))
         if isinstance(codes, DTensor):
             for axis, placement in enumerate(codes.placements):
                 if placement.is_shard(1):  # the others on this axis have the rest of these rows
                     dist.all_reduce(row, op=dist.ReduceOp.MAX, group=codes.device_mesh.get_group(axis))
-        for part, packed in zip(parts, self.form.pack(local, row), strict=True):
-            part.copy_(packed)
+        return self.form.pack(local, row)
 
     @torch.no_grad()
     def read(self) -> torch.Tensor:
@@ -137,6 +143,5 @@ class PackedWeight:
         codes = self._codes
         if not isinstance(codes, DTensor):
             return local
-        shape = torch.Size((self.linear.out_features, self.linear.in_features))
-        how = dict(run_check=False, shape=shape, stride=(shape[1], 1))
+        how = dict(run_check=False, shape=torch.Size(self.shape), stride=(self.shape[1], 1))
         return DTensor.from_local(local, codes.device_mesh, codes.placements, **how)

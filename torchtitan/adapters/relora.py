@@ -113,8 +113,9 @@ def adapted(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 def merge(module: LowRankLinear | LowRankExperts) -> None:
     """Add what has been learned to the frozen matrices, in place: optimizers and compiled graphs hold these tensors."""
-    for name, total in module.merged().items():
-        local_part(getattr(module, name))[0].copy_(local_part(total)[0])
+    for name in module.folds:
+        matrix = getattr(module, name)
+        local_part(matrix)[0].copy_(local_part(module.folded(name, matrix))[0])
 
 
 def begin_anew(module: LowRankLinear | LowRankExperts, key: str) -> None:

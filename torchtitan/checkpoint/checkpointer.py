@@ -31,6 +31,7 @@ from torchtitan.checkpoint.layout import (
 )
 from torchtitan.checkpoint.loading import Source, Wanted, load_tensors, open_checkpoint, resolve
 from torchtitan.checkpoint.saving import Care, Snapshot
+from torchtitan.deferred import Value
 
 logger = logging.getLogger(__name__)
 
@@ -187,9 +188,7 @@ class Checkpointer:
         """Wait for the save under way. Raises `CheckpointError` on all ranks if it failed on any."""
         self._wait()
 
-    def export_model(
-        self, path: Path, dtype: torch.dtype, step: int, plain: Mapping[str, torch.Tensor] | None = None
-    ) -> bool:
+    def export_model(self, path: Path, dtype: torch.dtype, step: int, plain: Mapping[str, Value] | None = None) -> bool:
         """Write the model alone, its parameters as `dtype`: a folder for `initial_load` and for inference. `plain`: the
         tensors of the plain model by its names, where the live model is another one.
 

@@ -24,6 +24,7 @@ from torchtitan.checkpoint import folders, layout, storage
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.layout import MANIFEST, MODEL, STATE, CheckpointError, FileEntry, Manifest, TensorEntry
 from torchtitan.checkpoint.tensors import Tensors, model_tensors
+from torchtitan.deferred import Value
 from torchtitan.initialization import clean_name
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def snapshot_of_model(
     parts: Sequence[nn.Module],
     trainer_state: Callable[[], dict[str, Any]],
     dtype: torch.dtype,
-    plain: Mapping[str, torch.Tensor] | None,
+    plain: Mapping[str, Value] | None,
 ) -> Snapshot:
     """Of the model alone, as `Checkpointer.export_model` writes it."""
     snapshot = Snapshot("model", step)
@@ -63,12 +64,12 @@ def snapshot_of_model(
         snapshot.trainer = json.loads(json.dumps(trainer_state(), allow_nan=False))
         named = (name for part in parts for name, _ in part.named_buffers())
         buffers = {MODEL + clean_name(name) for name in named}  # they stay as they are: biases of experts
-        live = model_tensors(parts)
+        live: Mapping[str, Value] = model_tensors(parts)
         if plain is not None:
             copies = {name for part in parts for name in getattr(part, "tied_names", ())}
-            live = {MODEL + name: tensor.detach() for name, tensor in plain.items() if name not in copies}
-        for name, tensor in live.items():
-            snapshot.tensors[name] = tensor if name in buffers else tensor.to(dtype)
+            live = {MODEL + name: value for name, value in plain.items() if name not in copies}
+        for name, value in live.items():
+            snapshot.tensors[name] = value.detach() if name in buffers else value.detach().to(dtype)
     except Exception as error:
         snapshot.error = error
     return snapshot

@@ -1,16 +1,18 @@
 """`torchtitan export FOLDER --to DIRECTORY --merge`: a run's weights in the form of Hugging Face, by one process.
 
 FOLDER is the job's dump_folder (newest complete checkpoint) or one of its step folders. --merge folds an adapter into
-the model that it was trained beside: added up in float32, rounded once. What was written is read again and compared
-with what the run has, its loss on held-out samples and, in float32, the tokens that it would go on with; if they
-differ, the directory is called DIRECTORY.unverified and the exit code is 1. Without --merge the adapter is written
-alone, in peft's layout.
+the model that it was trained beside: a matrix at a time, added up in float32, rounded once; beside a packed base into
+the weights that were packed, which have to be those that the run has. What was written is read again and compared with
+what the run has, its loss on held-out samples and the tokens that it would go on with; if they differ, the directory is
+called DIRECTORY.unverified and the exit code is 1. The run's model is gone when the other is read, so that one is in
+memory. Without --merge the adapter is written alone, in peft's layout.
 """
 
 import argparse
 import dataclasses
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 from torch import nn
 
 from torchtitan import build, build_data, saved_model
-from torchtitan.adapters.interface import Adapter
+from torchtitan.checkpoint.folders import published
 from torchtitan.checkpoint.layout import read_manifest
 from torchtitan.commands.generate import find_checkpoint, sample
 from torchtitan.config.job import JobConfig
@@ -26,9 +28,11 @@ from torchtitan.errors import JobError
 from torchtitan.loss import IGNORE_INDEX
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
-"""Of the loss, relative: what rounding a model's weights to the type once may change."""
+"""Of the loss, relative: what rounding a model's weights to the type once may change. Of two tokens' logits, beside the
+largest: what lies as close is as good."""
 PACKED_TOLERANCE = 3e-2
-"""The same where the run computed with a packed base, and what is written has the weights that were packed."""
+"""Of the loss where the run computed with a packed base, and what is written has the weights that were packed; tokens
+then are others."""
 SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 8, 32, 16
 UNVERIFIED = 1
 
@@ -39,14 +43,14 @@ def main(argv: list[str]) -> int:
     if target.exists():
         raise JobError(f"--to {target}: it is there already; name a directory that is not")
     config, step_folder = find_checkpoint(Path(options.folder), options.config)
+    if options.merge:
+        return export(config, step_folder, target, options.dtype, options.merge_base == "unpacked")
     model, adapter = saved_model.filled_model(config, step_folder, torch.device("cpu"))
-    if not options.merge:
-        if adapter is None:
-            raise JobError(f"{options.folder}: its job has no adapter; write --merge for the weights of the model")
-        build.save_peft(config, target, adapter, adapter.whole_tensors([model]))
-        print(f"{target}: the adapter of {step_folder.name}, in peft's layout")
-        return 0
-    return export(config, step_folder, model, adapter, target, options.dtype)
+    if adapter is None:
+        raise JobError(f"{options.folder}: its job has no adapter; write --merge for the weights of the model")
+    build.save_peft(config, target, adapter, adapter.whole_tensors([model]))
+    print(f"{target}: the adapter of {step_folder.name}, in peft's layout")
+    return 0
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -55,64 +59,108 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--to", required=True, help="the directory to write, which must not exist")
     parser.add_argument("--merge", action="store_true", help="the whole model, with an adapter folded in")
     parser.add_argument("--dtype", choices=TOLERANCE, default="bfloat16", help="of the weights (default bfloat16)")
+    parser.add_argument(
+        "--merge-base",
+        "--merge_base",
+        choices=("original", "unpacked"),
+        default="original",
+        help="of a packed base: the weights that were packed (default), or what the run computed with",
+    )
     parser.add_argument("--config", help="the job, when the folder has no config.toml")
     return parser.parse_args(argv)
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Of a model to held-out samples: its loss, and the logits [V] of each token that it would go on with."""
+
+    loss: float
+    logits: list[torch.Tensor]
+
+
 @torch.no_grad()
-def export(
-    config: JobConfig, step_folder: Path, model: nn.Module, adapter: Adapter | None, target: Path, dtype: str
-) -> int:
-    hf, args = build.model_spec(config).hf, build.model_args(config)
-    state, into = saved_model.plain_state(config, step_folder, model, adapter)
+def export(config: JobConfig, step_folder: Path, target: Path, dtype: str, into_unpacked: bool) -> int:
     written = target.with_name(target.name + ".unverified")
     if written.exists():
         raise JobError(f"{written}: it is there, from an export that failed; remove it")
-    as_asked = dataclasses.replace(config.checkpoint, export_dtype=dtype)
-    beside = build.beside_hf_weights(dataclasses.replace(config, checkpoint=as_asked), build.tokenizer(config))
-    try:
-        hf.save_hf(written, state, args, dtype=build.DTYPES[dtype], beside=beside)
-    except OSError as error:
-        raise JobError(f"{written}: the weights were not written: {error}; the run is untouched") from error
-    del state
+    batch = held_out(config)
+    before, into = write(config, step_folder, written, dtype, into_unpacked, batch)
     again = build.meta_model(config).to(build.DTYPES[config.training.dtype]).to_empty(device="cpu").eval()
-    hf.load_hf(written, again, args)
-    verdict = compared(config, model, again, dtype, PACKED_TOLERANCE if into == "original" else TOLERANCE[dtype])
+    build.model_spec(config).hf.load_hf(written, again, build.model_args(config))
+    verdict = compared(config, before, answer(config, again, batch), dtype, into)
     manifest = {"of": str(step_folder), "step": read_manifest(step_folder).step, "dtype": dtype, "merged_into": into}
-    manifest |= verdict
-    manifest["base"] = config.checkpoint.initial_load_path
+    manifest |= verdict | {"samples": len(batch[0]), "base": config.checkpoint.initial_load_path}
     (written / "export.json").write_text(json.dumps(manifest, indent=2) + "\n")
     told = f"loss {verdict['loss_of_the_run']:.5f}, read again {verdict['loss_of_the_export']:.5f}"
     if not verdict["verified"]:
         print(f"{written}: NOT what the run has: {told}, same tokens: {verdict['same_tokens']}", file=sys.stderr)
         return UNVERIFIED
     written.rename(target)
-    print(f"{target}: {step_folder.name} in {dtype}; {told} on {verdict['samples']} samples")
+    print(f"{target}: {step_folder.name} in {dtype}; {told} on {len(batch[0])} samples")
     return 0
 
 
-def compared(config: JobConfig, model: nn.Module, again: nn.Module, dtype: str, tolerance: float) -> dict[str, Any]:
-    """The run's model and what was read again, on the first held-out samples (of the training data without any) and,
-    in float32, greedily from the beginning of the first of them.
-    """
-    tokens, labels = held_out(config)
-    losses = [
-        (each(tokens, labels=labels) / (labels != IGNORE_INDEX).sum().clamp(min=1)).item() for each in (model, again)
-    ]
-    close = abs(losses[0] - losses[1]) <= tolerance * abs(losses[0])
-    same: bool | None = None
-    if dtype == "float32" and tolerance == TOLERANCE[dtype]:
-        vocabulary = build.tokenizer(config)
-        prompt = tokens[0, :PROMPT_TOKENS].tolist()
-        how = dict(max_new_tokens=NEW_TOKENS, context=config.training.seq_len, temperature=0, top_k=0, seed=0)
-        same = list(sample(model, prompt, vocabulary, **how)) == list(sample(again, prompt, vocabulary, **how))
+def write(
+    config: JobConfig,
+    step_folder: Path,
+    folder: Path,
+    dtype: str,
+    into_unpacked: bool,
+    batch: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[Answer, str]:
+    """What the run's model says, and what its adapter was folded into."""
+    as_asked = dataclasses.replace(config.checkpoint, export_dtype=dtype)
+    beside = build.beside_hf_weights(dataclasses.replace(config, checkpoint=as_asked), build.tokenizer(config))
+    hf, args = build.model_spec(config).hf, build.model_args(config)
+    model, adapter = saved_model.filled_model(config, step_folder, torch.device("cpu"))
+    said = answer(config, model, batch)
+    try:
+        with (
+            saved_model.plain_state(config, model, adapter, into_unpacked) as (state, into),
+            published(folder, write=True) as place,
+        ):
+            hf.save_hf(place, state, args, dtype=build.DTYPES[dtype], beside=beside)
+    except OSError as error:
+        raise JobError(f"{folder}: the weights were not written: {error}; the run is untouched") from error
+    return said, into
+
+
+def answer(config: JobConfig, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Answer:
+    """Samples one by one, and greedily from the beginning of the first of them."""
+    tokens, labels = batch
+    loss = sum(model(row, labels=of_row).item() for row, of_row in zip(tokens.split(1), labels.split(1), strict=True))
+    vocabulary, logits = build.tokenizer(config), []
+    last = (0, -1, slice(vocabulary.vocab_size))
+    watched = model.register_forward_hook(lambda _, given, made: logits.append(made[last].clone()))  # not all of them
+    how = dict(max_new_tokens=NEW_TOKENS, context=config.training.seq_len, temperature=0, top_k=0, seed=0)
+    for _ in sample(model, tokens[0, :PROMPT_TOKENS].tolist(), vocabulary, **how):
+        pass
+    watched.remove()
+    return Answer(loss / (labels != IGNORE_INDEX).sum().clamp(min=1).item(), logits)
+
+
+def compared(config: JobConfig, run: Answer, export: Answer, dtype: str, into: str) -> dict[str, Any]:
+    """Rounding is that of the file's type or of the run's, whichever is coarser."""
+    tolerance = max(TOLERANCE[dtype], TOLERANCE.get(config.training.dtype, 0.0))
+    packed = into == "original"
+    close = abs(run.loss - export.loss) <= (PACKED_TOLERANCE if packed else tolerance) * abs(run.loss)
+    same = None if packed else go_on_alike(run, export, tolerance)
     return {
         "verified": close and same is not False,
-        "loss_of_the_run": losses[0],
-        "loss_of_the_export": losses[1],
-        "samples": len(tokens),
+        "loss_of_the_run": run.loss,
+        "loss_of_the_export": export.loss,
         "same_tokens": same,
     }
+
+
+def go_on_alike(run: Answer, export: Answer, tolerance: float) -> bool:
+    """Whether both choose the same tokens, up to the first where the run's logits of the two choices lie as close as
+    rounding moves them.
+    """
+    for mine, theirs in zip(run.logits, export.logits, strict=False):  # who ends a text is shorter
+        if (chosen := theirs.argmax()) != mine.argmax():
+            return bool(mine.max() - mine[chosen] <= tolerance * mine.abs().max())
+    return True
 
 
 def held_out(config: JobConfig) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,207 @@
+"""`torchtitan export`: what it writes is what the run has, opened by other programs; what is not, is not called so; and
+no more than one model is in memory.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+
+from tests.support.jobs import arguments, train, write_texts
+from tests.support.memory import Peak
+from tests.support.pool import run_ranks
+from torchtitan import build, cli, saved_model
+from torchtitan.adapters.low_rank import LowRankLinear
+from torchtitan.commands.export import Answer, compared, go_on_alike
+from torchtitan.commands.generate import find_checkpoint
+from torchtitan.config import manager
+from torchtitan.config.job import JobConfig
+from torchtitan.initialization import initialize
+from torchtitan.models.registry import MODELS
+
+SIZES = "dim=64, n_layers={}, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=64"
+TOKENS = torch.arange(40).view(2, 20)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("texts"))
+
+
+def base_of(folder, name, layers=2):
+    """A folder of Hugging Face with initial weights, and the options of a job that starts from it."""
+    options = dict(model__name=name, model__overrides=f"{{{SIZES.format(layers)}}}")
+    config = manager.load(arguments(folder, folder, **options))
+    model = build.meta_model(config).to_empty(device="cpu")
+    initialize(model, 0, model.init_rule)
+    MODELS[name].hf.save_hf(folder, model.state_dict(), model.args)
+    return options | dict(checkpoint__initial_load_path=folder, checkpoint__initial_load_in_hf=True)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    return {name: base_of(tmp_path_factory.mktemp(name), name) for name in ("llama3", "llama3.2")}
+
+
+def trained(folder, texts, base, ranks=1, **options):
+    """A run that has changed its adapter enough to be seen."""
+    shared = dict(adapter__rank=4, checkpoint__enable=True, training__steps=3, optimizer__lr=3e-2)
+    shared |= dict(training__local_batch_size=8 // ranks)
+    run_ranks(ranks, train, arguments(folder, texts, **base | shared | options))
+    return folder
+
+
+def export(run, to, *words):
+    return cli.main(["export", str(run), "--to", str(to), *words])
+
+
+def record_of(folder):
+    return json.loads((folder / "export.json").read_text())
+
+
+def logits_of(folder, adapter=None):
+    """Of transformers, with peft's adapter beside it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return (model if adapter is None else PeftModel.from_pretrained(model, adapter))(TOKENS).logits.detach()
+
+
+CASES = [
+    ("llama3", 2, dict(adapter__kind="lora", adapter__save="alone"), "weights"),
+    ("llama3.2", 1, dict(adapter__kind="lora", adapter__rslora=True, adapter__alpha=4.0), "weights"),
+    ("llama3", 1, dict(adapter__kind="dora", adapter__save="alone"), "weights"),
+    ("llama3", 2, dict(adapter__kind="qlora", adapter__save="alone"), "original"),
+    ("llama3.2", 1, dict(adapter__kind="qlora"), "original"),
+    ("llama3", 1, dict(adapter__kind="lora_int8", adapter__save="alone"), "original"),
+]
+
+
+@pytest.mark.parametrize("name, ranks, options, into", CASES, ids=str)
+def test_the_command_folds_in_and_verifies(tmp_path, texts, bases, name, ranks, options, into, capsys):
+    """transformers computes with what was written what peft does with the base as it was published and the adapter
+    alone: what was packed is not what is written.
+    """
+    run = trained(tmp_path / "run", texts, bases[name], ranks, **options)
+    assert export(run, tmp_path / "whole", "--merge", "--dtype=float32") == 0
+    assert export(run, tmp_path / "adapter") == 0
+    told = capsys.readouterr().out
+    assert "step-00000003 in float32; loss" in told and "on 8 samples" in told
+    record = record_of(tmp_path / "whole")
+    assert record["verified"] and record["step"] == 3 and record["merged_into"] == into
+    assert record["same_tokens"] is (None if into == "original" else True)
+    published = bases[name]["checkpoint__initial_load_path"]
+    merged, beside = logits_of(tmp_path / "whole"), logits_of(published, tmp_path / "adapter")
+    torch.testing.assert_close(merged, beside, rtol=1e-5, atol=1e-5)
+    assert (merged - logits_of(published)).abs().max() > 1e-2, "the adapter has learned something"
+    config, step_folder = find_checkpoint(run, None)
+    model, _ = saved_model.filled_model(config, step_folder, torch.device("cpu"))
+    off = (model(TOKENS) - merged).abs().max() / merged.abs().max()
+    assert off < 1e-5 if into == "weights" else 1e-4 < off < 0.1, "the run computed with the packed ones"
+
+
+def test_what_else_was_trained_goes_along_and_what_is_unpacked_if_asked(tmp_path, texts, bases):
+    """Ends of the model beside an adapter, and matrices in 4 bits, whose original is another one by now."""
+    ends = dict(adapter__kind="qlora", adapter__train_fully='["tok_embeddings.weight", "output.weight"]')
+    base = base_of(tmp_path / "base", "llama3")
+    run = trained(tmp_path / "run", texts, base, **ends)
+    assert export(run, tmp_path / "original", "--merge", "--dtype=float32") == 0
+    assert export(run, tmp_path / "whole", "--merge", "--dtype=float32", "--merge-base=unpacked") == 0
+    record = record_of(tmp_path / "whole")
+    assert record["verified"] and record["same_tokens"] and record["merged_into"] == "unpacked"
+    model, _ = saved_model.filled_model(*find_checkpoint(run, None), torch.device("cpu"))
+    torch.testing.assert_close(logits_of(tmp_path / "whole"), model(TOKENS), rtol=1e-5, atol=1e-5)
+    assert export(run, tmp_path / "narrow", "--merge", "--merge-base=unpacked") == 0
+    assert record_of(tmp_path / "narrow")["dtype"] == "bfloat16" and record_of(tmp_path / "narrow")["same_tokens"]
+
+
+def test_another_base_is_refused(tmp_path, texts, capsys):
+    base = base_of(tmp_path / "base", "llama3")
+    run = trained(tmp_path / "run", texts, base, adapter__kind="qlora")
+    config = manager.load(arguments(tmp_path, texts, **base))
+    other = build.meta_model(config).to_empty(device="cpu")
+    initialize(other, 1, other.init_rule)
+    MODELS["llama3"].hf.save_hf(tmp_path / "base", other.state_dict(), other.args)
+    assert export(run, tmp_path / "out", "--merge") == 2
+    said = capsys.readouterr().err
+    assert "is not the matrix that the run has packed; put the run's base there again, or fold into what" in said
+    (tmp_path / "base").rename(tmp_path / "moved")
+    assert export(run, tmp_path / "out", "--merge") == 2
+    said = capsys.readouterr().err
+    assert "base: no such file or folder; give" in said and "or fold into what the run computed with: --merge-b" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["moved", "run"], "nothing is left of either"
+    assert export(run, tmp_path / "out", "--merge", "--merge-base=unpacked") == 0
+
+
+def test_what_is_not_the_runs_keeps_another_name(tmp_path, texts, bases, capsys, monkeypatch):
+    run = trained(tmp_path / "run", texts, bases["llama3"], adapter__kind="lora")
+    assert export(run, tmp_path / "whole", "--merge") == 0
+    monkeypatch.setattr(LowRankLinear, "folded", lambda self, name, value: value)
+    assert export(run, tmp_path / "wrong", "--merge") == 1
+    assert "NOT what the run has" in capsys.readouterr().err
+    assert not (tmp_path / "wrong").exists() and (tmp_path / "wrong.unverified" / "config.json").exists()
+    refused = [["--to", str(tmp_path / "whole")], ["--to", str(tmp_path / "wrong"), "--merge"]]
+    for words, said in zip(refused, ("it is there already", "it is there, from an export that failed"), strict=True):
+        assert cli.main(["export", str(run), *words]) == 2
+        assert said in capsys.readouterr().err
+    base = trained(tmp_path / "plain", texts, bases["llama3"], adapter__kind="none", adapter__rank=128)
+    assert export(base, tmp_path / "none") == 2
+    assert "its job has no adapter; write --merge" in capsys.readouterr().err
+
+
+def test_what_lies_as_close_as_rounding_is_as_good():
+    def answer(*logits, loss=2.0):
+        return Answer(loss, [torch.as_tensor(each) for each in logits])
+
+    run = answer([1.0, 8.0, 7.99], [4.0, 1.0, 0.0])
+    assert go_on_alike(run, run, 0.0)
+    tie = answer([1.0, 7.99, 8.0], [0.0, 1.0, 4.0])  # behind another token, another text
+    assert go_on_alike(run, tie, 1e-2) and not go_on_alike(run, tie, 1e-5)
+    assert not go_on_alike(run, answer([1.0, 8.0, 7.99], [0.0, 4.0, 1.0]), 1e-2)
+    for loss, dtype, into, verified in (
+        (2.0001, "float32", "weights", False),
+        (2.0001, "bfloat16", "weights", True),
+        (2.03, "bfloat16", "weights", False),
+        (2.03, "float32", "original", True),
+        (2.07, "float32", "original", False),
+    ):
+        told = compared(JobConfig(), run, answer(*run.logits, loss=loss), dtype, into)
+        assert told["verified"] == verified, (loss, dtype, into)
+    other = compared(JobConfig(), run, answer([9.0, 8.0, 7.0]), "float32", "weights")
+    assert not other["verified"] and other["same_tokens"] is False
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "qlora"])
+def test_writing_needs_one_matrix_beside_the_model(tmp_path, kind):
+    """However many layers there are: the original, what is added, their sum, and what it is written as; where bits are
+    compared, five copies of 4 bytes, one of 8 and the original.
+    """
+    beside = []
+    for layers in (2, 6):
+        base = base_of(tmp_path / f"base {layers}", "llama3", layers)
+        words = arguments(tmp_path, tmp_path, **base, adapter__kind=kind, adapter__rank=4)
+        config = manager.load(words)
+        model, _, adapter = build.adapted_model(config)
+        model.to_empty(device="cpu")
+        initialize(model, 0, model.init_rule)
+        saved_model.fill_base(config, model, adapter)
+        with Peak(model) as peak, saved_model.plain_state(config, model, adapter) as (state, _):
+            MODELS["llama3"].hf.save_hf(tmp_path / f"{layers}", state, build.model_args(config), dtype=torch.bfloat16)
+        beside.append(peak.bytes)
+    largest = max(math.prod(value.shape) for name, value in state.items() if name.startswith("layers"))
+    ends = 2 * 260 * 64  # as they are in the model, they are narrowed alone
+    assert beside[0] == beside[1] <= max(ends, ((4 if kind != "qlora" else 8) * 4) * largest)
+
+
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_the_command_has_one_model_in_memory(tmp_path, texts, kind, monkeypatch):
+    monkeypatch.setattr("torchtitan.commands.export.NEW_TOKENS", 4)
+    base = base_of(tmp_path / "base", "llama3", layers=6)
+    run = trained(tmp_path / "run", texts, base, adapter__kind=kind, adapter__save="alone")
+    with Peak() as peak:
+        assert export(run, tmp_path / "out", "--merge") == 0
+    config, _ = find_checkpoint(run, None)
+    whole = 4 * build.model_args(config).num_parameters
+    assert whole < peak.bytes < 1.4 * whole
