@@ -20,10 +20,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torchtitan.checkpoint import folders, layout, storage
+from torchtitan.checkpoint import folders, layout, storage, tensors
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.layout import MANIFEST, MODEL, STATE, CheckpointError, FileEntry, Manifest, TensorEntry
-from torchtitan.checkpoint.tensors import Tensors, model_tensors
+from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.deferred import Value
 from torchtitan.initialization import clean_name
 
@@ -64,7 +64,7 @@ def snapshot_of_model(
         snapshot.trainer = json.loads(json.dumps(trainer_state(), allow_nan=False))
         named = (name for part in parts for name, _ in part.named_buffers())
         buffers = {MODEL + clean_name(name) for name in named}  # they stay as they are: biases of experts
-        live: Mapping[str, Value] = model_tensors(parts)
+        live: Mapping[str, Value] = tensors.model_tensors(parts)
         if plain is not None:
             copies = {name for part in parts for name in getattr(part, "tied_names", ())}
             live = {MODEL + name: value for name, value in plain.items() if name not in copies}
