@@ -1,9 +1,11 @@
-"""Full training, LoRA, and a warm start with ReLoRA behind it, on the same text for the same number of steps: loss,
-time and state of each, as the table and the picture of docs/low_rank.md.
+"""Full training by AdamW, LoRA, a warm start with ReLoRA behind it, and full training by optimizers that keep less, on
+the same text for the same number of steps: loss, time and state of each, as the table and the picture of
+docs/low_rank.md.
 
 The 9m preset with the debug tokenizer's 2,048 tokens on Python's library, one thread, float32: a demonstration of the
 mechanism. It says nothing of models that are worth training. Rates: 2e-3, and twice that with adapters, as the paper's
-rule of thumb has it. `--quick` makes few steps; `--write` puts table and picture into docs/.
+rule of thumb has it; GaLore's scale is 1, so that its matrices have the same rate. `--quick` makes few steps; `--write`
+puts table and picture into docs/.
 """
 
 import argparse
@@ -28,7 +30,16 @@ from torchtitan.plot import STYLE  # noqa: E402
 PAGE, PICTURE = ROOT / "docs/low_rank.md", ROOT / "docs/relora_9m.png"
 BEGIN, END = "<!-- relora -->", "<!-- /relora -->"
 ADAPTER = {"adapter.kind": "lora", "adapter.rank": 16, "adapter.train_dense_rest": True}
-COLORS = {"full": "#6b7280", "LoRA": "#d9480f", "warm start, ReLoRA": "#1d4ed8"}
+COLORS = {
+    "full": "#6b7280",
+    "LoRA": "#d9480f",
+    "warm start, ReLoRA": "#1d4ed8",
+    "AdamW, 8 bits": "#9ca3af",
+    "GaLore": "#15803d",
+    "GaLore, 8 bits": "#86efac",
+    "APOLLO": "#a21caf",
+    "Muon": "#b45309",
+}
 
 
 def jobs(steps: int) -> dict[str, list[dict[str, object]]]:
@@ -38,6 +49,14 @@ def jobs(steps: int) -> dict[str, list[dict[str, object]]]:
     relora = ADAPTER | {"optimizer.lr": 4e-3, "lr_scheduler.decay_type": "relora_cosine"}
     relora |= {"adapter.relora.every": third // 2, "adapter.relora.reset": "magnitude"}
     relora |= {"lr_scheduler.warmup_steps": steps // 30, "lr_scheduler.restart_warmup_steps": max(1, steps // 60)}
+    low = f"rank = 32, update_gap = {steps // 6}, scale = 1.0"
+    others = {
+        "AdamW, 8 bits": ("AdamW8bit", "{}"),
+        "GaLore": ("GaLore", f"{{{low}}}"),
+        "GaLore, 8 bits": ("GaLore", f'{{{low}, inner = "adamw_8bit"}}'),
+        "APOLLO": ("APOLLO", f"{{{low}}}"),
+        "Muon": ("Muon", "{}"),
+    }
     return {
         "full": [full | {"training.steps": steps}],
         "LoRA": [cosine | ADAPTER | {"optimizer.lr": 4e-3, "training.steps": steps}],
@@ -45,6 +64,9 @@ def jobs(steps: int) -> dict[str, list[dict[str, object]]]:
             full | {"training.steps": third, "lr_scheduler.total_steps": steps},
             relora | {"training.steps": 3 * third},
         ],
+    } | {
+        name: [full | {"training.steps": steps, "optimizer.name": kind, "optimizer.options": options}]
+        for name, (kind, options) in others.items()
     }
 
 

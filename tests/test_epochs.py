@@ -23,6 +23,7 @@ from torchtitan.datasets.preparing import prepared
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.errors import JobError
+from torchtitan.rules import Facts
 from torchtitan.rules import check as judge
 
 
@@ -176,6 +177,7 @@ def test_a_job_ends_after_its_epochs_with_its_learning_rate(data, tmp_path):
     straight = run_ranks(1, jobs.train, arguments(tmp_path / "a", path, **options))[0][0]
     steps = steps_by_the_text(path)
     assert [row["step"] for row in straight] == list(range(1, steps + 1))
+    assert [row["epoch"] for row in straight] == pytest.approx([2 * step / steps for step in range(1, steps + 1)])
     assert straight[-1]["lr"] == pytest.approx(1e-3, rel=1e-12)  # the floor, at the last step of the real total
     two = run_ranks(2, jobs.train, arguments(tmp_path / "b", path, training__local_batch_size=4))[0][0]
     # float32 sums in another order
@@ -229,3 +231,89 @@ def test_what_does_not_go_with_epochs(data, tmp_path):
     argv = jobs.arguments(tmp_path / "out", short, training__epochs=1)
     with pytest.raises(DataError, match="11 tokens are too few for one sample; at least 33 are needed"):
         build_data.with_steps(manager.load(argv), build.dims(manager.load(argv), 1))
+
+
+# A budget of tokens
+
+
+@pytest.mark.parametrize("names", [["texts"], ["b"], ["texts", "a"]], ids=str)
+def test_a_budget_of_tokens_is_met_to_the_sample(data, names):
+    """On any number of ranks, with and without workers; all that is read counts, all that fills up a step does not."""
+    sources = [("text" if name == "texts" else "tokens", data[name], 1.0) for name in names]
+    endless = loader(sources=sources, local_batch_size=1)
+    budget, options = 500, dict(sources=sources, tokens=500)
+    whole = [row for batch in loader(**options, local_batch_size=1) for row in rows(batch)]
+    assert len(whole) == 32 and whole == [row for batch in islice(endless, 32) for row in rows(batch)]
+    if "b" not in names:
+        counted = sum(label != IGNORE for _, labels, *_ in whole for label in labels)
+        assert budget <= counted == 32 * 16 < budget + 16
+    for dp_size, workers in ((1, 2), (2, 0), (3, 1)):
+        ranks = [
+            loader(**options, dp_rank=r, dp_size=dp_size, global_batch_size=6 * dp_size, num_workers=workers)
+            for r in range(dp_size)
+        ]
+        samples = in_turn([[row for batch in rank for row in rows(batch)] for rank in ranks])
+        assert len(samples) == -(-32 // (6 * dp_size)) * 6 * dp_size and samples[:32] == whole
+        assert all(set(labels) == {IGNORE} for _, labels, *_ in samples[32:])
+        state = merge_states([rank.state_dict() for rank in ranks])
+        assert state["samples"] == 32
+        for rank in ranks:
+            rank.close()
+        further = loader(**options | {"tokens": 600}, local_batch_size=1, state=state)
+        then = [row for batch in further for row in rows(batch)]
+        assert then == [row for batch in islice(endless, 32, 38) for row in rows(batch)]
+
+
+def test_a_job_ends_with_its_tokens(data, tmp_path, capsys):
+    """Twenty samples of 32 tokens, the last of them begun, by eight in a step: the third step is half filled."""
+    budget = 19 * 32 + 1
+    argv = jobs.arguments(tmp_path, data["texts"], training__tokens=budget, training__steps=99)
+    two = jobs.arguments(tmp_path, data["texts"], training__tokens=budget, training__local_batch_size=4)
+    logged = run_ranks(2, jobs.train, two)[0][0]
+    assert [row["tokens"] for row in logged] == [256, 512, 640]
+    assert logged[-1]["lr"] == pytest.approx(1e-3, rel=1e-12)
+    assert check.main(argv) == 0
+    assert "in 3 steps" in capsys.readouterr().out
+    assert check.main([*argv, "--training.epochs=2"]) == 2
+    assert "training.tokens: given 609; allowed: unset with training.epochs; drop one" in capsys.readouterr().err
+
+
+UNITS = [
+    (["--training.epochs=6", "--lr_scheduler.t_max=3"], lambda steps: steps / 2),
+    (["--training.epochs=6", "--lr_scheduler.t_max=7", "--lr_scheduler.t_max_unit=step"], lambda steps: 7),
+    (["--training.tokens=1000", "--lr_scheduler.t_max=500", "--lr_scheduler.t_max_unit=token"], lambda steps: 8),
+]
+
+
+@pytest.mark.parametrize("words, length", UNITS, ids=str)
+def test_the_length_of_a_schedule_has_its_unit(data, words, length):
+    """Its floor is reached with the last step of that length and kept, where torch's own curve would rise again."""
+    options = ["--model.tokenizer_path=bytes", "--training.seq_len=16", "--training.local_batch_size=4"]
+    options += ["--training.dataset=tokens", f"--training.dataset_path={data['a']}", "--lr_scheduler.decay_type=cosine"]
+    config = manager.load([*options, *words])
+    plan = build.dims(config, 1)
+    config = build_data.with_steps(config, plan)
+    schedule = build.lr_schedule(config)
+    total = int(np.ceil(length(config.training.steps)))
+    assert schedule.total_steps == total == Facts(config, 1, "cpu").schedule.total_steps
+    assert schedule.multiplier(total - 2) > schedule.multiplier(total - 1) == 0.1 == schedule.multiplier(2 * total)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (
+            ["t_max=3"],
+            'lr_scheduler.t_max_unit: given "epoch"; allowed: another without training.epochs; set it, ',
+        ),
+        (
+            ["t_max=3", "t_max_unit=token"],
+            'lr_scheduler.t_max_unit: given "token"; allowed: another without training.t',
+        ),
+        (["t_max=3", "t_max_unit=step", "total_steps=9"], "lr_scheduler.t_max: given 3; allowed: unset with lr_sched"),
+    ],
+)
+def test_lengths_that_mean_nothing(words, said):
+    config = manager.load(["--model.tokenizer_path=bytes", *(f"--lr_scheduler.{word}" for word in words)])
+    (fault,) = judge(config, 1, "cpu")
+    assert str(fault).removeprefix("the job: ").startswith(said)

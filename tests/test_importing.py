@@ -313,7 +313,10 @@ def test_the_command_prints_a_job_that_loads(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "argv, said",
     [
-        (["python train.py --lr 1"], "train.py: not one that is read; allowed: relora (torchrun_main.py); "),
+        (
+            ["python train.py --lr 1"],
+            "train.py: not one that is read; allowed: relora (torchrun_main.py), galore",
+        ),
         (["--from", "galor", LAUNCHED], "galor: not one that is read"),
         (["echo hello"], "no script (a word that ends in .py)"),
         (['torchrun "open'], "cannot be split into words"),
@@ -332,7 +335,8 @@ def test_what_the_command_refuses(argv, said, capsys):
 
 def test_usage_and_sources(capsys):
     assert cli.main(["import", "--help"]) == 0 and cli.main(["import"]) == 2
-    assert all(source.script in capsys.readouterr().out for source in SOURCES.values())
+    shown = capsys.readouterr().out
+    assert all(f"{source}: {source.what}" in shown for source in SOURCES.values())
     with pytest.raises(ConfigError):
         importing.translate(parse(split([LAUNCHED])), None)
     with pytest.raises(JobError):

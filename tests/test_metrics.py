@@ -3,6 +3,7 @@ the device between logged steps, and a metrics.jsonl that survives crashes and r
 
 import json
 import logging
+import math
 import re
 import types
 
@@ -70,14 +71,14 @@ def test_windows_hold_what_they_say(tmp_path):
     assert [r["step"] for r in records] == [1, 4, 8, 10]  # first, every fourth, last
     required = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "data_seconds"}
     for record in records:
-        assert required | {"memory_gib"} == set(record) - {"marked"} and "mfu" not in record
+        assert required | {"memory_gib", "perplexity"} == set(record) - {"marked"} and "mfu" not in record
         assert record["tokens"] == record["step"] * 100
         assert record["tokens_per_second"] == pytest.approx(200)
         assert record["step_seconds"] == pytest.approx(0.5)  # by the steps in the window, not by log_freq
         assert record["data_seconds"] == pytest.approx(0.1)
         assert record["lr"] == record["step"] / 1000
         assert record["grad_norm"] == record["step"]
-        assert 0.01 < record["memory_gib"] < 100
+        assert 0.01 < record["memory_gib"] < 100 and record["perplexity"] == pytest.approx(math.exp(record["loss"]))
     assert [r["loss"] for r in records] == [torch.tensor(8 - s / 10).item() for s in (1, 4, 8, 10)]
 
 
@@ -267,7 +268,7 @@ def test_gpu_figures(tmp_path, monkeypatch, caplog):
     assert record["mfu_full"] == pytest.approx(5762 * 57.91e9 / 989e12)
     assert record["mfu_full"] == pytest.approx(0.337, abs=5e-4)
     assert record["mfu"] == pytest.approx(0.337 * 51.47 / 57.91, abs=5e-4)
-    assert record["memory_gib"] == 3.0 and calls == ["reset"]
+    assert record["memory_gib"] == 3.0 and record["memory_active_gib"] == 1.0 and calls == ["reset"]
     assert "mfu 30.0%" in caplog.messages[0] and "  3.00 GiB" in caplog.messages[0]
     tags = tracker.logged[1]
     assert tags["mfu(%)"] == tags["mfu_full(%)"] == pytest.approx(33.7, abs=0.05)
@@ -322,8 +323,8 @@ def test_summary_says_where_things_are(tmp_path):
     assert lines[1:] == [f"  metrics  {tmp_path}/metrics.jsonl", "  picture  x.png"]
     assert (
         build(tmp_path, resume_step=10).summary({})
-        == "nothing was left to train; raise training.steps, or training.epochs, to go on, or start anew in another "
-        "job.dump_folder"
+        == "nothing was left to train; raise training.steps, training.epochs or training.tokens to go on, or start "
+        "anew in another job.dump_folder"
     )
 
 

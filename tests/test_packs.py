@@ -182,6 +182,20 @@ def test_the_steps_are_known_before_the_first(folders, ranks):
     assert {sum(1 for _ in one) for one in loaders} == {counted.training.steps}
 
 
+@pytest.mark.parametrize("budget", [1, 300, 5000])
+def test_a_budget_counts_the_tokens_of_records_and_no_padding(folders, budget):
+    """The fewest samples that hold so many, in one pass or in several."""
+    config = job(folders, f"--training.tokens={budget}", "--training.local_batch_size=1", "--data.packing=off")
+    plan = build.dims(config, 1)
+    counted = build_data.with_steps(config, plan)
+    given = list(build_data.training_loader(counted, TOKENIZER, 0, plan))
+    assert len(given) == counted.training.steps
+    wanted = [document for name in "ab" for document in documents(folders[name])]
+    held = [sum(map(len, read_back(rows(batch), wanted))) for batch in given]
+    assert sum(held[:-1]) < budget <= sum(held)
+    assert budget < 5000 or len(given) > len(wanted)
+
+
 def test_the_measure_is_the_same_packed_or_not(folders):
     """Loss and number of tokens of all that is held out, in float64: sums of a hundred terms differ by rounding."""
     found = []

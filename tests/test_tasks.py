@@ -62,6 +62,11 @@ def test_what_pairs_ask_of_a_job(pairs):
         "that ranks share out; shard the model further instead (parallelism.data_parallel_shard_degree)"
     ]
 
+    assert lines(*words, "--training.tokens=1000") == [
+        'training.tokens: given 1000; allowed: unset with task.kind = "pairs", which counts samples; set '
+        "training.epochs or training.steps"
+    ]
+
 
 @pytest.mark.parametrize("ranks, together", [(1, 2), (2, 1), (2, 2), (3, 4)])
 def test_ranks_are_dealt_neighbours_and_miss_none(ranks, together):

@@ -266,7 +266,7 @@ def optimizers(config: JobConfig, built: ParallelModel) -> Optimizers:
 
 def lr_schedule(config: JobConfig, start: int = 0) -> LRSchedule:
     """From the step `start` of the run on."""
-    return schedule_of(config.lr_scheduler, config.training.steps - start, config.adapter.relora)
+    return schedule_of(config.lr_scheduler, config.training, config.training.steps - start, config.adapter.relora)
 
 
 def lr_schedulers(config: JobConfig, built: Optimizers) -> LRSchedulers:

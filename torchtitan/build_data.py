@@ -11,7 +11,7 @@ import torch
 from torchtitan.build import global_batch_size, objective, taken
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.datasets import open_source
-from torchtitan.datasets.epochs import samples_in, steps_for
+from torchtitan.datasets.epochs import end_of, samples_in, steps_for
 from torchtitan.datasets.held_out import HeldOut
 from torchtitan.datasets.learned import Recipe, TrainOn, told
 from torchtitan.datasets.loader import Loader, Weighted, build_loader
@@ -65,22 +65,25 @@ def seq_len_of(config: JobConfig, section: Section) -> int:
 
 
 def with_steps(config: JobConfig, plan: ParallelDims, taken: int = 0, step: int = 0) -> JobConfig:
-    """With training.epochs: the job with the number of steps that they take, when at `step` so many samples have been
-    taken. Text is tokenized for that, and for a task of whole records, unless it has been.
+    """With training.epochs or training.tokens: the job with the number of steps that they take, when at `step` so many
+    samples have been taken. Text is tokenized for epochs, and for a task of whole records, unless it has been.
     """
     training, packs = config.training, TASKS[config.task.kind].packs
-    if training.epochs is None and not packs:
+    if training.epochs is None and training.tokens is None and not packs:
         return config
-    opened = [weighted.source for weighted in data_sources(config, "training")]
-    sources = [source for source in opened if isinstance(source, TokenShards)]  # all of them are
+    sources: list[TokenShards] = []
+    if packs or training.epochs is not None:
+        opened = [weighted.source for weighted in data_sources(config, "training")]
+        sources = [source for source in opened if isinstance(source, TokenShards)]  # all of them are
     if packs and not step:
         if config.validation.enable:
             data_sources(config, "validation")
         _tell(config, sources)
-    if training.epochs is None:
+    how, seed = packing(config, "training", pad_id=0), config.debug.seed
+    end = end_of(sources, training.seq_len, training.epochs, training.tokens, seed, training.shuffle, how)
+    if end is None:
         return config
-    left = max(0, _samples_in(config, "training", sources, training.epochs) - taken)
-    steps = step + steps_for(left, global_batch_size(config, plan))
+    steps = step + steps_for(max(0, end - taken), global_batch_size(config, plan))
     return dataclasses.replace(config, training=dataclasses.replace(training, steps=steps))
 
 
@@ -181,6 +184,7 @@ def _loader(
         **taken(workers, build_loader) | ({"pin_memory": on_gpu} if workers.pin_memory is None else {}),
         state=state,
         epochs=epochs,
+        tokens=config.training.tokens if section == "training" else None,
         together=TASKS[config.task.kind].together,
         packing=packing(config, section, vocabulary.eos_id),
     )

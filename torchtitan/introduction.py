@@ -51,6 +51,7 @@ def introduce(
     if model.adapter is not None:
         logger.info("adapter    %s", model.adapter.describe())
     end = "" if training.epochs is None else f"; epochs: {training.epochs}, which take {training.steps} steps"
+    end = end if training.tokens is None else f"; {training.tokens:,} tokens, which take {training.steps} steps"
     data = describe_sources(config, "training")
     logger.info("data       %s, tokenizer of %d%s", data, vocabulary.vocab_size, end)
     if config.metrics.log_lr_schedule:

@@ -8,7 +8,8 @@ Steps are 0-based. With T total steps, W of warmup, S stable and D of decay (W +
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from math import cos, pi, sqrt
+from fractions import Fraction
+from math import ceil, cos, pi, sqrt
 from typing import Any, NoReturn
 
 from torchtitan.errors import JobError
@@ -161,9 +162,14 @@ class LRSchedule:
         return f"learning rate: {', '.join(parts)}; total {self.total_steps} steps"
 
 
-def schedule_of(section: Any, steps: int, relora: Any) -> LRSchedule:
-    """Of a job's [lr_scheduler], the steps that it trains, and its [adapter.relora]. Raises ScheduleError."""
+def schedule_of(section: Any, training: Any, steps: int, relora: Any) -> LRSchedule:
+    """Of a job's [lr_scheduler], [training] and [adapter.relora], which trains so many steps. Raises ScheduleError."""
+    length = section.total_steps or steps
+    if section.t_max is not None:
+        whole = {"epoch": training.epochs, "token": training.tokens}.get(section.t_max_unit)
+        length = ceil(Fraction(section.t_max * steps, whole)) if whole else section.t_max
     period = relora.reset_period
     ramps = Ramps(period, relora.warmup_steps, relora.anneal_steps) if period and relora.warmup_steps else None
-    own = {"total_steps": section.total_steps or steps, "cycle_length": section.cycle_length or period, "ramps": ramps}
-    return LRSchedule(**asdict(section) | own)
+    given = {name: value for name, value in asdict(section).items() if not name.startswith("t_max")}
+    own = {"total_steps": length, "cycle_length": section.cycle_length or period, "ramps": ramps}
+    return LRSchedule(**given | own)

@@ -75,7 +75,6 @@ class Trainer:
 
         samples = build.global_batch_size(config, self.dims)
         self.accumulation = samples // (config.training.local_batch_size * self.dims.dp)
-        self.tokens_per_step = samples * config.training.seq_len
         self.folder = Path(config.job.dump_folder)
         self.step, self.tokens = 0, 0
         self.schedule_start = 0  # the step at which it began: after a start with counters another than 0
@@ -246,11 +245,12 @@ class Trainer:
         self.optimizers.zero_grad()
         self.step += 1
         self.model.after_step(self.step - self.schedule_start, self.optimizers.optimizers, updated=not why)
-        self.tokens += self.tokens_per_step
+        position = self.loader.position()
+        self.tokens += (position.samples - self.position.samples) * self.config.training.seq_len
         if why:
             self.metrics.record_skip(self.step, why, self.guards.steps.skipped)
         self.log(loss, norm, lr, data_seconds, refuse=not why)
-        self.position, self.random, self.between_steps = self.loader.position(), None, True
+        self.position, self.random, self.between_steps = position, None, True
 
     def fetch(self, batches: Iterator[Batch]) -> tuple[list[Batch], int, float]:
         """This rank's microbatches of the next step, the valid tokens of all ranks together, and the seconds that this
@@ -287,13 +287,15 @@ class Trainer:
             if refuse:
                 self.guards.refuse_non_finite("gradient norm", norm, self.step)
                 self.guards.refuse_non_finite("loss", loss, self.step)
-            extra |= self.model.extra_metrics() | self.guards.steps.counts()
+            extra |= self.model.extra_metrics() | self.guards.steps.counts() | self.optimizers.measured(self.device)
+            if (epochs := self.config.training.epochs) is not None:
+                extra["epoch"] = self.step * epochs / self.config.training.steps
         self.metrics.record(
             self.step,
             loss=loss,
             grad_norm=norm,
             lr=lr,
-            tokens=self.tokens_per_step,
+            tokens=self.tokens - self.metrics.tokens_seen,
             data_seconds=data_seconds,
             extra=extra,
         )

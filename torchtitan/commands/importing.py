@@ -35,7 +35,7 @@ NAME = "imported.toml"
 
 def main(argv: list[str]) -> int:
     if {"--help", "-h"} & set(argv) or not argv:
-        sources = "".join(f"\n      {name:8} {source.script}: {source.what}" for name, source in SOURCES.items())
+        sources = "".join(f"\n      {name:8} {source}: {source.what}" for name, source in SOURCES.items())
         print(USAGE.format(sources=sources))
         return 0 if argv else REFUSED
     flags, words = _own_flags(argv)
@@ -74,10 +74,10 @@ def _own_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 def translate(line: CommandLine, source: str | None) -> tuple[str, JobConfig]:
     """The file, and the job that it describes. ConfigError has all that has no meaning here."""
-    name = source or next((name for name, each in SOURCES.items() if each.script == line.script), None)
+    name = source or next((name for name, each in SOURCES.items() if each.reads(line)), None)
     if name is None or name not in SOURCES:
-        known = ", ".join(f"{name} ({each.script})" for name, each in SOURCES.items())
-        near = hint(name or line.script, [*SOURCES, *(each.script for each in SOURCES.values())])
+        known = ", ".join(f"{name} ({each})" for name, each in SOURCES.items())
+        near = hint(name or line.script, [*SOURCES, *(each.script for each in SOURCES.values() if each.script)])
         raise JobError(
             f"{name or line.script}: not one that is read; allowed: {known}; {near or 'say whose it is, --from'}"
         )

@@ -31,6 +31,8 @@ KINDS: dict[str, Kind] = {
     "optimizer.implementation": "told",
     "lr_scheduler": "refused",
     "lr_scheduler.total_steps": "told",
+    "lr_scheduler.t_max": "told",
+    "lr_scheduler.t_max_unit": "told",
     "data": "told",  # what of it decides the samples is part of the position in the data
     "training": "refused",
     "training.dataset": "told",
@@ -43,6 +45,7 @@ KINDS: dict[str, Kind] = {
     "training.local_batch_size": "told",  # of global_batch_size the samples of a step are compared, however given
     "training.steps": "told",
     "training.epochs": "told",
+    "training.tokens": "told",
     "training.loss_chunks": "told",
     "training.enable_cpu_offload": "told",
     "training.gc_freq": "quiet",

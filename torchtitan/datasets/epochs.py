@@ -1,8 +1,9 @@
-"""Whole passes over prepared shards: how many samples and steps they take, and the blocks of several folders as one.
+"""Where data end: the samples and steps of whole passes over prepared shards, or of a budget of tokens, and the blocks
+of several folders as one.
 
-With training.epochs the data end, so every block of every source (or every document, where these are packed) is met
-once in a pass, whatever the number of ranks.
-The last step may want more samples than are left: it is filled with samples of which no label counts.
+With training.epochs every block of every source (or every document, where these are packed) is met once in a pass,
+whatever the number of ranks. The last step may want more samples than are left: it is filled with samples of which no
+label counts.
 """
 
 from collections.abc import Sequence
@@ -28,6 +29,28 @@ def samples_in(
     if packing is not None:
         return PackReader(sources, seq_len, seed, shuffle, packing).samples(epochs)
     return epochs * sum(source.blocks(seq_len) for source in sources)
+
+
+def samples_of(tokens: int, seq_len: int) -> int:
+    """Those of a budget of tokens, where samples are full: one that is begun is whole."""
+    return -(-tokens // seq_len)
+
+
+def end_of(
+    sources: Sequence[TokenShards],
+    seq_len: int,
+    epochs: int | None,
+    tokens: int | None,
+    seed: int = 0,
+    shuffle: bool = True,
+    packing: Packing | None = None,
+) -> int | None:
+    """The global sample before which data end; None where they do not. Raises as `samples_in`."""
+    if tokens is not None and packing is not None:
+        return PackReader(sources, seq_len, seed, shuffle, packing).samples_with(tokens)
+    if tokens is not None:
+        return samples_of(tokens, seq_len)
+    return None if epochs is None else samples_in(sources, seq_len, epochs, seed, shuffle, packing)
 
 
 def steps_for(samples: int, global_batch_size: int) -> int:

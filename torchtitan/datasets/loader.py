@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan.datasets.epochs import samples_in, steps_for
+from torchtitan.datasets.epochs import end_of, steps_for
 from torchtitan.datasets.lanes import IndexedLanes, Lanes, StreamLanes
 from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.packs import Packing
@@ -142,7 +142,7 @@ class Loader:
         """What the trainer has been given so far; kept, it is of that moment."""
         share = self._pieces.share
         samples = self._start.samples + self._batches * share.batch_size * share.ranks
-        if isinstance(self._pieces, BlockPieces) and self._pieces.end is not None:
+        if self._pieces.end is not None:
             samples = min(samples, self._pieces.end)  # what fills up the last step is nobody's
         return Position(samples, self._start.lanes, dict(self._cursors), self._start.fingerprint)
 
@@ -176,6 +176,7 @@ def build_loader(
     prefetch_factor: int | None,
     state: dict[str, Any] | None = None,
     epochs: int | None = None,
+    tokens: int | None = None,
     together: int = 1,
     packing: Packing | None = None,
 ) -> Loader:
@@ -183,8 +184,9 @@ def build_loader(
     samples that one rank gets, in one batch.
 
     Several sources are mixed by their weights, see mixing.py, and have no end. With `epochs`, all are prepared shards
-    and the batches end after so many passes over all of them, on every rank after the same whole step, see epochs.py.
-    With `packing`, all are prepared shards too, and samples are whole documents of theirs, see packs.py.
+    and the batches end after so many passes over all of them, with `tokens` after the samples that these fill, on every
+    rank after the same whole step, see epochs.py. With `packing`, all are prepared shards too, and samples are whole
+    documents of theirs, see packs.py; what ends is then met in passes over all of them.
     Raises DataError for data that cannot be used, JobError for settings that do not fit each other.
     """
     check_global_batch(global_batch_size, local_batch_size, dp_size)
@@ -197,22 +199,22 @@ def build_loader(
     mixture = Mixture([weight for _, _, weight in sources], counts, seed)
     texts = np.repeat([not isinstance(source, TokenShards) for source in opened], counts)
     settings = {"seed": seed, "shuffle": shuffle, "seq_len": seq_len}
-    settings |= _fingerprint(sources, epochs, tokenizer, packing)
+    in_passes = epochs is not None or (tokens is not None and packing is not None)
+    settings |= _fingerprint(sources, in_passes, tokenizer, packing)
     start = resume(state, np.flatnonzero(texts).tolist(), mixture.taken, settings)
 
     step = local_batch_size * dp_size if global_batch_size == -1 else global_batch_size
     shards = [source for source in opened if isinstance(source, TokenShards)]
     assert epochs is None or len(shards) == len(opened), "the trainer prepares what is to end"
-    end = None if epochs is None else samples_in(shards, seq_len, epochs, seed, shuffle, packing)
-    batches = None
-    if end is not None:
-        batches = steps_for(max(0, end - start.samples), step) * (step // (local_batch_size * dp_size))
+    end = end_of(shards, seq_len, epochs, tokens, seed, shuffle, packing)
+    steps = None if end is None else steps_for(max(0, end - start.samples), step)
+    batches = steps and steps * (step // (local_batch_size * dp_size))
     share = Share(start.samples, dp_rank, dp_size, local_batch_size, together)
     form = Form(tokenizer, seq_len, document_mask, batches, packing)
-    if shards == opened and (len(opened) == 1 or epochs is not None):
+    if shards == opened and (len(opened) == 1 or in_passes):
         pieces: LanePieces | BlockPieces = BlockPieces(shards, share, form, seed, shuffle, end)
     else:
-        pieces = LanePieces(opened, mixture, share, form, start.cursors, seed, shuffle, stop)
+        pieces = LanePieces(opened, mixture, share, form, start.cursors, seed, shuffle, stop, end)
     return Loader(
         pieces, start, num_workers, pin_memory, persistent_workers=persistent_workers, prefetch_factor=prefetch_factor
     )
@@ -239,7 +241,7 @@ def _open(
 
 
 def _fingerprint(
-    sources: Sequence[Weighted], epochs: int | None, tokenizer: Tokenizer, packing: Packing | None
+    sources: Sequence[Weighted], in_passes: bool, tokenizer: Tokenizer, packing: Packing | None
 ) -> dict[str, Any]:
     """What the order depends on, beside the settings; of one source as it has always been."""
     found: dict[str, Any] = {"tokenizer": tokenizer.fingerprint}
@@ -251,7 +253,7 @@ def _fingerprint(
     if len(each) == 1:
         return found | each[0]
     for content, (_, _, weight) in zip(each, sources, strict=True):
-        content["weight"] = weight if epochs is None else "in epochs"
+        content["weight"] = "in epochs" if in_passes else weight
     return found | {"sources": {str(number): content for number, content in enumerate(each)}}
 
 

@@ -114,6 +114,16 @@ class PackReader:
         """In so many passes."""
         return self._end(epochs - 1) if epochs else 0
 
+    def samples_with(self, tokens: int) -> int:
+        """How many of the first samples hold so many tokens of documents; a sample that is begun is whole."""
+        epoch, before = 0, 0
+        while True:
+            documents, begins = self._epoch(epoch)
+            held = before + np.cumsum(self.lengths[documents])[begins[1:] - 1]
+            if held[-1] >= tokens:
+                return (self._end(epoch - 1) if epoch else 0) + int(held.searchsorted(tokens)) + 1
+            epoch, before = epoch + 1, int(held[-1])
+
     @property
     def efficiency(self) -> float:
         """The share of the first pass that is no padding."""

@@ -92,7 +92,8 @@ Reader = BlockReader | JoinedBlocks | PackReader
 
 class LanePieces:
     """Samples packed from text, of one source or several; prepared shards among these are a source of one lane, in
-    which each sample is found by itself. `stop`: raise at a record that cannot be read."""
+    which each sample is found by itself. `stop`: raise at a record that cannot be read. From global sample `end` on
+    nothing is read, and no label counts."""
 
     def __init__(
         self,
@@ -104,9 +105,10 @@ class LanePieces:
         seed: int,
         shuffle: bool,
         stop: bool,
+        end: int | None = None,
     ) -> None:
         self.sources, self.mixture, self.share, self.form, self.cursors = sources, mixture, share, form, cursors
-        self.seed, self.shuffle, self.stop = seed, shuffle, stop
+        self.seed, self.shuffle, self.stop, self.end = seed, shuffle, stop, end
         self.own_lanes = share.lanes(mixture)
 
     def per_batch(self, workers: int) -> int:
@@ -115,12 +117,15 @@ class LanePieces:
     def pieces(self, worker: int, workers: int) -> Iterator[Piece]:
         packers = self._packers(self.own_lanes[worker::workers])
         for batch in self.form.numbers():
-            lanes, numbers = (found.tolist() for found in self.mixture.locate(self.share.samples(np.array([batch]))[0]))
+            samples = self.share.samples(np.array([batch]))[0]
+            lanes, numbers = (found.tolist() for found in self.mixture.locate(samples))
             own = [row for row, lane in enumerate(lanes) if lane in packers]
-            ids = np.empty((len(own), self.form.seq_len + 1), dtype=np.int64)
-            trained = np.empty(ids.shape, dtype=bool)
+            ids = np.zeros((len(own), self.form.seq_len + 1), dtype=np.int64)
+            trained = np.zeros(ids.shape, dtype=bool)
             begin_rows, begin_columns, cursors = [], [], {}
             for i, row in enumerate(own):
+                if self.end is not None and samples[row] >= self.end:
+                    continue
                 packer = packers[lanes[row]]
                 columns = packer.sample(numbers[row], ids[i], trained[i])
                 begin_rows += [i] * len(columns)

@@ -1,23 +1,39 @@
 """Command lines of other programs, as jobs. A reader is one file and one line here; `torchtitan import` finds it by the
-script that a line runs. No torch.
+script that a line runs, or by its flags. No torch.
 """
 
 from typing import NamedTuple
 
+from torchtitan.importers.command_line import CommandLine
 from torchtitan.registration import Registry
 
 
 class Source(NamedTuple):
-    """`script`: the name of the file that its command lines run. `reader`: "module:function", of the command line
-    (command_line.CommandLine) the job that it means (meaning.Meaning).
+    """`script`: the name of the file that its command lines run, or None where any may with these `flags`. `reader`:
+    "module:function", of the command line (command_line.CommandLine) the job that it means (meaning.Meaning).
     """
 
-    script: str
+    script: str | None
     reader: str
     what: str
+    flags: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.script or f"any script with --{' --'.join(self.flags)}"
+
+    def reads(self, line: CommandLine) -> bool:
+        if self.script is None:
+            return set(self.flags) <= {name for name, _ in line.flags}
+        return line.script == self.script
 
 
 _own = {
     "relora": Source("torchrun_main.py", "torchtitan.importers.relora:read", "pretraining with restarted adapters"),
+    "galore": Source(
+        None,
+        "torchtitan.importers.galore:read",
+        "LoRA, GaLore and both in 8 bits beside AdamW",
+        ("mode", "optimizer", "model"),
+    ),
 }
 SOURCES: Registry[Source] = Registry("torchtitan.importers", _own, Source)

@@ -7,6 +7,7 @@ counts the attention that a causal mask leaves, `mfu_full` all of it, both as fr
 """
 
 import logging
+import math
 import statistics
 import time
 from collections import deque
@@ -23,6 +24,8 @@ from torchtitan.metrics.patience import PatientTracker
 from torchtitan.trackers.interface import Histogram
 
 logger = logging.getLogger(__name__)
+LONGEST = 700.0
+"""Of a loss, whose power is a number."""
 
 
 @dataclass
@@ -121,11 +124,15 @@ class MetricsLogger:
         if not self.due(step):
             return
         # Reading these waits for the device, so the clock is read after them.
-        values = {"loss": float(loss), "grad_norm": None if grad_norm is None else float(grad_norm)}
+        mean = float(loss)
+        values = {"loss": mean, "grad_norm": None if grad_norm is None else float(grad_norm)}
         others = {name: float(value) for name, value in (extra or {}).items()}
         now = self._clock()
         memory, memory_tags = read_memory(self.device)
         record = {"step": step, **values, "lr": lr, **self._rates(window, now), "memory_gib": memory}
+        record["perplexity"] = math.exp(min(mean, LONGEST))
+        if "memory/max_active(GiB)" in memory_tags:
+            record["memory_active_gib"] = memory_tags["memory/max_active(GiB)"]
         record |= self._utilization(record["tokens_per_second"]) | others
         if window.marks:
             record["marked"] = window.marks
@@ -175,8 +182,8 @@ class MetricsLogger:
     def summary(self, places: Mapping[str, object]) -> str:
         """A few lines for the end of the run; `places` says what lies where."""
         if self._first is None or self._last is None:
-            more = "raise training.steps, or training.epochs, to go on, or start anew in another job.dump_folder"
-            done = f"nothing was left to train; {more}"
+            remedy = "raise training.steps, training.epochs or training.tokens to go on"
+            done = f"nothing was left to train; {remedy}, or start anew in another job.dump_folder"
             return done + console.aligned(places)
         first, last = self._first, self._last
         result = [f"step {last['step']}/{self.total_steps}"]
@@ -246,7 +253,8 @@ def tags_of(record: Record, world_size: int, flops_per_token_full: float) -> dic
     adapters = {
         f"adapter/{name.removeprefix('adapter_')}": v for name, v in record.items() if name.startswith("adapter_")
     }
-    experts = {name: value for name, value in record.items() if name.startswith("expert_")}
-    return (
-        tags | adapters | {f"expert_metrics/{name.removeprefix('expert_')}": value for name, value in experts.items()}
-    )
+    bases = {f"optimizer/{name}": value for name, value in record.items() if name.startswith("basis_")}
+    experts = {
+        f"expert_metrics/{name.removeprefix('expert_')}": v for name, v in record.items() if name.startswith("expert_")
+    }
+    return tags | adapters | bases | experts

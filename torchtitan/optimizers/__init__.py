@@ -116,6 +116,7 @@ _own = {
         named=True,
         state=_by_shape,
         held=sizes.galore,
+        measures=("basis_energy", "basis_overlap"),
         sums=True,
         excluded=_one_sided,
     ),

@@ -15,7 +15,7 @@ from torchtitan.optimizers.by_parameter import ByParameter, add, gradient_of, pl
 from torchtitan.optimizers.layout import Layout
 from torchtitan.optimizers.moments import Options, State
 from torchtitan.optimizers.patterns import sides
-from torchtitan.optimizers.projection import Projection, factors, limited
+from torchtitan.optimizers.projection import Projection, limited
 
 
 class APOLLO(ByParameter):
@@ -37,7 +37,7 @@ class APOLLO(ByParameter):
         gradient = gradient_of(parameter)
         low = projection.down(gradient)
         direction = self.adam.change(low, projection.low, state, group, 1.0)
-        step = gradient * self.stretch(direction, low, projection.low, side[0])
+        step = gradient * self.stretch(direction, low, projection)
         add(parameter, limited(step, projection.layout, state, "norm"), kept, -group["lr"] * self.options["scale"])
 
     def projection(self, name: str, parameter: torch.Tensor, refresh: int, side: str) -> Projection:
@@ -47,8 +47,8 @@ class APOLLO(ByParameter):
         basis = keyed.normal(f"{name}/{refresh}", (0, 0), shape, parameter.device) / rank**0.5
         return Projection(Layout.of(parameter), **{side: basis})
 
-    def stretch(self, direction: torch.Tensor, low: torch.Tensor, layout: Layout, side: str) -> torch.Tensor:
+    def stretch(self, direction: torch.Tensor, low: torch.Tensor, projection: Projection) -> torch.Tensor:
         if self.options["per"] == "channel":
-            return factors(direction, low, 0 if side == "left" else 1)
-        after, before = (layout.summed(each.square().sum()).sqrt() for each in (direction, low))
+            return projection.factors(direction, low)
+        after, before = (projection.low.summed(each.square().sum()).sqrt() for each in (direction, low))
         return torch.where(before > 0, after / before, 0)

@@ -1,11 +1,12 @@
 """Optimizers of a job: parameter groups, one optimizer per model part, or one per parameter that steps in backward."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,10 +17,12 @@ from torchtitan.optimizers.spec import OptimizerSpec
 
 
 class Optimizers:
-    """Several optimizers that step as one. `optimizers` is the plain list, for schedules and checkpoints."""
+    """Several optimizers that step as one. `optimizers` is the plain list, for schedules and checkpoints; `measures`:
+    see OptimizerSpec.
+    """
 
-    def __init__(self, optimizers: list[Optimizer]):
-        self.optimizers = optimizers
+    def __init__(self, optimizers: list[Optimizer], measures: Sequence[str] = ()):
+        self.optimizers, self.measures = optimizers, measures
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self.optimizers)
@@ -27,6 +30,15 @@ class Optimizers:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def measured(self, device: torch.device) -> dict[str, float]:
+        """Means over all ranks, of what was measured anywhere since the last call; every rank calls it."""
+        told = [optimizer.measured() for optimizer in self.optimizers] if self.measures else []  # type: ignore[attr-defined]
+        numbers = [[number for each in told for number in each[name]] for name in self.measures]
+        totals = torch.tensor([[sum(each), len(each)] for each in numbers], dtype=torch.float64, device=device)
+        if self.measures and dist.is_initialized():
+            dist.all_reduce(totals)
+        return {name: total / n for name, (total, n) in zip(self.measures, totals.tolist(), strict=True) if n}
 
     def step(self) -> None:
         for optimizer in self.optimizers:
@@ -46,8 +58,8 @@ class OptimizersInBackward(Optimizers):
     reduction; DistributedDataParallel calls them before it.
     """
 
-    def __init__(self, optimizers: list[Optimizer]):
-        super().__init__(optimizers)
+    def __init__(self, optimizers: list[Optimizer], measures: Sequence[str] = ()):
+        super().__init__(optimizers, measures)
         for optimizer in optimizers:
             (parameter,) = optimizer.param_groups[0]["params"]
             parameter.register_post_accumulate_grad_hook(_step_and_free(optimizer))
@@ -104,9 +116,9 @@ def build_optimizers(
         group["lr"] = group.get("lr", lr) * group.pop("rate")
     groups = [part for part in groups if part]  # of a pipeline, a part may have nothing that is trained
     if not in_backward:
-        return Optimizers([make(part, **arguments) for part in groups])
+        return Optimizers([make(part, **arguments) for part in groups], spec.measures)
     singles = [{**group, "params": [p]} for part in groups for group in part for p in group["params"]]
-    return OptimizersInBackward([make([single], **arguments) for single in singles])
+    return OptimizersInBackward([make([single], **arguments) for single in singles], spec.measures)
 
 
 def _groups(

@@ -23,7 +23,7 @@ from torchtitan.optimizers.by_parameter import ByParameter, add, gradient_of, pl
 from torchtitan.optimizers.layout import Layout, by_owners
 from torchtitan.optimizers.moments import Moments, Options, State
 from torchtitan.optimizers.patterns import sides
-from torchtitan.optimizers.projection import Projection, factors, limited
+from torchtitan.optimizers.projection import Projection, limited
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class GaLore(ByParameter):
         super().__init__(groups, lr=lr, **inner, tiny=1e-30, clip=1.0)
         named = [(name, p) for group in self.param_groups for name, p in _named(group)]
         self.sides = {p: self._sides(name, p) for name, p in named}
+        self.seen: dict[str, list[float]] = {"basis_energy": [], "basis_overlap": []}
         if len(named) > 1:
             projected = sum(map(bool, self.sides.values()))
             logger.info(
@@ -123,14 +124,19 @@ class GaLore(ByParameter):
             return layout_of(task).gathered(gradient_of(task.parameter))
 
         def result(task: Task) -> torch.Tensor:
-            """NaN says that there is none."""
-            shape = (sum(task.state[side].numel() for side in self.sides[task.parameter]),)
-            return torch.full(shape, torch.nan, dtype=task.parameter.dtype, device=task.parameter.device)
+            """The bases one behind the other, and how much of the gradient they have; NaN says that there are none."""
+            size = sum(task.state[side].numel() for side in self.sides[task.parameter]) + 1
+            return torch.full((size,), torch.nan, dtype=task.parameter.dtype, device=task.parameter.device)
 
         def work(task: Task, whole: torch.Tensor) -> torch.Tensor:
             if not whole.isfinite().all() or not whole.any():
                 return result(task)
-            return torch.cat([self.fitted(task, side, whole).flatten() for side in self.sides[task.parameter]])
+            found = {side: self.fitted(task, side, whole) for side in self.sides[task.parameter]}
+            seen = Projection(Layout.of(whole), **found).down(whole)
+            energy = torch.linalg.vector_norm(seen) / torch.linalg.vector_norm(whole)
+            return torch.cat([*(basis.flatten() for basis in found.values()), energy.square().view(1)]).to(
+                task.parameter.dtype
+            )
 
         for task, flat in by_owners(due, layout_of, gathered, work, result):
             self.turn(task, flat)
@@ -153,13 +159,22 @@ class GaLore(ByParameter):
             state["skipped"] += state["fitted"]
             return
         old = self.projection(task.parameter, {side: state[side].clone() for side in own})
-        for side, found in zip(own, flat.split([state[side].numel() for side in own]), strict=True):
+        for side, found in zip(own, flat[:-1].split([state[side].numel() for side in own]), strict=True):
             state[side].copy_(found.view_as(state[side]))
+        self.seen["basis_energy"].append(float(flat[-1]))
         if state["fitted"]:
+            self.seen["basis_overlap"].append(old.overlap(self.projection(task.parameter, state)))
             self.see_to_moments(state, old, self.projection(task.parameter, state))
             self.lengthen(task, old)
         state["fitted"] = True
         state["refresh_at"] = self.next_after(task)
+
+    def measured(self) -> dict[str, list[float]]:
+        """Of the bases that were found since the last call: which share of their gradient's squares is in their
+        directions, and which share of these the bases before them had.
+        """
+        found, self.seen = self.seen, {name: [] for name in self.seen}
+        return found
 
     def next_after(self, task: Task) -> int:
         """`stagger` spreads refreshes over the steps, by the matrices' names."""
@@ -211,7 +226,7 @@ class GaLore(ByParameter):
             state["updates"] += 1
             low = projection.down(gradient)
             direction = -self.inner.change(low, projection.low, state, group, 1.0)
-            rest = (gradient - projection.up(low)) * factors(direction, low, AXIS[self.sides[parameter][0]])
+            rest = (gradient - projection.up(low)) * projection.factors(direction, low)
             rest = limited(rest, projection.layout, state, "rest_norm")
             add(parameter, projection.up(direction) + rest, kept, -rate * self.options["scale"])
         else:

@@ -7,13 +7,17 @@ dimension that is cut, or the whole. So the same lines serve one device and ever
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 T = TypeVar("T")
 
@@ -88,6 +92,63 @@ class Layout:
             dist.all_reduce(part, op=op, group=self.mesh.get_group(axis))
         return part
 
+    def crossed(self, dim: int, size: int) -> "Layout":
+        """Of a matrix of which `dim` is so short that it is whole on every rank: those that share it out share out the
+        other dimension instead, of what each has of that.
+        """
+        other, placements = 1 - dim, list(self.resized(dim, size).placements)
+        for axis in self._axes([dim]):
+            assert self.mesh is not None
+            within = [later for later in self._axes([other]) if later > axis]
+            pieces = prod(self.mesh.size(each) for each in self._axes([dim, other]))
+            if not within:
+                placements[axis] = Shard(other)
+            elif self.shape[other] % pieces == 0:  # else parts would not be where torch says that they are
+                split = prod(self.mesh.size(each) for each in within)
+                placements[axis] = _StridedShard(other, split_factor=split)
+        return replace(self.resized(dim, size), placements=tuple(placements))
+
+    def _shares(self, dim: int, crossed: "Layout") -> list[tuple[int, int, int, int]]:
+        """For each of the mesh's axes that share out the other dimension in `crossed`: the axis, how long it was for
+        this rank, how long the longest share of that is, and how long its own.
+        """
+        found, length = [], self.local_shape[1 - dim]
+        for axis in self._axes([dim]):
+            if not crossed.placements[axis].is_replicate():
+                assert self.mesh is not None
+                longest = -(-length // self.mesh.size(axis))
+                own = max(0, min(longest, length - longest * self.mesh.get_local_rank(axis)))
+                found.append((axis, length, longest, own))
+                length = own
+        return found
+
+    def scattered(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        """Of values that this rank has from its part of `dim`, of which there are few, [size, n] or [m, size]: its part
+        of the sum over all parts, as `crossed` has it.
+        """
+        crossed, other = self.crossed(dim, part.shape[dim]), 1 - dim
+        shares = self._shares(dim, crossed)
+        for axis in self._axes([dim]):
+            assert self.mesh is not None
+            if crossed.placements[axis].is_replicate():
+                dist.all_reduce(part, group=self.mesh.get_group(axis))
+        for axis, length, longest, own in shares:
+            assert self.mesh is not None
+            padded = _padded(part, other, longest * self.mesh.size(axis) - length)
+            summed = funcol.reduce_scatter_tensor(padded, "sum", other, (self.mesh, axis))
+            part = funcol.wait_tensor(summed).narrow(other, 0, own)
+        return part.contiguous()
+
+    def collected(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        """The way back: from what `scattered` gave, or what has as many rows or columns, to all of this rank's."""
+        crossed, other = self.crossed(dim, part.shape[dim]), 1 - dim
+        for axis, length, longest, own in reversed(self._shares(dim, crossed)):
+            assert self.mesh is not None
+            padded = _padded(part, other, longest - own).contiguous()
+            gathered = funcol.all_gather_tensor(padded, other, (self.mesh, axis))
+            part = funcol.wait_tensor(gathered).narrow(other, 0, length)
+        return part
+
     def placed(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's part, of `local_shape`, as a part of the whole, of `shape`, as a checkpoint wants it."""
         assert tuple(local.shape) == self.local_shape, (tuple(local.shape), self.local_shape)
@@ -110,6 +171,11 @@ class Layout:
     def zeros(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Of `shape`, of which this rank holds `local_shape`."""
         return self.placed(torch.zeros(self.local_shape, dtype=dtype, device=device))
+
+
+def _padded(matrix: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """With so many zeros more in one dimension."""
+    return F.pad(matrix, (0, count) if dim else (0, 0, 0, count)) if count else matrix
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """A gradient [m, n] seen in few directions, of which this rank has a part.
 
 right: R = G V^T [m, rank] with rows V [rank, n], left: R = U^T G [rank, n] with columns U [m, rank], full: both. Every
-rank has the whole basis. Where the side that is projected is cut over ranks, each has a part of a sum, which they add
-up (rank x the other side, never the matrix); else nothing is exchanged. Back up every rank makes its own part alone. So
-R is laid out as G is, but for the side that is now short, which is whole.
+rank has the whole basis. Where the side that is projected is cut over ranks, each has a part of a sum of rank x the
+other side, never of the matrix: they add it up, each a share of the other side, so that what is kept of R is shared out
+too, and hand one another what they made of it. Else nothing is exchanged, and R is laid out as G is, but for the side
+that is now short, which is whole.
 """
 
 from dataclasses import dataclass
@@ -25,27 +26,58 @@ class Projection:
     @property
     def low(self) -> Layout:
         """Of what is projected."""
-        layout = self.layout
+        if self.left is not None and self.right is not None:
+            return self.layout.resized(0, self.left.shape[1]).resized(1, self.right.shape[0])
+        return self.layout.crossed(self.dim, self.rank)
+
+    @property
+    def dim(self) -> int:
+        """Which becomes short, of one."""
+        return 1 if self.left is None else 0
+
+    @property
+    def rank(self) -> int:
         if self.left is not None:
-            layout = layout.resized(0, self.left.shape[1])
-        return layout if self.right is None else layout.resized(1, self.right.shape[0])
+            return self.left.shape[1]
+        assert self.right is not None
+        return self.right.shape[0]
 
     def down(self, gradient: torch.Tensor) -> torch.Tensor:
         """G [m, n] -> R [m, rank], [rank, n] or, of both sides, [rank, rank]; both this rank's parts."""
-        layout = self.layout
+        layout, both = self.layout, self.left is not None and self.right is not None
         if self.left is not None:
-            gradient = layout.summed(self.left[layout.span(0)].to(gradient).T @ gradient, 0)
+            gradient = self.left[layout.span(0)].to(gradient).T @ gradient
+            gradient = layout.summed(gradient, 0) if both else layout.scattered(gradient, 0)
         if self.right is not None:
-            gradient = layout.summed(gradient @ self.right[:, layout.span(1)].to(gradient).T, 1)
+            gradient = gradient @ self.right[:, layout.span(1)].to(gradient).T
+            gradient = layout.summed(gradient, 1) if both else layout.scattered(gradient, 1)
         return gradient
 
     def up(self, change: torch.Tensor) -> torch.Tensor:
         """From R's shape back to [m, n], both this rank's parts."""
+        if self.left is None or self.right is None:
+            change = self.layout.collected(change, self.dim)
         if self.left is not None:
             change = self.left[self.layout.span(0)].to(change) @ change
         if self.right is not None:
             change = change @ self.right[:, self.layout.span(1)].to(change)
         return change
+
+    def factors(self, direction: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+        """How much longer `direction` is than the projected gradient, both of R's shape, for each of the side that is
+        not projected: [m, 1] or [1, n], of this rank's part of the matrix.
+        """
+        before = torch.linalg.vector_norm(low, dim=self.dim, keepdim=True)
+        after = torch.linalg.vector_norm(direction, dim=self.dim, keepdim=True)
+        return self.layout.collected(torch.where(before > 0, after / before, 0), self.dim)
+
+    def overlap(self, other: "Projection") -> float:
+        """Mean squared cosine between bases of the same sides and rank, the least of both sides: 1 where they span the
+        same.
+        """
+        pairs = [(self.left, other.left)] if self.left is not None else []
+        pairs += [(self.right.T, other.right.T)] if self.right is not None and other.right is not None else []
+        return min(float((a.double().T @ b.double()).square().sum() / a.shape[1]) for a, b in pairs)
 
     def onto(self, new: "Projection", moment: torch.Tensor, square: bool) -> torch.Tensor:
         """A moment of what is projected, of R's shape, in the new basis' directions; of squares as if directions were
@@ -58,13 +90,6 @@ class Projection:
             turn = (self.right.double() @ new.right.T.double()).to(moment)
             moment = moment @ (turn.square() if square else turn)
         return moment
-
-
-def factors(direction: torch.Tensor, low: torch.Tensor, axis: int) -> torch.Tensor:
-    """How much longer `direction` is than the projected gradient, for each of the other axis: [m, 1] or [1, n]."""
-    before = torch.linalg.vector_norm(low, dim=axis, keepdim=True)
-    after = torch.linalg.vector_norm(direction, dim=axis, keepdim=True)
-    return torch.where(before > 0, after / before, 0)
 
 
 GROWTH = 1.01

@@ -38,7 +38,7 @@ INNER = {"adamw": adam, "adamw_8bit": adam_8bit, "adafactor": adafactor}
 
 
 def galore(options: Mapping[str, Any], name: str, shape: Shape) -> Held:
-    """Bases on every rank; the moments too, of a matrix whose projected side is sharded."""
+    """Bases on every rank; moments are shared out as the matrix is, or over its other side."""
     found = sides(name, shape, options)
     moments = INNER[options["inner"]](options, name, projected_shape(name, shape, options))
     bases = options["rank"] * sum(shape[("left", "right").index(side)] for side in found)

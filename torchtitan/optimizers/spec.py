@@ -54,6 +54,8 @@ class OptimizerSpec:
     """What it keeps for a parameter, by its options, the parameter's name and whole shape, where `state` says None."""
     only_in: str | None = None
     """The training.dtype that it is made for."""
+    measures: tuple[str, ...] = ()
+    """What its optimizers' `measured()` tells of the steps since its last call, numbers by name, for metrics.jsonl."""
     sums: bool = False
     """Whether its step communicates, with tensors where the parameters are."""
     named: bool = False

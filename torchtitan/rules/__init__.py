@@ -28,6 +28,7 @@ from torchtitan.rules.facts import Device, Facts, Rule
 from torchtitan.rules.guards import guards_without_effect, policies_can_be_followed
 from torchtitan.rules.model_and_data import (
     data_is_there,
+    end_is_said_once,
     epochs_take_all,
     folder_has_sizes,
     known_names,
@@ -156,6 +157,7 @@ RULES: list[Rule] = [
     sources_are_said_once,
     validation_is_said_once,
     weights_are_met,
+    end_is_said_once,
     epochs_take_all,
     degrees_fit_the_ranks,
     needs_shards,

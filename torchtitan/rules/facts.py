@@ -12,7 +12,7 @@ from torchtitan.checkpoint.counters import schedule_start
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.config.options import Fault, option_at, show
 from torchtitan.datasets import open_source
-from torchtitan.datasets.epochs import samples_in, steps_for
+from torchtitan.datasets.epochs import samples_in, samples_of, steps_for
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.errors import JobError
@@ -144,6 +144,12 @@ class Facts:
         dp = self.shard and self.shard * self.replicas
         return dp and dp * self.config.training.local_batch_size
 
+    @property
+    def step_samples(self) -> int | None:
+        """Samples of an optimizer step over all ranks."""
+        asked = self.config.training.global_batch_size
+        return asked if asked > 0 else self.samples
+
     @cached_property
     def sizes_or_error(self) -> Any | JobError | None:
         """The flavor's sizes, before overrides; why a folder has none; None where there is no such family or flavor."""
@@ -230,18 +236,19 @@ class Facts:
     @cached_property
     def steps(self) -> int | None:
         """Optimizer steps; None where the data that end them are not tokenized yet, or wrong."""
-        training = self.config.training
-        if training.epochs is None:
+        training, batch = self.config.training, self.step_samples
+        if training.epochs is None and training.tokens is None:
             return training.steps
         if self.packs:
             return None  # which takes the lengths of all records
+        if training.tokens is not None:
+            return batch and steps_for(samples_of(training.tokens, training.seq_len), batch)
         wanted = sources_of(self.config, "training").values()
-        batch = training.global_batch_size if training.global_batch_size > 0 else self.samples
         try:
             sources = [open_source(source.dataset, source.dataset_path, source.text_field) for source in wanted]
             if batch is None or not all(isinstance(source, TokenShards) for source in sources):
                 return None
-            return steps_for(samples_in(sources, training.seq_len, training.epochs), batch)
+            return steps_for(samples_in(sources, training.seq_len, training.epochs or 1), batch)
         except (OSError, JobError):
             return None
 
@@ -253,9 +260,12 @@ class Facts:
     @cached_property
     def schedule(self) -> LRSchedule | None:
         """None where the number of steps is not known. Raises ScheduleError."""
-        shape = self.config.lr_scheduler
-        total = shape.total_steps or (self.steps and self.steps - self.schedule_start)
-        return schedule_of(shape, total, self.config.adapter.relora) if total and total > 0 else None
+        shape, training = self.config.lr_scheduler, self.config.training
+        of_itself = shape.total_steps is not None or (shape.t_max is not None and shape.t_max_unit == "step")
+        if self.steps is None and not of_itself:
+            return None
+        steps = (self.steps or 0) - self.schedule_start
+        return schedule_of(shape, training, steps, self.config.adapter.relora) if of_itself or steps > 0 else None
 
 
 Rule = Callable[[Facts], Iterator[Fault]]

@@ -175,14 +175,25 @@ def sources_are_said_once(facts: Facts) -> Iterator[Fault]:
 def epochs_take_all(facts: Facts) -> Iterator[Fault]:
     """In a pass every source is gone through once, so there is nothing to weigh."""
     training, validation = facts.config.training, facts.config.validation
-    for number, source in enumerate(training.sources if training.epochs is not None else []):
+    end = "training.epochs" if training.epochs is not None else "training.tokens" * facts.packs
+    in_passes = training.epochs is not None or (facts.packs and training.tokens is not None)
+    for number, source in enumerate(training.sources if in_passes else []):
         if source.weight != 1:
-            remedy = "leave it out, or set training.steps instead of training.epochs"
-            yield facts.fault(f"training.sources[{number}].weight", "1 with training.epochs", remedy)
+            remedy = f"leave it out, or set training.steps instead of {end}"
+            yield facts.fault(f"training.sources[{number}].weight", f"1 with {end}", remedy)
     for number, source in enumerate(validation.sources if facts.packs else []):
         if source.weight != 1:
             allowed = f"1 with task.kind = {facts.config.task.kind}, which validates on all records alike"
             yield facts.fault(f"validation.sources[{number}].weight", allowed, "leave it out")
+
+
+def end_is_said_once(facts: Facts) -> Iterator[Fault]:
+    training, kind = facts.config.training, facts.config.task.kind
+    if training.tokens is not None and training.epochs is not None:
+        yield facts.fault("training.tokens", "unset with training.epochs", "drop one of the two")
+    if training.tokens is not None and kind in TASKS and not TASKS[kind].of_tokens:
+        remedy = "set training.epochs or training.steps"
+        yield facts.fault("training.tokens", f"unset with task.kind = {show(kind)}, which counts samples", remedy)
 
 
 def validation_is_said_once(facts: Facts) -> Iterator[Fault]:

@@ -23,6 +23,11 @@ def schedule_fits(facts: Facts) -> Iterator[Fault]:
         if error.key == "lr_scheduler.decay_type":
             return  # known_names says it, with the near ones
         yield facts.fault(error.key, error.allowed, error.remedy)
+    if shape.t_max is not None and shape.total_steps is not None:
+        yield facts.fault("lr_scheduler.t_max", "unset with lr_scheduler.total_steps", "drop one of the two")
+    needed = {"epoch": "epochs", "token": "tokens"}.get(shape.t_max_unit)
+    if shape.t_max is not None and needed and getattr(facts.config.training, needed) is None:
+        yield facts.fault("lr_scheduler.t_max_unit", f"another without training.{needed}", 'set it, or write "step"')
     if shape.decay_ratio is not None and shape.decay_type == "constant":
         yield facts.fault("lr_scheduler.decay_ratio", 'unset with decay_type = "constant"', "drop one of the two")
     restarts = shape.decay_type in (JAGGED, CYCLICAL)

@@ -40,6 +40,10 @@ class LRScheduler:
     """Steps of linear warmup. Unset: 10 % of the total, at least 2."""
     total_steps: Positive | None = None
     """Length of the schedule. Unset: training.steps. The rate stays at its floor after it."""
+    t_max: Positive | None = None
+    """Length of the schedule in units of t_max_unit, instead of total_steps."""
+    t_max_unit: Literal["epoch", "step", "token"] = "epoch"
+    """What t_max counts. Whatever it is, the rate changes with every step."""
     decay_ratio: Fraction | None = None
     """Share of the total spent decaying, at its end; what lies between warmup and decay stays at the peak
     (warmup-stable-decay). Unset: decay starts right after warmup."""

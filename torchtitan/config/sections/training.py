@@ -64,6 +64,8 @@ class Training:
     epochs: Positive | None = None
     """Passes over all of the data, after which the run ends, instead of after training.steps. Text is tokenized before
     the run, into job.dump_folder/data. Unset: the data go round until training.steps."""
+    tokens: Positive | None = None
+    """Tokens after which the run ends, up to whole samples and without padding, instead of after training.steps."""
     loss_chunks: NonNegative = 0
     """Pieces in which the output head and the cross-entropy run, to keep the logits small. 0: as many as keep a
     piece's float32 logits under 512 MiB."""

@@ -1,0 +1,234 @@
+"""The script with --mode, --optimizer and --model: its flags, its JSON configs, and every cell of its matrix."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from tests.support import jobs
+from tests.support.pool import run_ranks
+from torchtitan import cli
+from torchtitan.commands.check import summary
+from torchtitan.commands.importing import translate
+from torchtitan.config.manager import load
+from torchtitan.config.options import ConfigError
+from torchtitan.importers.command_line import parse, split
+from torchtitan.importers.galore import FLAGS, MODELS, OPTIMIZERS, read
+from torchtitan.initialization import clean_name
+from torchtitan.ranks import read_ranks
+from torchtitan.rules import Facts, check
+from torchtitan.trainer import Trainer
+
+LINE = "python main.py --mode pretraining --optimizer galore --model llama_60m"
+
+
+def meaning(words="", line=LINE):
+    return read(parse(split([f"{line} {words}"])))
+
+
+def changed(words):
+    """What other flags change of the options."""
+    first, then = meaning(), meaning(words)
+    assert then.faults == [], then.faults
+    keys = first.values.keys() | then.values.keys()
+    values = {key: then.values.get(key) for key in keys if first.values.get(key) != then.values.get(key)}
+    return values, " ".join(then.notes)
+
+
+def test_the_defaults():
+    job = meaning()
+    assert job.faults == []
+    assert job.values == {
+        "job.dump_folder": "llama_60m_galore_pretrained",
+        "metrics.log_freq": 1,
+        "checkpoint.enable": True,
+        "model.name": "llama2",
+        "model.flavor": "60m",
+        "model.tokenizer_path": "t5-base",
+        "training.dataset": "c4",
+        "training.dataset_path": "allenai/c4:realnewslike",
+        "training.local_batch_size": 16,
+        "training.seq_len": 512,
+        "training.shuffle": True,
+        "training.tokens": 10**9,
+        "training.dtype": "bfloat16",
+        "training.mixed_precision_param": "bfloat16",
+        "lr_scheduler.decay_type": "cosine",
+        "lr_scheduler.warmup_steps": 0,
+        "lr_scheduler.min_lr_factor": 0.0,
+        "optimizer.name": "GaLore",
+        "optimizer.lr": 4e-4,
+        "optimizer.beta2": 0.999,
+        "optimizer.weight_decay": 0.01,
+        "optimizer.options": {"rank": 128, "update_gap": 200, "scale": 0.25, "side": "std", "inner": "adamw"},
+    }
+
+
+CHANGES = [
+    ("--model llama_7b", {"model.flavor": "7b", "job.dump_folder": "llama_7b_galore_pretrained"}, ""),
+    ("--batch_size 4", {"training.local_batch_size": 4}, ""),
+    ("--max_length 256", {"training.seq_len": 256}, ""),
+    ("--num_training_tokens 2e6", {"training.tokens": 2_000_000}, "2,000,000 tokens are read once"),
+    ("--num_epochs 60", {"lr_scheduler.t_max": 5 * 10**8, "lr_scheduler.t_max_unit": "token"}, ""),
+    ("--tmax 10 --num_epochs 10", {}, ""),
+    ("--tmax 15", {"lr_scheduler.t_max": 5 * 10**8}, "the rate does not rise again"),
+    ("--shuffle false", {"training.shuffle": False}, ""),
+    ("--lr 1e-3", {"optimizer.lr": 1e-3}, ""),
+    ("--weight_decay 0", {"optimizer.weight_decay": 0.0}, ""),
+    ("--dtype bf16", {}, ""),
+    (
+        "--test true",
+        {"training.dtype": "float32", "training.tokens": 1000, "checkpoint.enable": False},
+        "1,000 tokens are read once",
+    ),
+    ("--optimizer baseline", {"optimizer.name": "AdamW", "optimizer.options": None}, ""),
+    (
+        """--optimizer galore8bit --galore_config '{"rank": 64, "update_proj_gap": 50, "scale": 1}'""",
+        {"optimizer.options": dict(rank=64, update_gap=50, scale=1, side="std", inner="adamw_8bit")},
+        "the script projected the former and never trained the latter",
+    ),
+    (
+        "--optimizer lora",
+        {"optimizer.name": "AdamW", "adapter.rank": 8, "adapter.alpha": 8.0, "adapter.train_dense_rest": True}
+        | {"adapter.dropout": 0.1, "adapter.target": ["*attention.wq", "*attention.wv"]},
+        "weight decay is that of the flag",
+    ),
+    (
+        """--optimizer lora --lora_config '{"r": 4, "lora_alpha": 16, "target_modules": ["down_proj"]}'""",
+        {"adapter.rank": 4, "adapter.alpha": 16.0, "adapter.target": ["*feed_forward.w2"]},
+        "",
+    ),
+    (
+        "--optimizer lora+galore8bit",
+        {"optimizer.name": "AdamW8bit", "adapter.kind": "lora"},
+        "NO GALORE HERE: its rank",
+    ),
+    (
+        """--optimizer lora+galore8bit --galore_config '{"rank": 2}'""",
+        {
+            "optimizer.options": dict(rank=2, update_gap=200, scale=0.25, side="std", inner="adamw_8bit")
+            | {"targets": ["*lora_A", "*lora_B"]}
+        },
+        "the adapters' matrices are projected, and nothing else",
+    ),
+]
+
+
+@pytest.mark.parametrize("words, expected, note", CHANGES, ids=[words for words, *_ in CHANGES])
+def test_flags(words, expected, note):
+    values, notes = changed(words)
+    assert {key: values.get(key) for key in expected} == expected and note in notes
+    assert values or not expected
+
+
+REFUSED = [
+    ("--mode inference", "mode", 'one of "pretraining", "finetuning"'),
+    ("--optimizer adam", "optimizer", 'one of "lora", "galore", "galore8bit", "lora+galore8bit", "baseline"'),
+    ("--model llama_13b", "model", 'one of "llama_60m"'),
+    ("--batch_size 0", "batch_size", "at least 1"),
+    ("--lerning_rate 1", "lerning_rate", "a flag of main.py"),
+    ("--dtype fp16", "dtype", "bases of such gradients cannot be found; bf16 needs none"),
+    ("--optimizer baseline --dtype fp16", "dtype", "float16 overflows without a scaler"),
+    ("--shuffle perhaps", "shuffle", "true or false"),
+    ("--galore_config nowhere.json", "galore_config", "a file that holds one; nowhere.json cannot be read"),
+    ("--galore_config '{\"rank\": '", "galore_config", "a JSON object"),
+    ("""--galore_config '{"ranks": 4}'""", "galore_config", "did you mean rank?"),
+    ("""--galore_config '{"rank": "4"}'""", "galore_config", "rank such as 128"),
+    ("""--optimizer lora --lora_config '{"targets": ["c_attn"]}'""", "lora_config", "targets among q_proj"),
+]
+
+
+@pytest.mark.parametrize("words, flag, said", REFUSED, ids=[words for words, *_ in REFUSED])
+def test_refused_flags(words, flag, said):
+    (fault,) = meaning(words).faults
+    assert fault.key == f"--{flag}" and said in str(fault)
+
+
+def test_every_flag_is_looked_at():
+    tried = {word[2:] for words, *_ in CHANGES + REFUSED for word in words.split() if word.startswith("--")}
+    assert set(FLAGS) <= tried
+
+
+def test_what_is_needed_is_said_at_once():
+    faults = meaning(line="python main.py --mode pretraining").faults
+    assert [fault.key for fault in faults] == ["--optimizer", "--model"]
+
+
+def test_a_config_in_a_file(tmp_path):
+    (tmp_path / "galore.json").write_text(json.dumps({"rank": 32}))
+    assert changed(f"--galore_config {tmp_path}/galore.json")[0]["optimizer.options"]["rank"] == 32
+
+
+def test_the_command_knows_it_by_its_flags(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["import", LINE]) == 2  # as there is no tokenizer
+    shown = capsys.readouterr()
+    assert "Translated from a command line of main.py (galore)." in shown.out and "t5-base" in shown.err
+    (tmp_path / "job.toml").write_text(shown.out)
+    config = load(["--job.config_file=job.toml", "--model.tokenizer_path=bytes"])
+    facts = Facts(config, 1, "cpu")
+    assert check(config, 1, "cpu") == []
+    assert f"in {-(-(10**9) // (16 * 512)):,} steps" in summary(facts)
+
+
+PUBLISHED = {"llama_60m": 58_073_600, "llama_1b": 1_339_082_752, "llama_7b": 6_738_415_616}
+
+
+SMALL = "{dim = 32, n_layers = 2, n_heads = 4, vocab_size = 260, multiple_of = 16}"
+SHORT = "--test true --batch_size 2 --max_length 250"
+"""1000 tokens in steps of two samples: two."""
+LOW = """--galore_config '{"rank": 4}'"""
+"""Below the reduced width, and below LoRA's rank."""
+REASONS: dict[tuple[str, str], str] = {}
+"""Of cells (mode, model) that are refused."""
+REASONS |= {("finetuning", model): "the script has no working path for it" for model in PUBLISHED}
+
+
+def two_steps(argv):
+    """Losses; of each parameter whether it has moved, and the shapes of its state."""
+    trainer = Trainer(load(argv), read_ranks())
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.train()
+    trainer.metrics.close()
+    states = {p: state for optimizer in trainer.optimizers for p, state in optimizer.state.items()}
+    moved, kept = {}, {}
+    for name, parameter in trainer.model.named_parameters():
+        moved[clean_name(name)] = not torch.equal(parameter.detach(), before[name])
+        state = states.get(parameter, {})
+        kept[clean_name(name)] = {key: tuple(v.shape) for key, v in state.items() if torch.is_tensor(v)}
+    return [row["loss"] for row in jobs.logged_steps(trainer.folder)], moved, kept
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "lora+galore8bit, projected"])
+@pytest.mark.parametrize("mode", FLAGS["mode"].choices)
+def test_every_cell_trains_or_is_refused_with_its_reason(mode, optimizer, model, tmp_path):
+    """Two steps of test mode, at reduced width and on text that is here; the presets' own sizes by their counts."""
+    name, _, projected = optimizer.partition(", ")
+    flags = f"{SHORT} {LOW if projected or 'lora' not in name else ''}"
+    line = parse(split([f"python main.py --mode {mode} --optimizer {name} --model {model} {flags}"]))
+    if (mode, model) in REASONS:
+        with pytest.raises(ConfigError, match=REASONS[mode, model]):
+            translate(line, None)
+        return
+    text, config = translate(line, None)
+    assert Facts(config, 1, "cpu").args.num_parameters == PUBLISHED[model]
+    (tmp_path / "job.toml").write_text(text.replace('dataset_path = "allenai/c4:realnewslike"', ""))
+    argv = [f"--job.config_file={tmp_path}/job.toml", f"--job.dump_folder={tmp_path}/run", "--metrics.plot=false"]
+    argv += [f"--model.overrides={SMALL}", "--model.tokenizer_path=bytes", "--training.dataset=python_stdlib"]
+    ((losses, moved, kept),) = run_ranks(1, two_steps, argv)
+    assert len(losses) == 2 and all(map(math.isfinite, losses))
+    frozen = [each for each, has in moved.items() if not has]
+    if "lora" in name:
+        assert frozen and all(each.endswith(("wq.weight", "wv.weight")) for each in frozen)
+        assert not any(kept[each] for each in frozen)
+    else:
+        assert not frozen, "norms and biases too, which the script left out"
+    seen = [each for each, state in kept.items() if {"left", "right"} & state.keys()]
+    if projected:
+        assert all("attention" in each for each in seen) and {each[-6:] for each in seen} == {"lora_A", "lora_B"}
+    elif "galore" in name and "lora" not in name:
+        assert len(seen) == 2 * 7 and not any(each.startswith(("output", "tok_embeddings")) for each in seen)
+    else:
+        assert not seen

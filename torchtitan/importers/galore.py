@@ -1,0 +1,205 @@
+"""The script that compares LoRA, GaLore and 8-bit GaLore on one model (--mode, --optimizer, --model) as jobs.
+
+What it did and does not happen here is said in a note. Some of it did not do what it said: norms and biases were left
+out of its GaLore, the rate went up and down with the batches, weight decay passed LoRA by, tokens were documents. Jobs
+do what the flags say.
+"""
+
+import json
+from collections.abc import Mapping
+from fractions import Fraction
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.options import hint, show
+from torchtitan.errors import JobError
+from torchtitan.importers.command_line import CommandLine
+from torchtitan.importers.flags import Flag, Given
+from torchtitan.importers.meaning import Meaning
+from torchtitan.models.hf.config import read_json
+
+OPTIMIZERS = ("lora", "galore", "galore8bit", "lora+galore8bit", "baseline")
+MODELS = {"llama_60m": ("llama2", "60m"), "llama_1b": ("llama2", "1b"), "llama_7b": ("llama2", "7b")}
+FLAGS: dict[str, Flag] = {
+    "mode": Flag(str, None, ("pretraining", "finetuning")),
+    "optimizer": Flag(str, None, OPTIMIZERS),
+    "model": Flag(str, None, tuple(MODELS)),
+    "batch_size": Flag(int, 16),
+    "num_epochs": Flag(int, 30),
+    "max_length": Flag(int, 512),
+    "num_training_tokens": Flag(float, 1e9),
+    "shuffle": Flag(bool, True),
+    "dtype": Flag(str, None, ("fp16", "bf16")),
+    "lr": Flag(float, 4e-4),
+    "weight_decay": Flag(float, 0.01),
+    "tmax": Flag(int, 30),
+    "lora_config": Flag(str),
+    "galore_config": Flag(str),
+    "test": Flag(bool, False),
+}
+COUNTS = ("batch_size", "num_epochs", "max_length", "num_training_tokens", "tmax")
+LORA = {"r": 8, "alpha": 8, "dropout": 0.1}
+GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+SPELT = {"lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets", "galore_scale": "scale"}
+"""Of a JSON config's keys, as libraries call them and as the script did."""
+LINEARS = {
+    "q_proj": "*attention.wq",
+    "k_proj": "*attention.wk",
+    "v_proj": "*attention.wv",
+    "o_proj": "*attention.wo",
+    "gate_proj": "*feed_forward.w1",
+    "down_proj": "*feed_forward.w2",
+    "up_proj": "*feed_forward.w3",
+}
+TEST_TOKENS = 1000
+
+
+def read(line: CommandLine) -> Meaning:
+    meaning = Meaning()
+    _Script(line, Given(line, FLAGS, meaning), meaning).read()
+    return meaning
+
+
+class _Script:
+    def __init__(self, line: CommandLine, given: Given, meaning: Meaning) -> None:
+        self.line, self.given, self.meaning = line, given, meaning
+        self.values, self.note, self.refuse = meaning.values, meaning.notes.append, meaning.refuse
+
+    def read(self) -> None:
+        missing = [flag for flag in ("mode", "optimizer", "model") if self.given[flag] is None]
+        for flag in missing:
+            self.refuse(flag, None, f"one of {', '.join(map(show, FLAGS[flag].choices))}", "the script needs it too")
+        few = [flag for flag in COUNTS if self.given[flag] < 1]
+        for flag in few:
+            self.refuse(flag, self.given[flag], "at least 1", "")
+        if missing or few:
+            return
+        self.model_and_data()
+        self.length()
+        self.optimizer()
+        self.precision()
+        self.output()
+
+    @property
+    def pretrains(self) -> bool:
+        return self.given["mode"] == "pretraining"
+
+    def model_and_data(self) -> None:
+        given, values = self.given, self.values
+        values["model.name"], values["model.flavor"] = MODELS[given["model"]]
+        if not self.pretrains:
+            self.refuse("mode", "finetuning", '"pretraining" with a Llama', "the script has no working path for it")
+        values |= {"training.dataset": "c4", "training.dataset_path": "allenai/c4:realnewslike"}
+        values |= {"model.tokenizer_path": "t5-base", "training.seq_len": given["max_length"]}
+        values |= {"training.local_batch_size": given["batch_size"], "training.shuffle": given["shuffle"]}
+        if not Path("t5-base").exists():
+            self.note("the tokenizer t5-base has to be in a folder of that name here, see docs/data.md; if it has more")
+            self.note("tokens than the model (100, of no text), set model.overrides = {vocab_size = 32100}")
+        self.note("documents are packed: the script cut or padded each to --max_length, and learned the pads")
+        if given["shuffle"]:
+            self.note("shuffled as far as a stream can be, within a buffer; the script did not shuffle streams")
+
+    def length(self) -> None:
+        """Of the run and of its schedule, which the script moved on with every batch in place of every epoch."""
+        given, values = self.given, self.values
+        tokens = TEST_TOKENS if given["test"] else int(given["num_training_tokens"])
+        values |= {"lr_scheduler.decay_type": "cosine", "lr_scheduler.warmup_steps": 0, "optimizer.lr": given["lr"]}
+        values["lr_scheduler.min_lr_factor"] = 0.0
+        share = Fraction(given["tmax"], given["num_epochs"])
+        values["training.tokens"] = tokens
+        if share != 1:
+            values |= {"lr_scheduler.t_max": ceil(tokens * share), "lr_scheduler.t_max_unit": "token"}
+        self.note(f"{tokens:,} tokens are read once, where the script took so many documents --num_epochs times;")
+        self.note("--tmax is as large a share of them as of these epochs, and the rate does not rise again behind it")
+
+    def optimizer(self) -> None:
+        given, values, kind = self.given, self.values, self.given["optimizer"]
+        lora = self._config("lora_config", LORA | {"targets": ["q_proj", "v_proj"]})
+        galore = self._config("galore_config", GALORE)
+        values |= {"optimizer.weight_decay": given["weight_decay"], "optimizer.beta2": 0.999}
+        values["optimizer.name"] = "AdamW"
+        if "lora" in kind:
+            self._adapter(lora)
+        if "galore" in kind:
+            self._projection(galore, lora["r"] if "lora" in kind else None)
+
+    def _adapter(self, config: Mapping[str, Any]) -> None:
+        known = [name for name in config["targets"] if name in LINEARS]
+        if len(known) < len(config["targets"]) or not known:
+            self.refuse("lora_config", config["targets"], f"targets among {', '.join(LINEARS)}")
+        self.values |= {"adapter.kind": "lora", "adapter.rank": config["r"], "adapter.alpha": float(config["alpha"])}
+        self.values |= {"adapter.dropout": config["dropout"], "adapter.target": [LINEARS[name] for name in known]}
+        if self.pretrains:
+            self.values["adapter.train_dense_rest"] = True
+            self.note("embeddings, head and norms are trained beside the adapters: frozen as they are drawn, they say")
+            self.note("nothing; weight decay is that of the flag, which the script left out here")
+
+    def _projection(self, config: Mapping[str, Any], lora_rank: int | None) -> None:
+        values, kind = self.values, self.given["optimizer"]
+        if lora_rank is not None and config["rank"] >= lora_rank:
+            values["optimizer.name"] = "AdamW8bit"
+            self.note(
+                f"NO GALORE HERE: its rank {config['rank']} reaches LoRA's {lora_rank}, so that it would turn their"
+            )
+            self.note(
+                "gradients and save nothing: adapters step by AdamW in 8 bits; give it a lower rank to project them"
+            )
+            return
+        values["optimizer.name"] = "GaLore"
+        values["optimizer.options"] = {
+            "rank": config["rank"],
+            "update_gap": config["update_proj_gap"],
+            "scale": config["scale"],
+            "side": config["proj_type"],
+            "inner": "adamw_8bit" if "8bit" in kind else "adamw",
+        }
+        if lora_rank is not None:
+            values["optimizer.options"]["targets"] = ["*lora_A", "*lora_B"]
+            self.note("the adapters' matrices are projected, and nothing else")
+            return
+        self.note("GaLore projects attention and feed-forward; embedding and head step as norms do, by the moments as")
+        self.note("they are: the script projected the former and never trained the latter")
+
+    def _config(self, flag: str, default: dict[str, Any]) -> dict[str, Any]:
+        """A JSON object, in the flag itself or in the file that it names, over the script's defaults."""
+        given = self.given[flag]
+        if given is None:
+            return default
+        try:
+            said = json.loads(given) if given.lstrip().startswith("{") else read_json(Path(given))
+        except (JobError, ValueError, RecursionError) as error:
+            self.refuse(flag, given, "a JSON object, or a file that holds one", str(error))
+            return default
+        said = {SPELT.get(name, name): value for name, value in said.items()}
+        for name, value in said.items():
+            if name not in default:
+                self.refuse(flag, name, f"the keys {', '.join(default)}", hint(name, default))
+            elif type(value) is not type(default[name]) and not _is_number(value, default[name]):
+                self.refuse(flag, f"{name} = {show(value)}", f"{name} such as {show(default[name])}")
+            else:
+                default = default | {name: value}
+        return default
+
+    def precision(self) -> None:
+        given, values = self.given, self.values
+        dtype = "float32" if given["test"] else "bfloat16"
+        if given["dtype"] == "fp16":
+            why = "float16 overflows without a scaler, and bases of such gradients cannot be found; bf16 needs none"
+            self.refuse("dtype", "fp16", "bf16", why)
+        elif given["dtype"] is None and not given["test"]:
+            self.note("no --dtype: bfloat16; the script's own default was fp16, which did not work")
+        values |= {"training.dtype": dtype, "training.mixed_precision_param": dtype}
+
+    def output(self) -> None:
+        given, values = self.given, self.values
+        done = "pretrained" if self.pretrains else "finetuned"
+        values["job.dump_folder"] = f"{given['model']}_{given['optimizer']}_{done}"
+        values |= {"metrics.log_freq": 1, "checkpoint.enable": not given["test"]}
+        self.note("the columns of its CSV file are in metrics.jsonl, see docs/low_rank.md")
+        self.note("gradients are clipped to 1.0 (training.max_norm), which GaLore's authors needed at 7B")
+
+
+def _is_number(value: object, like: object) -> bool:
+    """A whole number serves where another is expected."""
+    return type(like) is float and type(value) is int
