@@ -190,9 +190,7 @@ def build_loader(
     Raises DataError for data that cannot be used, JobError for settings that do not fit each other.
     """
     check_global_batch(global_batch_size, local_batch_size, dp_size)
-    check_prefetch(num_workers, prefetch_factor)
-    check_persistence(num_workers, persistent_workers)
-    check_pinned(pin_memory, device_type())
+    _check_workers(num_workers, prefetch_factor, persistent_workers, pin_memory)
     stop = on_bad_data == "stop"
     opened = [_open(source, seed, shuffle, stop, tokenizer, None if packing else seq_len) for _, source, _ in sources]
     counts = [1 if isinstance(source, TokenShards) else source.count for source in opened]
@@ -218,6 +216,12 @@ def build_loader(
     return Loader(
         pieces, start, num_workers, pin_memory, persistent_workers=persistent_workers, prefetch_factor=prefetch_factor
     )
+
+
+def _check_workers(num_workers: int, prefetch_factor: int | None, persistent: bool, pin_memory: bool) -> None:
+    check_prefetch(num_workers, prefetch_factor)
+    check_persistence(num_workers, persistent)
+    check_pinned(pin_memory, device_type())
 
 
 def _open(
