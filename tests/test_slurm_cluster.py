@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from tests.support import jobs, slurm_cluster
 from tests.support.pool import run_ranks
 from tests.support.slurm_cluster import Cluster
 
-STEPS = 80
+STEPS, LIMIT = 80, 30
+SCRIPT = jobs.ROOT / "scripts/multinode_trainer.slurm"
 OPTIONS = dict(training__local_batch_size=4, training__steps=STEPS, checkpoint__enable=True, optimizer__lr=1e-3)
 OPTIONS |= dict(checkpoint__interval=1000)
 
@@ -48,23 +50,34 @@ def undisturbed(texts, tmp_path_factory):
 
 
 class Job:
-    """One run of scripts/multinode_trainer.slurm on both nodes, a rank each unless `request` says otherwise."""
+    """One run of scripts/multinode_trainer.slurm on both nodes, a rank each unless `request` says otherwise. `seconds`
+    is when SLURM is to end each of its starts; on the command line it counts in minutes."""
 
-    def __init__(self, slurm: Cluster, folder: Path, texts: Path, *request: str, **options: object) -> None:
+    def __init__(
+        self, slurm: Cluster, folder: Path, texts: Path, *request: str, seconds: int | None = None, **options: object
+    ) -> None:
         self.slurm, self.folder, self.log = slurm, folder / "run", folder / "log"
+        script = SCRIPT
+        if seconds is not None:
+            script, options_of_bash = folder / "sooner.slurm", "set -uo pipefail\n"
+            set_end = f"scontrol update JobId=$SLURM_JOB_ID EndTime=now+{seconds}\n"
+            script.write_text(SCRIPT.read_text().replace(options_of_bash, options_of_bash + set_end, 1))
         request = request or ("--gpus-per-node=1",)
-        script = str(jobs.ROOT / "scripts/multinode_trainer.slurm")
-        command = ["sbatch", "--parsable", "--nodes=2", f"--output={self.log}", *request, script]
+        command = ["sbatch", "--parsable", "--nodes=2", f"--output={self.log}", *request, str(script)]
         self.id = slurm.run(*command, *jobs.arguments(self.folder, texts, **OPTIONS | options), cwd=jobs.ROOT).strip()
 
     def state(self) -> dict[str, str]:
         return self.slurm.state(self.id)
 
-    def wait_for_step(self, step: int, seconds: float = 90) -> None:
+    def wait_for(self, what: Callable[[], bool], seconds: float = 90) -> None:
         deadline = time.monotonic() + seconds
-        while not (self.folder / "metrics.jsonl").exists() or len(jobs.logged_steps(self.folder)) < step:
+        while not what():
             assert time.monotonic() < deadline, (self.state(), self.log.read_text())
             time.sleep(0.1)
+
+    def wait_for_step(self, step: int) -> None:
+        metrics = self.folder / "metrics.jsonl"
+        self.wait_for(lambda: metrics.exists() and len(jobs.logged_steps(self.folder)) >= step)
 
     def started_again(self, times: int = 1) -> dict[str, str]:
         return self.slurm.wait(self.id, lambda state: state["Restarts"] == str(times))
@@ -95,21 +108,29 @@ class Job:
         return sorted(found)
 
 
-def test_a_launch_finds_machines_and_gpus_by_itself(slurm, texts, tmp_path):
-    job = Job(slurm, tmp_path, texts, "--gpus-per-node=2", training__local_batch_size=2, training__steps=5)
+def test_a_launch_finds_machines_and_gpus_by_itself_and_fails_the_job_where_nothing_is_saved(slurm, texts, tmp_path):
+    options = dict(training__local_batch_size=2, training__steps=100000, checkpoint__enable=False)
+    job = Job(slurm, tmp_path, texts, "--gpus-per-node=2", **options)
     job.wait_for_step(1)
-    assert len(job.ranks()) == 4
-    assert job.completed()["Restarts"] == "0" and job.saved_steps() == [5]
+    ranks = job.ranks()
+    assert len(ranks) == 4
+    os.kill(ranks[0], signal.SIGKILL)
+    state = slurm.ended(job.id)
+    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "137:0", "0") and job.ranks() == []
     assert "== job " in job.log.read_text() and "dp_shard 4 on cpu" in job.log.read_text()
 
 
-def test_a_notice_saves_and_requeues_to_the_undisturbed_runs_losses(slurm, texts, undisturbed, tmp_path):
-    job = Job(slurm, tmp_path, texts)
-    job.wait_for_step(3)
+def test_a_killed_rank_and_a_notice_lead_to_the_undisturbed_runs_losses(slurm, texts, undisturbed, tmp_path):
+    """The one is a restart within the allocation, the other is saved and queued again."""
+    job = Job(slurm, tmp_path, texts, checkpoint__interval=10)
+    job.wait_for_step(13)
+    os.kill(job.ranks()[-1], signal.SIGKILL)
+    job.wait_for(lambda: "restart 1 of 3" in job.log.read_text())
+    job.wait_for_step(30)
+    assert job.state()["Restarts"] == "0"
     slurm.run("scancel", "--batch", "--signal=USR1", job.id)
     job.started_again()
-    (saved,) = job.saved_steps()
-    assert 3 <= saved < STEPS
+    assert 30 <= max(job.saved_steps()) < STEPS
     assert job.completed()["Restarts"] == "1"
     assert job.losses() == undisturbed
     log = job.log.read_text()
@@ -133,26 +154,9 @@ def test_a_preempted_job_goes_on_and_a_cancelled_one_does_not(slurm, texts, tmp_
     assert job.state()["JobState"] == "CANCELLED" and slurm.run("squeue", "-h", f"--jobs={job.id}").strip() == ""
 
 
-def test_a_killed_rank_is_a_restart_within_the_allocation(slurm, texts, undisturbed, tmp_path):
-    job = Job(slurm, tmp_path, texts, checkpoint__interval=10)
-    job.wait_for_step(13)
-    os.kill(job.ranks()[-1], signal.SIGKILL)
-    assert job.completed()["Restarts"] == "0"
-    assert job.losses() == undisturbed and "restart 1 of 3" in job.log.read_text()
-
-
-def test_a_killed_rank_of_a_run_that_saves_nothing_fails_the_job(slurm, texts, tmp_path):
-    job = Job(slurm, tmp_path, texts, checkpoint__enable=False, training__steps=100000)
-    job.wait_for_step(3)
-    os.kill(job.ranks()[0], signal.SIGKILL)
-    state = slurm.ended(job.id)
-    assert (state["JobState"], state["ExitCode"]) == ("FAILED", "137:0") and job.ranks() == []
-
-
 def test_a_time_limit_shorter_than_the_job_takes_several_starts(slurm, texts, tmp_path):
-    """The run asks SLURM for its end and saves ahead of it: with a limit of a minute, the shortest that SLURM knows, a
-    notice may come in the first second, so here it is one that nobody hears."""
-    job = Job(slurm, tmp_path, texts, "--gpus-per-node=1", "--time=1", "--signal=B:URG@1", training__steps=100000)
+    """The run asks SLURM for its end and saves ahead of it. The notice is one that nobody hears."""
+    job = Job(slurm, tmp_path, texts, "--gpus-per-node=1", "--signal=B:URG@1", seconds=LIMIT, training__steps=100000)
     job.wait_for_step(3)
     job.started_again()
     (saved,) = job.saved_steps()
