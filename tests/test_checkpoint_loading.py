@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 
 from tests.support.checkpoint_job import Job, TinyModel, saved_steps
@@ -80,6 +81,23 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path, caplog, 
     with pytest.raises(NothingLoadable) as caught:
         Job(tmp_path).checkpointer.load()
     assert "step-00000002" in str(caught.value) and "step-00000004" in str(caught.value)
+
+
+def test_torch_alone_loads_a_flipped_bit_in_silence(tmp_path):
+    """The control of the test above: what the sums of the manifest are for."""
+    job = Job(tmp_path)
+    job.train(2)
+    name, expected = "model.layers.0.0.weight", job.model.layers["0"][0].weight.detach()
+    (shard,) = (tmp_path / "step-00000002").glob("*.distcp")
+    data = bytearray(shard.read_bytes())
+    at = data.find(expected.numpy().tobytes())
+    data[at + 2] ^= 1 << 5
+    shard.write_bytes(data)
+    found = {name: torch.zeros_like(expected)}
+    torch.distributed.checkpoint.load(found, checkpoint_id=tmp_path / "step-00000002", no_dist=True)
+    assert at > 0 and (found[name] != expected).sum() == 1
+    with pytest.raises(NothingLoadable, match="other content than was written"):
+        Job(tmp_path).checkpointer.load()
 
 
 def test_what_was_passed_over_as_damaged_does_not_stand_in_for_later_saves(tmp_path):

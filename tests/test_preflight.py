@@ -173,6 +173,11 @@ def test_all_ranks_start_or_none_does(plant, told, argv):
     assert other == "peer: the preflight has found what cannot work"
 
 
+def test_without_it_a_wrong_sum_is_trained_on(argv):
+    """The control."""
+    assert run_ranks(2, look, [word for word in argv if "preflight=" not in word], "sum") == ["started"] * 2
+
+
 def look_and_listen(argv: list[str]) -> tuple[str, list[str]]:
     """What becomes of a start whose rank 1 sees new files late, and what is said meanwhile."""
     said = []

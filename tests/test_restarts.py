@@ -221,9 +221,13 @@ def test_a_rank_that_compiles_is_no_hang(where, tmp_path):
     assert end(supervise(program, tmp_path, budget=0, start=1)) == (0, "", "")
 
 
-def test_a_rank_that_waits_in_its_start_hangs(tmp_path):
-    code, out, err = end(supervise("answer(ranks.launcher); wait()", tmp_path, budget=0, start=2))
-    assert code == 6 and "all ranks are in its start" in err
+@pytest.mark.parametrize(
+    ("told", "where"), [("", "in its start"), ("tell('load')", "loading"), ("tell('first', 1)", "in step 1 (first)")]
+)
+def test_a_rank_that_waits_before_its_first_step_hangs(told, where, tmp_path):
+    program = f"answer(ranks.launcher); {told}\nwait()"
+    code, out, err = end(supervise(program, tmp_path, budget=0, start=1.5))
+    assert code == 6 and f"all ranks are {where}, none is behind" in err
 
 
 def test_a_rank_at_its_end_is_given_time(tmp_path):

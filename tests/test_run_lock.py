@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import jobs
+from torchtitan.checkpoint import folders
 from torchtitan.errors import JobError
 from torchtitan.launcher import lock
 from torchtitan.launcher.lock import held, lives, this_process
@@ -122,6 +123,13 @@ for turn in range(10):
     except JobError:
         time.sleep(random.uniform(0, 0.005))
 """
+
+
+def test_without_it_the_save_of_another_job_is_taken_for_a_leftover(tmp_path):
+    """The control: what two jobs in one folder would do to each other."""
+    mine = folders.create_temporary(tmp_path / "step-00000004")
+    folders.remove_leftovers(tmp_path / "step-00000008")
+    assert not mine.exists()
 
 
 def test_of_several_starters_one_at_a_time_is_inside(tmp_path):
