@@ -1,5 +1,6 @@
 """The script with --mode, --optimizer and --model: its flags, its JSON configs, and every cell of its matrix."""
 
+import copy
 import json
 import math
 
@@ -8,6 +9,8 @@ import torch
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
+from tests.test_galore import ADAM
+from tests.test_own_optimizers import random
 from torchtitan import cli
 from torchtitan.commands.check import summary
 from torchtitan.commands.importing import translate
@@ -16,6 +19,7 @@ from torchtitan.config.options import ConfigError
 from torchtitan.importers.command_line import parse, split
 from torchtitan.importers.galore import FLAGS, MODELS, OPTIMIZERS, read
 from torchtitan.initialization import clean_name
+from torchtitan.optimizers.build import build_optimizers
 from torchtitan.ranks import read_ranks
 from torchtitan.rules import Facts, check
 from torchtitan.trainer import Trainer
@@ -135,7 +139,7 @@ REFUSED = [
     ("--galore_config '{\"rank\": '", "galore_config", "a JSON object"),
     ("""--galore_config '{"ranks": 4}'""", "galore_config", "did you mean rank?"),
     ("""--galore_config '{"rank": "4"}'""", "galore_config", "rank such as 128"),
-    ("""--optimizer lora --lora_config '{"targets": ["c_attn"]}'""", "lora_config", "targets among q_proj"),
+    ("""--optimizer lora --lora_config '{"targets": ["lm_head"]}'""", "lora_config", "targets among q_proj"),
 ]
 
 
@@ -172,17 +176,19 @@ def test_the_command_knows_it_by_its_flags(capsys, tmp_path, monkeypatch):
     assert f"in {-(-(10**9) // (16 * 512)):,} steps" in summary(facts)
 
 
-PUBLISHED = {"llama_60m": 58_073_600, "llama_1b": 1_339_082_752, "llama_7b": 6_738_415_616}
+PUBLISHED = {"llama_60m": 58_073_600, "llama_1b": 1_339_082_752, "llama_7b": 6_738_415_616, "gpt2": 124_439_808}
 
 
-SMALL = "{dim = 32, n_layers = 2, n_heads = 4, vocab_size = 260, multiple_of = 16}"
+SMALL = dict.fromkeys(MODELS, "{dim = 32, n_layers = 2, n_heads = 4, vocab_size = 260, multiple_of = 16}")
+SMALL["gpt2"] = "{dim = 32, n_layers = 2, n_heads = 4, vocab_size = 260, ffn_dim = 64, max_seq_len = 250}"
 SHORT = "--test true --batch_size 2 --max_length 250"
 """1000 tokens in steps of two samples: two."""
 LOW = """--galore_config '{"rank": 4}'"""
 """Below the reduced width, and below LoRA's rank."""
 REASONS: dict[tuple[str, str], str] = {}
 """Of cells (mode, model) that are refused."""
-REASONS |= {("finetuning", model): "the script has no working path for it" for model in PUBLISHED}
+REASONS |= {("pretraining", "roberta"): "the script has no working path for masked words"}
+REASONS |= {("finetuning", model): "classes are not learned here" for model in ("roberta", "gpt2")}
 
 
 def two_steps(argv):
@@ -215,13 +221,20 @@ def test_every_cell_trains_or_is_refused_with_its_reason(mode, optimizer, model,
     text, config = translate(line, None)
     assert Facts(config, 1, "cpu").args.num_parameters == PUBLISHED[model]
     (tmp_path / "job.toml").write_text(text.replace('dataset_path = "allenai/c4:realnewslike"', ""))
+    said = [{"prompt": f"{'not ' * (i % 2)}so bad, number {i}: ", "completion": "good"} for i in range(20)]
+    (tmp_path / "sst2.jsonl").write_text("".join(json.dumps(each) + "\n" for each in said))
     argv = [f"--job.config_file={tmp_path}/job.toml", f"--job.dump_folder={tmp_path}/run", "--metrics.plot=false"]
-    argv += [f"--model.overrides={SMALL}", "--model.tokenizer_path=bytes", "--training.dataset=python_stdlib"]
+    argv += [f"--model.overrides={SMALL[model]}", "--model.tokenizer_path=bytes"]
+    if mode == "pretraining":
+        argv += ["--training.dataset=python_stdlib"]
+    else:
+        argv += [f"--training.dataset_path={tmp_path}/sst2.jsonl"]
     ((losses, moved, kept),) = run_ranks(1, two_steps, argv)
-    assert len(losses) == 2 and all(map(math.isfinite, losses))
+    assert len(losses) == (2 if mode == "pretraining" else 3) and all(map(math.isfinite, losses))
     frozen = [each for each, has in moved.items() if not has]
     if "lora" in name:
-        assert frozen and all(each.endswith(("wq.weight", "wv.weight")) for each in frozen)
+        targets = [each for each in frozen if each.endswith(("wq.weight", "wv.weight"))]
+        assert len(targets) == 2 * 2 and (frozen == targets or mode == "finetuning")
         assert not any(kept[each] for each in frozen)
     else:
         assert not frozen, "norms and biases too, which the script left out"
@@ -229,6 +242,47 @@ def test_every_cell_trains_or_is_refused_with_its_reason(mode, optimizer, model,
     if projected:
         assert all("attention" in each for each in seen) and {each[-6:] for each in seen} == {"lora_A", "lora_B"}
     elif "galore" in name and "lora" not in name:
-        assert len(seen) == 2 * 7 and not any(each.startswith(("output", "tok_embeddings")) for each in seen)
+        assert len(seen) == 2 * (6 if model == "gpt2" else 7)
+        assert not any(each.startswith(("output", "tok_embeddings")) for each in seen)
     else:
         assert not seen
+
+
+def test_norms_and_biases_step_as_in_adamw_and_head_and_embedding_too(tmp_path):
+    """Of its GaLore the script left out the former, and projected the latter: with a rate that leaves the projected
+    matrices where they are, all else is AdamW's.
+    """
+    _, config = translate(parse(split([f'{LINE} --galore_config \'{{"rank": 4, "scale": 0.0}}\''])), None)
+    model = torch.nn.ModuleDict(
+        {
+            "tok_embeddings": torch.nn.Embedding(40, 16),
+            "attention": torch.nn.Linear(16, 16),
+            "norm": torch.nn.LayerNorm(16),
+            "output": torch.nn.Linear(16, 40),
+        }
+    )
+    plain = copy.deepcopy(model)
+    settings = dict(lr=1e-2, weight_decay=0.0, shared=dict(beta1=0.9, beta2=0.999, eps=1e-8))
+    ours = build_optimizers([model], name="GaLore", options=config.optimizer.options, **settings)
+    theirs = build_optimizers([plain], name="AdamW", implementation="for-loop", **settings)
+    for step in range(3):
+        for optimizers, each in ((ours, model), (theirs, plain)):
+            for seed, parameter in enumerate(each.parameters()):
+                parameter.grad = random(*parameter.shape, seed=10 * step + seed)
+            optimizers.step()
+    begun = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, begun[name]) != (name == "attention.weight"), name
+
+
+def test_weight_decay_reaches_adapters(tmp_path):
+    """Which the script's LoRA did not pass on."""
+    text, config = translate(parse(split([f"{LINE} --optimizer lora --weight_decay 0.5"])), None)
+    assert config.optimizer.weight_decay == 0.5 and config.optimizer.name == "AdamW"
+    low = torch.nn.ParameterDict({"lora_A": torch.ones(8, 16)})
+    (optimizer,) = build_optimizers(
+        [low], name="AdamW", lr=0.1, weight_decay=config.optimizer.weight_decay, shared=ADAM
+    )
+    low["lora_A"].grad = torch.zeros(8, 16)
+    optimizer.step()
+    assert torch.allclose(low["lora_A"], torch.full((8, 16), 1 - 0.1 * 0.5))

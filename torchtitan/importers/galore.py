@@ -20,7 +20,14 @@ from torchtitan.importers.meaning import Meaning
 from torchtitan.models.hf.config import read_json
 
 OPTIMIZERS = ("lora", "galore", "galore8bit", "lora+galore8bit", "baseline")
-MODELS = {"llama_60m": ("llama2", "60m"), "llama_1b": ("llama2", "1b"), "llama_7b": ("llama2", "7b")}
+MODELS = {
+    "llama_60m": ("llama2", "60m", "t5-base"),
+    "llama_1b": ("llama2", "1b", "t5-base"),
+    "llama_7b": ("llama2", "7b", "t5-base"),
+    "roberta": ("roberta", "125M", "roberta-base"),
+    "gpt2": ("gpt2", "124M", "gpt2"),
+}
+"""Family, size and the folder of the tokenizer."""
 FLAGS: dict[str, Flag] = {
     "mode": Flag(str, None, ("pretraining", "finetuning")),
     "optimizer": Flag(str, None, OPTIMIZERS),
@@ -43,15 +50,20 @@ LORA = {"r": 8, "alpha": 8, "dropout": 0.1}
 GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
 SPELT = {"lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets", "galore_scale": "scale"}
 """Of a JSON config's keys, as libraries call them and as the script did."""
-LINEARS = {
-    "q_proj": "*attention.wq",
-    "k_proj": "*attention.wk",
-    "v_proj": "*attention.wv",
-    "o_proj": "*attention.wo",
-    "gate_proj": "*feed_forward.w1",
-    "down_proj": "*feed_forward.w2",
-    "up_proj": "*feed_forward.w3",
+ATTENTION = {"q": "*attention.wq", "k": "*attention.wk", "v": "*attention.wv", "o": "*attention.wo"}
+LINEARS: dict[str, list[str]] = {
+    **{f"{name}_proj": [pattern] for name, pattern in ATTENTION.items()},
+    "gate_proj": ["*feed_forward.w1"],
+    "down_proj": ["*feed_forward.w2"],
+    "up_proj": ["*feed_forward.w3"],
+    "query": [ATTENTION["q"]],
+    "key": [ATTENTION["k"]],
+    "value": [ATTENTION["v"]],
+    "c_attn": [ATTENTION[name] for name in "qkv"],
+    "c_fc": ["*feed_forward.w1"],
+    "c_proj": [ATTENTION["o"], "*feed_forward.w2"],
 }
+"""As Llama, RoBERTa and GPT-2 call them, the targets that they are here."""
 TEST_TOKENS = 1000
 
 
@@ -67,7 +79,8 @@ class _Script:
         self.values, self.note, self.refuse = meaning.values, meaning.notes.append, meaning.refuse
 
     def read(self) -> None:
-        missing = [flag for flag in ("mode", "optimizer", "model") if self.given[flag] is None]
+        given = self.given
+        missing = [flag for flag in ("mode", "optimizer", "model") if given[flag] is None]
         for flag in missing:
             self.refuse(flag, None, f"one of {', '.join(map(show, FLAGS[flag].choices))}", "the script needs it too")
         few = [flag for flag in COUNTS if self.given[flag] < 1]
@@ -75,8 +88,12 @@ class _Script:
             self.refuse(flag, self.given[flag], "at least 1", "")
         if missing or few:
             return
-        self.model_and_data()
-        self.length()
+        (values := self.values)["model.name"], values["model.flavor"], tokenizer = MODELS[given["model"]]
+        values |= {"model.tokenizer_path": tokenizer, "training.seq_len": given["max_length"]}
+        values |= {"training.local_batch_size": given["batch_size"], "training.shuffle": given["shuffle"]}
+        if not Path(tokenizer).exists():
+            self.note(f"the tokenizer {tokenizer} has to be in a folder of that name here, see docs/data.md")
+        self.pretraining() if self.pretrains else self.finetuning()
         self.optimizer()
         self.precision()
         self.output()
@@ -85,40 +102,56 @@ class _Script:
     def pretrains(self) -> bool:
         return self.given["mode"] == "pretraining"
 
-    def model_and_data(self) -> None:
+    def pretraining(self) -> None:
         given, values = self.given, self.values
-        values["model.name"], values["model.flavor"] = MODELS[given["model"]]
-        if not self.pretrains:
-            self.refuse("mode", "finetuning", '"pretraining" with a Llama', "the script has no working path for it")
+        if given["model"] == "roberta":
+            why = "the script has no working path for masked words"
+            self.refuse("model", "roberta", "another one with --mode pretraining", why)
         values |= {"training.dataset": "c4", "training.dataset_path": "allenai/c4:realnewslike"}
-        values |= {"model.tokenizer_path": "t5-base", "training.seq_len": given["max_length"]}
-        values |= {"training.local_batch_size": given["batch_size"], "training.shuffle": given["shuffle"]}
-        if not Path("t5-base").exists():
-            self.note("the tokenizer t5-base has to be in a folder of that name here, see docs/data.md; if it has more")
-            self.note("tokens than the model (100, of no text), set model.overrides = {vocab_size = 32100}")
+        if given["model"].startswith("llama"):
+            self.note("with more tokens than the model (100, of no text) set model.overrides = {vocab_size = 32100}")
         self.note("documents are packed: the script cut or padded each to --max_length, and learned the pads")
         if given["shuffle"]:
             self.note("shuffled as far as a stream can be, within a buffer; the script did not shuffle streams")
-
-    def length(self) -> None:
-        """Of the run and of its schedule, which the script moved on with every batch in place of every epoch."""
-        given, values = self.given, self.values
-        tokens = TEST_TOKENS if given["test"] else int(given["num_training_tokens"])
-        values |= {"lr_scheduler.decay_type": "cosine", "lr_scheduler.warmup_steps": 0, "optimizer.lr": given["lr"]}
-        values["lr_scheduler.min_lr_factor"] = 0.0
-        share = Fraction(given["tmax"], given["num_epochs"])
-        values["training.tokens"] = tokens
-        if share != 1:
-            values |= {"lr_scheduler.t_max": ceil(tokens * share), "lr_scheduler.t_max_unit": "token"}
+        tokens = self.budget(int(given["num_training_tokens"]))
         self.note(f"{tokens:,} tokens are read once, where the script took so many documents --num_epochs times;")
         self.note("--tmax is as large a share of them as of these epochs, and the rate does not rise again behind it")
 
+    def finetuning(self) -> None:
+        """On SST-2, whose sentences are good or bad."""
+        given, values = self.given, self.values
+        if not given["model"].startswith("llama"):
+            self.refuse("mode", "finetuning", "pretraining with this model", "classes are not learned here")
+            return
+        values |= {"task.kind": "sft", "training.dataset": "text", "training.dataset_path": "sst2.jsonl"}
+        self.note(
+            'write SST-2 as {"prompt": sentence, "completion": "good" or "bad"} into sst2.jsonl: a Llama says the'
+        )
+        self.note("class in words, where the script had no working path for it; set checkpoint.initial_load_path to")
+        self.note("begin from a model that has been pretrained")
+        if given["test"]:
+            self.budget(TEST_TOKENS)
+        else:
+            values |= {"training.epochs": given["num_epochs"], "lr_scheduler.t_max": given["tmax"]}
+            self.note("--tmax counts epochs, as it says, and not batches; the rate does not rise again behind it")
+
+    def budget(self, tokens: int) -> int:
+        """Of the run, and as large a share of it as of the epochs for the schedule."""
+        given, values = self.given, self.values
+        values["training.tokens"] = tokens = TEST_TOKENS if given["test"] else tokens
+        share = Fraction(given["tmax"], given["num_epochs"])
+        if share != 1:
+            values |= {"lr_scheduler.t_max": ceil(tokens * share), "lr_scheduler.t_max_unit": "token"}
+        return tokens
+
     def optimizer(self) -> None:
         given, values, kind = self.given, self.values, self.given["optimizer"]
-        lora = self._config("lora_config", LORA | {"targets": ["q_proj", "v_proj"]})
+        targets = ["q_proj", "v_proj"] if self.pretrains else ["query", "value"]
+        lora = self._config("lora_config", LORA | {"targets": targets})
         galore = self._config("galore_config", GALORE)
-        values |= {"optimizer.weight_decay": given["weight_decay"], "optimizer.beta2": 0.999}
-        values["optimizer.name"] = "AdamW"
+        values |= {"optimizer.name": "AdamW", "optimizer.lr": given["lr"], "optimizer.beta2": 0.999}
+        values |= {"optimizer.weight_decay": given["weight_decay"], "lr_scheduler.decay_type": "cosine"}
+        values |= {"lr_scheduler.warmup_steps": 0, "lr_scheduler.min_lr_factor": 0.0}
         if "lora" in kind:
             self._adapter(lora)
         if "galore" in kind:
@@ -129,11 +162,13 @@ class _Script:
         if len(known) < len(config["targets"]) or not known:
             self.refuse("lora_config", config["targets"], f"targets among {', '.join(LINEARS)}")
         self.values |= {"adapter.kind": "lora", "adapter.rank": config["r"], "adapter.alpha": float(config["alpha"])}
-        self.values |= {"adapter.dropout": config["dropout"], "adapter.target": [LINEARS[name] for name in known]}
+        chosen = [pattern for name in known for pattern in LINEARS[name]]
+        self.values |= {"adapter.dropout": config["dropout"], "adapter.target": list(dict.fromkeys(chosen))}
+        self.note("weight decay is that of the flag, which the script left out of LoRA")
         if self.pretrains:
             self.values["adapter.train_dense_rest"] = True
             self.note("embeddings, head and norms are trained beside the adapters: frozen as they are drawn, they say")
-            self.note("nothing; weight decay is that of the flag, which the script left out here")
+            self.note("nothing")
 
     def _projection(self, config: Mapping[str, Any], lora_rank: int | None) -> None:
         values, kind = self.values, self.given["optimizer"]
