@@ -128,9 +128,9 @@ ARGS = SHAPES["llama3"][0]
 FILES = {"tokenizer.json": b"{}"}
 
 
-def written(source: Source | None, args=ARGS, bos_id: int | None = 1, eos_id: int = 2) -> tuple[dict, dict]:
+def written(source: Source | None, args=ARGS, bos_id: int | None = 1, ends=(2,)) -> tuple[dict, dict]:
     """config.json and generation_config.json."""
-    files = beside_weights(CONFIG, args, "bfloat16", source=source, tokenizer_files=FILES, bos_id=bos_id, eos_id=eos_id)
+    files = beside_weights(CONFIG, args, "bfloat16", source=source, tokenizer_files=FILES, bos_id=bos_id, end_ids=ends)
     assert set(files) == {"config.json", "generation_config.json", "tokenizer.json"}
     return json.loads(files["config.json"]), json.loads(files["generation_config.json"])
 

@@ -121,6 +121,7 @@ ALLOWED |= {
     "commands.convert": ABOVE | {"commands.job_of"},
     "commands.on_ranks": {"launcher"},
     "commands.generate": ABOVE | {"commands.job_of", "commands.on_ranks"},
+    "commands.chat": ABOVE | {"commands.generate", "commands.job_of"},
     "commands.export": ABOVE | {"commands.generate"},
     "commands.preview": ABOVE,
     "commands.prepare": ABOVE,

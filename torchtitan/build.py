@@ -1,6 +1,4 @@
-"""Config -> parts. Parts are made of a job here and in build_data.py alone; the trainer, the command line and the tests
-build by it.
-"""
+"""Config -> parts. Parts are made of a job here and in build_data.py alone; programs and tests build by it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from torchtitan.checkpoint.counters import schedule_start
 from torchtitan.config.changes import kept_job
 from torchtitan.config.job import JobConfig, as_dict, trackers_of
 from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.datasets.templates import turn_ends
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokenizer.chat_templates import template_file, template_of
 from torchtitan.guards import Guards, Replicas, StepGuard
@@ -85,8 +84,8 @@ def movable(config: JobConfig) -> JobConfig:
     found: dict[str, Any] = {
         name: str(Path(path).expanduser().resolve()) for name, path in paths.items() if path and Path(path).exists()
     }
-    template = config.data.chat_template  # as the file says it now
-    data = dataclasses.replace(config.data, chat_template=None if template is None else template_of(template))
+    template = config.data.chat_template and template_of(config.data.chat_template)  # as the file says it now
+    data = dataclasses.replace(config.data, chat_template=template)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **found), data=data)
 
 
@@ -108,7 +107,7 @@ def beside_hf_weights(config: JobConfig, vocabulary: Tokenizer) -> dict[str, byt
         source=source_of(folder) if folder else None,
         tokenizer_files=vocabulary.as_hf_files() | template_file(vocabulary),
         bos_id=vocabulary.bos_id,
-        eos_id=vocabulary.eos_id,
+        end_ids=sorted(turn_ends(vocabulary)),
     )
 
 

@@ -86,7 +86,7 @@ def _beside(config: JobConfig, args: Any, dtype: torch.dtype) -> dict[str, bytes
     source = source_of(folder) if folder and Path(folder, CONFIG).is_file() else None
     if vocabulary is None:
         print("no tokenizer goes along: --model.tokenizer_path says which is its own", file=sys.stderr)
-        kept = beside_weights(form, args, dtype, source=source, tokenizer_files={}, bos_id=None, eos_id=None)
+        kept = beside_weights(form, args, dtype, source=source, tokenizer_files={}, bos_id=None, end_ids=[])
         return {CONFIG: kept[CONFIG]}
     files = vocabulary.as_hf_files()
     ids = {"bos_id": vocabulary.bos_id, "eos_id": vocabulary.eos_id}

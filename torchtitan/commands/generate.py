@@ -13,7 +13,7 @@ import io
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -147,9 +147,10 @@ def sample(
     top_k: int,
     seed: int,
     agree: Callable[[torch.Tensor], torch.Tensor] = lambda choice: choice,
+    ends: Collection[int] = (),
 ) -> Iterator[int]:
-    """New token ids one by one, up to `max_new_tokens` or the end of the document. `agree`: what several ranks make of
-    each one's choice.
+    """New token ids one by one, up to `max_new_tokens`, the end of the document, or one of `ends`. `agree`: what
+    several ranks make of each one's choice.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -166,7 +167,7 @@ def sample(
             choice = torch.multinomial(torch.softmax(scaled, 0), 1, generator=generator)
         choice = agree(choice)
         token = int(choice)
-        if token == tokenizer.eos_id:
+        if token == tokenizer.eos_id or token in ends:
             return
         yield token
         ids = torch.cat([ids, choice[None]], dim=1)

@@ -24,6 +24,8 @@ class Format(NamedTuple):
     """That a record of it has."""
     read: Callable[[Record], list[Span]] | None = None
     """None: the first field says all, as document_of reads it."""
+    asked: str = ""
+    """The field that holds a question, where a model can be asked in this form."""
 
 
 def prompt_completion(record: Record) -> list[Span]:
@@ -44,14 +46,22 @@ FORMATS: dict[str, Format] = {
     "chat": Format(("messages",)),
     "sharegpt": Format(("conversations",)),
     "input_output": Format(("segments",)),
-    "prompt_completion": Format(("prompt", "completion"), prompt_completion),
-    "alpaca": Format(("instruction", "output"), alpaca),
+    "prompt_completion": Format(("prompt", "completion"), prompt_completion, "prompt"),
+    "alpaca": Format(("instruction", "output"), alpaca, "instruction"),
 }
 
 
 def format_of(fields: Collection[str]) -> str | None:
     """The first of FORMATS whose fields are all there."""
     return next((name for name, known in FORMATS.items() if all(field in fields for field in known.fields)), None)
+
+
+def question(name: str, text: str) -> Document:
+    """What a model that has learned records of a format is asked with: one without its answer."""
+    fields, read, asked = FORMATS[name]
+    assert read is not None and asked
+    *prompt, _ = read(dict.fromkeys(fields, "") | {asked: text})
+    return Document(prompt, "the question")
 
 
 def document_of_record(record: Record, field: str, place: str, short_place: str) -> Document:
@@ -66,12 +76,12 @@ def document_of_record(record: Record, field: str, place: str, short_place: str)
             f"{place}: no field {field!r}; the fields there are: {there}; set training.text_field, or give records of "
             f"a known format: {formats}"
         )
-    fields, read = FORMATS[name]
+    fields, read, _ = FORMATS[name]
     if read is None:
-        return document_of(record[fields[0]], fields[0], place, short_place)
+        return document_of(record[fields[0]], fields[0], place, short_place)._replace(form=name)
     for key in (*fields, "input"):
         value = record.get(key)
         if not isinstance(value, str) and (key in fields or value is not None):
             kind = "nothing (null)" if value is None else type(value).__name__
             raise DataError(f"{place}: field {key!r} of format {name} holds {kind}, not text; {REMEDY}")
-    return Document(read(record), short_place)
+    return Document(read(record), short_place, form=name)

@@ -13,7 +13,7 @@ import numpy as np
 
 from torchtitan.datasets.learned import ANSWERS, TrainOn
 from torchtitan.datasets.sources import REMEDY, BadRecord, Chat, DataError, Document, Span
-from torchtitan.datasets.templates import chat_spans
+from torchtitan.datasets.templates import chat_spans, prompt_spans
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError
 
 LARGEST_ID = 2**31 - 1
@@ -92,6 +92,12 @@ def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = ANSWERS
         pieces = [(tokenizer.begin, first), *pieces, ([tokenizer.eos_id], last and train_on.ends != "none")]
     ids = np.concatenate([np.array(piece, dtype=np.int64) for piece, _ in pieces])
     return Tokens(ids, np.repeat([flag for _, flag in pieces], [len(piece) for piece, _ in pieces]))
+
+
+def prompt_ids(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], place: str) -> list[int]:
+    """What a model reads of a conversation before it answers, with the ids that it was trained on. As `encode`."""
+    spans = prompt_spans(tokenizer, messages, place)
+    return encode(tokenizer, Document(spans, place, framed=True)).ids.tolist()
 
 
 def _pieces(tokenizer: Tokenizer, document: Document) -> Iterator[tuple[Sequence[int], bool]]:

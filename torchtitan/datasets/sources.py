@@ -62,6 +62,8 @@ class Document(NamedTuple):
     """Where it came from, for people."""
     framed: bool = False
     """Whether it brings the tokens that begin and end it; else they are added."""
+    form: str = ""
+    """The format of the record that it was made of (formats.py), if it was one."""
 
     @property
     def spans(self) -> Sequence[Span]:

@@ -32,20 +32,44 @@ def chat_spans(tokenizer: Tokenizer, messages: Sequence[Message], place: str) ->
     """A conversation under the tokenizer's template: texts, and special tokens as ids, each trained or not. Raises
     DataError, which names `place`, where the template refuses it, or would teach the model to begin twice or never to
     end."""
+    text = _rendered(tokenizer, messages, place)
+    _refuse_foreign(tokenizer, text, messages, place)
+    return _split(tokenizer, text, _answers_trained(messages, place), place)
+
+
+def prompt_spans(tokenizer: Tokenizer, messages: Sequence[Message], place: str) -> list[Span]:
+    """The same of a conversation that the model is to answer, up to where its answer begins: spans that give the ids
+    which it was trained behind."""
+    return _split(tokenizer, _rendered(tokenizer, messages, place, prompt=True), [], place)
+
+
+def turn_ends(tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens behind which an answer is over: the one that ends a document, and the template's."""
+    ends = {tokenizer.eos_id}
+    if tokenizer.chat_template is not None:
+        asked, answered = ({"role": role, "content": "a"} for role in ("user", "assistant"))
+        try:
+            spans = chat_spans(tokenizer, [asked, answered], "the chat template")
+        except DataError:  # which is said where a conversation meets it
+            return frozenset(ends)
+        *_, last = (span.content for span in spans if span.trained)
+        ends |= set() if isinstance(last, str) else {last[-1]}
+    return frozenset(ends)
+
+
+def _rendered(tokenizer: Tokenizer, messages: Sequence[Message], place: str, prompt: bool = False) -> str:
     if tokenizer.chat_template is None:
         raise DataError(
-            f"{place}: a conversation, but the tokenizer has no chat template; give one with chat_template.jinja "
-            "beside its tokenizer.json, or in tokenizer_config.json"
+            f"{place}: a conversation, but the tokenizer has no chat template; give one with data.chat_template, with "
+            "chat_template.jinja beside the tokenizer's file, or in tokenizer_config.json"
         )
     try:
-        text = _marked(tokenizer, messages, place)
+        return _marked(tokenizer, messages, place, prompt)
     except (TemplateError, TypeError, ValueError, RecursionError, OverflowError) as error:
         if isinstance(error, DataError):
             raise
         kind = DataError if isinstance(error, TemplateSyntaxError) else BadRecord  # which all conversations meet
         raise kind(f"{place}: the chat template refuses this conversation: {error}; {REMEDY}") from None
-    _refuse_foreign(tokenizer, text, messages, place)
-    return _split(tokenizer, text, _answers_trained(messages, place), place)
 
 
 def _answers_trained(messages: Sequence[Message], place: str) -> list[bool]:
@@ -85,8 +109,8 @@ def _refuse_foreign(tokenizer: Tokenizer, text: str, messages: Sequence[Message]
             )
 
 
-def _marked(tokenizer: Tokenizer, messages: Sequence[Message], place: str) -> str:
-    """The whole text, what is trained between BEGIN and END."""
+def _marked(tokenizer: Tokenizer, messages: Sequence[Message], place: str, prompt: bool) -> str:
+    """The whole text, what is trained between BEGIN and END, and with `prompt` what an answer stands behind."""
     names = tokenizer.special_tokens
     said = [_without_names(message, names, place) for message in messages]
 
@@ -100,7 +124,7 @@ def _marked(tokenizer: Tokenizer, messages: Sequence[Message], place: str) -> st
     template = _compiled(tokenizer.chat_template)
     by_id: dict[int | None, str] = {number: name for name, number in names.items()}
     ends = {"bos_token": by_id.get(tokenizer.bos_id, ""), "eos_token": by_id.get(tokenizer.eos_id, "")}
-    whole = render(len(said))
+    whole = render(len(said), prompt)
     if "generation" in _tags(tokenizer.chat_template):
         return whole
     marked, done = "", 0

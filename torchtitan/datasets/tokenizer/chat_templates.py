@@ -43,7 +43,7 @@ LLAMA2 = """\
         {{- bos_token + '[INST] ' + said.system + m.content | trim + ' [/INST]' }}
         {%- set said.system = '' %}
     {%- elif m.role == 'assistant' %}
-        {{- ' ' }}{% generation %}{{ m.content | trim + ' ' + eos_token }}{% endgeneration %}
+        {%- generation %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endgeneration %}
     {%- else %}
         {{- raise_exception('no role ' + m.role) }}
     {%- endif %}

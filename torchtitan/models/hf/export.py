@@ -6,7 +6,7 @@ with: how long texts may be, constants of the router's balance, names of tokens 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,11 @@ def beside_weights(
     source: Source | None,
     tokenizer_files: Mapping[str, bytes],
     bos_id: int | None,
-    eos_id: int | None,
+    end_ids: Sequence[int],
 ) -> dict[str, bytes]:
-    """File name -> content. JobError for sizes that transformers does not have."""
+    """File name -> content. `end_ids`: of tokens that end a text, several perhaps. JobError for sizes that transformers
+    does not have.
+    """
     written = form.to_hf(args, dtype)
     generation: dict[str, Any] = {}
     if source is not None and _is_same_model(form, args, source):
@@ -54,7 +56,8 @@ def beside_weights(
         kept.pop("rope_parameters", None)  # of transformers 5, which reads the older spelling too
         written = kept | {key: written[key] for key in SPELLED_ANEW if key in written}
         generation = {key: value for key, value in source.generation.items() if key != "transformers_version"}
-    ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
+    ends = list(end_ids) if len(end_ids) > 1 else next(iter(end_ids), None)
+    ids = {"bos_token_id": bos_id, "eos_token_id": ends}
     written |= {key: _agreed(written.get(key), id_) for key, id_ in ids.items()}
     generation |= {key: _agreed(generation.get(key, written[key]), id_) for key, id_ in ids.items()}
     own = {CONFIG: written, GENERATION: generation}
@@ -70,6 +73,7 @@ def _is_same_model(form: ConfigForm, args: Any, source: Source) -> bool:
         return False
 
 
-def _agreed(said: Any, id_: int | None) -> Any:
-    """What the source says, several ends of a text perhaps, if the tokenizer's is among it; else the tokenizer's."""
-    return said if id_ in (said if isinstance(said, list) else [said]) else id_
+def _agreed(said: Any, own: int | list[int] | None) -> Any:
+    """What the source says, several ends of a text perhaps, if the tokenizer's are among it; else the tokenizer's."""
+    known, needed = (each if isinstance(each, list) else [each] for each in (said, own))
+    return said if set(needed) <= set(known) else own

@@ -1,0 +1,163 @@
+"""`torchtitan chat FOLDER`: talk with what a run has learned, in the form of its records.
+
+Questions come line by line, typed or through a pipe, and answers appear as they are made. FOLDER is as for `torchtitan
+generate`. The chat template is the job's, so what the model reads has the ids that it was trained on; a job without one
+is asked in the form of its first record (alpaca, prompt_completion), each question by itself. An answer ends where the
+template, or the document, ends. Keys and values of the conversation are kept.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan import build, saved_model
+from torchtitan.commands.generate import CONTROLS, find_checkpoint, sample
+from torchtitan.commands.job_of import refuse_strangers
+from torchtitan.config.job import JobConfig, sources_of
+from torchtitan.datasets import open_source
+from torchtitan.datasets.formats import FORMATS, question
+from torchtitan.datasets.records import encode, prompt_ids
+from torchtitan.datasets.sources import DataError, Document
+from torchtitan.datasets.templates import turn_ends
+from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.datasets.tokenizer.streaming import text_of
+from torchtitan.distributed import device_type
+from torchtitan.errors import JobError
+from torchtitan.models.cache import Remembering
+
+CHAT = "chat"
+ASKED = [CHAT, *(name for name, known in FORMATS.items() if known.asked)]
+NEW = "/new"
+HELP = f"{NEW} begins another conversation; an empty line or the end of the input leaves."
+
+
+def main(argv: list[str]) -> int:
+    options, words = parse(argv)
+    sys.stdout.reconfigure(errors="replace")  # what the terminal has no character for
+    config, place = find_checkpoint(Path(options.folder), options.config, words)
+    tokenizer = build.tokenizer(config)
+    form = options.format or form_of(config, tokenizer)
+    model: Any
+    model, _ = saved_model.filled_model(config, place, torch.device(device_type()))
+    typed = sys.stdin.isatty()
+    print(f"{config.model.name} {config.model.flavor}, {place.name}, asked as {form}", file=sys.stderr)
+    if typed:
+        print(HELP, file=sys.stderr)
+    talk = Talk(Remembering(model), tokenizer, form, config.training.seq_len, options)
+    for line in lines(typed):
+        if line == NEW or options.apart:
+            talk.begin()
+        if line != NEW:
+            for piece in talk.answer(line):
+                print(piece.translate(CONTROLS), end="", flush=True)
+            print(flush=True)
+    return 0
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options of the command, and those of a job."""
+    parser = argparse.ArgumentParser(
+        prog="torchtitan chat",
+        description="Talk with the weights of a checkpoint.",
+        epilog="Takes options of a job as well, such as --data.chat_template and --training.seq_len, the context.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", help="a run's dump_folder, a checkpoint, an export, a folder of Hugging Face")
+    parser.add_argument("--system", help="what the system says before every conversation")
+    parser.add_argument("--format", choices=ASKED, help="the form of questions (default: the job's)")
+    parser.add_argument("--apart", action="store_true", help="each line is a conversation of its own")
+    parser.add_argument("--max_new_tokens", type=int, default=500, help="of an answer (default 500)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default 0)")
+    parser.add_argument("--top_k", type=int, default=50, help="choose among this many tokens; 0: all (default 50)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice (default 0)")
+    parser.add_argument("--config", help="the job, when the folder has no config.toml")
+    options, words = parser.parse_known_args(argv)
+    refuse_strangers(parser, words)
+    for name, lowest in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
+        value = getattr(options, name)
+        if not lowest <= value < 2**63:  # so neither is NaN
+            parser.error(f"--{name} {value}: must be at least {lowest} and less than 2**63")
+    if options.system is not None and options.format not in (None, CHAT):
+        parser.error(f"--system: format {options.format} has no place for it")
+    return options, words
+
+
+def form_of(config: JobConfig, tokenizer: Tokenizer) -> str:
+    """In which form the job's model is asked. JobError where it has not learned answers, as far as can be seen."""
+    if tokenizer.chat_template is not None:
+        return CHAT
+    remedy = f"give --format {' or '.join(ASKED[1:])}, or --data.chat_template"
+    source = next(iter(sources_of(config, "training").values()))
+    assert source.text_field is not None  # sources_of has said it
+    try:
+        first = next(iter(open_source(source.dataset, source.dataset_path, source.text_field).documents()), None)
+    except (DataError, OSError) as error:
+        raise JobError(f"no chat template, and the data that would tell a form are gone: {error}; {remedy}") from None
+    form = first.form if isinstance(first, Document) else None
+    if form not in ASKED[1:]:
+        raise JobError(f"no chat template, and the job's records have no questions that could be asked; {remedy}")
+    return form
+
+
+def lines(typed: bool) -> Iterator[str]:
+    """What is asked: typed lines up to an empty one, or all of the input that are not empty."""
+    while True:
+        if typed:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        text = line.strip()
+        if not line or (typed and not text):
+            return
+        if text:
+            yield text
+
+
+class Talk:
+    """A conversation with a model, in one of the forms in ASKED."""
+
+    def __init__(self, model: Any, tokenizer: Tokenizer, form: str, context: int, options: argparse.Namespace) -> None:
+        self.model, self.tokenizer, self.form, self.context, self.options = model, tokenizer, form, context, options
+        self.ends = turn_ends(tokenizer) if form == CHAT else frozenset({tokenizer.eos_id})
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was said."""
+        system = self.options.system
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def answer(self, text: str) -> Iterator[str]:
+        """The pieces of an answer, as they come."""
+        self.messages.append({"role": "user", "content": text})
+        prompt = self._prompt(text)
+        tokens = sample(
+            self.model,
+            prompt,
+            self.tokenizer,
+            max_new_tokens=self.options.max_new_tokens,
+            context=self.context,
+            temperature=self.options.temperature,
+            top_k=self.options.top_k,
+            seed=self.options.seed,
+            ends=self.ends,
+        )
+        said = ""
+        for piece in text_of(tokens, prompt, self.tokenizer):
+            said += piece
+            yield piece
+        self.messages.append({"role": "assistant", "content": said})
+
+    def _prompt(self, text: str) -> list[int]:
+        """The ids of what was said; if the context has no room for them, without the oldest questions and answers."""
+        if self.form != CHAT:
+            return encode(self.tokenizer, question(self.form, text)).ids.tolist()[:-1]  # without the end
+        while True:
+            ids = prompt_ids(self.tokenizer, self.messages, "the conversation")
+            oldest = next(i for i, message in enumerate(self.messages) if message["role"] == "user")
+            if len(ids) < self.context or oldest + 2 >= len(self.messages):
+                return ids
+            del self.messages[oldest : oldest + 2]
+            print("(the oldest question is forgotten: the context is full)", file=sys.stderr)
