@@ -47,11 +47,11 @@ class Combination:
 
     @property
     def evaluated(self) -> bool:
-        """Whether the loss without gradients is compared too. Compiled it would be compiled a second time. Recompute
-        has no part in it: layouts with many rows are evaluated in those without.
+        """Whether the loss without gradients is compared too. Compiled it would be compiled a second time, and dropout
+        is in training only. Recompute has no part in it: layouts with many rows are evaluated in those without.
         """
         rare = self.pp > 2 or self.ep > 1 or self.precision == "bfloat16" or self.cpu_offload
-        drops = self.model in ("gpt2", "classifier") or "dropout" in self.adapter  # in training only
+        drops = self.model in ("gpt2", "classifier") or "dropout" in self.adapter
         return self.compile == "no" and not drops and (rare or self.recompute == "none")
 
 
@@ -330,7 +330,9 @@ def dropping() -> list[Combination]:
 
 
 def gpt2() -> list[Combination]:
-    """Norms with means, biases, learned positions, dropout, and a tied head with all of it."""
+    """Norms with means, biases, learned positions, dropout, of attention's probabilities too, and a tied head with all
+    of it.
+    """
     drops = dict(model="gpt2")
     rows = [Combination(**drops, recompute=mode) for mode in RECOMPUTE]
     rows += [Combination(**drops, compile="block", recompute=mode) for mode in ("none", "full")]
@@ -341,7 +343,8 @@ def gpt2() -> list[Combination]:
     ]
     rows += [Combination(**COMPOSED["TP 2"], **drops, sequence_parallel=False, document_mask=True, recompute="op")]
     rows += [Combination(**COMPOSED["TP 2"], **drops, compile="block")]
-    rows += [Combination(**COMPOSED["CP 2 x TP 2"], **drops, method="ulysses", precision="float64")]
+    rows += [Combination(**COMPOSED["CP 2"], **drops, document_mask=True, balance=False)]
+    rows += [Combination(**COMPOSED["CP 2 x TP 2"], **drops, precision="float64")]
     rows += [
         Combination(**COMPOSED["PP 2"], **drops, schedule=s, recompute="full") for s in ("ZBVZeroBubble", "DualPipeV")
     ]

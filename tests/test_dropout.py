@@ -1,4 +1,6 @@
-"""Keyed dropout: as many features as asked, no pattern in them, and the same ones whatever cuts the batch."""
+"""Keyed dropout, of features and of probabilities: as many as asked, no pattern in them, the same ones whatever cuts
+the batch.
+"""
 
 from unittest.mock import patch
 
@@ -9,16 +11,21 @@ from tests.support import jobs, other_families
 from tests.support.no_exchange import NoExchange
 from tests.support.other_families import Other, OtherArgs
 from tests.support.pool import run_ranks
+from torchtitan.config.manager import load
+from torchtitan.errors import JobError
 from torchtitan.initialization import initialize
 from torchtitan.keyed import scrambled
 from torchtitan.loss import SummedCrossEntropy
 from torchtitan.models import SIZES
-from torchtitan.models.dropout import Dropout, layer_keys, token_keys
+from torchtitan.models.dropout import Dropout, DroppingKernel, head_keys, layer_keys, token_keys
+from torchtitan.models.layers import AttentionKernel
 from torchtitan.models.registry import MODELS
+from torchtitan.parallelisms.context.kernel import Tokens, require_part
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
 from torchtitan.parallelisms.pipeline.overlap.merging import Loop, alone
 from torchtitan.parallelisms.pipeline.overlap.programs import programs_of
 from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists, Policy
+from torchtitan.rules import check
 
 SAMPLES, LENGTH, WIDTH = 64, 32, 128
 
@@ -99,8 +106,96 @@ def test_gradients_pass_where_features_are_kept():
     assert torch.equal(grad, drop(torch.ones_like(x), own))
 
 
+# Of the probabilities of attention
+
+QUERIES, KEYS, GROUPED = (3, 4, 6, 8), (3, 2, 6, 8), 2
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1], [0] * 6, [0, 1, 1, 1, 2, 2]])
+
+
+def attention_inputs():
+    generator = torch.Generator().manual_seed(0)
+    shapes = (QUERIES, KEYS, KEYS)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def kept_pairs(own, heads, p):
+    """[B, H, Q, S], as Dropout drops of rows that each have a key."""
+    keys = head_keys(own, 0, heads)
+    return Dropout(p)(torch.ones(*keys.shape, keys.shape[-1], dtype=torch.float64), keys)
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one document", "documents"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_probabilities_are_dropped_behind_the_softmax(documents, causal):
+    """Against the formula, one query after the other; and every gradient."""
+    own, kernel = keys(samples=3, length=6), DroppingKernel(0.4, causal=causal)
+    q, k, v = inputs = attention_inputs()
+    counted = kept_pairs(own, 4, 0.4)
+    rows = []
+    for sample, head, query in torch.cartesian_prod(torch.arange(3), torch.arange(4), torch.arange(6)).tolist():
+        seen = torch.arange(6) <= query if causal else torch.ones(6, dtype=torch.bool)
+        if documents is not None:
+            seen = seen & (documents[sample] == documents[sample, query])
+        scores = (k[sample, head // GROUPED] @ q[sample, head, query] / 8**0.5)[seen]
+        weights = scores.exp() / scores.exp().sum() * counted[sample, head, query, seen]
+        rows.append(weights @ v[sample, head // GROUPED, seen])
+    expected = torch.stack(rows).view(QUERIES)
+    mask = kernel.prepare(Tokens(torch.arange(6), documents))
+    y = kernel(q, k, v, mask, own)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for got, wanted in zip(
+        *(torch.autograd.grad((each * direction).sum(), inputs) for each in (y, expected)), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_the_share_of_dropped_probabilities_is_even_and_its_draws_apart():
+    own = keys(samples=16)
+    dropped = (kept_pairs(own, 4, 0.25) == 0).double()  # [16, 4, 32, 32]
+    for axes, draws in (((0, 1, 2), 2048), ((0, 1, 3), 2048), ((0, 2, 3), 16384), ((1, 2, 3), 4096)):
+        assert (dropped.mean(axes) - 0.25).abs().max() < 5 * (0.25 * 0.75 / draws) ** 0.5
+    neighbours = {axis: (dropped == dropped.roll(1, axis)).double().mean().item() for axis in range(4)}
+    features = (Dropout(0.25)(torch.ones(*own.shape, LENGTH), own) == 0).double()  # of what the block adds
+    assert list(neighbours.values()) == pytest.approx([0.625] * 4, abs=0.01)
+    assert (dropped == features[:, None]).double().mean().item() == pytest.approx(0.625, abs=0.01)
+
+
+def test_a_share_of_the_heads_and_of_the_queries_drops_what_the_whole_does():
+    """Of tensor and of context parallel."""
+    own, kernel = keys(samples=3, length=6), DroppingKernel(0.4)
+    q, k, v = attention_inputs()
+    whole, part = kernel(q, k, v, None, own), DroppingKernel(0.4)
+    part.share = 1
+    assert torch.equal(part(q[:, 2:], k[:, 1:], v[:, 1:], None, own), whole[:, 2:])
+    some = torch.tensor([1, 4])
+    mask = kernel.prepare(Tokens(some, None), Tokens(torch.arange(6), None))
+    torch.testing.assert_close(kernel(q[:, :, some], k, v, mask, own[:, some]), whole[:, :, some], rtol=1e-12, atol=0)
+
+
+def test_outside_of_training_no_probability_is_dropped():
+    q, k, v = attention_inputs()
+    kernel = DroppingKernel(0.4)
+    with pytest.raises(AssertionError, match="keys of its tokens"):
+        kernel(q, k, v, None)
+    assert torch.equal(kernel.eval()(q, k, v, None), AttentionKernel()(q, k, v, None))
+
+
+@pytest.mark.parametrize("method", ["ring", "alltoall", "ulysses"])
+def test_context_parallel_that_has_parts_of_rows_is_refused(method):
+    require_part(DroppingKernel(0.4), "allgather")
+    said = f'context_parallel_rotate_method: given "{method}"; allowed: "allgather" for a model with attention_dropout'
+    with pytest.raises(JobError, match=said):
+        require_part(DroppingKernel(0.4), method)
+    job = ["--model.name=gpt2", "--parallelism.context_parallel_degree=2", "--model.tokenizer_path=bytes"]
+    job += ["--training.seq_len=64", f"--parallelism.context_parallel_rotate_method={method}"]
+    assert check(load(job), 2, "cpu") == []
+    (fault,) = check(load([*job, "--model.overrides={attention_dropout = 0.1}"]), 2, "cpu")
+    assert said in str(fault)
+
+
 def model_and_batch():
-    model = Other(OtherArgs(dropout=0.25)).double()
+    model = Other(OtherArgs(dropout=0.25, attention_dropout=0.25)).double()
     model.loss = SummedCrossEntropy()
     initialize(model, 0, model.init_rule)
     tokens = torch.randint(64, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -159,7 +254,9 @@ def texts(tmp_path_factory):
 
 
 def losses(ranks, folder, texts, **options):
-    size = dict(model__name="other_decoder", model__overrides="{vocab_size = 260, max_seq_len = 64}")
+    size = dict(
+        model__name="other_decoder", model__overrides="{vocab_size = 260, max_seq_len = 64, attention_dropout = 0.1}"
+    )
     rows, state = run_ranks(ranks, train_other, jobs.arguments(folder, texts, **size, **options))[0]
     return [row["loss"] for row in rows], state
 

@@ -117,7 +117,7 @@ def test_a_feed_forward_narrower_than_usual_is_read_exactly():
         ({"model_type": "mistral"}, "model_type = 'mistral'"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"attention_bias": True}, "attention_bias = True"),
-        ({"attention_dropout": 0.1}, "attention_dropout = 0.1, but attention here drops no probabilities"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1, but attention of this family drops no probabilities"),
         ({"head_dim": 16}, "head_dim = 16.*only has 8"),
         ({"hidden_size": "wide"}, "no whole number above 0 for hidden_size"),
         ({"num_attention_heads": 0}, "no whole number above 0 for num_attention_heads"),

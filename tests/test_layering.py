@@ -1,9 +1,12 @@
-"""Who may import whom (design: downwards only), read off the sources."""
+"""What holds of every file, read off the sources: who may import whom (downwards only), how long files and functions
+are, that nothing is executed, that docstrings give the shapes of tensors.
+"""
 
 import ast
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -253,3 +256,99 @@ def test_nothing_that_is_read_is_executed(path):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             assert called not in ("eval", "exec", "pickle.load", "pickle.loads", "torch.load"), called
+
+
+# Whoever takes or gives tensors says of which shape
+
+SHAPE = re.compile(r"\[[^\]]*\]|\bshape[sd]?\b|\bscalars?\b", re.IGNORECASE)
+"""[B, S, D], "of any shape", "of its shape", "a scalar"."""
+BY_NAME = re.compile(r"(Mapping|dict|tuple)\[str, torch\.Tensor\]")
+"""Tensors by name: these have the shapes of what has the names."""
+OF_THE_CLASS = ("__init__", "__call__", "forward", "backward")
+"""What a class is for: its own docstring may say these."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+TREES = [(path, ast.parse(path.read_text())) for path in FILES]
+CLASSES = [node for _, tree in TREES for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def says_shapes(node: ast.AST) -> bool:
+    return bool(SHAPE.search(ast.get_docstring(node) or ""))
+
+
+def takes_or_gives_tensors(function: Function) -> bool:
+    given = function.args
+    arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    annotations = [function.returns, *(argument.annotation for argument in arguments if argument is not None)]
+    texts = [BY_NAME.sub("", ast.unparse(annotation)) for annotation in annotations if annotation is not None]
+    return any(re.search(r"\bTensor\b", text) for text in texts)
+
+
+def methods(owner: ast.ClassDef) -> dict[str, Function]:
+    return {node.name: node for node in owner.body if isinstance(node, Function)}
+
+
+def interfaces(owner: ast.ClassDef) -> Iterator[ast.ClassDef]:
+    """Classes of the package that it derives from, and protocols of which it has every method."""
+    bases = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in owner.bases}
+    for other in CLASSES:
+        if other.name in bases and other is not owner:
+            yield other
+            yield from interfaces(other)
+        elif is_protocol(other) and methods(other).keys() <= methods(owner).keys():
+            yield other
+
+
+def is_protocol(owner: ast.ClassDef) -> bool:
+    return any(ast.unparse(base) == "Protocol" for base in owner.bases)
+
+
+def is_said(owner: ast.ClassDef | None, function: Function) -> bool:
+    """By the function, by its class, or by an interface that it only carries out: whose words it need not repeat."""
+    if says_shapes(function) or owner is None:
+        return says_shapes(function)
+    for each in (owner, *interfaces(owner)):
+        own = methods(each).get(function.name)
+        if (own is not None and says_shapes(own)) or (function.name in OF_THE_CLASS and says_shapes(each)):
+            return True
+    return False
+
+
+def public_functions(tree: ast.Module) -> Iterator[tuple[ast.ClassDef | None, Function]]:
+    owners = [None, *(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_")]
+    for owner in owners:
+        for node in (owner or tree).body:
+            if isinstance(node, Function) and (node.name[0] != "_" or node.name in OF_THE_CLASS):
+                yield owner, node
+
+
+def test_whoever_takes_or_gives_tensors_says_their_shapes():
+    silent = [
+        f"{path.relative_to(PACKAGE)}:{function.lineno} {function.name}"
+        for path, tree in TREES
+        for owner, function in public_functions(tree)
+        if takes_or_gives_tensors(function) and not is_said(owner, function)
+    ]
+    assert not silent, "say the tensors' shapes in the docstring, as [B, S, D], or that it is any shape"
+
+
+def test_the_rule_knows_words_from_silence(monkeypatch):
+    """A shape said here, by the class, by an interface, by nobody."""
+    tree = ast.parse("""
+def said(x: torch.Tensor): "[B, S]"
+def named(x: dict[str, torch.Tensor]): "State."
+def silent(x: torch.Tensor): "Twice as much."
+class Store(Protocol):
+    def read(self) -> torch.Tensor: "Of any shape."
+class Kept:
+    "Of the hidden states [B, S, D]."
+    def read(self) -> torch.Tensor: ...
+    def forward(self, x: torch.Tensor): ...
+    def other(self, x: torch.Tensor): ...
+class Longer(Kept):
+    def forward(self, x: torch.Tensor): ...
+    def further(self, x: torch.Tensor): ...
+""")
+    monkeypatch.setitem(globals(), "CLASSES", [node for node in tree.body if isinstance(node, ast.ClassDef)])
+    functions = [f for owner, f in public_functions(tree) if takes_or_gives_tensors(f) and not is_said(owner, f)]
+    assert [function.name for function in functions] == ["silent", "other", "further"]

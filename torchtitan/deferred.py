@@ -14,6 +14,7 @@ class Deferred:
     make: Callable[[], torch.Tensor]
 
     def detach(self) -> torch.Tensor:
+        """Its value, of `shape`."""
         return self.make()
 
 

@@ -86,7 +86,7 @@ def _split_over(config: JobConfig, world_size: int) -> JobConfig:
 
 
 def first_ranks(choice: torch.Tensor) -> torch.Tensor:
-    """The first rank's, on all: sums of reductions may differ in their last bits between ranks."""
+    """The first rank's, of any shape, on all: sums of reductions may differ in their last bits between ranks."""
     dist.broadcast(choice, 0)
     return choice
 

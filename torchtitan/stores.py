@@ -26,10 +26,10 @@ class Store(Protocol):
         """Take what was filled in, of the shape that `empty` gave."""
 
     def read(self) -> torch.Tensor:
-        """The plain parameter as it is computed with, laid out over the ranks as what it is kept in."""
+        """The plain parameter as it is computed with, of the shape that `empty` gives and laid out so."""
 
     def holds(self, values: torch.Tensor) -> bool:
-        """Whether these, of a model on one device, are what `write` was given."""
+        """Whether these, of a model on one device and of `shape`, are what `write` was given."""
 
 
 def stores(part: nn.Module) -> Iterator[tuple[str, Store]]:

@@ -277,7 +277,7 @@ class Trainer:
     def log(
         self, loss: torch.Tensor, norm: torch.Tensor | None, lr: float, data_seconds: float, refuse: bool = True
     ) -> None:
-        """`refuse`: that `loss`, this rank's share, or the norm is not finite."""
+        """`loss`, this rank's share, and `norm` are scalars. `refuse`: that one of them is not finite."""
         extra: dict[str, torch.Tensor | float] = {}
         if self.metrics.due(self.step):
             means = loss.new_zeros(self.dims.dp)  # of the data-parallel ranks' own tokens
@@ -324,7 +324,7 @@ class Trainer:
         return iter(self.loader)
 
     def over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
-        """Whole losses from the ranks' shares, of which those of a tp group are the same."""
+        """Whole losses from the ranks' shares, of any shape, of which those of a tp group are the same."""
         if self.dims.world_size > 1:
             dist.all_reduce(loss)
         return loss / self.dims.tp

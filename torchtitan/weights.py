@@ -43,7 +43,7 @@ class Weights(ABC):
 
     @abstractmethod
     def whole(self, name: str) -> torch.Tensor:
-        """On the CPU, in that type."""
+        """On the CPU, of the model's shape, in that type."""
 
     def unread(self, name: str, shape: tuple[int, ...]) -> Deferred:
         """In place of it, until its value is asked for."""

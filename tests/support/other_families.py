@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,8 @@ from torchtitan.parallelisms.plan import ParallelPlan
 
 @dataclass(frozen=True)
 class OtherArgs:
+    may_be_zero: ClassVar = ("dropout", "attention_dropout", "n_classes")
+
     dim: int = 16
     n_layers: int = 2
     n_heads: int = 2
@@ -25,6 +27,7 @@ class OtherArgs:
     causal: bool = True
     order: Literal["pre", "post"] = "pre"
     dropout: float = 0.0
+    attention_dropout: float = 0.0
     tied_embeddings: bool = False
     n_classes: int = 0  # instead of words, what the head tells apart
     norm_eps: float = 1e-5
@@ -55,7 +58,8 @@ class OtherArgs:
 
 class Other(Decoder):
     """LayerNorm with biases before (GPT-2) or behind (BERT) what adds to the stream, learned positions, a plain
-    feed-forward, biases everywhere but in the head, dropout; causal or to all.
+    feed-forward, biases everywhere but in the head, dropout of what is added and of the probabilities of attention;
+    causal or to all.
     """
 
     def __init__(self, args: OtherArgs, attention_backend: str = "auto"):
@@ -75,6 +79,7 @@ class Other(Decoder):
             entrance=Entrance(args.dim, args.max_seq_len, norm() if post else None, args.dropout),
             norm=nn.Identity() if post else norm(),
             head=nn.Linear(args.dim, args.n_classes) if args.n_classes else None,
+            attention_dropout=args.attention_dropout,
         )
 
 

@@ -19,8 +19,9 @@ def having(weights: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def joined(state: Mapping[str, torch.Tensor], kind: str, weights: Sequence[str]) -> torch.Tensor:
-    """What the modules of these weights have of a kind (lora_A, lora_B, lora_magnitude), as one. JobError for
-    magnitudes of some of them, as the others' would have to be computed.
+    """What the modules of these n weights have of a kind, as one: of those k that have it lora_A [k rank, in], of all
+    lora_B [n out, k rank] and lora_magnitude [n out]. JobError for magnitudes of some of them, as the others' would
+    have to be computed.
     """
     modules = having(weights, state)
     parts = [state[f"{module}.{kind}"] for module in modules]

@@ -85,6 +85,7 @@ class LowRankLinear(nn.Linear):
         self.lora_scaling = nn.Parameter(new(1)) if strength.learns else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]"""
         return plus_learned(self, x, F.linear(x.flatten(0, -2), self.weight, self.bias))
 
     def own_init(self, name: str) -> Init | None:
@@ -103,6 +104,7 @@ class LowRankLinear(nn.Linear):
         return {}
 
     def folded(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """The matrix [out, in] of that name, laid out as `value` is, with what has been learned added to it."""
         scale = self.low_rank.scale
         if (learned := self.lora_scaling) is not None:
             scale *= (learned.full_tensor() if isinstance(learned, DTensor) else learned).tanh().item()
@@ -134,6 +136,7 @@ class LowRankExperts(Experts):
         return Constant(0.0) if name.startswith("lora_B_") else None
 
     def folded(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """The matrices [experts, in, out] of that name, with what has been learned added to them."""
         left, right = getattr(self, f"lora_A_{name}"), getattr(self, f"lora_B_{name}")
         return plus_product(value, left, right, self.low_rank.scale)
 

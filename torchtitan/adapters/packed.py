@@ -29,7 +29,9 @@ class Form(Protocol):
         """Parameters on the meta device, of a matrix [outputs, inputs]."""
 
     def block_in(self, *parts: torch.Tensor) -> int:
-        """How many weights of a row are packed together, read off a rank's parameters."""
+        """How many weights of a row are packed together, read off a rank's parameters, which are parts of those of
+        `like`'s shapes.
+        """
 
     def pack(self, blocks: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """float32 [out, blocks, block], of whose whole rows `row` [out] are the largest magnitudes."""
@@ -136,7 +138,7 @@ class PackedWeight:
 
     @torch.no_grad()
     def read(self) -> torch.Tensor:
-        """The matrix as it is computed with."""
+        """The matrix [out, in] as it is computed with, laid out over the ranks as `empty` is."""
         return self._laid_out(self.form.unpack(*self._parameters, dtype=self.linear.dtype))
 
     def _laid_out(self, local: torch.Tensor) -> torch.Tensor:

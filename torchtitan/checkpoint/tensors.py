@@ -147,6 +147,7 @@ def not_finite(tensors: Tensors) -> list[str]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor of any shape: of a plain one all."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

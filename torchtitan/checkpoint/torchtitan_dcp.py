@@ -72,7 +72,7 @@ class TorchtitanCheckpoint:
                 raise CheckpointError(f"{self.folder / place.relative_path} is cut off: {index.fqn} is not all there")
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, from however many ranks' files."""
+        """The whole tensor, of the shape that `tensors` says, from however many ranks' files."""
         dtype, shape = self.tensors[name]
         target = {self.prefix + name: torch.empty(shape, dtype=dtype)}
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

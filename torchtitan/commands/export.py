@@ -108,7 +108,7 @@ def write(
     into_unpacked: bool,
     batch: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[Answer, str]:
-    """What the run's model says, and what its adapter was folded into."""
+    """What the run's model says of the batch, tokens and labels [B, S], and what its adapter was folded into."""
     as_asked = dataclasses.replace(config.checkpoint, export_dtype=dtype)
     beside = build.beside_hf_weights(dataclasses.replace(config, checkpoint=as_asked), build.tokenizer(config))
     hf, args = build.model_spec(config).hf, build.model_args(config)
@@ -126,7 +126,7 @@ def write(
 
 
 def answer(config: JobConfig, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Answer:
-    """Samples one by one, and greedily from the beginning of the first of them."""
+    """Tokens and labels [B, S], samples one by one, and greedily from the beginning of the first of them."""
     tokens, labels = batch
     loss = sum(model(row, labels=of_row).item() for row, of_row in zip(tokens.split(1), labels.split(1), strict=True))
     vocabulary, logits = build.tokenizer(config), []

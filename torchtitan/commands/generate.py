@@ -150,7 +150,7 @@ def sample(
     ends: Collection[int] = (),
 ) -> Iterator[int]:
     """New token ids one by one, up to `max_new_tokens`, the end of the document, or one of `ends`. `agree`: what
-    several ranks make of each one's choice.
+    several ranks make of each one's choice, an id [1].
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)

@@ -75,6 +75,7 @@ class Form:
     def tensors(
         self, rows: np.ndarray, begins: tuple[np.ndarray, np.ndarray], trained: np.ndarray | None
     ) -> list[torch.Tensor]:
+        """What `batch_arrays` makes of ids [n, seq_len + 1]: each [n, seq_len]."""
         arrays = batch_arrays(rows, begins, self.document_mask, self.tokenizer.vocab_size, trained)
         return [torch.from_numpy(array) for array in arrays]
 

@@ -37,7 +37,8 @@ class Guards:
         can_skip: bool,
         can_go_back: Callable[[], bool],
     ) -> str:
-        """Before the update of the `step`-th step: why it is left out, or nothing. `loss` is this rank's share.
+        """Before the update of the `step`-th step: why it is left out, or nothing. `loss`, this rank's share, and
+        `norm` are scalars.
 
         Raises, on all ranks, `RollBack`, or `BadStep` for a run that has to stop.
         """
@@ -62,14 +63,18 @@ class Guards:
         return verdict.why + where
 
     def refuse_non_finite(self, what: str, value: torch.Tensor | None, step: int) -> None:
-        """Waits for the device, so it is asked only where the host waits anyway. Once NaN, weights stay NaN."""
+        """Of a scalar. Waits for the device, so it is asked only where the host waits anyway. Once NaN, weights stay
+        NaN.
+        """
         if value is not None and not math.isfinite(value):
             self.stop_non_finite(f"the {what} is {float(value)}", step, self._first_layer())
 
     def refuse_to_save(
         self, step: int, loss: torch.Tensor, norm: torch.Tensor | None, not_finite: Callable[[], list[str]]
     ) -> None:
-        """Before a save, also after a step that was not logged. Ranks' own losses differ, so they agree first."""
+        """Before a save, also after a step that was not logged; `loss` and `norm` are scalars. Ranks' own losses
+        differ, so they agree first.
+        """
         self.compare(step, now=True)
         (bad,) = distributed.sum_over_ranks(not math.isfinite(loss))
         self.refuse_non_finite("gradient norm", norm, step)

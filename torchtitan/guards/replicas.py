@@ -70,9 +70,9 @@ class Replicas:
 def held(
     parts: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], places: dict[torch.Tensor, Place]
 ) -> Iterator[tuple[Place, torch.Tensor]]:
-    """Parameters, buffers and optimizer state of this rank. Under a pipeline the copy of tied weights has the name of
-    what it is a copy of. An optimizer's state is compared where its parameter is, whatever its own form. `places` are
-    those that are known from before, and learns others.
+    """Parameters, buffers and optimizer state of this rank, of any shape. Under a pipeline the copy of tied weights has
+    the name of what it is a copy of. An optimizer's state is compared where its parameter is, whatever its own form.
+    `places` are those that are known from before, and learns others.
     """
     for part in parts:
         tied = getattr(part, "tied_names", {})
@@ -94,7 +94,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def key_of(place: Place, tensor: torch.Tensor) -> int:
-    """The same number on all ranks with this place, whatever their order of tensors."""
+    """The same number on all ranks with a tensor of this shape and type at this place, whatever their order."""
     text = f"{place} {tuple(tensor.shape)} {tensor.dtype}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
@@ -110,9 +110,9 @@ def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """torch.hash_tensor's exclusive or within each row, and the sum, modulo 2^64, of odd multiples of the rows': any
-    one flipped bit shows, and so does the same bit flipped twice unless both are in one row. In integers, so the
-    order in which a device adds does not matter.
+    """[..., n] -> a scalar: torch.hash_tensor's exclusive or within each row, and the sum, modulo 2^64, of odd
+    multiples of the rows': any one flipped bit shows, and so does the same bit flipped twice unless both are in one
+    row. In integers, so the order in which a device adds does not matter.
     """
     rows = tensor if tensor.dim() > 1 else tensor.reshape(-1, 1)
     hashed = torch.hash_tensor(rows, dim=-1).view(torch.int64).flatten()

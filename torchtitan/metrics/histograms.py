@@ -34,7 +34,7 @@ def of_all_ranks(found: dict[str, Histogram]) -> dict[str, Histogram]:
 
 
 def histogram(tensor: torch.Tensor) -> Histogram:
-    """Of the values that are finite: what is not ends the run by itself, and is told there."""
+    """Of the values of a tensor of any shape that are finite: what is not ends the run by itself, and is told there."""
     whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float()
     whole = whole[whole.isfinite()]
     low, high = (float(value) for value in torch.aminmax(whole)) if whole.numel() else (0.0, 0.0)

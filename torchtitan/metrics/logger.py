@@ -114,8 +114,10 @@ class MetricsLogger:
         data_seconds: float,
         extra: Mapping[str, torch.Tensor | float] | None = None,
     ) -> None:
-        """After every step: the global loss and gradient norm (needed where the step is due), the rate that the step
-        took, the tokens of all ranks in it, and how long this rank waited for data. `extra` is logged as it is."""
+        """After every step: the global loss and gradient norm, scalars (needed where the step is due), the rate that
+        the step took, the tokens of all ranks in it, and how long this rank waited for data. `extra` is logged as it
+        is.
+        """
         window = self._window
         window.steps += 1
         window.tokens += tokens

@@ -26,7 +26,8 @@ class ZeroedBuffers(nn.Module):
 
 @torch.library.custom_op("torchtitan::add_once", mutates_args=("total",))
 def add_once(total: torch.Tensor, amount: torch.Tensor) -> None:
-    """total += amount, but not in a forward that runs inside a backward: activation checkpointing, the second time.
+    """total += amount, of the same shape, but not in a forward that runs inside a backward: activation checkpointing,
+    the second time.
 
     An operator, and so one node of a compiled graph, because the compiler could not ask which of the two it is.
     """

@@ -26,8 +26,8 @@ class RememberingKernel(nn.Module):
         self.kept: list[torch.Tensor] = []  # [B, H / n, room, D] of keys, and of values
 
     def prepare(self, new: Tokens, keys: Tokens | None = None) -> torch.Tensor | None:
-        """The mask of tokens that stand behind those that are remembered. None: nothing is hidden, but what is later
-        where there is nothing to remember yet.
+        """The mask of tokens that stand behind those that are remembered, as AttentionKernel's [1, 1, Q, S]. None:
+        nothing is hidden, but what is later where there is nothing to remember yet.
         """
         assert new.documents is None and keys is None, "documents are not told apart"
         places = torch.arange(self.held + len(new.places), device=new.places.device)
@@ -38,7 +38,7 @@ class RememberingKernel(nn.Module):
         )
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """As AttentionKernel's."""
+        """As AttentionKernel's: q [B, H, Q, D] of the new tokens, with their k and v -> [B, H, Q, V]."""
         kernel = self.to_everything if mask is None and self.held else self.own
         return kernel(q, *self._remember(k, v), mask)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torchtitan.initialization import Constant, Init, Normal
-from torchtitan.models.dropout import Dropout, layer_keys
+from torchtitan.models.dropout import Dropout, DroppingKernel, layer_keys
 from torchtitan.models.layers import AttentionKernel, RMSNorm, Shared, SwiGLU, autocast_dtype
 from torchtitan.parallelisms.context.kernel import Tokens, counted
 from torchtitan.parallelisms.steps import Chain, Notes, Segment, Stepwise
@@ -34,8 +34,7 @@ class Residual(Stepwise):
     """What blocks have whatever their feed-forward is: attention, norms, dropout, and the stream that it all adds to.
 
     `norm` makes a norm, RMSNorm unless said. `order`: norms stand before attention and feed-forward ("pre"), or
-    behind the sum with what they add ("post", as in arXiv:1706.03762). `dropout`: of what they add. Attention drops no
-    probabilities: its kernels have none in memory.
+    behind the sum with what they add ("post", as in arXiv:1706.03762). `dropout`: of what they add.
     """
 
     def __init__(
@@ -137,10 +136,9 @@ class Decoder(nn.Module):
 
     `block` makes a layer of its number and the kernel; it has to keep the kernel in `attention.kernel`. `rotary` None:
     positions are learned (`entrance`), or there are none. causal=False: tokens see their whole document. `window`: how
-    many tokens one sees, itself among them; 0 for all before it. `norm`: the last one, RMSNorm unless said;
-    nn.Identity() where the last block ends with one. `word_dim`: width of the embedding of words, where it is another
-    than the model's, which `entrance` and `norm` then lead to and back. `head`: makes logits of what it gives; unless
-    said, of all words and without bias.
+    many tokens one sees, itself among them; 0 for all before it. `attention_dropout`: of the probabilities of
+    attention. `norm`: the last one, RMSNorm unless said; nn.Identity() where the last block ends with one. `head`:
+    makes logits of what it gives; unless said, of all words and without bias.
     """
 
     def __init__(
@@ -156,12 +154,14 @@ class Decoder(nn.Module):
         entrance: nn.Module | None = None,
         norm: nn.Module | None = None,
         head: nn.Module | None = None,
+        attention_dropout: float = 0.0,
     ):
         super().__init__()
         self.args = args
         self.loss = None
         self.rotary = rotary
-        self.kernel = AttentionKernel(attention_backend, causal, window)  # one for all blocks; it has no state
+        kernel = partial(DroppingKernel, attention_dropout) if attention_dropout else AttentionKernel
+        self.kernel = kernel(attention_backend, causal, window)  # one for all blocks; it has no state
         self.tok_embeddings = nn.Embedding(args.vocab_size, word_dim or args.dim)
         self.entrance = entrance
         self.layers = nn.ModuleDict({str(i): block(i, self.kernel) for i in range(args.n_layers)})

@@ -120,7 +120,7 @@ class SwiGLU(nn.Module):
 
 
 class MLP(nn.Module):
-    """Feed-forward without a gate: w2(activation(w1 x)), both with biases."""
+    """Feed-forward without a gate: w2(activation(w1 x)), both with biases. `activation` keeps the shape."""
 
     def __init__(self, dim: int, hidden_dim: int, activation: Callable[[torch.Tensor], torch.Tensor]):
         super().__init__()
@@ -144,7 +144,7 @@ class AttentionKernel(nn.Module):
     Without such a mask all three are sdpa: there is nothing more to skip.
     """
 
-    takes_parts = True
+    takes_parts, drops = True, False
 
     def __init__(self, backend: str = "auto", causal: bool = True, window: int = 0):
         super().__init__()
@@ -161,8 +161,8 @@ class AttentionKernel(nn.Module):
         return AttentionKernel(backend, self.causal, self.window)
 
     def prepare(self, queries: Tokens, keys: Tokens | None = None) -> torch.Tensor | BlockMask | None:
-        """Once per forward: the mask that `forward` takes. None means plainly causal, or nothing hidden. Without `keys`
-        they are those of the queries.
+        """Once per forward: the mask that `forward` takes, [B or 1, 1, Q, S], True where a query may look, or a
+        BlockMask. None means plainly causal, or nothing hidden. Without `keys` they are those of the queries.
         """
         whole, keys = keys is None, keys or queries
         far = 0 < self.window < len(keys.places)
@@ -247,6 +247,15 @@ class Shared(NamedTuple):
     targets: Mapping[str, torch.Tensor] | None = None  # for the head, what the loss reads
 
 
+def attended(kernel: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared) -> torch.Tensor:
+    """What the kernel makes of q [B, S, H, E], k [B, S, K, E] and v [B, S, K, V]: of all heads, side by side,
+    [B, S, H V].
+    """
+    draws = (shared.keys,) if getattr(kernel, "drops", False) else ()
+    y = kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), shared.mask, *draws)  # [B, H, S, V]
+    return y.transpose(1, 2).flatten(-2)
+
+
 class GroupedSizes(Protocol):
     dim: int
     n_heads: int
@@ -284,5 +293,4 @@ class GroupedQueryAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if shared.rotation is not None:
             q, k = rotate(q, shared.rotation), rotate(k, shared.rotation)
-        y = self.kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), shared.mask)  # [B, H, S, E]
-        return self.wo(y.transpose(1, 2).flatten(-2))  # [B, S, D]
+        return self.wo(attended(self.kernel, q, k, v, shared))  # [B, S, D]

@@ -34,6 +34,7 @@ class TorchtitanForm:
         return (shape[0], shape[2], shape[1]) if ours.endswith(EXPERTS) else shape
 
     def to_ours(self, ours: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Of their shape -> of ours."""
         if ours.endswith(EXPERTS):
             return tensor.transpose(1, 2)
         if self.form is not None and self.form.is_turned(ours):

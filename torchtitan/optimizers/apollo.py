@@ -41,13 +41,18 @@ class APOLLO(ByParameter):
         add(parameter, limited(step, projection.layout, state, "norm"), kept, -group["lr"] * self.options["scale"])
 
     def projection(self, name: str, parameter: torch.Tensor, refresh: int, side: str) -> Projection:
-        """Normal with variance 1 / rank, so that lengths stay on average."""
+        """Of a matrix [m, n], to [m, rank] or [rank, n]: normal with variance 1 / rank, so that lengths stay on
+        average.
+        """
         rank, (rows, columns) = self.options["rank"], parameter.shape
         shape = (rows, rank) if side == "left" else (rank, columns)
         basis = keyed.normal(f"{name}/{refresh}", (0, 0), shape, parameter.device) / rank**0.5
         return Projection(Layout.of(parameter), **{side: basis})
 
     def stretch(self, direction: torch.Tensor, low: torch.Tensor, projection: Projection) -> torch.Tensor:
+        """How much longer `direction` is than `low`, both this rank's parts of what is projected: a scalar, or
+        [m, 1] or [1, n] per channel.
+        """
         if self.options["per"] == "channel":
             return projection.factors(direction, low)
         after, before = (projection.low.summed(each.square().sum()).sqrt() for each in (direction, low))

@@ -99,6 +99,7 @@ class GaLore(ByParameter):
         super().step()
 
     def begin(self, parameter: torch.Tensor, state: State, group: Options) -> None:
+        """Of a matrix [m, n] that has had no gradient."""
         rank, gap = self.options["rank"], self.options["update_gap"]
         state.update(updates=0, refresh_at=0, gap=gap, skipped=0, fitted=False)
         for side in self.sides[parameter]:
@@ -112,6 +113,7 @@ class GaLore(ByParameter):
         self.inner.begin(state, low, group, parameter.dtype, parameter.device)
 
     def projection(self, parameter: torch.Tensor, state: State) -> Projection:
+        """Of a matrix [m, n], by the bases that `state` has."""
         return Projection(Layout.of(parameter), state.get("left"), state.get("right"))
 
     def refresh(self, due: Sequence[Task]) -> None:
@@ -142,6 +144,7 @@ class GaLore(ByParameter):
             self.turn(task, flat)
 
     def fitted(self, task: Task, side: str, whole: torch.Tensor) -> torch.Tensor:
+        """A new basis of that side, [m, rank] or [rank, n], for the whole gradient [m, n]."""
         key, before = f"{task.name}/{task.state['updates']}/{side}", task.state[side] if task.state["fitted"] else None
 
         def noise(shape: tuple[int, ...]) -> torch.Tensor:
@@ -151,7 +154,9 @@ class GaLore(ByParameter):
         return found.to(task.parameter.dtype)
 
     def turn(self, task: Task, flat: torch.Tensor) -> None:
-        """Take a new basis, and see to the moments, which are in the directions of the old one."""
+        """Take new bases, those of `refresh` one behind the other in one dimension [.], and see to the moments, which
+        are in the directions of the old ones.
+        """
         state, own = task.state, self.sides[task.parameter]
         if state["fitted"]:
             state["refresh_at"] = self.next_after(task)

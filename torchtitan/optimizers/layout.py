@@ -140,7 +140,7 @@ class Layout:
         return part.contiguous()
 
     def collected(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """The way back: from what `scattered` gave, or what has as many rows or columns, to all of this rank's."""
+        """The way back: from the shape that `scattered` gave, or one of as many rows or columns, to all of a rank's."""
         crossed, other = self.crossed(dim, part.shape[dim]), 1 - dim
         for axis, length, longest, own in reversed(self._shares(dim, crossed)):
             assert self.mesh is not None
@@ -192,7 +192,8 @@ def by_owners(
 ) -> Iterator[tuple[T, torch.Tensor]]:
     """Each task with work(task, gather(task)), a whole tensor, which one rank has computed and handed to those that
     share the task's tensor. They all gather it, but of as many tasks as they are each keeps and works on one, so that
-    ranks work side by side and hold one whole tensor at a time. `result(task)`: an empty tensor for it.
+    ranks work side by side and hold one whole tensor at a time. `result(task)`: an empty tensor of the shape
+    of what `work` makes.
     """
     by_mesh: dict[DeviceMesh | None, list[T]] = {}
     for task in tasks:

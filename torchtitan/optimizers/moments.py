@@ -60,6 +60,7 @@ class Adam:
         return [local(state[key]).to(dtype) for key, _ in self.KEYS]
 
     def write(self, state: State, layout: Layout, moments: list[torch.Tensor]) -> None:
+        """Both, of the shapes that `read` gave."""
         for (key, signed), moment in zip(self.KEYS, moments, strict=True):
             if self.packs(layout):
                 Packed(layout).write(state, key, signed, moment)

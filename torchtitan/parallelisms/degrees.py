@@ -114,6 +114,16 @@ def check_dealt_heads(cp: int, heads: int, whole: str = "") -> None:
         raise LimitError(DEGREES + "context_parallel_degree", cp, allowed, remedy)
 
 
+def check_dropped(method: str) -> None:
+    """Probabilities of attention are dropped by head, query and key; the other ways have parts of rows, or deal out
+    heads.
+    """
+    if method != "allgather":
+        allowed = '"allgather" for a model with attention_dropout, which needs whole rows of probabilities'
+        key, remedy = DEGREES + "context_parallel_rotate_method", 'write "allgather", or attention_dropout = 0.0'
+        raise LimitError(key, f'"{method}"', allowed, f"{remedy} in model.overrides")
+
+
 def check_async(device: str, compiled: bool, sequence_parallel: bool) -> None:
     """The compiler fuses the collectives of sequence parallel into matrix products, by memory that GPUs share."""
     needs = {

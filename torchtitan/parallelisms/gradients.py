@@ -21,7 +21,7 @@ def clip_gradients(
     copies: Collection[nn.Parameter] = (),
 ) -> torch.Tensor:
     """Scale gradients in place so that their joint 2-norm is at most `max_norm` (0: only measure). Returns the norm
-    before clipping, a 0-dim tensor, float32 or wider, that is the same on all ranks.
+    before clipping, a scalar, float32 or wider, that is the same on all ranks.
 
     The ranks of `pp_group` hold different parameters of the same model. `copies` are scaled like the rest and left out
     of the norm: tied weights that a pipeline holds twice.

@@ -203,7 +203,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def loss_sum(self, batch: Batch) -> torch.Tensor:
-        """This rank's share of the sum of losses, without gradients."""
+        """This rank's share of the sum of losses, a scalar, without gradients; the batch as for `forward_backward`."""
         batch = self._share(batch)
         if self.pipeline is not None:
             return self.pipeline.eval_step(batch)
@@ -211,7 +211,9 @@ class ParallelModel:
             return self.parts[0](**batch)
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Once per step, after the last backward: the norm of the whole model's gradient, which is clipped in place."""
+        """Once per step, after the last backward: the norm of the whole model's gradient, a scalar; the gradient is
+        clipped in place.
+        """
         if self.pipeline is None:
             return clip_gradients(self.parts[0].parameters(), max_norm)
         self.pipeline.sum_tied_gradients()

@@ -138,7 +138,9 @@ class StepwiseModel(Protocol):
         ...
 
     def context(self, x: torch.Tensor, **batch: torch.Tensor) -> Any:
-        """What the steps find as notes.shared: of the part's input and what else its forward takes."""
+        """What the steps find as notes.shared: of the part's input, tokens [B, S] or hidden states [B, S, D], and what
+        else its forward takes.
+        """
         ...
 
 

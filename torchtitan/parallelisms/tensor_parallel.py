@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from torchtitan.errors import JobError
+from torchtitan.parallelisms.context.kernel import drops
 from torchtitan.parallelisms.degrees import SEQ_LEN, check_async, check_sequence, check_split, needs_of_a_sequence
 from torchtitan.parallelisms.plan import ParallelPlan, match, match_blocks, match_end
 
@@ -59,6 +60,8 @@ def apply_tensor_parallel(
     tied = embedding is not None and head is not None and head.weight is embedding.weight
     border = Border(mesh, sequence_parallel)
     tokens_gradient = Partial() if sequence_parallel else Replicate()
+    if drops(kernel := getattr(model, "kernel", None)):
+        kernel.share = border.rank
 
     for name, module in _matching(model, plan, plan.column):
         _split(name, module, mesh, "column", _Column, BY_OUTPUT)
@@ -197,7 +200,9 @@ class Border:
 
 
 class LocalWeights:
-    """A module as its forward sees it, with plain tensors for DTensors: this rank's part of each weight."""
+    """A module as its forward sees it, with plain tensors for DTensors: this rank's part of each weight. `other`: what
+    is to be seen in place of some, of the same shape or None.
+    """
 
     def __init__(self, module: nn.Module, **other: torch.Tensor | None):
         gradients = getattr(module, "gradient_placements", {})  # else they come as the parameters lie

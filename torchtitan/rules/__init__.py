@@ -99,6 +99,7 @@ from torchtitan.rules.task import (
 )
 from torchtitan.rules.tensor_and_context import (
     async_tensor_parallel,
+    dropped_attention_has_whole_rows,
     heads_divide_over_context_parallel,
     ring_is_not_compiled,
     rings_carry_no_window,
@@ -166,6 +167,7 @@ RULES: list[Rule] = [
     sizes_divide_over_tensor_parallel,
     sequence_divides,
     heads_divide_over_context_parallel,
+    dropped_attention_has_whole_rows,
     ring_is_not_compiled,
     rings_carry_no_window,
     rings_have_their_own_attention,

@@ -67,6 +67,11 @@ def heads_divide_over_context_parallel(facts: Facts) -> Iterator[Fault]:
         yield facts.refused(error)
 
 
+def dropped_attention_has_whole_rows(facts: Facts) -> Iterator[Fault]:
+    if facts.cp > 1 and getattr(facts.args, "attention_dropout", False):
+        yield from facts.judged(degrees.check_dropped, facts.config.parallelism.context_parallel_rotate_method)
+
+
 def ring_is_not_compiled(facts: Facts) -> Iterator[Fault]:
     method = facts.config.parallelism.context_parallel_rotate_method
     if facts.cp > 1 and method in RINGS and facts.compiles_model:

@@ -5,11 +5,9 @@ embedding's matrix, or tells classes apart.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torchtitan.limits import LimitError
 from torchtitan.models.linears import Sizes, grouped_attention, ungated
 from torchtitan.models.sizes import check_not_negative, check_positive, check_shares, check_whole_heads
 
@@ -26,7 +24,7 @@ class ClassicArgs(ABC):
     max_seq_len: int  # as many positions are learned, so no sequence is longer
     norm_eps: float = 1e-5
     dropout: float = 0.0  # of embeddings, and of what attention and feed-forward add
-    attention_dropout: float = 0.0  # of attention's probabilities: folders ask for it, `limits` refuses it
+    attention_dropout: float = 0.0  # of attention's probabilities
     n_classes: int = 0  # what the head tells apart, instead of words
     may_be_zero: ClassVar = ("dropout", "attention_dropout", "n_classes")
     """Sizes of which 0 means that a part of the model is not there."""
@@ -36,13 +34,6 @@ class ClassicArgs(ABC):
         check_not_negative(self, "n_classes")
         check_shares(self, "dropout", "attention_dropout")
         check_whole_heads(self)
-
-    def limits(self, overrides: Mapping[str, Any], *, tp: int, cp: int, pp: int) -> Iterator[LimitError]:
-        """What the family asks of a job beside what all do."""
-        if self.attention_dropout:
-            given, allowed = f"attention_dropout = {self.attention_dropout}", "0: attention here drops no probabilities"
-            remedy = "write model.overrides = {attention_dropout = 0.0}; dropout stays, of all else"
-            yield LimitError("model.overrides", given, allowed, remedy)
 
     @property
     def learned_positions(self) -> int:

@@ -23,7 +23,7 @@ def block_of(
     layer: int,
     kernel: AttentionKernel,
 ) -> Block:
-    """With biases everywhere."""
+    """With biases everywhere. `activation` keeps the shape."""
     attention = GroupedQueryAttention(args, kernel, bias=True)
     return Block(args, attention, MLP(args.dim, args.ffn_dim, activation), partial(norm_of, args), order, args.dropout)
 

@@ -16,7 +16,7 @@ from torchtitan.models.buffers import ZeroedBuffers, add_once
 from torchtitan.models.decoder import Block, Decoder, of_layer
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
 from torchtitan.models.deepseek.multi_token import MultiTokenBlock, labels_of_depth
-from torchtitan.models.layers import AttentionKernel, RMSNorm, Rotary, Shared, rotate
+from torchtitan.models.layers import AttentionKernel, RMSNorm, Rotary, Shared, attended, rotate
 from torchtitan.models.moe.layer import MoEBlock
 
 LATENT_NORM_EPS = 1e-6  # in all published models, whatever their other norms have
@@ -87,8 +87,7 @@ class LatentAttention(nn.Module):
         k = torch.cat((k_plain, k_turned.expand(-1, -1, k_plain.shape[-2], -1)), dim=-1)
         if self.score_scale != 1:
             q = q * self.score_scale
-        y = self.kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), shared.mask)  # [B, H, S, v]
-        return self.wo(y.transpose(1, 2).flatten(-2))  # [B, S, D]
+        return self.wo(attended(self.kernel, q, k, v, shared))  # [B, S, D]
 
 
 class Deepseek(ZeroedBuffers, Decoder):

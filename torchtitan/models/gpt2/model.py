@@ -26,4 +26,5 @@ class GPT2(Classic):
             entrance=Entrance(args.dim, args.max_seq_len, dropout=args.dropout),
             norm=norm_of(args),
             head=nn.Linear(args.dim, args.outputs, bias=False),
+            attention_dropout=args.attention_dropout,
         )

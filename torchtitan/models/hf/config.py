@@ -45,13 +45,13 @@ class ConfigForm:
         if given not in self.model_types:
             known = ("one of " if len(self.model_types) > 1 else "a ") + ", ".join(self.model_types)
             raise JobError(f"model_type = {given!r}, but this model is {known}")
-        if dropped := config.get("attention_dropout"):
-            raise JobError(
-                f"attention_dropout = {dropped!r}, but attention here drops no probabilities, as its kernels keep none "
-                "in memory; allowed: 0, or nothing said"
-            )
         block_of(config)
         args = self.from_hf(config)
+        if (dropped := config.get("attention_dropout")) and not hasattr(args, "attention_dropout"):
+            raise JobError(
+                f"attention_dropout = {dropped!r}, but attention of this family drops no probabilities; allowed: 0, or "
+                "nothing said"
+            )
         check_types(args)
         return args
 

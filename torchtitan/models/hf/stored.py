@@ -83,7 +83,7 @@ class StoredWeights:
             ) from error
 
     def read_into(self, tensor: torch.Tensor, name: str) -> None:
-        """This rank's part."""
+        """This rank's part of what has that name, whose shape the tensor has."""
         if self.form.tied and name == "output.weight":  # the end of a pipeline has a copy
             name = "tok_embeddings.weight"
         assert self.shapes[name] == tuple(tensor.shape), name
@@ -94,6 +94,7 @@ class StoredWeights:
         return READABLE.get(self.shards.dtype(self.wanted[name][0]), torch.bfloat16)
 
     def whole(self, name: str) -> torch.Tensor:
+        """On the CPU, of our shape, in that type."""
         tensor = torch.empty(self.shapes[name], dtype=self.dtype(name))
         self.read_into(tensor, name)
         return tensor
@@ -123,7 +124,9 @@ def load_weights(weights: StoredWeights, model: nn.Module, fresh: Collection[str
 
 
 def read_part(stored: list[Any], tensor: torch.Tensor, name: str, form: Form) -> None:
-    """Copy this rank's part of what is stored into its tensor; rows in another order are read by whole heads."""
+    """Copy this rank's part of what is stored (one tensor, or one [out, in] for each expert) into its tensor, of our
+    shape; rows in another order are read by whole heads.
+    """
     local, shape, offset = local_part(tensor)
     if not local.numel():
         return

@@ -54,7 +54,7 @@ def take_load(model: nn.Module) -> tuple[list[str], torch.Tensor]:
 
 @torch.no_grad()
 def take_aux_loss(model: nn.Module) -> torch.Tensor | None:
-    """The sum of the auxiliary losses of all layers and tokens since the last call; None for a model without them."""
+    """The sum of the auxiliary losses of all layers and tokens since the last call, a scalar; None without them."""
     found = [router for router in routers(model).values() if router.args.aux_loss_weight]
     if not found:
         return None

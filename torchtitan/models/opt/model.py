@@ -42,4 +42,5 @@ class OPT(Classic):
             entrance=Entrance(args.dim, args.max_seq_len, first=UNUSED, project=project),
             norm=LastLayer(args),
             head=nn.Linear(args.word_dim, args.outputs, bias=False),
+            attention_dropout=args.attention_dropout,
         )

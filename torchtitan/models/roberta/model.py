@@ -17,7 +17,9 @@ from torchtitan.models.roberta import RobertaArgs
 
 
 class LastLayer(nn.Module):
-    """What the head reads: of each token alone, so that it stands where other models have their last norm."""
+    """What the head reads: of each token alone, so that it stands where other models have their last norm.
+    `activation` keeps the shape.
+    """
 
     def __init__(self, dim: int, activation: Callable[[torch.Tensor], torch.Tensor], norm: nn.Module | None):
         super().__init__()
@@ -46,4 +48,5 @@ class Roberta(Classic):
             entrance=entrance,
             norm=LastLayer(args.dim, torch.tanh if classes else F.gelu, None if classes else norm_of(args)),
             head=nn.Linear(args.dim, args.outputs),
+            attention_dropout=args.attention_dropout,
         )

@@ -76,6 +76,7 @@ class JoinedAttention:
         self.extras: tuple[torch.Tensor, ...] = ()
 
     def add(self, k: torch.Tensor, v: torch.Tensor, region: Region, documents: Documents | None) -> None:
+        """Keys [B, K, S, E] and values [B, K, S, width], of which the queries see the region's."""
         q, k, v, bias = _cut(self.q, k, v, region, documents)
         part, part_logsumexp, self.extras = block_forward(q, k, v, region.causal, bias)
         rows = slice(region.first_query, region.last_query)
@@ -92,7 +93,9 @@ class JoinedAttention:
 
 
 class JoinedGradients:
-    """Gradients by the regions that are added one by one. `results` are those of JoinedAttention over all of them."""
+    """Gradients by the regions that are added one by one, of queries q [B, H, Q, E] by `grad` [B, H, Q, V]. `results`
+    are those of JoinedAttention over all of them.
+    """
 
     def __init__(self, q: torch.Tensor, grad: torch.Tensor, results: list[torch.Tensor]):
         self.q = q.to(kernel_type(q))

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.errors import JobError
 from torchtitan.parallelisms.context.block_attention import RegionAttention, accumulation_type
-from torchtitan.parallelisms.context.kernel import Tokens, require_part, says
+from torchtitan.parallelisms.context.kernel import Tokens, drops, require_part, says
 from torchtitan.parallelisms.context.ring_attention import Ring, RingAttention
 from torchtitan.parallelisms.context.sequence_layout import SequenceLayout
 from torchtitan.parallelisms.degrees import SEQ_LEN, check_dealt_heads, check_sequence, is_levelled, needs_of_a_sequence
@@ -77,7 +77,7 @@ class ContextParallelAttention(nn.Module):
 
     def __init__(self, inner: nn.Module, group: dist.ProcessGroup, layout: SequenceLayout):
         super().__init__()
-        self.inner, self.layout = inner, layout
+        self.inner, self.layout, self.drops = inner, layout, drops(inner)
         self.rank, self.group_name = group.rank(), group.group_name
 
     def gather_documents(self, document_ids: torch.Tensor) -> torch.Tensor:
@@ -111,12 +111,15 @@ class GatheredAttention(ContextParallelAttention):
         every = Tokens(torch.arange(length * self.layout.ranks, device=device), everywhere)
         return OwnMask(self.inner.prepare(here, every))
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *draws: torch.Tensor
+    ) -> torch.Tensor:
+        """As the others; `draws`: this rank's keys [B, s], for a kernel that drops."""
         widths = (k.shape[-1], v.shape[-1])
         both = GatherSequence.apply(torch.cat((k, v), dim=-1), self.layout, self.group_name)
         k, v = both.split(widths, dim=-1)  # [B, K, S, E] and [B, K, S, V]
         if isinstance(mask, OwnMask):
-            return self.inner(q, k, v, mask.mask)
+            return self.inner(q, k, v, mask.mask, *draws)
         regions = self.layout.seen_in_sequence(self.rank, q.shape[2], self.inner.causal)
         return RegionAttention.apply(q, k, v, regions, *(mask or (None, None)))
 

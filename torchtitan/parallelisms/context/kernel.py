@@ -8,7 +8,8 @@ others has to say them again (statements.py), or is refused by its name.
 * `plain_attention`: it is softmax(q k' / sqrt(E)) v over the tokens of the query's document, earlier ones where
   `causal`. Then its result can be computed piece by piece (block_attention), without asking it.
 
-A kernel that says neither runs under ulysses, which gives it whole sequences and some of the heads.
+A kernel that says neither runs under ulysses, which gives it whole sequences and some of the heads. One that `drops`
+probabilities also takes the keys of its queries' draws, and has to see all keys and values under their own heads.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from torchtitan.errors import JobError
+from torchtitan.parallelisms.degrees import check_dropped
 from torchtitan.parallelisms.statements import stands_behind
 
 
@@ -33,6 +35,7 @@ def counted(tokens: torch.Tensor) -> torch.Tensor:
 
 class Kernel(Protocol):
     causal: bool
+    drops: bool  # False unless said
 
     def prepare(self, queries: Tokens, keys: Tokens | None = None) -> Any:
         """The mask that `forward` takes. keys None: those are the queries' own."""
@@ -47,8 +50,15 @@ def says(kernel: Kernel, statement: str) -> bool:
     return getattr(kernel, statement, False) is True and stands_behind(kernel, statement, "prepare", "forward")
 
 
+def drops(kernel: Any) -> bool:
+    """Whether it takes keys, [B, Q] of its queries' draws, behind the mask."""
+    return getattr(kernel, "drops", False)
+
+
 def require_part(kernel: Kernel, method: str) -> None:
     """JobError where the kernel does not say that it can be used by this method of context parallel."""
+    if drops(kernel):
+        check_dropped(method)
     needs = {"ulysses": (), "allgather": ("takes_parts", "plain_attention")}.get(method, ("plain_attention",))
     if needs and not any(says(kernel, statement) for statement in needs):
         raise JobError(

@@ -53,7 +53,7 @@ class SequenceLayout:
         return [order.index(piece) for piece in range(self.pieces)]
 
     def share(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
-        """What `rank` holds of a whole sequence that runs along `dim`."""
+        """What `rank` holds of a whole sequence that runs along `dim` of x: [.., S, ..] -> [.., S / ranks, ..]"""
         every = x.unflatten(dim, (self.pieces, -1)).unbind(dim)
         return torch.cat([every[piece] for piece in self.pieces_of(rank)], dim)
 

@@ -59,6 +59,7 @@ def by_expert(counts: torch.Tensor, total: int) -> torch.Tensor:
 
 
 def inverse(rows: torch.Tensor) -> torch.Tensor:
+    """Of a permutation, int64 [R]."""
     return torch.empty_like(rows).scatter_(0, rows, torch.arange(rows.numel(), device=rows.device))
 
 

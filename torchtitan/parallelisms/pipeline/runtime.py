@@ -176,7 +176,9 @@ class TableSchedule(_PipelineScheduleRuntime):
         self._prepare_schedule_with_comms(self.pipeline_order)
 
     def run(self, tokens: torch.Tensor, kwargs: dict[str, torch.Tensor], valid_tokens: int) -> torch.Tensor | None:
-        """Forward and backward of a local batch; the share of the loss, None where the last stage is not."""
+        """Forward and backward of a local batch, tokens [B, S] and what else the model takes; the share of the loss, a
+        scalar, None where the last stage is not.
+        """
         self.valid_tokens, self.loss = valid_tokens, None
         self._shares.clear()
         self.step(tokens, return_outputs=False, **kwargs)

@@ -18,7 +18,9 @@ Grads = tuple[torch.Tensor | None, ...]
 
 
 class WeightGradients:
-    """What is left of a backward. It holds the graph's saved tensors until it is run, once."""
+    """What is left of a backward. It holds the graph's saved tensors until it is run, once. `free`: outputs that depend
+    on weights alone, with gradients of their shapes.
+    """
 
     def __init__(self, free: list[tuple[GradientEdge, torch.Tensor]], groups: list["Group"]):
         self._free = free
@@ -69,7 +71,8 @@ def backward_inputs(
 ) -> WeightGradients:
     """Add the gradients of the leaves `inputs` to their `grad`; what is returned does the same for the weights.
 
-    outputs: of one graph (get_gradient_edge of a tensor, which need not live any more); grads: theirs.
+    outputs: of one graph (get_gradient_edge of a tensor, which need not live any more); grads: theirs, of the
+    outputs' shapes.
     """
     inputs = [tensor for tensor in inputs if tensor.requires_grad]
     leaves = {get_gradient_edge(tensor).node for tensor in inputs}

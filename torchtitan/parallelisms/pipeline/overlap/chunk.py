@@ -55,10 +55,11 @@ class _Block:
 
 
 class Chunk:
-    """`x`: the stage's input; where its gradient is wanted, a leaf that requires it. `place`: for error messages.
-    `loss_gradient`: of the segments' own losses. `forward_context`: entered around every forward and recomputation, but
-    not around backward (autocast). `await_gradient`: called before the first node that needs the output's gradient, to
-    start_backward. `on_output`, `on_input_gradient`: called as soon as these are there.
+    """`x`: the stage's input, tokens [B, S] or hidden states [B, S, D]; where its gradient is wanted, a leaf that
+    requires it. `place`: for error messages. `loss_gradient`: of the segments' own losses. `forward_context`: entered
+    around every forward and recomputation, but not around backward (autocast). `await_gradient`: called before the
+    first node that needs the output's gradient, to start_backward. `on_output`, `on_input_gradient`: called as soon as
+    these are there.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Chunk:
         self.on_input_gradient: Callable[[], None] | None = None
 
     def start_backward(self, output_gradient: torch.Tensor | None) -> None:
-        """None: the output, a leaf, has it by a backward of its own (a loss)."""
+        """By the output's gradient [B, S, D]. None: the output, a leaf, has it by a backward of its own (a loss)."""
         last = self.blocks[-1]
         if output_gradient is not None:
             last.grads[last.program.output] = output_gradient

@@ -25,7 +25,9 @@ class Sizes(NamedTuple):
 
 
 class Transfer(Protocol):
-    def wait(self) -> torch.Tensor: ...
+    def wait(self) -> torch.Tensor:
+        """What was received, of the shape that `issue` says."""
+        ...
 
 
 class SizesTransfer(Protocol):

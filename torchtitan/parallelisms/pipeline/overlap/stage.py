@@ -104,6 +104,7 @@ class SegmentedStage(Stage):
         return chunk
 
     def end_forward(self, microbatch: int) -> torch.Tensor:
+        """Hidden states [B, S, D] for the next stage; of the last one the sum of losses, a scalar."""
         chunk = self.underway[microbatch]
         self.own_losses += chunk.losses
         output = chunk.output
@@ -112,7 +113,7 @@ class SegmentedStage(Stage):
         return output
 
     def take_gradient(self, microbatch: int, loss: torch.Tensor | None) -> None:
-        """Of the output: from the loss, or as received."""
+        """Of the output: from the loss, a scalar, or as received, [B, S, D]."""
         chunk = self.underway[microbatch]
         if self.is_last:
             loss.backward()  # as far as the output, which is a leaf
@@ -122,7 +123,7 @@ class SegmentedStage(Stage):
         chunk.start_backward(gradient)
 
     def end_backward(self, microbatch: int) -> torch.Tensor | None:
-        """The gradient of the input. Some of the weights' may still be due."""
+        """The gradient [B, S, D] of the input, None of tokens. Some of the weights' may still be due."""
         chunk = self.underway[microbatch]
         gradient, chunk.input_gradient = chunk.input_gradient, None
         self.add_up_gradients()
