@@ -295,6 +295,16 @@ def test_what_comes_in_one_breath_with_an_order_is_heard_later(queue):
     first.dismiss(0)
 
 
+def test_a_stop_that_crosses_a_start_stops_what_was_started(queue):
+    first, other = met(queue)
+    first.lines[1].send({"kind": "start", "port": 5, "restart": None})
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert other.next_order(queue)["kind"] == "start"
+    stop = {"kind": "stop", "number": signal.SIGTERM}
+    assert other.look() == [stop] and first.look() == [stop]
+    first.dismiss(0)
+
+
 def test_a_first_machine_that_does_not_come_is_told(queue):
     other = Other(Nodes(2, 1, "127.0.0.1", port := free_port()), 1)
     with pytest.raises(JobError, match=f"HEAD_ADDR, HEAD_PORT: given 127.0.0.1, {port}, where no launcher answers"):

@@ -90,6 +90,7 @@ def test_a_crash_is_a_restart_from_what_is_saved(tmp_path):
 def test_a_crash_that_comes_again_and_again_is_given_up(tmp_path):
     code, out, err = end(supervise(f"ready('train'); {CRASH}", tmp_path, budget=2))
     assert code == 5 and out.count("ready 1") == 3
+    assert re.findall(r"restart \d of 2 in ([0-9.]+) s", err) == ["0.01", "0.02"]  # a pause that grows
     assert err.splitlines()[-4:] == [
         "crashed 3 times without saving anything in between; given up. Its faults:",
         *["step 2: rank 1 was ended by SIGKILL"] * 3,

@@ -334,7 +334,8 @@ class Other:
             for place, order in enumerate(orders):
                 if order["kind"] in ("start", "leave"):
                     assert self.line is not None
-                    self.line.put_back(orders[place + 1 :])
+                    crossed = [{"kind": "stop", "number": asked}] if asked else []  # a start that it has met on its way
+                    self.line.put_back(crossed + orders[place + 1 :])
                     return order
             if not self.sockets:
                 text = f"the first machine ({self.nodes.head}) is gone"
