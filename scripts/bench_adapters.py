@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one repeat of two pairs, with one sample")
     parser.add_argument("--rank", type=int, nargs="+", default=[16], help="of the low-rank matrices (default 16)")
     options = parser.parse_args()
-    pairs, repeats, samples = (2, 1, 1) if options.quick else (8, 5, 8)
+    pairs, repeats, samples = (2, 1, 1) if options.quick else (4, 5, 8)
     for rank in options.rank:
         for where, words in TARGETS.items():
             turns = take_turns(step_of("lora", rank, samples, words), step_of("none", rank, samples), pairs, repeats)

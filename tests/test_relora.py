@@ -2,16 +2,12 @@
 a run resumed and on several ranks. The toy is LT(32, 2, 600) of the specification, section 10.
 """
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
 from tests.support import judged
-from tests.support.jobs import arguments, full, write_texts
 from tests.support.judged import lines
-from tests.support.pool import run_ranks
 from torchtitan import build, cli
 from torchtitan.adapters.lora import LoRA
 from torchtitan.adapters.low_rank import LowRankLinear, Strength
@@ -23,8 +19,6 @@ from torchtitan.lr_restarts import Ramps, cyclical, jagged
 from torchtitan.lr_shapes import LRSchedule
 from torchtitan.models import SIZES
 from torchtitan.models.registry import MODELS
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
 
 anywhere = judged.anywhere
 JAGGED = dict(warmup_steps=10, decay_type="relora_cosine", cycle_length=20, restart_warmup_steps=5)
@@ -145,6 +139,24 @@ def test_a_trained_scale_learns_before_and_behind_a_merge(merges):
     torch.testing.assert_close(x @ module.folded("weight", module.weight).T, expected)
 
 
+def test_a_merge_compiles_nothing_anew():
+    """Values change where they lie, so what is compiled stays, and so do recorded graphs."""
+    module, x = linear(dtype=torch.float32, scale=1.0, learns=True), torch.randn(6, 8)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+    whole = nn.ModuleDict({"m": module})
+    restarts = Restarts(Relora(every=2), 0)
+    for step in range(1, 7):
+        with torch.compiler.set_stance("fail_on_recompile" if step > 2 else "default"):
+            compiled(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        restarts.after_step(step, [whole], [optimizer])
+    assert restarts.merges == 2
+    torch.testing.assert_close(compiled(x), module(x))
+
+
 def test_what_is_kept_is_counted():
     for values in (torch.randn(1000), torch.full((1000,), 2.0), torch.zeros(1000)):
         assert largest(values, 0.9).sum() == 100
@@ -246,89 +258,7 @@ def test_each_restart_adds_its_rank():
     assert toy(None, stop=152)[1] == 2
 
 
-# Jobs
-
-RELORA = {
-    "adapter.kind": "lora",
-    "adapter.rank": 4,
-    "adapter.target": '["*attention*", "*feed_forward*"]',
-    "adapter.train_dense_rest": True,
-    "adapter.relora.every": 10,
-    "adapter.relora.reset": "magnitude",
-    "lr_scheduler.decay_type": "relora_cosine",
-    "lr_scheduler.warmup_steps": 5,
-    "lr_scheduler.restart_warmup_steps": 5,
-    "lr_scheduler.total_steps": 40,
-    "training.steps": 23,
-    "optimizer.lr": 1e-2,
-}
-
-
-def job(folder, texts, **options):
-    settings = {name.replace(".", "__"): value for name, value in RELORA.items()}
-    return arguments(folder, texts, **settings | options)
-
-
-def ran(argv):
-    """Behind which steps the frozen matrices changed, the rate of each step, the trained and frozen weights at the end,
-    and the counts.
-    """
-    trainer = Trainer(manager.load(argv), read_ranks())
-    frozen = {name: p for name, p in trainer.model.named_parameters() if not p.requires_grad}
-    name = "layers.1.attention.wq.weight"
-    before, changed, after_step = full(frozen[name].detach()).clone(), [], trainer.model.adapter.after_step
-
-    def watched(step, parts, optimizers):
-        nonlocal before
-        after_step(step, parts, optimizers)
-        now = full(frozen[name].detach()).clone()
-        if not torch.equal(now, before):
-            changed.append(step)
-        before = now
-
-    trainer.model.adapter.after_step = watched
-    trainer.train()
-    trainer.metrics.close()
-    weights = {name: full(p.detach()).numpy() for name, p in trainer.model.named_parameters()}
-    rows = [json.loads(line) for line in trainer.metrics.path.read_text().splitlines()]
-    rates = {row["step"]: row["lr"] for row in rows if "lr" in row}
-    return changed, rates, weights, trainer.model.adapter.state_dict(), sorted(frozen)
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    return write_texts(tmp_path_factory.mktemp("texts"))
-
-
-def test_cadence_and_resume(tmp_path, texts):
-    kept = dict(checkpoint__enable=True, checkpoint__interval=1, checkpoint__keep_latest_k=0)
-    changed, rates, whole, counts, frozen = run_ranks(1, ran, job(tmp_path, texts, **kept))[0]
-    assert changed == [11, 21] and counts == {"merges": 2, "resets": 2}
-    assert [step for step, rate in rates.items() if rate == 0] == [1, 11, 21], "steps count from 1, the rate's from 0"
-    assert frozen == sorted(
-        f"layers.{i}.{m}.weight"
-        for i in range(4)
-        for m in (*(f"attention.w{x}" for x in "qkvo"), *(f"feed_forward.w{x}" for x in "123"))
-    )
-    for step in (12, 11, 10):  # downwards, as each resume sets newer ones aside
-        _, _, again, counts, _ = run_ranks(1, ran, job(tmp_path, texts, **kept, checkpoint__load_step=step))[0]
-        assert counts == {"merges": 2, "resets": 2}
-        assert all((whole[name] == again[name]).all() for name in whole), step
-
-
-@pytest.mark.parametrize("degrees", [{}, {"parallelism__data_parallel_replicate_degree": 2}, {"tp": 2}])
-def test_several_ranks_are_one(tmp_path, texts, degrees):
-    """After two merges and resets, A and B drawn anew among them. Sums in another order grow with the steps: 1e-3."""
-    options = dict(optimizer__lr=1e-3, optimizer__eps=1e-5)
-    alone = run_ranks(1, ran, job(tmp_path / "a", texts, **options))[0]
-    how = {"parallelism__tensor_parallel_degree": 2} if "tp" in degrees else degrees | {"training__local_batch_size": 4}
-    for changed, _, weights, counts, _ in run_ranks(2, ran, job(tmp_path / "b", texts, **options, **how)):
-        assert changed == alone[0] and counts == alone[3]
-        for name, weight in alone[2].items():
-            assert abs(weights[name] - weight).max() <= 1e-3 * abs(weight).max() + 1e-6, name
-
-
-def test_all_that_is_wrong_with_a_job_is_said_at_once(tmp_path, texts, capsys):
+def test_all_that_is_wrong_with_a_job_is_said_at_once(capsys):
     """The list of those who bring such jobs: each line names an option, what it may be, and what to do."""
     words = [*SOUND, "--adapter.rank=0", '--adapter.target=["*nothing*"]', "--adapter.save=alone"]
     words[words.index("--adapter.kind=lora")] = "--adapter.kind=qlora"

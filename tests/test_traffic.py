@@ -162,3 +162,17 @@ def test_no_byte_and_no_call_too_many(row):
         assert found == expected
         assert issued == sum(calls for calls, _ in found.values()), "gloo counts otherwise"
         assert clipped == add(clipping(row), in_clipping)
+
+
+@pytest.mark.parametrize("row", [Combination(**plan, adapter="lora") for plan in (FSDP2, DDP2)], ids=str)
+def test_what_is_frozen_is_not_reduced(row):
+    """An adapter's gradients alone are, in as few calls; parameters are gathered as ever."""
+    model, _, adapter = test_combinations.build_adapted(row)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert trained == sum(p.numel() for name, p in model.named_parameters() if name in adapter.fresh) > 0
+    for found, _, _ in run_ranks(2, step, row):
+        reduced = {key: value for key, value in found.items() if key[0] != "all_gather"}
+        kind, times = ("reduce_scatter", 1) if row.dp_shard > 1 else ("all_reduce", 2)
+        assert reduced == {
+            (kind, "dp_shard" if row.dp_shard > 1 else "dp_replicate"): (LAYERS + 1, times * 2 * trained)
+        }

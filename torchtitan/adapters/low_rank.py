@@ -52,6 +52,10 @@ def plus_learned(linear: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """
     x = x if linear.dropout is None else dropped(linear, x)
     inner, right = F.linear(x.flatten(0, -2), linear.lora_A), linear.lora_B.t().to(y.dtype)  # autocast knows no addmm_
+    if (
+        y.device.type == "cpu"
+    ):  # where products with few columns, in backward, are several times slower than with few rows
+        right = right.contiguous()
     if linear.lora_scaling is not None:
         inner = inner * linear.lora_scaling.tanh().to(inner.dtype)
     add = torch.addmm if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() else torch.Tensor.addmm_

@@ -1,0 +1,118 @@
+"""Restarts of low-rank adapters in jobs: when, resumed at any step, on several ranks as on one; what a merge sends."""
+
+import json
+
+import pytest
+import torch
+
+from tests.combinations import Combination
+from tests.support.jobs import arguments, full, write_texts
+from tests.support.pool import run_ranks
+from tests.support.traffic import Traffic
+from tests.test_combinations import assembled
+from torchtitan.adapters.relora import adapted, merge
+from torchtitan.config import manager
+from torchtitan.ranks import read_ranks
+from torchtitan.trainer import Trainer
+
+RELORA = {
+    "adapter.kind": "lora",
+    "adapter.rank": 4,
+    "adapter.target": '["*attention*", "*feed_forward*"]',
+    "adapter.train_dense_rest": True,
+    "adapter.relora.every": 10,
+    "adapter.relora.reset": "magnitude",
+    "lr_scheduler.decay_type": "relora_cosine",
+    "lr_scheduler.warmup_steps": 5,
+    "lr_scheduler.restart_warmup_steps": 5,
+    "lr_scheduler.total_steps": 40,
+    "training.steps": 23,
+    "optimizer.lr": 1e-2,
+}
+
+
+def job(folder, texts, **options):
+    settings = {name.replace(".", "__"): value for name, value in RELORA.items()}
+    return arguments(folder, texts, **settings | options)
+
+
+def ran(argv):
+    """Behind which steps the frozen matrices changed, the rate of each step, the trained and frozen weights at the end,
+    and the counts.
+    """
+    trainer = Trainer(manager.load(argv), read_ranks())
+    frozen = {name: p for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    name = next(name for name in frozen if name.endswith("attention.wq.weight"))
+    before, changed, after_step = full(frozen[name].detach()).clone(), [], trainer.model.adapter.after_step
+
+    def watched(step, parts, optimizers):
+        nonlocal before
+        after_step(step, parts, optimizers)
+        now = full(frozen[name].detach()).clone()
+        if not torch.equal(now, before):
+            changed.append(step)
+        before = now
+
+    trainer.model.adapter.after_step = watched
+    trainer.train()
+    trainer.metrics.close()
+    weights = {name: full(p.detach()).numpy() for name, p in trainer.model.named_parameters()}
+    rows = [json.loads(line) for line in trainer.metrics.path.read_text().splitlines()]
+    rates = {row["step"]: row["lr"] for row in rows if "lr" in row}
+    return changed, rates, weights, trainer.model.adapter.state_dict(), sorted(frozen)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("texts"))
+
+
+def test_cadence_and_resume(tmp_path, texts):
+    kept = dict(checkpoint__enable=True, checkpoint__interval=1, checkpoint__keep_latest_k=0)
+    changed, rates, whole, counts, frozen = run_ranks(1, ran, job(tmp_path, texts, **kept))[0]
+    assert changed == [11, 21] and counts == {"merges": 2, "resets": 2}
+    assert [step for step, rate in rates.items() if rate == 0] == [1, 11, 21], "steps count from 1, the rate's from 0"
+    assert frozen == sorted(
+        f"layers.{i}.{m}.weight"
+        for i in range(4)
+        for m in (*(f"attention.w{x}" for x in "qkvo"), *(f"feed_forward.w{x}" for x in "123"))
+    )
+    for step in (12, 11, 10):  # downwards, as each resume sets newer ones aside
+        _, _, again, counts, _ = run_ranks(1, ran, job(tmp_path, texts, **kept, checkpoint__load_step=step))[0]
+        assert counts == {"merges": 2, "resets": 2}
+        assert all((whole[name] == again[name]).all() for name in whole), step
+
+
+def folded_on_a_rank():
+    """What a merge of all matrices sends on this one of two ranks, and the bytes of all A."""
+    model = assembled(Combination(ranks=2, dp_shard=2, adapter="lora", recompute="none"))
+    with Traffic() as traffic, torch.no_grad():
+        for _, module in adapted(model.parts):
+            merge(module)
+    size = sum(4 * p.numel() for name, p in model.named_parameters() if "lora_A" in name)
+    return [(exchange.kind, exchange.sent) for exchange in traffic.exchanges], size
+
+
+def test_a_sharded_merge_gathers_a_alone():
+    for exchanges, size in run_ranks(2, folded_on_a_rank):
+        assert {kind for kind, _ in exchanges} == {"all_gather"}
+        assert sum(sent for _, sent in exchanges) == size / 2, "a rank's half of each A, to the other"
+
+
+PLANS = [{}, {"parallelism__data_parallel_replicate_degree": 2}, {"tp": 2}, {"pp": 2}]
+
+
+@pytest.mark.parametrize("degrees", PLANS, ids=str)
+def test_several_ranks_are_one(tmp_path, texts, degrees):
+    """After two merges and resets, A and B drawn anew among them. Sums in another order grow with the steps: 1e-3."""
+    options = dict(optimizer__lr=1e-3, optimizer__eps=1e-5)
+    alone = run_ranks(1, ran, job(tmp_path / "a", texts, **options))[0]
+    how = {"parallelism__tensor_parallel_degree": 2} if "tp" in degrees else degrees | {"training__local_batch_size": 4}
+    how = {"parallelism__pipeline_parallel_degree": 2} if "pp" in degrees else how
+    found = {}
+    for changed, _, weights, counts, _ in run_ranks(2, ran, job(tmp_path / "b", texts, **options, **how)):
+        assert changed == alone[0] and counts == alone[3]
+        assert all((found.get(name, weight) == weight).all() for name, weight in weights.items()), "equal on both"
+        found |= weights
+    for name, weight in alone[2].items():
+        assert abs(found[name] - weight).max() <= 1e-3 * abs(weight).max() + 1e-6, name
