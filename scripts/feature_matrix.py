@@ -1,4 +1,4 @@
-"""What composes with what, as Markdown tables of the rows that tests/combinations.py holds equal to one device.
+"""What composes with what, as Markdown tables of the rows that tests/combinations*.py hold equal to one device.
 
 Prints them; with --write, puts the whole matrix between the two `matrix` marks of docs/combinations.md, and the pairs
 of parallelisms between those of README.md.
@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.combinations import METHODS, SCHEDULES, Combination, table  # noqa: E402
+from tests.combinations_optimizers import optimizers  # noqa: E402
 
+ROWS = table() + optimizers()
 BEGIN, END = "<!-- matrix -->", "<!-- /matrix -->"
 PAGE, README = ROOT / "docs/combinations.md", ROOT / "README.md"
 AXES = {"pp": "PP", "cp": "CP", "tp": "TP"}
@@ -92,7 +94,7 @@ def written_into(text: str, block: str) -> str:
 
 
 if __name__ == "__main__":
-    tables = {PAGE: matrix(table()), README: pairs(table())}
+    tables = {PAGE: matrix(ROWS), README: pairs(ROWS)}
     for page, content in tables.items():
         if "--write" in sys.argv[1:]:
             page.write_text(written_into(page.read_text(), content))

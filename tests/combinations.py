@@ -33,6 +33,7 @@ class Combination:
     document_mask: bool = False
     multi_token_prediction: int = 0  # depths
     adapter: str = "none"  # what is trained instead of the model's own parameters (tests/support/adapted.py)
+    optimizer: str = "none"  # what steps, of the rows of tests/combinations_optimizers.py
     model: str = "llama3"
 
     def __str__(self) -> str:

@@ -183,15 +183,21 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
     return losses[0].item(), norm.item(), grads, losses[1].item(), model.extra_metrics()
 
 
-@cache
-def reference(row: Combination) -> tuple[float, float, dict[str, torch.Tensor], float, float]:
-    """Loss, norm, gradients, the largest load of an expert, and the loss of multi-token prediction."""
-    (model, _, adapter), balance = build_adapted(row), FAMILIES[row.model].balance
+def with_first_weights(row: Combination) -> torch.nn.Module:
+    """The model on one device, with its adapter, as a job's is before its first step."""
+    model, _, adapter = build_adapted(row)
     initialize(model, 7, model.init_rule)
     draw_stores(model, 7, model.init_rule)
     if adapter is not None:
         adapter.follow_base([model])
         learn_something(model.named_parameters())
+    return model
+
+
+@cache
+def reference(row: Combination) -> tuple[float, float, dict[str, torch.Tensor], float, float]:
+    """Loss, norm, gradients, the largest load of an expert, and the loss of multi-token prediction."""
+    model, balance = with_first_weights(row), FAMILIES[row.model].balance
     everything = batch()
     valid = objective(row).count(everything)
     if balance is not None:

@@ -250,6 +250,18 @@ def test_the_long_side_can_be_projected_and_vectors_never_are(side, shape, kept)
     assert all(torch.equal(p.grad, gradients[p]) for p in model.parameters())
 
 
+@pytest.mark.parametrize("inner", galore.INNER)
+def test_what_is_kept_is_plain_and_counts_an_update_once(inner):
+    """The reference library keeps an object, which is pickled, and its 8-bit form counts each step twice."""
+    model = Matrix(9, 6, bias=4)
+    optimizer = made(model, rank=2, targets=["*"], inner=inner, update_gap=2)
+    stepped(model, optimizer, 5)
+    kinds = {type(value) for state in optimizer.state.values() for value in state.values()}
+    assert kinds <= {torch.Tensor, int, bool}
+    state = optimizer.state[model.weight]
+    assert state["step"] == state["updates"] == 5 == optimizer.state[model.bias]["step"]
+
+
 def test_a_rank_of_the_short_side_projects_nothing():
     ours, theirs = Matrix(9, 6), Matrix(9, 6)
     stepped(ours, made(ours, rank=6, targets=["*"]))
