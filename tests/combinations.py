@@ -47,13 +47,18 @@ class Combination:
         return 3 if self.pp == 1 else 2 * self.pp + 1
 
     @property
+    def remembers(self) -> bool:
+        """Whether a batch is read with what the one before has left, row by row."""
+        return "neurocache" in self.adapter
+
+    @property
     def evaluated(self) -> bool:
         """Whether the loss without gradients is compared too. Compiled it would be compiled a second time, and dropout
         is in training only. Recompute has no part in it: layouts with many rows are evaluated in those without.
         """
         rare = self.pp > 2 or self.ep > 1 or self.precision == "bfloat16" or self.cpu_offload
         drops = self.model in ("gpt2", "classifier") or "dropout" in self.adapter
-        return self.compile == "no" and not drops and (rare or self.recompute == "none")
+        return self.compile == "no" and not (drops or self.remembers) and (rare or self.recompute == "none")
 
 
 LAYOUTS = {
@@ -103,7 +108,7 @@ OFFLOADED = ("FSDP 2 x TP 2", "FSDP 2 x CP 2")
 
 def table() -> list[Combination]:
     rows = data_parallel() + tensor_and_context_parallel() + pipelines() + experts() + eight_ranks() + adapters()
-    return rows + gpt2()
+    return rows + gpt2() + remembering()
 
 
 def tensor_and_context_parallel() -> list[Combination]:
@@ -327,6 +332,24 @@ def dropping() -> list[Combination]:
     rows += [Combination(**LAYOUTS["FSDP 2"], **latent, multi_token_prediction=2, recompute="full")]
     overlap = dict(schedule="DualPipeV", overlap=True, recompute="op")
     rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **latent, **overlap)]
+    return rows
+
+
+def remembering() -> list[Combination]:
+    """A cache of what earlier batches left, of which each row goes on where it ended."""
+    cache = dict(adapter="neurocache", accumulation=4)
+    rows = [Combination(**cache, recompute=mode) for mode in ("none", "full", "op")]
+    rows += [Combination(**cache, compile="block"), Combination(**cache, compile="model")]
+    rows += [Combination(**LAYOUTS[name], **cache, recompute="full") for name in ("FSDP 2", "DDP 2")]
+    rows += [Combination(**COMPOSED["TP 2"], **cache, recompute=mode) for mode in ("none", "op")]
+    rows += [Combination(**COMPOSED["TP 2"], **cache, sequence_parallel=False, model="opt")]
+    rows += [Combination(**COMPOSED["CP 2"], **cache, method=method) for method in METHODS]
+    rows += [Combination(**COMPOSED["PP 2"], **cache, recompute="full")]
+    rows += [Combination(**COMPOSED["FSDP 2 x TP 2"], **cache)]
+    lora = cache | {"adapter": "neurocache, lora"}
+    rows += [Combination(**layout, **lora) for layout in (LAYOUTS["one rank"], COMPOSED["TP 2"], COMPOSED["CP 2"])]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **lora, model="opt")]
+    rows += [Combination(**COMPOSED["PP 2"], **lora, schedule="GPipe", model="mistral")]
     return rows
 
 

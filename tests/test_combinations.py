@@ -173,6 +173,7 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
         model.train()
     for index in range(row.accumulation):
         part = {name: tensor[index * size : (index + 1) * size] for name, tensor in mine.items()}
+        part |= {"lanes": torch.arange(size)} if row.remembers else {}
         losses[0] += model.forward_backward(part, valid, is_last=index == row.accumulation - 1)
     dist.all_reduce(losses)
     losses /= row.tp
@@ -202,8 +203,14 @@ def reference(row: Combination) -> tuple[float, float, dict[str, torch.Tensor], 
     valid = objective(row).count(everything)
     if balance is not None:
         balance.set_aux_loss_scale(model, 1 / valid)
-    loss = model(**{name: everything[name] for name in names_for(row, model.draws)}) / valid
-    loss.backward()
+    # what is remembered is of the batches before, and these of all ranks together are consecutive samples
+    loss = torch.zeros((), dtype=DTYPE[row.precision])
+    for samples in torch.arange(SAMPLES).chunk(row.accumulation):
+        part = model(**{name: everything[name][samples] for name in names_for(row, model.draws)}) / valid
+        part.backward()
+        loss += part.detach()
+        if adapter is not None:
+            adapter.after_batch([model])
     grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     norm = torch.linalg.vector_norm(torch.cat([g.flatten().double() for g in grads.values()]))
     peak = further = 0.0
@@ -218,6 +225,7 @@ def plain_twin(row: Combination) -> Combination:
     """The row on one device: what does not change the mathematics set aside."""
     exact = "float32" if row.precision == "bfloat16" else row.precision
     what = dict(document_mask=row.document_mask, multi_token_prediction=row.multi_token_prediction, model=row.model)
+    what |= dict(accumulation=row.accumulation) if row.remembers else {}
     return Combination(precision=exact, pp=row.pp, adapter=row.adapter, **what)
 
 

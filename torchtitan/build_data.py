@@ -17,12 +17,15 @@ from torchtitan.datasets.learned import Recipe, TrainOn, told
 from torchtitan.datasets.loader import Loader, Weighted, build_loader
 from torchtitan.datasets.packs import Packing, PackReader
 from torchtitan.datasets.preparing import prepared
+from torchtitan.datasets.segments import Documents, HeldOutSegments, SegmentLoader
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.distributed import device_type
 from torchtitan.feed import Feed
 from torchtitan.loss import Objective
+from torchtitan.models.decoder import LANES
 from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.tasks import TASKS
 
 logger = logging.getLogger(__name__)
@@ -33,7 +36,9 @@ def feed(config: JobConfig, plan: ParallelDims, dp_rank: int, device: torch.devi
     """What the model of a rank reads. `draws`: whether it has dropout."""
     seed = config.debug.seed if draws else None
     together = TASKS[config.task.kind].together
-    return Feed(objective(config), plan, dp_rank, device, documents_apart(config), seed, together)
+    in_lanes = TASKS[config.task.kind].in_lanes
+    more = () if not in_lanes else LANES if plan.pp > 1 else LANES[1:]  # whose number the host would wait for
+    return Feed(objective(config), plan, dp_rank, device, documents_apart(config), seed, together, more)
 
 
 def documents_apart(config: JobConfig) -> bool:
@@ -107,9 +112,27 @@ def _tell(config: JobConfig, sources: Sequence[TokenShards]) -> None:
 
 def training_loader(
     config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims, state: dict[str, Any] | None = None
-) -> Loader:
+) -> Loader | SegmentLoader:
+    if TASKS[config.task.kind].in_lanes:
+        return SegmentLoader(
+            documents(config, "training"),
+            seq_len=config.training.seq_len,
+            rows=config.training.local_batch_size,
+            rank=dp_rank,
+            ranks=plan.dp,
+            seed=config.debug.seed,
+            shuffle=config.training.shuffle,
+            fingerprint=documents_fingerprint(config, vocabulary),
+            state=state,
+        )
     batch = global_batch_size(config, plan)
     return _loader(config, "training", vocabulary, dp_rank, plan, batch, config.training.seq_len, state)
+
+
+def recall(loader: Loader | SegmentLoader, model: ParallelModel, reads: Feed) -> None:
+    """Where a run goes on: the model reads again what it has kept of the documents under way."""
+    if isinstance(loader, SegmentLoader) and loader.resumed and model.adapter is not None:
+        model.recall(reads.to_device(batch) for batch in loader.again(model.adapter.recalls))
 
 
 def validation_loader(config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims) -> Loader:
@@ -121,9 +144,12 @@ def validation_loader(config: JobConfig, vocabulary: Tokenizer, dp_rank: int, pl
 
 def held_out(
     config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims, objective: Objective
-) -> HeldOut:
+) -> HeldOut | HeldOutSegments:
     part = config.validation
     samples = part.samples if part.steps is None else part.steps * part.local_batch_size * plan.dp
+    if TASKS[config.task.kind].in_lanes:
+        how = dict(seq_len=seq_len_of(config, "validation"), rows=part.local_batch_size, rank=dp_rank, ranks=plan.dp)
+        return HeldOutSegments(documents(config, "validation"), samples, **how)
     if TASKS[config.task.kind].packs:
         opened = [weighted.source for weighted in data_sources(config, "validation")]
         whole = _samples_in(config, "validation", [s for s in opened if isinstance(s, TokenShards)], epochs=1)
@@ -132,10 +158,25 @@ def held_out(
     return HeldOut(loader, samples, objective.first)
 
 
+def documents(config: JobConfig, section: Section) -> Documents:
+    """Of a task that reads them from beginning to end."""
+    opened = [weighted.source for weighted in data_sources(config, section)]
+    return Documents([source for source in opened if isinstance(source, TokenShards)])
+
+
+def documents_fingerprint(config: JobConfig, vocabulary: Tokenizer) -> dict[str, Any]:
+    """What the order of documents depends on."""
+    training = config.training
+    told = {"seed": config.debug.seed, "shuffle": training.shuffle, "seq_len": training.seq_len, "order": "documents"}
+    sources = [weighted.source.fingerprint for weighted in data_sources(config, "training")]
+    return told | {"tokenizer": vocabulary.fingerprint, "sources": {str(n): each for n, each in enumerate(sources)}}
+
+
 def data_sources(config: JobConfig, section: Section) -> list[Weighted]:
     """Opened; what has an end, or is read in whole records, is tokenized before, so that all its lengths are known."""
     training, found = config.training, []
-    first = TASKS[config.task.kind].packs or (section == "training" and training.epochs is not None)
+    task = TASKS[config.task.kind]
+    first = task.packs or task.in_lanes or (section == "training" and training.epochs is not None)
     folder = config.data.cache_dir or Path(config.job.dump_folder, "data")
     for wanted in sources_of(config, section).values():
         assert wanted.text_field is not None  # sources_of has said it

@@ -30,7 +30,7 @@ def take(batches: Iterator[Batch], count: int) -> tuple[list[Batch], DataError |
 
 class Feed:
     """Of one rank. `document_mask`: whether attention is kept inside documents. `seed`: of dropout, where there is any.
-    `together`: neighbouring samples that are dealt out to a rank.
+    `together`: neighbouring samples that are dealt out to a rank. `more`: of a batch, what a model reads beside these.
     """
 
     def __init__(
@@ -42,13 +42,14 @@ class Feed:
         document_mask: bool,
         seed: int | None,
         together: int = 1,
+        more: Sequence[str] = (),
     ):
         self.objective, self.dims, self.dp_rank, self.device, self.seed = objective, dims, dp_rank, device, seed
         self.together = together
         self.share = 1.0
         """Of the valid tokens that were agreed on last, those of this data-parallel rank."""
         # positions restart with each document: not without a mask
-        self.names = ("tokens", *objective.targets, *(("positions", "document_ids") if document_mask else ()))
+        self.names = ("tokens", *objective.targets, *(("positions", "document_ids") if document_mask else ()), *more)
 
     def agree(self, taken: Sequence[Batch], failure: DataError | None, stop: bool, what: str) -> tuple[int, bool]:
         """The valid tokens in what all ranks together have taken, and whether anybody was asked to stop.

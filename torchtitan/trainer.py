@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from torchtitan import build, distributed, preflight, run_folder
 from torchtitan.bars import waiting
-from torchtitan.build_data import feed, held_out, training_loader, with_steps
+from torchtitan.build_data import feed, held_out, recall, training_loader, with_steps
 from torchtitan.checkpoint import CheckpointError, RandomState, base, set_rng_state
 from torchtitan.checkpoint.counters import SCHEDULE_START
 from torchtitan.config.job import JobConfig
@@ -113,6 +113,7 @@ class Trainer:
             self.config = with_steps(self.config, self.dims, self.data_state["samples"], self.step)
         config = self.config
         self.loader = training_loader(config, self.tokenizer, self.dp_rank, self.dims, self.data_state)
+        recall(self.loader, self.model, self.feed)
         self.began_at = self.step
         self.position = self.loader.position()  # after `step`: what a step that fails has fetched is fetched again
         preflight.check_data(config, self.ranks, self.position.fingerprint)
@@ -312,14 +313,12 @@ class Trainer:
         self.goodput.enter("restart")
         self.loader.close()
         self.loader = training_loader(self.config, self.tokenizer, self.dp_rank, self.dims, self.data_state)
+        recall(self.loader, self.model, self.feed)
         self.position, self.random = self.loader.position(), None
         self.metrics.go_back(self.step, self.tokens)
         logger.warning("step %d: %s; back to step %d, to do its steps again", bad, why, self.step)
-        told: dict[str, float | str] = {
-            "cause": why,
-            "steps_lost": bad - 1 - self.step,
-            "rolled_back": self.guards.steps.rolled_back,
-        }
+        told: dict[str, float | str] = {"cause": why, "steps_lost": bad - 1 - self.step}
+        told["rolled_back"] = self.guards.steps.rolled_back
         self.metrics.record_event(self.step, "rollback", told)
         return iter(self.loader)
 

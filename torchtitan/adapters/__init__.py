@@ -12,6 +12,7 @@ _own = {
     "lora": "torchtitan.adapters.lora:LoRA",
     "dora": "torchtitan.adapters.dora:DoRA",
     "qlora": "torchtitan.adapters.nf4:QLoRA",
+    "neurocache": "torchtitan.adapters.neurocache.kind:Neurocache",
     "lora_int8": "torchtitan.adapters.int8:Int8LoRA",
 }
 ADAPTERS: Registry[str] = Registry("torchtitan.adapters", _own, str)

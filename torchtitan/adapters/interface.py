@@ -134,6 +134,19 @@ class Adapter:
                     tensors[name] = _folded(module, own, (original or {}).get(name, unread))
         return tensors
 
+    def check_parts(self, parts: Iterable[nn.Module]) -> None:
+        """JobError where a pipeline has cut apart what belongs together."""
+
+    recalls = 0
+    """Of how many tokens that a row of batches has read last of its document the adapter has kept something, which has
+    to be read again where a run goes on."""
+
+    def begin_recall(self, parts: Iterable[nn.Module]) -> None:
+        """What is read from here on, in evaluation, has been read in training before; nothing else has."""
+
+    def after_batch(self, parts: Sequence[nn.Module]) -> None:
+        """After forward and backward of each batch, or its forward alone, on every rank."""
+
     def after_step(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """After each optimizer step, the `step`-th of the schedule, on every rank."""
 

@@ -4,6 +4,7 @@ sizes of a model, the adapter of the model.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -31,6 +32,13 @@ class Misfit(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.key}: allowed: {self.allowed}; {self.remedy}"
+
+
+def of_linears(options: Options) -> Options | None:
+    """What stands beside linears: these options, or those of what a cache has beside it; None where nothing does."""
+    if options.kind != "neurocache":
+        return options
+    return None if options.neurocache.beside == "none" else replace(options, kind=options.neurocache.beside)
 
 
 def targets(linears: Iterable[str], options: Options) -> list[str]:

@@ -46,7 +46,10 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     for state in states:
         for lane, cursor in state["cursors"].items():
             cursors[lane] = max(cursor, cursors.get(lane, cursor))
-    return {**first, "cursors": dict(sorted(cursors.items(), key=lambda item: int(item[0])))}
+    joined = {**first, "cursors": dict(sorted(cursors.items(), key=lambda item: int(item[0])))}
+    if "read" in first:  # of each rank's rows, see segments.py
+        joined["read"] = {rank: rows for state in states for rank, rows in state["read"].items()}
+    return joined
 
 
 def resume(
@@ -63,18 +66,9 @@ def resume(
             "takes samples in another order; finish the job with the program that began it, or begin the data anew "
             'with checkpoint.exclude_from_loading = ["dataloader"]'
         )
-    # states from before there were templates say nothing of them
-    before = state["fingerprint"]
-    known = {name: said for name, said in fingerprint.items() if name != "chat_template" or name in before}
-    different = _differences(before, known)
-    if not different and state["lanes"] != len(lanes):
-        different = [f"lanes: {state['lanes']} in the checkpoint, {len(lanes)} now"]
-    if different:
-        shown = "; ".join(different[:10]) + (f"; and {len(different) - 10} more" if len(different) > 10 else "")
-        raise JobError(
-            f"the data are not those of the checkpoint, so its position means nothing in them: {shown}. Bring back the "
-            'old data and settings, or begin the data anew with checkpoint.exclude_from_loading = ["dataloader"]'
-        )
+    check_same_data(state, fingerprint)
+    if state["lanes"] != len(lanes):
+        _refuse([f"lanes: {state['lanes']} in the checkpoint, {len(lanes)} now"])
     cursors = {int(lane): Cursor.from_list(cursor) for lane, cursor in state["cursors"].items()}
     expected_of = taken(state["samples"]).tolist()
     for lane in lanes:
@@ -86,6 +80,23 @@ def resume(
                 "join the states of all data-parallel ranks with merge_states"
             )
     return Position(state["samples"], len(lanes), cursors, fingerprint)
+
+
+def check_same_data(state: dict[str, Any], fingerprint: dict[str, Any]) -> None:
+    """JobError unless a state is of these data."""
+    # states from before there were templates say nothing of them
+    before = state["fingerprint"]
+    known = {name: said for name, said in fingerprint.items() if name != "chat_template" or name in before}
+    _refuse(_differences(before, known))
+
+
+def _refuse(different: list[str]) -> None:
+    if different:
+        shown = "; ".join(different[:10]) + (f"; and {len(different) - 10} more" if len(different) > 10 else "")
+        raise JobError(
+            f"the data are not those of the checkpoint, so its position means nothing in them: {shown}. Bring back the "
+            'old data and settings, or begin the data anew with checkpoint.exclude_from_loading = ["dataloader"]'
+        )
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:

@@ -20,6 +20,10 @@ from torchtitan.models.layers import AttentionKernel, RMSNorm, Shared, SwiGLU, a
 from torchtitan.parallelisms.context.kernel import Tokens, counted
 from torchtitan.parallelisms.steps import Chain, Notes, Segment, Stepwise
 
+LANES = ("lanes", "begins", "filled")
+"""Of a batch, [B] each, for a model with a memory: the numbers of its rows' lanes, needed where batches of several
+groups take turns; whether a document begins with the row; how many of its tokens are there."""
+
 
 class DecoderArgs(Protocol):
     dim: int
@@ -165,6 +169,7 @@ class Decoder(nn.Module):
         self.tok_embeddings = nn.Embedding(args.vocab_size, word_dim or args.dim)
         self.entrance = entrance
         self.layers = nn.ModuleDict({str(i): block(i, self.kernel) for i in range(args.n_layers)})
+        self.memory: nn.Module | None = None  # an adapter's, see there; what blocks read beside the sequence
         self.norm = norm or RMSNorm(args.dim, args.norm_eps)
         self.output = head or nn.Linear(args.dim, args.vocab_size, bias=False)
         self.tie_weights()
@@ -190,8 +195,13 @@ class Decoder(nn.Module):
         """
         shared = self.context(tokens, positions, document_ids, keys)
         x = tokens if self.tok_embeddings is None else self.enter(tokens, shared)  # [B, S, D]
+        told = {name: targets.pop(name) for name in LANES if name in targets}
+        if self.memory is not None:
+            self.memory.begin(len(tokens), told, tokens.device)
         for layer, block in self.layers.items():
             if int(layer) < self.args.n_layers:
+                if self.memory is not None:
+                    shared = self.memory.ahead_of(int(layer), block, x, shared, self.kernel)
                 x = block(x, of_layer(shared, int(layer)))
         x = self.normed(x)
         shared = shared._replace(targets={name: target for name, target in targets.items() if target is not None})

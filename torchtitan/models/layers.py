@@ -245,6 +245,7 @@ class Shared(NamedTuple):
     mask: object  # what the attention kernel made of the documents
     keys: torch.Tensor | None = None  # [B, S], of this layer's draws, see Dropout
     targets: Mapping[str, torch.Tensor] | None = None  # for the head, what the loss reads
+    retrieved: Any = None  # what the model's memory gives its layers to read beside the sequence
 
 
 def attended(kernel: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared) -> torch.Tensor:

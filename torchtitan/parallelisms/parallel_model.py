@@ -4,7 +4,7 @@ The one place where the parts of parallelism meet. Trainer, tests and benchmarks
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -108,6 +108,8 @@ class ParallelModel:
         self.draws: bool = getattr(model, "draws", False)  # whether training needs the keys of the tokens
         self.expert_mesh = dims.build_expert_mesh(mesh.device_type)
         self.parts, stages, num_stages = parallel_parts(model, mesh, dims, plan, options, pipeline, self.expert_mesh)
+        if adapter is not None:
+            adapter.check_parts(self.parts)
         for part in self.parts:
             part.tied_names = tied  # checkpoints save what is held twice once
             fill(part, device, options.cpu_offload)
@@ -194,11 +196,13 @@ class ParallelModel:
         if self.balance is not None:
             self.balance.before_backward(valid_tokens)
         if self.pipeline is not None:
-            return self.pipeline.train_step(batch, valid_tokens, is_last=is_last)
-        set_last_microbatch(self.parts[0], is_last, self.dims.dp_replicate > 1)
-        with self.autocast:
-            share = self.parts[0](**batch) / valid_tokens
-        share.backward()
+            share = self.pipeline.train_step(batch, valid_tokens, is_last=is_last)
+        else:
+            set_last_microbatch(self.parts[0], is_last, self.dims.dp_replicate > 1)
+            with self.autocast:
+                share = self.parts[0](**batch) / valid_tokens
+            share.backward()
+        self._after_batch()
         return share.detach()
 
     @torch.no_grad()
@@ -206,9 +210,24 @@ class ParallelModel:
         """This rank's share of the sum of losses, a scalar, without gradients; the batch as for `forward_backward`."""
         batch = self._share(batch)
         if self.pipeline is not None:
-            return self.pipeline.eval_step(batch)
-        with self.autocast:
-            return self.parts[0](**batch)
+            loss = self.pipeline.eval_step(batch)
+        else:
+            with self.autocast:
+                loss = self.parts[0](**batch)
+        self._after_batch()
+        return loss
+
+    def recall(self, batches: Iterable[Batch]) -> None:
+        """What an adapter had kept of these batches, which were trained on before."""
+        self.train(False)
+        self.adapter.begin_recall(self.parts)
+        for batch in batches:
+            self.loss_sum(batch)
+        self.train()
+
+    def _after_batch(self) -> None:
+        if self.adapter is not None:
+            self.adapter.after_batch(self.parts)
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Once per step, after the last backward: the norm of the whole model's gradient, a scalar; the gradient is

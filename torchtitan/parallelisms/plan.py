@@ -30,6 +30,7 @@ class ParallelPlan:
     replicated: tuple[str, ...] = ()  # inside a region, but whole on every rank, as its output is for all heads
     sequence: tuple[str, ...] = ()  # outside the regions, on the tokens of this rank: norms
     indexed: tuple[str, ...] = ()  # outside too, with a further input of integers for all tokens: dropout and its keys
+    with_block: tuple[tuple[str, str], ...] = ()  # a module of the model, and the block that a pipeline keeps it with
     may_lack: tuple[str, ...] = ()  # which of these patterns some sizes of the model have no module for
     experts: str = ""  # expert parallelism's: the module inside a block whose parameters are stacked by expert
 

@@ -78,6 +78,11 @@ def apply_tensor_parallel(
     for name, module in [*_matching(model, plan, plan.indexed), *beside]:
         laid = defaultdict(lambda: (Replicate(), tokens_gradient))
         _split(name, module, mesh, "indexed", _Indexed, laid, whole=tokens_gradient, border=border)
+    for name, _ in plan.with_block:
+        if (module := match_end(model, name)) is not None:
+            module.border = border  # it reads all tokens, and what it makes of them each rank's heads take a part of
+            for inner, leaf in _leaves(model, name):
+                _split(inner, leaf, mesh, "replicated", _Whole, defaultdict(lambda: (Replicate(), Partial())))
     if embedding is not None:
         _split(plan.embedding, embedding, mesh, "embedding", _Embedding, BY_OUTPUT, border=border)
     if head is not None:

@@ -40,6 +40,12 @@ from torchtitan.rules.model_and_data import (
     validation_is_said_once,
     weights_are_met,
 )
+from torchtitan.rules.neurocache import (
+    cache_fits_the_model,
+    cache_options_have_a_cache,
+    cache_reads_documents,
+    documents_are_read_whole,
+)
 from torchtitan.rules.optimization import (
     BACKENDS,
     optimizer_options,
@@ -141,6 +147,7 @@ WITHOUT_EFFECT: list[Rule] = [
     needs_its_degree,
     overlap_needs_a_pipeline_and_experts,
     adapter_options_have_an_adapter,
+    cache_options_have_a_cache,
     needs_checkpoints,
     guards_without_effect,
     whole_records_are_asked_for,
@@ -195,6 +202,9 @@ RULES: list[Rule] = [
     adapter_fits_the_model,
     adapter_alone_has_its_model,
     adapter_folders_fit,
+    cache_fits_the_model,
+    cache_reads_documents,
+    documents_are_read_whole,
     restarts_make_sense,
     scaling_is_trained_by_lora,
     schedule_fits,

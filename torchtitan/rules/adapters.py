@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from torchtitan.adapters import ADAPTERS, NONE, peft_config
-from torchtitan.adapters.targets import PACKING, misfits, targets
+from torchtitan.adapters.targets import PACKING, misfits, of_linears, targets
 from torchtitan.config.options import Fault
 from torchtitan.config.sections.adapter import Adapter, Relora
 from torchtitan.errors import JobError
@@ -15,8 +15,8 @@ from torchtitan.rules.facts import Facts
 
 
 def adapter_fits_the_model(facts: Facts) -> Iterator[Fault]:
-    options = facts.config.adapter
-    if options.kind not in ADAPTERS or facts.args is None or not (found := linears(facts.args)):
+    options = of_linears(facts.config.adapter)
+    if options is None or options.kind not in ADAPTERS or facts.args is None or not (found := linears(facts.args)):
         return
     for key, allowed, remedy in misfits(found, options):
         yield facts.fault(key, allowed, remedy)

@@ -33,7 +33,7 @@ def sequence_is_whole(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("parallelism.context_parallel_degree", allowed, remedy)
 
 
-NEXT_TOKEN = ("pretrain", "sft")
+NEXT_TOKEN = ("pretrain", "sft", "documents")
 
 
 def model_can_learn_it(facts: Facts) -> Iterator[Fault]:
@@ -64,7 +64,7 @@ def whole_records_are_asked_for(facts: Facts) -> Iterator[Fault]:
             yield facts.fault(key, f"{option.default!r} with task.kind = {config.task.kind}", remedy)
     if config.validation.split is not None:
         yield facts.fault("validation.split", f"unset with task.kind = {config.task.kind}", remedy)
-    if config.validation.samples == 0:
+    if config.validation.samples == 0 and not TASKS[config.task.kind].in_lanes:
         yield facts.fault("validation.samples", f"at least 1 with task.kind = {config.task.kind}", remedy)
 
 

@@ -7,6 +7,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.sections.kinds import STRICT, NonNegative, Positive
+from torchtitan.config.sections.neurocache import Neurocache
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -71,3 +72,4 @@ class Adapter:
     """Parameters of the model that are trained beside the adapter's, by their names; * stands for anything in one, e.g.
     ["*norm*", "output.weight"]."""
     relora: Relora = field(default_factory=Relora)
+    neurocache: Neurocache = field(default_factory=Neurocache)

@@ -133,8 +133,10 @@ def cut_model(
 ) -> list[nn.Module]:
     """Copies of `model`, on the meta device, with the modules of the stages `mine`; those of the others are None or, in
     a container, gone. What no stage names (rotary angles, loss) every part has, but what the plan has beside the
-    embedding goes with it."""
-    beside = {} if plan is None else {plan.embedding: plan.with_embedding}
+    embedding or a block goes with it."""
+    beside: dict[str, tuple[str, ...]] = {} if plan is None else {plan.embedding: plan.with_embedding}
+    for module, block in () if plan is None else plan.with_block:
+        beside[block] = (*beside.get(block, ()), module)
     stages = [[*stage, *(name for end in stage for name in beside.get(end, ()))] for stage in stages]
     everything = {name for stage in stages for name in stage}
     parts = []

@@ -1,0 +1,56 @@
+"""Small decoders with a Neurocache, and documents for them to read."""
+
+import torch
+
+from tests.support.tiny_decoders import LLAMA, MISTRAL
+from torchtitan.adapters.neurocache.kind import Neurocache
+from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.config.sections.neurocache import Neurocache as Cache
+from torchtitan.initialization import initialize
+from torchtitan.models.llama.model import Llama
+from torchtitan.models.mistral.model import Mistral
+
+FAMILIES = {"llama": (Llama, LLAMA["llama3"]), "mistral": (Mistral, MISTRAL["window"])}
+SMALL = dict(cache_size=24, topk=3, cache_dtype="float32", retrieval_map={"0": 0})
+
+
+def plain(family="llama", dtype=torch.float32, **sizes):
+    from dataclasses import replace
+
+    build, args = FAMILIES[family]
+    model = build(replace(args, **sizes))
+    initialize(model, 0, model.init_rule)
+    return model.to(dtype)
+
+
+def remembering(family="llama", dtype=torch.float32, layers=2, adapter=None, **cache):
+    """A model of two layers and its adapter, whose compression and reading have learned something at random."""
+    model = plain(family, dtype, n_layers=layers)
+    installed = Neurocache(Options(kind="neurocache", neurocache=Cache(**SMALL | cache), **(adapter or {})))
+    from torchtitan.models.registry import MODELS
+
+    names = {"llama": "llama3", "mistral": "mistral"}
+    installed.plan = installed.install(model, MODELS[names[family]].plan)
+    initialize(model, 0, model.init_rule, names=installed.fresh)
+    installed.follow_base([model])
+    return model, installed
+
+
+def segments(count, lanes=2, length=8, vocab=64, seed=0):
+    """[count] batches of tokens [lanes, length], of documents that go on."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab, (count, lanes, length), generator=generator)
+
+
+def read(model, installed, batches, begins=None, filled=None):
+    """The logits of each batch, one after the other; every one is stored."""
+    out = []
+    for index, tokens in enumerate(batches):
+        told = {}
+        if begins is not None:
+            told["begins"] = torch.tensor(begins[index])
+        if filled is not None:
+            told["filled"] = torch.tensor(filled[index])
+        out.append(model(tokens, **told))
+        installed.after_batch([model])
+    return torch.stack(out)

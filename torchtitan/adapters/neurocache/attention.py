@@ -1,0 +1,141 @@
+"""The attention that reads what was found in a cache, beside a layer's own.
+
+Keys and values are linear in the entries, which all heads share. So instead of making both of each entry, the query is
+brought to the entries and what was read to the values: (W_k r) q = r (W_k' q), and sum p W_v r = W_v sum p r. Per
+token and layer that is 2 D C + 2 c H N C products instead of 2 N C D and more.
+
+Letters of the shapes: B lanes, S tokens, D width, H query heads, K key/value heads, E width of a head, N entries that a
+token found, C their width, c tokens whose entries are read.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Placement, Shard
+
+from torchtitan.initialization import Init, Normal, local_part
+from torchtitan.models.layers import GroupedQueryAttention, Shared
+
+
+class Retrieved(NamedTuple):
+    """What the tokens of a microbatch found."""
+
+    rows: torch.Tensor  # [B, S, N, C]
+    there: torch.Tensor  # bool [B, S, N]
+    joined: bool = False  # whether what the tokens before found is among it
+
+
+def of_earlier_token(x: torch.Tensor, by: int) -> torch.Tensor:
+    """x [B, S, ...] -> at each token what the one `by` before it has; zeros, or False, where there is none."""
+    if not by:
+        return x
+    return F.pad(x[:, :-by], (*(0, 0) * (x.dim() - 2), by, 0)) if by < x.shape[1] else torch.zeros_like(x)
+
+
+class Reading(nn.Module):
+    """Attention to entries [B, S, N, C] with matrices `wk` and `wv` [K E, C]; each token reads what it and the
+    `context` - 1 before it found.
+
+    `scrambled`: with the heads of keys and values laid out as in the authors' program, whose [N, H, E] of an entry's
+    keys are read as [H, N, E]: for adapters that were trained so.
+    """
+
+    def __init__(self, width: int, heads: int, head_dim: int, context: int, scrambled: bool):
+        super().__init__()
+        self.head_dim, self.context, self.scrambled = head_dim, context, scrambled
+        self.wk = nn.Parameter(torch.empty(heads * head_dim, width))
+        self.wv = nn.Parameter(torch.empty(heads * head_dim, width))
+
+    def forward(self, q: torch.Tensor, found: Retrieved) -> torch.Tensor:
+        """q [B, S, H, E] -> [B, S, H, E], zeros for a token for which there is nothing to read."""
+        context = 1 if found.joined else self.context
+        reads = [of_earlier_token(found.rows, by) for by in range(context)]
+        there = torch.cat([of_earlier_token(found.there, by) for by in range(context)], dim=-1)  # [B, S, c N]
+        attend = self.written_out if self.scrambled else self.absorbed
+        return attend(q, reads, there[..., None, :])
+
+    def absorbed(self, q: torch.Tensor, reads: list[torch.Tensor], there: torch.Tensor) -> torch.Tensor:
+        wk, wv = (w.unflatten(0, (-1, self.head_dim)).to(q.dtype) for w in (self.wk, self.wv))  # [K, E, C]
+        grouped = q.unflatten(2, (len(wk), -1))  # [B, S, K, H / K, E]
+        brought = torch.einsum("bskge,kec->bskgc", grouped, wk).flatten(2, 3)  # [B, S, H, C]
+        scores = torch.cat([brought @ rows.to(q.dtype).mT for rows in reads], dim=-1)  # [B, S, H, c N]
+        weights = self._weights(scores, there).to(q.dtype).chunk(len(reads), dim=-1)
+        read = sum(part @ rows.to(q.dtype) for part, rows in zip(weights, reads, strict=True))  # [B, S, H, C]
+        return torch.einsum("bskgc,kec->bskge", read.unflatten(2, (len(wv), -1)), wv).flatten(2, 3)
+
+    def written_out(self, q: torch.Tensor, reads: list[torch.Tensor], there: torch.Tensor) -> torch.Tensor:
+        rows = torch.cat(reads, dim=2).to(q.dtype)  # [B, S, c N, C]
+        k, v = (self._heads(F.linear(rows, w.to(q.dtype))) for w in (self.wk, self.wv))  # [B, S, K, c N, E]
+        repeats = q.shape[2] // k.shape[2]
+        k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
+        weights = self._weights((k @ q[..., None]).squeeze(-1), there)
+        return (weights.to(v.dtype)[..., None, :] @ v).squeeze(-2)
+
+    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
+        """[B, S, N, K E] -> [B, S, K, N, E]"""
+        if self.scrambled:
+            return projected.flatten(2).view(*projected.shape[:2], -1, projected.shape[2], self.head_dim)
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(2, 3)
+
+    def _weights(self, scores: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+        """Softmax of scores [B, S, H, n] over what is there [B, S, 1, n], 0 where nothing is."""
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.head_dim**-0.5
+        return wide.masked_fill(~there, torch.finfo(wide.dtype).min).softmax(-1).masked_fill(~there, 0.0)
+
+    def own_init(self, name: str) -> Init:
+        return Normal(self.wk.shape[1] ** -0.5)
+
+    def tensor_placements(self, role: str, whole: Placement) -> dict[str, tuple[Placement, Placement]]:
+        """Each rank of tensor parallel has some heads."""
+        return dict.fromkeys(("wk", "wv"), (Shard(0), Shard(0)))
+
+
+class CacheAttention(nn.Module):
+    """[B, S, D] -> what of the cache is added to the stream, with queries of the layer's own."""
+
+    def __init__(self, own: nn.Module, width: int, context: int, scrambled: bool):
+        super().__init__()
+        self.head_dim = own.head_dim
+        self.wq = Projection(own.wq.in_features, own.wq.out_features, bias=False)
+        heads = own.wk.out_features // own.head_dim
+        self.reading = Reading(width, heads, own.head_dim, context, scrambled)
+        self.wo = Projection(own.wo.in_features, own.wo.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor, found: Retrieved) -> torch.Tensor:
+        read = self.reading(self.wq(x).unflatten(-1, (-1, self.head_dim)), found)
+        return self.wo(read.flatten(-2))
+
+
+class Projection(nn.Linear):
+    def own_init(self, name: str) -> Init:
+        return Normal(self.in_features**-0.5)
+
+
+class CachedAttention(GroupedQueryAttention):
+    """A layer's attention with `cache`, a CacheAttention, whose result it adds: no gate."""
+
+    def add_cache(self, width: int, context: int, scrambled: bool, copies: bool) -> None:
+        """`copies`: it begins with the matrices of the layer's own attention, of keys and values as many columns as an
+        entry is wide; else at random.
+        """
+        self.cache, self.copies = CacheAttention(self, width, context, scrambled), copies
+
+    def forward(self, x: torch.Tensor, shared: Shared) -> torch.Tensor:
+        y = GroupedQueryAttention.forward(self, x, shared)
+        return y if shared.retrieved is None else y + self.cache(x, shared.retrieved)
+
+    @torch.no_grad()
+    def follow_base(self) -> None:
+        if not self.copies:
+            return
+        for name, target in (("wq", self.cache.wq.weight), ("wo", self.cache.wo.weight)):
+            local_part(target)[0].copy_(local_part(_weight(getattr(self, name)))[0])
+        for name, target in (("wk", self.cache.reading.wk), ("wv", self.cache.reading.wv)):
+            local_part(target)[0].copy_(local_part(_weight(getattr(self, name)))[0][:, : target.shape[1]])
+
+
+def _weight(linear: nn.Module) -> torch.Tensor:
+    """The matrix, wherever it is packed."""
+    return linear.stores()["weight"].read() if hasattr(type(linear), "stores") else linear.weight

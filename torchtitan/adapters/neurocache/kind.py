@@ -1,0 +1,108 @@
+"""Neurocache as an adapter: a frozen model with a memory, and an attention to it in some of its layers.
+
+Beside it the model's own linears may have low-rank matrices, of a kind that stands alone too; those in few bits keep
+the matrices that they stand beside so.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pkgutil import resolve_name
+
+from torch import nn
+
+from torchtitan.adapters import ADAPTERS
+from torchtitan.adapters.interface import Adapter
+from torchtitan.adapters.neurocache.attention import CachedAttention
+from torchtitan.adapters.neurocache.memory import Memory
+from torchtitan.adapters.neurocache.sizes import apart, layers_of, misfits_of
+from torchtitan.adapters.targets import of_linears
+from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.errors import JobError
+from torchtitan.models.layers import GroupedQueryAttention
+from torchtitan.parallelisms.plan import ParallelPlan
+
+
+class Neurocache(Adapter):
+    def __init__(self, options: Options, seed: int = 0):
+        super().__init__(options, seed)
+        beside = of_linears(options)
+        self.beside: Adapter | None = None
+        if beside is not None:
+            self.beside = resolve_name(ADAPTERS[beside.kind])(beside, seed)
+
+    def convert(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
+        options, blocks = self.options.neurocache, model.layers
+        if wrong := list(misfits_of(options, len(blocks), model.args.dim)):
+            raise JobError("; ".join(map(str, wrong)))
+        layers = self.layers = layers_of(options, len(blocks))
+        norm = blocks[str(layers.first)].attention_norm
+        if self.beside is not None:
+            plan = self.beside.convert(model, plan)
+            self.replaced |= self.beside.replaced
+        like = dict(dtype=norm.weight.dtype, device=norm.weight.device)
+        for layer in layers.attending:
+            attention = blocks[str(layer)].attention
+            if type(attention) is not GroupedQueryAttention or attention.q_norm is not None or not model.kernel.causal:
+                raise JobError(
+                    f"adapter.kind = 'neurocache' with {type(model).__name__}: it stands beside causal attention of "
+                    f"grouped heads without norms of queries; allowed are Llama, Mistral and OPT"
+                )
+            attention.__class__ = CachedAttention
+            with norm.weight.device:
+                attention.add_cache(
+                    model.args.dim // options.compression,
+                    options.context,
+                    options.compat_head_layout,
+                    options.init == "self_attention",
+                )
+            attention.cache.to(**like)
+        reads_stream = blocks[str(layers.first)].order == "post"
+        with norm.weight.device:
+            model.memory = Memory(options, layers, model.args.dim, reads_stream).to(**like)
+        return replace(
+            plan,
+            column=(*plan.column, "attention.cache.wq"),
+            replicated=(*plan.replicated, "attention.cache.reading"),
+            row=(*plan.row, "attention.cache.wo"),
+            may_lack=(
+                *plan.may_lack,
+                "attention.cache.wq",
+                "attention.cache.reading",
+                "attention.cache.wo",
+            ),
+            with_block=(*plan.with_block, ("memory", plan.blocks.replace("*", str(layers.first)))),
+        )
+
+    def check_parts(self, parts: Iterable[nn.Module]) -> None:
+        for part in parts:
+            layers = {int(name) for name, block in part.layers.items()}
+            needed = set(range(self.layers.first, self.layers.last + 1))
+            if layers & needed and not needed <= layers:
+                raise JobError(apart(self.layers))
+
+    def rate_of(self, name: str) -> float:
+        return 1.0 if self.beside is None else self.beside.rate_of(name)
+
+    @property
+    def recalls(self) -> int:
+        return self.options.neurocache.cache_size if self.options.neurocache.resume_warmup == "replay" else 0
+
+    def begin_recall(self, parts: Iterable[nn.Module]) -> None:
+        for memory in memories(parts):
+            memory.forget()
+            memory.train()
+
+    def describe(self) -> str:
+        beside = "" if self.beside is None else f", beside it {self.options.neurocache.beside}"
+        return f"{super().describe()}; {self.options.neurocache.cache_size:,} entries a lane{beside}"
+
+    def after_batch(self, parts: Sequence[nn.Module]) -> None:
+        for memory in memories(parts):
+            memory.commit()
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+
+def memories(parts: Iterable[nn.Module]) -> list[Memory]:
+    return [part.memory for part in parts if getattr(part, "memory", None) is not None]

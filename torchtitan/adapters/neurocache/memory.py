@@ -1,0 +1,244 @@
+"""The module that remembers for a model: it looks up before the layers that read, and keeps what is to be stored.
+
+All of it is done between the blocks. There a block's recompute does not come by again and find another cache, the
+compiler sees none of it, and the blocks get what was found as they get their rotary angles. Nothing is stored until
+`commit`, after the microbatch's backward: so a token never finds one of its own segment, whichever layer stores, and
+states that were found are read where they lie.
+
+Letters of the shapes: B lanes, S tokens, D width of the model, C = D / compression, M entries, N found by a token.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan.adapters.neurocache.attention import Retrieved, of_earlier_token
+from torchtitan.adapters.neurocache.lookup import Found, beside, nearest, places_of
+from torchtitan.adapters.neurocache.sizes import BUCKETS, Layers, widths
+from torchtitan.adapters.neurocache.store import Segment, Store
+from torchtitan.config.sections.neurocache import Neurocache as Options
+from torchtitan.initialization import Constant, Init, Normal
+from torchtitan.models.layers import Shared
+from torchtitan.parallelisms.context.context_parallel import ContextParallelAttention, GatherSequence
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+NORM_EPS = 1e-5
+
+
+@dataclass
+class Microbatch:
+    """One whose forward has begun, and whose states are not stored yet."""
+
+    store: Store
+    lanes: slice
+    counts: torch.Tensor  # [B], entries stored before this segment
+    filled: torch.Tensor | None  # [B]; None: all tokens are there
+    states: dict[tuple[int, str], torch.Tensor]
+    used: dict[int, Found]
+
+
+class Compression(nn.Linear):
+    """W_c, normal with a deviation of 1 / sqrt(D) in the beginning."""
+
+    def own_init(self, name: str) -> Init:
+        return Normal(self.in_features**-0.5)
+
+
+class KeyNorm(nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., C] -> [..., C], in the type of its input"""
+        return F.layer_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+    def own_init(self, name: str) -> Init:
+        return Constant(1.0 if name == "weight" else 0.0)
+
+
+class Memory(nn.Module):
+    """Of a decoder, its `memory`. One compression and norm serve all storing layers; with a compression of 1 there is
+    neither, and keys are the states.
+    """
+
+    border: Any = None  # under tensor parallel, between this rank's tokens and all of them
+
+    def __init__(self, options: Options, layers: Layers, dim: int, reads_stream: bool):
+        super().__init__()
+        self.options, self.layers, self.dim, self.reads_stream = options, layers, dim, reads_stream
+        self.h_proj = self.h_norm = None
+        if options.compression > 1:
+            width = dim // options.compression
+            self.h_proj, self.h_norm = Compression(dim, width, bias=False), KeyNorm(width, NORM_EPS)
+        self.cache_size = {True: options.cache_size, False: options.cache_size}  # in training, and else
+        self.stores: dict[tuple[bool, int], Store] = {}  # each also by the first of its lanes
+        self.pending: list[Microbatch] = []
+        self.decodes = False  # whether a batch goes on within a segment, whose last tokens are `tail`
+        self.tail: dict[int, Found] = {}
+
+    def train(self, mode: bool = True) -> "Memory":
+        """What was read in evaluation is forgotten behind it; the documents that are trained on stay."""
+        if mode:
+            self.stores = {key: store for key, store in self.stores.items() if key[0]}
+        return super().train(mode)
+
+    def forget(self) -> None:
+        self.stores, self.pending, self.tail = {}, [], {}
+
+    # A microbatch
+
+    def begin(self, size: int, told: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        """One of so many lanes comes, of which a batch says `told` (LANES of models/decoder.py)."""
+        key = self.training, int(told["lanes"][0]) if "lanes" in told else 0
+        if key not in self.stores:
+            self.stores[key] = self._empty(size, device)
+        store = self.stores[key]
+        assert size <= store.lanes or self.options.scope == "global", "batches of one group of lanes are alike"
+        which = slice(0, min(size, store.lanes))
+        counts = store.counts[which].expand(size)
+        if "begins" in told and self.options.scope == "lane":
+            counts = counts.masked_fill(told["begins"].bool(), 0)
+        # a microbatch of these lanes that nobody has stored was given up
+        self.pending = [other for other in self.pending if other.store is not store]
+        self.pending.append(Microbatch(store, which, counts, told.get("filled"), {}, {}))
+
+    def _empty(self, lanes: int, device: torch.device) -> Store:
+        options = self.options
+        return Store(
+            1 if options.scope == "global" else lanes,
+            self.cache_size[self.training],
+            self.layers.storing,
+            widths(options, self.dim, self.training),
+            DTYPES[options.cache_dtype],
+            device,
+            options.ordering,
+        )
+
+    @torch.compiler.disable
+    def ahead_of(self, layer: int, block: nn.Module, x: torch.Tensor, shared: Shared, kernel: nn.Module) -> Shared:
+        """Before a block gets its input x [B, S, D], of which parallelisms leave a rank a part: what its layer stores
+        is noted, and what its tokens find stands in the result.
+        """
+        stores = layer in self.layers.storing
+        if not self.cache_size[self.training] or not (stores or layer in self.layers.readers):
+            return shared
+        now = self.pending[-1]
+        with torch.no_grad():
+            states = self._states(block, x)
+            keys = self.encode(states)
+            if stores:
+                named = {"key": keys, "state": states}
+                kept = widths(self.options, self.dim, self.training)
+                now.states |= {(layer, name): _in_sequence(kernel, named[name]) for name in kept}
+        if layer not in self.layers.readers:
+            return shared
+        return shared._replace(retrieved=self._retrieve(now, self.layers.readers[layer], keys, kernel))
+
+    def _states(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """The input of the block's attention; under tensor parallel of all tokens."""
+        if not self.reads_stream:
+            if hasattr(block, "unshard"):  # FSDP's, which the block then need not do
+                block.unshard()
+            x = block.attention_norm(x)
+        return x if self.border is None else self.border.enter(x)
+
+    def encode(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., C]"""
+        return states if self.h_proj is None else self.h_norm(self.h_proj(states))
+
+    def _retrieve(self, now: Microbatch, layer: int, queries: torch.Tensor, kernel: nn.Module) -> Retrieved:
+        """queries [B, S, C] -> what they find of the entries that `layer` stored."""
+        options, store = self.options, now.store
+        bucketed = options.lookup == "bucketed"
+        size = max(store.reach, 1)  # further places are empty
+        size = -(-size // BUCKETS) * BUCKETS if bucketed else size
+        keys = store.kept[layer, "key"][now.lanes, :size]
+        with torch.no_grad():
+            hits = nearest(
+                queries,
+                keys,
+                now.counts,
+                options.topk,
+                similarity=options.similarity,
+                bucketed=bucketed,
+                block_bytes=options.score_block_bytes,
+            )
+            found = beside(hits, options.window, size, now.counts)
+            if options.ordering == "lru":
+                whole = _everywhere(kernel, found)
+                before = now.used.get(layer)
+                now.used[layer] = whole if before is None else _joined(before, whole)
+            found, joined = self._with_earlier(layer, found, kernel)
+            places = places_of(found, size, now.counts)
+        if self.training and self.h_proj is not None:
+            rows = self._reencoded(store.kept[layer, "state"][now.lanes, :size], places, queries.dtype)
+        else:
+            rows = gathered(keys, places).to(queries.dtype)
+        return Retrieved(rows, found.there, joined)
+
+    def _with_earlier(self, layer: int, found: Found, kernel: nn.Module) -> tuple[Found, bool]:
+        """What tokens before these found too, where these are not a whole segment; and whether it is there."""
+        context, part = self.options.context, isinstance(kernel, ContextParallelAttention)
+        if context == 1 or not (part or self.decodes):
+            return found, False
+        whole = _everywhere(kernel, found)
+        if layer in self.tail:
+            whole = Found(*(torch.cat(pair, dim=1) for pair in zip(self.tail[layer], whole, strict=True)))
+        if self.decodes:
+            self.tail[layer] = Found(*(each[:, -(context - 1) :] for each in whole))
+        seen = [torch.cat([of_earlier_token(each, by) for by in range(context)], dim=-1) for each in whole]
+        if part:
+            return Found(*(kernel.layout.share(each, kernel.rank) for each in seen)), True
+        return Found(*(each[:, -found.ages.shape[1] :] for each in seen)), True
+
+    def _reencoded(self, states: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """states [B or 1, M, D], of which each token takes those at places [B, S, N] -> [B, S, N, C], compressed with
+        the weights as they are. Before they are taken, where that is less work.
+        """
+        if states.shape[1] <= places[0].numel():
+            return gathered(self.encode(states.to(dtype)), places)
+        return self.encode(gathered(states, places).to(dtype))
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Store what the microbatches brought; all they need of the cache has been read."""
+        for microbatch in self.pending:
+            if not microbatch.states:  # a pipeline part, or no cache
+                continue
+            length = next(iter(microbatch.states.values())).shape[1]
+            filled = microbatch.filled
+            if filled is None:
+                filled = torch.full_like(microbatch.counts, length)
+            if self.options.scope == "lane":
+                told = (microbatch.lanes, microbatch.counts, filled, microbatch.states, microbatch.used)
+                microbatch.store.commit(Segment(*told))
+                continue
+            for row in range(len(filled)):  # one cache for all
+                states = {key: each[row : row + 1] for key, each in microbatch.states.items()}
+                counts = microbatch.store.counts.clone()
+                microbatch.store.commit(Segment(slice(0, 1), counts, filled[row : row + 1], states, {}))
+        self.pending = []
+
+
+def gathered(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """rows [B or 1, M, W] at places [B, S, N] -> [B, S, N, W]"""
+    rows = rows.expand(len(places), -1, -1)
+    index = places.flatten(1)[..., None].expand(-1, -1, rows.shape[-1])
+    return rows.gather(1, index).unflatten(1, places.shape[1:])
+
+
+def _joined(before: Found, found: Found) -> Found:
+    return Found(*(torch.cat(pair, dim=-1) for pair in zip(before, found, strict=True)))
+
+
+def _everywhere(kernel: nn.Module, found: Found) -> Found:
+    ages = _in_sequence(kernel, found.ages.where(found.there, -1))
+    return Found(ages, ages >= 0)
+
+
+def _in_sequence(kernel: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """x [B, s, ...] of a context-parallel rank -> [B, S, ...], that of all."""
+    if not isinstance(kernel, ContextParallelAttention):
+        return x
+    return GatherSequence.apply(x, kernel.layout, kernel.group_name)

@@ -1,0 +1,116 @@
+"""Sizes of a cache: which layers store, look up and read, how wide entries are, how many bytes they take. No torch, so
+that `torchtitan check` asks the same.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torchtitan.adapters.targets import Misfit
+from torchtitan.config.sections.neurocache import Neurocache as Options
+
+BUCKETS = 512
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+KEY = "adapter.neurocache."
+
+
+@dataclass(frozen=True)
+class Layers:
+    """`readers`: those before which tokens look up -> whose entries they find. `attending`: those that read what the
+    nearest reader at or below them found.
+    """
+
+    readers: dict[int, int]
+    attending: list[int]
+
+    @property
+    def storing(self) -> list[int]:
+        return sorted(set(self.readers.values()))
+
+    @property
+    def first(self) -> int:
+        return min((*self.readers, *self.storing))
+
+    @property
+    def last(self) -> int:
+        return max(*self.attending, *self.readers, *self.storing)
+
+
+def layers_of(options: Options, n_layers: int) -> Layers:
+    """Of a model with so many; where the options say nothing, three quarters up."""
+    readers = {int(reader): storing for reader, storing in options.retrieval_map.items()}
+    readers = readers or {3 * n_layers // 4: 3 * n_layers // 4}
+    return Layers(readers, options.attention_layers or list(range(min(readers), n_layers)))
+
+
+def widths(options: Options, dim: int, training: bool) -> dict[str, int]:
+    """Of what is kept of a token, by name: its key, and in training the state that the key was made of."""
+    kept = {"key": dim // options.compression}
+    return kept | ({"state": dim} if training and options.compression > 1 else {})
+
+
+def cache_bytes(options: Options, dim: int, n_layers: int, lanes: int, training: bool) -> int:
+    """Of one rank."""
+    entry = sum(widths(options, dim, training).values()) * BYTES[options.cache_dtype]
+    entry += 4 * (options.ordering == "lru")
+    lanes = 1 if options.scope == "global" else lanes
+    return lanes * len(layers_of(options, n_layers).storing) * options.cache_size * entry
+
+
+def added_parameters(
+    options: Options, n_layers: int, dim: int, heads: int, kv_heads: int, head_dim: int
+) -> tuple[int, int]:
+    """Of all the attention to a cache, and of the compression with its norm."""
+    width = dim // options.compression
+    each = 2 * dim * heads * head_dim + 2 * width * kv_heads * head_dim
+    compression = (dim + 2) * width if options.compression > 1 else 0
+    return len(layers_of(options, n_layers).attending) * each, compression
+
+
+def misfits_of(options: Options, n_layers: int, dim: int, seq_len: int | None = None) -> Iterator[Misfit]:
+    """What of the options does not fit a model with so many layers of this width, and segments of this length."""
+    if wrong := [reader for reader in options.retrieval_map if not reader.isdecimal()]:
+        yield Misfit(KEY + "retrieval_map", "numbers of layers in its keys", f'"{wrong[0]}" is none')
+        return
+    layers = layers_of(options, n_layers)
+    named = {"retrieval_map": [*layers.readers, *layers.storing], "attention_layers": layers.attending}
+    if beyond := {name: found for name, numbers in named.items() if (found := _beyond(numbers, n_layers))}:
+        for name, found in beyond.items():
+            yield Misfit(KEY + name, f"layers from 0 to {n_layers - 1}", f"drop {found}")
+        return
+    if min(layers.attending) < min(layers.readers):
+        allowed = f"layers from {min(layers.readers)} on, before which tokens look up first"
+        yield Misfit(KEY + "attention_layers", allowed, f"{min(layers.attending)} would have nothing to read")
+    if len(set(layers.attending)) < len(layers.attending):
+        yield Misfit(KEY + "attention_layers", "each layer once", "drop what is there twice")
+    if options.window != 1 and options.window % 2:
+        yield Misfit(KEY + "window", "1, or an even number", f"write {options.window - 1} or {options.window + 1}")
+    if dim % options.compression:
+        yield Misfit(KEY + "compression", f"what divides the width {dim} of the model", "")
+    least = max(seq_len or 1, options.topk, options.window + 1)
+    if options.cache_size < least:
+        why = "a segment's tokens" if least == seq_len else "topk" if least == options.topk else "window + 1"
+        yield Misfit(KEY + "cache_size", f"at least {least}, {why}", "raise it")
+    if options.lookup == "bucketed":
+        if options.cache_size % BUCKETS:
+            below = options.cache_size // BUCKETS * BUCKETS
+            yield Misfit(
+                KEY + "cache_size",
+                f'a multiple of {BUCKETS} with lookup = "bucketed"',
+                f"write {below} or {below + BUCKETS}",
+            )
+        if options.topk > BUCKETS:
+            yield Misfit(KEY + "topk", f'at most {BUCKETS} with lookup = "bucketed"', "a bucket gives one entry")
+    if options.scope == "global" and options.ordering == "lru":
+        yield Misfit(KEY + "ordering", '"fifo" with scope = "global"', "write one of the two otherwise")
+
+
+def apart(layers: Layers) -> str:
+    """Of a pipeline that cuts between them."""
+    return (
+        f"layers {layers.first} to {layers.last}, which store, look up and read, have to be in one stage of the "
+        f"pipeline; cut it elsewhere (parallelism.module_fqns_per_model_part), or choose others of them"
+    )
+
+
+def _beyond(numbers: Sequence[int], n_layers: int) -> str:
+    return ", ".join(str(number) for number in sorted(set(numbers)) if not 0 <= number < n_layers)

@@ -1,0 +1,241 @@
+"""Documents that are read from beginning to end: each row of a batch reads one, a segment at a time, and then the next.
+
+A document stays in its row, so that what a model remembers of it (adapters/neurocache) goes on from batch to batch.
+Documents are tokenized before the run, and all their lengths are known: data-parallel rank r of n reads the documents
+r, r + n, r + 2n, ... of the shuffled order, which goes on from epoch to epoch, and a row that is free takes the next.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchtitan.datasets.packing import IGNORE
+from torchtitan.datasets.position import VERSION, check_same_data
+from torchtitan.datasets.shuffle import key, permute
+from torchtitan.datasets.sources import DataError
+from torchtitan.datasets.tokens import TokenReader, TokenShards
+
+logger = logging.getLogger(__name__)
+Batch = dict[str, torch.Tensor]
+STAGGER = 0x5E6
+"""Keeps where rows begin apart from the order of documents under the same seed."""
+
+
+class Reading(NamedTuple):
+    """Of a row: a document, how many of its tokens are behind, and at which the row began."""
+
+    document: int
+    offset: int = 0
+    start: int = 0
+
+
+class Documents:
+    """Of several folders, numbered one behind the other."""
+
+    def __init__(self, sources: Sequence[TokenShards]) -> None:
+        self.readers = [TokenReader(source) for source in sources]
+        starts = [reader.documents for reader in self.readers]
+        ends = [np.append(each[1:], source.tokens) for each, source in zip(starts, sources, strict=True)]
+        self.starts, self.ends = np.concatenate(starts), np.concatenate(ends)
+        self.owners = np.repeat(np.arange(len(starts)), [len(each) for each in starts])
+        if len(self.starts) == 0 or (self.ends < self.starts).any():
+            raise DataError("there is no document, or their starts do not ascend; prepare the data anew")
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def length(self, document: int) -> int:
+        return int(self.ends[document] - self.starts[document])
+
+    def segments(self, document: int, seq_len: int) -> int:
+        """Of so many tokens, each with the one behind it; what is too short has none."""
+        return max(0, -(-(self.length(document) - 1) // seq_len))
+
+    def copy(self, reading: Reading, ids: np.ndarray, trained: np.ndarray) -> None:
+        reader = self.readers[self.owners[reading.document]]
+        reader.refuse_shrunk()
+        reader.copy(int(self.starts[reading.document]) + reading.offset, ids, trained)
+
+
+@dataclass(frozen=True)
+class LanePosition:
+    """`samples` have been consumed by all ranks together; of this one: documents taken, and what its rows read."""
+
+    samples: int
+    fingerprint: dict[str, Any]
+    rank: int
+    ranks: int
+    taken: int
+    rows: tuple[Reading | None, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        own = {"taken": self.taken, "rows": [None if row is None else list(row) for row in self.rows]}
+        told = {"version": VERSION, "samples": self.samples, "lanes": 0, "cursors": {}, "ranks": self.ranks}
+        return told | {"fingerprint": self.fingerprint, "read": {str(self.rank): own}}
+
+
+class SegmentLoader:
+    """Iterating yields batches without an end: tokens, labels and positions [rows, seq_len], and of each row, [rows],
+    `lanes`, its number; `begins`, whether its document does; `filled`, how many of the tokens are there; `offsets`,
+    where in the document the first stands. All int64 on the CPU but `begins`. Raises DataError.
+
+    `stagger`: rows begin somewhere inside of their first document, or all would end their first ones together.
+    """
+
+    skipped = 0
+
+    def __init__(
+        self,
+        documents: Documents,
+        *,
+        seq_len: int,
+        rows: int,
+        rank: int,
+        ranks: int,
+        seed: int,
+        shuffle: bool,
+        fingerprint: dict[str, Any],
+        stagger: bool = True,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        self.documents, self.seq_len, self.rank, self.ranks = documents, seq_len, rank, ranks
+        self.seed, self.shuffle, self.fingerprint = seed, shuffle, fingerprint
+        self.samples, self.taken, self.resumed = 0, 0, state is not None
+        self.rows: list[Reading | None] = [None] * rows
+        if not any(documents.segments(document, seq_len) for document in range(len(documents))):
+            raise DataError("no document has two tokens, of which one could be told from the other")
+        if state is not None:
+            self._resume(state)
+        elif stagger:
+            self.rows = [self._begin_inside(row) for row in range(rows)]
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        check_same_data(state, self.fingerprint)
+        self.samples, read = state["samples"], state.get("read", {})
+        own = read.get(str(self.rank))
+        if state.get("ranks") == self.ranks and own is not None and len(own["rows"]) == len(self.rows):
+            self.taken = own["taken"]
+            self.rows = [None if row is None else Reading(*row) for row in own["rows"]]
+            return
+        before = max((each["taken"] for each in read.values()), default=0) * state.get("ranks", 1)
+        self.taken = -(-before // self.ranks)
+        logger.warning(
+            "rows or data-parallel ranks are others than the checkpoint's: all rows begin with new documents"
+        )
+
+    def _begin_inside(self, row: int) -> Reading:
+        reading = self._next_document()
+        room = self.documents.length(reading.document) - 1 - self.seq_len
+        if room <= 0:
+            return reading
+        drawn = int(key(self.seed, STAGGER, self.rank, row)[0] % np.uint64(room))
+        return Reading(reading.document, drawn, drawn)
+
+    def _next_document(self) -> Reading:
+        while True:
+            epoch, number = divmod(self.taken * self.ranks + self.rank, len(self.documents))
+            self.taken += 1
+            if self.shuffle:
+                (number,) = permute(np.array([number]), len(self.documents), key(self.seed, epoch)).tolist()
+            if self.documents.segments(number, self.seq_len):
+                return Reading(number)
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            self.rows = [row or self._next_document() for row in self.rows]
+            begun = {index for index, row in enumerate(self.rows) if row is not None and row.offset == row.start}
+            batch = segment_batch(self.documents, self.rows, self.seq_len, begun)
+            self.rows = [after(row, self.documents, self.seq_len) for row in self.rows]
+            self.samples += len(self.rows) * self.ranks
+            yield batch
+
+    def again(self, tokens: int) -> Iterator[Batch]:
+        """What the rows have read last of their documents, so many tokens of it or what there is, in the segments in
+        which they read it: for a model that has forgotten it.
+        """
+        most = -(-tokens // self.seq_len)
+        behind = [0 if row is None else min(most, (row.offset - row.start) // self.seq_len) for row in self.rows]
+        for ago in range(most, 0, -1):  # on all ranks as many, which may communicate
+            rows = [
+                row._replace(offset=row.offset - ago * self.seq_len) if row is not None and ago <= count else None
+                for row, count in zip(self.rows, behind, strict=True)
+            ]
+            yield segment_batch(self.documents, rows, self.seq_len, {i for i, n in enumerate(behind) if n == ago})
+
+    def position(self) -> LanePosition:
+        return LanePosition(self.samples, self.fingerprint, self.rank, self.ranks, self.taken, tuple(self.rows))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.position().to_dict()
+
+    def close(self) -> None:
+        """Nothing runs beside the trainer."""
+
+
+def after(row: Reading | None, documents: Documents, seq_len: int) -> Reading | None:
+    """Where a row goes on behind this segment; None where its document ends."""
+    if row is None or row.offset + seq_len >= documents.length(row.document) - 1:
+        return None
+    return row._replace(offset=row.offset + seq_len)
+
+
+def segment_batch(documents: Documents, rows: Sequence[Reading | None], seq_len: int, begun: set[int]) -> Batch:
+    """The segments of rows; of one that reads nothing, and behind a document's end, tokens are 0 and do not count."""
+    ids = np.zeros((len(rows), seq_len + 1), dtype=np.int64)
+    trained = np.zeros((len(rows), seq_len + 1), dtype=bool)
+    filled = np.zeros(len(rows), dtype=np.int64)
+    for index, row in enumerate(rows):
+        if row is not None:
+            length = min(seq_len + 1, documents.length(row.document) - row.offset)
+            documents.copy(row, ids[index, :length], trained[index, :length])
+            filled[index] = length - 1
+    tokens, labels = ids[:, :-1].copy(), np.where(trained[:, 1:], ids[:, 1:], IGNORE)
+    tokens[np.arange(seq_len) >= filled[:, None]] = 0
+    return {
+        "tokens": torch.from_numpy(tokens),
+        "labels": torch.from_numpy(labels),
+        "positions": torch.arange(seq_len).repeat(len(rows), 1),
+        "lanes": torch.arange(len(rows)),
+        "begins": torch.tensor([index in begun for index in range(len(rows))]),
+        "filled": torch.from_numpy(filled),
+        "offsets": torch.tensor([0 if row is None else row.offset for row in rows]),
+    }
+
+
+class HeldOutSegments:
+    """The batches of a data-parallel rank that read the first documents, in their order, until these have `samples`
+    segments; 0 for all. Each is read to its end, and ranks and rows that are through wait for the others with nothing.
+    """
+
+    def __init__(self, documents: Documents, samples: int, *, seq_len: int, rows: int, rank: int, ranks: int) -> None:
+        self.documents, self.seq_len, self.rows, self.rank, self.ranks = documents, seq_len, rows, rank, ranks
+        counts = [documents.segments(document, seq_len) for document in range(len(documents))]
+        enough = np.searchsorted(np.cumsum(counts), samples) + 1 if samples else len(counts)
+        self.order = [document for document in range(min(int(enough), len(counts))) if counts[document]]
+        self.batches = max(sum(1 for _ in self._readings(each)) for each in range(ranks))
+
+    def _readings(self, rank: int) -> Iterator[list[Reading | None]]:
+        left = iter(self.order[rank :: self.ranks])
+        rows: list[Reading | None] = [None] * self.rows
+        while True:
+            for index, row in enumerate(rows):
+                if row is None and (document := next(left, None)) is not None:
+                    rows[index] = Reading(document)
+            if not any(row is not None for row in rows):
+                return
+            yield rows
+            rows = [after(row, self.documents, self.seq_len) for row in rows]
+
+    def __iter__(self) -> Iterator[Batch]:
+        readings = self._readings(self.rank)
+        for _ in range(self.batches):
+            rows = next(readings, [None] * self.rows)
+            begun = {index for index, row in enumerate(rows) if row is not None and not row.offset}
+            yield segment_batch(self.documents, rows, self.seq_len, begun)
+
+    def close(self) -> None:
+        """Nothing runs beside the trainer."""

@@ -1,0 +1,102 @@
+"""Rules on a cache of past states, and on the documents that it is filled from."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from torchtitan.adapters.neurocache.sizes import KEY, apart, layers_of, misfits_of
+from torchtitan.adapters.targets import of_linears
+from torchtitan.config.options import Fault, show
+from torchtitan.config.sections.adapter import Adapter
+from torchtitan.config.sections.neurocache import Neurocache
+from torchtitan.errors import JobError
+from torchtitan.rules.facts import Facts
+from torchtitan.rules.pipeline import layers_by_stage
+from torchtitan.tasks import TASKS
+
+KIND = "neurocache"
+FAMILIES = ("llama2", "llama3", "llama3.1", "llama3.2", "mistral", "opt")
+BESIDE = ("none", "lora", "dora", "qlora", "lora_int8")
+OF_LOW_RANK = ("rank", "alpha", "dropout", "rslora", "target", "layers", "lr_ratio_b")
+
+
+def cache_fits_the_model(facts: Facts) -> Iterator[Fault]:
+    options, args = facts.config.adapter.neurocache, facts.args
+    if facts.config.adapter.kind != KIND or args is None:
+        return
+    if facts.config.model.name not in FAMILIES:
+        yield facts.fault(
+            "adapter.kind",
+            f"another one for {facts.config.model.name}",
+            f"write lora, or choose one of {', '.join(FAMILIES)}",
+        )
+        return
+    longest = max(facts.lengths.values())
+    wrong = list(misfits_of(options, args.n_layers, args.dim, longest))
+    yield from (facts.fault(*each) for each in wrong)
+    if wrong or facts.pp == 1:
+        return
+    layers, first = layers_of(options, args.n_layers), 0
+    try:
+        stages = layers_by_stage(facts)
+    except (JobError, AssertionError):  # which is told already
+        return
+    for count in stages:
+        if first <= layers.first < first + count <= layers.last:
+            yield facts.fault(KEY + "attention_layers", "layers of one stage", apart(layers), show(layers.attending))
+        first += count
+
+
+def cache_reads_documents(facts: Facts) -> Iterator[Fault]:
+    config = facts.config
+    if config.adapter.kind != KIND:
+        return
+    if config.task.kind != "documents":
+        yield facts.fault(
+            "task.kind", '"documents" with adapter.kind = "neurocache"', "rows have to go on from batch to batch"
+        )
+    if config.adapter.neurocache.scope == "global" and facts.pp > 1:
+        remedy = "microbatches of a pipeline would find what others store, as the schedule has it"
+        yield facts.fault(KEY + "scope", '"lane" with a pipeline', remedy)
+    for key in ("checkpoint.last_save_model_only", "checkpoint.last_save_in_hf", "adapter.last_save_in_peft"):
+        section, name = key.split(".")
+        if getattr(getattr(config, section), name):
+            yield facts.fault(key, 'false with adapter.kind = "neurocache"', "the model alone has no place for a cache")
+
+
+def cache_options_have_a_cache(facts: Facts) -> Iterator[Fault]:
+    """Options of a cache, or of what stands beside it, that would do nothing."""
+    given, default = facts.config.adapter, Adapter()
+    if given.kind == "none":
+        return
+    if given.kind != KIND:
+        for each in fields(Neurocache):
+            if getattr(given.neurocache, each.name) != getattr(default.neurocache, each.name):
+                remedy = 'write kind = "neurocache", or leave it out'
+                yield facts.fault(KEY + each.name, f'nothing with adapter.kind = "{given.kind}"', remedy)
+        return
+    beside = given.neurocache.beside
+    if beside not in BESIDE:
+        yield facts.fault(KEY + "beside", f"one of {', '.join(BESIDE)}", "")
+    if of_linears(given) is None:
+        for name in OF_LOW_RANK:
+            if getattr(given, name) != getattr(default, name):
+                remedy = 'write adapter.neurocache.beside = "lora", or leave it out'
+                yield facts.fault(f"adapter.{name}", 'nothing with adapter.neurocache.beside = "none"', remedy)
+
+
+def documents_are_read_whole(facts: Facts) -> Iterator[Fault]:
+    training, kind = facts.config.training, facts.config.task.kind
+    if kind not in TASKS or not TASKS[kind].in_lanes:
+        return
+    if training.document_mask:
+        yield facts.fault(
+            "training.document_mask", f"false with task.kind = {kind}", "a row has one document at a time"
+        )
+    if training.epochs is not None:
+        remedy = "set training.steps: rows end their documents at different times"
+        yield facts.fault("training.epochs", f"unset with task.kind = {kind}", remedy)
+    for section in ("training", "validation"):
+        for number, source in enumerate(getattr(facts.config, section).sources):
+            if source.weight != 1:
+                key = f"{section}.sources[{number}].weight"
+                yield facts.fault(key, f"1 with task.kind = {kind}, which reads all documents", "leave it out")
