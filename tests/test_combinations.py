@@ -209,8 +209,8 @@ def reference(row: Combination) -> tuple[float, float, dict[str, torch.Tensor], 
         part = model(**{name: everything[name][samples] for name in names_for(row, model.draws)}) / valid
         part.backward()
         loss += part.detach()
-        if adapter is not None:
-            adapter.after_batch([model])
+        if row.remembers:
+            model.memory.commit()
     grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     norm = torch.linalg.vector_norm(torch.cat([g.flatten().double() for g in grads.values()]))
     peak = further = 0.0

@@ -8,7 +8,9 @@ import torch
 from tests.support.remembering import plain, read, remembering, segments
 from torchtitan.adapters.neurocache.attention import Reading, Retrieved, of_earlier_token
 from torchtitan.adapters.neurocache.lookup import Found, beside, nearest, places_of
+from torchtitan.adapters.neurocache.sizes import added_parameters, cache_bytes
 from torchtitan.adapters.neurocache.store import Segment, Store
+from torchtitan.config.sections.neurocache import Neurocache as Cache
 from torchtitan.errors import JobError
 
 
@@ -276,14 +278,21 @@ def test_below_the_first_that_learns_there_is_no_backward():
     model, installed = remembering(layers=4, retrieval_map={"2": 2}, adapter=dict(rank=2, layers=[2, 3]), beside="lora")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     seen = []
-    model.layers["1"].register_full_backward_hook(lambda *_: seen.append(1))
-    model.layers["2"].register_full_backward_hook(lambda *_: seen.append(2))
+
+    def watch(layer):
+        def saw(block, inputs, out):
+            if out.requires_grad:
+                out.register_hook(lambda grad: seen.append(layer))
+
+        model.layers[str(layer)].register_forward_hook(saw)
+
+    watch(1), watch(2)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     for tokens in segments(3):
         model(tokens).logsumexp(-1).sum().backward()
         optimizer.step()
         installed.after_batch([model])
-    assert 1 not in seen
+    assert set(seen) == {2}
     for name, parameter in model.named_parameters():
         trains = name in installed.fresh
         assert parameter.requires_grad == trains == (not torch.equal(before[name], parameter)), name
@@ -311,3 +320,90 @@ def test_what_does_not_fit_is_said(options, message):
     with pytest.raises(JobError) as raised:
         remembering(**options)
     assert message in str(raised.value)
+
+
+# --- how much it is
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("ordering", ["fifo", "lru"])
+@pytest.mark.parametrize("scope", ["lane", "global"])
+@pytest.mark.parametrize("compression", [1, 4])
+def test_bytes_by_formula_are_those_of_the_tensors(compression, scope, ordering, training):
+    if scope == "global" and ordering == "lru":
+        return
+    options = dict(retrieval_map={"0": 2, "1": 1}, compression=compression, scope=scope, ordering=ordering)
+    model, installed = remembering(layers=4, **options)
+    with torch.no_grad():
+        read(model.train(training), installed, segments(1, lanes=3))
+    (store,) = model.memory.stores.values()
+    told = cache_bytes(installed.options.neurocache, 32, 4, 3, training)
+    assert store.bytes == told
+
+
+@pytest.mark.parametrize(
+    "dim, layers, heads, attention, compression, bytes_of",
+    [  # OPT-1.3B and Llama 2 7B in bfloat16: millions of bytes of a lane, 16k and 128k entries, in use and in training
+        (2048, 24, 32, 62.9, 1.05, (16.8, 83.9, 134, 671)),
+        (4096, 32, 32, 335, 4.2, (33.6, 168, 268, 1342)),
+    ],
+)
+def test_published_sizes(dim, layers, heads, attention, compression, bytes_of):
+    options = Cache()
+    counts = added_parameters(options, layers, dim, heads, heads, dim // heads)
+    assert [count / 1e6 for count in counts] == pytest.approx([attention, compression], rel=0.01)
+    found = [
+        cache_bytes(Cache(cache_size=size), dim, layers, 1, training) / 1e6
+        for size in (16384, 131072)
+        for training in (False, True)
+    ]
+    assert found == pytest.approx(bytes_of, rel=0.005)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("compression", [1, 4])
+def test_parameters_by_formula_are_those_of_the_model(family, compression):
+    model, installed = remembering(family, layers=4, compression=compression, retrieval_map={"2": 1})
+    args, options = model.args, installed.options.neurocache
+    told = added_parameters(options, 4, args.dim, args.n_heads, args.num_kv_heads, args.head_dim)
+    assert sum(told) == sum(model.get_parameter(name).numel() for name in installed.fresh) == installed.num_trained
+
+
+def test_a_cache_begins_as_the_layers_own_attention():
+    model, _ = remembering(retrieval_map={"1": 1})
+    own, cache = model.layers["1"].attention, model.layers["1"].attention.cache
+    assert torch.equal(cache.wq.weight, own.wq.weight) and torch.equal(cache.wo.weight, own.wo.weight)
+    assert torch.equal(cache.reading.wk, own.wk.weight[:, :8]) and torch.equal(cache.reading.wv, own.wv.weight[:, :8])
+    assert model.memory.h_proj.weight.std().item() == pytest.approx(32**-0.5, rel=0.15)
+    drawn, _ = remembering(retrieval_map={"1": 1}, init="random")
+    assert not torch.equal(drawn.layers["1"].attention.cache.wq.weight, own.wq.weight)
+
+
+def test_bucketed_finds_what_exact_does():
+    """Recall at 16 of 16384 normed keys; each bucket of 32 entries gives one."""
+    keys = torch.nn.functional.layer_norm(torch.randn(1, 16384, 64), (64,))
+    queries = torch.nn.functional.layer_norm(torch.randn(1, 64, 64), (64,))
+    exact, bucketed = (nearest(queries, keys, torch.tensor([20000]), 16, bucketed=b).ages[0] for b in (False, True))
+    recall = (exact[:, :, None] == bucketed[:, None, :]).any(-1).float().mean().item()
+    assert 0.97 <= recall < 1
+
+
+def test_compiled_blocks_are_compiled_once():
+    """The lookup is outside of them, and what it gives has one shape from the first batch on."""
+    torch._dynamo.reset()
+    model, installed = remembering()
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(graph)
+        return graph.forward
+
+    for block in model.layers.values():
+        block.compile(backend=backend, fullgraph=True)
+    graphs = []
+    for tokens in segments(6):
+        model(tokens).sum().backward()
+        installed.after_batch([model])
+        graphs.append(len(seen))
+    assert graphs[1] == graphs[-1]
+    assert not any("topk" in str(graph.code) for graph in seen)

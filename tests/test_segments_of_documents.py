@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -176,6 +177,7 @@ CACHE = dict(
     training__steps=6,
     checkpoint__enable=True,
     checkpoint__interval=3,
+    lr_scheduler__total_steps=6,
 )
 
 
@@ -209,8 +211,10 @@ def test_a_resumed_run_remembers_what_it_read(home):
 
 def validated(argv):
     """Losses with and without validations in between, of rows of another number."""
-    rows = train(argv)[0]
-    return [row["loss"] for row in rows], [row["validation_loss"] for row in rows if "validation_loss" in row]
+    trained = losses(argv)
+    folder = Path(next(word for word in argv if "dump_folder" in word).partition("=")[2])
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return trained, [row["validation_loss"] for row in rows if "validation_loss" in row]
 
 
 def test_validation_has_caches_of_its_own(home):

@@ -27,6 +27,8 @@ KINDS: dict[str, Kind] = {
     "model.attention_backend": "told",
     "task": "refused",
     "adapter": "refused",
+    "adapter.neurocache.resume_warmup": "told",
+    "adapter.neurocache.score_block_bytes": "told",
     "optimizer": "refused",
     "optimizer.implementation": "told",
     "lr_scheduler": "refused",

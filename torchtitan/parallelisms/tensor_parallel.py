@@ -78,11 +78,7 @@ def apply_tensor_parallel(
     for name, module in [*_matching(model, plan, plan.indexed), *beside]:
         laid = defaultdict(lambda: (Replicate(), tokens_gradient))
         _split(name, module, mesh, "indexed", _Indexed, laid, whole=tokens_gradient, border=border)
-    for name, _ in plan.with_block:
-        if (module := match_end(model, name)) is not None:
-            module.border = border  # it reads all tokens, and what it makes of them each rank's heads take a part of
-            for inner, leaf in _leaves(model, name):
-                _split(inner, leaf, mesh, "replicated", _Whole, defaultdict(lambda: (Replicate(), Partial())))
+    _split_beside(model, mesh, plan, border)
     if embedding is not None:
         _split(plan.embedding, embedding, mesh, "embedding", _Embedding, BY_OUTPUT, border=border)
     if head is not None:
@@ -101,6 +97,15 @@ def apply_tensor_parallel(
                 f"{name}: no pattern of the tensor-parallel plan covers this parameter; "
                 f"add its module to column, row, replicated or sequence"
             )
+
+
+def _split_beside(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, border: "Border") -> None:
+    """What the model has beside its blocks: it reads all tokens, and of what it makes each rank's heads take a part."""
+    for name, _ in plan.with_block:
+        if (module := match_end(model, name)) is not None:
+            module.border = border
+            for inner, leaf in _leaves(model, name):
+                _split(inner, leaf, mesh, "replicated", _Whole, defaultdict(lambda: (Replicate(), Partial())))
 
 
 def require_even_split(model: nn.Module, tp: int, plan: ParallelPlan) -> None:

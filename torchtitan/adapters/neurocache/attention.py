@@ -57,6 +57,9 @@ class Reading(nn.Module):
         return attend(q, reads, there[..., None, :])
 
     def absorbed(self, q: torch.Tensor, reads: list[torch.Tensor], there: torch.Tensor) -> torch.Tensor:
+        """q [B, S, H, E], for each of c tokens its entries [B, S, N, C], which of all are there [B, S, 1, c N] ->
+        [B, S, H, E]
+        """
         wk, wv = (w.unflatten(0, (-1, self.head_dim)).to(q.dtype) for w in (self.wk, self.wv))  # [K, E, C]
         grouped = q.unflatten(2, (len(wk), -1))  # [B, S, K, H / K, E]
         brought = torch.einsum("bskge,kec->bskgc", grouped, wk).flatten(2, 3)  # [B, S, H, C]
@@ -66,6 +69,7 @@ class Reading(nn.Module):
         return torch.einsum("bskgc,kec->bskge", read.unflatten(2, (len(wv), -1)), wv).flatten(2, 3)
 
     def written_out(self, q: torch.Tensor, reads: list[torch.Tensor], there: torch.Tensor) -> torch.Tensor:
+        """As `absorbed`, by keys and values of each entry: the same, but for the layout of heads, [B, S, H, E]."""
         rows = torch.cat(reads, dim=2).to(q.dtype)  # [B, S, c N, C]
         k, v = (self._heads(F.linear(rows, w.to(q.dtype))) for w in (self.wk, self.wv))  # [B, S, K, c N, E]
         repeats = q.shape[2] // k.shape[2]
