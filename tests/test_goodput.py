@@ -94,11 +94,15 @@ def test_the_save_that_a_run_goes_on_from_is_counted(background, failed, clock, 
 def test_a_way_back_makes_all_since_the_save_done_again(clock):
     goodput = Goodput(clock=clock)
     clock.spend(goodput, "train", 30)
+    goodput.enter("save")
     saved = goodput.state_dict()
+    clock.now += 4
+    goodput.saves += 1
     for cause, seconds in (("data", 2), ("train", 10), ("validation", 1)):
         clock.spend(goodput, cause, seconds)
     goodput.load_state_dict(saved)
-    assert goodput.seconds == dict.fromkeys(CAUSES, 0.0) | {"train": 30.0, "redone": 13.0} and goodput.failures == 1
+    assert goodput.seconds == dict.fromkeys(CAUSES, 0.0) | {"train": 30.0, "save": 4.0, "redone": 13.0}
+    assert (goodput.failures, goodput.saves) == (1, 1)
 
 
 def test_the_best_interval_is_that_of_young_and_daly(clock):

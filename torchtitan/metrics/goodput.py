@@ -62,16 +62,16 @@ class Goodput:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Of the starts before, in front of what this one has spent already. In the middle of a run it goes back to
-        where it had spent so much: all since then is spent again.
+        where it had spent so much: all since then is spent again, but for the save.
         """
         self.enter(self._cause)
         self.loaded_at = state.get("at")
         saved = {cause: state.get(cause, 0.0) for cause in CAUSES}
-        self.saves = int(state.get("saves", 0))
         if self._cause in ("start", "restart"):
-            self.failures = int(state.get("failures", 0))
+            self.failures, self.saves = int(state.get("failures", 0)), int(state.get("saves", 0))
             self.seconds = {cause: spent + saved[cause] for cause, spent in self.seconds.items()}
         else:
+            saved["save"] = self.seconds["save"]  # that of the checkpoint itself, after its state was noted
             since = sum(self.seconds.values()) - sum(saved.values())
             self.seconds = saved
             self.failed(since)
