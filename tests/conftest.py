@@ -44,9 +44,9 @@ SLOW = {
         "optimizer_plans",
         "overlap",
         "overlap_guards",
-        "package",
         "pipeline_parallel",
         "preflight",
+        "pythons",
         "qlora",
         "random_plans",
         "relora",
@@ -58,6 +58,7 @@ SLOW = {
         "trainer",
         "trainer_options",
         "warm_start",
+        "wheel",
     )
 }
 EVERY_NTH_ROW = 9

@@ -1,16 +1,11 @@
-"""What an installed package has: jobs and a tokenizer by name, a first job, completion, a schema; a wheel by itself."""
+"""What the package has beside training: jobs and a tokenizer by name, a first job, completion, a schema."""
 
 import json
-import os
 import shutil
 import subprocess
-import sys
-import zipfile
-from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import ROOT, logged_steps
 from torchtitan import cli, shipped
 from torchtitan.commands import completion, init
 from torchtitan.config.manager import load
@@ -146,54 +141,6 @@ def test_the_schema_has_every_option(capsys):
             node = node["properties"][part]
         assert node.get("description") or "$ref" in node, key
     assert "extends" in schema["properties"] and "$defs" not in json.dumps(schema)
-
-
-# A wheel
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """The package as a wheel has it, unpacked."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, source)
-    for name in ("torchtitan", "train_configs", "tests/assets/tokenizer"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source]
-    subprocess.run(list(map(str, build)), check=True, capture_output=True)
-    (file,) = folder.glob("*.whl")
-    zipfile.ZipFile(file).extractall(folder / "site")
-    return folder / "site"
-
-
-def test_a_wheel_has_what_is_not_code(wheel):
-    here = {path.relative_to(ROOT / "torchtitan") for path in (ROOT / "torchtitan").rglob("*") if path.is_file()}
-    here = {path for path in here if "__pycache__" not in path.parts}
-    here |= {path.relative_to(ROOT) for path in (ROOT / "train_configs").iterdir()}
-    here |= {path.relative_to(ROOT / "tests") for path in (ROOT / "tests/assets/tokenizer").iterdir()}
-    assert {path for path in here if not (wheel / "torchtitan" / path).is_file()} == set()
-
-
-def test_a_wheel_trains_generates_and_exports_without_the_repository(wheel, tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(wheel), "OMP_NUM_THREADS": "1"}
-
-    def torchtitan(*words: str) -> str:
-        said = "print(torchtitan.__path__, flush=True)"
-        program = f"import torchtitan, sys; {said}; from torchtitan.cli import run; run()"
-        command = [sys.executable, "-c", program, *words]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert str(wheel) in done.stdout.splitlines()[0]
-        return done.stdout
-
-    small = ["--training.steps=2", "--training.seq_len=64", "--training.local_batch_size=1", "--validation.no_enable"]
-    export = ["--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]
-    torchtitan("train", "debug_model", "--job.dump_folder=out", *small, *export)
-    assert [row["step"] for row in logged_steps(tmp_path / "out")] == [1, 2]
-    assert "def " in torchtitan("generate", "out", "--prompt", "def ", "--max_new_tokens", "2")
-    assert any((tmp_path / "out/model_hf").glob("*.safetensors"))
 
 
 def test_list_names_what_is_shipped(capsys):

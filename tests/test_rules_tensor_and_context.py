@@ -10,32 +10,28 @@ TENSOR = [
     (
         [TP + "3", "--training.seq_len=99"],
         "tensor_parallel_degree: given 3, which does not divide n_heads 16 and n_kv_heads 16 and vocab_size 2048; "
-        "allowed: what divides n_heads 16, n_kv_heads 16, feed-forward width 768, vocab_size 2048, as ranks do not get "
-        "uneven shares: 1, 2, 4, 8, 16; write one of these",
+        "allowed: what divides these and feed-forward width 768: 1, 2, 4, 8, 16; write one of these",
     ),
     (
         [TP + "4", "--model.overrides={n_kv_heads = 2}"],
-        "tensor_parallel_degree: given 4, which does not divide n_kv_heads 2; allowed: what divides n_heads 16, "
-        "n_kv_heads 2, feed-forward width 768, vocab_size 2048, as ranks do not get uneven shares: 1, 2; write one of "
-        "these",
+        "tensor_parallel_degree: given 4, which does not divide n_kv_heads 2; allowed: what divides it and n_heads 16, "
+        "feed-forward width 768, vocab_size 2048: 1, 2; write one of these",
     ),
     (
         [TP + "4", "--model.overrides={multiple_of = 1}"],
-        "tensor_parallel_degree: given 4, which does not divide feed-forward width 682; allowed: what divides n_heads "
-        "16, n_kv_heads 16, feed-forward width 682, vocab_size 2048, as ranks do not get uneven shares: 1, 2; write "
-        "one of these",
+        "tensor_parallel_degree: given 4, which does not divide feed-forward width 682; allowed: what divides it and "
+        "n_heads 16, n_kv_heads 16, vocab_size 2048: 1, 2; write one of these",
     ),
     (
         [TP + "4", "--model.overrides={vocab_size = 258}"],
-        "tensor_parallel_degree: given 4, which does not divide vocab_size 258; allowed: what divides n_heads 16, "
-        "n_kv_heads 16, feed-forward width 768, vocab_size 258, as ranks do not get uneven shares: 1, 2; write one of "
-        "these, or fill it up: model.overrides = {vocab_size = 260}",
+        "tensor_parallel_degree: given 4, which does not divide vocab_size 258; allowed: what divides it and n_heads "
+        "16, n_kv_heads 16, feed-forward width 768: 1, 2; write one of these, or fill it up: model.overrides = "
+        "{vocab_size = 260}",
     ),
     (  # seq_len need not be a multiple of what tensor parallel cannot be
         [TP + "3"],
         "tensor_parallel_degree: given 3, which does not divide n_heads 16 and n_kv_heads 16 and vocab_size 2048; "
-        "allowed: what divides n_heads 16, n_kv_heads 16, feed-forward width 768, vocab_size 2048, as ranks do not get "
-        "uneven shares: 1, 2, 4, 8, 16; write one of these",
+        "allowed: what divides these and feed-forward width 768: 1, 2, 4, 8, 16; write one of these",
     ),
     (
         [TP + "2", "--compile.enable", "--activation_checkpoint.mode=memory_budget"],

@@ -46,7 +46,7 @@ def resolve_warmup(warmup_steps: int | None, total_steps: int) -> int:
             "lr_scheduler.warmup_steps",
             str(warmup_steps),
             f"must be less than the {total_steps} steps in all (lr_scheduler.total_steps, else training.steps)",
-            "shorten the warmup, leave it unset (a tenth of the steps), or train longer",
+            "shorten it, leave it unset (a tenth), or train longer",
         )
     return warmup_steps
 
@@ -77,7 +77,7 @@ class LRSchedule:
                 "lr_scheduler.decay_ratio",
                 str(self.decay_ratio),
                 f"{self.warmup} warmup and {self.decay_steps} decay steps are more than the {self.total_steps} in all",
-                "lower it or the warmup, or leave it unset (decay starts right after the warmup)",
+                "lower it or the warmup, or leave it unset (decay follows the warmup)",
             )
 
         if self.restarts:

@@ -62,9 +62,9 @@ def resume(
         return Position(0, len(lanes), {}, fingerprint)
     if state.get("version") != VERSION and not (state.get("version") == 1 and not lanes and not state["lanes"]):
         raise JobError(
-            f"the checkpoint's data position has version {state.get('version')}, this program reads {VERSION}: it "
-            "takes samples in another order; finish the job with the program that began it, or begin the data anew "
-            'with checkpoint.exclude_from_loading = ["dataloader"]'
+            f"the checkpoint's data position has version {state.get('version')}, this program reads {VERSION}, another "
+            "order; finish with the program that began, or begin the data anew with "
+            'checkpoint.exclude_from_loading = ["dataloader"]'
         )
     check_same_data(state, fingerprint)
     if state["lanes"] != len(lanes):

@@ -72,8 +72,8 @@ class TokenShards(Source):
         if self.header["tokenizer"] != fingerprint:
             raise DataError(
                 f"{self.folder}: prepared with the tokenizer {self.header['tokenizer_path']} (fingerprint "
-                f"{self.header['tokenizer'][:16]}), but the job's tokenizer is another one ({fingerprint[:16]}); "
-                f"set model.tokenizer_path to that tokenizer, or {REMEDY}"
+                f"{self.header['tokenizer'][:8]}), the job's is {fingerprint[:8]}; set model.tokenizer_path to the "
+                f"first, or {REMEDY}"
             )
         if self.header["vocab_size"] > vocab_size:
             raise DataError(

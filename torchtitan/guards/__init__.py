@@ -85,9 +85,8 @@ class Guards:
 
     def stop_non_finite(self, what: str, step: int, where: str = "") -> NoReturn:
         raise NonFiniteError(
-            f"{what} after step {step}{where}; the run stops and nothing is saved after it. Usual remedies: a "
-            "lower optimizer.lr, a longer lr_scheduler.warmup_steps, training.max_norm = 1.0, float32 in "
-            "training.mixed_precision_param; with checkpoints, start again to go on from the last one"
+            f"{what} after step {step}{where}; the run stops and saves no more. What usually helps, from the last "
+            "checkpoint on: lower optimizer.lr, longer lr_scheduler.warmup_steps, training.max_norm = 1.0, float32"
         )
 
     def compare(self, step: int, now: bool = False) -> None:

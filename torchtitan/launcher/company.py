@@ -129,9 +129,9 @@ class First:
                 here = ", ".join(f"{index} ({host})" for index, host in sorted(self.hosts.items()))
                 raise JobError(
                     f"NNODES: given {self.nodes.count}, of which {', '.join(map(str, missing))} did not come within "
-                    f"{seconds:.0f} s to {self.nodes.head}, port {self.nodes.port}; here: {here}; allowed: as many "
-                    "machines, each with its own NODE_RANK and the same HEAD_ADDR and HEAD_PORT; see whether they were "
-                    "started and whether a firewall is in the way (comm.init_timeout_seconds says how long to wait)"
+                    f"{seconds:.0f} s to {self.nodes.head}, port {self.nodes.port} (comm.init_timeout_seconds); here: "
+                    f"{here}; allowed: as many, with the same HEAD_ADDR and HEAD_PORT and each its NODE_RANK; start "
+                    "them, and let them through the firewall"
                 )
             for number in queue.wait(min(left, _LOOK_SECONDS), self.sockets):
                 return number
@@ -303,8 +303,8 @@ class Other:
                 if time.monotonic() > until:
                     raise JobError(
                         f"HEAD_ADDR, HEAD_PORT: given {self.nodes.head}, {self.nodes.port}, where no launcher answers "
-                        f"within {seconds:.0f} s ({error.strerror or error}); allowed: where the machine with "
-                        "NODE_RANK = 0 listens; start all machines together, with the same HEAD_ADDR and HEAD_PORT"
+                        f"within {seconds:.0f} s ({error.strerror or error}); allowed: those of the machine with "
+                        "NODE_RANK = 0, alike everywhere; start all machines together"
                     ) from None
                 for number in queue.wait(_LOOK_SECONDS):
                     return number

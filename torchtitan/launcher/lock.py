@@ -118,7 +118,7 @@ def held(folder: Path, here: Owner) -> Iterator[None]:
     except OSError as error:
         raise JobError(
             f"job.dump_folder: given {str(folder)!r}, which cannot be written ({error.strerror}: {error.filename}); "
-            "allowed: a folder that this user may write to, on a disk with space; give another one or mend this one"
+            "allowed: one that this user may write to, with space on its disk"
         ) from None
     try:
         yield
@@ -155,8 +155,7 @@ def _refuse_if_owned(found: dict[int, Owner | None], here: Owner) -> None:
         if owner is not None and lives(owner, here):
             raise JobError(
                 f"job.dump_folder: given a folder in which another run is at work ({owner}); allowed: one run a "
-                "folder; wait for that one or stop it, or give another job.dump_folder. If it is gone for certain, "
-                f"delete run.lock.{number} there"
+                f"folder; stop that one or give another. If it is gone for certain, delete run.lock.{number} there"
             )
 
 

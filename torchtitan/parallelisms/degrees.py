@@ -62,14 +62,15 @@ def check_split(tp: int, sizes: Mapping[str, int]) -> None:
     unevenly.
     """
     if wrong := uneven(tp, sizes):
-        told = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        others = ", ".join(f"{name} {size}" for name, size in sizes.items() if name not in wrong)
+        told = ("these" if len(wrong) > 1 else "it") + f" and {others}" * bool(others)
         remedy = "write one of these"
         if wrong == ["vocab_size"]:
             remedy += f", or fill it up: model.overrides = {{vocab_size = {-(-sizes['vocab_size'] // tp) * tp}}}"
         raise LimitError(
             DEGREES + "tensor_parallel_degree",
             f"{tp}, which does not divide {' and '.join(f'{name} {sizes[name]}' for name in wrong)}",
-            f"what divides {told}, as ranks do not get uneven shares: {divisors(math.gcd(*sizes.values()))}",
+            f"what divides {told}: {divisors(math.gcd(*sizes.values()))}",
             remedy,
         )
 

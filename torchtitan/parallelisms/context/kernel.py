@@ -62,8 +62,7 @@ def require_part(kernel: Kernel, method: str) -> None:
     needs = {"ulysses": (), "allgather": ("takes_parts", "plain_attention")}.get(method, ("plain_attention",))
     if needs and not any(says(kernel, statement) for statement in needs):
         raise JobError(
-            f"context_parallel_rotate_method {method!r} with the attention kernel {type(kernel).__name__}, which does "
-            f"not say how it attends where a rank has a part of the sequence; allowed are ulysses for all kernels, "
-            f"allgather for those with takes_parts, all methods for plain_attention. Choose one of these, or say so in "
-            f"the class of its `forward` (parallelisms/context/kernel.py)"
+            f"context_parallel_rotate_method {method!r} with the attention kernel {type(kernel).__name__}, whose class "
+            f"does not say {' or '.join(needs)}; allowed: what it says, or ulysses. Choose one, or say so "
+            "(parallelisms/context/kernel.py)"
         )

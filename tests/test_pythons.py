@@ -1,0 +1,91 @@
+"""Every Python from 3.10 on that this machine has: it knows the words of every file, and judges jobs as this one."""
+
+import ast
+import builtins
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.environments import environment, install_by_index
+from tests.support.jobs import ROOT
+
+VERSIONS = ("3.10", "3.11", "3.12", "3.13")
+OTHERS = [version for version in VERSIONS if version != f"{sys.version_info[0]}.{sys.version_info[1]}"]
+FILES = sorted(path for folder in ("torchtitan", "tests", "scripts") for path in (ROOT / folder).rglob("*.py"))
+
+
+def python_of(version: str) -> Path:
+    """On PATH, or in pyenv, whose commands on PATH may lead nowhere."""
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = [shutil.which(f"python{version}"), *map(str, sorted(versions.glob(f"{version}.*/bin/python")))]
+    for python in filter(None, found):
+        if subprocess.run([python, "--version"], capture_output=True).returncode == 0:
+            return Path(python)
+    pytest.skip(f"this machine has no Python {version}")
+
+
+def unknown_to(python: Path, files: list[Path]) -> list[str]:
+    asked = {"files": list(map(str, files)), "standard": list(sys.stdlib_module_names), "builtins": dir(builtins)}
+    command = [python, "-I", ROOT / "tests/support/known_names.py"]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_files_are_written_for_the_oldest():
+    """Syntax alone; where a 3.10 is at hand, it is asked itself."""
+    for path in FILES:
+        ast.parse(path.read_text(), str(path), feature_version=(3, 10))
+
+
+@pytest.mark.parametrize("version", OTHERS)
+def test_another_python_knows_the_words_of_every_file(version):
+    assert unknown_to(python_of(version), FILES) == []
+
+
+NEWER = """
+import datetime
+import tomllib
+import no_such_package
+from typing import Self
+def f():
+    raise ExceptionGroup("", [ValueError(datetime.UTC)])
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="knows no more than Python 3.10")
+def test_words_of_a_later_python_are_found(tmp_path):
+    (tmp_path / "newer.py").write_text(NEWER)
+    (tmp_path / "newest.py").write_text("try:\n    pass\nexcept* ValueError:\n    pass\n")
+    found = unknown_to(python_of("3.10"), sorted(tmp_path.iterdir()))
+    assert [line.partition(": ")[2] for line in found[:-1]] == [
+        "import tomllib",
+        "import typing.Self",
+        "ExceptionGroup",
+        "datetime.UTC",
+    ]
+    assert "newest.py:3: " in found[-1]
+
+
+# What has no torch, and so needs little of pip, under the oldest and the newest; scripts/try_pythons.sh runs more
+
+PACKAGES = ("pydantic", "tomli", "tomli_w", "tomlkit", "jinja2", "numpy", "tqdm", "tiktoken", "pytest")
+PARTS = ("check", "config_manager", "config_tables")
+PARTS += tuple(f"rules_{part}" for part in ("experts", "optimizers", "output", "pipeline", "tensor_and_context"))
+
+
+@pytest.mark.parametrize("version", sorted({OTHERS[0], OTHERS[-1]}))
+def test_another_python_passes_the_tests_without_torch(version, tmp_path):
+    # messages show the ends of long paths, so theirs are in a short one
+    with environment(tmp_path / "env", python_of(version)) as env, tempfile.TemporaryDirectory() as short:
+        install_by_index(env, "--only-binary=:all:", *PACKAGES)
+        files = [ROOT / f"tests/test_{part}.py" for part in PARTS]
+        own = ["-p", "no:cacheprovider", "--basetemp", f"{short}/own"]
+        command = [env / "bin/python", "-B", "-m", "pytest", *own, *files]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:] + done.stderr

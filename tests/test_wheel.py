@@ -1,0 +1,93 @@
+"""The package as its user gets it: a wheel, installed into an environment of its own, far from the repository."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.environments import CONSTRAINTS, environment, install_by_index, pip_install
+from tests.support.jobs import ROOT, logged_steps
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    for name in ("torchtitan", "train_configs", "tests/assets/tokenizer"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source]
+    subprocess.run(list(map(str, build)), check=True, capture_output=True)
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+def test_it_has_what_is_not_code(wheel):
+    here = {path.relative_to(ROOT / "torchtitan") for path in (ROOT / "torchtitan").rglob("*") if path.is_file()}
+    here = {path for path in here if "__pycache__" not in path.parts}
+    here |= {path.relative_to(ROOT) for path in (ROOT / "train_configs").iterdir()}
+    here |= {path.relative_to(ROOT / "tests") for path in (ROOT / "tests/assets/tokenizer").iterdir()}
+    assert {f"torchtitan/{path}" for path in here} - set(zipfile.ZipFile(wheel).namelist()) == set()
+
+
+def site_of(env: Path) -> Path:
+    (folder,) = env.glob("lib/python*/site-packages")
+    return folder
+
+
+def beside_what_is_installed(env: Path, wheel: Path) -> None:
+    """The wheel alone, and in sight of it the packages of this Python; of the repository, which is one, no more."""
+    pip_install(env, "--no-deps", "--no-index", wheel).check_returncode()
+    packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (site_of(env) / "packages.pth").write_text("\n".join(packages))
+
+
+def with_all_by_pip(env: Path, wheel: Path) -> None:
+    """As a user would. Not where pip would load a torch of gigabytes from its index."""
+    asked = pip_install(env, "--dry-run", "--no-deps", "--report=-", "torch", *CONSTRAINTS)
+    urls = [each["download_info"]["url"] for each in json.loads(asked.stdout or '{"install": []}')["install"]]
+    if not urls or not urls[0].startswith("file:"):
+        pytest.skip("pip has no torch at hand, and would load gigabytes; scripts/try_wheel.sh does")
+    install_by_index(env, wheel)
+
+
+@pytest.mark.parametrize("install", [beside_what_is_installed, with_all_by_pip])
+def test_it_trains_generates_and_exports_far_from_the_repository(install, wheel, tmp_path):
+    with environment(tmp_path / "env") as env:
+        install(env, wheel)
+        use(env, tmp_path / "elsewhere")
+
+
+def use(env: Path, elsewhere: Path) -> None:
+    elsewhere.mkdir()
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+
+    def run(*command: str | Path) -> str:
+        done = subprocess.run(command, env=variables, cwd=elsewhere, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def torchtitan(*words: str) -> str:
+        return run(env / "bin/torchtitan", *words)
+
+    where = "import torchtitan, sys; print(torchtitan.__path__[0]); print(*sys.path, sep='\\n')"
+    own, *paths = run(env / "bin/python", "-c", where).splitlines()
+    assert Path(own) == site_of(env) / "torchtitan" and str(ROOT) not in paths
+    assert "  debug_model\n" in torchtitan("list", "jobs")
+    torchtitan("init", "first.toml")
+    small = ["--training.steps=2", "--training.seq_len=64", "--training.local_batch_size=1", "--validation.no_enable"]
+    save = ["--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]
+    torchtitan("train", "first.toml", *small, *save)
+    run_folder = elsewhere / "outputs/first"
+    assert [row["step"] for row in logged_steps(run_folder)] == [1, 2]
+    assert (run_folder / "model_hf/tokenizer.json").is_file()
+    assert "def " in torchtitan("generate", "outputs/first", "--prompt", "def ", "--max_new_tokens", "2")
+    torchtitan("export", "outputs/first", "--merge", "--dtype", "float32", "--to", "exported")
+    assert any((elsewhere / "exported").glob("*.safetensors"))
