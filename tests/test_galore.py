@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support import jobs
+from tests.support import jobs, recorded_optimizers
 from tests.support.pool import run_ranks
 from tests.test_own_optimizers import random
 from torchtitan import keyed
@@ -438,3 +438,21 @@ def state_of(argv):
 def test_a_rank_of_nothing_is_an_error():
     with pytest.raises(JobError, match="rank = 0"):
         made(Matrix(9, 6), rank=0)
+
+
+@pytest.mark.parametrize("shape", recorded_optimizers.SHAPES)
+@pytest.mark.parametrize("side", recorded_optimizers.SIDES)
+@pytest.mark.parametrize("inner", recorded_optimizers.INNER)
+def test_steps_are_those_of_galore_torch(inner, side, shape):
+    """Over three bases, without weight decay, which it applies to the new weight."""
+    theirs = recorded_optimizers
+    model = Matrix(*shape)
+    model.weight.data = theirs.normal(*shape, seed=0)
+    options = dict(rank=theirs.RANK, update_gap=theirs.GAP, scale=theirs.SCALE, side=side, basis="svd", inner=inner)
+    shared = ADAM | dict(eps=theirs.EPS) if inner == "adamw" else dict(beta1=0.0, beta2=0.95, eps=1e-8)
+    settings = dict(name="GaLore", lr=theirs.RATE, weight_decay=0.0, shared=shared)
+    (optimizer,) = build_optimizers([model], options=options | {"targets": ["*"]}, **settings)
+    stepped(model, optimizer, theirs.STEPS, lambda step, p: theirs.normal(*shape, seed=step + 1))
+    expected = theirs.recorded()[f"galore/{inner}/{side}/{shape[0]}x{shape[1]}"]
+    assert (model.weight.detach() - expected).abs().max() < 1e-8
+    assert (expected - theirs.normal(*shape, seed=0)).abs().max() > 1e-3

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -132,22 +131,26 @@ class Layout:
             assert self.mesh is not None
             if crossed.placements[axis].is_replicate():
                 dist.all_reduce(part, group=self.mesh.get_group(axis))
+        rows = part if other == 0 else part.T
         for axis, length, longest, own in shares:
             assert self.mesh is not None
-            padded = _padded(part, other, longest * self.mesh.size(axis) - length)
-            summed = funcol.reduce_scatter_tensor(padded, "sum", other, (self.mesh, axis))
-            part = funcol.wait_tensor(summed).narrow(other, 0, own)
-        return part.contiguous()
+            padded = F.pad(rows, (0, 0, 0, longest * self.mesh.size(axis) - length)).contiguous()
+            summed = rows.new_empty(longest, rows.shape[1])
+            dist.reduce_scatter_tensor(summed, padded, group=self.mesh.get_group(axis))
+            rows = summed[:own]
+        return (rows if other == 0 else rows.T).contiguous()
 
     def collected(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """The way back: from the shape that `scattered` gave, or one of as many rows or columns, to all of a rank's."""
         crossed, other = self.crossed(dim, part.shape[dim]), 1 - dim
+        rows = part if other == 0 else part.T
         for axis, length, longest, own in reversed(self._shares(dim, crossed)):
             assert self.mesh is not None
-            padded = _padded(part, other, longest - own).contiguous()
-            gathered = funcol.all_gather_tensor(padded, other, (self.mesh, axis))
-            part = funcol.wait_tensor(gathered).narrow(other, 0, length)
-        return part
+            padded = F.pad(rows, (0, 0, 0, longest - own)).contiguous()
+            whole = rows.new_empty(longest * self.mesh.size(axis), rows.shape[1])
+            dist.all_gather_into_tensor(whole, padded, group=self.mesh.get_group(axis))
+            rows = whole[:length]
+        return rows if other == 0 else rows.T
 
     def placed(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's part, of `local_shape`, as a part of the whole, of `shape`, as a checkpoint wants it."""
@@ -171,11 +174,6 @@ class Layout:
     def zeros(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Of `shape`, of which this rank holds `local_shape`."""
         return self.placed(torch.zeros(self.local_shape, dtype=dtype, device=device))
-
-
-def _padded(matrix: torch.Tensor, dim: int, count: int) -> torch.Tensor:
-    """With so many zeros more in one dimension."""
-    return F.pad(matrix, (0, count) if dim else (0, 0, 0, count)) if count else matrix
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
