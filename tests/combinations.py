@@ -35,6 +35,7 @@ class Combination:
     adapter: str = "none"  # what is trained instead of the model's own parameters (tests/support/adapted.py)
     optimizer: str = "none"  # what steps, of the rows of tests/combinations_optimizers.py
     model: str = "llama3"
+    task: str = "pretrain"
 
     def __str__(self) -> str:
         default = Combination()
@@ -108,7 +109,7 @@ OFFLOADED = ("FSDP 2 x TP 2", "FSDP 2 x CP 2")
 
 def table() -> list[Combination]:
     rows = data_parallel() + tensor_and_context_parallel() + pipelines() + experts() + eight_ranks() + adapters()
-    return rows + gpt2() + remembering()
+    return rows + gpt2() + roberta() + remembering()
 
 
 def tensor_and_context_parallel() -> list[Combination]:
@@ -381,21 +382,37 @@ def gpt2() -> list[Combination]:
     return rows
 
 
-def other_models() -> list[Combination]:
-    """What the families of the project are not: attention to all, classes, pairs. Not of the README's table:
-    tests/support/other_families.py.
-    """
-    to_all = dict(model="encoder", precision="float64", document_mask=True)
-    rows = [Combination(ranks=2, cp=2, method=method, balance=b, **to_all) for method in METHODS for b in (True, False)]
-    rows += [Combination(**COMPOSED[name], **to_all) for name in ("TP 2", "PP 2", "FSDP 2 x TP 2", "PP 2 x CP 2")]
-    rows += [Combination(model="encoder", compile="block")]
-    classes = dict(model="classifier", precision="float64", loss_chunks=2)
+def roberta() -> list[Combination]:
+    """Words that are hidden, told by what stands on both sides of them, and classes of samples, of GPT-2 too."""
+    words, exact = dict(model="roberta", task="masked_lm"), dict(precision="float64", document_mask=True)
+    rows = [
+        Combination(ranks=2, cp=2, method=method, balance=b, **words, **exact)
+        for method in METHODS
+        for b in (True, False)
+    ]
+    rows += [Combination(**COMPOSED[name], **words, **exact) for name in ("TP 2", "PP 2", "PP 2 x CP 2")]
+    rows += [Combination(**COMPOSED["FSDP 2 x TP 2"], **words, **exact, loss_chunks=2)]
+    rows += [Combination(**words, compile="block"), Combination(**words, precision="bfloat16", recompute="op")]
+    rows += [Combination(**LAYOUTS[name], **words, accumulation=2, recompute="full") for name in ("FSDP 2", "DDP 2")]
+    rows += [Combination(**COMPOSED["TP 2"], **words, sequence_parallel=False, compile="block")]
+    rows += [Combination(**layout, **words, adapter="lora") for layout in (LAYOUTS["FSDP 2"], COMPOSED["TP 2"])]
+    classes = dict(model="roberta", task="seq_cls", precision="float64", loss_chunks=2)
     rows += [Combination(**classes), Combination(**LAYOUTS["FSDP 2"], **classes, accumulation=2)]
     rows += [
         Combination(**COMPOSED[name], **classes) for name in ("TP 2", "CP 2", "PP 2", "PP 2 x CP 2", "PP 2 x TP 2")
     ]
-    rows += [Combination(**COMPOSED["CP 2"], model="classifier", method="ring", recompute="full")]
-    rows += [Combination(**COMPOSED["PP 2"], model="classifier", schedule="DualPipeV")]
+    rows += [Combination(**COMPOSED["CP 2"], model="roberta", task="seq_cls", method="ring", recompute="full")]
+    rows += [Combination(**COMPOSED["PP 2"], model="roberta", task="seq_cls", schedule="DualPipeV")]
+    rows += [Combination(**layout, model="gpt2", task="seq_cls") for layout in (LAYOUTS["FSDP 2"], COMPOSED["TP 2"])]
+    return rows
+
+
+def other_models() -> list[Combination]:
+    """What the project's own tasks are not: tensors of whole samples, pairs. Not of the README's table:
+    tests/support/other_families.py.
+    """
+    classes = dict(model="classifier", precision="float64", loss_chunks=2)
+    rows = [Combination(**COMPOSED[name], **classes) for name in ("CP 2", "PP 2 x TP 2")]
     pairs = dict(model="pairs", precision="float64")
     rows += [Combination(**LAYOUTS[name], **pairs, accumulation=2, loss_chunks=2) for name in ("FSDP 2", "DDP 2")]
     rows += [Combination(**COMPOSED[name], **pairs) for name in ("TP 2", "PP 2", "PP 2 x FSDP 2", "PP 2 x TP 2")]

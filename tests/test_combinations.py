@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from pkgutil import resolve_name
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tests.support.pool import run_ranks
 from torchtitan.adapters.interface import Adapter
 from torchtitan.datasets.samples import dealt
 from torchtitan.initialization import initialize
-from torchtitan.loss import IGNORE_INDEX, Objective, SummedCrossEntropy
+from torchtitan.loss import IGNORE_INDEX, Objective
 from torchtitan.models import SIZES
 from torchtitan.models.dropout import token_keys
 from torchtitan.models.registry import MODELS
@@ -25,6 +26,7 @@ from torchtitan.parallelisms.parallelize import ParallelOptions
 from torchtitan.parallelisms.pipeline.pipeline_parallel import PipelineOptions
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.stores import draw_stores
+from torchtitan.tasks import TASKS
 
 DTYPE = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 # float32 and float64: sums in another order. bfloat16 has 8 bits of mantissa, 2^-8 = 0.4 % per operation; a gradient
@@ -43,13 +45,15 @@ MICRO_SIZES = {
     "mistral": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7),
     "opt": dict(ffn_dim=96, max_seq_len=32, order="post", embed_dim=32),
     "qwen3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
+    "roberta": dict(ffn_dim=96, max_seq_len=32, n_types=2),
     "qwen3_moe": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1),
     **dict.fromkeys(other_families.SIZES, {}),
 }
 
 
 def objective(row: Combination) -> Objective:
-    return other_families.OBJECTIVES.get(row.model, SummedCrossEntropy)(row.loss_chunks)
+    other = other_families.OBJECTIVES.get(row.model)
+    return (other or resolve_name(TASKS[row.task].objective))(row.loss_chunks)
 
 
 def build_plain(row: Combination) -> torch.nn.Module:
@@ -64,6 +68,8 @@ def build_adapted(row: Combination) -> tuple[torch.nn.Module, ParallelPlan, Adap
         **MICRO_SIZES[row.model],
         n_layers=row.layers,
     )
+    if row.task == "seq_cls":
+        args = replace(args, n_classes=4)
     if row.multi_token_prediction:
         args = replace(args, n_mtp_layers=row.multi_token_prediction)
     model = FAMILIES[row.model].build(args).to(DTYPE[row.precision])
@@ -86,6 +92,20 @@ def batch() -> dict[str, torch.Tensor]:
     whole = {"tokens": tokens[:, :-1], "labels": labels, "positions": positions, "document_ids": document_ids}
     classes = torch.randint(0, 4, (SAMPLES,), generator=generator).index_fill(0, torch.tensor([2, 5]), IGNORE_INDEX)
     return whole | {"classes": classes, "keys": token_keys(7, 3, torch.arange(SAMPLES), SEQ_LEN)}
+
+
+def labelled(row: Combination) -> dict[str, torch.Tensor]:
+    """The batch with the labels of the row's task."""
+    whole = batch()
+    if row.task == "pretrain":
+        return whole
+    labels = torch.full_like(whole["labels"], IGNORE_INDEX)
+    if row.task == "seq_cls":  # of the first token, or the last
+        labels[:, 0 if row.model == "roberta" else -1] = whole["classes"]
+    else:
+        hidden = torch.rand(labels.shape, generator=torch.Generator().manual_seed(2)) < 0.3
+        labels = torch.where(hidden & (whole["labels"] != IGNORE_INDEX), whole["tokens"], labels)
+    return whole | {"labels": labels}
 
 
 def names_for(row: Combination, draws: bool) -> list[str]:
@@ -159,7 +179,7 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
 
     torch._dynamo.reset()
     model = assembled(row)
-    everything = batch()
+    everything = labelled(row)
     names = names_for(row, model.draws)
     together = together_of(row)
     own = dealt(torch.arange(SAMPLES // model.dims.dp), model.dims.dp_rank(model.mesh), model.dims.dp, together)
@@ -199,7 +219,7 @@ def with_first_weights(row: Combination) -> torch.nn.Module:
 def reference(row: Combination) -> tuple[float, float, dict[str, torch.Tensor], float, float]:
     """Loss, norm, gradients, the largest load of an expert, and the loss of multi-token prediction."""
     model, balance = with_first_weights(row), FAMILIES[row.model].balance
-    everything = batch()
+    everything = labelled(row)
     valid = objective(row).count(everything)
     if balance is not None:
         balance.set_aux_loss_scale(model, 1 / valid)
@@ -225,6 +245,7 @@ def plain_twin(row: Combination) -> Combination:
     """The row on one device: what does not change the mathematics set aside."""
     exact = "float32" if row.precision == "bfloat16" else row.precision
     what = dict(document_mask=row.document_mask, multi_token_prediction=row.multi_token_prediction, model=row.model)
+    what["task"] = row.task
     what |= dict(accumulation=row.accumulation) if row.remembers else {}
     return Combination(precision=exact, pp=row.pp, adapter=row.adapter, **what)
 

@@ -38,6 +38,8 @@ ALLOWED = {
     "loss": set(),
     "initialization": set(),
     "keyed": set(),
+    "masking": {"keyed", "loss"},
+    "classes": {"loss"},
     "stores": {"initialization"},
     "deferred": set(),
     "distributed": {"ranks"},
@@ -100,7 +102,7 @@ ALLOWED |= {
 OF_JOB = {"build", "build_data", "saved_model", "exports", "origin", "introduction"}  # all that is made of a job
 ABOVE = set(ALLOWED) | {"feed"} | OF_JOB
 ALLOWED |= {
-    "feed": {"datasets", "distributed", "loss", "models", "parallelisms"},
+    "feed": {"classes", "datasets", "distributed", "loss", "masking", "models", "parallelisms"},
     "build": BUILD,
     "build_data": BUILD | {"build", "feed"},
     "saved_model": BUILD | {"build"},

@@ -36,9 +36,10 @@ def test_the_usual_task_is_the_next_token():
 
 def test_the_next_token_is_learned_by_those_who_cannot_see_it():
     assert lines("--model.name=roberta", "--model.overrides={n_classes = 2}") == [
-        'task.kind: given "pretrain"; allowed: another one for model roberta, whose tokens see those behind them; '
-        "train a decoder, such as gpt2",
-        'model.overrides: given n_classes = 2; allowed: n_classes = 0 with task.kind = "pretrain"; leave it out',
+        'task.kind: given "pretrain"; allowed: masked_lm or seq_cls for model roberta, whose tokens see those behind '
+        "them; write one of these, or train a decoder, such as gpt2",
+        'model.overrides: given n_classes = 2; allowed: n_classes = 0 with task.kind = "pretrain"; leave it out, or '
+        'write task.kind = "seq_cls"',
     ]
 
 

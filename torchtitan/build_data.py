@@ -8,37 +8,67 @@ from typing import Any, Literal
 
 import torch
 
-from torchtitan.build import global_batch_size, objective, taken
+from torchtitan.build import global_batch_size, model_args, objective, taken
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.datasets import open_source
 from torchtitan.datasets.epochs import end_of, samples_in, steps_for
 from torchtitan.datasets.held_out import HeldOut
+from torchtitan.datasets.labelled import Fields
 from torchtitan.datasets.learned import Recipe, TrainOn, told
 from torchtitan.datasets.loader import Loader, Weighted, build_loader
 from torchtitan.datasets.packs import Packing, PackReader
 from torchtitan.datasets.preparing import prepared
 from torchtitan.datasets.segments import Documents, HeldOutSegments, SegmentLoader
+from torchtitan.datasets.targets import Labels
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.distributed import device_type
 from torchtitan.feed import Feed
 from torchtitan.loss import Objective
+from torchtitan.masking import Masking
 from torchtitan.models.decoder import LANES
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
-from torchtitan.tasks import TASKS
+from torchtitan.tasks import TASKS, mask_token
 
 logger = logging.getLogger(__name__)
 Section = Literal["training", "validation"]
 
 
-def feed(config: JobConfig, plan: ParallelDims, dp_rank: int, device: torch.device, draws: bool) -> Feed:
+def feed(
+    config: JobConfig, vocabulary: Tokenizer, plan: ParallelDims, dp_rank: int, device: torch.device, draws: bool
+) -> Feed:
     """What the model of a rank reads. `draws`: whether it has dropout."""
-    seed = config.debug.seed if draws else None
-    together = TASKS[config.task.kind].together
-    in_lanes = TASKS[config.task.kind].in_lanes
-    more = () if not in_lanes else LANES if plan.pp > 1 else LANES[1:]  # whose number the host would wait for
-    return Feed(objective(config), plan, dp_rank, device, documents_apart(config), seed, together, more)
+    task = TASKS[config.task.kind]
+    more = () if not task.in_lanes else LANES if plan.pp > 1 else LANES[1:]  # whose number the host would wait for
+    return Feed(
+        objective(config),
+        plan,
+        dp_rank,
+        device,
+        documents_apart(config),
+        seed=config.debug.seed if draws else None,
+        together=task.together,
+        more=more,
+        masking=masking(config, vocabulary) if task.labels == "same" else None,
+        num_classes=model_args(config).n_classes if task.labels == "classes" else 0,
+    )
+
+
+def masking(config: JobConfig, vocabulary: Tokenizer) -> Masking:
+    """How words are hidden; never those that begin or end texts, or have another meaning."""
+    ends = [id_ for id_ in (vocabulary.bos_id, vocabulary.eos_id) if id_ is not None]
+    apart = {*vocabulary.special_tokens.values(), *ends}
+    mask_id = vocabulary.special_tokens[mask_token(vocabulary.special_tokens, config.task.mask_token)]
+    return Masking(config.debug.seed, config.task.mask_share, mask_id, vocabulary.vocab_size, tuple(sorted(apart)))
+
+
+def fields(config: JobConfig) -> Fields | None:
+    """Where records have their classes, for a task that learns these."""
+    if TASKS[config.task.kind].labels != "classes":
+        return None
+    args = model_args(config)
+    return Fields.of(config.task, args.n_classes, ended=not args.causal)
 
 
 def documents_apart(config: JobConfig) -> bool:
@@ -46,12 +76,21 @@ def documents_apart(config: JobConfig) -> bool:
     return config.training.document_mask or TASKS[config.task.kind].packs
 
 
+def labels(config: JobConfig) -> Labels:
+    """A class is told from the first token where it sees all others, else from the last."""
+    learned = TASKS[config.task.kind].labels
+    if learned != "classes":
+        return learned
+    return "last" if model_args(config).causal else "first"
+
+
 def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
     """How the task's samples are made of whole records; None where they are cut from all text."""
     if not TASKS[config.task.kind].packs:
         return None
     window = config.data.packing_window if config.data.packing == "best_fit" else 1
-    return Packing(window, pad_id, config.validation.split, held_out=section == "validation")
+    held_out, left = section == "validation", config.data.padding == "left"
+    return Packing(window, pad_id, config.validation.split, held_out, left)
 
 
 def recipe(config: JobConfig, section: Section) -> Recipe:
@@ -180,7 +219,7 @@ def data_sources(config: JobConfig, section: Section) -> list[Weighted]:
     folder = config.data.cache_dir or Path(config.job.dump_folder, "data")
     for wanted in sources_of(config, section).values():
         assert wanted.text_field is not None  # sources_of has said it
-        source = open_source(wanted.dataset, wanted.dataset_path, wanted.text_field)
+        source = open_source(wanted.dataset, wanted.dataset_path, wanted.text_field, fields(config))
         if first and not isinstance(source, TokenShards):
             source = prepared(
                 source,
@@ -228,4 +267,5 @@ def _loader(
         tokens=config.training.tokens if section == "training" else None,
         together=TASKS[config.task.kind].together,
         packing=packing(config, section, vocabulary.eos_id),
+        labels=labels(config),
     )

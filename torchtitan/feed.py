@@ -1,14 +1,17 @@
 """What the model reads: a step's microbatches, agreed on by all ranks, on the device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 import torch
+from torch import nn
 
 from torchtitan import distributed
+from torchtitan.classes import ClassCrossEntropy, measures
 from torchtitan.datasets.samples import dealt
 from torchtitan.datasets.sources import DataError
 from torchtitan.loss import Objective
+from torchtitan.masking import HELD_OUT, Masking
 from torchtitan.models.dropout import token_keys
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 
@@ -31,6 +34,7 @@ def take(batches: Iterator[Batch], count: int) -> tuple[list[Batch], DataError |
 class Feed:
     """Of one rank. `document_mask`: whether attention is kept inside documents. `seed`: of dropout, where there is any.
     `together`: neighbouring samples that are dealt out to a rank. `more`: of a batch, what a model reads beside these.
+    `masking`: of words that are to be found. `num_classes`: that are told apart and counted.
     """
 
     def __init__(
@@ -43,9 +47,11 @@ class Feed:
         seed: int | None,
         together: int = 1,
         more: Sequence[str] = (),
+        masking: Masking | None = None,
+        num_classes: int = 0,
     ):
         self.objective, self.dims, self.dp_rank, self.device, self.seed = objective, dims, dp_rank, device, seed
-        self.together = together
+        self.together, self.masking, self.num_classes = together, masking, num_classes
         self.share = 1.0
         """Of the valid tokens that were agreed on last, those of this data-parallel rank."""
         # positions restart with each document: not without a mask
@@ -65,6 +71,31 @@ class Feed:
         self.share = max(own, 1) / valid
         return valid, bool(stopping)
 
+    def take(
+        self, batches: Iterator[Batch], count: int, step: int | str = HELD_OUT
+    ) -> tuple[list[Batch], DataError | None]:
+        """As `take`, of a step; where the task hides words, they are hidden."""
+        taken, failure = take(batches, count)
+        if self.masking is not None:
+            numbered = enumerate(taken)
+            taken = [self.masking.hide(batch, self.numbers(i, len(batch["tokens"])), step) for i, batch in numbered]
+        return taken, failure
+
+    def measured(self, parts: Iterable[nn.Module]) -> Mapping[str, float]:
+        """Of what these parts of the model have evaluated, by name in metrics, over all ranks, which all call it."""
+        if not self.num_classes:
+            return {}
+        counts = [part.loss.take_counts() for part in parts if isinstance(part.loss, ClassCrossEntropy)]
+        here = [told for told in counts if told is not None]  # of a pipeline, the last stage has them
+        own = sum(here).tolist() if here else [0] * self.num_classes**2
+        told = distributed.sum_over_ranks(*own)
+        return measures(torch.tensor(told) // self.dims.tp)
+
+    def numbers(self, index: int, size: int, device: torch.device | None = None) -> torch.Tensor:
+        """[size], of the samples of this rank's batch number `index` of a step, among all of the step's."""
+        own = torch.arange(index * size, (index + 1) * size, device=device)
+        return dealt(own, self.dp_rank, self.dims.dp, self.together)
+
     def to_device(self, batch: Batch) -> Batch:
         """What the model reads of a batch."""
         return {name: batch[name].to(self.device, non_blocking=True) for name in self.names}
@@ -75,6 +106,5 @@ class Feed:
         if self.seed is None:
             return batch
         size, length = batch["tokens"].shape
-        own = torch.arange(index * size, (index + 1) * size, device=self.device)
-        samples = dealt(own, self.dp_rank, self.dims.dp, self.together)
+        samples = self.numbers(index, size, self.device)
         return batch | {"keys": token_keys(self.seed, step, samples, length)}

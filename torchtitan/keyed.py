@@ -29,6 +29,12 @@ def scrambled(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 15)
 
 
+def of_tokens(key: str, samples: torch.Tensor, length: int) -> torch.Tensor:
+    """samples [B], their numbers -> a number of 32 bits for each of their tokens, int64 [B, length]."""
+    tokens = torch.arange(length, device=samples.device) * STRIDES[0]
+    return scrambled(scrambled(samples ^ key_of(key))[:, None] + tokens)
+
+
 def bits(key: str, offset: Sequence[int], shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """32 random bits for each place of a part of a tensor, int64 of that `shape`: a function of the key and the place
     in the whole. `offset`: where in the whole the part begins.

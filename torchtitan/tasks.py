@@ -1,7 +1,10 @@
 """What a job can learn: tasks by name, each with the objective that it trains for. Needs no torch."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
+from torchtitan.errors import JobError
 from torchtitan.registration import Registry
 
 
@@ -13,7 +16,9 @@ class Task:
     stay in one microbatch. `of_tokens`: whether the loss is a sum over tokens, or over samples each of which one token
     speaks for; then ranks that hold parts of a sequence (context parallel) add up to it. `packs`: whether samples are
     made of whole records, apart from each other, instead of all text end to end. `in_lanes`: whether each row of a
-    batch reads a document from beginning to end, a segment a batch, and then the next one.
+    batch reads a document from beginning to end, a segment a batch, and then the next one. `labels`: what a token's
+    label is: the next token, itself where it has been hidden ("same"), or its record's class, which one token of it has
+    ("classes").
     """
 
     objective: str
@@ -21,11 +26,29 @@ class Task:
     of_tokens: bool = True
     packs: bool = False
     in_lanes: bool = False
+    labels: Literal["next", "same", "classes"] = "next"
+
+
+MASKS = ("<mask>", "[MASK]")
+
+
+def mask_token(special: Collection[str], asked: str | None) -> str:
+    """Of a tokenizer's special tokens, the one that hides words: the one that is asked for, or of a known name.
+    JobError where there is none.
+    """
+    found = [name for name in ([asked] if asked else MASKS) if name in special]
+    if not found:
+        given = f"{asked!r} is none of" if asked else f"none of {', '.join(MASKS)} is among"
+        shown = ", ".join(list(special)[:8]) or "none"
+        raise JobError(f"{given} the special tokens of the tokenizer, which are {shown}{' ...' * (len(special) > 8)}")
+    return found[0]
 
 
 _own = {
     "pretrain": Task("torchtitan.loss:SummedCrossEntropy"),
     "sft": Task("torchtitan.loss:SummedCrossEntropy", packs=True),
     "documents": Task("torchtitan.loss:SummedCrossEntropy", in_lanes=True),
+    "masked_lm": Task("torchtitan.loss:SummedCrossEntropy", labels="same"),
+    "seq_cls": Task("torchtitan.classes:ClassCrossEntropy", packs=True, labels="classes"),
 }
 TASKS: Registry[Task] = Registry("torchtitan.tasks", _own, Task)

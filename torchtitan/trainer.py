@@ -26,7 +26,7 @@ from torchtitan.config.manager import to_toml
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.sources import DataError
 from torchtitan.exports import Exports
-from torchtitan.feed import Batch, PeerStopped, take
+from torchtitan.feed import Batch, PeerStopped
 from torchtitan.guards import BadStep, NonFiniteError, ReplicasDiffer, RollBack
 from torchtitan.introduction import conclude, introduce, look_back
 from torchtitan.metrics import Goodput
@@ -67,7 +67,7 @@ class Trainer:
         self.exports = Exports(config, ranks, self.tokenizer)
         self.model = build.model(config, self.mesh, self.dims, self.device, drawn=False)
         distributed.set_timeout(timeout)  # else torch's own for the mesh's groups
-        self.feed = feed(config, self.dims, self.dp_rank, self.device, self.model.draws)
+        self.feed = feed(config, self.tokenizer, self.dims, self.dp_rank, self.device, self.model.draws)
         self.optimizers = build.optimizers(config, self.model)
         self.schedulers = build.lr_schedulers(config, self.optimizers)
         self.guards = build.guards(config, self.model, self.optimizers)
@@ -258,7 +258,7 @@ class Trainer:
         rank waited for its data.
         """
         started = time.perf_counter()
-        taken, failure = take(batches, self.accumulation)
+        taken, failure = self.feed.take(batches, self.accumulation, self.step)
         data_seconds = time.perf_counter() - started
         if self.step > self.began_at:
             self.enter("train", self.step + 1)
@@ -336,7 +336,7 @@ class Trainer:
             return
         self.enter("validate" if self.validated else "first", self.step)
         # all before the first forward, which communicates
-        batches, failure = take(iter(self.held_out), self.held_out.batches)
+        batches, failure = self.feed.take(iter(self.held_out), self.held_out.batches)
         valid, self.stopping = self.feed.agree(batches, failure, self.stop_requested, "validation data")
         if self.stopping:
             return
@@ -348,7 +348,7 @@ class Trainer:
         self.model.train()
         self.validated = True
         total = self.over_ranks(total)
-        self.metrics.record_validation(self.step, (total / valid).item())
+        self.metrics.record_validation(self.step, (total / valid).item(), self.feed.measured(self.model.parts))
 
     def maybe_save(self, done: bool) -> None:
         self.enter("save", self.step)

@@ -128,7 +128,6 @@ PLAN = ParallelPlan(
 )
 SIZES = {
     "other_decoder": {"debugmodel": OtherArgs(dropout=0.25)},
-    "encoder": {"debugmodel": OtherArgs(causal=False, order="post")},
     "classifier": {"debugmodel": OtherArgs(causal=False, order="post", dropout=0.1, n_classes=4)},
     "pairs": {"debugmodel": OtherArgs()},
 }

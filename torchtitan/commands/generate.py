@@ -63,6 +63,7 @@ def generate(options: argparse.Namespace, words: list[str], text: str, ranks: Ra
     if ranks.launcher is not None:
         die_with(ranks.launcher.pid)
     config, place = find_checkpoint(Path(options.folder), options.config, words)
+    refuse_without_next_words(config)
     tokenizer = build.tokenizer(config)
     if ranks.world_size > 1:
         model = saved_model.model_over_ranks(config, place, ranks)
@@ -86,6 +87,18 @@ def generate(options: argparse.Namespace, words: list[str], text: str, ranks: Ra
     for piece in text_of(tokens, said, tokenizer):
         print(piece.translate(CONTROLS), end="", flush=True)
     print()
+
+
+def refuse_without_next_words(config: JobConfig) -> None:
+    """JobError for a model that does not tell the next word."""
+    args, name = build.model_args(config), config.model.name
+    if not getattr(args, "causal", True):
+        what = "finds hidden words by what stands on both sides of them"
+    elif getattr(args, "n_classes", 0):
+        what = f"tells {args.n_classes} classes apart"
+    else:
+        return
+    raise JobError(f"generate goes on with a text word by word, and this {name} {what}; give a decoder of words")
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

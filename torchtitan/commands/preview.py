@@ -8,17 +8,21 @@ Takes the job's options as well, so a change can be looked at before it is train
 import argparse
 import dataclasses
 import sys
+from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 
+import torch
+
 from torchtitan import build
-from torchtitan.build_data import documents_apart, training_loader
+from torchtitan.build_data import documents_apart, feed, training_loader
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig, describe_sources
 from torchtitan.config.sections.training import DataLoader
 from torchtitan.datasets.loader import Batch
 from torchtitan.datasets.packing import IGNORE
 from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.tasks import TASKS
 
 HEAD, SPECIAL, MASKED, FAINT = "\033[1;36m", "\033[33m", "\033[2;31m", "\033[2m"
 # Text of strangers must not reach the terminal as commands.
@@ -31,7 +35,12 @@ def main(argv: list[str]) -> int:
     tokenizer = build.tokenizer(config)
     batch = first_batch(config, tokenizer, options.samples)
     view = View(
-        tokenizer, options.tokens, options.ids, colour=sys.stdout.isatty() and not config.metrics.disable_color_printing
+        tokenizer,
+        options.tokens,
+        options.ids,
+        colour=sys.stdout.isatty() and not config.metrics.disable_color_printing,
+        labels=TASKS[config.task.kind].labels,
+        classes=config.task.labels,
     )
     lines = [
         line for i in range(options.samples) for line in view.sample(i, {k: v[i].tolist() for k, v in batch.items()})
@@ -66,8 +75,10 @@ def first_batch(config: JobConfig, tokenizer: Tokenizer, samples: int) -> Batch:
     """The first global samples. They are the same for any number of ranks, so one rank is asked for all of them."""
     training = dataclasses.replace(config.training, local_batch_size=samples, dataloader=DataLoader(pin_memory=False))
     alone = build.on_one_rank(dataclasses.replace(config, training=training))
-    loader = training_loader(alone, tokenizer, 0, build.dims(alone, 1))
-    return next(iter(loader))
+    batches = iter(training_loader(alone, tokenizer, 0, build.dims(alone, 1)))
+    device = torch.device("cpu")
+    taken, _ = feed(alone, tokenizer, build.dims(alone, 1), 0, device, draws=False).take(batches, 1, step=0)
+    return taken[0]
 
 
 def about(config: JobConfig) -> str:
@@ -80,8 +91,19 @@ def about(config: JobConfig) -> str:
 
 
 class View:
-    def __init__(self, tokenizer: Tokenizer, tokens: int, ids: bool, colour: bool) -> None:
+    """`labels`: what those of a batch are, as a Task says it; `classes`: names, if these are classes."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tokens: int,
+        ids: bool,
+        colour: bool,
+        labels: str = "next",
+        classes: Sequence[str] = (),
+    ) -> None:
         self.tokenizer, self.tokens, self.ids, self.colour = tokenizer, tokens, ids, colour
+        self.labels, self.classes = labels, classes
 
     def sample(self, number: int, sample: dict[str, list[int]]) -> list[str]:
         """The lines of one sample."""
@@ -89,12 +111,15 @@ class View:
         head = f"sample {number}: {len(tokens)} tokens, {_count(documents[-1] + 1, 'document')}"
         trained = [label != IGNORE for label in labels]
         lines = ["", self._paint(HEAD, f"{head}, {sum(trained)} of {len(labels)} labels trained")]
-        learned = [False, *trained[:-1]]  # a token is the label of the position before; the first one is only read
+        # a token is the label of the position before, and the first one is only read; or its own; or all make a class
+        learned = {"next": [False, *trained[:-1]], "same": trained, "classes": [True] * len(tokens)}[self.labels]
         start = 0
         for document, group in groupby(documents):
             stop = start + len(list(group))
             positions = f"positions {sample['positions'][start]}-{sample['positions'][stop - 1]}"
             begun = "" if self.tokenizer.bos_id in (tokens[start], None) else ", begun in an earlier sample"
+            told = self._class(labels[start:stop])
+            begun = told if self.labels == "classes" else begun
             border = f"--- document {document}: tokens {start}-{stop - 1}, {positions}{begun} "
             lines.append(self._paint(HEAD, border.ljust(100, "-")))
             limit = max(self.tokens // (documents[-1] + 1), 8)
@@ -103,6 +128,13 @@ class View:
                 lines.append(self._paint(FAINT, " ".join(["ids", *map(str, tokens[start : min(stop, start + limit)])])))
             start = stop
         return lines
+
+    def _class(self, labels: list[int]) -> str:
+        """Of a record, by the one label that counts."""
+        number = next((label for label in labels if label != IGNORE), None)
+        if number is None:
+            return ", padding"
+        return f", class {number}" + (f" ({self.classes[number].translate(CONTROLS)})" if self.classes else "")
 
     def _piece(self, tokens: list[int], learned: list[bool], limit: int) -> str:
         """Text of a document. If it is too long its middle is left out: the borders are what one wants to see."""

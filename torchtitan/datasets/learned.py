@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from torchtitan.datasets.sources import Chat, DataError, Document, Span
+from torchtitan.datasets.sources import Chat, DataError, Document, Labelled, Span
 
 PERCENTILES = (50, 90, 99, 100)
 ROOMY = 0.99
@@ -109,6 +109,10 @@ class Recipe:
                 f"{document.place}: {len(ids)} tokens, but a sample of training.seq_len = {longest - 1} has room for "
                 f"{longest}{cut}; raise training.seq_len to {len(ids) - 1}, or set data.too_long to {others}"
             )
+        if isinstance(document.content, Labelled):  # its class stands behind it, and perhaps the end of its text
+            own = 2 if document.content.ended else 1
+            ids, trained = (np.concatenate([x[: longest - own], x[-own:]]) for x in (ids, trained))
+            return [(ids, trained)], "truncated"
         if self.too_long == "truncate":
             return [(ids[:longest], trained[:longest])], "truncated"
         # a piece begins with the last token of the one before, so that every token is learned once

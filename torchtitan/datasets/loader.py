@@ -29,6 +29,7 @@ from torchtitan.datasets.position import Position, merge_states, resume
 from torchtitan.datasets.samples import BlockPieces, Form, LanePieces, Piece, Share
 from torchtitan.datasets.sources import DataError, Indexed, Source, Stream
 from torchtitan.datasets.sources_pretokenized import Blocks
+from torchtitan.datasets.targets import Labels
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.distributed import device_type
@@ -179,6 +180,7 @@ def build_loader(
     tokens: int | None = None,
     together: int = 1,
     packing: Packing | None = None,
+    labels: Labels = "next",
 ) -> Loader:
     """The loader of one data-parallel rank. `state` is a merged state_dict to go on from. `together`: neighbouring
     samples that one rank gets, in one batch.
@@ -186,7 +188,7 @@ def build_loader(
     Several sources are mixed by their weights, see mixing.py, and have no end. With `epochs`, all are prepared shards
     and the batches end after so many passes over all of them, with `tokens` after the samples that these fill, on every
     rank after the same whole step, see epochs.py. With `packing`, all are prepared shards too, and samples are whole
-    documents of theirs, see packs.py; what ends is then met in passes over all of them.
+    documents of theirs, see packs.py; what ends is then met in passes over all of them. `labels`: see targets.py.
     Raises DataError for data that cannot be used, JobError for settings that do not fit each other.
     """
     check_global_batch(global_batch_size, local_batch_size, dp_size)
@@ -208,7 +210,7 @@ def build_loader(
     steps = None if end is None else steps_for(max(0, end - start.samples), step)
     batches = steps and steps * (step // (local_batch_size * dp_size))
     share = Share(start.samples, dp_rank, dp_size, local_batch_size, together)
-    form = Form(tokenizer, seq_len, document_mask, batches, packing)
+    form = Form(tokenizer, seq_len, document_mask, batches, packing, labels)
     if shards == opened and (len(opened) == 1 or in_passes):
         pieces: LanePieces | BlockPieces = BlockPieces(shards, share, form, seed, shuffle, end)
     else:

@@ -27,13 +27,15 @@ KEPT_EPOCHS = 2
 
 class Packing(NamedTuple):
     """How documents become samples. `window`: documents that are packed together; 1: each is a sample of its own.
-    `split`: what of the documents is held out, and `held_out` whether these are read, or the others.
+    `split`: what of the documents is held out, and `held_out` whether these are read, or the others. `left`: padding
+    stands before them.
     """
 
     window: int
     pad_id: int
     split: Split | None = None
     held_out: bool = False
+    left: bool = False
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -149,8 +151,12 @@ class PackReader:
         trained = np.zeros(ids.shape, dtype=bool)
         rows, columns = [], []
         for row, sample in enumerate(samples.tolist()):
-            filled = 0
-            for document in self._pack(sample).tolist():
+            documents = self._pack(sample)
+            filled = self.room - int(self.lengths[documents].sum()) if self.packing.left else 0
+            if filled:
+                rows.append(row)
+                columns.append(0)
+            for document in documents.tolist():
                 end = filled + int(self.lengths[document])
                 reader = self.readers[int(self.firsts.searchsorted(document, side="right")) - 1]
                 reader.copy(int(self.starts[document]), ids[row, filled:end], trained[row, filled:end])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchtitan.datasets.learned import ANSWERS, TrainOn
-from torchtitan.datasets.sources import REMEDY, BadRecord, Chat, DataError, Document, Span
+from torchtitan.datasets.sources import REMEDY, BadRecord, Chat, DataError, Document, Labelled, Span
 from torchtitan.datasets.templates import chat_spans, prompt_spans
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError
 
@@ -79,7 +79,9 @@ def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = ANSWERS
     if isinstance(document.content, Chat):
         spans = chat_spans(tokenizer, document.content.messages, document.place)
         document = Document(spans, document.place, framed=True)
-    if train_on != ANSWERS:
+    if isinstance(document.content, Labelled):
+        document = document._replace(content=document.content.spans(tokenizer.begin, tokenizer.eos_id))
+    elif train_on != ANSWERS:
         document = document._replace(content=train_on.choose(document.spans, closed=is_chat))
     try:
         pieces = list(_pieces(tokenizer, document))

@@ -19,6 +19,7 @@ from torchtitan.datasets.lanes import Lanes
 from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.packing import Cursor, LanePacker, batch_arrays
 from torchtitan.datasets.packs import Packing, PackReader
+from torchtitan.datasets.targets import Labels, class_arrays, own_arrays
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokens import BlockReader, TokenShards
 
@@ -61,13 +62,14 @@ class Share:
 @dataclass(frozen=True)
 class Form:
     """What a batch looks like, and how many there are (None: no end). `packing`: of whole documents, from prepared
-    shards; None: samples are cut from all documents, end to end."""
+    shards; None: samples are cut from all documents, end to end. `labels`: what they are, see targets.py."""
 
     tokenizer: Tokenizer
     seq_len: int
     document_mask: bool
     batches: int | None
     packing: Packing | None = None
+    labels: Labels = "next"
 
     def numbers(self, start: int = 0, step: int = 1) -> Iterable[int]:
         return count(start, step) if self.batches is None else range(start, self.batches, step)
@@ -76,7 +78,13 @@ class Form:
         self, rows: np.ndarray, begins: tuple[np.ndarray, np.ndarray], trained: np.ndarray | None
     ) -> list[torch.Tensor]:
         """What `batch_arrays` makes of ids [n, seq_len + 1]: each [n, seq_len]."""
-        arrays = batch_arrays(rows, begins, self.document_mask, self.tokenizer.vocab_size, trained)
+        words = self.tokenizer.vocab_size
+        if self.labels in ("first", "last"):
+            assert self.packing is not None and trained is not None, "classes are of whole records"
+            arrays = class_arrays(rows, begins, words, trained, self.packing.pad_id, self.labels == "first")
+        else:
+            make = own_arrays if self.labels == "same" else batch_arrays
+            arrays = make(rows, begins, self.document_mask, words, trained)
         return [torch.from_numpy(array) for array in arrays]
 
     def reader(self, sources: Sequence[TokenShards], seed: int, shuffle: bool) -> "Reader":

@@ -55,9 +55,28 @@ class Chat(NamedTuple):
     """{role, content} each, and what else the template knows."""
 
 
+class Labelled(NamedTuple):
+    """One text or two, and the class that they are of. `ended`: whether the token that ends a document stands behind
+    each text; else it stands between two of them.
+    """
+
+    texts: Sequence[str]
+    label: int
+    ended: bool
+
+    def spans(self, begin: Sequence[int], end: int) -> list[Span]:
+        """Between these ids, and behind all the class as an id, which alone is trained."""
+        texts = [Span(text, False) for text in self.texts]
+        after = [Span([end], False)]
+        between = after * (2 if self.ended else 1)
+        inner = [texts[0], *(span for text in texts[1:] for span in (*between, text))]
+        return [Span(begin, False), *inner, *(after * self.ended), Span([self.label])]
+
+
 class Document(NamedTuple):
-    content: str | Sequence[Span] | Chat
-    """A text, all of which is trained, spans, or a conversation. May be empty: such a document is left out."""
+    content: str | Sequence[Span] | Chat | Labelled
+    """A text, all of which is trained, spans, a conversation, or texts of a class. May be empty: such a document is
+    left out."""
     place: str
     """Where it came from, for people."""
     framed: bool = False
@@ -68,6 +87,8 @@ class Document(NamedTuple):
     @property
     def spans(self) -> Sequence[Span]:
         """Of a conversation what was said, without its template."""
+        if isinstance(self.content, Labelled):
+            return [Span(text, False) for text in self.content.texts]
         if isinstance(self.content, Chat):
             return [Span(str(message["content"]), message["role"] == "assistant") for message in self.content.messages]
         return [Span(self.content)] if isinstance(self.content, str) else self.content

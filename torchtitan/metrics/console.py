@@ -35,8 +35,11 @@ def training_line(
     return "  ".join(parts)
 
 
-def validation_line(step: int, total_steps: int, loss: float, color: bool = False) -> str:
-    line = f"{_step(step, total_steps)}  validation loss {loss:.4f}"
+def validation_line(
+    step: int, total_steps: int, loss: float, color: bool = False, measured: Mapping[str, float] | None = None
+) -> str:
+    others = "".join(f"  {name} {value:.4f}" for name, value in (measured or {}).items())
+    line = f"{_step(step, total_steps)}  validation loss {loss:.4f}{others}"
     return f"\033[{BOLD}m{line}\033[0m" if color else line
 
 

@@ -147,12 +147,14 @@ class MetricsLogger:
         left = self._seconds_left(step)
         logger.info(console.training_line(record, self.total_steps, left, self._color, self._log_lr))
 
-    def record_validation(self, step: int, loss: float) -> None:
-        """Marks the window: its time was not all training's."""
+    def record_validation(self, step: int, loss: float, measured: Mapping[str, float] | None = None) -> None:
+        """Marks the window: its time was not all training's. `measured`: what the task measures beside the loss."""
         self.mark("validation")
         self._validation_loss = loss
-        self._write({"step": step, "validation_loss": loss}, {"validation_metrics/loss": loss})
-        logger.info(console.validation_line(step, self.total_steps, loss, self._color))
+        found = {"loss": loss, **(measured or {})}
+        record = {"step": step} | {f"validation_{name}": value for name, value in found.items()}
+        self._write(record, {f"validation_metrics/{name}": value for name, value in found.items()})
+        logger.info(console.validation_line(step, self.total_steps, loss, self._color, measured))
 
     def histograms_due(self, step: int) -> bool:
         """Whether they are taken in the step, counted from 1, before its update."""

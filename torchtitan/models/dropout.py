@@ -11,15 +11,14 @@ STRIDES are apart for tokens, layers, and places or heads.
 import torch
 from torch import nn
 
-from torchtitan.keyed import STRIDES, key_of, scrambled
+from torchtitan.keyed import STRIDES, of_tokens, scrambled
 from torchtitan.models.layers import AttentionKernel
 from torchtitan.parallelisms.context.kernel import Tokens
 
 
 def token_keys(seed: int, step: int, samples: torch.Tensor, length: int) -> torch.Tensor:
     """samples [B], their numbers among all samples of the step -> a key for each of their tokens, int64 [B, length]."""
-    tokens = torch.arange(length, device=samples.device) * STRIDES[0]
-    return scrambled(scrambled(samples ^ key_of(f"{seed}/dropout/{step}"))[:, None] + tokens)
+    return of_tokens(f"{seed}/dropout/{step}", samples, length)
 
 
 def layer_keys(keys: torch.Tensor, layer: int) -> torch.Tensor:

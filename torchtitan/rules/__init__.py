@@ -96,12 +96,15 @@ from torchtitan.rules.resume import (
     same_job_as_the_checkpoint,
 )
 from torchtitan.rules.task import (
+    classes_have_names,
     model_can_learn_it,
+    options_are_of_the_task,
     samples_stay_together,
     sequence_is_whole,
     split_is_possible,
     template_is_there,
     whole_records_are_asked_for,
+    words_are_hidden_by_something,
 )
 from torchtitan.rules.tensor_and_context import (
     async_tensor_parallel,
@@ -144,6 +147,7 @@ def with_faults_of_the_rest(
 
 
 WITHOUT_EFFECT: list[Rule] = [
+    options_are_of_the_task,
     needs_its_degree,
     overlap_needs_a_pipeline_and_experts,
     adapter_options_have_an_adapter,
@@ -182,6 +186,8 @@ RULES: list[Rule] = [
     samples_stay_together,
     sequence_is_whole,
     model_can_learn_it,
+    classes_have_names,
+    words_are_hidden_by_something,
     split_is_possible,
     template_is_there,
     experts_divide_over_expert_parallel,

@@ -13,6 +13,7 @@ from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.config.options import Fault, option_at, show
 from torchtitan.datasets import open_source
 from torchtitan.datasets.epochs import samples_in, samples_of, steps_for
+from torchtitan.datasets.labelled import Fields
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.errors import JobError
@@ -225,6 +226,20 @@ class Facts:
         """Whether samples are made of whole records."""
         kind = self.config.task.kind
         return kind in TASKS and TASKS[kind].packs
+
+    @property
+    def tells_classes(self) -> bool:
+        """Whether the classes of records are learned."""
+        kind = self.config.task.kind
+        return kind in TASKS and TASKS[kind].labels == "classes"
+
+    @property
+    def fields(self) -> Fields | None:
+        """Where records have their classes; None where no task learns these, or the model is wrong."""
+        classes = getattr(self.args, "n_classes", 0)
+        if not self.tells_classes or classes < 2:
+            return None
+        return Fields.of(self.config.task, classes, ended=not self.args.causal)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | OSError | TokenizerError:

@@ -141,13 +141,19 @@ def tokenizer_fits(facts: Facts) -> Iterator[Fault]:
         )
 
 
+READ_AT_ONCE = 2**25
+"""Bytes of records with classes, which are read to look at the last one."""
+
+
 def data_is_there(facts: Facts) -> Iterator[Fault]:
     """Every source by itself."""
     for place, wanted, seq_len in _sources(facts):
-        if wanted.dataset not in DATASETS:
+        if wanted.dataset not in DATASETS or (facts.tells_classes and facts.fields is None):
             continue
         try:
-            source = open_source(wanted.dataset, wanted.dataset_path, wanted.text_field)
+            source = open_source(wanted.dataset, wanted.dataset_path, wanted.text_field, facts.fields)
+            if facts.fields is not None and sum(file.size for file in source.files) <= READ_AT_ONCE:
+                source.probe()
             for package in source.packages:
                 if importlib.util.find_spec(package) is None:
                     remedy = "pip install 'torchtitan-toml[data]', or choose a dataset that needs none"

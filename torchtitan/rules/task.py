@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 
 from torchtitan.config.options import Fault, options
+from torchtitan.config.sections.data import Data
+from torchtitan.config.sections.task import Task
 from torchtitan.config.sections.training import Validation
 from torchtitan.datasets.tokenizer.chat_templates import NAMED, template_of
 from torchtitan.errors import JobError
 from torchtitan.rules.facts import Facts
-from torchtitan.tasks import TASKS
+from torchtitan.tasks import TASKS, mask_token
 
 
 def samples_stay_together(facts: Facts) -> Iterator[Fault]:
@@ -33,21 +35,72 @@ def sequence_is_whole(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("parallelism.context_parallel_degree", allowed, remedy)
 
 
-NEXT_TOKEN = ("pretrain", "sft", "documents")
-
-
 def model_can_learn_it(facts: Facts) -> Iterator[Fault]:
-    """The next token is a secret only to a model whose tokens do not see it, and that tells words apart."""
-    if facts.config.task.kind not in NEXT_TOKEN or facts.args is None:
+    """The next token is a secret only to a model whose tokens do not see it, a hidden one is found by what stands on
+    both sides, and a head tells words apart or classes.
+    """
+    kind, name, args = facts.config.task.kind, facts.config.model.name, facts.args
+    if kind not in TASKS or args is None:
         return
-    if not getattr(facts.args, "causal", True):
-        allowed = f"another one for model {facts.config.model.name}, whose tokens see those behind them"
-        yield facts.fault("task.kind", allowed, "train a decoder, such as gpt2")
-    if classes := getattr(facts.args, "n_classes", 0):
-        given = f"n_classes = {classes}"
-        yield facts.fault(
-            "model.overrides", f'n_classes = 0 with task.kind = "{facts.config.task.kind}"', "leave it out", given
-        )
+    labels, causal, classes = TASKS[kind].labels, getattr(args, "causal", True), getattr(args, "n_classes", 0)
+    if labels == "next" and not causal:
+        allowed = f"masked_lm or seq_cls for model {name}, whose tokens see those behind them"
+        yield facts.fault("task.kind", allowed, "write one of these, or train a decoder, such as gpt2")
+    if labels == "same" and causal:
+        allowed = f"pretrain for model {name}, whose tokens do not see those behind them"
+        yield facts.fault("task.kind", allowed, "write that, or train an encoder, such as roberta")
+    if labels != "classes" and classes:
+        given, allowed = f"n_classes = {classes}", f'n_classes = 0 with task.kind = "{kind}"'
+        yield facts.fault("model.overrides", allowed, 'leave it out, or write task.kind = "seq_cls"', given)
+    if labels == "classes" and not hasattr(args, "n_classes"):
+        allowed = f'another one for model {name}, which has no head of classes; "sft" can teach it their names'
+        yield facts.fault("task.kind", allowed, "train gpt2 or roberta")
+    elif labels == "classes" and classes < 2:
+        given, allowed = f"n_classes = {classes}", f'n_classes of at least 2 with task.kind = "{kind}"'
+        number = max(len(facts.config.task.labels), 2)
+        yield facts.fault("model.overrides", allowed, f"write model.overrides = {{n_classes = {number}}}", given)
+
+
+def classes_have_names(facts: Facts) -> Iterator[Fault]:
+    names, classes = facts.config.task.labels, getattr(facts.args, "n_classes", 0)
+    if len(set(names)) < len(names):
+        yield facts.fault("task.labels", "names that are different", "drop what is there twice")
+    if names and classes > 1 and len(names) != classes:
+        yield facts.fault("task.labels", f"{classes} names, one for each of n_classes", "correct either")
+
+
+def words_are_hidden_by_something(facts: Facts) -> Iterator[Fault]:
+    task = facts.config.task
+    if task.kind in TASKS and TASKS[task.kind].labels == "same" and not isinstance(facts.tokenizer, Exception):
+        try:
+            mask_token(facts.tokenizer.special_tokens, task.mask_token)
+        except JobError as error:
+            remedy = "name one, or use the tokenizer of a model that was made so"
+            yield facts.fault("task.mask_token", f"a special token that hides words: {error}", remedy)
+
+
+OF_LABELS = {"label_field": "classes", "second_text_field": "classes", "labels": "classes"}
+OF_LABELS |= {"mask_share": "same", "mask_token": "same"}
+
+
+def options_are_of_the_task(facts: Facts) -> Iterator[Fault]:
+    """What is said of another task would do nothing; of records that have classes, nothing else is learned."""
+    task, data = facts.config.task, facts.config.data
+    if task.kind not in TASKS:
+        return
+    for name, labels in OF_LABELS.items():
+        if getattr(task, name) != getattr(Task(), name) and labels != TASKS[task.kind].labels:
+            wanted = next(kind for kind, each in TASKS.items() if each.labels == labels)
+            yield facts.fault(f"task.{name}", f"unset with task.kind = {task.kind}", f'drop it, or write "{wanted}"')
+    if TASKS[task.kind].labels != "classes":
+        return
+    for name in ("train_on", "train_on_eos"):
+        if getattr(data, name) != getattr(Data(), name):
+            allowed = f"unset with task.kind = {task.kind}, which learns the class of a record alone"
+            yield facts.fault(f"data.{name}", allowed, "drop it")
+    if data.too_long == "split":
+        allowed = f"error, drop or truncate with task.kind = {task.kind}: the class is of the whole record"
+        yield facts.fault("data.too_long", allowed, 'write "truncate"')
 
 
 OF_ANY_TASK = ("data.chat_template", "data.num_proc", "data.cache_dir")

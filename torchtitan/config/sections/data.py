@@ -25,6 +25,8 @@ class Data:
     packing: Literal["best_fit", "off"] = "best_fit"
     """Records share samples where they fit, apart from each other, or each is one sample, padded to training.seq_len.
     """
+    padding: Literal["right", "left"] = "right"
+    """Where a sample that is not full has its padding, which nobody learns or sees."""
     packing_window: Annotated[int, Field(ge=2)] = 100_000
     """Records, in their shuffled order, that are packed together."""
     num_proc: Positive | None = None

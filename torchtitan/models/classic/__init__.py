@@ -26,6 +26,7 @@ class ClassicArgs(ABC):
     dropout: float = 0.0  # of embeddings, and of what attention and feed-forward add
     attention_dropout: float = 0.0  # of attention's probabilities
     n_classes: int = 0  # what the head tells apart, instead of words
+    causal: ClassVar = True  # whether tokens see only those before them
     may_be_zero: ClassVar = ("dropout", "attention_dropout", "n_classes")
     """Sizes of which 0 means that a part of the model is not there."""
 

@@ -1,0 +1,153 @@
+"""Words that are hidden: how many and by what, the same under every plan and after a resume; jobs that learn them."""
+
+import json
+
+import pytest
+import torch
+
+from tests.support import jobs, judged
+from tests.support.judged import lines
+from tests.support.pool import run_ranks
+from torchtitan import cli
+from torchtitan.loss import IGNORE_INDEX
+from torchtitan.masking import HELD_OUT, Masking
+
+anywhere = judged.anywhere
+MASK, WORDS = 99, 100
+HIDE = Masking(seed=3, share=0.15, mask_id=MASK, vocab_size=WORDS, apart=(0, 1))
+
+
+def batch(samples=64, length=256):
+    tokens = torch.randint(0, MASK, (samples, length), generator=torch.Generator().manual_seed(0))
+    labels = tokens.clone()
+    labels[:, -8:] = IGNORE_INDEX  # padding
+    return {"tokens": tokens, "labels": labels}
+
+
+def hidden(plain, step=5, samples=None, masking=HIDE):
+    numbers = torch.arange(len(plain["tokens"])) if samples is None else samples
+    return masking.hide(plain, numbers, step)
+
+
+def test_how_many_are_hidden_and_by_what():
+    plain, shown = batch(), hidden(batch())
+    tokens, labels = plain["tokens"], shown["labels"]
+    chosen = labels != IGNORE_INDEX
+    candidates = (tokens > 1) & (plain["labels"] != IGNORE_INDEX)
+    assert not (chosen & ~candidates).any(), "no sign that begins a text, no padding"
+    assert torch.equal(labels[chosen], tokens[chosen])
+    assert torch.equal(shown["tokens"][~chosen], tokens[~chosen])
+    # 15,500 candidates, of which 2,330: standard deviations of the shares 0.003 and 0.008
+    share = chosen.sum() / candidates.sum()
+    seen = shown["tokens"][chosen]
+    same = (seen == tokens[chosen]).float().mean().item()
+    by_mask = (seen == MASK).float().mean().item()
+    assert share.item() == pytest.approx(0.15, abs=0.012)
+    assert by_mask == pytest.approx(0.8 + 0.1 / WORDS, abs=0.035)
+    assert same == pytest.approx(0.1 + 0.1 / WORDS, abs=0.025)
+    assert len(seen.unique()) > 80, "words of the whole vocabulary"
+
+
+def test_a_draw_is_the_samples_own():
+    plain, whole = batch(), hidden(batch())
+    for rank in range(2):
+        own = torch.arange(rank, 64, 2)
+        part = hidden({name: tensor[own] for name, tensor in plain.items()}, samples=own)
+        assert all(torch.equal(part[name], whole[name][own]) for name in part)
+    for other in (
+        hidden(plain, 6),
+        hidden(plain, HELD_OUT),
+        hidden(plain, masking=HIDE.__class__(4, 0.15, 99, 100, ())),
+    ):
+        agree = ((other["labels"] != IGNORE_INDEX) == (whole["labels"] != IGNORE_INDEX)).float().mean()
+        assert 0.7 < agree.item() < 0.78  # 0.15^2 + 0.85^2 = 0.745 where they know nothing of one another
+
+
+SPECIAL = "<|reserved_special_token_0|>"
+SIZES = "{dim=32, n_layers=4, n_heads=4, ffn_dim=64, vocab_size=2048, max_seq_len=32, dropout=0.1}"
+
+
+def words(folder, texts, **options):
+    settings = dict(model__name="roberta", model__overrides=SIZES, model__tokenizer_path="debug")
+    settings |= dict(task__kind="masked_lm", task__mask_token=SPECIAL, training__steps=4, optimizer__lr=1e-3)
+    settings |= dict(validation__enable=True, validation__dataset="text", validation__dataset_path=texts)
+    settings |= dict(validation__samples=12, validation__freq=2, validation__local_batch_size=2)
+    return jobs.arguments(folder, texts, **settings | options)
+
+
+def curve(folder):
+    """Losses, and those on held-out data."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [[row[name] for row in rows if name in row] for name in ("loss", "validation_loss")]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("masked")
+    texts = jobs.write_texts(folder)
+    run_ranks(1, jobs.train, words(folder / "one", texts))
+    return texts, curve(folder / "one")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        dict(parallelism__data_parallel_shard_degree=2, training__local_batch_size=2),
+        dict(parallelism__tensor_parallel_degree=2),
+        dict(parallelism__pipeline_parallel_degree=2, training__local_batch_size=4),
+        dict(parallelism__context_parallel_degree=2),
+    ],
+    ids=lambda plan: next(iter(plan)),
+)
+def test_no_plan_changes_what_is_hidden(alone, plan, tmp_path):
+    texts, expected = alone
+    run_ranks(2, jobs.train, words(tmp_path / "two", texts, **plan))
+    for ours, theirs in zip(curve(tmp_path / "two"), expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_resume_hides_what_was_hidden(alone, tmp_path):
+    texts, expected = alone
+    saved = dict(checkpoint__enable=True, checkpoint__interval=2)
+    horizon = dict(lr_scheduler__total_steps=4)
+    for steps in (2, 4):
+        run_ranks(1, jobs.train, words(tmp_path / "run", texts, training__steps=steps, **saved, **horizon))
+    assert curve(tmp_path / "run")[0] == expected[0]
+
+
+ROBERTA = ("--model.name=roberta", "--training.seq_len=64", "--task.kind=masked_lm")
+
+
+def test_what_hidden_words_ask_of_a_job():
+    debug = {"tokenizer": "debug"}
+    assert lines(*ROBERTA, f"--task.mask_token={SPECIAL}", **debug) == []
+    (fault,) = lines(*ROBERTA, **debug)
+    assert fault.startswith(
+        "task.mask_token: given nothing; allowed: a special token that hides words: none of <mask>, [MASK]"
+    )
+    (fault,) = lines(*ROBERTA, "--task.mask_token=<no>", **debug)
+    assert "'<no>' is none of the special tokens of the tokenizer" in fault
+    faults = lines("--task.kind=masked_lm", f"--task.mask_token={SPECIAL}", **debug)
+    assert faults == [
+        'task.kind: given "masked_lm"; allowed: pretrain for model llama3, whose tokens do not see those behind them; '
+        "write that, or train an encoder, such as roberta"
+    ]
+    assert lines("--task.mask_share=0.3") == [
+        'task.mask_share: given 0.3; allowed: unset with task.kind = pretrain; drop it, or write "masked_lm"'
+    ]
+
+
+def test_nobody_goes_on_with_a_text_without_next_words(alone, tmp_path, capsys):
+    texts, _ = alone
+    argv = words(tmp_path / "run", texts, training__steps=1, checkpoint__enable=True)
+    run_ranks(1, jobs.train, argv)
+    assert cli.main(["generate", str(tmp_path / "run")]) != 0
+    said = capsys.readouterr().err
+    assert "this roberta finds hidden words by what stands on both sides of them; give a decoder of words" in said
+
+
+def test_preview_shows_what_is_hidden(alone, tmp_path, capsys):
+    texts, _ = alone
+    assert cli.main(["preview", *words(tmp_path / "run", texts), "--samples", "1"]) == 0
+    said = capsys.readouterr().out
+    assert SPECIAL in said and "of 32 labels trained" in said

@@ -1,0 +1,165 @@
+"""Records of one or two texts and a class, in local files: .jsonl, .json, .csv, .tsv, .parquet, .arrow, and folders
+that `datasets` has saved. A file is read as a whole, when its first record is asked for.
+"""
+
+import csv
+import gzip
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torchtitan.datasets.sources import (
+    REMEDY,
+    DataError,
+    Document,
+    Indexed,
+    IndexedFile,
+    Labelled,
+    decode,
+    files_fingerprint,
+    find_files,
+    missing,
+)
+from torchtitan.datasets.sources_tables import BESIDE_ARROW, saved_split
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What of a record is what. `second`: of the other text, where there are two. `names`: of the classes, in their
+    order; without them they are numbers. `ended`: whether a token ends each text, as for a model that reads a class
+    from the first one; else the last of the text speaks for it.
+    """
+
+    text: str
+    label: str
+    classes: int
+    second: str | None = None
+    names: tuple[str, ...] = ()
+    ended: bool = False
+
+    @classmethod
+    def of(cls, task: Any, classes: int, ended: bool) -> "Fields":
+        """Of a job's [task]; `open_source` knows the field of each source's text."""
+        return cls("", task.label_field, classes, task.second_text_field, tuple(task.labels), ended)
+
+    def document(self, row: Row, place: str, short_place: str) -> Document:
+        """Raises DataError, which names `place`."""
+        texts = []
+        for field in (self.text, *([self.second] if self.second else [])):
+            value = row.get(field)
+            if isinstance(value, str):
+                texts.append(value)
+            else:
+                there = ", ".join(map(repr, list(row)[:20])) or "none"
+                what = f"holds {type(value).__name__}, not text" if field in row else f"is not there; there are {there}"
+                remedy = "set training.text_field and task.second_text_field"
+                raise DataError(f"{place}: field {field!r} {what}; {remedy}, or {REMEDY}")
+        return Document(Labelled(texts, self._class_of(row, place), self.ended), short_place, framed=True)
+
+    def _class_of(self, row: Row, place: str) -> int:
+        given = row.get(self.label)
+        if isinstance(given, str) and given in self.names:
+            return self.names.index(given)
+        if isinstance(given, str) and given.isdecimal() and not self.names:
+            given = int(given)
+        if isinstance(given, int) and 0 <= given < self.classes:
+            return int(given)
+        what = f"holds {given!r}" if self.label in row else "is not there"
+        names = f", or one of {', '.join(map(repr, self.names))}" if self.names else ", or names that task.labels has"
+        remedy = "correct task.label_field, task.labels or n_classes in model.overrides"
+        raise DataError(
+            f"{place}: field {self.label!r} {what}; allowed: a class from 0 to {self.classes - 1}{names}; {remedy}, or "
+            f"{REMEDY}"
+        )
+
+
+def saved(path: str | None, fields: Fields, split: str) -> Indexed:
+    """A split of a local folder that `datasets` has saved, or all files of another one. Raises DataError."""
+    if not os.path.isdir(path or ""):
+        raise DataError(f"{path}: no local folder; classes are read from local files: save the dataset there first")
+    assert path is not None
+    return labelled(saved_split(path, split) or path, fields)
+
+
+def labelled(path: str | None, fields: Fields) -> Indexed:
+    """Names and sizes are looked at, no more. Raises DataError."""
+    files = {name: file for name, file in find_files(path, SUFFIXES).items() if file.name not in BESIDE_ARROW}
+    fingerprint = {"dataset_path": os.path.normpath(path or ""), "fields": asdict(fields), **files_fingerprint(files)}
+    return Indexed(str(path), fingerprint, [LabelledFile(file, name, fields) for name, file in files.items()])
+
+
+class LabelledFile(IndexedFile):
+    def __init__(self, path: Path, name: str, fields: Fields) -> None:
+        super().__init__(path, name)
+        self.fields = fields
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def get(self, index: int) -> Document:
+        return self.fields.document(self._rows[index], f"{self.path}, row {index}", f"{self.name}, row {index}")
+
+    def probe(self) -> None:
+        """The last row, in which a wrong field shows too."""
+        if len(self):
+            self.get(len(self) - 1)
+
+    @cached_property
+    def _rows(self) -> Sequence[Row]:
+        suffix = self.path.suffix.lower()
+        try:
+            if suffix in (".csv", ".tsv"):
+                return list(_csv_rows(self.path))
+            return _table_rows(self.path) if suffix in (".parquet", ".arrow") else list(_json_rows(self.path))
+        except (OSError, EOFError, ValueError, csv.Error, RecursionError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{self.path}: damaged, or not what its name says: {error}; {REMEDY}") from None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_rows"}
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    text = decode(content.removeprefix(b"\xef\xbb\xbf"), str(path), 0)
+    is_array = text.lstrip().startswith("[")
+    lines = json.loads(text) if is_array else [line for line in text.split("\n") if line.strip()]
+    for number, line in enumerate(lines):
+        row = line if is_array else json.loads(line)
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, row {number}: a {type(row).__name__}; each record is a JSON object; {REMEDY}")
+        yield row
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        yield from csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+
+
+def _table_rows(path: Path) -> Sequence[Row]:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise missing(path, "pyarrow") from None
+    try:
+        if path.suffix.lower() == ".parquet":
+            return pyarrow.parquet.read_table(path).to_pylist()
+        with pyarrow.memory_map(str(path)) as mapped:
+            try:
+                table = pyarrow.ipc.open_stream(mapped).read_all()
+            except pyarrow.ArrowInvalid:
+                table = pyarrow.ipc.open_file(mapped).read_all()
+            table.validate(full=True)
+            return table.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: damaged or truncated: {error}; {REMEDY}") from None
