@@ -322,6 +322,33 @@ def test_what_does_not_fit_is_said(options, message):
     assert message in str(raised.value)
 
 
+@torch.no_grad()
+def test_what_followed_before_is_copied():
+    """A model of one layer that says each token again, and a reading that is set by hand: of the entry like the token
+    and the one behind it, it reads the second. Random tokens that come again are foretold, but for a segment's last.
+    """
+    model, installed = remembering(
+        layers=1,
+        sizes=dict(dim=64, n_heads=1, n_kv_heads=1),
+        cache_size=256,
+        compression=1,
+        topk=1,
+        window=2,
+        context=1,
+    )
+    unit, block = torch.eye(64), model.layers["0"]
+    model.tok_embeddings.weight.copy_(torch.nn.init.orthogonal_(torch.empty(64, 64)))
+    model.output.weight.copy_(model.tok_embeddings.weight)
+    block.attention.wo.weight.zero_(), block.feed_forward.w2.weight.zero_()
+    cache = block.attention.cache
+    cache.wq.weight.copy_(-10 * unit), cache.reading.wk.copy_(unit), cache.reading.wv.copy_(unit)
+    cache.wo.weight.copy_(10 * unit)
+    motif = torch.stack([torch.randperm(64) for _ in range(2)])  # no token twice
+    out = read(model.eval(), installed, motif.repeat(3, 1, 1).unflatten(-1, (1, 64)).squeeze(2))
+    told = out.argmax(-1)[:, :, :-1] == motif[:, 1:]
+    assert not told[0].any() and told[1:].float().mean() > 0.9
+
+
 # --- how much it is
 
 

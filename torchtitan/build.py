@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.adapters import ADAPTERS, NONE, peft_folder
+from torchtitan.adapters import ADAPTERS, NONE
 from torchtitan.adapters.interface import Adapter
 from torchtitan.checkpoint import Checkpointer, base
 from torchtitan.checkpoint.counters import schedule_start
@@ -194,15 +194,14 @@ def adapted_model(config: JobConfig) -> tuple[nn.Module, ParallelPlan, Adapter |
 
 def peft_tensors(config: JobConfig, installed: Adapter) -> dict[str, torch.Tensor]:
     """Of the job's adapter.initial_path: whole tensors by our names."""
-    form = model_spec(config).hf.form(model_args(config))
     path = config.adapter.initial_path
     assert path is not None  # who asks has looked
-    return peft_folder.load(Path(path), config.adapter, form, installed.shapes)
+    return installed.read_folder(Path(path), model_spec(config).hf.form(model_args(config)))
 
 
 def save_peft(config: JobConfig, folder: Path, installed: Adapter, whole: dict[str, torch.Tensor]) -> None:
     form, path = model_spec(config).hf.form(model_args(config)), config.checkpoint.initial_load_path
-    peft_folder.save(folder, {name: whole[name] for name in installed.shapes}, config.adapter, form, path or "")
+    installed.write_folder(folder, form, whole, path or "")
 
 
 def objective(config: JobConfig) -> Objective:

@@ -23,9 +23,9 @@ def plain(family="llama", dtype=torch.float32, **sizes):
     return model.to(dtype)
 
 
-def remembering(family="llama", dtype=torch.float32, layers=2, adapter=None, **cache):
+def remembering(family="llama", dtype=torch.float32, layers=2, adapter=None, sizes=None, **cache):
     """A model of two layers and its adapter, whose compression and reading have learned something at random."""
-    model = plain(family, dtype, n_layers=layers)
+    model = plain(family, dtype, n_layers=layers, **sizes or {})
     installed = Neurocache(Options(kind="neurocache", neurocache=Cache(**SMALL | cache), **(adapter or {})))
     from torchtitan.models.registry import MODELS
 

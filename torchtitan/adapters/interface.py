@@ -17,6 +17,7 @@ and beside these an adapter only says which names it added and which it froze.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from torchtitan.adapters import peft_folder
 from torchtitan.adapters.flops import in_part, weights_met
 from torchtitan.adapters.targets import without_numbers
 from torchtitan.config.sections.adapter import Adapter as Options
@@ -31,6 +33,7 @@ from torchtitan.deferred import Deferred, Value
 from torchtitan.errors import JobError
 from torchtitan.initialization import clean_name, local_part
 from torchtitan.models.flops import FlopsPerToken
+from torchtitan.models.hf.names import Form
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.stores import packed_names, stores
 
@@ -109,6 +112,16 @@ class Adapter:
         """The adapter's parameters of these parts, whole, on the CPU. Every rank calls it."""
         values = ((name, parameter.detach()) for name, parameter in self._parameters(parts))
         return {name: (v.full_tensor() if isinstance(v, DTensor) else v).cpu() for name, v in values}
+
+    def read_folder(self, folder: Path, form: Form) -> dict[str, torch.Tensor]:
+        """Whole tensors, by our names and of `shapes`, of a folder in the layout in which such adapters are passed on.
+        JobError where it holds another.
+        """
+        return peft_folder.load(folder, self.options, form, self.shapes)
+
+    def write_folder(self, folder: Path, form: Form, whole: Mapping[str, torch.Tensor], base: str) -> None:
+        """The inverse, of `whole_tensors`; `base`: where the model is. OSError."""
+        peft_folder.save(folder, {name: whole[name] for name in self.shapes}, self.options, form, base)
 
     def _parameters(self, parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
         for part in parts:

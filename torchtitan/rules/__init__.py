@@ -45,6 +45,7 @@ from torchtitan.rules.neurocache import (
     cache_options_have_a_cache,
     cache_reads_documents,
     documents_are_read_whole,
+    released_cache_is_the_jobs,
 )
 from torchtitan.rules.optimization import (
     BACKENDS,
@@ -211,6 +212,7 @@ RULES: list[Rule] = [
     cache_fits_the_model,
     cache_reads_documents,
     documents_are_read_whole,
+    released_cache_is_the_jobs,
     restarts_make_sense,
     scaling_is_trained_by_lora,
     schedule_fits,

@@ -56,6 +56,8 @@ def adapter_folders_fit(facts: Facts) -> Iterator[Fault]:
 
 def _adapter_is_of_this_kind(facts: Facts, folder: Path) -> Iterator[Fault]:
     key = "adapter.initial_path"
+    if facts.config.adapter.kind == "neurocache":
+        return  # rules/neurocache.py
     if not (folder / peft_config.CONFIG).is_file():
         yield facts.fault(key, f"a folder with {peft_config.CONFIG}, as peft writes it", "there is none")
         return

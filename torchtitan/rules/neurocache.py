@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 
+from torchtitan.adapters.neurocache import released
 from torchtitan.adapters.neurocache.sizes import KEY, apart, layers_of, misfits_of
 from torchtitan.adapters.targets import of_linears
 from torchtitan.config.options import Fault, show
@@ -44,6 +46,20 @@ def cache_fits_the_model(facts: Facts) -> Iterator[Fault]:
         if first <= layers.first < first + count <= layers.last:
             yield facts.fault(KEY + "attention_layers", "layers of one stage", apart(layers), show(layers.attending))
         first += count
+
+
+def released_cache_is_the_jobs(facts: Facts) -> Iterator[Fault]:
+    options, key = facts.config.adapter, "adapter.initial_path"
+    if options.kind != KIND or options.initial_path is None or facts.args is None:
+        return
+    try:
+        wrong = list(
+            released.differences(released.read(Path(options.initial_path)), options.neurocache, facts.args.n_layers)
+        )
+    except JobError as error:
+        yield facts.fault(key, f"a folder with {released.CONFIG}", str(error))
+        return
+    yield from (facts.fault(key, "an adapter of the job's kind", f"its {released.CONFIG} has {each}") for each in wrong)
 
 
 def cache_reads_documents(facts: Facts) -> Iterator[Fault]:

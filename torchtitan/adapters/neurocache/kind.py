@@ -6,18 +6,24 @@ the matrices that they stand beside so.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from pkgutil import resolve_name
 
+import torch
 from torch import nn
 
 from torchtitan.adapters import ADAPTERS
 from torchtitan.adapters.interface import Adapter
 from torchtitan.adapters.neurocache.attention import CachedAttention
+from torchtitan.adapters.neurocache.folder import load, names, save
 from torchtitan.adapters.neurocache.memory import Memory
 from torchtitan.adapters.neurocache.sizes import apart, layers_of, misfits_of
+from torchtitan.adapters.peft_folder import from_peft, to_peft
 from torchtitan.adapters.targets import of_linears
 from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.deferred import Deferred, Value
 from torchtitan.errors import JobError
+from torchtitan.models.hf.names import Form
 from torchtitan.models.layers import GroupedQueryAttention
 from torchtitan.parallelisms.plan import ParallelPlan
 
@@ -34,6 +40,7 @@ class Neurocache(Adapter):
         options, blocks = self.options.neurocache, model.layers
         if wrong := list(misfits_of(options, len(blocks), model.args.dim)):
             raise JobError("; ".join(map(str, wrong)))
+        self.n_layers = len(blocks)
         layers = self.layers = layers_of(options, len(blocks))
         norm = blocks[str(layers.first)].attention_norm
         if self.beside is not None:
@@ -71,6 +78,25 @@ class Neurocache(Adapter):
                 "attention.cache.wo",
             ),
             with_block=(*plan.with_block, ("memory", plan.blocks.replace("*", str(layers.first)))),
+        )
+
+    def read_folder(self, folder: Path, form: Form) -> dict[str, torch.Tensor]:
+        own, others = load(folder, self.options.neurocache, self.n_layers, self.shapes)
+        low_rank = {name: shape for name, shape in self.shapes.items() if name not in own}
+        try:
+            return own | from_peft(others, form, low_rank)
+        except JobError as error:
+            raise JobError(f"{folder}: {error}") from None
+
+    def write_folder(self, folder: Path, form: Form, whole: Mapping[str, torch.Tensor], base: str) -> None:
+        options = self.options.neurocache
+        low_rank = {name: whole[name] for name in self.shapes if name not in names(options, self.n_layers)}
+        save(folder, whole, to_peft(low_rank, form), options, self.n_layers, base)
+
+    def merged(self, parts: Sequence[nn.Module], original: Mapping[str, Deferred] | None = None) -> dict[str, Value]:
+        raise JobError(
+            "adapter.kind = 'neurocache': a model without a cache cannot be what this one is; write the adapter alone "
+            "(torchtitan export without --merge)"
         )
 
     def check_parts(self, parts: Iterable[nn.Module]) -> None:
