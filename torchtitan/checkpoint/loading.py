@@ -83,7 +83,7 @@ def load_tensors(source: Source, live: Wanted, peers: Peers, *, prefixes: tuple[
     """
     saved = source.manifest.tensors | dict.fromkeys(source.state["optimizer"], tensors.VALUE)
     saved = {name: entry for name, entry in saved.items() if name.startswith(prefixes)}
-    packed = {}
+    packed: dict[str, tensors.TensorEntry] = {}
     for name, store in live.stores.items():
         packed |= tensors.entries({name: store.empty()})
     own = (tensors.entries(live.tensors, live.values), tensors.entries(live.copies), packed)
@@ -140,12 +140,11 @@ def load_model_for_inference(path: Path, model: nn.Module, left_out: Collection[
     peers = Peers("loading")
     source = open_checkpoint(resolve(path, peers), peers)
     absent = {MODEL + name for name in left_out}
-    live = Wanted(
-        *(
-            {name: tensor for name, tensor in found.items() if name not in absent}
-            for found in (tensors.model_tensors([model]), tensors.copied_tensors([model]))
-        )
+    own, copies = (
+        {name: tensor for name, tensor in found.items() if name not in absent}
+        for found in (tensors.model_tensors([model]), tensors.copied_tensors([model]))
     )
+    live = Wanted(own, copies)
     live.unpack([model], source)
     load_tensors(source, live, peers, prefixes=(MODEL,), cast=True)
     return source.manifest.step

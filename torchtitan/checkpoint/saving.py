@@ -39,7 +39,7 @@ class Snapshot:
     kind: Literal["full", "model"]
     step: int
     tensors: Tensors = field(default_factory=dict)
-    staged: Tensors = field(default_factory=dict)
+    staged: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Copies to write instead of the live tensors; empty when the save is inline."""
     trainer: dict[str, Any] = field(default_factory=dict)
     rank: dict[str, Any] = field(default_factory=dict)

@@ -6,7 +6,7 @@ entry needs unpickling.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def write_tensors(
-    folder: Path, tensors: Tensors, staged: Tensors, peers: Peers, keep_plan: bool = False
+    folder: Path, tensors: Tensors, staged: Mapping[str, torch.Tensor], peers: Peers, keep_plan: bool = False
 ) -> dict[str, TensorEntry]:
     """Write every rank's share, synced to disk; the names, dtypes and global shapes of all ranks' tensors.
 
@@ -123,7 +123,7 @@ class _ToldPlanner(DefaultLoadPlanner):
 class _StagedPlanner(DefaultSavePlanner):
     """Plans by the live tensors, whose shapes and meshes do not change, and writes from the copies."""
 
-    def __init__(self, staged: Tensors, name: str | None):
+    def __init__(self, staged: Mapping[str, torch.Tensor], name: str | None):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, enable_plan_caching=name is not None)
         if name is not None:
             self._cached_plans_key = name  # torch's is the name of the class, so of another job's too

@@ -28,6 +28,7 @@ from torchtitan.commands.job_of import JOB, job_of, refuse_strangers
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import to_toml
 from torchtitan.config.options import options as job_options
+from torchtitan.datasets.templates import turn_ends
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.deferred import Deferred
 from torchtitan.errors import JobError
@@ -88,9 +89,15 @@ def _beside(config: JobConfig, args: Any, dtype: torch.dtype) -> dict[str, bytes
         print("no tokenizer goes along: --model.tokenizer_path says which is its own", file=sys.stderr)
         kept = beside_weights(form, args, dtype, source=source, tokenizer_files={}, bos_id=None, end_ids=[])
         return {CONFIG: kept[CONFIG]}
-    files = vocabulary.as_hf_files()
-    ids = {"bos_id": vocabulary.bos_id, "eos_id": vocabulary.eos_id}
-    return beside_weights(form, args, dtype, source=source, tokenizer_files=files, **ids)
+    return beside_weights(
+        form,
+        args,
+        dtype,
+        source=source,
+        tokenizer_files=vocabulary.as_hf_files(),
+        bos_id=vocabulary.bos_id,
+        end_ids=sorted(turn_ends(vocabulary)),
+    )
 
 
 def _tokenizer(config: JobConfig, args: Any) -> Tokenizer | None:
@@ -131,9 +138,8 @@ def _write_ours(target: Path, config: JobConfig, args: Any, weights: Weights, dt
     narrow = {name for name in unread if weights.dtype(name).is_floating_point and not name.endswith("expert_bias")}
     types = {name: dtype if name in narrow else weights.dtype(name) for name in unread}
     shells = {MODEL + name: torch.empty(each.shape, dtype=types[name], device="meta") for name, each in unread.items()}
-    snapshot = Snapshot("model", weights.step, shells)
     with progress_bar(f"writing {target.name}", sum(each.nbytes for each in shells.values())) as progress:
-        snapshot.staged = _Read(unread, types, progress)
+        snapshot = Snapshot("model", weights.step, shells, staged=_Read(unread, types, progress))
         with published(target.resolve(), write=True) as folder:
             save(snapshot, folder, None, Peers("convert"), Care())
             for name, content in beside.items():

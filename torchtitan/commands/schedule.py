@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from torchtitan.commands.check import fewest_ranks
 from torchtitan.commands.schedule_plot import check_format, draw_schedule
@@ -126,7 +127,7 @@ def _no_file(path: Path) -> tuple[str, str] | None:
     try:
         return ("a file", "it is a folder") if path.is_dir() else None
     except OSError as error:
-        return "a file", error.strerror
+        return "a file", error.strerror or str(error)
 
 
 # The question
@@ -140,7 +141,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="With --job.config_file job.toml, and options of a job after it, what is not given here is the job's.",
         allow_abbrev=False,
     )
-    number = {"type": _count, "metavar": "N"}
+    number: dict[str, Any] = {"type": _count, "metavar": "N"}
     parser.add_argument("--pp", **number, help="pipeline ranks, at least 2 (default 4)")
     parser.add_argument("--microbatches", **number, help="microbatches of a local batch (default 4 a rank)")
     parser.add_argument("--schedule", help=f"one of {', '.join(SCHEDULES)} (default 1F1B)")

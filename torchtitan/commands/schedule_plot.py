@@ -16,7 +16,7 @@ NAMES = {
     BACKWARD: "full backward",
 }
 COLORS = {FORWARD: "#1d4ed8", INPUT_GRAD: "#ea7317", WEIGHT_GRAD: "#0f8a7e", BACKWARD: "#a8204e"}
-IDLE = {"facecolor": "#f8fafc", "edgecolor": "#d5dbe3", "hatch": "////", "linewidth": 0}
+IDLE: dict[str, Any] = {"facecolor": "#f8fafc", "edgecolor": "#d5dbe3", "hatch": "////", "linewidth": 0}
 WIDTH, HEAD, TALLEST = 14.0, 2.1, 16.0
 """Inches: the picture, what is above and below the rows, all rows at most."""
 LARGEST_FONT, SMALLEST_FONT, DIGIT = 9.0, 4.5, 0.7
@@ -49,7 +49,7 @@ def draw_schedule(simulation: Simulation, path: Path, title: str, subtitle: str)
             _draw_row(axes, rank, spans, _points_per_unit(figure, axes), height * 72)
         _label_ranks(axes, simulation)
         _legend(figure, simulation)
-        dated = {"metadata": {"Date": None}} if path.suffix.lower() == ".svg" else {}
+        dated: dict[str, Any] = {"metadata": {"Date": None}} if path.suffix.lower() == ".svg" else {}
         figure.savefig(path, facecolor="white", **dated)
 
 
@@ -80,13 +80,13 @@ def _band(span: Span) -> tuple[float, float]:
     return (0.1, 0.4) if span.action.kind == FORWARD else (0.5, 0.4)
 
 
-def shade(kind: str, chunk: int, stages_per_rank: int) -> tuple[tuple[float, ...], str]:
+def shade(kind: str, chunk: int, stages_per_rank: int) -> tuple[tuple[float, float, float], str]:
     """The color of an action of a rank's `chunk`-th stage, paler for later ones, and one that is legible on it."""
     from matplotlib.colors import to_rgb
 
     white = 0.55 * chunk / max(1, stages_per_rank - 1)
-    color = tuple(part + (1 - part) * white for part in to_rgb(COLORS[kind]))
-    return color, INK if white > 0.4 else "white"
+    red, green, blue = (part + (1 - part) * white for part in to_rgb(COLORS[kind]))
+    return (red, green, blue), INK if white > 0.4 else "white"
 
 
 def _points_per_unit(figure: Any, axes: Any) -> float:

@@ -29,7 +29,7 @@ VERSION, VERSION_WITH_FLAGS = 1, 2
 HEADER = "header.json"
 DOCUMENTS = "documents.bin"
 TRAINED = "trained.bin"
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SHARD_TOKENS = 2**28
 AT_A_TIME = 2**24
 """Bytes that are read or written at a time."""

@@ -89,7 +89,10 @@ class Processes:
         listen = [] if self.listener is None or rank else [self.listener.fileno()]
         launcher = Launcher(
             os.getpid(),
-            *(file.path for file in files),
+            self.store.path,
+            self.told.path,
+            own.stacks.path,
+            own.collectives.path,
             ask=own.asked,
             listen=listen[0] if listen else None,
             restart=restart,
