@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -177,18 +178,20 @@ def test_the_command_knows_it_by_its_flags(capsys, tmp_path, monkeypatch):
 
 
 PUBLISHED = {"llama_60m": 58_073_600, "llama_1b": 1_339_082_752, "llama_7b": 6_738_415_616, "gpt2": 124_439_808}
+CLASSES = {"gpt2": 124_439_808 + 2 * 768, "roberta": 124_647_170}
+"""With a head of two classes, as transformers counts them."""
 
 
 SMALL = dict.fromkeys(MODELS, "{dim = 32, n_layers = 2, n_heads = 4, vocab_size = 260, multiple_of = 16}")
-SMALL["gpt2"] = "{dim = 32, n_layers = 2, n_heads = 4, vocab_size = 260, ffn_dim = 64, max_seq_len = 250}"
-SHORT = "--test true --batch_size 2 --max_length 250"
-"""1000 tokens in steps of two samples: two."""
+CLASSIC = "{dim = 32, n_layers = 2, n_heads = 4, vocab_size = 260, ffn_dim = 64, max_seq_len = 256}"
+SMALL |= dict.fromkeys(("gpt2", "roberta"), CLASSIC)
+SHORT = {"pretraining": "--test true --batch_size 2 --max_length 250"}
+SHORT["finetuning"] = "--test true --batch_size 20 --max_length 250"
+"""1000 tokens in two steps: of two samples, and of twenty sentences."""
 LOW = """--galore_config '{"rank": 4}'"""
 """Below the reduced width, and below LoRA's rank."""
-REASONS: dict[tuple[str, str], str] = {}
+REASONS = {("pretraining", "roberta"): "the script has no working path for masked words"}
 """Of cells (mode, model) that are refused."""
-REASONS |= {("pretraining", "roberta"): "the script has no working path for masked words"}
-REASONS |= {("finetuning", model): "classes are not learned here" for model in ("roberta", "gpt2")}
 
 
 def two_steps(argv):
@@ -212,29 +215,32 @@ def two_steps(argv):
 def test_every_cell_trains_or_is_refused_with_its_reason(mode, optimizer, model, tmp_path):
     """Two steps of test mode, at reduced width and on text that is here; the presets' own sizes by their counts."""
     name, _, projected = optimizer.partition(", ")
-    flags = f"{SHORT} {LOW if projected or 'lora' not in name else ''}"
+    flags = f"{SHORT[mode]} {LOW if projected or 'lora' not in name else ''}"
     line = parse(split([f"python main.py --mode {mode} --optimizer {name} --model {model} {flags}"]))
     if (mode, model) in REASONS:
         with pytest.raises(ConfigError, match=REASONS[mode, model]):
             translate(line, None)
         return
     text, config = translate(line, None)
-    assert Facts(config, 1, "cpu").args.num_parameters == PUBLISHED[model]
-    (tmp_path / "job.toml").write_text(text.replace('dataset_path = "allenai/c4:realnewslike"', ""))
-    said = [{"prompt": f"{'not ' * (i % 2)}so bad, number {i}: ", "completion": "good"} for i in range(20)]
+    classes = mode == "finetuning" and model in CLASSES
+    assert Facts(config, 1, "cpu").args.num_parameters == (CLASSES if classes else PUBLISHED)[model]
+    (tmp_path / "job.toml").write_text(re.sub("(?m)^(dataset_path|text_field) = .*$", "", text))
+    said = [{"prompt": f"{'not ' * (i % 2)}so bad, number {i}: ", "completion": "good"} for i in range(40)]
     (tmp_path / "sst2.jsonl").write_text("".join(json.dumps(each) + "\n" for each in said))
+    sizes = SMALL[model].replace("}", ", n_classes = 2}") if classes else SMALL[model]
     argv = [f"--job.config_file={tmp_path}/job.toml", f"--job.dump_folder={tmp_path}/run", "--metrics.plot=false"]
-    argv += [f"--model.overrides={SMALL[model]}", "--model.tokenizer_path=bytes"]
+    argv += [f"--model.overrides={sizes}", "--model.tokenizer_path=bytes"]
     if mode == "pretraining":
         argv += ["--training.dataset=python_stdlib"]
     else:
-        argv += [f"--training.dataset_path={tmp_path}/sst2.jsonl"]
+        argv += ["--training.dataset=sentiment"] if classes else [f"--training.dataset_path={tmp_path}/sst2.jsonl"]
     ((losses, moved, kept),) = run_ranks(1, two_steps, argv)
-    assert len(losses) == (2 if mode == "pretraining" else 3) and all(map(math.isfinite, losses))
+    assert len(losses) == 2 and all(map(math.isfinite, losses))
     frozen = [each for each, has in moved.items() if not has]
     if "lora" in name:
         targets = [each for each in frozen if each.endswith(("wq.weight", "wv.weight"))]
         assert len(targets) == 2 * 2 and (frozen == targets or mode == "finetuning")
+        assert not classes or all(moved[each] for each in moved if each.startswith("output")), "the head learns"
         assert not any(kept[each] for each in frozen)
     else:
         assert not frozen, "norms and biases too, which the script left out"
@@ -242,7 +248,7 @@ def test_every_cell_trains_or_is_refused_with_its_reason(mode, optimizer, model,
     if projected:
         assert all("attention" in each for each in seen) and {each[-6:] for each in seen} == {"lora_A", "lora_B"}
     elif "galore" in name and "lora" not in name:
-        assert len(seen) == 2 * (6 if model == "gpt2" else 7)
+        assert len(seen) == 2 * (7 if model.startswith("llama") else 6)
         assert not any(each.startswith(("output", "tok_embeddings")) for each in seen)
     else:
         assert not seen

@@ -17,6 +17,7 @@ from torchtitan.errors import JobError
 from torchtitan.importers.command_line import CommandLine
 from torchtitan.importers.flags import Flag, Given
 from torchtitan.importers.meaning import Meaning
+from torchtitan.models import FROM_HF
 from torchtitan.models.hf.config import read_json
 
 OPTIMIZERS = ("lora", "galore", "galore8bit", "lora+galore8bit", "baseline")
@@ -64,6 +65,8 @@ LINEARS: dict[str, list[str]] = {
     "c_proj": [ATTENTION["o"], "*feed_forward.w2"],
 }
 """As Llama, RoBERTa and GPT-2 call them, the targets that they are here."""
+HEADS = {"roberta": ["output.*", "norm.dense.*"], "gpt2": ["output.*"]}
+"""Parameters of the heads of classes."""
 TEST_TOKENS = 1000
 
 
@@ -120,20 +123,32 @@ class _Script:
     def finetuning(self) -> None:
         """On SST-2, whose sentences are good or bad."""
         given, values = self.given, self.values
-        if not given["model"].startswith("llama"):
-            self.refuse("mode", "finetuning", "pretraining with this model", "classes are not learned here")
-            return
-        values |= {"task.kind": "sft", "training.dataset": "text", "training.dataset_path": "sst2.jsonl"}
-        self.note(
-            'write SST-2 as {"prompt": sentence, "completion": "good" or "bad"} into sst2.jsonl: a Llama says the'
-        )
-        self.note("class in words, where the script had no working path for it; set checkpoint.initial_load_path to")
-        self.note("begin from a model that has been pretrained")
+        values |= {"data.packing": "off", "data.too_long": "truncate"}
+        if given["model"].startswith("llama"):
+            values |= {"task.kind": "sft", "training.dataset": "text", "training.dataset_path": "sst2.jsonl"}
+            self.note('write SST-2 as {"prompt": sentence, "completion": "good" or "bad"} into sst2.jsonl: Llamas say')
+            self.note("the class in words, where the script had no working path; checkpoint.initial_load_path lets the")
+            self.note("run begin from a model that has been pretrained")
+        else:
+            self.classes()
         if given["test"]:
             self.budget(TEST_TOKENS)
         else:
             values |= {"training.epochs": given["num_epochs"], "lr_scheduler.t_max": given["tmax"]}
             self.note("--tmax counts epochs, as it says, and not batches; the rate does not rise again behind it")
+
+    def classes(self) -> None:
+        values, folder = self.values, self.values["model.tokenizer_path"]
+        values |= {"task.kind": "seq_cls", "training.text_field": "sentence", "model.overrides": {"n_classes": 2}}
+        values |= {"training.dataset": "huggingface", "training.dataset_path": "sst2"}
+        self.note("save SST-2 by `datasets` (save_to_disk) as the folder sst2; its split train is learned")
+        if self.given["test"]:
+            self.note(f"a test begins from random weights, and {folder} is not read")
+            return
+        values |= {"model.flavor": FROM_HF, "model.hf_folder": folder}
+        values |= {"checkpoint.initial_load_path": folder, "checkpoint.initial_load_in_hf": True}
+        values |= {"checkpoint.last_save_model_only": True, "checkpoint.last_save_in_hf": True}
+        self.note(f"the model's weights are read from the folder {folder}")
 
     def budget(self, tokens: int) -> int:
         """Of the run, and as large a share of it as of the epochs for the schedule."""
@@ -165,6 +180,9 @@ class _Script:
         chosen = [pattern for name in known for pattern in LINEARS[name]]
         self.values |= {"adapter.dropout": config["dropout"], "adapter.target": list(dict.fromkeys(chosen))}
         self.note("weight decay is that of the flag, which the script left out of LoRA")
+        if not self.pretrains and self.given["model"] in HEADS:
+            self.values["adapter.train_fully"] = HEADS[self.given["model"]]
+            self.note("the head of classes is trained beside the adapters: the script left it as it was drawn")
         if self.pretrains:
             self.values["adapter.train_dense_rest"] = True
             self.note("embeddings, head and norms are trained beside the adapters: frozen as they are drawn, they say")
