@@ -95,9 +95,7 @@ def job_of_checkpoint(config: JobConfig, plan: ParallelDims) -> dict[str, Any]:
 
 
 def beside_hf_weights(config: JobConfig, vocabulary: Tokenizer) -> dict[str, bytes]:
-    """Name -> content of the files that make an export a folder which other programs open. JobError for what they do
-    not have.
-    """
+    """Name -> content of what makes an export a folder that other programs open. JobError for what they do not have."""
     sources = (config.model.hf_folder, config.checkpoint.initial_load_path)
     folder = next((each for each in sources if each and Path(each, "config.json").is_file()), None)
     return beside_weights(
@@ -206,7 +204,9 @@ def save_peft(config: JobConfig, folder: Path, installed: Adapter, whole: dict[s
 
 def objective(config: JobConfig) -> Objective:
     """What is learned, and how it is counted."""
-    return resolve_name(TASKS[config.task.kind].objective)(config.training.loss_chunks or loss_chunks(config))
+    task, chunks = TASKS[config.task.kind], config.training.loss_chunks or loss_chunks(config)
+    made = resolve_name(task.objective)
+    return made(chunks, **taken(getattr(config, task.section), made) if task.section else {})
 
 
 def meta_model(config: JobConfig) -> nn.Module:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,9 +88,10 @@ def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
     """How the task's samples are made of whole records; None where they are cut from all text."""
     if not TASKS[config.task.kind].packs:
         return None
-    window = config.data.packing_window if config.data.packing == "best_fit" else 1
+    together = TASKS[config.task.kind].together
+    window = config.data.packing_window if config.data.packing == "best_fit" and together == 1 else 1
     held_out, left = section == "validation", config.data.padding == "left"
-    return Packing(window, pad_id, config.validation.split, held_out, left)
+    return Packing(window, pad_id, config.validation.split, held_out, left, together)
 
 
 def recipe(config: JobConfig, section: Section) -> Recipe:
@@ -98,9 +99,9 @@ def recipe(config: JobConfig, section: Section) -> Recipe:
     data = config.data
     if not TASKS[config.task.kind].packs:
         return Recipe()
-    return Recipe(
-        TrainOn(data.train_on, data.train_on_eos), seq_len_of(config, section) + 1, data.too_long, data.max_empty_ratio
-    )
+    together = TASKS[config.task.kind].together
+    train_on = TrainOn(data.train_on if together == 1 else "last_turn", data.train_on_eos)
+    return Recipe(train_on, seq_len_of(config, section) + 1, data.too_long, data.max_empty_ratio, together)
 
 
 def seq_len_of(config: JobConfig, section: Section) -> int:
@@ -149,6 +150,11 @@ def _tell(config: JobConfig, sources: Sequence[TokenShards]) -> None:
     logger.info("samples    %d in a pass, %.1f %% full", packs.samples(1), 100 * packs.efficiency)
 
 
+def batches_of_a_step(config: JobConfig, plan: ParallelDims) -> int:
+    """Of each rank."""
+    return global_batch_size(config, plan) // (config.training.local_batch_size * plan.dp)
+
+
 def training_loader(
     config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims, state: dict[str, Any] | None = None
 ) -> Loader | SegmentLoader:
@@ -179,6 +185,16 @@ def validation_loader(config: JobConfig, vocabulary: Tokenizer, dp_rank: int, pl
     batch = config.validation.local_batch_size * plan.dp
     seq_len = seq_len_of(config, "validation")
     return _loader(config, "validation", vocabulary, dp_rank, plan, batch, seq_len, None)
+
+
+def pass_loaders(
+    config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims
+) -> Iterator[Loader | SegmentLoader]:
+    """Of all whole records of the job, once: those that are trained on, and those that are validated on."""
+    once = dataclasses.replace(config.training, epochs=1, shuffle=False, global_batch_size=-1)
+    yield training_loader(dataclasses.replace(config, training=once), vocabulary, dp_rank, plan)
+    if config.validation.enable:
+        yield validation_loader(config, vocabulary, dp_rank, plan)
 
 
 def held_out(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -16,6 +17,10 @@ from torchtitan.models.dropout import token_keys
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 
 Batch = dict[str, torch.Tensor]
+
+
+class References(Protocol):
+    def add(self, batch: Batch) -> Batch: ...
 
 
 class PeerStopped(RuntimeError):
@@ -52,6 +57,8 @@ class Feed:
     ):
         self.objective, self.dims, self.dp_rank, self.device, self.seed = objective, dims, dp_rank, device, seed
         self.together, self.masking, self.num_classes = together, masking, num_classes
+        self.references: References | None = None
+        """What else a batch is given, by the rows in it."""
         self.share = 1.0
         """Of the valid tokens that were agreed on last, those of this data-parallel rank."""
         # positions restart with each document: not without a mask
@@ -98,6 +105,8 @@ class Feed:
 
     def to_device(self, batch: Batch) -> Batch:
         """What the model reads of a batch."""
+        if self.references is not None and "reference" not in batch:
+            batch = self.references.add(batch)
         return {name: batch[name].to(self.device, non_blocking=True) for name in self.names}
 
     def to_train_on(self, batch: Batch, index: int, step: int) -> Batch:

@@ -40,6 +40,8 @@ class Objective(nn.Module):
 
     targets: tuple[str, ...] = ("labels",)
     """Tensors of a batch that only the loss reads, [B, S] or [B]. All are cut into microbatches along B."""
+    measured: tuple[str, ...] = ()
+    """What it measures beside its loss in training, by names in metrics."""
 
     def __init__(self, num_chunks: int = 1):
         super().__init__()
@@ -65,6 +67,10 @@ class Objective(nn.Module):
     def loss_of(self, head: nn.Module, hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         """The sum, a scalar, of the losses of some of the rows: hidden states [n, ..., D] and what else `rows` gave."""
         raise NotImplementedError
+
+    def take_sums(self) -> torch.Tensor | None:
+        """Of `measured`, and at the end of what they are divided by, since the last time; None where nothing was."""
+        return None
 
     def forward(self, hidden: torch.Tensor, head: nn.Module, batch: Batch) -> torch.Tensor:
         """hidden states [B, S, D] -> the sum of all losses, a scalar."""

@@ -18,7 +18,7 @@ class Task:
     made of whole records, apart from each other, instead of all text end to end. `in_lanes`: whether each row of a
     batch reads a document from beginning to end, a segment a batch, and then the next one. `labels`: what a token's
     label is: the next token, itself where it has been hidden ("same"), or its record's class, which one token of it has
-    ("classes").
+    ("classes"). `section`: of the job, whose options the objective is made with, too.
     """
 
     objective: str
@@ -27,6 +27,7 @@ class Task:
     packs: bool = False
     in_lanes: bool = False
     labels: Literal["next", "same", "classes"] = "next"
+    section: str = ""
 
 
 MASKS = ("<mask>", "[MASK]")
@@ -50,5 +51,8 @@ _own = {
     "documents": Task("torchtitan.loss:SummedCrossEntropy", in_lanes=True),
     "masked_lm": Task("torchtitan.loss:SummedCrossEntropy", labels="same"),
     "seq_cls": Task("torchtitan.classes:ClassCrossEntropy", packs=True, labels="classes"),
+    "dpo": Task("torchtitan.preferences:Preference", 2, of_tokens=False, packs=True, section="dpo"),
+    "ipo": Task("torchtitan.preferences:IPO", 2, of_tokens=False, packs=True, section="dpo"),
+    "orpo": Task("torchtitan.preferences:ORPO", 2, of_tokens=False, packs=True, section="dpo"),
 }
 TASKS: Registry[Task] = Registry("torchtitan.tasks", _own, Task)

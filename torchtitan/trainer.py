@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from torchtitan import build, distributed, preflight, run_folder
 from torchtitan.bars import waiting
-from torchtitan.build_data import feed, held_out, recall, training_loader, with_steps
+from torchtitan.build_data import batches_of_a_step, feed, held_out, recall, training_loader, with_steps
 from torchtitan.checkpoint import CheckpointError, RandomState, base, set_rng_state
 from torchtitan.checkpoint.counters import SCHEDULE_START
 from torchtitan.config.job import JobConfig
@@ -36,6 +36,7 @@ from torchtitan.metrics.histograms import histograms_of, of_all_ranks
 from torchtitan.origin import Origin
 from torchtitan.progress import Progress
 from torchtitan.ranks import Ranks
+from torchtitan.reference import references
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +74,9 @@ class Trainer:
         self.guards = build.guards(config, self.model, self.optimizers)
         preflight.check(config, ranks, self.mesh, self.device, self.tokenizer.fingerprint, self.model)
 
-        samples = build.global_batch_size(config, self.dims)
-        self.accumulation = samples // (config.training.local_batch_size * self.dims.dp)
+        self.accumulation = batches_of_a_step(config, self.dims)
         self.folder = Path(config.job.dump_folder)
-        self.step, self.tokens = 0, 0
-        self.schedule_start = 0  # the step at which it began: after a start with counters another than 0
+        self.step, self.tokens, self.schedule_start = 0, 0, 0  # the last is not 0 after a start with counters
         self.loss = torch.zeros(())  # of the last step that was made
         self.grad_norm: torch.Tensor | None = None
         self.time_limit, self.out_of_time = build.time_limit(config), False  # which rank 0 looks at for all
@@ -115,6 +114,7 @@ class Trainer:
         self.loader = training_loader(config, self.tokenizer, self.dp_rank, self.dims, self.data_state)
         recall(self.loader, self.model, self.feed)
         self.began_at = self.step
+        self.feed.references = references(config, self.ranks, self.model, self.feed, self.step, self.progress)
         self.position = self.loader.position()  # after `step`: what a step that fails has fetched is fetched again
         preflight.check_data(config, self.ranks, self.position.fingerprint)
         self.held_out = None  # every iteration over it begins again

@@ -36,6 +36,7 @@ KINDS: dict[str, Kind] = {
     "lr_scheduler.t_max": "told",
     "lr_scheduler.t_max_unit": "told",
     "data": "told",  # what of it decides the samples is part of the position in the data
+    "dpo": "refused",
     "training": "refused",
     "training.dataset": "told",
     "training.dataset_path": "told",

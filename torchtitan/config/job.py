@@ -19,6 +19,7 @@ from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Mode
 from torchtitan.config.sections.optimization import LRScheduler, Optimizer
 from torchtitan.config.sections.output import Metrics, Profiling
 from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.config.sections.preference import Dpo
 from torchtitan.config.sections.run import Comm, Debug, Job
 from torchtitan.config.sections.task import Task
 from torchtitan.config.sections.training import DataSource, Training, Validation
@@ -36,6 +37,7 @@ class JobConfig:
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
     data: Data = field(default_factory=Data)
+    dpo: Dpo = field(default_factory=Dpo)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)

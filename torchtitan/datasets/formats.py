@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from torchtitan.datasets.records import document_of
-from torchtitan.datasets.sources import REMEDY, DataError, Document, Span
+from torchtitan.datasets.sources import REMEDY, DataError, Document, Pair, Span
 
 Record = dict[str, Any]
 
@@ -42,7 +42,31 @@ def alpaca(record: Record) -> list[Span]:
     return [Span(prompt, False), Span(record["output"])]
 
 
+def preference(record: Record, place: str, short_place: str) -> Document:
+    """Two answers: texts behind the prompt, or messages behind those of prompt or messages, perhaps repeated in both.
+    Raises DataError, which names `place`."""
+    before: Any = record.get("messages", record.get("prompt"))
+    answers = [record[name] for name in ("chosen", "rejected")]
+    if all(isinstance(answer, str) for answer in answers) and isinstance(before, str):
+        pair = [Document([Span(before, False), Span(answer)], short_place) for answer in answers]
+        return Document(Pair(*pair), short_place)
+    said = [{"role": "user", "content": before}] if isinstance(before, str) else before or []
+    pair = []
+    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
+        turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        if not isinstance(said, list) or not isinstance(turns, list) or not turns:
+            kind = "nothing (null)" if answer is None else type(answer).__name__
+            raise DataError(
+                f"{place}: field {name!r} holds {kind}, beside {type(before).__name__} as prompt; allowed: text behind "
+                f"a prompt or messages, or messages; {REMEDY}"
+            )
+        whole = turns if turns[: len(said)] == said else [*said, *turns]
+        pair.append(document_of(whole, name, place, short_place))
+    return Document(Pair(*pair), short_place)
+
+
 FORMATS: dict[str, Format] = {
+    "preference": Format(("chosen", "rejected")),
     "chat": Format(("messages",)),
     "sharegpt": Format(("conversations",)),
     "input_output": Format(("segments",)),
@@ -77,6 +101,8 @@ def document_of_record(record: Record, field: str, place: str, short_place: str)
             f"a known format: {formats}"
         )
     fields, read, _ = FORMATS[name]
+    if name == "preference":
+        return preference(record, place, short_place)._replace(form=name)
     if read is None:
         return document_of(record[fields[0]], fields[0], place, short_place)._replace(form=name)
     for key in (*fields, "input"):

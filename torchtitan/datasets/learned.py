@@ -74,13 +74,15 @@ class Made(NamedTuple):
 @dataclass(frozen=True)
 class Recipe:
     """`longest`: tokens of a document that a sample has room for; None: samples are cut from all documents, end to end,
-    so that none is too long, and one without trained tokens is read.
+    so that none is too long, and one without trained tokens is read. `together`: documents of a record, 2 of a pair,
+    which stay or go together.
     """
 
     train_on: TrainOn = ANSWERS
     longest: int | None = None
     too_long: Literal["error", "drop", "truncate", "split"] = "error"
     max_empty_ratio: float = 0.01
+    together: int = 1
 
     def apply(self, ids: np.ndarray, trained: np.ndarray, document: Document) -> Made:
         """DataError for a document that is too long where that is one, or that must not be cut."""
@@ -118,6 +120,14 @@ class Recipe:
         # a piece begins with the last token of the one before, so that every token is learned once
         starts = range(0, len(ids) - 1, longest - 1)
         return [(ids[start : start + longest], trained[start : start + longest]) for start in starts], "split"
+
+
+def joined(made: Sequence[Made]) -> Made:
+    """Of documents that stay together, what has become of the record: that of the first that is not whole."""
+    gone = [one for one in made if not one.pieces]
+    changed = [one for one in made if one.fate != "whole"]
+    pieces = [] if gone else [piece for one in made for piece in one.pieces]
+    return Made(pieces, max(one.length for one in made), (gone + changed + [*made])[0].fate, made[0].place)
 
 
 class Tally:

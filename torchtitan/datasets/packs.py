@@ -28,7 +28,7 @@ KEPT_EPOCHS = 2
 class Packing(NamedTuple):
     """How documents become samples. `window`: documents that are packed together; 1: each is a sample of its own.
     `split`: what of the documents is held out, and `held_out` whether these are read, or the others. `left`: padding
-    stands before them.
+    stands before them. `together`: neighbours that stay so, as pairs do; each is a sample then.
     """
 
     window: int
@@ -36,6 +36,7 @@ class Packing(NamedTuple):
     split: Split | None = None
     held_out: bool = False
     left: bool = False
+    together: int = 1
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -189,9 +190,10 @@ class PackReader:
         return self._epochs[epoch]
 
     def _packed(self, epoch: int) -> _Epoch:
-        order = np.arange(len(self.numbers))
+        order = np.arange(len(self.numbers) // self.packing.together)
         if self.shuffle:
             order = permute(order, len(order), key(self.seed, epoch))
+        order = self._members(order)
         documents, counts = self.numbers[order], []
         if self.packing.window == 1:
             return _Epoch(documents, np.arange(len(documents) + 1))
@@ -210,14 +212,26 @@ class PackReader:
     def _chosen(self) -> np.ndarray:
         """The numbers of the documents that are read, in their order."""
         sizes = [len(reader.documents) for reader in self.readers]
+        for reader, size in zip(self.readers, sizes, strict=True):
+            if size % self.packing.together:
+                raise DataError(
+                    f"{reader.shards.folder}: {size} documents, which are no groups of {self.packing.together}; give "
+                    "records of pairs as text, which the job tokenizes itself"
+                )
         if self.packing.split is None:
             return np.arange(sum(sizes))
+        sizes = [size // self.packing.together for size in sizes]
         numbers = []
         for first, size, held_out in zip(self.firsts, sizes, held_out_of(sizes, self.packing.split), strict=False):
             order = permute(np.arange(size), size, key(self.seed, SPLIT)) if size else np.arange(0)
             own = order[:held_out] if self.packing.held_out else order[held_out:]
-            numbers.append(first + np.sort(own))
+            numbers.append(first + self._members(np.sort(own)))
         return np.concatenate(numbers)
+
+    def _members(self, groups: np.ndarray) -> np.ndarray:
+        """The numbers of the documents in groups that stay together."""
+        together = self.packing.together
+        return (groups[:, None] * together + np.arange(together)).ravel()
 
 
 def lengths_of(reader: TokenReader, seq_len: int) -> np.ndarray:

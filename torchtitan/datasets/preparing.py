@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.bars import progress_bar
-from torchtitan.datasets.learned import Made, Recipe, Tally
+from torchtitan.datasets.learned import Made, Recipe, Tally, joined
 from torchtitan.datasets.records import encode
-from torchtitan.datasets.sources import BadRecord, DataError, Document, Indexed, Item, Source, Unreachable
+from torchtitan.datasets.sources import BadRecord, DataError, Document, Indexed, Item, Pair, Source, Unreachable
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokens import ShardWriter, TokenShards
 from torchtitan.errors import JobError
@@ -181,11 +181,20 @@ class Encoder:
         return [self._one(document) for document in chunk]
 
     def _one(self, document: Document) -> Encoded:
+        parts = [document]
+        if self.recipe.together > 1:
+            if not isinstance(document.content, Pair):
+                raise DataError(
+                    f"{document.place}: no pair of answers; give records with chosen and rejected, and with prompt or "
+                    "messages, or choose another task.kind"
+                )
+            parts = list(document.content)
         try:
-            ids, trained = encode(self.tokenizer, document, self.recipe.train_on)
+            encoded = [encode(self.tokenizer, part, self.recipe.train_on) for part in parts]
         except BadRecord as error:
             return error
-        return self.recipe.apply(ids, trained, document)
+        made = [self.recipe.apply(*tokens, part) for tokens, part in zip(encoded, parts, strict=True)]
+        return joined(made) if len(made) > 1 else made[0]
 
 
 _worker: dict[str, Encoder] = {}

@@ -74,9 +74,9 @@ class Labelled(NamedTuple):
 
 
 class Document(NamedTuple):
-    content: str | Sequence[Span] | Chat | Labelled
-    """A text, all of which is trained, spans, a conversation, or texts of a class. May be empty: such a document is
-    left out."""
+    content: "str | Sequence[Span] | Chat | Labelled | Pair"
+    """A text, all of which is trained, spans, a conversation, texts of a class, or two answers. May be empty: such a
+    document is left out."""
     place: str
     """Where it came from, for people."""
     framed: bool = False
@@ -89,6 +89,8 @@ class Document(NamedTuple):
         """Of a conversation what was said, without its template."""
         if isinstance(self.content, Labelled):
             return [Span(text, False) for text in self.content.texts]
+        if isinstance(self.content, Pair):
+            return [*self.content.chosen.spans, *self.content.rejected.spans]
         if isinstance(self.content, Chat):
             return [Span(str(message["content"]), message["role"] == "assistant") for message in self.content.messages]
         return [Span(self.content)] if isinstance(self.content, str) else self.content
@@ -97,6 +99,13 @@ class Document(NamedTuple):
     def text(self) -> str:
         """What of it is text."""
         return "".join(span.content for span in self.spans if isinstance(span.content, str))
+
+
+class Pair(NamedTuple):
+    """Two answers to one question, each with the question."""
+
+    chosen: Document
+    rejected: Document
 
 
 Item = Document | DataError

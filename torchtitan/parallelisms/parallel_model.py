@@ -250,7 +250,24 @@ class ParallelModel:
     def extra_metrics(self) -> dict[str, float]:
         """Of the last step, the same on all ranks. Every rank calls it, and waits for the device."""
         of_adapter = self.adapter.metrics() if self.adapter is not None else {}
+        of_adapter |= self._measured_by_the_loss()
         return of_adapter | (self.balance.metrics(self.device) if self.balance is not None else {})
+
+    def _measured_by_the_loss(self) -> dict[str, float]:
+        """Means over what all ranks have trained since the last time, of an objective that measures more than its
+        loss.
+        """
+        names = self.parts[0].loss.measured
+        if not names:
+            return {}
+        sums = torch.zeros(len(names) + 1, device=self.device)
+        for part in self.parts:
+            own = part.loss.take_sums()
+            sums += 0 if own is None else own
+        if self.dims.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        *found, count = sums.tolist()
+        return {name: value / max(count, 1) for name, value in zip(names, found, strict=True)}
 
     def not_finite_layers(self) -> list[str]:
         """Where a model that can tell has met NaN or infinity, in the order of the layers. Every rank calls it."""

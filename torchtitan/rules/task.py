@@ -146,3 +146,27 @@ def template_is_there(facts: Facts) -> Iterator[Fault]:
         template_of(given or NAMED["chatml"])
     except JobError as error:
         yield facts.fault("data.chat_template", "a chat template", str(error))
+
+
+PAIRS = ("dpo", "ipo", "orpo")
+
+
+def pairs_are_learned_as_asked(facts: Facts) -> Iterator[Fault]:
+    """Of a pair the last answers are learned, whole; and what says how is of pairs."""
+    config, kind = facts.config, facts.config.task.kind
+    if kind not in PAIRS:
+        for key, option in options().items():
+            if key.startswith("dpo.") and getattr(config.dpo, key.split(".")[1]) != option.default:
+                yield facts.fault(key, f"{option.default} with task.kind = {kind}", 'set task.kind = "dpo", or drop it')
+        return
+    if config.data.train_on != Data().train_on:
+        yield facts.fault("data.train_on", f"unset with task.kind = {kind}, which learns last answers", "drop it")
+    if config.data.too_long == "split":
+        yield facts.fault("data.too_long", f"not split with task.kind = {kind}", "drop or truncate them")
+    if kind != "dpo" and config.dpo.label_smoothing:
+        yield facts.fault("dpo.label_smoothing", f"0 with task.kind = {kind}", "drop it")
+    if config.compile.enable and "loss" in config.compile.components:
+        remedy = 'set compile.components = ["model"]'
+        yield facts.fault("compile.components", f"without loss with task.kind = {kind}, which measures in it", remedy)
+    elif config.compile.enable and config.compile.scope == "model":
+        yield facts.fault("compile.scope", f"block with task.kind = {kind}, which measures in its loss", "write it")

@@ -15,7 +15,7 @@ class Task:
     """What is learned: a key of torchtitan.tasks.TASKS. pretrain: the next token, wherever a label counts. sft: the
     same of records that are whole and apart from each other, see [data]. documents: the same of documents that are read
     from beginning to end, each in a row of its own, training.seq_len tokens a batch. masked_lm: words that were
-    hidden. seq_cls: the class of a record."""
+    hidden. seq_cls: the class of a record. dpo, ipo, orpo: which of two answers is preferred, see [dpo]."""
     label_field: str = "label"
     """The field that holds a record's class, of seq_cls; its text is in training.text_field."""
     second_text_field: str | None = None

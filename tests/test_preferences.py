@@ -1,0 +1,251 @@
+"""Pairs of answers: losses by their closed forms, rows that stay together, and jobs that prefer what they are shown."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from tests.support import jobs, judged
+from tests.support.judged import lines
+from tests.support.pool import run_ranks
+from torchtitan import build, build_data
+from torchtitan.config import manager
+from torchtitan.datasets import open_source
+from torchtitan.datasets.formats import document_of_record
+from torchtitan.datasets.learned import Recipe, TrainOn
+from torchtitan.datasets.packs import Packing, PackReader
+from torchtitan.datasets.preparing import prepared
+from torchtitan.datasets.records import encode
+from torchtitan.datasets.sources import Chat, DataError, Span
+from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.datasets.tokens import TokenReader
+from torchtitan.errors import JobError
+from torchtitan.initialization import initialize
+from torchtitan.preferences import IPO, ORPO, Preference
+from torchtitan.reference import FILE, References, digests_of
+
+anywhere = judged.anywhere
+BYTES = build_tokenizer("bytes")
+
+
+# Losses
+
+
+def test_closed_forms():
+    own = torch.tensor([[-3.0, -5.0], [-6.0, -2.0]], dtype=torch.float64)
+    reference = torch.tensor([[-4.0, -4.5], [-6.0, -2.5]], dtype=torch.float64)
+    lengths = torch.tensor([[2, 5], [3, 1]])
+    h = [(-3 + 4) - (-5 + 4.5), (-6 + 6) - (-2 + 2.5)]
+    sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
+    plain, gained = Preference(beta=0.3).losses(own, reference, lengths)
+    assert plain.tolist() == pytest.approx([-math.log(sigmoid(0.3 * x)) for x in h], rel=1e-12)
+    assert gained.tolist() == [[1.0, -0.5], [0.0, 0.5]]
+    smooth, _ = Preference(beta=0.3, label_smoothing=0.2).losses(own, reference, lengths)
+    expected = [-0.8 * math.log(sigmoid(0.3 * x)) - 0.2 * math.log(sigmoid(-0.3 * x)) for x in h]
+    assert smooth.tolist() == pytest.approx(expected, rel=1e-12)
+    means = [(1 / 2) - (-0.5 / 5), 0 / 3 - 0.5 / 1]
+    ipo, _ = IPO(beta=0.3).losses(own, reference, lengths)
+    assert ipo.tolist() == pytest.approx([(x - 1 / 0.6) ** 2 for x in means], rel=1e-12)
+    odds = lambda mean: math.log(math.exp(mean) / (1 - math.exp(mean)))  # noqa: E731
+    orpo, _ = ORPO(beta=0.3).losses(own, reference, lengths)
+    expected = [
+        -w / n - 0.3 * math.log(sigmoid(odds(w / n) - odds(x / m)))
+        for (w, x), (n, m) in zip(own.tolist(), lengths.tolist(), strict=True)
+    ]
+    assert orpo.tolist() == pytest.approx(expected, rel=1e-9)
+
+
+def test_what_is_counted_and_measured():
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(4, 7, bias=False), torch.randn(6, 5, 4)
+    labels = torch.randint(0, 7, (6, 5))
+    labels[4:] = -100  # fills up a step
+    batch = {"labels": labels, "reference": torch.zeros(6)}
+    objective = Preference(beta=0.5)
+    logs = torch.log_softmax(head(hidden), -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0].sum(-1)
+    margins = 0.5 * (logs[:4:2] - logs[1:4:2])
+    assert objective.count(batch) == 2
+    loss = objective(hidden, head, batch)
+    assert loss.item() == pytest.approx(-torch.nn.functional.logsigmoid(margins).sum().item(), rel=1e-5)
+    rewards, others, right, far, pairs = objective.take_sums().tolist()
+    assert pairs == 2 and far == pytest.approx(margins.sum().item(), rel=1e-5) and right == (margins > 0).sum()
+    assert rewards - others == pytest.approx(far, rel=1e-5) and objective.take_sums() is None
+    objective.num_chunks = 3
+    assert objective(hidden, head, batch).item() == pytest.approx(loss.item(), rel=1e-5)
+    assert objective.first(batch, 2)["labels"][2:].eq(-100).all() and objective.count(objective.first(batch, 2)) == 1
+
+
+# Records
+
+
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
+GOOD, BAD = {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": TURNS, "chosen": "yes", "rejected": "no"},
+        {"prompt": TURNS, "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "q", "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]} | {"prompt": TURNS[:1]},
+        {"chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
+    ],
+)
+def test_forms_of_conversations(record):
+    pair = document_of_record(record, "text", "", "").content
+    assert pair.chosen.content == Chat([*TURNS, GOOD]) and pair.rejected.content == Chat([*TURNS, BAD])
+    tokenizer = build_tokenizer("bytes", "alpaca")
+    for side, answer in zip(pair, ("yes", "no"), strict=True):
+        ids, trained = encode(tokenizer, side, TrainOn("last_turn"))
+        assert tokenizer.decode(ids[trained]) == answer
+
+
+def test_forms_of_text_and_what_is_no_pair(tmp_path):
+    document = document_of_record({"prompt": "q", "chosen": "yes", "rejected": "no"}, "text", "", "")
+    assert document.content.chosen.content == [Span("q", False), Span("yes")] and document.form == "preference"
+    assert document.text == "qyesqno"
+    for record, message in (
+        ({"prompt": "q", "chosen": None, "rejected": "no"}, "a:1: field 'chosen' holds nothing \\(null\\), beside str"),
+        ({"prompt": 5, "chosen": "a", "rejected": "no"}, "holds str, beside int as prompt; allowed: text behind"),
+        ({"prompt": "q", "chosen": [], "rejected": []}, "field 'chosen' holds list"),
+    ):
+        with pytest.raises(DataError, match=message):
+            document_of_record(record, "text", "a:1", "1")
+    with pytest.raises(DataError, match="a pair of answers, which only task.kind dpo, ipo and orpo learn"):
+        encode(BYTES, document)
+    with pytest.raises(DataError, match="rows.jsonl:1: no pair of answers; give records with chosen and rejected"):
+        shards_of(tmp_path, [{"prompt": "q", "completion": "a"}])
+
+
+def shards_of(folder, rows, **options):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = Recipe(TrainOn("last_turn"), longest=16, together=2, **options)
+    return prepared(open_source("text", str(path), "text"), str(path), "bytes", folder / "data", 1, True, recipe)
+
+
+def test_pairs_stay_or_go_together(tmp_path):
+    rows = [{"prompt": "q" * (i % 3), "chosen": "+" * (1 + i), "rejected": "-" * 3} for i in range(20)]
+    shards = shards_of(tmp_path, rows, too_long="drop")
+    kept = [i for i in range(20) if i % 3 + i + 1 + 2 <= 16]
+    assert shards.header["records"]["fates"] == {"whole": len(kept), "dropped": 20 - len(kept)}
+    assert len(TokenReader(shards).documents) == 2 * len(kept)
+    for split, held_out in ((None, False), (0.3, True), (0.3, False)):
+        reader = PackReader([shards], 15, 0, True, Packing(1, 257, split, held_out, together=2))
+        ids, _ = reader.read(np.arange(reader.samples(2)))
+        signs = [["+" in BYTES.decode(row), "-" in BYTES.decode(row)] for row in ids]
+        assert signs == [[True, False], [False, True]] * (len(ids) // 2)
+        share = {None: 1, 0.3: 0.3 if held_out else 0.7}[split]
+        assert len(ids) == 2 * 2 * round(share * len(kept))
+    with pytest.raises(DataError, match="documents, which are no groups of 3; give records of pairs as text"):
+        PackReader([shards], 15, 0, True, Packing(1, 257, together=3 if len(kept) % 3 else 5))
+
+
+# Jobs
+
+
+def write_pairs(path):
+    """Which of two words is preferred, whatever is asked."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(40):
+        asked = "".join(map(chr, rng.integers(97, 123, rng.integers(1, 9))))
+        rows.append({"prompt": f"{asked}? ", "chosen": "yes" * int(rng.integers(1, 3)), "rejected": "no"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def words(folder, rows, **options):
+    settings = dict(task__kind="dpo", training__seq_len=24, training__local_batch_size=4, training__steps=8)
+    settings |= dict(validation__enable=True, validation__split=0.2, validation__samples=0, validation__freq=4)
+    settings |= dict(validation__local_batch_size=2, optimizer__lr=3e-3, checkpoint__enable=True)
+    return jobs.arguments(folder, rows, **settings | options)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dpo")
+    rows = write_pairs(folder / "rows.jsonl")
+    ((steps, _),) = run_ranks(1, jobs.train, words(folder / "one", rows))
+    return rows, steps, folder / "one"
+
+
+def measures(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["validation_loss"] for row in rows if "validation_loss" in row]
+
+
+def test_it_starts_at_ln_2_and_the_margin_rises(alone):
+    _, steps, folder = alone
+    assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert steps[0]["reward_margin"] == pytest.approx(0, abs=1e-6)
+    assert steps[-1]["loss"] < 0.5 and steps[-1]["reward_accuracy"] == 1
+    assert steps[-1]["reward_margin"] > steps[3]["reward_margin"] > 0.01
+    gain = steps[-1]["reward_chosen"] - steps[-1]["reward_rejected"]
+    assert gain == pytest.approx(steps[-1]["reward_margin"], rel=1e-4)
+    assert measures(folder)[-1] < 0.6
+
+
+PLANS = {
+    "FSDP 2": dict(parallelism__data_parallel_shard_degree=2),
+    "TP 2": dict(parallelism__tensor_parallel_degree=2),
+    "PP 2": dict(parallelism__pipeline_parallel_degree=2, parallelism__pipeline_parallel_microbatch_size=2),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_prefers_alike(alone, plan, tmp_path):
+    rows, steps, folder = alone
+    options = PLANS[plan] | (dict(validation__local_batch_size=4) if "PP" in plan else {})
+    got, _ = run_ranks(2, jobs.train, words(tmp_path, rows, **options))[0]
+    for name in ("loss", "reward_margin", "reward_chosen"):
+        # differences of log-probabilities of some ten, of which float32 keeps seven digits, through Adam's division
+        assert [step[name] for step in got] == pytest.approx([step[name] for step in steps], rel=1e-3, abs=1e-4)
+    assert measures(tmp_path) == pytest.approx(measures(folder), rel=1e-3)
+
+
+def test_the_reference_is_the_model_at_the_start_and_a_resume_keeps_it(alone, tmp_path):
+    """What the pass has kept is what the plain model says of each row, one by one."""
+    rows, steps, _ = alone
+    run_ranks(1, jobs.train, words(tmp_path, rows, training__steps=4, lr_scheduler__total_steps=8))
+    config = manager.load(words(tmp_path, rows))
+    plain = build.meta_model(config).to_empty(device="cpu")
+    initialize(plain, config.debug.seed, plain.init_rule)
+    kept = load_file(tmp_path / FILE)
+    known = References(kept["digests"], kept["values"])
+    seen = 0
+    for loader in build_data.pass_loaders(config, BYTES, 0, build.dims(config, 1)):
+        for batch in loader:
+            with torch.no_grad():
+                logits = plain(batch["tokens"], positions=batch["positions"], document_ids=batch["document_ids"])
+            told = known.add(batch)["reference"]
+            for row, labels in enumerate(batch["labels"]):
+                here = labels != -100
+                logs = torch.log_softmax(logits[row, here], -1)
+                own = logs.gather(-1, labels[here][:, None]).sum()
+                assert told[row].item() == pytest.approx(own.item(), rel=1e-5)
+                seen += 1
+    assert seen == 80 and len(kept["values"]) <= seen
+    run_ranks(1, jobs.train, words(tmp_path, rows, lr_scheduler__total_steps=8))
+    assert [step["loss"] for step in jobs.logged_steps(tmp_path)] == [step["loss"] for step in steps]
+    other = {name: tensor + 1 for name, tensor in batch.items()}
+    with pytest.raises(JobError, match="does not have all pairs: the data are others than when the run began"):
+        known.add(other)
+    assert digests_of(other).shape == (len(batch["tokens"]), 16)
+
+
+def test_rules():
+    pairs = ["--task.kind=ipo", "--training.local_batch_size=2"]
+    assert lines(*pairs, "--data.train_on=all", "--data.too_long=split", "--dpo.label_smoothing=0.1") == [
+        'data.train_on: given "all"; allowed: unset with task.kind = ipo, which learns last answers; drop it',
+        'data.too_long: given "split"; allowed: not split with task.kind = ipo; drop or truncate them',
+        "dpo.label_smoothing: given 0.1; allowed: 0 with task.kind = ipo; drop it",
+    ]
+    assert lines("--dpo.beta=0.2") == [
+        'dpo.beta: given 0.2; allowed: 0.1 with task.kind = pretrain; set task.kind = "dpo", or drop it'
+    ]
+    (line,) = lines(*pairs, "--compile.enable")
+    assert "allowed: without loss with task.kind = ipo, which measures in it" in line
