@@ -42,8 +42,8 @@ def test_the_answer_is_trained_with_its_end_and_nothing_else(name):
 
 
 def test_every_format_is_tried():
-    conversations = {"chat", "sharegpt"}  # in test_templates.py
-    assert {name.partition(",")[0] for name in CASES} | conversations == set(FORMATS)
+    others = {"chat", "sharegpt", "preference"}  # in test_templates.py and test_preferences.py
+    assert {name.partition(",")[0] for name in CASES} | others == set(FORMATS)
 
 
 def test_the_field_of_the_job_comes_first():
