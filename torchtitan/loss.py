@@ -69,7 +69,7 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def take_sums(self) -> torch.Tensor | None:
-        """[those of `measured`, and at the end what they are divided by], since the last time; None where nothing was."""
+        """[M + 1], of the M in `measured` and what they are divided by, since the last time; None where none were."""
         return None
 
     def forward(self, hidden: torch.Tensor, head: nn.Module, batch: Batch) -> torch.Tensor:
