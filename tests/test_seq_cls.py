@@ -3,6 +3,7 @@ folder of a model of words, and to one that transformers opens.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from torchtitan.classes import ClassCrossEntropy, measures
 from torchtitan.config.manager import load
 from torchtitan.datasets import open_source
 from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.models.hf.export import Source, beside_weights
+from torchtitan.models.roberta import RobertaArgs
+from torchtitan.models.roberta.hf_config import CONFIG
 from torchtitan.saved_model import filled_model
 
 anywhere = judged.anywhere
@@ -45,7 +49,7 @@ def learned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("classes")
     exported = dict(checkpoint__enable=True, checkpoint__last_save_model_only=True, checkpoint__last_save_in_hf=True)
     for model in MODELS:
-        run_ranks(1, jobs.train, words(folder / model, model, **exported))
+        run_ranks(1, jobs.train, words(folder / model, model, task__labels='["bad", "good"]', **exported))
     return folder
 
 
@@ -70,6 +74,23 @@ def test_transformers_tells_the_same(learned, model):
         with torch.no_grad():
             expected, given = theirs(tokens).logits[0], ours(tokens)[0, 0 if model == "roberta" else -1]
         torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
+    assert theirs.config.id2label == {0: "bad", 1: "good"}
+    pad = theirs.config.pad_token_id
+    padded = torch.tensor([ids, [*ids[:-4], *[pad] * 4]])  # of a batch transformers finds the last token by its pads
+    with torch.no_grad():
+        both = theirs(padded, attention_mask=(padded != pad).long()).logits
+        alone = theirs(padded[1:, :-4]).logits
+    if model == "gpt2":
+        torch.testing.assert_close(both[1:], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_of_its_own_is_said_where_the_source_had_another():
+    args = RobertaArgs(dim=16, n_layers=1, n_heads=2, ffn_dim=16, n_classes=2)
+    said = CONFIG.to_hf(replace(args, n_classes=0)) | {"initializer_range": 0.3}
+    ids = dict(tokenizer_files={}, bos_id=0, end_ids=[2])
+    written = json.loads(beside_weights(CONFIG, args, "float32", source=Source(said), **ids)["config.json"])
+    assert written["architectures"] == ["RobertaForSequenceClassification"] and written["initializer_range"] == 0.3
+    assert written["id2label"] == {"0": "LABEL_0", "1": "LABEL_1"} and written["pad_token_id"] == 1
 
 
 QUICK = dict(training__steps=3, validation__freq=3, lr_scheduler__warmup_steps=1, model__overrides=DEEPER)
@@ -148,6 +169,16 @@ def test_only_evaluation_counts_and_only_labels():
     with torch.no_grad():
         loss.eval()(logits, head, {"labels": labels})
     assert loss.take_counts().tolist() == [1, 0, 2, 1] and loss.take_counts() is None
+
+
+def test_an_adapter_leaves_no_head_of_classes_as_it_was_drawn():
+    lora = ("--adapter.kind=lora", "--adapter.rank=4")
+    assert lines(*ROBERTA, TWO, *lora) == [
+        "adapter.train_fully: given []; allowed: what fits norm.dense.weight and output.weight, the head of classes; "
+        'write ["norm.dense.*", "output.*"], or train_dense_rest = true'
+    ]
+    assert lines(*ROBERTA, TWO, *lora, '--adapter.train_fully=["norm.dense.*", "output.*"]') == []
+    assert lines(*ROBERTA, TWO, *lora, "--adapter.train_dense_rest") == []
 
 
 ROBERTA = ("--model.name=roberta", "--training.seq_len=64", "--task.kind=seq_cls", "--training.dataset=sentiment")

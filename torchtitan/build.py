@@ -106,6 +106,7 @@ def beside_hf_weights(config: JobConfig, vocabulary: Tokenizer) -> dict[str, byt
         tokenizer_files=vocabulary.as_hf_files() | template_file(vocabulary),
         bos_id=vocabulary.bos_id,
         end_ids=sorted(turn_ends(vocabulary)),
+        labels=config.task.labels,
     )
 
 

@@ -13,6 +13,7 @@ from torchtitan.rules.adapters import (
     adapter_fits_the_model,
     adapter_folders_fit,
     adapter_options_have_an_adapter,
+    new_head_is_trained,
     restarts_make_sense,
     scaling_is_trained_by_lora,
 )
@@ -211,6 +212,7 @@ RULES: list[Rule] = [
     adapter_fits_the_model,
     adapter_alone_has_its_model,
     adapter_folders_fit,
+    new_head_is_trained,
     cache_fits_the_model,
     cache_reads_documents,
     documents_are_read_whole,

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import fields
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from torchtitan.adapters import ADAPTERS, NONE, peft_config
-from torchtitan.adapters.targets import PACKING, misfits, of_linears, targets
+from torchtitan.adapters.targets import PACKING, layer_of, misfits, of_linears, targets
 from torchtitan.config.options import Fault
 from torchtitan.config.sections.adapter import Adapter, Relora
 from torchtitan.errors import JobError
@@ -26,6 +27,19 @@ def adapter_fits_the_model(facts: Facts) -> Iterator[Fault]:
     if options.relora.every is not None and facts.args.tied_embeddings and HEAD in targets(found, options):
         why = "a restart would fold the head's adapter into the embedding too: leave output out of adapter.target"
         yield facts.fault("adapter.relora.every", "unset with an adapter beside a tied head", why)
+
+
+def new_head_is_trained(facts: Facts) -> Iterator[Fault]:
+    """A head of classes that begins anew and stays so tells nothing."""
+    options = facts.config.adapter
+    if not facts.tells_classes or options.kind not in ADAPTERS or options.train_dense_rest or facts.fields is None:
+        return
+    heads = [name for name in linears(facts.args) if layer_of(name) is None]
+    frozen = [name for name in heads if not any(fnmatchcase(f"{name}.weight", each) for each in options.train_fully)]
+    if frozen:
+        patterns = ", ".join(f'"{name}.*"' for name in heads)
+        allowed = f"what fits {' and '.join(f'{name}.weight' for name in frozen)}, the head of classes"
+        yield facts.fault("adapter.train_fully", allowed, f"write [{patterns}], or train_dense_rest = true")
 
 
 def adapter_alone_has_its_model(facts: Facts) -> Iterator[Fault]:

@@ -19,6 +19,8 @@ OF_THE_SOURCE_ALONE = ("quantization_config", "auto_map", "transformers_version"
 """Of its form (8 bits, code, who wrote it), which is not that of what is written."""
 SPELLED_ANEW = ("torch_dtype", "rope_theta", "rope_scaling", "num_nextn_predict_layers")
 """By `ConfigForm.to_hf`, as older programs read it too; and the depths that are written."""
+OF_THE_HEAD = ("architectures", "id2label", "label2id")
+"""Of what the model is used for, which may be another use than the source's."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +47,27 @@ def beside_weights(
     tokenizer_files: Mapping[str, bytes],
     bos_id: int | None,
     end_ids: Sequence[int],
+    labels: Sequence[str] = (),
 ) -> dict[str, bytes]:
-    """File name -> content. `end_ids`: of tokens that end a text, several perhaps. JobError for sizes that transformers
-    does not have.
+    """File name -> content. `end_ids`: of tokens that end a text, several perhaps; `labels`: names of classes. JobError
+    for sizes that transformers does not have.
     """
     written = form.to_hf(args, dtype)
     generation: dict[str, Any] = {}
     if source is not None and _is_same_model(form, args, source):
         kept = {key: value for key, value in source.config.items() if key not in OF_THE_SOURCE_ALONE}
         kept.pop("rope_parameters", None)  # of transformers 5, which reads the older spelling too
-        written = kept | {key: written[key] for key in SPELLED_ANEW if key in written}
+        written = kept | {key: written[key] for key in (*SPELLED_ANEW, *OF_THE_HEAD) if key in written}
         generation = {key: value for key, value in source.generation.items() if key != "transformers_version"}
     ends = list(end_ids) if len(end_ids) > 1 else next(iter(end_ids), None)
     ids = {"bos_token_id": bos_id, "eos_token_id": ends}
     written |= {key: _agreed(written.get(key), id_) for key, id_ in ids.items()}
     generation |= {key: _agreed(generation.get(key, written[key]), id_) for key, id_ in ids.items()}
+    if "id2label" in written:
+        # what transformers looks for to find the last token of a text
+        written["pad_token_id"] = written.get("pad_token_id", next(iter(end_ids), None))
+    if labels:
+        written |= {"id2label": dict(enumerate(labels)), "label2id": {name: n for n, name in enumerate(labels)}}
     own = {CONFIG: written, GENERATION: generation}
     texts = {name: json.dumps(content, indent=2) + "\n" for name, content in own.items()}
     return {name: text.encode() for name, text in texts.items()} | dict(tokenizer_files)
