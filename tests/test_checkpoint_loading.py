@@ -1,7 +1,9 @@
 """What cannot be saved or loaded, starting from another job, exports and inference, random generators."""
 
 import json
+import os
 import random
+import shutil
 from pathlib import Path
 
 import numpy
@@ -10,7 +12,9 @@ import torch
 import torch.distributed.checkpoint
 from torch import nn
 
+from tests.support import jobs
 from tests.support.checkpoint_job import Job, TinyModel, saved_steps
+from tests.support.pool import run_ranks
 from torchtitan.checkpoint import (
     CheckpointError,
     NothingLoadable,
@@ -270,3 +274,29 @@ def test_a_project_that_is_not_installed_has_no_version(monkeypatch):
 def test_only_temporary_folders_are_deleted(tmp_path):
     with pytest.raises(AssertionError):
         folders.delete(tmp_path)
+
+
+# Of an earlier program
+
+EARLIER = jobs.ROOT / "tests/assets/before_the_seams"
+"""What the commit of 2026-11-21, 22:57, made of its job after 3 steps; and the losses of the 3 further ones."""
+FURTHER = {4: 5.969461441040039, 5: 6.204594135284424, 6: 5.87356424331665}
+
+
+def test_a_checkpoint_of_an_earlier_commit_goes_on_as_it_went_on_there(tmp_path):
+    """Weights, moments, schedule, data and their place in them. On a CPU as the one there to the last bit; another may
+    add up in another order, of which 1e-6 leaves room.
+    """
+    shutil.copytree(EARLIER, tmp_path, dirs_exist_ok=True)
+    (rows,) = run_ranks(1, train_in, str(tmp_path))
+    assert {row["step"]: row["loss"] for row in rows} == pytest.approx(FURTHER, rel=1e-6)
+
+
+def train_in(folder: str) -> list[dict]:
+    """The data are those of the checkpoint by the path that the job names, which begins there."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return jobs.train(["job.toml"])[0]
+    finally:
+        os.chdir(before)
