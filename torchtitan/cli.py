@@ -23,6 +23,7 @@ COMMANDS = {
     "schedule": "simulate a pipeline schedule: its bubble, what it keeps, how it compares, and its picture",
     "prepare": "tokenize a dataset once, into shards that are read at full speed",
     "generate": "continue a prompt with the weights of a checkpoint or of a Hugging Face folder",
+    "evaluate": "loss, perplexity and bits per byte of held-out documents, by the place of a token in its document",
     "chat": "talk with what a run has learned, in the form of its records",
     "import": "the job that a command line of another program means (torchrun_main.py of ReLoRA)",
     "convert": "weights from one form to another: checkpoints, Hugging Face folders, torchtitan's own",

@@ -55,6 +55,12 @@ class Documents:
         """Of so many tokens, each with the one behind it; what is too short has none."""
         return max(0, -(-(self.length(document) - 1) // seq_len))
 
+    def ids(self, document: int) -> np.ndarray:
+        """All of a document, [tokens]."""
+        ids = np.empty(self.length(document), dtype=np.int64)
+        self.readers[self.owners[document]].copy(int(self.starts[document]), ids)
+        return ids
+
     def copy(self, reading: Reading, ids: np.ndarray, trained: np.ndarray) -> None:
         reader = self.readers[self.owners[reading.document]]
         reader.refuse_shrunk()

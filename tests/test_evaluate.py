@@ -1,0 +1,122 @@
+"""Loss by the place of a token in its document: against losses taken one by one, and of caches of several sizes."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.hf_parity import build
+from tests.support.jobs import arguments, train, write_texts
+from tests.support.pool import run_ranks
+from torchtitan import cli
+from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
+from torchtitan.models.llama import LlamaArgs
+from torchtitan.models.llama.hf import HF
+from torchtitan.models.llama.model import Llama
+
+ARGS = LlamaArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16, max_seq_len=128)
+TEXTS = ["a document of some length, " * 12, "short", "another one " * 5, "x"]
+SEQ_LEN = 8
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluated")
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    HF.save_hf(folder / "model", build(Llama, ARGS).state_dict(), ARGS)
+    return folder
+
+
+def words(home, *more):
+    data = [f"--validation.dataset_path={home / 'texts.jsonl'}", "--validation.dataset=text"]
+    return [*data, "--model.tokenizer_path=bytes", f"--training.seq_len={SEQ_LEN}", *more]
+
+
+def evaluated(capsys, tmp_path, *argv):
+    assert cli.main(["evaluate", *map(str, argv), "--out", str(tmp_path / "found.json")]) == 0, capsys.readouterr().err
+    return json.loads((tmp_path / "found.json").read_text()), capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_losses_are_those_of_each_segment_by_itself(home, tmp_path, capsys, rows):
+    found, said = evaluated(
+        capsys,
+        tmp_path,
+        home / "model",
+        *words(home, f"--validation.local_batch_size={rows}"),
+        "--plot",
+        tmp_path / "p.svg",
+    )
+    (run,) = found["runs"]
+    model, tokenizer, sums = build(Llama, ARGS), ByteTokenizer(), {}
+    with torch.no_grad():
+        for text in TEXTS:
+            ids = torch.tensor(tokenizer.encode(text, bos=True, eos=True))
+            for start in range(0, len(ids) - 1, SEQ_LEN):
+                piece = ids[start : start + SEQ_LEN + 1]
+                losses = F.cross_entropy(model(piece[None, :-1])[0], piece[1:], reduction="none").double()
+                for n, loss in enumerate(losses.tolist(), start):
+                    name = next((f"{low}-{high}" for low, high in ((0, 8), (8, 32), (32, 128)) if n < high), "128-")
+                    tokens, nats = sums.get(name, (0, 0.0))
+                    sums[name] = tokens + 1, nats + loss
+    assert {name: row["tokens"] for name, row in run["by_position"].items()} == {n: t for n, (t, _) in sums.items()}
+    for name, (tokens, nats) in sums.items():
+        assert run["by_position"][name]["loss"] == pytest.approx(nats / tokens, rel=1e-6)
+    tokens, nats = (sum(part) for part in zip(*sums.values(), strict=True))
+    assert run["tokens"] == tokens and run["loss"] == pytest.approx(nats / tokens, rel=1e-6)
+    assert run["perplexity"] == pytest.approx(math.exp(run["loss"]))
+    assert found["bytes"] == sum(map(len, TEXTS))
+    assert run["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"], rel=1e-6)
+    assert f"{tokens:,}" in said and "bits per byte" in said
+    assert "<svg" in (tmp_path / "p.svg").read_text()
+
+
+def test_no_more_documents_than_have_so_many_segments(home, tmp_path, capsys):
+    found, _ = evaluated(capsys, tmp_path, home / "model", "--samples=3", *words(home))
+    assert found["documents"] == 1 and found["runs"][0]["tokens"] == len(TEXTS[0]) + 1
+
+
+def trained(argv):
+    return train(argv)[1]
+
+
+def test_a_cache_of_any_size(tmp_path, capsys):
+    """In the first segment of a document there is nothing to find."""
+    texts = write_texts(tmp_path / "data", documents=20)
+    how = dict(task__kind="documents", training__steps=4, training__seq_len=16, training__local_batch_size=2)
+    how |= dict(training__global_batch_size=4, checkpoint__enable=True)
+    cache = {f"adapter__neurocache__{name}": value for name, value in dict(cache_size=64, topk=4).items()}
+    run_ranks(1, trained, arguments(tmp_path / "run", texts, adapter__kind="neurocache", **cache, **how))
+    data = ["--validation.dataset=text", f"--validation.dataset_path={texts}"]
+    found, said = evaluated(capsys, tmp_path, tmp_path / "run", *data, "--cache-sizes=0,32,64")
+    assert [run["cache_size"] for run in found["runs"]] == [0, 32, 64]
+    assert len({run["loss"] for run in found["runs"]}) == 3 and "cache of 32 entries" in said
+    first = [run["by_position"]["0-16"]["loss"] for run in found["runs"]]
+    assert first[0] == first[1] == first[2]
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--plot", "p.gif"], "--plot: given 'p.gif'; allowed: names with .svg or .png"),
+        (["--cache-sizes=0,8"], "--cache-sizes: this model has no cache; leave it out"),
+        (["--out", "/no/such/folder/f.json"], "the figures above were not written"),
+    ],
+)
+def test_what_is_refused(home, capsys, argv, message):
+    assert cli.main(["evaluate", str(home / "model"), "--samples=1", *words(home), *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--samples=-1"], ["--cache-sizes=a"], ["--cache-sizes=-1"], ["--sample", "3"]])
+def test_what_is_no_option(home, capsys, argv):
+    with pytest.raises(SystemExit):
+        cli.main(["evaluate", str(home / "model"), *argv])
+
+
+def test_a_model_of_classes_is_refused(home, capsys):
+    argv = ["--model.name=gpt2", "--model.flavor=debugmodel", "--model.overrides={n_classes = 2}"]
+    assert cli.main(["evaluate", str(home / "model"), *words(home), *argv]) == 2
+    assert "does not tell the next token" in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""`torchtitan evaluate FOLDER`: what a model makes of held-out documents: loss, perplexity, bits per byte, and all of
+them by the place of a token in its document.
+
+FOLDER is as for `torchtitan generate`. The documents are those of the job's validation, or of the options given
+(--validation.dataset=text --validation.dataset_path=books), each read from beginning to end in segments of
+validation.seq_len (or training.seq_len) tokens. A model with a cache (adapter.kind = "neurocache") is measured for
+several sizes of it. --out keeps the figures as JSON, --plot draws them.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan import build, build_data, saved_model
+from torchtitan.by_position import Measured, measure, names_of, total
+from torchtitan.commands.evaluate_plot import check_format, draw
+from torchtitan.commands.generate import find_checkpoint
+from torchtitan.commands.job_of import refuse_strangers
+from torchtitan.config.job import JobConfig
+from torchtitan.datasets.segments import Documents, HeldOutSegments
+from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.distributed import device_type
+from torchtitan.errors import JobError
+from torchtitan.models.decoder import Decoder
+
+
+def main(argv: list[str]) -> int:
+    options, words = parse(argv)
+    if options.plot:
+        check_format(Path(options.plot))
+    config, place = find_checkpoint(Path(options.folder), options.config, words)
+    with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
+        config = dataclasses.replace(
+            config,
+            task=dataclasses.replace(config.task, kind="documents"),
+            data=dataclasses.replace(config.data, cache_dir=config.data.cache_dir or folder),
+        )
+        found = evaluate(config, place, options.samples, options.cache_sizes)
+    print(table(found))
+    try:
+        if options.out:
+            Path(options.out).write_text(json.dumps(found, indent=2) + "\n")
+        if options.plot:
+            draw(found, Path(options.plot))
+    except OSError as error:
+        raise JobError(f"the figures above were not written: {error}; give another name") from None
+    return 0
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options of the command, and those of a job."""
+    parser = argparse.ArgumentParser(
+        prog="torchtitan evaluate",
+        description="Loss, perplexity and bits per byte of held-out documents, by the place of a token in them.",
+        epilog="Takes options of a job as well, such as --validation.dataset_path and --validation.local_batch_size.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", help="a run's dump_folder, a checkpoint, an export, a folder of Hugging Face")
+    parser.add_argument("--samples", type=int, default=0, help="segments, in whole documents; 0: all (default)")
+    sizes = "entries of a cache, several with commas; 0: without (default: 0 and the job's)"
+    parser.add_argument("--cache-sizes", "--cache_sizes", type=_sizes, help=sizes)
+    parser.add_argument("--out", help="a JSON file to write the figures into")
+    parser.add_argument("--plot", help="a picture to draw of them, .svg or .png")
+    parser.add_argument("--config", help="the job, when the folder has no config.toml")
+    options, words = parser.parse_known_args(argv)
+    refuse_strangers(parser, words)
+    if options.samples < 0:
+        parser.error(f"--samples {options.samples}: must be at least 0")
+    return options, words
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = [int(part) for part in text.split(",")]
+    if min(sizes) < 0:
+        raise ValueError
+    return sizes
+
+
+def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | None) -> dict[str, Any]:
+    """Figures of the model that `place` holds."""
+    args = build.model_args(config)
+    if getattr(args, "n_classes", 0) or not getattr(args, "causal", True):
+        raise JobError(f"{config.model.name} does not tell the next token, which is what is measured; give a decoder")
+    tokenizer, seq_len = build.tokenizer(config), build_data.seq_len_of(config, "validation")
+    documents = build_data.documents(config, "validation")
+    rows = config.validation.local_batch_size
+    batches = HeldOutSegments(documents, samples, seq_len=seq_len, rows=rows, rank=0, ranks=1)
+    model, _ = saved_model.filled_model(config, place, torch.device(device_type()))
+    assert isinstance(model, Decoder)
+    if sizes and model.memory is None:
+        raise JobError("--cache-sizes: this model has no cache; leave it out")
+    size_of = None if model.memory is None else config.adapter.neurocache.cache_size
+    asked = [None] if size_of is None else sizes or [0, size_of]
+    bytes_read = sum(_bytes_of(documents, document, tokenizer) for document in batches.order)
+    chunks = config.training.loss_chunks or build.loss_chunks(config)
+    print(f"{config.model.name} {config.model.flavor}, {place.name}: {len(batches.order)} documents", file=sys.stderr)
+    runs = []
+    for size in asked:
+        if size is not None:
+            model.memory.forget()
+            model.memory.cache_size[False] = size
+        parts = measure(model, batches, seq_len, chunks)
+        whole = total(parts)
+        of_bytes = whole.nats / math.log(2) / bytes_read if bytes_read else math.nan
+        by_position = {name: _figures(part) for name, part in zip(names_of(seq_len), parts, strict=True) if part.tokens}
+        told = {} if size is None else {"cache_size": size}
+        runs.append(told | _figures(whole) | {"bits_per_byte": of_bytes, "by_position": by_position})
+    return {"of": str(place), "documents": len(batches.order), "seq_len": seq_len, "bytes": bytes_read, "runs": runs}
+
+
+def _figures(measured: Measured) -> dict[str, Any]:
+    return {"tokens": measured.tokens, "loss": measured.loss, "perplexity": measured.perplexity}
+
+
+def _bytes_of(documents: Documents, document: int, tokenizer: Tokenizer) -> int:
+    """Of a document's text, in UTF-8."""
+    return len(tokenizer.decode(documents.ids(document).tolist()).encode(errors="replace"))
+
+
+def table(found: dict[str, Any]) -> str:
+    """In lines, a row for each class of places."""
+    lines = []
+    for run in found["runs"]:
+        if "cache_size" in run:
+            lines.append(f"cache of {run['cache_size']:,} entries")
+        lines.append(f"{'tokens ahead':>20} {'tokens':>12} {'loss':>9} {'perplexity':>12} {'bits/token':>11}")
+        for name, row in (*run["by_position"].items(), ("all", run)):
+            bits = row["loss"] / math.log(2)
+            lines.append(
+                f"{name:>20} {row['tokens']:>12,} {row['loss']:>9.4f} {row['perplexity']:>12.3f} {bits:>11.4f}"
+            )
+        lines.append(
+            f"{run['bits_per_byte']:.4f} bits per byte of {found['bytes']:,}, {found['documents']:,} documents"
+        )
+    return "\n".join(lines)
