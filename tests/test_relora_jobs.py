@@ -1,12 +1,13 @@
 """Restarts of low-rank adapters in jobs: when, resumed at any step, on several ranks as on one; what a merge sends."""
 
 import json
+import math
 
 import pytest
 import torch
 
 from tests.combinations import Combination
-from tests.support.jobs import arguments, full, write_texts
+from tests.support.jobs import arguments, full, train, write_texts
 from tests.support.pool import run_ranks
 from tests.support.traffic import Traffic
 from tests.test_combinations import assembled
@@ -116,3 +117,18 @@ def test_several_ranks_are_one(tmp_path, texts, degrees):
         found |= weights
     for name, weight in alone[2].items():
         assert abs(found[name] - weight).max() <= 1e-3 * abs(weight).max() + 1e-6, name
+
+
+def test_learned_strengths_are_logged_alike(tmp_path, texts):
+    """Of all linears, wherever they are: tanh of a number that begins at 1, which a restart brings back to it."""
+    options = dict(adapter__train_scaling=True, training__steps=12, optimizer__lr=1e-3)
+    names = [f"adapter_scaling_{which}" for which in ("min", "mean", "max")]
+    one, _ = run_ranks(1, train, job(tmp_path / "a", texts, **options))[0]
+    for number, how in enumerate((dict(training__local_batch_size=4), dict(parallelism__pipeline_parallel_degree=2))):
+        for rows, _ in run_ranks(2, train, job(tmp_path / f"{number}", texts, **options, **how)):
+            assert [[row[n] for n in names] for row in rows] == [
+                pytest.approx([row[n] for n in names], rel=1e-5) for row in one
+            ]
+    least, mean, most = ([row[name] for row in one] for name in names)
+    assert least[0] == mean[0] == most[0] == pytest.approx(math.tanh(1)), "the first step's rate is 0"
+    assert least[8] < mean[8] < most[8] and least[10] == most[10] == pytest.approx(math.tanh(1))

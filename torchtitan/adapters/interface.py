@@ -163,8 +163,8 @@ class Adapter:
     def after_step(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """After each optimizer step, the `step`-th of the schedule, on every rank."""
 
-    def metrics(self) -> dict[str, float]:
-        """What is logged of it, the same on all ranks."""
+    def metrics(self, parts: Sequence[nn.Module]) -> dict[str, float]:
+        """What is logged of it, the same on all ranks, which all call it."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

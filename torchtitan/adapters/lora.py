@@ -22,8 +22,8 @@ class LoRA(LowRank):
         if self.restarts is not None:
             self.restarts.after_step(step, parts, optimizers)
 
-    def metrics(self) -> dict[str, float]:
-        return {f"adapter_{name}": count for name, count in self.state_dict().items()}
+    def metrics(self, parts: Sequence[nn.Module]) -> dict[str, float]:
+        return super().metrics(parts) | {f"adapter_{name}": count for name, count in self.state_dict().items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.restarts is None else {"merges": self.restarts.merges, "resets": self.restarts.resets}

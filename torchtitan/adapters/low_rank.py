@@ -11,6 +11,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -170,6 +171,21 @@ class LowRank(Adapter):
                 "they would be two. Write the adapter alone (adapter.last_save_in_peft, or export without --merge)"
             )
         return super().merged(parts, original)
+
+    @torch.no_grad()
+    def metrics(self, parts: Sequence[nn.Module]) -> dict[str, float]:
+        """Of strengths that are learned, over all linears."""
+        if not self.options.train_scaling:
+            return {}
+        mine = [local_part(p)[0].float().tanh() for name, p in self._parameters(parts) if name.endswith("lora_scaling")]
+        values = torch.cat([torch.empty(0, device=next(parts[0].parameters()).device), *mine])
+        sums = torch.stack((values.sum(), torch.ones_like(values).sum()))
+        ends = torch.stack([torch.cat((each, each.new_tensor([-1.0]))).max() for each in (values, -values)])
+        if dist.is_initialized():  # who has the same as others counts as often as they, all of it
+            dist.all_reduce(sums)
+            dist.all_reduce(ends, dist.ReduceOp.MAX)
+        mean, largest, smallest = (sums[0] / sums[1]).item(), ends[0].item(), -ends[1].item()
+        return {"adapter_scaling_mean": mean, "adapter_scaling_min": smallest, "adapter_scaling_max": largest}
 
     def rate_of(self, name: str) -> float:
         return self.options.lr_ratio_b if "lora_B" in name else 1.0

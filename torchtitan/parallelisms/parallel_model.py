@@ -249,7 +249,7 @@ class ParallelModel:
 
     def extra_metrics(self) -> dict[str, float]:
         """Of the last step, the same on all ranks. Every rank calls it, and waits for the device."""
-        of_adapter = self.adapter.metrics() if self.adapter is not None else {}
+        of_adapter = self.adapter.metrics(self.parts) if self.adapter is not None else {}
         of_adapter |= self._measured_by_the_loss()
         return of_adapter | (self.balance.metrics(self.device) if self.balance is not None else {})
 
