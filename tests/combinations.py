@@ -240,7 +240,7 @@ def multi_token() -> list[Combination]:
 
 
 def adapters() -> list[Combination]:
-    return one_number_a_block() + low_rank() + trained_scale() + directed() + dropping() + packed()
+    return one_number_a_block() + low_rank() + trained_scale() + factors_alone() + directed() + dropping() + packed()
 
 
 def one_number_a_block() -> list[Combination]:
@@ -299,6 +299,17 @@ def trained_scale() -> list[Combination]:
     rows = [Combination(**LAYOUTS[name], **learned) for name in ("FSDP 2", "DDP 2")]
     rows += [Combination(**COMPOSED[name], **learned) for name in ("TP 2", "PP 2")]
     rows += [Combination(**COMPOSED["TP 2"], **learned, sequence_parallel=False, recompute="full", compile="block")]
+    return rows
+
+
+def factors_alone() -> list[Combination]:
+    """Linears without the matrices that A and B stand beside."""
+    alone = dict(adapter="lora only", precision="float64")
+    rows = [Combination(**LAYOUTS[name], **alone) for name in ("one rank", "FSDP 2", "DDP 2")]
+    rows += [Combination(**COMPOSED[name], **alone) for name in ("TP 2", "CP 2", "PP 2")]
+    rows += [Combination(**COMPOSED["TP 2"], **alone, model="deepseek", sequence_parallel=False, recompute="op")]
+    rows += [Combination(**LAYOUTS["FSDP 2"], adapter="lora only", precision="bfloat16", recompute="full")]
+    rows += [Combination(ranks=1, adapter="lora only", compile="block")]
     return rows
 
 

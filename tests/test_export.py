@@ -117,6 +117,23 @@ def test_what_else_was_trained_goes_along_and_what_is_unpacked_if_asked(tmp_path
     assert record_of(tmp_path / "narrow")["dtype"] == "bfloat16" and record_of(tmp_path / "narrow")["same_tokens"]
 
 
+def test_matrices_that_are_a_and_b_alone(tmp_path, texts):
+    """From scratch, resumed to the bit; as a plain model, its matrices have the rank of A and B."""
+    options = dict(adapter__kind="lora", adapter__lora_only=True, adapter__train_dense_rest=True, adapter__rank=4)
+    options |= dict(model__overrides=f"{{{SIZES.format(2)}}}", checkpoint__enable=True, checkpoint__interval=2)
+    options |= dict(training__steps=4, training__local_batch_size=4)
+    argv = arguments(tmp_path / "run", texts, **options)
+    whole = run_ranks(2, train, argv)[0][1]
+    assert run_ranks(2, train, [*argv, "--checkpoint.load_step=2"])[0][1] == whole
+    assert export(tmp_path / "run", tmp_path / "whole", "--merge", "--dtype=float32") == 0
+    config, step_folder = find_checkpoint(tmp_path / "run", None)
+    model, _ = saved_model.filled_model(config, step_folder, torch.device("cpu"))
+    torch.testing.assert_close(logits_of(tmp_path / "whole"), model(TOKENS), rtol=1e-5, atol=1e-5)
+    again = build.meta_model(config).to_empty(device="cpu")
+    MODELS["llama3"].hf.load_hf(tmp_path / "whole", again, build.model_args(config))
+    assert torch.linalg.matrix_rank(again.layers["1"].feed_forward.w1.weight.detach().double(), rtol=1e-5) == 4
+
+
 def test_another_base_is_refused(tmp_path, texts, capsys):
     base = base_of(tmp_path / "base", "llama3")
     run = trained(tmp_path / "run", texts, base, adapter__kind="qlora")

@@ -4,6 +4,7 @@ combinations.
 """
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -366,3 +367,50 @@ def test_b_has_a_rate_of_its_own():
     names = {parameter: name for name, parameter in model.named_parameters()}
     rates = {names[p][-1]: group["lr"] for group in built.param_groups for p in group["params"]}
     assert rates == {"A": 0.25e-3, "B": 4e-3} and schedulers.last_lr == 0.25e-3
+
+
+def test_a_and_b_alone():
+    """Without the matrix that they stand beside: a model of low rank, which folds into a plain one."""
+    args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, alpha=8.0, lora_only=True)
+    model, adapter = learned("llama3", args, options)
+    model, plain = model.double(), MODELS["llama3"].build(args).double()
+    plain.load_state_dict({name: value.detach() for name, value in adapter.merged([model]).items()})
+    torch.testing.assert_close(plain.eval()(TOKENS), model(TOKENS), rtol=1e-10, atol=1e-10)
+    linear = model.layers["0"].attention.wq
+    assert linear.weight is None and "layers.0.attention.wq.weight" in adapter.left_out
+    torch.testing.assert_close(plain.layers["0"].attention.wq.weight, 2.0 * linear.lora_B @ linear.lora_A)
+    numbers = sum(p.numel() for p in model.parameters())
+    assert adapter.num_parameters == numbers and adapter.num_trained == sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
+    spec, added = MODELS["llama3"], sum(math.prod(shape) for shape in adapter.shapes.values())
+    told = adapter.flops_per_token(spec.flops_per_token(args, 16), args.num_matmul_parameters)
+    attention = spec.flops_per_token(args, 16).full - 6 * args.num_matmul_parameters
+    assert told.full == 6 * added + 4 * args.dim * args.vocab_size + attention, "the head is frozen"
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--adapter.kind=qlora"], "adapter.lora_only: given true; allowed: false with adapter.kind"),
+        (
+            ["--adapter.kind=lora", "--adapter.relora.every=10", "--adapter.relora.reset=none"],
+            "adapter.relora.every: given 10; allowed: unset with adapter.lora_only; there is no matrix to merge into",
+        ),
+        (
+            ["--adapter.kind=lora", "--checkpoint.enable", "--checkpoint.initial_load_path=nowhere"],
+            'checkpoint.initial_load_path: given "nowhere"; allowed: unset with adapter.lora_only',
+        ),
+        (
+            ["--adapter.kind=lora", "--checkpoint.enable", "--adapter.last_save_in_peft"],
+            "adapter.last_save_in_peft: given true; allowed: false with adapter.lora_only",
+        ),
+        (
+            ["--adapter.kind=lora", '--adapter.target=["*wq", "output"]'],
+            "adapter.lora_only: given true; allowed: false with output in adapter.target",
+        ),
+    ],
+    ids=str,
+)
+def test_faults_of_a_and_b_alone(words, said):
+    assert any(said in line for line in lines("--adapter.lora_only", *words))

@@ -23,6 +23,7 @@ ROWS = {
     "scale": (ScaleAdapter, Options()),
     "lora": (LoRA, _SMALL),
     "lora, tanh(s)": (LoRA, Options(kind="lora", rank=4, train_scaling=True)),
+    "lora only": (LoRA, Options(kind="lora", rank=4, lora_only=True)),
     "dora": (DoRA, Options(kind="dora", rank=4, alpha=8.0)),
     "lora_dropout": (LoRA, Options(rank=4, alpha=8.0, dropout=0.25, target=["layers.*[!s]"])),  # no stacks of experts
     "dora_dropout": (DoRA, Options(kind="dora", rank=4, alpha=8.0, dropout=0.25)),

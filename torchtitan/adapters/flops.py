@@ -33,9 +33,9 @@ def _met(model: nn.Module, path: str, own: str) -> float:
     return parameter.numel() * (heads if module is head else 1) if parameter.dim() > 1 else 0.0
 
 
-def in_part(plain: FlopsPerToken, weights: int, trained: float, added: float) -> FlopsPerToken:
+def in_part(plain: FlopsPerToken, weights: int, trained: float, added: float, left_out: float) -> FlopsPerToken:
     """Of a model whose `plain` operations are those of training all its `weights`, as met by a token, of which
-    `trained` are, beside as many as are `added`.
+    `trained` are and `left_out` are not there, beside as many as are `added`.
     """
-    change = 6 * added - 2 * (weights - trained)
+    change = 6 * added - 2 * (weights - trained) - 4 * left_out
     return FlopsPerToken(full=plain.full + change, causal=plain.causal + change)

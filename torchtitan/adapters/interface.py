@@ -17,6 +17,7 @@ and beside these an adapter only says which names it added and which it froze.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class Adapter:
     `fresh`: parameters that were added; a base checkpoint lacks them. `frozen`: those that are not trained: they get no
     gradient, no reduction and no optimizer state. `num_trained`, `num_parameters`: how many numbers both are;
     `met_trained`, `met_added`: how many weights of the base that are trained, and of the fresh, a token meets.
+    `left_out`: shapes of matrices of the base that the adapted model has in no form.
 
     A hook of the step (parallelisms/hooks.py).
     """
@@ -58,19 +60,21 @@ class Adapter:
         self.replaced: set[str] = set()  # of the base, what the fresh are trained instead of
         self.num_trained = self.num_parameters = 0
         self.met_trained = self.met_added = 0.0
+        self.left_out: dict[str, tuple[int, ...]] = {}
 
     def install(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
         """Change the whole plain model in place, which is usually on the meta device; the plan that fits it then.
         JobError where the options do not fit the model.
         """
-        before = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        before = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         of_base = sum(parameter.numel() for parameter in model.parameters())
         plan = self.convert(model, plan)
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        packed = packed_names(model)
-        self.fresh = frozenset(names - before - packed)
+        packed, kept = packed_names(model), {name for name, _ in stores(model)}
+        self.left_out = {name: shape for name, shape in before.items() if name not in names | kept}
+        self.fresh = frozenset(names - before.keys() - packed)
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name in self.fresh}
-        trained = self.fresh | self.trained_of_base(sorted(names & before))
+        trained = self.fresh | self.trained_of_base(sorted(names & before.keys()))
         named = list(model.named_parameters(remove_duplicate=False))
         asked = {parameter for name, parameter in named if name in trained}  # tied ones have two names, either counts
         for _, parameter in named:
@@ -78,7 +82,8 @@ class Adapter:
         self.frozen = frozenset(
             name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad
         )
-        self.num_parameters = of_base + sum(map(math.prod, self.shapes.values()))
+        gone = sum(map(math.prod, self.left_out.values()))
+        self.num_parameters = of_base - gone + sum(map(math.prod, self.shapes.values()))
         learning = {name for name, p in model.named_parameters() if p.requires_grad}
         self.num_trained = sum(model.get_parameter(name).numel() for name in learning)
         self.met_trained = weights_met(model, learning - self.fresh)
@@ -143,8 +148,12 @@ class Adapter:
             for module_name, module in _with([part], "folded"):
                 for own in module.folds:
                     name = f"{module_name}.{own}"
-                    unread = Deferred(kept[name].shape, kept[name].read) if name in kept else live[name]
-                    tensors[name] = _folded(module, own, (original or {}).get(name, unread))
+                    plain: Value | None = (original or {}).get(name, live.get(name))
+                    if name in self.left_out:
+                        plain = Deferred(self.left_out[name], partial(_zeros, module, self.left_out[name]))
+                    elif plain is None:
+                        plain = Deferred(kept[name].shape, kept[name].read)
+                    tensors[name] = _folded(module, own, plain)
         return tensors
 
     def check_parts(self, parts: Iterable[nn.Module]) -> None:
@@ -176,7 +185,7 @@ class Adapter:
 
     def flops_per_token(self, plain: FlopsPerToken, weights: int) -> FlopsPerToken:
         """`plain`: of training the model itself, which multiplies a token with so many `weights`."""
-        return in_part(plain, weights, self.met_trained, self.met_added)
+        return in_part(plain, weights, self.met_trained, self.met_added, sum(map(math.prod, self.left_out.values())))
 
     def rate_of(self, name: str) -> float:
         """Of a trained parameter: its learning rate, as a factor of the job's."""
@@ -188,6 +197,11 @@ class Adapter:
         return (
             f"{self.options.kind}: {self.num_trained:,} of {self.num_parameters:,} parameters trained ({share:.2g} %)"
         )
+
+
+def _zeros(module: nn.Module, shape: tuple[int, ...]) -> torch.Tensor:
+    of_its_own = local_part(next(module.parameters()))[0]
+    return torch.zeros(shape, dtype=of_its_own.dtype, device=of_its_own.device)
 
 
 def _folded(module: Any, own: str, plain: Value) -> Deferred:

@@ -24,6 +24,7 @@ from torchtitan.deferred import Deferred, Value
 from torchtitan.errors import JobError
 from torchtitan.initialization import Constant, Init, Uniform, local_part
 from torchtitan.models.dropout import Dropout
+from torchtitan.models.layers import autocast_dtype
 from torchtitan.models.moe.experts import Experts
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.parallelisms.steps import running_notes
@@ -35,12 +36,13 @@ MATRICES = ("w1", "w2", "w3")
 @dataclass(frozen=True)
 class Strength:
     """What a converted module is told. `scale`: of what A and B add; where it `learns` one, times tanh of a number of
-    each linear.
+    each linear. `alone`: without the matrix that they stand beside.
     """
 
     rank: int
     scale: float
     learns: bool = False
+    alone: bool = False
 
 
 def plus_learned(linear: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -88,14 +90,22 @@ class LowRankLinear(nn.Linear):
         self.lora_A = nn.Parameter(new(strength.rank, self.in_features))
         self.lora_B = nn.Parameter(new(self.out_features, strength.rank))
         self.lora_scaling = nn.Parameter(new(1)) if strength.learns else None
+        if strength.alone:
+            self.weight = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]"""
-        return plus_learned(self, x, F.linear(x.flatten(0, -2), self.weight, self.bias))
+        rows = x.flatten(0, -2)
+        if self.weight is not None:
+            return plus_learned(self, x, F.linear(rows, self.weight, self.bias))
+        y = rows.new_zeros(rows.shape[0], self.lora_B.shape[0], dtype=autocast_dtype(x.device.type) or x.dtype)
+        return plus_learned(self, x, y if self.bias is None else y + self.bias.to(y.dtype))
 
     def own_init(self, name: str) -> Init | None:
         if name == "lora_A":
             return Uniform(self.in_features**-0.5)  # Kaiming's for a = sqrt(5), as torch begins its own linears
+        if name == "lora_B" and self.low_rank.alone:  # matrices that are all 0 give one another no gradient
+            return Uniform(self.low_rank.rank**-0.5)
         return {"lora_B": Constant(0.0), "lora_scaling": Constant(1.0)}.get(name)
 
     def tensor_placements(self, role: str, whole: Placement) -> dict[str, tuple[Placement, Placement]]:
@@ -191,15 +201,15 @@ class LowRank(Adapter):
         return self.options.lr_ratio_b if "lora_B" in name else 1.0
 
     def convert_one(self, name: str, module: nn.Module) -> None:
-        learns = self.options.train_scaling
-        into = self.linear if not isinstance(module, Experts) else None if learns else self.experts
+        learns, alone = self.options.train_scaling, self.options.lora_only
+        into = self.linear if not isinstance(module, Experts) else None if learns or alone else self.experts
         if into is None:
             raise JobError(
                 f"adapter.kind = {self.options.kind!r} has no form for {name}, the stacked matrices of experts; leave "
                 f'them out of adapter.target, or write kind = "lora"'
             )
         module.__class__ = into
-        module.add_parameters(Strength(self.options.rank, 1.0 if learns else scale_of(self.options), learns))
+        module.add_parameters(Strength(self.options.rank, 1.0 if learns else scale_of(self.options), learns, alone))
         if self.options.dropout:
             module.dropout = Dropout(self.options.dropout, place_of(name))
 

@@ -68,6 +68,9 @@ def misfits(linears: Mapping[str, tuple[int, int]], options: Options) -> Iterato
     if options.train_scaling and stacks:
         what = f"false with {', '.join(without_numbers(stacks))} in adapter.target"
         yield Misfit("adapter.train_scaling", what, "stacks of experts have no number of their own: leave these out")
+    if options.lora_only and (kept := [name for name in chosen if is_stack(name) or name == HEAD]):
+        what = f"false with {', '.join(without_numbers(kept))} in adapter.target"
+        yield Misfit("adapter.lora_only", what, "stacks of experts and the head keep their matrices: leave these out")
     narrow = {name: min(linears[name]) for name in chosen if min(linears[name]) < options.rank}
     if narrow:
         name = min(narrow, key=narrow.get)

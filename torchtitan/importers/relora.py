@@ -210,8 +210,8 @@ class _ReLoRA:
             self.note("--relora means --use_peft, which is not given")
         needed = ("relora", "force_keep_original", "continue_from", "warmed_up_model", "continue_from_peft")
         if not any(given[flag] for flag in (*needed, "resume_from", "model_name_or_path", "quantize")):
-            why = "with nothing that needs the full matrices, the script drops them and trains B A alone"
-            self.refuse("use_peft", True, "with --force_keep_original", f"{why}, which is not here")
+            values["adapter.lora_only"] = True
+            self.note("nothing needs the full matrices, so the script drops them and trains B A alone")
         values |= {"adapter.kind": "lora", "adapter.rank": given["lora_r"], "adapter.train_dense_rest": True}
         values["adapter.dropout"] = DROPOUT
         if given["train_scaling"]:

@@ -99,6 +99,24 @@ def scaling_is_trained_by_lora(facts: Facts) -> Iterator[Fault]:
             yield facts.fault(f"adapter.{name}", f"{off} with adapter.train_scaling", "peft knows no such number")
 
 
+def matrices_are_not_needed(facts: Facts) -> Iterator[Fault]:
+    """Without the targets' own matrices, what reads or changes these has nothing to do it with."""
+    options, checkpoint = facts.config.adapter, facts.config.checkpoint
+    if not options.lora_only or options.kind == NONE:
+        return
+    if options.kind != "lora":
+        remedy = 'there is no matrix to pack or to measure: write kind = "lora", or leave it out'
+        yield facts.fault("adapter.lora_only", f'false with adapter.kind = "{options.kind}"', remedy)
+    if options.relora.every is not None:
+        yield facts.fault("adapter.relora.every", "unset with adapter.lora_only", "there is no matrix to merge into")
+    if checkpoint.enable and checkpoint.initial_load_path is not None and checkpoint.initial_load_model_only:
+        why = "the matrices of another model would have no place: leave one of them out"
+        yield facts.fault("checkpoint.initial_load_path", "unset with adapter.lora_only", why)
+    for name, off in (("last_save_in_peft", "false"), ("initial_path", "unset")):
+        if getattr(options, name):
+            yield facts.fault(f"adapter.{name}", f"{off} with adapter.lora_only", "peft has a matrix beside A and B")
+
+
 def restarts_make_sense(facts: Facts) -> Iterator[Fault]:
     options, key = facts.config.adapter, "adapter.relora."
     given = options.relora

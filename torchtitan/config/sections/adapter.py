@@ -51,6 +51,9 @@ class Adapter:
     """Multiply with alpha / sqrt(rank) instead, which keeps higher ranks learning."""
     train_scaling: bool = False
     """Multiply with tanh of a number that each linear learns, 1 in the beginning, instead of alpha / rank."""
+    lora_only: bool = False
+    """Leave the targets' own matrices out, so that they compute with A and B alone: a model that is trained from
+    scratch with matrices of low rank."""
     target: list[str] = field(default_factory=lambda: ["*attn*", "*attention*", "*mlp*", "*feed_forward*"])
     """Which linears (and stacks of experts) get low-rank matrices, by their names; * stands for anything in one. The
     word "all-linear" stands for all of the layers' own."""
