@@ -30,12 +30,10 @@ class OPTArgs(ClassicArgs):
 
     @property
     def head_linears(self) -> Sizes:
-        back = {"norm.project": (self.word_dim, self.dim)} if self.projects else {}
-        return back | {HEAD: (self.outputs, self.word_dim)}
-
-    @property
-    def num_matmul_parameters(self) -> int:
-        return super().num_matmul_parameters + self.projects * self.word_dim * self.dim  # behind the embedding
+        """Behind the embedding too."""
+        into, back = (self.dim, self.word_dim), (self.word_dim, self.dim)
+        projects = {"entrance.project": into, "norm.project": back} if self.projects else {}
+        return projects | {HEAD: (self.outputs, self.word_dim)}
 
     @property
     def _other_parameters(self) -> int:
