@@ -88,8 +88,8 @@ def scaling_is_trained_by_lora(facts: Facts) -> Iterator[Fault]:
     options, key = facts.config.adapter, "adapter.train_scaling"
     if not options.train_scaling or options.kind == NONE:
         return
-    if options.kind == "dora":
-        yield facts.fault(key, 'false with adapter.kind = "dora"', "it learns lengths of rows: leave one of them out")
+    if options.kind not in ("lora", *PACKING):
+        yield facts.fault(key, f'false with adapter.kind = "{options.kind}"', "it is the strength of A and B alone")
     for name in ("alpha", "rslora"):
         if getattr(options, name) != getattr(Adapter(), name):
             why = "the learned number stands in its place: leave one of them out"

@@ -126,9 +126,6 @@ class Neurocache(Adapter):
         for memory in memories(parts):
             memory.commit()
 
-    def metrics(self) -> Mapping[str, float]:
-        return {}
-
 
 def memories(parts: Iterable[nn.Module]) -> list[Memory]:
     return [part.memory for part in parts if getattr(part, "memory", None) is not None]
