@@ -11,6 +11,7 @@ from torchtitan.commands import check as command
 from torchtitan.commands.check import fewest_ranks
 from torchtitan.config.manager import load
 from torchtitan.config.options import options
+from torchtitan.models import SIZES
 
 REPOSITORY = Path(__file__).parent.parent
 TOKENIZER = REPOSITORY / "tests/assets/tokenizer/tiktoken.model"
@@ -41,6 +42,16 @@ def test_ok_with_a_summary(capsys):
         "  tokens    16,384 a step, 1,638,400 in 100 steps",
         "  schedule  peak 0.0008, warmup 10, linear decay 90 to floor 8e-05; total 100 steps",
     ]
+
+
+def test_a_model_with_experts_says_what_a_token_uses_of_it(capsys):
+    args = SIZES["deepseek"]["debugmodel"]
+    code, out, _ = run(capsys, "--device=cpu", "--model.name=deepseek", f"--model.tokenizer_path={TOKENIZER}")
+    assert code == 0 and args.num_active_parameters < args.num_parameters
+    said = (
+        f"deepseek debugmodel, {args.num_parameters:,} parameters, {args.num_active_parameters:,} of them for a token"
+    )
+    assert said in out
 
 
 def test_a_plan_in_the_summary(capsys):

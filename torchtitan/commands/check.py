@@ -122,13 +122,14 @@ def summary(facts: Facts) -> str:
     tokens = samples * training.seq_len
     passes = samples // facts.samples
     accumulation = f"in {passes} forward passes" if passes > 1 else "in one forward pass"
-    parameters, data = facts.args.num_parameters, describe_sources(config, "training")
+    data, active = describe_sources(config, "training"), getattr(facts.args, "num_active_parameters", None)
+    parameters = f"{facts.args.num_parameters:,} parameters" + f", {active or 0:,} of them for a token" * bool(active)
     state, kept = _bytes_of_a_rank(facts)
     each = "on average (parameters" if facts.pp > 1 else "(parameters"
     ranks = f"{facts.world_size} rank{'s' if facts.world_size > 1 else ''} ({facts.device})"
     return "\n".join(
         [
-            f"  model     {config.model.name} {config.model.flavor}, {parameters:,} parameters",
+            f"  model     {config.model.name} {config.model.flavor}, {parameters}",
             f"  ranks     {ranks}: {_plan(facts)}",
             *_pipeline(facts),
             f"  state     {state / 2**30:.2f} GiB a rank {each}, gradients, {kept} in {training.dtype})",
