@@ -9,13 +9,14 @@ import pytest
 from tests.support import judged
 from torchtitan import cli
 from torchtitan.commands import importing
-from torchtitan.config.manager import load
+from torchtitan.config.layers import layer_of
+from torchtitan.config.manager import assemble, load
 from torchtitan.config.options import ConfigError
 from torchtitan.errors import JobError
 from torchtitan.importers import SOURCES
 from torchtitan.importers.command_line import parse, split
 from torchtitan.importers.relora import read
-from torchtitan.importers.relora_flags import FLAGS
+from torchtitan.importers.relora_flags import FLAGS, PLAIN, PROJECTING
 from torchtitan.models import SIZES
 from torchtitan.rules import check
 
@@ -96,6 +97,31 @@ CHANGES = [
     ("--adam_beta2=0.95", {"optimizer.beta2": 0.95}, ""),
     ("--clip_grad_norm 0", {"training.max_norm": 0.0}, ""),
     ("--optimizer Adam", {}, ""),
+    (
+        "--optimizer galore_adamw8bit --rank 64 --update_proj_gap 200 --galore_scale 0.25 --proj_type left",
+        {
+            "optimizer.name": "GaLore",
+            "optimizer.options": dict(rank=64, update_gap=200, scale=0.25, side="left", inner="adamw_8bit"),
+            "training.max_norm": 0.0,
+        },
+        "all else steps by the same moments",
+    ),
+    (
+        "--optimizer galore_adamw8bit_per_layer",
+        {"optimizer.early_step_in_backward": True, "training.max_norm": 0.0},
+        "",
+    ),
+    (
+        "--optimizer galore_adafactor --beta1 0.9 --grad_clipping 1.0",
+        {
+            "optimizer.options": dict(rank=128, update_gap=50, scale=1.0, side="std", inner="adafactor"),
+            "optimizer.beta2": None,
+        },
+        "",
+    ),
+    ("--optimizer adafactor --beta1 0.9", {"optimizer.options": {"beta1": 0.9}, "optimizer.beta1": None}, ""),
+    ("--optimizer adam8bit --single_gpu", {"optimizer.name": "AdamW8bit"}, "one rank"),
+    ("--optimizer sgd --activation_checkpointing", {"activation_checkpoint.mode": "full"}, ""),
     ("--optimizer adam_zero", {"parallelism.data_parallel_replicate_degree": None}, "sharded by FSDP"),
     ("--scheduler linear", {"lr_scheduler.decay_type": "linear", "lr_scheduler.min_lr_factor": 0.0}, ""),
     ("--warmup_steps 7", {"lr_scheduler.warmup_steps": 7}, ""),
@@ -164,6 +190,16 @@ def test_flags(words, expected, note):
         assert values == {} and notes == ""
 
 
+@pytest.mark.parametrize("optimizer", [*PLAIN, *PROJECTING])
+def test_jobs_of_galore_s_optimizers_can_start(optimizer):
+    """With AdamW's moments, Adafactor's and SGD's, which read other options."""
+    line = f"{FULL} --max_length 64 --tokenizer bytes --warmup_steps 5 --optimizer {optimizer} --num_training_steps 20"
+    values = meaning(line).values | {"training.dataset": "python_stdlib"}
+    config = assemble(layer_of("the line", values.items()).values, ["the line"])
+    accumulated = optimizer.endswith("per_layer")
+    assert [fault.key for fault in check(config, 2, "cpu")] == ["training.global_batch_size"] * accumulated
+
+
 REFUSED = [
     ("--lr fast", "lr", "a number"),
     ("--batch_size 0", "batch_size", "at least 1"),
@@ -177,7 +213,7 @@ REFUSED = [
     ("--gradient_accumulation 3", "total_batch_size", "batch_size 24 x 2 ranks x gradient_accumulation 3"),
     ("--optimizer shampoo", "optimizer", "there is no such optimizer here"),
     ("--optimizer adam_zero --distributed_type fsdp", "optimizer", "adam with --distributed_type fsdp"),
-    ("--optimizer sgd", "optimizer", 'one of "adam", "adam_zero", "shampoo"'),
+    ("--optimizer lamb", "optimizer", 'one of "adam", "adam_zero", "shampoo"'),
     ("--min_lr_ratio 0", "min_lr_ratio", "more than 0 and at most 1"),
     ("--scheduler cosine_restarts", "restart_warmup_steps", "a number of updates with cosine_restarts"),
     ("--restart_warmup_steps 3", "restart_warmup_steps", "it belongs to cosine_restarts"),
@@ -213,6 +249,9 @@ OF_THE_SCRIPT = """adam_beta1 adam_beta2 adjust_step autoresume batch_size clip_
     skip_batches tags tokenizer total_batch_size train_ln train_scaling training_config use_double_quant use_peft
     wandb_watch warmed_up_model warmup_steps weight_decay workers"""
 """Of July 2023 and of its later versions."""
+OF_GALORE = dict(rank=128, update_proj_gap=50, galore_scale=1.0, proj_type="std", grad_clipping=0.0, beta1=0.0)
+OF_GALORE |= dict(activation_checkpointing=False, single_gpu=False)
+"""Of GaLore's script beside them, with its defaults."""
 DEFAULTS = dict(tokenizer="t5-base", max_length=256, lr=1e-4, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999)
 DEFAULTS |= dict(clip_grad_norm=1.0, optimizer="adam", scheduler="cosine", warmup_steps=1000, min_lr_ratio=0.1)
 DEFAULTS |= dict(adjust_step=0, use_peft=False, lora_r=128, lora_alpha=32.0, train_scaling=False, train_ln=True)
@@ -222,8 +261,8 @@ DEFAULTS |= dict(eval_every=1000, save_every=10_000, distributed_type="ddp", see
 
 
 def test_the_flags_are_the_scripts_with_its_defaults():
-    assert set(FLAGS) == set(OF_THE_SCRIPT.split())
-    assert {name: FLAGS[name].default for name in DEFAULTS} == DEFAULTS
+    assert set(FLAGS) == set(OF_THE_SCRIPT.split()) | OF_GALORE.keys()
+    assert {name: FLAGS[name].default for name in DEFAULTS | OF_GALORE} == DEFAULTS | OF_GALORE
 
 
 def test_every_flag_is_looked_at():

@@ -14,7 +14,7 @@ from torchtitan.errors import JobError
 from torchtitan.importers.command_line import CommandLine
 from torchtitan.importers.flags import Given
 from torchtitan.importers.meaning import Meaning
-from torchtitan.importers.relora_flags import FLAGS
+from torchtitan.importers.relora_flags import FLAGS, PLAIN, PROJECTING
 from torchtitan.lr_restarts import CYCLICAL, JAGGED
 from torchtitan.models import FROM_HF, SIZES, family_of
 from torchtitan.models.hf.config import CONFIG, read_json
@@ -174,6 +174,28 @@ class _ReLoRA:
             if given["distributed_type"] == "fsdp":
                 self.refuse("optimizer", "adam_zero", "adam with --distributed_type fsdp", "which shards its state")
             self.note("adam_zero: the optimizer's state is sharded by FSDP, which shards all else too")
+        elif given["optimizer"] in (*PLAIN, *PROJECTING):
+            self._of_galore(given["optimizer"])
+
+    def _of_galore(self, name: str) -> None:
+        """What GaLore's script of the same name has beside ReLoRA's."""
+        given, values = self.given, self.values
+        values |= {"optimizer.name": PLAIN.get(name, "GaLore"), "training.max_norm": given["grad_clipping"]}
+        options: dict[str, Any] = {}
+        if name in PROJECTING:
+            options = {"rank": given["rank"], "update_gap": given["update_proj_gap"], "scale": given["galore_scale"]}
+            options |= {"side": given["proj_type"], "inner": PROJECTING[name]}
+            self.note("attention and feed-forward are projected, all else steps by the same moments as it is")
+        if name == "sgd" or "adafactor" in name:  # which have no second moment of Adam's
+            del values["optimizer.beta1"], values["optimizer.beta2"]
+            if name == "adafactor" and given["beta1"]:
+                options["beta1"] = given["beta1"]
+            elif name == "galore_adafactor":
+                values["optimizer.beta1"] = given["beta1"]
+        if options:
+            values["optimizer.options"] = options
+        if name.endswith("per_layer"):
+            values["optimizer.early_step_in_backward"] = True
 
     def schedule(self) -> None:
         given, values = self.given, self.values
@@ -287,7 +309,9 @@ class _ReLoRA:
                 "parallelism.data_parallel_replicate_degree": self.line.ranks,
                 "parallelism.data_parallel_shard_degree": 1,
             }
-        values["activation_checkpoint.mode"] = "none"
+        values["activation_checkpoint.mode"] = "full" if given["activation_checkpointing"] else "none"
+        if given["single_gpu"]:
+            self.note("--single_gpu: one rank, as the line starts it")
         dtype = given["dtype"] or "bf16"
         if given["dtype"] is None:
             self.note("no --dtype: bfloat16, which the script took where it was supported")

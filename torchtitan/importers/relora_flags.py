@@ -1,6 +1,17 @@
-"""The flags of torchrun_main.py of ReLoRA, with their defaults of July 2023. relora.py looks at each in one place."""
+"""The flags of torchrun_main.py of ReLoRA, with their defaults of July 2023, and those that GaLore's script of the same
+name has beside them. relora.py looks at each in one place.
+"""
 
 from torchtitan.importers.flags import Flag
+
+PLAIN = {"sgd": "SGD", "adafactor": "Adafactor", "adam8bit": "AdamW8bit"}
+PROJECTING = {
+    "galore_adamw": "adamw",
+    "galore_adafactor": "adafactor",
+    "galore_adamw8bit": "adamw_8bit",
+    "galore_adamw8bit_per_layer": "adamw_8bit",
+}
+"""Names of optimizers in GaLore's script: the optimizers that they are here, and the moments of what is projected."""
 
 FLAGS: dict[str, Flag] = {
     "dataset_path": Flag(str),
@@ -17,7 +28,15 @@ FLAGS: dict[str, Flag] = {
     "adam_beta1": Flag(float, 0.9),
     "adam_beta2": Flag(float, 0.999),
     "clip_grad_norm": Flag(float, 1.0),
-    "optimizer": Flag(str, "adam", ("adam", "adam_zero", "shampoo")),
+    "optimizer": Flag(str, "adam", ("adam", "adam_zero", "shampoo", *PLAIN, *PROJECTING)),
+    "rank": Flag(int, 128),
+    "update_proj_gap": Flag(int, 50),
+    "galore_scale": Flag(float, 1.0),
+    "proj_type": Flag(str, "std", ("std", "reverse_std", "left", "right", "full")),
+    "grad_clipping": Flag(float, 0.0),
+    "beta1": Flag(float, 0.0),
+    "activation_checkpointing": Flag(bool, False),
+    "single_gpu": Flag(bool, False),
     "scheduler": Flag(str, "cosine", ("cosine", "linear", "cosine_restarts")),
     "warmup_steps": Flag(int, 1000),
     "restart_warmup_steps": Flag(int),
