@@ -95,6 +95,14 @@ def test_bench_adapters():
     assert all(line.startswith(row) for line, row in zip(lines, rows, strict=True))
 
 
+def test_bench_finetuning():
+    *packs, tokens, plain, packed = run("scripts/bench_finetuning.py", "--quick")
+    fullness = [float(line.split("full")[1].split()[0]) for line in packs]
+    assert len(packs) == 3 and fullness == sorted(fullness) and fullness[-1] > 0.98
+    assert tokens.startswith("tokens of records, packed / padded")
+    assert [float(line.split()[6]) for line in (plain, packed)] == [4.0, pytest.approx(0.516, abs=0.02)]
+
+
 def test_bench_optimizers():
     lines = run("scripts/bench_optimizers.py", "--quick", "--ranks", "2")
     kept = [line.split(" bytes a parameter")[0].split() for line in lines[1:-4]]
