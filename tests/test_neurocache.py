@@ -7,6 +7,7 @@ import torch
 
 from tests.support.remembering import plain, read, remembering, segments
 from torchtitan.adapters.neurocache.attention import Reading, Retrieved, of_earlier_token
+from torchtitan.adapters.neurocache.generation import reader_of
 from torchtitan.adapters.neurocache.lookup import Found, beside, nearest, places_of
 from torchtitan.adapters.neurocache.sizes import added_parameters, cache_bytes
 from torchtitan.adapters.neurocache.store import Segment, Store
@@ -347,6 +348,25 @@ def test_what_followed_before_is_copied():
     out = read(model.eval(), installed, motif.repeat(3, 1, 1).unflatten(-1, (1, 64)).squeeze(2))
     told = out.argmax(-1)[:, :, :-1] == motif[:, 1:]
     assert not told[0].any() and told[1:].float().mean() > 0.9
+
+
+@pytest.mark.parametrize("family, ordering", [("llama", "fifo"), ("llama", "lru"), ("mistral", "fifo")])
+@torch.no_grad()
+def test_written_piece_by_piece_as_read_in_segments(family, ordering):
+    """What the tokens before found is carried on within a segment, and a full one is stored."""
+    how = dict(dtype=torch.float64, cache_size=20, ordering=ordering, context=3)
+    model, installed = remembering(family, **how)
+    tokens = segments(5, lanes=1)
+    expected = read(model.eval(), installed, tokens).flatten(0, 2)  # [40, V]
+    model, _ = remembering(family, **how)
+    reader, context = reader_of(model.eval(), 8)
+    ids = tokens.flatten()[None]
+    for end in (3, 4, 8, 9, 19, 20, 21, 40):
+        logits = reader(ids[:, -context:][:, :end])[0]
+        torch.testing.assert_close(logits, expected[end - len(logits) : end], rtol=1e-6, atol=1e-7)
+    assert model.memory.stores[False, 0].counts.tolist() == ([20] if ordering == "lru" else [40])
+    again = reader(ids[:, :5])[0]  # another beginning
+    torch.testing.assert_close(again, expected[:5], rtol=1e-6, atol=1e-7)
 
 
 # --- how much it is

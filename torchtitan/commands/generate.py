@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from torchtitan import build, saved_model
+from torchtitan.adapters.neurocache.generation import reader_of
 from torchtitan.checkpoint.kinds import find_weights
 from torchtitan.commands.job_of import job_of, refuse_strangers
 from torchtitan.commands.on_ranks import SPEAK_SECONDS, run_on_ranks
@@ -30,7 +31,6 @@ from torchtitan.datasets.tokenizer.streaming import text_of
 from torchtitan.distributed import device_type
 from torchtitan.errors import JobError
 from torchtitan.leaving import die_with
-from torchtitan.models.cache import Remembering
 from torchtitan.ranks import Ranks, read_ranks, started_as_rank
 
 # What a young model writes must not reach the terminal as commands.
@@ -72,12 +72,13 @@ def generate(options: argparse.Namespace, words: list[str], text: str, ranks: Ra
     print(f"{config.model.name} {config.model.flavor}, {place.name}", file=sys.stderr)
     start = tokenizer.begin or [tokenizer.eos_id]  # without a sign of its own, a document begins behind the last one
     said = tokenizer.encode(text)
+    reader, context = reader_of(model, config.training.seq_len)
     tokens = sample(
-        Remembering(model),
+        reader,
         start + said,
         tokenizer,
         max_new_tokens=options.max_new_tokens,
-        context=config.training.seq_len,
+        context=context,
         temperature=options.temperature,
         top_k=options.top_k,
         seed=options.seed,

@@ -9,7 +9,7 @@ Letters of the shapes: B lanes, S tokens, D width of the model, C = D / compress
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,8 +99,8 @@ class Memory(nn.Module):
         counts = store.counts[which].expand(size)
         if "begins" in told and self.options.scope == "lane":
             counts = counts.masked_fill(told["begins"].bool(), 0)
-        # a microbatch of these lanes that nobody has stored was given up
-        self.pending = [other for other in self.pending if other.store is not store]
+        if not self.decodes:  # a microbatch of these lanes that nobody has stored was given up
+            self.pending = [other for other in self.pending if other.store is not store]
         self.pending.append(Microbatch(store, which, counts, told.get("filled"), {}, {}))
 
     def _empty(self, lanes: int, device: torch.device) -> Store:
@@ -203,7 +203,7 @@ class Memory(nn.Module):
     @torch.no_grad()
     def commit(self) -> None:
         """Store what the microbatches brought; all they need of the cache has been read."""
-        for microbatch in self.pending:
+        for microbatch in [_of_pieces(self.pending)] if self.decodes and self.pending else self.pending:
             if not microbatch.states:  # a pipeline part, or no cache
                 continue
             length = next(iter(microbatch.states.values())).shape[1]
@@ -219,6 +219,17 @@ class Memory(nn.Module):
                 counts = microbatch.store.counts.clone()
                 microbatch.store.commit(Segment(slice(0, 1), counts, filled[row : row + 1], states, {}))
         self.pending = []
+
+
+def _of_pieces(pieces: list[Microbatch]) -> Microbatch:
+    """Those of one segment, which was read piece by piece."""
+    first = pieces[0]
+    states = {key: torch.cat([piece.states[key] for piece in pieces], dim=1) for key in first.states}
+    used = {
+        layer: Found(*(torch.cat(parts, dim=1) for parts in zip(*(piece.used[layer] for piece in pieces), strict=True)))
+        for layer in first.used
+    }
+    return replace(first, states=states, used=used)
 
 
 def gathered(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
