@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from torchtitan.datasets import open_source
+from torchtitan.datasets import labelled, open_source
 from torchtitan.datasets.labelled import Fields
 from torchtitan.datasets.learned import Recipe
 from torchtitan.datasets.packing import IGNORE
@@ -105,6 +105,13 @@ def test_files_that_are_wrong_are_named(tmp_path):
         read("nyu-mll/glue", dataset="huggingface")
     with pytest.raises(DataError, match="sentiment is made of words and takes none"):
         read("x", dataset="sentiment")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz"])
+def test_a_file_that_unpacks_to_too_much_is_refused(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(labelled, "LARGEST", 20)
+    with pytest.raises(DataError, match=f"rows.{kind}: more than .* GiB of records; cut it into several files"):
+        read(write(tmp_path, kind))
 
 
 def test_made_sentences_are_held_out_from_each_other():

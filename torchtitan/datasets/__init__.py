@@ -12,7 +12,7 @@ from torchtitan.datasets import (
     sources_text,
     tokens,
 )
-from torchtitan.datasets.labelled import Fields, labelled, saved
+from torchtitan.datasets.labelled import Fields, labelled_files, saved
 from torchtitan.datasets.sources import DataError, Source
 from torchtitan.errors import JobError
 from torchtitan.registration import Registry
@@ -33,7 +33,7 @@ _own: dict[str, Callable[[str | None, str], Source]] = {
     "c4_test": sources_huggingface.c4_test,
 }
 LABELLED: dict[str, Callable[[str | None, Fields], Source]] = {
-    "text": labelled,
+    "text": labelled_files,
     "huggingface": partial(saved, split="train"),
     "huggingface_validation": partial(saved, split="validation"),
     "sentiment": lambda path, fields: sources_sentiment.sentiment(path, fields.text, fields),

@@ -27,6 +27,8 @@ from torchtitan.datasets.sources import (
 from torchtitan.datasets.sources_tables import BESIDE_ARROW, saved_split
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+LARGEST = 2**31
+"""Bytes of a file, unpacked: it is held in memory, and a few bytes of a hostile one can stand for gigabytes."""
 Row = Mapping[str, Any]
 
 
@@ -85,10 +87,10 @@ def saved(path: str | None, fields: Fields, split: str) -> Indexed:
     if not os.path.isdir(path or ""):
         raise DataError(f"{path}: no local folder; classes are read from local files: save the dataset there first")
     assert path is not None
-    return labelled(saved_split(path, split) or path, fields)
+    return labelled_files(saved_split(path, split) or path, fields)
 
 
-def labelled(path: str | None, fields: Fields) -> Indexed:
+def labelled_files(path: str | None, fields: Fields) -> Indexed:
     """Names and sizes are looked at, no more. Raises DataError."""
     files = {name: file for name, file in find_files(path, SUFFIXES).items() if file.name not in BESIDE_ARROW}
     fingerprint = {"dataset_path": os.path.normpath(path or ""), "fields": asdict(fields), **files_fingerprint(files)}
@@ -128,7 +130,10 @@ class LabelledFile(IndexedFile):
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise DataError(f"{path}: more than {LARGEST / 2**30:g} GiB of records; cut it into several files")
     text = decode(content.removeprefix(b"\xef\xbb\xbf"), str(path), 0)
     is_array = text.lstrip().startswith("[")
     lines = json.loads(text) if is_array else [line for line in text.split("\n") if line.strip()]

@@ -54,7 +54,7 @@ def model_can_learn_it(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("model.overrides", allowed, 'leave it out, or write task.kind = "seq_cls"', given)
     if labels == "classes" and not hasattr(args, "n_classes"):
         allowed = f'another one for model {name}, which has no head of classes; "sft" can teach it their names'
-        yield facts.fault("task.kind", allowed, "train gpt2 or roberta")
+        yield facts.fault("task.kind", allowed, "train gpt2, opt or roberta")
     elif labels == "classes" and classes < 2:
         given, allowed = f"n_classes = {classes}", f'n_classes of at least 2 with task.kind = "{kind}"'
         number = max(len(facts.config.task.labels), 2)

@@ -63,9 +63,9 @@ def beside_weights(
     ids = {"bos_token_id": bos_id, "eos_token_id": ends}
     written |= {key: _agreed(written.get(key), id_) for key, id_ in ids.items()}
     generation |= {key: _agreed(generation.get(key, written[key]), id_) for key, id_ in ids.items()}
-    if "id2label" in written:
+    if "id2label" in written and written.get("pad_token_id") is None:
         # what transformers looks for to find the last token of a text
-        written["pad_token_id"] = written.get("pad_token_id", next(iter(end_ids), None))
+        written["pad_token_id"] = next(iter(end_ids), None)
     if labels:
         written |= {"id2label": dict(enumerate(labels)), "label2id": {name: n for n, name in enumerate(labels)}}
     own = {CONFIG: written, GENERATION: generation}
