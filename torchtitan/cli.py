@@ -25,7 +25,7 @@ COMMANDS = {
     "generate": "continue a prompt with the weights of a checkpoint or of a Hugging Face folder",
     "evaluate": "loss, perplexity and bits per byte of held-out documents, by the place of a token in its document",
     "chat": "talk with what a run has learned, in the form of its records",
-    "import": "the job that a command line of another program means (torchrun_main.py of ReLoRA)",
+    "import": "the job that a file or command line of another program means (Axolotl, DeepSpeed, ReLoRA)",
     "convert": "weights from one form to another: checkpoints, Hugging Face folders, torchtitan's own",
     "checkpoints": "list what a run has saved, in what state it is, and what a resume would take",
     "export": "write a checkpoint's weights, an adapter folded in or alone, for other programs",

@@ -1,4 +1,4 @@
-"""`torchtitan import`: the job that another program's command line means."""
+"""`torchtitan import`: the job that another program's command line, or its file of options, means."""
 
 import sys
 from collections.abc import Sequence
@@ -15,7 +15,6 @@ from torchtitan.config.options import ConfigError, hint, show
 from torchtitan.errors import JobError
 from torchtitan.importers import SOURCES
 from torchtitan.importers.command_line import CommandLine, parse, split
-from torchtitan.importers.meaning import SAID_BY
 from torchtitan.launch import launch
 from torchtitan.leaving import REFUSED
 from torchtitan.ranks import likely_device
@@ -24,8 +23,9 @@ from torchtitan.rules import check
 USAGE = """\
 usage: torchtitan import [--from SOURCE] [--world-size N] [--run] "COMMAND LINE"
 
-Prints the job (TOML) that another program's command line means, with what is otherwise here in comments at its head.
-The words of the line may also be given one by one, behind the options of this command.
+Prints the job (TOML) that another program's command line means, or its file of options (a path, and flags behind it),
+with what is otherwise here in comments at its head. The words of the line may also be given one by one, behind the
+options of this command.
   --from SOURCE    whose line it is (default: told by the script that it runs): {sources}
   --world-size N   ranks that it runs on (default: what the line tells torchrun)
   --run            write the job into its folder, as imported.toml, and train it
@@ -82,10 +82,11 @@ def translate(line: CommandLine, source: str | None) -> tuple[str, JobConfig]:
             f"{name or line.script}: not one that is read; allowed: {known}; {near or 'say whose it is, --from'}"
         )
     meaning = resolve_name(SOURCES[name].reader)(line)
-    layer = layer_of(SAID_BY, meaning.values.items())
+    layer = layer_of(meaning.said_by, meaning.values.items())
     if faults := [*meaning.faults, *layer.all_faults()]:
         raise ConfigError(faults)
-    head = [f"Translated from a command line of {line.script} ({name}).", *meaning.notes]
+    what = line.script if line.script == line.config else f"a command line of {line.script}"
+    head = [f"Translated from {what} ({name}).", *meaning.notes]
     return as_file(head, layer.values) + "\n", assemble(layer.values, ["the translation"])
 
 

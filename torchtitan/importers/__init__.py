@@ -1,5 +1,5 @@
-"""Command lines of other programs, as jobs. A reader is one file and one line here; `torchtitan import` finds it by the
-script that a line runs, or by its flags. No torch.
+"""Command lines and files of other programs, as jobs. A reader is one file and one line here; `torchtitan import` finds
+it by the script that a line runs, by its flags, or by how the file of options ends that it names. No torch.
 """
 
 from typing import NamedTuple
@@ -9,19 +9,25 @@ from torchtitan.registration import Registry
 
 
 class Source(NamedTuple):
-    """`script`: the name of the file that its command lines run, or None where any may with these `flags`. `reader`:
-    "module:function", of the command line (command_line.CommandLine) the job that it means (meaning.Meaning).
+    """`script`: the name of the file that its command lines run, or None where any may with these `flags`, or with a
+    file of options that ends in one of `files`. `reader`: "module:function", of the command line
+    (command_line.CommandLine) the job that it means (meaning.Meaning).
     """
 
     script: str | None
     reader: str
     what: str
     flags: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        if self.files:
+            return f"a file that ends in {' or '.join(self.files)}"
         return self.script or f"any script with --{' --'.join(self.flags)}"
 
     def reads(self, line: CommandLine) -> bool:
+        if self.files:
+            return line.config is not None and line.config.endswith(self.files)
         if self.script is None:
             return set(self.flags) <= {name for name, _ in line.flags}
         return line.script == self.script
@@ -35,5 +41,9 @@ _own = {
         "LoRA, GaLore and both in 8 bits beside AdamW",
         ("mode", "optimizer", "model"),
     ),
+    "axolotl": Source(
+        None, "torchtitan.importers.axolotl:read", "fine-tuning, and what launches it", files=(".yaml", ".yml")
+    ),
+    "deepspeed": Source(None, "torchtitan.importers.deepspeed:read", "DeepSpeed's ZeRO stages", files=(".json",)),
 }
 SOURCES: Registry[Source] = Registry("torchtitan.importers", _own, Source)

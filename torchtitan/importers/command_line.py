@@ -1,4 +1,4 @@
-"""A command line as shells have it: on how many ranks which script runs, and with which flags."""
+"""A command line as shells have it: on how many ranks which script runs, with which file of options and which flags."""
 
 import re
 import shlex
@@ -9,18 +9,23 @@ from torchtitan.errors import JobError
 
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 WITHOUT_VALUE = {"--standalone", "--no_python", "--run_path", "--module", "-m", "-u"}
-"""Of torchrun's and python's options those that are words alone."""
+WITHOUT_VALUE |= {"--use_deepspeed", "--use_fsdp", "--multi_gpu", "--cpu"}
+"""Of torchrun's, python's and accelerate's options those that are words alone."""
+CONFIGS = (".yaml", ".yml", ".json")
+"""How files of options end."""
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """`ranks`: of all machines together; None where the line leaves that to the machine. `flags`: behind the script, in
-    order, as (name without dashes, value), the value None for a flag that is a word alone.
+    """`script`: its name, or that of the file where a line has no script. `ranks`: of all machines together; None where
+    the line leaves that to the machine. `flags`: behind both, in order, as (name without dashes, value), the value None
+    for a flag that is a word alone. `config`: the path of a file of options.
     """
 
     script: str
     ranks: int | None
     flags: list[tuple[str, str | None]] = field(default_factory=list)
+    config: str | None = None
 
 
 def split(words: Sequence[str]) -> list[str]:
@@ -35,25 +40,32 @@ def split(words: Sequence[str]) -> list[str]:
 
 def parse(words: Sequence[str]) -> CommandLine:
     """JobError where nothing in it is a script, or what stands behind the script is no flag."""
-    words = [word for word in words]
-    place = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+    words = list(words)
+    place = next((i for i, word in enumerate(words) if word.endswith((".py", *CONFIGS))), None)
     if place is None:
         raise JobError(
-            f"no script (a word that ends in .py) in: {shlex.join(words)[:200] or 'nothing'}; give the line whole"
+            f"no script (a word that ends in .py) and no file of options (.yml, .json) in: "
+            f"{shlex.join(words)[:200] or 'nothing'}; give the line whole"
         )
     before = [word for word in words[:place] if not ASSIGNMENT.fullmatch(word)]
     script = words[place].replace("\\", "/").rpartition("/")[2]
-    return CommandLine(script, _ranks(before), list(_flags(words[place + 1 :])))
+    behind = place + 1
+    if script.endswith(".py") and words[behind : behind + 1] and words[behind].endswith(CONFIGS):
+        behind += 1
+    config = words[behind - 1] if words[behind - 1].endswith(CONFIGS) else None
+    return CommandLine(script, _ranks(before), list(_flags(words[behind:])), config)
 
 
 def _ranks(words: Sequence[str]) -> int | None:
-    """1 unless torchrun is told otherwise."""
+    """1 unless torchrun or accelerate is told otherwise."""
     found, rest = {"nproc_per_node": "1", "nnodes": "1"}, iter(words)
     for word in rest:
         name, equals, value = word.partition("=")
         name = name.replace("-", "_").replace("__", "--", 1)
         if name.startswith("--") and name not in WITHOUT_VALUE:
             found[name[2:]] = value if equals else next(rest, "")
+    if "accelerate" in words:  # which counts the processes of all machines together
+        found |= {"nproc_per_node": found.get("num_processes", "auto"), "nnodes": "1"}
     counts = (found["nproc_per_node"], found["nnodes"])
     return int(counts[0]) * int(counts[1]) if all(count.isdecimal() for count in counts) else None
 

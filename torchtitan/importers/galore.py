@@ -16,6 +16,7 @@ from torchtitan.config.options import hint, show
 from torchtitan.errors import JobError
 from torchtitan.importers.command_line import CommandLine
 from torchtitan.importers.flags import Flag, Given
+from torchtitan.importers.linears import LINEARS
 from torchtitan.importers.meaning import Meaning
 from torchtitan.models import FROM_HF
 from torchtitan.models.hf.config import read_json
@@ -51,20 +52,6 @@ LORA = {"r": 8, "alpha": 8, "dropout": 0.1}
 GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
 SPELT = {"lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets", "galore_scale": "scale"}
 """Of a JSON config's keys, as libraries call them and as the script did."""
-ATTENTION = {"q": "*attention.wq", "k": "*attention.wk", "v": "*attention.wv", "o": "*attention.wo"}
-LINEARS: dict[str, list[str]] = {
-    **{f"{name}_proj": [pattern] for name, pattern in ATTENTION.items()},
-    "gate_proj": ["*feed_forward.w1"],
-    "down_proj": ["*feed_forward.w2"],
-    "up_proj": ["*feed_forward.w3"],
-    "query": [ATTENTION["q"]],
-    "key": [ATTENTION["k"]],
-    "value": [ATTENTION["v"]],
-    "c_attn": [ATTENTION[name] for name in "qkv"],
-    "c_fc": ["*feed_forward.w1"],
-    "c_proj": [ATTENTION["o"], "*feed_forward.w2"],
-}
-"""As Llama, RoBERTa and GPT-2 call them, the targets that they are here."""
 HEADS = {"roberta": ["output.*", "norm.dense.*"], "gpt2": ["output.*"]}
 """Parameters of the heads of classes."""
 TEST_TOKENS = 1000

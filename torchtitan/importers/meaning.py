@@ -13,15 +13,18 @@ SAID_BY = "the command line"
 @dataclass
 class Meaning:
     """`values`: options by dotted name. `notes`: what a reader of the job should know, a line each. `faults`: what has
-    no meaning here, or none at all; with any of them there is no job.
+    no meaning here, or none at all; with any of them there is no job. `said_by`: the line, or a file; `dashes`: ahead
+    of the names in it.
     """
 
+    said_by: str = SAID_BY
+    dashes: str = "--"
     values: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
     def refuse(self, flag: str, given: Any, allowed: str, remedy: str = "") -> None:
-        self.faults.append(Fault(SAID_BY, f"--{flag}", show(given), allowed, remedy))
+        self.faults.append(Fault(self.said_by, f"{self.dashes}{flag}", show(given), allowed, remedy))
 
 
 Reader = Callable[[CommandLine], Meaning]

@@ -13,10 +13,11 @@ from torchtitan.config.options import show
 from torchtitan.errors import JobError
 from torchtitan.importers.command_line import CommandLine
 from torchtitan.importers.flags import Given
+from torchtitan.importers.folder import family_in, from_folder
 from torchtitan.importers.meaning import Meaning
 from torchtitan.importers.relora_flags import FLAGS, PLAIN, PROJECTING
 from torchtitan.lr_restarts import CYCLICAL, JAGGED
-from torchtitan.models import FROM_HF, SIZES, family_of
+from torchtitan.models import SIZES
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.models.llama import RELORA, relora_sizes
 
@@ -93,12 +94,11 @@ class _ReLoRA:
         elif config is not None:
             self._preset(Path(config))
         elif Path(folder, CONFIG).is_file():
-            name = family_of(read_json(Path(folder, CONFIG)).get("model_type"))
+            name = family_in(Path(folder))
             if name is None:
                 self.refuse("model_name_or_path", folder, f"a model of {', '.join(SIZES)}", "no other family is here")
                 return
-            self.values |= {"model.name": name, "model.flavor": FROM_HF, "model.hf_folder": folder}
-            self.values |= {"checkpoint.initial_load_path": folder, "checkpoint.initial_load_in_hf": True}
+            self.values |= from_folder(name, folder)
         else:
             self.refuse("model_name_or_path", folder, "a folder in the form of Hugging Face", "fetch the model to one")
         if "model_revision" in given:

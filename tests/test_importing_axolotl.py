@@ -1,0 +1,507 @@
+"""`torchtitan import` of Axolotl's files, DeepSpeed's and the notes' launch script: what becomes of each of the 181
+options, by a file that has it.
+"""
+
+import json
+
+import pytest
+import yaml
+
+from tests.support.jobs import ROOT
+from tests.test_notes_script import base, write_rows
+from torchtitan import cli
+from torchtitan.config.manager import load
+from torchtitan.errors import JobError
+from torchtitan.importers import axolotl, deepspeed, yaml_file
+from torchtitan.importers.axolotl_options import FATES, OF_AN_ENTRY, TABLE_OF_DATA
+from torchtitan.importers.command_line import parse, split
+
+MUST = """
+    adam_beta1 adam_beta2 adam_epsilon adapter auto_resume_from_checkpoints axolotl_config_path base_model
+    batch_size bf16 bfloat16 bnb_config_kwargs chat_template conversation cosine_min_lr_ratio dataloader_drop_last
+    dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor dataset_prepared_path dataset_processes
+    datasets ddp ddp_broadcast_buffers ddp_bucket_cap_mb ddp_timeout debug deepspeed default_system_message
+    dpo_beta eager_attention early_stopping_patience eval_batch_size eval_sample_packing eval_steps evals_per_epoch
+    evaluation_strategy field_input field_instruction field_output field_system flash_attention
+    flash_attn_cross_entropy flash_optimum format fsdp fsdp_config gpu_memory_limit gradient_accumulation_steps
+    gradient_checkpointing gradient_checkpointing_kwargs greater_is_better is_preprocess learning_rate
+    load_best_model_at_end load_in_4bit logging_steps lora_alpha lora_dropout lora_model_dir lora_modules_to_save
+    lora_r lora_target_linear lora_target_modules loss_watchdog_patience loss_watchdog_threshold lr_scheduler
+    lr_scheduler_kwargs max_grad_norm max_memory max_packed_sequence_len max_steps merge_lora metric_for_best_model
+    micro_batch_size model_config model_config_type model_type no_input_format num_epochs optimizer output_dir
+    pad_to_sequence_len path peft_adapter peft_layers_to_transform pretraining_dataset relora_steps
+    relora_warmup_steps resize_token_embeddings_to_32x resume_from_checkpoint rl rl_adapter_ref_model rope_scaling
+    sample_packing sample_packing_eff_est save_safetensors save_steps save_strategy save_total_limit
+    saves_per_epoch sdp_attention seed sequence_len special_tokens strict system_format system_prompt test_datasets
+    tokenizer_config tokens torch_compile torch_compile_backend torch_dtype total_num_tokens
+    total_supervised_tokens train_on_inputs type use_wandb val_set_size wandb_name wandb_project wandb_run_id
+    warmup_ratio warmup_steps weight_decay xformers_attention zero_optimization
+"""
+NICE = """
+    base_model_config bench_dataset dataset_keep_in_memory dataset_shard_idx dataset_shard_num do_bench_eval
+    dpo_label_smoothing eval_table_max_new_tokens eval_table_size float16 fp16 group_by_length hub_model_id
+    hub_strategy load_in_8bit lora_on_cpu lr_quadratic_warmup mlflow_experiment_name model_revision
+    neftune_noise_alpha noisy_embedding_alpha peft precompute_ref_log_probs push_to_hub_model_id relora_cpu_offload
+    s2_attention tf32 unfrozen_parameters use_mlflow
+"""
+NOWHERE = """
+    device device_map flash_attn_fuse_mlp flash_attn_fuse_qkv flash_attn_rms_norm gptq gptq_disable_exllama
+    hf_use_auth_token is_falcon_derived_model is_file is_llama_derived_model is_mistral_derived_model
+    is_qwen_derived_model local_rank lora_fan_in_fan_out model_kwargs push_dataset_to_hub read_text
+    remove_unused_columns tokenizer_legacy tokenizer_type tokenizer_use_fast torchdistx_path trust_remote_code
+    world_size
+"""
+OPTIONS = (MUST + NICE + NOWHERE).split()
+"""Of the revision of February 2024."""
+
+FULL = {"base_model": "llama", "datasets": [{"path": "a.jsonl"}], "learning_rate": 1e-4, "max_steps": 100}
+LORA = FULL | {"adapter": "lora", "lora_target_linear": True}
+HELD = FULL | {"val_set_size": 0.1}
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("axolotl")
+    (folder / "llama").mkdir()
+    (folder / "llama/config.json").write_text('{"model_type": "llama"}')
+    (folder / "llama/tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}, "eos_token": "</s>"}')
+    (folder / "z2.json").write_text('{"zero_optimization": {"stage": 2}}')
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def inside(here, monkeypatch):
+    monkeypatch.chdir(here)
+
+
+def meaning(said, words="", launched="accelerate launch --num_processes 2 -m axolotl.cli.train"):
+    text = said if isinstance(said, str) else yaml.safe_dump(said)
+    with open("job.yml", "w") as file:
+        file.write(text)
+    return axolotl.read(parse(split([f"{launched} job.yml {words}"])))
+
+
+def changed(added, before):
+    first, then = meaning(before), meaning(before | added)
+    assert then.faults == [], then.faults
+    keys = first.values.keys() | then.values.keys()
+    values = {key: then.values.get(key) for key in keys if first.values.get(key) != then.values.get(key)}
+    return values, " ".join(note for note in then.notes if note not in first.notes)
+
+
+HERE = [  # what is given, beside what, and all that it changes
+    ({"base_model": "my/Mistral-7B"}, FULL, {"model.name": "mistral", "model.hf_folder": "my/Mistral-7B"}),
+    ({"base_model_config": "llama"}, FULL, {}),
+    ({"model_config": {"rope_theta": 5e5}}, FULL, {"model.overrides": {"rope_theta": 5e5}}),
+    ({"tokenizer_config": "other"}, FULL, {"model.tokenizer_path": "other"}),
+    ({"special_tokens": {"bos_token": "<s>", "eos_token": "</s>"}}, FULL, {}),
+    ({"torch_compile": True}, FULL, {"compile.enable": True}),
+    ({"torch_compile_backend": "eager"}, FULL, {"compile.backend": "eager"}),
+    ({"datasets": [{"path": "b.jsonl"}]}, FULL, {"training.dataset_path": "b.jsonl"}),
+    ({"datasets": [{"path": "owner/set", "name": "en"}]}, FULL, {"training.dataset_path": "owner/set:en"}),
+    ({"datasets": [{"path": "b.jsonl", "type": "completion"}]}, FULL, {"data.too_long": "split"}),
+    ({"datasets": [{"path": "a.jsonl", "conversation": "llama-2"}]}, FULL, {"data.chat_template": "llama2"}),
+    ({"chat_template": "chatml"}, FULL, {"data.chat_template": "chatml"}),
+    ({"chat_template": "tokenizer_default"}, FULL, {}),
+    ({"train_on_inputs": True}, FULL, {"data.train_on": "all"}),
+    ({"train_on_inputs": False}, FULL, {}),
+    ({"test_datasets": [{"path": "t.jsonl"}]}, FULL, {"validation.dataset_path": "t.jsonl"}),
+    ({"val_set_size": 0.1}, FULL, {"validation.split": 0.1, "validation.samples": 0, "validation.enable": True}),
+    ({"dataset_prepared_path": "p"}, FULL, {"data.cache_dir": "p"}),
+    ({"dataset_processes": 3}, FULL, {"data.num_proc": 3}),
+    ({"sequence_len": 512}, FULL, {"training.seq_len": 512}),
+    ({"sample_packing": True}, FULL, {"data.packing": "best_fit"}),
+    ({"max_packed_sequence_len": 64}, FULL | {"sequence_len": 64}, {}),
+    ({"dataloader_num_workers": 2}, FULL, {"training.dataloader.num_workers": 2}),
+    ({"dataloader_pin_memory": False}, FULL, {"training.dataloader.pin_memory": False}),
+    ({"dataloader_prefetch_factor": 4}, FULL, {"training.dataloader.prefetch_factor": 4}),
+    ({"adapter": "qlora", "load_in_4bit": True}, LORA, {"adapter.kind": "qlora"}),
+    ({"load_in_8bit": True}, LORA, {"adapter.kind": "lora_int8"}),
+    ({"peft_use_dora": True}, LORA, {"adapter.kind": "dora"}),
+    ({"lora_r": 32}, LORA, {"adapter.rank": 32}),
+    ({"lora_alpha": 64}, LORA, {"adapter.alpha": 64.0}),
+    ({"lora_dropout": 0.05}, LORA, {"adapter.dropout": 0.05}),
+    (
+        {"lora_target_linear": False, "lora_target_modules": ["q_proj", "down_proj"]},
+        LORA,
+        {"adapter.target": ["*attention.wq", "*feed_forward.w2"]},
+    ),
+    ({"peft_layers_to_transform": [1, 2]}, LORA, {"adapter.layers": [1, 2]}),
+    ({"lora_modules_to_save": ["embed_tokens"]}, LORA, {"adapter.train_fully": ["tok_embeddings.weight"]}),
+    ({"lora_model_dir": "old"}, LORA, {"adapter.initial_path": "old"}),
+    ({"peft_adapter": "old"}, LORA, {"adapter.initial_path": "old"}),
+    ({"relora_steps": 20, "relora_warmup_steps": 5}, LORA, {"adapter.relora.every": 20, "adapter.save": None}),
+    ({"bnb_config_kwargs": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}}, LORA, {}),
+    ({"bf16": True}, FULL, {"training.mixed_precision_param": "bfloat16"}),
+    ({"bfloat16": True}, FULL, {"training.mixed_precision_param": "bfloat16", "training.dtype": "bfloat16"}),
+    ({"torch_dtype": "bfloat16"}, FULL, {"training.dtype": "bfloat16"}),
+    ({"fp16": False, "float16": False}, FULL, {}),
+    ({"gradient_checkpointing": True}, FULL, {"activation_checkpoint.mode": "full"}),
+    ({"optimizer": "paged_adamw_8bit"}, FULL, {"optimizer.name": "AdamW8bit"}),
+    ({"optimizer": "adamw_anyprecision"}, FULL, {"optimizer.name": "AdamWBF16", "training.dtype": "bfloat16"}),
+    ({"learning_rate": "2e-5"}, FULL, {"optimizer.lr": 2e-5}),
+    ({"weight_decay": 0.01}, FULL, {"optimizer.weight_decay": 0.01}),
+    ({"adam_beta1": 0.8}, FULL, {"optimizer.beta1": 0.8}),
+    ({"adam_beta2": 0.99}, FULL, {"optimizer.beta2": 0.99}),
+    ({"adam_epsilon": 1e-6}, FULL, {"optimizer.eps": 1e-6}),
+    ({"max_grad_norm": 0.3}, FULL, {"training.max_norm": 0.3}),
+    ({"lr_scheduler": "linear"}, FULL, {"lr_scheduler.decay_type": "linear"}),
+    ({"cosine_min_lr_ratio": 0.1}, FULL, {"lr_scheduler.min_lr_factor": 0.1}),
+    ({"warmup_steps": 7}, FULL, {"lr_scheduler.warmup_steps": 7}),
+    ({"warmup_ratio": 0.07}, FULL, {"lr_scheduler.warmup_steps": 7}),
+    ({"micro_batch_size": 4}, FULL, {"training.local_batch_size": 4, "training.global_batch_size": 8}),
+    ({"gradient_accumulation_steps": 4}, FULL, {"training.global_batch_size": 8}),
+    ({"batch_size": 4}, FULL, {"training.global_batch_size": 8}),
+    ({"eval_batch_size": 3}, HELD, {"validation.local_batch_size": 3}),
+    ({"max_steps": -1, "num_epochs": 3}, FULL, {"training.epochs": 3, "training.steps": None}),
+    ({"max_steps": 0}, FULL, {"training.epochs": 1, "training.steps": None}),
+    ({"num_epochs": 3}, FULL, {}),
+    ({"seed": 1}, FULL, {"debug.seed": 1}),
+    ({"eval_steps": 0.05}, HELD, {"validation.freq": 5}),
+    ({"save_steps": 0.07}, FULL, {"checkpoint.interval": 7}),
+    ({"logging_steps": 5}, FULL, {"metrics.log_freq": 5}),
+    ({"evaluation_strategy": "no"}, HELD, {"validation.enable": None, "validation.split": None}),
+    ({"save_strategy": "no"}, FULL, {"checkpoint.interval": 100}),
+    ({"save_strategy": "epoch", "num_epochs": 3}, FULL, {"checkpoint.interval": 34}),
+    ({"evals_per_epoch": 2, "num_epochs": 2}, HELD, {"validation.freq": 25}),
+    ({"saves_per_epoch": 1}, FULL, {"checkpoint.interval": 100}),
+    ({"save_total_limit": 3}, FULL, {"checkpoint.keep_latest_k": 3}),
+    ({"output_dir": "out"}, FULL, {"job.dump_folder": "out"}),
+    ({"save_safetensors": True}, FULL, {}),
+    ({"use_wandb": True}, FULL, {"metrics.enable_wandb": True}),
+    ({"wandb_project": "p"}, FULL, {"metrics.enable_wandb": True}),
+    ({"wandb_name": "n"}, FULL, {"job.description": "n"}),
+    ({"use_mlflow": True}, FULL, {"metrics.trackers": ["mlflow"]}),
+    ({"ddp_timeout": 60}, FULL, {"comm.train_timeout_seconds": 60}),
+    (
+        {"fsdp": ["full_shard", "auto_wrap"]},
+        FULL,
+        {"parallelism.fsdp_reshard_after_forward": "always", "parallelism.data_parallel_replicate_degree": None},
+    ),
+    (
+        {"fsdp": "shard_grad_op", "fsdp_config": {"fsdp_offload_params": True}},
+        FULL,
+        {"training.enable_cpu_offload": True, "parallelism.fsdp_reshard_after_forward": "never"},
+    ),
+    ({"deepspeed": "z2.json"}, FULL, {"parallelism.fsdp_reshard_after_forward": "never"}),
+    (
+        {"pretraining_dataset": [{"path": "owner/text"}], "datasets": None},
+        FULL,
+        {"task.kind": None, "training.dataset": "huggingface", "training.dataset_path": "owner/text"},
+    ),
+    ({"rl": "dpo"}, FULL, {"task.kind": "dpo"}),
+    ({"rl": "ipo", "dpo_beta": 0.2}, FULL, {"task.kind": "ipo", "dpo.beta": 0.2}),
+    ({"dpo_label_smoothing": 0.1}, FULL | {"rl": "dpo"}, {"dpo.label_smoothing": 0.1}),
+    ({"peft_use_rslora": True}, LORA, {"adapter.rslora": True}),
+    ({"loraplus_lr_ratio": 16}, LORA, {"adapter.lr_ratio_b": 16.0}),
+    ({"train_data_uri": "rows.jsonl", "datasets": None}, FULL, {"training.dataset_path": "rows.jsonl"}),
+    ({"val_data_uri": "rows.jsonl"}, FULL, {"validation.dataset_path": "rows.jsonl"}),
+    ({"val_data_uri": "NA"}, FULL, {}),
+    ({"mlfoundry_run_name": "n"}, FULL, {"job.description": "n"}),
+]
+
+
+@pytest.mark.parametrize("added, before, expected", HERE, ids=[str(added) for added, *_ in HERE])
+def test_what_is_here(added, before, expected):
+    values, _ = changed(added, before)
+    assert {key: values.get(key) for key in expected} == expected
+    assert expected or not values
+
+
+def _nested(name, value):
+    """A file with an option where it belongs: in an entry of datasets, or beside them."""
+    if name in OF_AN_ENTRY or name in TABLE_OF_DATA:
+        kind = {name: value} if name == "type" else {"type": {name: value}}
+        return FULL | {"datasets": [{"path": "a.jsonl"} | kind]}
+    return (LORA if name in ("peft", "unfrozen_parameters") else FULL) | {name: value}
+
+
+VALUES = {"bool": True, "int": 3, "float": 3.0, "text": "some", "list": ["some"], "table": {"some": 1}, "any": "some"}
+NOTED = sorted(name for name, fate in FATES.items() if fate.note)
+REFUSED = sorted(name for name, fate in FATES.items() if fate.reason)
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_what_is_noted(name):
+    values, note = changed({name: VALUES[FATES[name].kind]}, FULL)
+    assert values == {} and f"{name}: {FATES[name].note}" in note
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_unless_it_is_off(name):
+    faults = meaning(_nested(name, VALUES[FATES[name].kind])).faults
+    assert [(fault.key, fault.remedy, fault.file) for fault in faults] == [(name, FATES[name].reason, "job.yml")]
+    off = {"bool": False, "int": 0, "float": 0.0, "list": [], "table": {}}.get(FATES[name].kind)
+    assert changed({name: off}, FULL) == ({}, "")
+
+
+WRONG = [  # what is given, beside what, of which option what is said
+    ("rope_scaling", {"type": "linear", "factor": 2.0}, FULL, "config.json"),
+    ("special_tokens", {"eos_token": "<end>"}, FULL, "the tokenizer's own"),
+    ("base_model_config", "other", FULL, "as base_model"),
+    ("base_model", "my/thing", FULL, "no other family is here"),
+    ("model_config", {"width": 3}, FULL, "rope_theta"),
+    ("val_set_size", 0.1, FULL | {"test_datasets": [{"path": "t"}]}, "0 beside test_datasets"),
+    ("val_set_size", 0.1, FULL | {"pretraining_dataset": "a.txt"}, "nothing beside pretraining_dataset"),
+    ("max_packed_sequence_len", 64, FULL | {"sequence_len": 32}, "samples are of one length"),
+    ("chat_template", "vicuna", FULL, "tokenizer_default, chatml"),
+    ("datasets", [], FULL, "at least one entry"),
+    ("adapter", "llama-adapter", FULL, "lora, qlora or dora"),
+    ("load_in_4bit", True, LORA, "or adapter: qlora"),
+    ("load_in_8bit", True, FULL, "or adapter: lora"),
+    ("peft_use_dora", True, LORA | {"adapter": "qlora"}, "not packed"),
+    ("lora_target_modules", ["wide"], LORA | {"lora_target_linear": False}, "q_proj"),
+    ("lora_modules_to_save", ["wide"], LORA, "embed_tokens, lm_head, norm"),
+    ("relora_steps", 5, FULL, "nothing without an adapter"),
+    ("relora_warmup_steps", 5, LORA, "nothing without relora_steps"),
+    ("bnb_config_kwargs", {"bnb_4bit_quant_type": "fp4"}, LORA, "nf4"),
+    ("bnb_config_kwargs", {"bnb_4bit_compute_dtype": "float16"}, LORA, "bfloat16 or float32"),
+    ("bnb_config_kwargs", {"llm_int8_threshold": 6.0}, LORA, "bnb_4bit_quant_type"),
+    ("torch_dtype", "float16", FULL, "bfloat16 or float32"),
+    ("optimizer", "adamw_magic", FULL, "adamw_torch"),
+    ("adam_beta1", 0.9, FULL | {"optimizer": "sgd"}, "it belongs to Adam"),
+    ("lr_scheduler", "one_cycle", FULL, "others are not here yet"),
+    ("cosine_min_lr_ratio", 0.1, FULL | {"lr_scheduler": "linear"}, "nothing with lr_scheduler: linear"),
+    ("warmup_ratio", 0.2, FULL | {"max_steps": 0}, "give warmup_steps"),
+    ("warmup_ratio", 0.2, FULL | {"warmup_steps": 3}, "nothing beside warmup_steps"),
+    ("micro_batch_size", 0, FULL, "at least 1"),
+    ("batch_size", 3, FULL | {"micro_batch_size": 2}, "a multiple of micro_batch_size 2"),
+    ("num_epochs", 0.5, FULL | {"max_steps": 0}, "a whole number"),
+    ("eval_steps", 0.1, HELD | {"max_steps": 0}, "once the data are packed"),
+    ("evals_per_epoch", 2, HELD | {"eval_steps": 5}, "nothing beside eval_steps"),
+    ("saves_per_epoch", 2, FULL | {"max_steps": 0}, "once the data are packed"),
+    ("save_steps", 2.5, FULL, "a share below 1"),
+    ("save_strategy", "best", FULL, "no, steps or epoch"),
+    ("evaluation_strategy", "often", HELD, "no, steps or epoch"),
+    ("save_safetensors", False, FULL, "never pickled"),
+    ("resume_from_checkpoint", "checkpoint-100", FULL, "checkpoints of other trainers"),
+    ("fsdp", ["hybrid"], FULL, "full_shard"),
+    ("fsdp", ["full_shard"], FULL | {"deepspeed": "z2.json"}, "nothing beside deepspeed"),
+    ("learning_rate", "fast", FULL, "a number"),
+    ("lora_rr", 3, FULL, "did you mean lora_r?"),
+    ("max_steps", float("inf"), FULL, "a whole number"),
+    ("rl", "kto", FULL, "dpo, ipo, orpo"),
+    ("dpo_beta", 0.1, FULL, "nothing without rl"),
+    ("type", "alpaca", FULL, "in an entry of datasets"),
+]
+
+
+@pytest.mark.parametrize("name, value, before, said", WRONG, ids=[f"{name}-{value}" for name, value, *_ in WRONG])
+def test_what_cannot_be_meant(name, value, before, said):
+    faults = [fault for fault in meaning(before | {name: value}).faults if fault.key.startswith(name)]
+    assert faults and said in str(faults[0])
+
+
+ENTRY = {
+    "path": ("https://a.b/c.jsonl", "fetch it first"),
+    "type": ("vicuna", "write the records as prompt and completion"),
+    "conversation": ("vicuna", "tokenizer_default, chatml"),
+    "field_instruction": ("question", "rename the field"),
+    "field_input": ("context", "rename the field"),
+    "field_output": ("answer", "rename the field"),
+    "field_system": ("system", "not here yet"),
+    "format": ("{instruction}", "not here yet"),
+    "no_input_format": ("{instruction}", "not here yet"),
+    "system_format": ("{system}", "not here yet"),
+    "system_prompt": ("Hi", "not here yet"),
+    "split": ("test", "fetch the part"),
+    "data_files": (3, "paths"),
+    "feild": ("text", "did you mean field?"),
+}
+
+
+@pytest.mark.parametrize("key", ENTRY)
+def test_what_an_entry_of_datasets_cannot_say(key):
+    value, said = ENTRY[key]
+    entry = {"path": "a.jsonl", key: value}
+    assert any(said in str(fault) for fault in meaning(FULL | {"datasets": [entry]}).faults)
+    if key not in ("path", "type", "conversation", "split", "data_files", "feild"):
+        assert any(said in str(fault) for fault in meaning(FULL | {"datasets": [{"path": "a", "type": entry}]}).faults)
+
+
+def test_what_an_entry_of_datasets_may_say():
+    usual = {"field_instruction": "instruction", "field_input": "input", "field_output": "output", "format": None}
+    entries = [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "ds_type": "json", "split": "train"}]
+    entries += [{"path": "c.jsonl", "field": "content", "type": "completion"}, {"path": "d.jsonl", "type": usual}]
+    job = meaning(FULL | {"datasets": entries})
+    assert job.faults == [] and job.values["training.sources"] == [
+        {"dataset": "text", "dataset_path": "a.jsonl"},
+        {"dataset": "text", "dataset_path": "b.jsonl"},
+        {"dataset": "text", "dataset_path": "c.jsonl", "text_field": "content"},
+        {"dataset": "text", "dataset_path": "d.jsonl"},
+    ]
+    two = [{"path": "a.jsonl", "conversation": "chatml"}, {"path": "b.jsonl", "conversation": "llama-3"}]
+    assert "one for all datasets" in str(meaning(FULL | {"datasets": two}).faults[0])
+    assert "tables that have a path" in str(meaning(FULL | {"datasets": [3]}).faults[0])
+
+
+def test_each_of_the_181_options_is_tried():
+    assert [len(part.split()) for part in (MUST, NICE, NOWHERE)] == [127, 29, 25] and len(set(OPTIONS)) == 181
+    tried = {name for added, *_ in HERE for name in added} | {*NOTED, *REFUSED, *ENTRY} | {name for name, *_ in WRONG}
+    assert set(OPTIONS) <= tried and set(FATES) <= tried
+    mapped = {name for added, *_ in HERE for name in added}
+    only_refused = {name for name, fate in FATES.items() if not fate.note and not fate.reason} - mapped
+    assert only_refused == {"rope_scaling", "resume_from_checkpoint"}
+
+
+def test_flags_come_after_the_file_and_are_read_as_it_is():
+    job = meaning(FULL | {"lora_r": 4, "val_set_size": 0.2}, "--lora_r 8 --val_set_size None --bf16 --seed=7")
+    assert job.values["debug.seed"] == 7 and "validation.split" not in job.values
+    assert job.values["training.mixed_precision_param"] == "bfloat16"
+    assert any("no adapter, so no effect: adapter.rank = 8" in note for note in job.notes)
+    for word, given in {"false": "completion", "False": "completion", "yes": "all", "1": "all"}.items():
+        assert meaning(FULL, f"--train_on_inputs {word}").values["data.train_on"] == given
+    assert "true or false" in str(meaning(FULL, "--train_on_inputs maybe").faults[0])
+    assert "gradient_accumulation_steps" in str(
+        meaning(FULL, "--gradient_accumulation_steps 2", "accelerate launch -m axolotl.cli.train").faults[0]
+    )
+    assert "no value that YAML has" in str(pytest.raises(JobError, meaning, FULL, "--seed '[1'").value)
+
+
+HOSTILE = {
+    "a: &a [1]\nb: *a": "an alias (*a); write out",
+    "a: 1\na: 2": "'a' twice",
+    "a: !!python/object/apply:os.getcwd []": "could not determine a constructor",
+    "[" * 5000: "no YAML that is read",
+    "- a": "holds no table",
+    "1: a": "holds no table",
+    "a: \x00": "no YAML that is read",
+    "a: 2026-99-99": "no YAML that is read",
+    "a" * (yaml_file.LARGEST + 1): "which is no job",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=[text[:20] for text in HOSTILE])
+def test_a_file_is_data(text):
+    assert HOSTILE[text] in str(pytest.raises(JobError, meaning, text).value)
+    assert "cannot be read" in str(pytest.raises(JobError, yaml_file.read, "nowhere.yml").value)
+
+
+def zero(said, words="", ranks="torchrun --nproc_per_node 2 -m x"):
+    with open("ds.json", "w") as file:
+        json.dump(said, file)
+    return deepspeed.read(parse(split([f"{ranks} ds.json {words}"])))
+
+
+STAGES = [
+    ({"stage": 0}, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}),
+    ({"stage": 1}, {"fsdp_reshard_after_forward": "never"}),
+    ({"stage": 2, "overlap_comm": True}, {"fsdp_reshard_after_forward": "never"}),
+    ({"stage": 3, "zero_hpz_partition_size": 1}, {"fsdp_reshard_after_forward": "always"}),
+]
+
+
+@pytest.mark.parametrize("table, expected", STAGES)
+def test_stages_of_zero(table, expected):
+    job = zero({"zero_optimization": table})
+    assert job.faults == [] and job.values == {f"parallelism.{key}": value for key, value in expected.items()}
+
+
+def test_the_rest_of_a_deepspeed_file():
+    offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
+    said = {"zero_optimization": offload, "bf16": {"enabled": True}, "fp16": {"enabled": "auto"}}
+    said |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5}
+    said |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": "auto"}}}
+    job = zero(said | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}})
+    assert job.faults == [] and "go to the host together" in " ".join(job.notes)
+    expected = {"training.enable_cpu_offload": True, "training.mixed_precision_param": "bfloat16"}
+    expected |= {"training.local_batch_size": 2, "training.global_batch_size": 16, "training.max_norm": 0.5}
+    expected |= {"optimizer.lr": 1e-3, "optimizer.beta2": 0.95, "optimizer.name": "AdamW"}
+    assert {key: job.values[key] for key in expected} == expected and "optimizer.eps" not in job.values
+
+
+DEEPSPEED_WRONG = [
+    ({"zero_optimization": {"stage": 4}}, "0, 1, 2 or 3"),
+    ({"zero_optimization": 2}, "a table with its stage"),
+    ({"zero_optimization": {"stge": 2}}, "did you mean stage?"),
+    ({"zero_optimisation": {}}, "did you mean zero_optimization?"),
+    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "disks are not offloaded to"),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "not here yet"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "gathered in the type"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "mixed_precision_reduce"),
+    ({"fp16": {"enabled": True}}, "float16 overflows"),
+    ({"gradient_accumulation_steps": 4}, "it needs the batch of a rank"),
+    ({"gradient_accumulation_steps": "many"}, "a whole number, or auto"),
+    ({"gradient_clipping": "hard"}, "a number, or auto"),
+    ({"optimizer": {"type": "Lamb"}}, "AdamW or Adam"),
+    ({"optimizer": {"type": "AdamW", "params": {"momentum": 1}}}, "auto"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}, "[lr_scheduler]"),
+]
+
+
+@pytest.mark.parametrize("said, words", DEEPSPEED_WRONG, ids=str)
+def test_what_a_deepspeed_file_cannot_mean(said, words):
+    faults = zero(said).faults
+    assert words in str(faults[0]) and str(faults[0]).startswith("ds.json: ")
+
+
+def test_a_deepspeed_file_may_not_contradict_the_job():
+    contradictions = {"train_batch_size": 64, "gradient_clipping": 3.0, "bf16": {"enabled": True}}
+    contradictions |= {"gradient_accumulation_steps": 3, "optimizer": {"type": "AdamW", "params": {"lr": 1}}}
+    for key, value in contradictions.items():
+        with open("other.json", "w") as file:
+            json.dump({key: value}, file)
+        job = meaning(FULL | {"deepspeed": "other.json", "max_grad_norm": 1.0})
+        assert len(job.faults) == 1 and job.faults[0].key.startswith(key) and job.faults[0].file == "other.json"
+    adam = FULL | {"deepspeed": "other.json", "optimizer": "sgd"}
+    assert "SGD, as in the job" in str(meaning(adam).faults[0])
+    assert "no flags behind a DeepSpeed file" in str(zero({}, "--lr 1").faults[0])
+    assert "--world-size N" in str(zero({}, ranks="accelerate launch -m x").faults[0])
+
+
+BASE = """
+base_model: mistralai/Mistral-7B-v0.1
+load_in_4bit: auto
+adapter: qlora
+lora_r: 8
+lora_dropout: 0.05
+lora_target_linear: true
+sequence_len: 192
+sample_packing: true
+chat_template: chatml
+train_on_inputs: false
+learning_rate: 0.00003
+lr_scheduler: cosine
+warmup_ratio: 0.1
+weight_decay: 0.01
+adam_beta2: 0.99
+num_epochs: 10
+optimizer: adamw_torch_fused
+save_total_limit: 1
+bf16: auto
+"""
+SCRIPT = """accelerate launch --mixed_precision bf16 --use_deepspeed train.py config-base.yaml \\
+    --deepspeed ./z2.json --flash_attention True --base_model base --train_data_uri ./rows.jsonl --val_data_uri None \\
+    --val_set_size 0.1 --max_steps 10 --num_epochs 3 --micro_batch_size 1 --gradient_accumulation_steps 4 \\
+    --learning_rate 0.00001 --output_dir run --train_on_inputs False --logging_steps 1 --save_strategy steps \\
+    --save_steps 0.05 --evaluation_strategy steps --eval_steps 0.05 --adapter qlora --lora_target_linear True \\
+    --lora_r 32 --lora_alpha 64 --gradient_checkpointing True --mlfoundry_enable_reporting True \\
+    --mlfoundry_ml_repo repo --mlfoundry_run_name my-run --mlfoundry_checkpoint_artifact_name name \\
+    --mlfoundry_log_checkpoints True --resume_from_checkpoint False --cleanup_output_dir_on_start True"""
+
+
+def test_the_notes_script_is_a_job_that_can_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    base(tmp_path / "base")
+    capsys.readouterr()  # what transformers says of its writing
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "rows.jsonl")
+    (tmp_path / "config-base.yaml").write_text(BASE)
+    (tmp_path / "z2.json").write_text('{"zero_optimization": {"stage": 2, "overlap_comm": true}}')
+    assert cli.main(["import", "--world-size", "2", SCRIPT]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and out.startswith("# Translated from a command line of train.py (axolotl).")
+    (tmp_path / "job.toml").write_text(out)
+    config = load(["--job.config_file", str(tmp_path / "job.toml")])
+    assert (config.validation.freq, config.checkpoint.interval, config.metrics.log_freq) == (1, 1, 1)
+    assert (config.adapter.kind, config.adapter.rank, config.adapter.alpha) == ("qlora", 32, 64.0)
+    assert (config.training.steps, config.training.global_batch_size, config.optimizer.lr) == (10, 8, 1e-5)
+    assert (config.lr_scheduler.warmup_steps, config.validation.split, config.data.chat_template) == (1, 0.1, "chatml")
+    assert config.parallelism.fsdp_reshard_after_forward == "never" and config.checkpoint.keep_latest_k == 2
+    # a file alone is for one rank, and DeepSpeed's alone a job to go on from
+    assert cli.main(["import", "config-base.yaml", "--base_model", "base", "--train_data_uri", "rows.jsonl"]) == 0
+    assert capsys.readouterr().out.startswith("# Translated from config-base.yaml (axolotl).")
+    assert cli.main(["import", "--world-size", "2", "z2.json"]) == 0
+    assert 'fsdp_reshard_after_forward = "never"' in capsys.readouterr().out
+    assert cli.main(["import", "z2.json"]) == 0
+    assert "on one rank nothing is sharded" in capsys.readouterr().out

@@ -1,0 +1,379 @@
+"""Axolotl's files, with the flags that may follow one, as jobs: options by subject, each in one place. What is the same
+here, noted or refused stands in axolotl_options.py.
+"""
+
+from fractions import Fraction
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from torchtitan.errors import JobError
+from torchtitan.importers import deepspeed
+from torchtitan.importers.axolotl_data import Data
+from torchtitan.importers.axolotl_values import AUTO, Values
+from torchtitan.importers.command_line import CommandLine
+from torchtitan.importers.folder import family_in, from_folder
+from torchtitan.importers.linears import LINEARS
+from torchtitan.importers.meaning import Meaning
+from torchtitan.models import SIZES, family_of
+from torchtitan.models.hf.config import CONFIG, read_json
+
+FAMILIES = ("mistral", "qwen3", "deepseek", "gpt2", "opt", "llama")
+"""model_type of a folder that is not here, by what its name says."""
+ADAM = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "adamw_hf": "AdamW", "adamw_apex_fused": "AdamW"}
+ADAM |= {"paged_adamw_32bit": "AdamW", "adamw_bnb_8bit": "AdamW8bit", "adamw_8bit": "AdamW8bit"}
+ADAM |= {"paged_adamw_8bit": "AdamW8bit", "adamw_anyprecision": "AdamWBF16"}
+OPTIMIZERS = ADAM | {"adafactor": "Adafactor", "lion_pytorch": "Lion", "paged_lion_32bit": "Lion", "sgd": "SGD"}
+OPTIMIZERS |= {"galore_adamw": "GaLore", "galore_adamw_8bit": "GaLore", "muon": "Muon"}
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
+WHOLE = {"embed_tokens": "tok_embeddings.weight", "lm_head": "output.weight", "norm": "norm.weight"}
+"""Modules beside the layers, as Llama of transformers calls them."""
+COUNTED_LATE = "the number of updates is known only once the data are packed: give a number of steps, or max_steps"
+BASIS_PRUNED = 0.999
+"""Of the moments of A and B, what a restart leaves out."""
+
+
+def read(line: CommandLine) -> Meaning:
+    meaning = Meaning(line.config or line.script, "")
+    _Axolotl(line, Values(line, meaning), meaning).read()
+    return meaning
+
+
+class _Axolotl:
+    def __init__(self, line: CommandLine, given: Values, meaning: Meaning) -> None:
+        self.line, self.given, self.meaning = line, given, meaning
+        self.values, self.note, self.refuse = meaning.values, meaning.notes.append, meaning.refuse
+        self.steps = given["max_steps"] if (given["max_steps"] or 0) > 0 else None
+
+    def read(self) -> None:
+        self.model()
+        self.sizes()
+        Data(self.given, self.meaning).read()
+        self.batch()
+        self.length()
+        self.precision()
+        self.optimizer()
+        self.schedule()
+        self.adapter()
+        self.output()
+        self.cadence()
+        self.plan()
+
+    def model(self) -> None:
+        given, folder = self.given, self.given["base_model"]
+        if folder is None:
+            self.refuse("base_model", None, "a folder in the form of Hugging Face", "say which model is trained")
+            return
+        other = given["base_model_config"]
+        if other not in (None, folder):
+            self.refuse("base_model_config", other, f"{folder}, as base_model", "weights and sizes are of one folder")
+        try:
+            here = Path(folder, CONFIG).is_file()
+            family = family_in(Path(folder)) if here else family_of(next(filter(folder.lower().count, FAMILIES), None))
+        except JobError as error:
+            here, family = True, None
+            self.note(str(error))
+        if family is None:
+            self.refuse("base_model", folder, f"a model of {', '.join(SIZES)}", "no other family is here")
+            return
+        self.values |= from_folder(family, folder)
+        self.values.setdefault("model.tokenizer_path", folder)
+        if not here:
+            self.note(f"{folder} has to be a folder of that name here: fetch the model; its family is by its name")
+        self._special_tokens(Path(folder, "tokenizer_config.json"))
+
+    def _special_tokens(self, path: Path) -> None:
+        """They are the tokenizer's own, whatever a file says."""
+        asked = dict(self.given["special_tokens"] or {})
+        if asked.pop("pad_token", None) is not None:
+            self.note("special_tokens.pad_token: masks are by position, so that what pads is never learned")
+        try:
+            own = read_json(path) if path.is_file() else None
+        except JobError:
+            own = {}
+        if asked and own is None:
+            self.note(f"special_tokens: those of {path.parent} are taken, which have to be these")
+            return
+        for name, token in asked.items():
+            there = (own or {}).get(name)
+            if (there.get("content") if isinstance(there, dict) else there) != token:
+                self.refuse(f"special_tokens.{name}", token, "the tokenizer's own", f"write it into {path}")
+
+    def sizes(self) -> None:
+        overrides: dict[str, Any] = {}
+        names = {"rope_theta": "rope_theta", "max_position_embeddings": "max_seq_len", "rms_norm_eps": "norm_eps"}
+        for name, value in (self.given["model_config"] or {}).items():
+            if name in names:
+                overrides[names[name]] = value
+            elif name != "use_cache":
+                self.refuse(f"model_config.{name}", value, ", ".join(names), "others are changed in config.json")
+        if scaling := self.given["rope_scaling"]:
+            self.refuse("rope_scaling", scaling, "nothing", "write it into the folder's config.json")
+        if overrides:
+            self.values["model.overrides"] = overrides
+
+    def batch(self) -> None:
+        given, ranks = self.given, self.line.ranks
+        local, passes = given.of("micro_batch_size", 1), given["gradient_accumulation_steps"]
+        if given["batch_size"] is not None:
+            if passes is not None or local < 1 or given["batch_size"] % local:
+                allowed = f"a multiple of micro_batch_size {local}, without gradient_accumulation_steps"
+                self.refuse("batch_size", given["batch_size"], allowed)
+            passes = given["batch_size"] // max(local, 1)
+        passes = passes or 1
+        for name, value in (("micro_batch_size", local), ("gradient_accumulation_steps", passes)):
+            if value < 1:
+                self.refuse(name, value, "at least 1")
+        self.values["training.local_batch_size"] = local
+        if ranks is not None:
+            self.values["training.global_batch_size"] = local * passes * ranks
+        elif passes > 1:
+            self.refuse("gradient_accumulation_steps", passes, "1", "or write how many ranks there are: --world-size N")
+        self.values["debug.seed"] = given.of("seed", 42)
+        if self.values.get("validation.enable"):
+            self.values["validation.local_batch_size"] = given.of("eval_batch_size", local)
+
+    def length(self) -> None:
+        epochs = self.given.of("num_epochs", 1.0)
+        if self.steps is not None:
+            self.values["training.steps"] = self.steps
+            if "num_epochs" in self.given:
+                self.note(f"max_steps {self.steps} end the run, whatever num_epochs says")
+        elif epochs != int(epochs) or epochs < 1:
+            self.refuse("num_epochs", epochs, "a whole number", "end a part of an epoch by max_steps")
+        else:
+            self.values["training.epochs"] = int(epochs)
+
+    def precision(self) -> None:
+        given, values = self.given, self.values
+        narrow = bool(given["bfloat16"]) or given["bf16"] == "full" or given["torch_dtype"] in ("bfloat16", "bf16")
+        if given["torch_dtype"] in ("float16", "fp16"):
+            self.refuse(
+                "torch_dtype", given["torch_dtype"], "bfloat16 or float32", "float16 overflows without a scaler"
+            )
+        computed = narrow or given["bf16"] in (True, AUTO, "full")
+        values["training.dtype"] = "bfloat16" if narrow else "float32"
+        values["training.mixed_precision_param"] = "bfloat16" if computed else "float32"
+        values["activation_checkpoint.mode"] = "full" if given["gradient_checkpointing"] else "none"
+
+    def optimizer(self) -> None:
+        given, values, name = self.given, self.values, self.given.of("optimizer", "adamw_torch")
+        if name not in OPTIMIZERS:
+            self.refuse("optimizer", name, f"one of {', '.join(OPTIMIZERS)}", "no other is here")
+            return
+        values["optimizer.name"] = OPTIMIZERS[name]
+        if name.startswith("paged_"):
+            self.note(f"{name}: the state is not paged out; training.enable_cpu_offload keeps it on the host")
+        if name == "galore_adamw_8bit":
+            values["optimizer.options"] = {"inner": "adamw_8bit"}
+        if name == "adamw_anyprecision" and values["training.dtype"] != "bfloat16":
+            self.note("adamw_anyprecision: its weights are in bfloat16")
+            values |= {"training.dtype": "bfloat16", "training.mixed_precision_param": "bfloat16"}
+        if given["learning_rate"] is None:
+            self.refuse("learning_rate", None, "a number", "Axolotl needs it too")
+        values["optimizer.weight_decay"] = given.of("weight_decay", 0.0)
+        values["optimizer.decay_norms_and_biases"] = False
+        moments = {"adam_beta1": ("beta1", 0.9), "adam_beta2": ("beta2", 0.999), "adam_epsilon": ("eps", 1e-8)}
+        for theirs, (ours, default) in moments.items():
+            if name in ADAM or OPTIMIZERS[name] in ("GaLore", "Muon"):
+                values[f"optimizer.{ours}"] = given.of(theirs, default)
+            elif theirs in given:
+                self.refuse(theirs, given[theirs], f"nothing with optimizer: {name}", "it belongs to Adam")
+
+    def schedule(self) -> None:
+        given, values, kind = self.given, self.values, self.given.of("lr_scheduler", "cosine")
+        if kind not in SCHEDULES:
+            self.refuse("lr_scheduler", kind, f"one of {', '.join(SCHEDULES)}", "others are not here yet")
+            return
+        values["lr_scheduler.decay_type"] = SCHEDULES[kind]
+        values["lr_scheduler.min_lr_factor"] = given.of("cosine_min_lr_ratio", 0.0) if kind == "cosine" else 0.0
+        if kind != "cosine" and given["cosine_min_lr_ratio"]:
+            self.refuse("cosine_min_lr_ratio", given["cosine_min_lr_ratio"], f"nothing with lr_scheduler: {kind}")
+        steps, share = given["warmup_steps"], given["warmup_ratio"]
+        if steps is not None and share:
+            self.refuse("warmup_ratio", share, "nothing beside warmup_steps", "drop one of the two")
+        elif steps is not None or kind == "constant":
+            values["lr_scheduler.warmup_steps"] = steps or 0
+        elif self.steps is not None:
+            part = Fraction(str(share)) if share else None
+            values["lr_scheduler.warmup_steps"] = ceil(part * self.steps) if part else min(self.steps * 3 // 100, 100)
+        elif share is None or share == 0.1:
+            self.note("the first tenth of the steps is warmup")
+        else:
+            self.refuse("warmup_ratio", share, "0.1, or nothing", "give warmup_steps: " + COUNTED_LATE)
+
+    def adapter(self) -> None:
+        given, values, kind = self.given, self.values, self.given["adapter"]
+        packed = {"load_in_4bit": "qlora", "load_in_8bit": "lora"}
+        for name, wanted in packed.items():
+            if given[name] and kind != wanted:
+                self.refuse(name, True, f"false, or adapter: {wanted}", "weights are packed below an adapter")
+        if kind not in ("lora", "qlora", "dora"):
+            if kind is not None:
+                self.refuse("adapter", kind, "lora, qlora or dora", "no other is here")
+            for name in ("lora_target_modules", "lora_modules_to_save", "relora_steps", "peft_use_dora"):
+                if given[name]:
+                    self.refuse(name, given[name], "nothing without an adapter", "give adapter: lora")
+            for key in [key for key in values if key.startswith("adapter.")]:
+                self.note(f"no adapter, so no effect: {key} = {values.pop(key)}")
+            return
+        if given["peft_use_dora"] and kind != "lora":
+            self.refuse("peft_use_dora", True, "false, or adapter: lora", "the base of DoRA is not packed")
+        values["adapter.kind"] = "dora" if given["peft_use_dora"] else "lora_int8" if given["load_in_8bit"] else kind
+        if given["load_in_8bit"]:
+            self.note("load_in_8bit: weights alone are in 8 bits here, a scale for each row; inputs are not rounded")
+        values.setdefault("adapter.rank", 8)
+        values.setdefault("adapter.alpha", 16.0)
+        values.setdefault("adapter.dropout", 0.0)
+        self._targets()
+        self._packing()
+        self._restarts()
+
+    def _targets(self) -> None:
+        given, values = self.given, self.values
+        asked = given["lora_target_modules"] or []
+        if given["lora_target_linear"]:
+            values["adapter.target"] = ["all-linear"]
+        elif asked and all(name in LINEARS for name in asked):
+            values["adapter.target"] = list(dict.fromkeys(pattern for name in asked for pattern in LINEARS[name]))
+        else:
+            allowed = f"some of {', '.join(LINEARS)}, or lora_target_linear: true"
+            self.refuse("lora_target_modules", asked or None, allowed)
+        whole = given["lora_modules_to_save"] or []
+        if unknown := [name for name in whole if name not in WHOLE]:
+            self.refuse("lora_modules_to_save", unknown, f"some of {', '.join(WHOLE)}")
+        elif whole:
+            values["adapter.train_fully"] = [WHOLE[name] for name in whole]
+        if whole:
+            self.note("the parts trained in full are not of peft's layout: torchtitan export --merge writes the result")
+        elif values["adapter.kind"] != "dora":
+            values["adapter.last_save_in_peft"] = True
+
+    def _packing(self) -> None:
+        """What bitsandbytes is told of 4 bits, which has one form here."""
+        wanted = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "load_in_4bit": True}
+        for name, value in (self.given["bnb_config_kwargs"] or {}).items():
+            if name in wanted and value != wanted[name]:
+                self.refuse(f"bnb_config_kwargs.{name}", value, str(wanted[name]), "no other form is here")
+            elif name == "bnb_4bit_compute_dtype" and value in ("float16", "fp16"):
+                self.refuse(f"bnb_config_kwargs.{name}", value, "bfloat16 or float32", "float16 overflows")
+            elif name not in wanted and name != "bnb_4bit_compute_dtype":
+                self.refuse(f"bnb_config_kwargs.{name}", value, ", ".join([*wanted, "bnb_4bit_compute_dtype"]))
+
+    def _restarts(self) -> None:
+        every, values = self.given["relora_steps"], self.values
+        if every:
+            values |= {"adapter.relora.every": every, "adapter.relora.reset": "magnitude"}
+            values["adapter.relora.prune_ratio"] = BASIS_PRUNED
+            values["adapter.relora.warmup_steps"] = self.given["relora_warmup_steps"] or 0
+            values.pop("adapter.last_save_in_peft", None)
+        elif self.given["relora_warmup_steps"]:
+            self.refuse("relora_warmup_steps", self.given["relora_warmup_steps"], "nothing without relora_steps")
+        if not every:
+            values["adapter.save"] = "alone"
+
+    def output(self) -> None:
+        given, values = self.given, self.values
+        values |= {"job.dump_folder": given.of("output_dir", "./model-out"), "checkpoint.enable": True}
+        kept = given.of("save_total_limit", 4)
+        if kept == 1:
+            self.note("save_total_limit 1: two are kept, as the last one alone could not be trusted")
+        values["checkpoint.keep_latest_k"] = max(kept, 2)
+        again = given["resume_from_checkpoint"]
+        if again is False:
+            self.note(
+                "resume_from_checkpoint false: take a new output_dir, as a folder with checkpoints is gone on with"
+            )
+        elif again not in (None, True, AUTO):
+            why = "a job that is started again goes on by itself; checkpoints of other trainers are not read"
+            self.refuse("resume_from_checkpoint", again, "true or false", why)
+        if given["save_safetensors"] is False:
+            self.refuse("save_safetensors", False, "true", "weights are never pickled")
+        if "adapter.kind" not in values:
+            values["checkpoint.last_save_in_hf"] = True
+        if given["wandb_project"] is not None:
+            values["metrics.enable_wandb"] = given.of("use_wandb", True)
+            self.note(f"WANDB_PROJECT={given['wandb_project']} in the environment says the project")
+        if given["use_mlflow"]:
+            values["metrics.trackers"] = ["mlflow"]
+
+    def cadence(self) -> None:
+        given, values, last = self.given, self.values, self.steps
+        strategies = {name: (given[name] or "").lower() for name in ("evaluation_strategy", "save_strategy")}
+        for name, said in strategies.items():
+            if said not in ("", "no", "steps", "epoch"):
+                self.refuse(name, given[name], "no, steps or epoch")
+        often = self._every("logging_steps", None)
+        if often:
+            values["metrics.log_freq"] = often
+        saved = self._every("save_steps", given["saves_per_epoch"], "saves_per_epoch", strategies["save_strategy"])
+        if saved:
+            values["checkpoint.interval"] = saved
+        elif strategies["save_strategy"] == "no" and last is not None:
+            values["checkpoint.interval"] = last
+        if not values.get("validation.enable"):
+            if given["eval_steps"] or given["evals_per_epoch"]:
+                self.note("no data to validate on, so no effect: eval_steps, evals_per_epoch")
+            return
+        tested = self._every(
+            "eval_steps", given["evals_per_epoch"], "evals_per_epoch", strategies["evaluation_strategy"]
+        )
+        if strategies["evaluation_strategy"] == "no":
+            for key in [key for key in values if key.startswith("validation.")]:
+                del values[key]
+        elif tested:
+            values["validation.freq"] = tested
+
+    def _every(self, name: str, per_epoch: int | None, of_epoch: str = "", strategy: str = "") -> int | None:
+        """Steps between two: a number, a share of all steps, or so many times in an epoch."""
+        given = self.given[name]
+        if strategy == "no":
+            return None
+        if per_epoch and given:
+            self.refuse(of_epoch, per_epoch, f"nothing beside {name}", "drop one of the two")
+            return None
+        if per_epoch or strategy == "epoch":
+            share, shown = Fraction(1, (per_epoch or 1) * max(1, int(self.given.of("num_epochs", 1)))), of_epoch
+        elif not given:
+            return None
+        elif given >= 1:
+            if given != int(given):
+                self.refuse(name, given, "a whole number, or a share below 1")
+            return int(given)
+        else:
+            share, shown = Fraction(str(given)), name
+        if share < 0 or self.steps is None:
+            self.refuse(shown, per_epoch or given, "a number of steps", COUNTED_LATE)
+            return None
+        return max(1, ceil(share * self.steps))
+
+    def plan(self) -> None:
+        given, values, ranks = self.given, self.values, self.line.ranks
+        path = given["deepspeed"]
+        if path is not None:
+            beside = Path(self.line.config or "").parent / path
+            deepspeed.add(Path(path) if Path(path).is_file() else beside, ranks, self.meaning)
+            if given["fsdp"]:
+                self.refuse("fsdp", given["fsdp"], "nothing beside deepspeed", "drop one of the two")
+            return
+        words = {word for said in given["fsdp"] or [] for word in str(said).split()}
+        config = {name.removeprefix("fsdp_"): value for name, value in (given["fsdp_config"] or {}).items()}
+        if unknown := words - {"full_shard", "shard_grad_op", "no_shard", "auto_wrap", "offload"}:
+            self.refuse("fsdp", sorted(unknown), "full_shard, shard_grad_op, no_shard, auto_wrap, offload")
+        kind = str(config.pop("sharding_strategy", "")).lower()
+        words |= {kind} if kind in ("full_shard", "shard_grad_op", "no_shard") else set()
+        if config.pop("offload_params", False) is True or "offload" in words:
+            values["training.enable_cpu_offload"] = True
+        if config:
+            self.note(f"of fsdp_config, what a job need not say: {', '.join(sorted(config))}")
+        if ranks == 1:
+            return  # nothing is sharded
+        if "shard_grad_op" in words or config.get("reshard_after_forward") is False:
+            values["parallelism.fsdp_reshard_after_forward"] = "never"
+        elif "full_shard" in words:
+            values["parallelism.fsdp_reshard_after_forward"] = "always"
+        elif ranks is not None:
+            values |= {
+                "parallelism.data_parallel_replicate_degree": ranks,
+                "parallelism.data_parallel_shard_degree": 1,
+            }

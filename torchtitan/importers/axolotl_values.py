@@ -1,0 +1,122 @@
+"""The values of an Axolotl file under the flags that come behind it, and which of them are of their option's kind."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchtitan.config.options import hint
+from torchtitan.importers import yaml_file
+from torchtitan.importers.axolotl_options import FATES, OF_AN_ENTRY, TABLE_OF_DATA, Fate
+from torchtitan.importers.command_line import CommandLine
+from torchtitan.importers.meaning import Meaning
+
+UNSET = ("", "None", "none", "NA", "null")
+"""Words that stand for nothing, as flags have them."""
+AUTO = "auto"
+WORDS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+
+
+def _float(value: Any) -> float | None:
+    """Also of 2e-5, which YAML takes for text as it has no point."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _int(value: Any) -> int | None:
+    number = _float(value)
+    return int(number) if number is not None and number == number and abs(number) < 2**63 and number % 1 == 0 else None
+
+
+def _bool(value: Any) -> bool | None:
+    if isinstance(value, bool):
+        return value
+    return WORDS.get(str(value).lower()) if isinstance(value, (str, int)) else None
+
+
+def _text(value: Any) -> str | None:
+    """Of what YAML reads as something else too: `save_strategy: no` is false."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value) if isinstance(value, (str, int, float)) else None
+
+
+def _list(value: Any) -> list[Any] | None:
+    if isinstance(value, (str, int)) and not isinstance(value, bool):
+        return [value]
+    return value if isinstance(value, list) else None
+
+
+KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "bool": ("true or false", _bool),
+    "int": ("a whole number", _int),
+    "float": ("a number", _float),
+    "text": ("text", _text),
+    "list": ("a list", _list),
+    "table": ("a table", lambda value: value if isinstance(value, dict) else None),
+    "any": ("a value", lambda value: value),
+}
+
+
+class Values:
+    """What is given, by name; None for all else. What is the same here, noted or refused is said to `meaning`
+    at once.
+    """
+
+    def __init__(self, line: CommandLine, meaning: Meaning) -> None:
+        self._meaning, self._values = meaning, dict[str, Any]()
+        said = yaml_file.read(line.config or "")
+        # the flags come last and count; of one that is a word alone, that it is there
+        said |= {name: True if text is None else yaml_file.scalar(text) for name, text in line.flags}
+        for name, value in said.items():
+            if value is None or (isinstance(value, str) and value in UNSET):
+                continue
+            fate = FATES.get(name)
+            if fate is None:
+                self._unknown(name, value)
+            elif (fitting := KINDS[fate.kind][1](value)) is not None:
+                self._take(name, fitting, fate)
+            elif value == AUTO:
+                meaning.notes.append(f"{name}: auto, so that it is chosen here")
+            else:
+                meaning.refuse(name, value, KINDS[fate.kind][0])
+
+    def _unknown(self, name: str, value: Any) -> None:
+        if name in TABLE_OF_DATA or name in OF_AN_ENTRY:
+            self._meaning.refuse(name, value, "in an entry of datasets, and not beside it")
+        else:
+            self._meaning.refuse(name, value, "an option that is known", hint(name, [*FATES, *TABLE_OF_DATA]))
+
+    def _take(self, name: str, value: Any, fate: Fate) -> None:
+        if fate.reason and value:
+            self._meaning.refuse(name, value, "nothing", fate.reason)
+        elif fate.note and value not in (None, False):
+            self._meaning.notes.append(f"{name}: {fate.note}")
+        elif fate.to and value != []:
+            self._meaning.values[fate.to] = value
+        self._values[name] = value
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def __getitem__(self, name: str) -> Any:
+        assert name in FATES, name
+        return self._values.get(name)
+
+    def of(self, name: str, default: Any) -> Any:
+        """The value, or what Axolotl has without one."""
+        return self._values.get(name, default)
+
+
+def entry_of(given: Any, name: str, meaning: Meaning) -> Mapping[str, Any] | None:
+    """One of datasets with what is unset left out, or None where it is none."""
+    if isinstance(given, str):
+        given = {"path": given}
+    if not isinstance(given, dict) or not isinstance(given.get("path"), str):
+        meaning.refuse(name, given, "tables that have a path")
+        return None
+    nested = given.get("type")
+    tables = ({**given, "type": None}, nested) if isinstance(nested, dict) else (given,)
+    return {key: value for each in tables for key, value in each.items() if value is not None and value not in UNSET}
