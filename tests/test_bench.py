@@ -95,6 +95,12 @@ def test_bench_adapters():
     assert all(line.startswith(row) for line, row in zip(lines, rows, strict=True))
 
 
+def test_bench_neurocache():
+    entries, absorbed = run("scripts/bench_neurocache.py", "--quick")
+    assert entries.split()[:4] == ["1,024", "entries", "0.8", "MB"] and "of full attention" in entries
+    assert absorbed.startswith("brought to the entries / written out")
+
+
 def test_bench_finetuning():
     *packs, tokens, plain, packed = run("scripts/bench_finetuning.py", "--quick")
     fullness = [float(line.split("full")[1].split()[0]) for line in packs]

@@ -1,0 +1,94 @@
+"""What a cache costs by its size: the lookup and the reading of a segment and the bytes that are kept, by the formula,
+beside attention of the same tokens to all of the history; and attention brought to the entries against that written
+out.
+
+One device, float32, one row and layer of the width of OPT-125M; both sides of a ratio take turns in one process.
+`--quick` makes one repeat of one pair, of small sizes.
+"""
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.bench_timing import take_turns
+from torchtitan.adapters.neurocache.attention import Reading, Retrieved
+from torchtitan.adapters.neurocache.lookup import beside, nearest, places_of
+from torchtitan.adapters.neurocache.memory import gathered
+from torchtitan.adapters.neurocache.sizes import cache_bytes, widths
+from torchtitan.adapters.neurocache.store import Store
+from torchtitan.config.sections.neurocache import Neurocache
+
+DIM, HEADS = 768, 12
+SIZES = (1024, 4096, 16384, 65536, 131072)
+
+
+def full_attention(q: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
+    """q [1, H, S, E] to all of the history [1, H, M, E], whose keys are its values."""
+    return F.scaled_dot_product_attention(q, history, history)
+
+
+def read_cache(reading: Reading, q: torch.Tensor, queries: torch.Tensor, store: Store, size: int) -> torch.Tensor:
+    """q [1, S, H, E] and queries [1, S, C]: what is found of a full cache of that size is read, [1, S, H, E]."""
+    options, keys = Neurocache(), store.kept[0, "key"]
+    counts = torch.tensor([size])
+    found = beside(nearest(queries, keys, counts, options.topk), options.window, size, counts)
+    return reading(q, Retrieved(gathered(keys, places_of(found, size, counts)), found.there))
+
+
+@torch.no_grad()
+def by_size(tokens: int, sizes: tuple[int, ...], pairs: int, repeats: int) -> None:
+    width = DIM // Neurocache().compression
+    reading = Reading(width, HEADS, DIM // HEADS, 2, scrambled=False)
+    torch.nn.init.normal_(reading.wk), torch.nn.init.normal_(reading.wv)
+    q, queries = torch.randn(1, tokens, HEADS, DIM // HEADS), torch.randn(1, tokens, width)
+    for size in sizes:
+        options = Neurocache(cache_size=size, cache_dtype="float32", retrieval_map={"0": 0})
+        store = Store(1, size, [0], widths(options, DIM, False), torch.float32, torch.device("cpu"))
+        store.kept[0, "key"].normal_()
+        history = torch.randn(1, HEADS, size, DIM // HEADS)
+        turns = take_turns(
+            partial(read_cache, reading, q, queries, store, size),
+            partial(full_attention, q.transpose(1, 2), history),
+            pairs,
+            repeats,
+        )
+        seconds, told = turns.median(turns.wall, "A"), cache_bytes(options, DIM, 1, 1, training=False)
+        assert store.bytes == told
+        ratio = sorted(turns.ratios(turns.wall))[repeats // 2]
+        speed = f"{tokens / seconds:>10,.0f} tokens/s"
+        print(f"{size:>8,} entries  {told / 1e6:>8.1f} MB  {speed}  {ratio:.2f} of full attention's time")
+
+
+@torch.no_grad()
+def absorbed(tokens: int, pairs: int, repeats: int) -> None:
+    reading = Reading(DIM // 4, HEADS, DIM // HEADS, 2, scrambled=False)
+    torch.nn.init.normal_(reading.wk), torch.nn.init.normal_(reading.wv)
+    q, rows = torch.randn(1, tokens, HEADS, DIM // HEADS), [torch.randn(1, tokens, 32, DIM // 4) for _ in range(2)]
+    there = torch.ones(1, tokens, 1, 64, dtype=torch.bool)
+    turns = take_turns(
+        partial(reading.absorbed, q, rows, there), partial(reading.written_out, q, rows, there), pairs, repeats
+    )
+    ratio = sorted(turns.ratios(turns.wall))[repeats // 2]
+    print(f"brought to the entries / written out  {ratio:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=256, help="of a segment (default 256)")
+    parser.add_argument("--quick", action="store_true", help="one repeat of one pair, small sizes")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    pairs, repeats = (1, 1) if options.quick else (5, 5)
+    tokens = 16 if options.quick else options.tokens
+    by_size(tokens, SIZES[:1] if options.quick else SIZES, pairs, repeats)
+    absorbed(tokens, pairs, repeats)
+
+
+if __name__ == "__main__":
+    main()
