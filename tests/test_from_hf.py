@@ -103,7 +103,7 @@ LLAMA3 = MODELS["llama3"].hf.config_to_hf(LLAMA["llama3"])
             "attention_bias = True, but this model only has False; mlp_bias = True, but this model only has False; "
             "head_dim = 16, but this model only has 8",
         ),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rotary scaling"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rotary scaling"),
         ({"model_type": "qwen3_moe"}, 'but this model is a llama; set model.name = "qwen3_moe"'),
         ({"model_type": "flux"}, "but this model is a llama; families are llama3, llama2"),
         ({"quantization_config": {"quant_method": "gptq"}}, "Convert the weights to bfloat16 first"),

@@ -93,6 +93,11 @@ HERE = [  # what is given, beside what, and all that it changes
     ({"base_model": "my/Mistral-7B"}, FULL, {"model.name": "mistral", "model.hf_folder": "my/Mistral-7B"}),
     ({"base_model_config": "llama"}, FULL, {}),
     ({"model_config": {"rope_theta": 5e5}}, FULL, {"model.overrides": {"rope_theta": 5e5}}),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        FULL,
+        {"model.overrides": {"rope_scaling": {"kind": "linear", "factor": 2.0}}},
+    ),
     ({"tokenizer_config": "other"}, FULL, {"model.tokenizer_path": "other"}),
     ({"special_tokens": {"bos_token": "<s>", "eos_token": "</s>"}}, FULL, {}),
     ({"torch_compile": True}, FULL, {"compile.enable": True}),
@@ -236,7 +241,8 @@ def test_what_is_refused_unless_it_is_off(name):
 
 
 WRONG = [  # what is given, beside what, of which option what is said
-    ("rope_scaling", {"type": "linear", "factor": 2.0}, FULL, "config.json"),
+    ("rope_scaling", {"type": "dynamic", "factor": 2.0}, FULL, "depends on the length of a text"),
+    ("rope_scaling", {"type": "linear", "fctor": 2.0}, FULL, "linear, ntk, yarn or llama3"),
     ("special_tokens", {"eos_token": "<end>"}, FULL, "the tokenizer's own"),
     ("base_model_config", "other", FULL, "as base_model"),
     ("base_model", "my/thing", FULL, "no other family is here"),
@@ -341,7 +347,7 @@ def test_each_of_the_181_options_is_tried():
     assert set(OPTIONS) <= tried and set(FATES) <= tried
     mapped = {name for added, *_ in HERE for name in added}
     only_refused = {name for name, fate in FATES.items() if not fate.note and not fate.reason} - mapped
-    assert only_refused == {"rope_scaling", "resume_from_checkpoint"}
+    assert only_refused == {"resume_from_checkpoint"}
 
 
 def test_flags_come_after_the_file_and_are_read_as_it_is():

@@ -55,12 +55,17 @@ MODEL = [
     (
         ["--model.overrides={rope_scaling = true}"],
         "model.overrides: given rope_scaling = true; allowed: rope_scaling = false, or a table of factor, "
-        "low_freq_factor, high_freq_factor, original_max_seq_len",
+        "low_freq_factor, high_freq_factor, original_max_seq_len, kind, beta_fast, beta_slow",
+    ),
+    (
+        ["--model.overrides={rope_scaling = {kind = 'dynamic'}}"],
+        'model.overrides: given rope_scaling = {kind = "dynamic"}; allowed: rope_scaling = {kind = one of "llama3", '
+        '"linear", "ntk", "yarn"}',
     ),
     (
         ["--model.overrides={rope_scaling = {facto = 2.0}}"],
         "model.overrides: given rope_scaling = {facto}; allowed: parts of rope_scaling: factor, low_freq_factor, "
-        "high_freq_factor, original_max_seq_len; did you mean factor?",
+        "high_freq_factor, original_max_seq_len, kind, beta_fast, beta_slow; did you mean factor?",
     ),
     (
         ["--model.overrides={rope_scaling = {factor = 0}}"],

@@ -28,6 +28,8 @@ OPTIMIZERS |= {"galore_adamw": "GaLore", "galore_adamw_8bit": "GaLore", "muon": 
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
 WHOLE = {"embed_tokens": "tok_embeddings.weight", "lm_head": "output.weight", "norm": "norm.weight"}
 """Modules beside the layers, as Llama of transformers calls them."""
+SCALING = {"factor": "factor", "original_max_position_embeddings": "original_max_seq_len"}
+SCALING |= {name: name for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")}
 COUNTED_LATE = "the number of updates is known only once the data are packed: give a number of steps, or max_steps"
 BASIS_PRUNED = 0.999
 """Of the moments of A and B, what a restart leaves out."""
@@ -108,9 +110,18 @@ class _Axolotl:
             elif name != "use_cache":
                 self.refuse(f"model_config.{name}", value, ", ".join(names), "others are changed in config.json")
         if scaling := self.given["rope_scaling"]:
-            self.refuse("rope_scaling", scaling, "nothing", "write it into the folder's config.json")
+            overrides |= self._rope(scaling)
         if overrides:
             self.values["model.overrides"] = overrides
+
+    def _rope(self, said: dict[str, Any]) -> dict[str, Any]:
+        kind = said.get("rope_type", said.get("type"))
+        parts = {SCALING[name]: value for name, value in said.items() if name in SCALING}
+        if kind not in ("linear", "ntk", "yarn", "llama3") or set(said) - {"rope_type", "type", *SCALING}:
+            allowed = f"linear, ntk, yarn or llama3 with {', '.join(SCALING)}"
+            self.refuse("rope_scaling", said, allowed, "what depends on the length of a text (dynamic) is not here")
+            return {}
+        return {"rope_scaling": {"kind": kind} | parts}
 
     def batch(self) -> None:
         given, ranks = self.given, self.line.ranks

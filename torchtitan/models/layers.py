@@ -3,7 +3,6 @@
 Everything here is plain torch and traces into one graph.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -15,6 +14,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from torchtitan.errors import JobError
+from torchtitan.models.rope import frequencies, yarn_magnitude
 from torchtitan.parallelisms.context.kernel import Tokens
 
 BACKENDS = ("auto", "sdpa", "flex")
@@ -62,8 +62,7 @@ class Rotary(nn.Module):
     """Positions -> the turns of queries and keys (rotary embeddings, arXiv:2104.09864), in float32.
 
     Nothing is stored: a buffer would have to survive the meta device, casts and checkpoints, and the angles of one
-    forward cost less than one norm. `scaling` is Llama 3.1's and has factor, low_freq_factor, high_freq_factor and
-    original_max_seq_len.
+    forward cost less than one norm. `scaling` is a model's RopeScaling, see rope.py.
     """
 
     def __init__(self, head_dim: int, theta: float, scaling: Any = None):
@@ -75,19 +74,18 @@ class Rotary(nn.Module):
         the heads. Pairs of real numbers, because the compiler has no code for complex ones.
         """
         angles = positions[..., None, None].float() * self.frequencies(positions.device)
-        return torch.stack((angles.cos(), angles.sin()), dim=-1)
+        rotation = torch.stack((angles.cos(), angles.sin()), dim=-1)
+        return rotation if self.magnitude == 1 else rotation * self.magnitude
+
+    @property
+    def magnitude(self) -> float:
+        """Of turned features."""
+        kind = getattr(self.scaling, "kind", None)
+        return yarn_magnitude(self.scaling.factor) if kind == "yarn" else 1.0
 
     def frequencies(self, device: torch.device) -> torch.Tensor:
-        """Radians per position, [head_dim / 2], from 1 down to about 1 / theta."""
-        exponents = torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim
-        plain = 1.0 / self.theta**exponents
-        if self.scaling is None:
-            return plain
-        # How often each wave turns within the original context decides: below `low` stretch, above `high` keep.
-        low, high = self.scaling.low_freq_factor, self.scaling.high_freq_factor
-        turns = self.scaling.original_max_seq_len * plain / (2 * math.pi)
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return keep * plain + (1 - keep) * plain / self.scaling.factor
+        """Radians per position, [head_dim / 2]."""
+        return frequencies(self.head_dim, self.theta, self.scaling, device)
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:

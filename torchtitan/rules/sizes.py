@@ -29,6 +29,7 @@ def wrong_overrides(name: str, sizes: Any, overrides: Mapping[str, Any]) -> Iter
 
 def _wrong_parts(name: str, table: type, value: Any) -> Iterator[tuple[str, str, str]]:
     """Of a size that is a table of positive numbers, or false."""
+    hints = typing.get_type_hints(table)
     known = [field.name for field in dataclasses.fields(table)]
     parts = value if isinstance(value, dict) else {}
     if value is not False and not isinstance(value, dict):
@@ -36,5 +37,8 @@ def _wrong_parts(name: str, table: type, value: Any) -> Iterator[tuple[str, str,
     for part, number in parts.items():
         if part not in known:
             yield f"parts of {name}: {', '.join(known)}", hint(part, known), f"{name} = {{{part}}}"
-        elif number <= 0:
+        elif not fits(hints[part], number):
+            allowed = f"{name} = {{{part} = {describe(hints[part])}}}"
+            yield allowed, "", f"{name} = {{{part} = {show(number)}}}"
+        elif not isinstance(number, str) and number <= 0:
             yield f"{name} = {{{part} > 0}}", "", f"{name} = {{{part} = {show(number)}}}"

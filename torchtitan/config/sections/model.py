@@ -20,9 +20,9 @@ class Model:
     tokenizer_path: str = "debug"
     """Tokenizer: a tiktoken .model (Llama 3), a sentencepiece .model (Llama 2), a Hugging Face tokenizer.json (the
     file or its folder), or a word: `bytes`, or `debug`, 2,048 tokens that come with the package."""
-    overrides: dict[str, int | float | bool | str | dict[str, int | float]] = field(default_factory=dict)
+    overrides: dict[str, int | float | bool | str | dict[str, int | float | str]] = field(default_factory=dict)
     """Sizes to change in the flavor, by the field names of the family's arguments, e.g. {n_layers = 4} or
-    {rope_scaling = {factor = 4.0}}; rope_scaling = false leaves the scaling out."""
+    {rope_scaling = {kind = "yarn", factor = 4.0}}; rope_scaling = false leaves the scaling out."""
     attention_backend: Literal["auto", "sdpa", "flex"] = "auto"
     """Attention kernel. auto: flex attention for document masks on a GPU, scaled_dot_product_attention else."""
 

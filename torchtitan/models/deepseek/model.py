@@ -7,17 +7,16 @@ the first layers dense, the others with experts; multi-token prediction (multi_t
 Letters of the shapes: B samples, S tokens, D = args.dim, H heads.
 """
 
-import math
-
 import torch
 from torch import nn
 
 from torchtitan.models.buffers import ZeroedBuffers, add_once
 from torchtitan.models.decoder import Block, Decoder, of_layer
-from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
+from torchtitan.models.deepseek import DeepseekArgs
 from torchtitan.models.deepseek.multi_token import MultiTokenBlock, labels_of_depth
 from torchtitan.models.layers import AttentionKernel, RMSNorm, Rotary, Shared, attended, rotate
 from torchtitan.models.moe.layer import MoEBlock
+from torchtitan.models.rope import frequencies, yarn, yarn_magnitude
 
 LATENT_NORM_EPS = 1e-6  # in all published models, whatever their other norms have
 
@@ -25,33 +24,17 @@ LATENT_NORM_EPS = 1e-6  # in all published models, whatever their other norms ha
 class YarnRotary(Rotary):
     """`scaling` is a YarnScaling."""
 
-    def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """As Rotary's: positions [B or 1, S] -> float32 [B or 1, S, 1, head_dim / 2, 2]"""
-        rotation = super().forward(positions)
-        if self.scaling is None:
-            return rotation
-        lengthening = _mscale(self.scaling, self.scaling.mscale) / _mscale(self.scaling, self.scaling.mscale_all_dim)
-        return rotation if lengthening == 1 else rotation * lengthening
+    @property
+    def magnitude(self) -> float:
+        scaling = self.scaling
+        if scaling is None:
+            return 1.0
+        return yarn_magnitude(scaling.factor, scaling.mscale) / yarn_magnitude(scaling.factor, scaling.mscale_all_dim)
 
     def frequencies(self, device: torch.device) -> torch.Tensor:
-        exponents = torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim
-        plain = 1.0 / self.theta**exponents
-        if self.scaling is None:
-            return plain
-        first, last = (self._feature(turns) for turns in (self.scaling.beta_fast, self.scaling.beta_slow))
-        first, last = max(math.floor(first), 0), min(math.ceil(last), self.head_dim - 1)
-        steps = torch.arange(self.head_dim // 2, device=device).float() - first
-        stretch = (steps / max(last - first, 0.001)).clamp(0, 1)
-        return plain / self.scaling.factor * stretch + plain * (1 - stretch)
-
-    def _feature(self, turns: float) -> float:
-        """The pair of features, as a fractional index, that turns so often within the original context."""
-        wavelength = self.scaling.original_max_seq_len / (2 * math.pi * turns)
-        return self.head_dim * math.log(wavelength) / (2 * math.log(self.theta))
-
-
-def _mscale(scaling: YarnScaling, weight: float) -> float:
-    return 0.1 * weight * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
+        """As Rotary's: [head_dim / 2]"""
+        plain = frequencies(self.head_dim, self.theta, None, device)
+        return plain if self.scaling is None else yarn(plain, self.theta, self.scaling)
 
 
 class LatentAttention(nn.Module):
@@ -70,7 +53,7 @@ class LatentAttention(nn.Module):
         self.wkv_b = nn.Linear(args.kv_lora_rank, args.n_heads * (args.qk_nope_head_dim + args.v_head_dim), bias=False)
         self.wo = nn.Linear(args.n_heads * args.v_head_dim, args.dim, bias=False)
         scaling = args.rope_scaling
-        self.score_scale = 1.0 if scaling is None else _mscale(scaling, scaling.mscale_all_dim) ** 2
+        self.score_scale = 1.0 if scaling is None else yarn_magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
         self.kernel = kernel
 
     def forward(self, x: torch.Tensor, shared: Shared) -> torch.Tensor:

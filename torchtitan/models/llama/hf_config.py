@@ -25,14 +25,8 @@ def _to_hf(args: LlamaArgs, dtype: Any = "float32") -> dict[str, Any]:
         "intermediate_size": args.ffn_dim,
         "head_dim": args.head_dim,
         "mlp_bias": False,
-        "rope_scaling": scaling
-        and {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_seq_len,
-        },
+        "rope_theta": scaling.theta(args.rope_theta, args.head_dim) if scaling else args.rope_theta,
+        "rope_scaling": scaling and _scaling_to_hf(scaling),
     }
 
 
@@ -58,14 +52,39 @@ def _from_hf(config: Mapping[str, Any]) -> LlamaArgs:
     )
 
 
-def _scaling_from_hf(config: Mapping[str, Any]) -> RopeScaling | None:
-    rope = rope_of(config)
-    if rope_kind(config) == "default":
+FIELDS = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_max_seq_len",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+}
+KINDS = {
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+}
+"""What transformers has for each kind, by its names; of yarn the last two may be missing."""
+
+
+def _scaling_to_hf(scaling: RopeScaling) -> dict[str, Any] | None:
+    """None for ntk, which is another theta."""
+    if scaling.kind == "ntk":
         return None
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    if rope_kind(config) != "llama3" or any(key not in rope for key in keys):
-        raise JobError(f"rotary scaling {dict(rope)}; allowed are none and type llama3 with {', '.join(keys)}")
-    return RopeScaling(*(rope[key] for key in keys))
+    return {"rope_type": scaling.kind} | {key: getattr(scaling, FIELDS[key]) for key in KINDS[scaling.kind]}
+
+
+def _scaling_from_hf(config: Mapping[str, Any]) -> RopeScaling | None:
+    rope, kind = rope_of(config), rope_kind(config)
+    if kind == "default":
+        return None
+    given = {key: rope[key] for key in KINDS.get(kind, ()) if rope.get(key) is not None}
+    if kind not in KINDS or set(KINDS[kind]) - set(given) - {"beta_fast", "beta_slow"}:
+        kinds = "; ".join(f"{name} with {', '.join(keys)}" for name, keys in KINDS.items())
+        raise JobError(f"rotary scaling {dict(rope)}; allowed are none and types {kinds}")
+    check_only(rope, {"attention_factor": None, "truncate": True, "mscale": None, "mscale_all_dim": None})
+    return RopeScaling(kind=kind, **{FIELDS[key]: value for key, value in given.items()})
 
 
 COMPARED = ("dim", "n_layers", "n_heads", "num_kv_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
