@@ -79,6 +79,7 @@ def test_the_hash_is_a_permutation_of_32_bits():
     x = torch.randint(2**32, (10**6,), generator=torch.Generator().manual_seed(0)).unique()
     y = scrambled(x)
     assert y.min() >= 0 and y.max() < 2**32 and len(y.unique()) == len(x)
+    x, y = x[: 10**5], y[: 10**5]
     flipped = scrambled(x ^ (1 << torch.arange(32)[:, None])) ^ y
     changed = torch.stack([(flipped >> bit & 1).double().mean(1) for bit in range(32)])
     assert (changed - 0.5).abs().max() < 0.2, "each bit of the input changes each bit of the output, or nearly so"
