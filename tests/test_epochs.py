@@ -285,7 +285,7 @@ UNITS = [
 ]
 
 
-@pytest.mark.parametrize("words, length", UNITS, ids=str)
+@pytest.mark.parametrize("words, length", UNITS, ids=lambda given: " ".join(given) if isinstance(given, list) else "")
 def test_the_length_of_a_schedule_has_its_unit(data, words, length):
     """Its floor is reached with the last step of that length and kept, where torch's own curve would rise again."""
     options = ["--model.tokenizer_path=bytes", "--training.seq_len=16", "--training.local_batch_size=4"]
