@@ -10,7 +10,8 @@ from tests.support import jobs
 from tests.support.pool import run_ranks
 from torchtitan.datasets.held_out import HeldOut
 from torchtitan.datasets.samples import Share
-from torchtitan.feed import Feed
+from torchtitan.datasets.sources import DataError
+from torchtitan.feed import Feed, PeerStopped
 from torchtitan.loss import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 
@@ -23,6 +24,28 @@ def agreed() -> tuple[int, bool, float]:
     labels = torch.zeros(2, 4, dtype=torch.int64)
     labels[0, : 3 * rank] = IGNORE_INDEX
     return *feed.agree([{"labels": labels}], None, rank == 1, "data"), feed.share
+
+
+class OneRankLacks:
+    def add(self, batch):
+        if torch.distributed.get_rank() == 1:
+            raise DataError("a pair is missing")
+        return batch
+
+
+def ended() -> str:
+    feed = Feed(OBJECTIVE, ParallelDims(2, dp_shard=2), 0, torch.device("cpu"), False, None)
+    feed.references = OneRankLacks()
+    taken, failure = feed.take(iter([{"labels": torch.zeros(2, 4, dtype=torch.int64)}]), 1)
+    try:
+        feed.agree(taken, failure, False, "data")
+    except (DataError, PeerStopped) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_all_ranks_end_where_one_has_no_reference():
+    assert run_ranks(2, ended) == ["another rank has no data", "a pair is missing"]
 
 
 def test_a_rank_knows_its_share_of_the_tokens():

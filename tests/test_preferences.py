@@ -237,6 +237,15 @@ def test_the_reference_is_the_model_at_the_start_and_a_resume_keeps_it(alone, tm
     assert digests_of(other).shape == (len(batch["tokens"]), 16)
 
 
+def test_rows_that_fill_up_a_step_or_validation_need_no_reference():
+    batch = {"tokens": torch.arange(12).view(4, 3), "labels": torch.ones(4, 3, dtype=torch.int64)}
+    known = References(digests_of(batch), np.array([-1.0, -2.0, -3.0, -4.0], dtype=np.float32))
+    assert known.add(Preference().first(batch, 2))["reference"].tolist() == [-1, -2, 0, 0]
+    batch["labels"][3, 1] = 2
+    with pytest.raises(DataError, match="does not have all pairs"):
+        known.add(batch)
+
+
 def test_rules():
     pairs = ["--task.kind=ipo", "--training.local_batch_size=2"]
     assert lines(*pairs, "--data.train_on=all", "--data.too_long=split", "--dpo.label_smoothing=0.1") == [

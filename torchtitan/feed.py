@@ -81,8 +81,13 @@ class Feed:
     def take(
         self, batches: Iterator[Batch], count: int, step: int | str = HELD_OUT
     ) -> tuple[list[Batch], DataError | None]:
-        """As `take`, of a step; where the task hides words, they are hidden."""
+        """As `take`, of a step; where the task hides words, they are hidden, and pairs get their reference."""
         taken, failure = take(batches, count)
+        if self.references is not None:
+            try:
+                taken = [self.references.add(batch) for batch in taken]
+            except DataError as error:  # which this rank alone may meet
+                return [], error
         if self.masking is not None:
             numbered = enumerate(taken)
             taken = [self.masking.hide(batch, self.numbers(i, len(batch["tokens"])), step) for i, batch in numbered]
@@ -105,8 +110,6 @@ class Feed:
 
     def to_device(self, batch: Batch) -> Batch:
         """What the model reads of a batch."""
-        if self.references is not None and "reference" not in batch:
-            batch = self.references.add(batch)
         return {name: batch[name].to(self.device, non_blocking=True) for name in self.names}
 
     def to_train_on(self, batch: Batch, index: int, step: int) -> Batch:

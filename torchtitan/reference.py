@@ -18,8 +18,10 @@ from safetensors.numpy import load_file, save_file
 from torchtitan import build
 from torchtitan.build_data import pass_loaders
 from torchtitan.config.job import JobConfig
+from torchtitan.datasets.sources import DataError
 from torchtitan.errors import JobError
 from torchtitan.feed import Batch, Feed
+from torchtitan.loss import IGNORE_INDEX
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.preferences import Preference
 from torchtitan.progress import Progress
@@ -37,11 +39,15 @@ class References:
         self.known = dict(zip(rows, values.tolist(), strict=True))
 
     def add(self, batch: Batch) -> Batch:
-        """With `reference` [B]. JobError for rows that the pass has not met."""
+        """With `reference` [B]; 0 for rows without labels, which fill up a step or a batch. DataError for rows that the
+        pass has not met.
+        """
+        learned = (batch["labels"] != IGNORE_INDEX).any(-1).tolist()
+        rows = zip(digests_of(batch), learned, strict=True)
         try:
-            values = [self.known[digest.tobytes()] for digest in digests_of(batch)]
+            values = [self.known[digest.tobytes()] if counts else 0.0 for digest, counts in rows]
         except KeyError:
-            raise JobError(
+            raise DataError(
                 f"{FILE} in job.dump_folder does not have all pairs: the data are others than when the run began; "
                 "bring them back, or start anew in another job.dump_folder"
             ) from None
