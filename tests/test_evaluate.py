@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from tests.support.hf_parity import build
 from tests.support.jobs import arguments, train, write_texts
 from tests.support.pool import run_ranks
-from torchtitan import cli
+from torchtitan import build_data, cli
+from torchtitan.build import dims
+from torchtitan.config import manager
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.hf import HF
@@ -78,6 +80,34 @@ def test_no_more_documents_than_have_so_many_segments(home, tmp_path, capsys):
     assert found["documents"] == 1 and found["runs"][0]["tokens"] == len(TEXTS[0]) + 1
 
 
+ANSWER = [{"text": "What is asked? ", "label": False}, {"text": "an answer", "label": True}]
+
+
+def test_bits_per_byte_are_of_what_is_predicted(home, tmp_path, capsys):
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": ANSWER}) + "\n")
+    found, _ = evaluated(capsys, tmp_path, home / "model", *words(tmp_path))
+    (run,) = found["runs"]
+    assert found["bytes"] == len("an answer") and run["tokens"] == len("an answer") + 1  # and the end
+    assert run["bits_per_byte"] == pytest.approx(run["loss"] * run["tokens"] / math.log(2) / found["bytes"])
+
+
+def split_words(home, kind="sft"):
+    data = [f"--training.dataset_path={home / 'texts.jsonl'}", "--training.dataset=text", f"--task.kind={kind}"]
+    how = ["--training.seq_len=64", "--data.too_long=truncate", "--model.tokenizer_path=bytes"]
+    return [*data, *how, "--validation.enable", "--validation.split=2", "--validation.local_batch_size=1"]
+
+
+def test_with_a_split_what_the_run_has_held_out(home, tmp_path, capsys):
+    found, _ = evaluated(capsys, tmp_path, home / "model", *split_words(home))
+    config, tokenizer = manager.load([*split_words(home), f"--data.cache_dir={tmp_path}"]), ByteTokenizer()
+    validated = list(build_data.validation_loader(config, tokenizer, 0, dims(config, 1)))
+    texts = [tokenizer.decode(row.tolist()) for batch in validated for row in batch["tokens"]]
+    assert found["documents"] == 2 and found["bytes"] == sum(map(len, texts))
+    # documents that are given are all measured
+    found, _ = evaluated(capsys, tmp_path, home / "model", *split_words(home), *words(home)[:2])
+    assert found["documents"] == len(TEXTS)
+
+
 def trained(argv):
     return train(argv)[1]
 
@@ -114,6 +144,12 @@ def test_what_is_refused(home, capsys, argv, message):
 def test_what_is_no_option(home, capsys, argv):
     with pytest.raises(SystemExit):
         cli.main(["evaluate", str(home / "model"), *argv])
+
+
+@pytest.mark.parametrize("kind", ["dpo", "pretrain"])
+def test_a_split_that_holds_out_no_documents(home, capsys, kind):
+    assert cli.main(["evaluate", str(home / "model"), *split_words(home, kind)]) == 2
+    assert f"validation.split: given 2; allowed: unset with task.kind = {kind}" in capsys.readouterr().err
 
 
 def test_a_model_of_classes_is_refused(home, capsys):

@@ -214,9 +214,13 @@ def held_out(
 
 
 def documents(config: JobConfig, section: Section) -> Documents:
-    """Of a task that reads them from beginning to end."""
+    """Of a task that reads them from beginning to end, or of whole records: of a section's, each by itself."""
     opened = [weighted.source for weighted in data_sources(config, section)]
-    return Documents([source for source in opened if isinstance(source, TokenShards)])
+    sources = [source for source in opened if isinstance(source, TokenShards)]
+    how = packing(config, section, pad_id=0)
+    if how is None:
+        return Documents(sources)
+    return Documents(sources, PackReader(sources, seq_len_of(config, section), config.debug.seed, False, how).numbers)
 
 
 def documents_fingerprint(config: JobConfig, vocabulary: Tokenizer) -> dict[str, Any]:

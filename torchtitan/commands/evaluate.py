@@ -1,9 +1,10 @@
 """`torchtitan evaluate FOLDER`: what a model makes of held-out documents: loss, perplexity, bits per byte, and all of
 them by the place of a token in its document.
 
-FOLDER is as for `torchtitan generate`. The documents are those of the job's validation, or of the options given
-(--validation.dataset=text --validation.dataset_path=books), each read from beginning to end in segments of
-validation.seq_len (or training.seq_len) tokens. A model with a cache (adapter.kind = "neurocache") is measured for
+FOLDER is as for `torchtitan generate`. The documents are those of the job's validation, the held-out ones of a split,
+or those of the options given (--validation.dataset=text --validation.dataset_path=books), each read from beginning to
+end in segments of validation.seq_len (or training.seq_len) tokens. Losses and bytes are of what is predicted: of
+records, where only answers are trained, these. A model with a cache (adapter.kind = "neurocache") is measured for
 several sizes of it. --out keeps the figures as JSON, --plot draws them.
 """
 
@@ -23,12 +24,13 @@ from torchtitan.by_position import Measured, measure, names_of, total
 from torchtitan.commands.evaluate_plot import check_format, draw
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.commands.job_of import refuse_strangers
-from torchtitan.config.job import JobConfig
+from torchtitan.config.job import JobConfig, Validation
 from torchtitan.datasets.segments import Documents, HeldOutSegments
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.distributed import device_type
 from torchtitan.errors import JobError
 from torchtitan.models.decoder import Decoder
+from torchtitan.tasks import TASKS
 
 
 def main(argv: list[str]) -> int:
@@ -37,11 +39,8 @@ def main(argv: list[str]) -> int:
         check_format(Path(options.plot))
     config, place = find_checkpoint(Path(options.folder), options.config, words)
     with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
-        config = dataclasses.replace(
-            config,
-            task=dataclasses.replace(config.task, kind="documents"),
-            data=dataclasses.replace(config.data, cache_dir=config.data.cache_dir or folder),
-        )
+        data = dataclasses.replace(config.data, cache_dir=config.data.cache_dir or folder)
+        config = of_documents(dataclasses.replace(config, data=data))
         found = evaluate(config, place, options.samples, options.cache_sizes)
     print(table(found))
     try:
@@ -83,6 +82,24 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
+def of_documents(config: JobConfig) -> JobConfig:
+    """The job as it reads what is measured: whole documents, or with validation.split the records that the run has held
+    out, as it made them. JobError where these are no documents. Validation data that are given stand above a split.
+    """
+    part, task = config.validation, TASKS[config.task.kind]
+    if part.sources or part.dataset_path or part.dataset != Validation().dataset:
+        part = dataclasses.replace(part, split=None)
+    if part.split is None:
+        kind = dataclasses.replace(config.task, kind="documents")
+        return dataclasses.replace(config, task=kind, validation=part)
+    if not task.packs or task.together > 1:
+        raise JobError(
+            f"validation.split: given {part.split:g}; allowed: unset with task.kind = {config.task.kind}, which holds "
+            "out no documents; give some by --validation.dataset and --validation.dataset_path"
+        )
+    return config
+
+
 def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | None) -> dict[str, Any]:
     """Figures of the model that `place` holds."""
     args = build.model_args(config)
@@ -98,7 +115,7 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
         raise JobError("--cache-sizes: this model has no cache; leave it out")
     size_of = None if model.memory is None else config.adapter.neurocache.cache_size
     asked = [None] if size_of is None else sizes or [0, size_of]
-    bytes_read = sum(_bytes_of(documents, document, tokenizer) for document in batches.order)
+    bytes_told = sum(_bytes_of(documents, document, tokenizer) for document in batches.order)
     chunks = config.training.loss_chunks or build.loss_chunks(config)
     print(f"{config.model.name} {config.model.flavor}, {place.name}: {len(batches.order)} documents", file=sys.stderr)
     runs = []
@@ -108,11 +125,11 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
             model.memory.cache_size[False] = size
         parts = measure(model, batches, seq_len, chunks)
         whole = total(parts)
-        of_bytes = whole.nats / math.log(2) / bytes_read if bytes_read else math.nan
+        of_bytes = whole.nats / math.log(2) / bytes_told if bytes_told else math.nan
         by_position = {name: _figures(part) for name, part in zip(names_of(seq_len), parts, strict=True) if part.tokens}
         told = {} if size is None else {"cache_size": size}
         runs.append(told | _figures(whole) | {"bits_per_byte": of_bytes, "by_position": by_position})
-    return {"of": str(place), "documents": len(batches.order), "seq_len": seq_len, "bytes": bytes_read, "runs": runs}
+    return {"of": str(place), "documents": len(batches.order), "seq_len": seq_len, "bytes": bytes_told, "runs": runs}
 
 
 def _figures(measured: Measured) -> dict[str, Any]:
@@ -120,8 +137,8 @@ def _figures(measured: Measured) -> dict[str, Any]:
 
 
 def _bytes_of(documents: Documents, document: int, tokenizer: Tokenizer) -> int:
-    """Of a document's text, in UTF-8."""
-    return len(tokenizer.decode(documents.ids(document).tolist()).encode(errors="replace"))
+    """Of the text of a document that is predicted, in UTF-8."""
+    return len(tokenizer.decode(documents.predicted(document).tolist()).encode(errors="replace"))
 
 
 def table(found: dict[str, Any]) -> str:

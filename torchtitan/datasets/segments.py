@@ -34,14 +34,16 @@ class Reading(NamedTuple):
 
 
 class Documents:
-    """Of several folders, numbered one behind the other."""
+    """Of several folders, numbered one behind the other; of these the `chosen`, if they are said."""
 
-    def __init__(self, sources: Sequence[TokenShards]) -> None:
+    def __init__(self, sources: Sequence[TokenShards], chosen: np.ndarray | None = None) -> None:
         self.readers = [TokenReader(source) for source in sources]
         starts = [reader.documents for reader in self.readers]
         ends = [np.append(each[1:], source.tokens) for each, source in zip(starts, sources, strict=True)]
         self.starts, self.ends = np.concatenate(starts), np.concatenate(ends)
         self.owners = np.repeat(np.arange(len(starts)), [len(each) for each in starts])
+        if chosen is not None:
+            self.starts, self.ends, self.owners = self.starts[chosen], self.ends[chosen], self.owners[chosen]
         if len(self.starts) == 0 or (self.ends < self.starts).any():
             raise DataError("there is no document, or their starts do not ascend; prepare the data anew")
 
@@ -55,11 +57,12 @@ class Documents:
         """Of so many tokens, each with the one behind it; what is too short has none."""
         return max(0, -(-(self.length(document) - 1) // seq_len))
 
-    def ids(self, document: int) -> np.ndarray:
-        """All of a document, [tokens]."""
+    def predicted(self, document: int) -> np.ndarray:
+        """The ids of a document that are labels: those trained, but the first, [tokens]."""
         ids = np.empty(self.length(document), dtype=np.int64)
-        self.readers[self.owners[document]].copy(int(self.starts[document]), ids)
-        return ids
+        trained = np.zeros(len(ids), dtype=bool)
+        self.copy(Reading(document), ids, trained)
+        return ids[1:][trained[1:]]
 
     def copy(self, reading: Reading, ids: np.ndarray, trained: np.ndarray) -> None:
         reader = self.readers[self.owners[reading.document]]
