@@ -4,14 +4,17 @@ import io
 import json
 import random
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
+from tests.support.remembering import remembering
 from tests.test_generate import Scripted
 from tests.test_templates import CHATML, LLAMA3, folder_with, messages, unmarked
+from torchtitan import saved_model
 from torchtitan.commands import chat
 from torchtitan.config import manager
 from torchtitan.datasets.formats import document_of_record
@@ -108,6 +111,34 @@ def test_refusals(capsys):
         with pytest.raises(SystemExit):
             chat.parse(["folder", *words])
         assert message in capsys.readouterr().err
+
+
+def opened(monkeypatch, *words):
+    """chat finds this job, without weights."""
+    found = manager.load([*words, "--model.tokenizer_path=bytes"]), Path("checkpoint")
+    monkeypatch.setattr(chat, "find_checkpoint", lambda *_: found)
+
+
+def test_a_model_without_next_words_is_refused(monkeypatch):
+    opened(monkeypatch, "--model.name=gpt2", "--model.flavor=debugmodel", "--model.overrides={n_classes = 2}")
+    with pytest.raises(JobError, match="this gpt2 tells 2 classes apart; give a decoder of words"):
+        chat.main(["folder", "--format=alpaca"])
+
+
+def test_nothing_is_said_before_where_records_have_no_place_for_it(monkeypatch, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"instruction": "a", "output": "b"}) + "\n")
+    opened(monkeypatch, "--training.dataset=text", f"--training.dataset_path={tmp_path / 'rows.jsonl'}")
+    with pytest.raises(JobError, match="--system: the job's records are of the form alpaca, which has no place for it"):
+        chat.main(["folder", "--system=x"])
+
+
+def test_a_cache_is_written_and_read(monkeypatch, capsys):
+    model, _ = remembering(sizes=dict(vocab_size=260))
+    opened(monkeypatch, "--training.seq_len=8")
+    monkeypatch.setattr(saved_model, "filled_model", lambda *_: (model.eval(), None))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is longer than a segment?\n"))
+    assert chat.main(["folder", "--format=alpaca", "--max_new_tokens=4"]) == 0
+    assert model.memory.stores[False, 0].counts.tolist()[0] > 8
 
 
 # A made task: say it again, or say it backwards

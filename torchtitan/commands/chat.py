@@ -15,8 +15,15 @@ from typing import Any
 import torch
 
 from torchtitan import build, saved_model
-from torchtitan.commands.generate import CONTROLS, find_checkpoint, sample
-from torchtitan.commands.job_of import refuse_strangers
+from torchtitan.adapters.neurocache.generation import reader_of
+from torchtitan.commands.generate import (
+    CONTROLS,
+    find_checkpoint,
+    parse_sampling,
+    refuse_without_next_words,
+    sample,
+    sampling_options,
+)
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.datasets import open_source
 from torchtitan.datasets.formats import FORMATS, question
@@ -27,7 +34,6 @@ from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.streaming import text_of
 from torchtitan.distributed import device_type
 from torchtitan.errors import JobError
-from torchtitan.models.cache import Remembering
 
 CHAT = "chat"
 ASKED = [CHAT, *(name for name, known in FORMATS.items() if known.asked)]
@@ -39,15 +45,22 @@ def main(argv: list[str]) -> int:
     options, words = parse(argv)
     sys.stdout.reconfigure(errors="replace")  # what the terminal has no character for
     config, place = find_checkpoint(Path(options.folder), options.config, words)
+    refuse_without_next_words(config)
     tokenizer = build.tokenizer(config)
     form = options.format or form_of(config, tokenizer)
+    if options.system is not None and form != CHAT:
+        raise JobError(
+            f"--system: the job's records are of the form {form}, which has no place for it; drop it, or give "
+            "--data.chat_template"
+        )
     model: Any
     model, _ = saved_model.filled_model(config, place, torch.device(device_type()))
     typed = sys.stdin.isatty()
     print(f"{config.model.name} {config.model.flavor}, {place.name}, asked as {form}", file=sys.stderr)
     if typed:
         print(HELP, file=sys.stderr)
-    talk = Talk(Remembering(model), tokenizer, form, config.training.seq_len, options)
+    reader, context = reader_of(model, config.training.seq_len)
+    talk = Talk(reader, tokenizer, form, context, options)
     for line in lines(typed):
         if line == NEW or options.apart:
             talk.begin()
@@ -66,21 +79,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="Takes options of a job as well, such as --data.chat_template and --training.seq_len, the context.",
         allow_abbrev=False,
     )
-    parser.add_argument("folder", help="a run's dump_folder, a checkpoint, an export, a folder of Hugging Face")
     parser.add_argument("--system", help="what the system says before every conversation")
     parser.add_argument("--format", choices=ASKED, help="the form of questions (default: the job's)")
     parser.add_argument("--apart", action="store_true", help="each line is a conversation of its own")
-    parser.add_argument("--max_new_tokens", type=int, default=500, help="of an answer (default 500)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default 0)")
-    parser.add_argument("--top_k", type=int, default=50, help="choose among this many tokens; 0: all (default 50)")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice (default 0)")
-    parser.add_argument("--config", help="the job, when the folder has no config.toml")
-    options, words = parser.parse_known_args(argv)
-    refuse_strangers(parser, words)
-    for name, lowest in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
-        value = getattr(options, name)
-        if not lowest <= value < 2**63:  # so neither is NaN
-            parser.error(f"--{name} {value}: must be at least {lowest} and less than 2**63")
+    sampling_options(parser, max_new_tokens=500, temperature=0.0)
+    options, words = parse_sampling(parser, argv)
     if options.system is not None and options.format not in (None, CHAT):
         parser.error(f"--system: format {options.format} has no place for it")
     return options, words

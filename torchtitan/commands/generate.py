@@ -99,7 +99,7 @@ def refuse_without_next_words(config: JobConfig) -> None:
         what = f"tells {args.n_classes} classes apart"
     else:
         return
-    raise JobError(f"generate goes on with a text word by word, and this {name} {what}; give a decoder of words")
+    raise JobError(f"text is written word by word, and this {name} {what}; give a decoder of words")
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -110,21 +110,35 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="Takes options of a job as well, such as --model.tokenizer_path and --training.seq_len, the context.",
         allow_abbrev=False,
     )
-    parser.add_argument("folder", help="a run's dump_folder, a checkpoint, an export, a folder of Hugging Face")
     parser.add_argument("--prompt", default="", help="the text to continue (default: a document's beginning)")
     parser.add_argument("--prompt-file", "--prompt_file", metavar="FILE", help="the text is this file's; - is stdin")
-    parser.add_argument("--max_new_tokens", type=int, default=200, help="tokens to add (default 200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
-    parser.add_argument("--top_k", type=int, default=50, help="choose among this many tokens; 0: all (default 50)")
     parser.add_argument("--ranks", type=int, default=1, help="devices to split the model over (default 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice (default 0)")
-    parser.add_argument("--config", help="the job, when the folder has no config.toml")
-    options, words = parser.parse_known_args(argv)
-    refuse_strangers(parser, words)
+    sampling_options(parser, max_new_tokens=200, temperature=0.8)
+    options, words = parse_sampling(parser, argv)
     if options.prompt and options.prompt_file:
         parser.error("--prompt and --prompt-file: give one of them")
+    return options, words
+
+
+def sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, temperature: float) -> None:
+    """Of a command that writes text: what writes it and how, with these defaults."""
+    parser.add_argument("folder", help="a run's dump_folder, a checkpoint, an export, a folder of Hugging Face")
+    for name, default, what in (
+        ("max_new_tokens", max_new_tokens, "tokens to write"),
+        ("temperature", temperature, "0 takes the likeliest token"),
+        ("top_k", 50, "choose among this many tokens; 0: all"),
+        ("seed", 0, "of the choice"),
+    ):
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default {default:g})")
+    parser.add_argument("--config", help="the job, when the folder has no config.toml")
+
+
+def parse_sampling(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options of such a command, within their bounds, and those of a job."""
+    options, words = parser.parse_known_args(argv)
+    refuse_strangers(parser, words)
     for name, lowest in (("max_new_tokens", 1), ("ranks", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
-        value = getattr(options, name)
+        value = getattr(options, name, lowest)
         if not lowest <= value < 2**63:  # so neither is NaN
             parser.error(f"--{name} {value}: must be at least {lowest} and less than 2**63")
     return options, words
