@@ -73,6 +73,33 @@ def test_pairs_and_names(tmp_path):
     assert read(write(tmp_path, "csv", rows), fields, "a") == [(["one", "two"], 1), (["1", "2"], 0)]
 
 
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_numbers_are_classes_beside_names_in_a_table_of_text(kind, tmp_path):
+    fields = Fields("", "label", 2, names=("bad", "good"))
+    assert [label for _, label in read(write(tmp_path, kind), fields)] == [0, 1]
+    named = [{"sentence": "it rains", "label": "1"}, {"sentence": "it shines", "label": "0"}]
+    fields = Fields("", "label", 2, names=("1", "0"))
+    assert [label for _, label in read(write(tmp_path, kind, named), fields)] == [0, 1]
+
+
+def test_quotation_marks_of_tabbed_text_are_text(tmp_path):
+    path = tmp_path / "rows.tsv"
+    path.write_text('sentence\tlabel\n"so he said\t0\nit ended\t1\nso" she said\t1\n')
+    assert read(str(path)) == [(['"so he said'], 0), (["it ended"], 1), (['so" she said'], 1)]
+
+
+@pytest.mark.parametrize(
+    "kind, row, remedy",
+    [("csv", "it, shines,1", "put a text with commas in quotation marks"), ("tsv", "it\tshines\t1", "without tabs")],
+)
+def test_a_row_of_more_values_than_the_header_is_named(kind, row, remedy, tmp_path):
+    path = tmp_path / f"rows.{kind}"
+    comma = "," if kind == "csv" else "\t"
+    path.write_text(f"sentence{comma}label\nit rains{comma}0\n{row}\n")
+    with pytest.raises(DataError, match=f"rows.{kind}, row 1: 3 values under a header of 2; .*{remedy}"):
+        read(str(path))
+
+
 @pytest.mark.parametrize(
     "row, message",
     [
@@ -99,6 +126,11 @@ def test_files_that_are_wrong_are_named(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"sentence": \n')
     with pytest.raises(DataError, match="b.jsonl: damaged, or not what its name says"):
         read(str(tmp_path / "b.jsonl"))
+    packed = bytearray(gzip.compress(b'{"sentence": "x", "label": 1}\n'))
+    packed[10] |= 0b110  # no kind of block of deflate
+    (tmp_path / "c.jsonl.gz").write_bytes(packed)
+    with pytest.raises(DataError, match="c.jsonl.gz: damaged, or not what its name says"):
+        read(str(tmp_path / "c.jsonl.gz"))
     with pytest.raises(DataError, match="dataset 'c4' has no classes; allowed: text, huggingface"):
         read("x", dataset="c4")
     with pytest.raises(DataError, match="nyu-mll/glue: no local folder"):

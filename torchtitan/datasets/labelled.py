@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -69,7 +70,7 @@ class Fields:
         given = row.get(self.label)
         if isinstance(given, str) and given in self.names:
             return self.names.index(given)
-        if isinstance(given, str) and given.isdecimal() and not self.names:
+        if isinstance(given, str) and given.isdecimal():  # as a table of text has it
             given = int(given)
         if isinstance(given, int) and 0 <= given < self.classes:
             return int(given)
@@ -120,7 +121,7 @@ class LabelledFile(IndexedFile):
             if suffix in (".csv", ".tsv"):
                 return list(_csv_rows(self.path))
             return _table_rows(self.path) if suffix in (".parquet", ".arrow") else list(_json_rows(self.path))
-        except (OSError, EOFError, ValueError, csv.Error, RecursionError) as error:
+        except (OSError, EOFError, ValueError, csv.Error, zlib.error, RecursionError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{self.path}: damaged, or not what its name says: {error}; {REMEDY}") from None
@@ -145,8 +146,16 @@ def _json_rows(path: Path) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
+    """A quotation mark in a .tsv is one of the text, as GLUE's files have them."""
+    tabs = path.suffix.lower() == ".tsv"
+    form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {"delimiter": ","}
     with path.open(encoding="utf-8-sig", newline="") as file:
-        yield from csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+        for number, row in enumerate(csv.DictReader(file, strict=True, **form)):
+            if None in row:  # what DictReader calls the values beyond the header's
+                remedy = "write a text without tabs" if tabs else "put a text with commas in quotation marks"
+                given = f"{len(row) - 1 + len(row[None])} values under a header of {len(row) - 1}"
+                raise DataError(f"{path}, row {number}: {given}; {remedy}, or {REMEDY}")
+            yield row
 
 
 def _table_rows(path: Path) -> Sequence[Row]:
