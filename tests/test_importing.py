@@ -201,7 +201,8 @@ def test_jobs_of_galore_s_optimizers_can_start(optimizer):
 
 
 REFUSED = [
-    ("--lr fast", "lr", "a number"),
+    ("--lr fast", "lr", "a finite number"),
+    ("--lr nan", "lr", "a finite number"),
     ("--batch_size 0", "batch_size", "at least 1"),
     ("--total_batch_size -64", "total_batch_size", "at least 1"),
     ("--max_length 0", "max_length", "at least 1"),

@@ -132,6 +132,8 @@ REFUSED = [
     ("--optimizer adam", "optimizer", 'one of "lora", "galore", "galore8bit", "lora+galore8bit", "baseline"'),
     ("--model llama_13b", "model", 'one of "llama_60m"'),
     ("--batch_size 0", "batch_size", "at least 1"),
+    ("--num_training_tokens nan", "num_training_tokens", "a finite number"),
+    ("--num_training_tokens inf", "num_training_tokens", "a finite number"),
     ("--lerning_rate 1", "lerning_rate", "a flag of main.py"),
     ("--dtype fp16", "dtype", "bases of such gradients cannot be found; bf16 needs none"),
     ("--optimizer baseline --dtype fp16", "dtype", "float16 overflows without a scaler"),
@@ -141,6 +143,8 @@ REFUSED = [
     ("""--galore_config '{"ranks": 4}'""", "galore_config", "did you mean rank?"),
     ("""--galore_config '{"rank": "4"}'""", "galore_config", "rank such as 128"),
     ("""--optimizer lora --lora_config '{"targets": ["lm_head"]}'""", "lora_config", "targets among q_proj"),
+    ("""--optimizer lora --lora_config '{"targets": [["q"]]}'""", "lora_config", "targets such as"),
+    ("""--optimizer lora --lora_config '{"dropout": NaN}'""", "lora_config", "dropout such as 0.1"),
 ]
 
 

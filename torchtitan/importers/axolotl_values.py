@@ -7,7 +7,7 @@ from torchtitan.config.options import hint
 from torchtitan.importers import yaml_file
 from torchtitan.importers.axolotl_options import FATES, OF_AN_ENTRY, TABLE_OF_DATA, Fate
 from torchtitan.importers.command_line import CommandLine
-from torchtitan.importers.meaning import Meaning
+from torchtitan.importers.meaning import Meaning, is_finite
 
 UNSET = ("", "None", "none", "NA", "null")
 """Words that stand for nothing, as flags have them."""
@@ -20,14 +20,15 @@ def _float(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
-        return float(value)
+        number = float(value)
     except (ValueError, OverflowError):
         return None
+    return number if is_finite(number) else None
 
 
 def _int(value: Any) -> int | None:
     number = _float(value)
-    return int(number) if number is not None and number == number and abs(number) < 2**63 and number % 1 == 0 else None
+    return int(number) if number is not None and abs(number) < 2**63 and number % 1 == 0 else None
 
 
 def _bool(value: Any) -> bool | None:
@@ -49,12 +50,18 @@ def _list(value: Any) -> list[Any] | None:
     return value if isinstance(value, list) else None
 
 
+def _words(value: Any) -> list[str] | None:
+    listed = _list(value)
+    return None if listed is None or any(not isinstance(item, str) for item in listed) else listed
+
+
 KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "bool": ("true or false", _bool),
     "int": ("a whole number", _int),
-    "float": ("a number", _float),
+    "float": ("a finite number", _float),
     "text": ("text", _text),
     "list": ("a list", _list),
+    "words": ("a list of texts", _words),
     "table": ("a table", lambda value: value if isinstance(value, dict) else None),
     "any": ("a value", lambda value: value),
 }

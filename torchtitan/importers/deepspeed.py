@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan.config.options import hint
 from torchtitan.importers.command_line import CommandLine
-from torchtitan.importers.meaning import Meaning
+from torchtitan.importers.meaning import Meaning, is_finite
 from torchtitan.models.hf.config import read_json
 
 AUTO = "auto"
@@ -106,8 +106,8 @@ class _File:
         if value == AUTO or value is None:
             return
         kind = int if option.endswith("batch_size") else float
-        if type(value) not in (int, float) or kind(value) != value:
-            self.meaning.refuse(key, value, "a number, or auto")
+        if type(value) not in (int, float) or not is_finite(value) or kind(value) != value:
+            self.meaning.refuse(key, value, "a finite number, or auto")
         elif option in self.values and self.values[option] != value:
             self.meaning.refuse(key, value, f"auto, or {self.values[option]} as in the job", "write auto")
         else:

@@ -6,10 +6,10 @@ from typing import Any
 
 from torchtitan.config.options import hint, show
 from torchtitan.importers.command_line import CommandLine
-from torchtitan.importers.meaning import Meaning
+from torchtitan.importers.meaning import Meaning, is_finite
 
 WORDS = {"true": True, "false": False}
-KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false, or nothing"}
+KINDS = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false, or nothing"}
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ def _value(flag: Flag, text: str | None) -> Any | None:
     if text is None or (flag.choices and text.lower() not in flag.choices):
         return None
     try:
-        return flag.kind(text.lower() if flag.choices else text)
+        value = flag.kind(text.lower() if flag.choices else text)
     except ValueError:
         return None
+    return None if flag.kind is float and not is_finite(value) else value

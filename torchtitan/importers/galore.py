@@ -17,7 +17,7 @@ from torchtitan.errors import JobError
 from torchtitan.importers.command_line import CommandLine
 from torchtitan.importers.flags import Flag, Given
 from torchtitan.importers.linears import LINEARS
-from torchtitan.importers.meaning import Meaning
+from torchtitan.importers.meaning import Meaning, is_finite
 from torchtitan.models import FROM_HF
 from torchtitan.models.hf.config import read_json
 
@@ -215,7 +215,7 @@ class _Script:
         for name, value in said.items():
             if name not in default:
                 self.refuse(flag, name, f"the keys {', '.join(default)}", hint(name, default))
-            elif type(value) is not type(default[name]) and not _is_number(value, default[name]):
+            elif not _fits(value, default[name]):
                 self.refuse(flag, f"{name} = {show(value)}", f"{name} such as {show(default[name])}")
             else:
                 default = default | {name: value}
@@ -240,6 +240,10 @@ class _Script:
         self.note("gradients are clipped to 1.0 (training.max_norm), which GaLore's authors needed at 7B")
 
 
-def _is_number(value: object, like: object) -> bool:
-    """A whole number serves where another is expected."""
-    return type(like) is float and type(value) is int
+def _fits(value: object, like: object) -> bool:
+    """A whole number serves where another is expected; what is in a list is text."""
+    if isinstance(value, list):
+        return type(like) is list and all(isinstance(item, str) for item in value)
+    if isinstance(value, (int, float)) and not is_finite(value):
+        return False
+    return type(value) is type(like) or (type(like) is float and type(value) is int)

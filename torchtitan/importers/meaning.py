@@ -1,5 +1,6 @@
 """What a reader makes of a command line: today's options, and all that is to be said beside them."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,11 @@ class Meaning:
 
     def refuse(self, flag: str, given: Any, allowed: str, remedy: str = "") -> None:
         self.faults.append(Fault(self.said_by, f"{self.dashes}{flag}", show(given), allowed, remedy))
+
+
+def is_finite(number: float) -> bool:
+    """Whether it is a number, and one that a float can hold."""
+    return abs(number) <= sys.float_info.max
 
 
 Reader = Callable[[CommandLine], Meaning]
