@@ -23,7 +23,7 @@ from transformers import (
     RobertaConfig,
 )
 
-from tests.support.hf_parity import build, close, eager, tokens_for
+from tests.support.hf_parity import build, close, eager, refuse_config, tokens_for
 from tests.support.jobs import ROOT
 from tests.support.judged import lines
 from tests.support.tiny_decoders import DEEPSEEK, GPT2, LLAMA, MISTRAL, MULTI_TOKEN, OPT, QWEN3, QWEN3_MOE, ROBERTA
@@ -107,15 +107,62 @@ LLAMA3 = MODELS["llama3"].hf.config_to_hf(LLAMA["llama3"])
         ({"model_type": "qwen3_moe"}, 'but this model is a llama; set model.name = "qwen3_moe"'),
         ({"model_type": "flux"}, "but this model is a llama; families are llama3, llama2"),
         ({"quantization_config": {"quant_method": "gptq"}}, "Convert the weights to bfloat16 first"),
-        ({"rms_norm_eps": "small"}, "norm_eps = 'small': input should be a valid number"),
+        (
+            {"rms_norm_eps": "small"},
+            "rms_norm_eps = 'small'; allowed: a finite number; correct it, or leave it out for",
+        ),
         ({"tie_word_embeddings": 1}, "tied_embeddings = 1: input should be a valid boolean"),
-        ({"rope_theta": [1]}, "config.json: float() argument"),
+        ({"rope_theta": [1]}, "rope_theta = [1]; allowed: a finite number"),
     ],
 )
 def test_what_the_model_cannot_do_is_named(tmp_path, change, said):
     message = refusal(tmp_path, LLAMA3 | change)
     assert f'model.hf_folder: given "{tmp_path}"; allowed: a folder whose config.json is a llama3\'s' in message
     assert said in message
+
+
+DECODER = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "rope_theta")
+OPTIONAL = {  # numbers that a config may leave out; those that may be null
+    "llama3": (DECODER, DECODER[:1]),
+    "mistral": ((*DECODER, "head_dim", "sliding_window"), ("num_key_value_heads", "head_dim", "sliding_window")),
+    "qwen3": ((*DECODER, "head_dim"), ("num_key_value_heads", "head_dim")),
+    "qwen3_moe": ((*DECODER[1:], "head_dim", "router_aux_loss_coef"), ("head_dim",)),
+    "deepseek v3": (
+        (*DECODER[1:], "first_k_dense_replace", "q_lora_rank", "n_group", "topk_group", "routed_scaling_factor")
+        + ("aux_loss_alpha", "num_nextn_predict_layers"),
+        ("q_lora_rank", "n_group", "topk_group", "num_nextn_predict_layers"),
+    ),
+    "gpt2": (("n_inner", "layer_norm_epsilon", "attn_pdrop", "resid_pdrop", "embd_pdrop", "num_labels"), ("n_inner",)),
+    "opt": (("word_embed_proj_dim", "dropout", "attention_dropout", "num_labels"), ("word_embed_proj_dim",)),
+    "roberta": (
+        ("pad_token_id", "layer_norm_eps", "hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size")
+        + ("num_labels",),
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", OPTIONAL)
+def test_a_number_that_may_be_left_out_is_one_where_it_is_there(shape):
+    args, _ = SHAPES[shape]
+    names, may_be_null = OPTIONAL[shape]
+    hf = MODELS[shape.split()[0]].hf
+    classes = {"architectures": ["XForSequenceClassification"]}  # where their number is looked at
+    for name in names:
+        for given in ("3", True) if name in may_be_null else ("3", True, None):
+            change = classes | {name: given} if name == "num_labels" else {name: given}
+            refuse_config(args, hf, change, f"{name} = {given!r}; allowed: a (whole|finite) number.*leave it out for ")
+    for name in may_be_null:
+        two = {"num_experts_per_tok": 2}  # of experts, where there are any: one group has no more
+        hf.config.args_from(hf.config_to_hf(args) | two | {name: None})
+
+
+@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen3"])
+def test_heads_of_keys_that_are_null_are_those_of_queries(family):
+    """As in transformers, whatever they are where nothing is said."""
+    args, hf = SHAPES[family][0], MODELS[family].hf
+    found = hf.config.args_from(hf.config_to_hf(args) | {"num_key_value_heads": None})
+    assert found.num_kv_heads == args.n_heads != args.num_kv_heads
 
 
 def test_folders_that_say_no_sizes(tmp_path):

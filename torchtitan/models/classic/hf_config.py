@@ -5,6 +5,7 @@ from typing import Any
 
 from torchtitan.errors import JobError
 from torchtitan.models.classic import ClassicArgs
+from torchtitan.models.hf.config import number_of
 
 NOT_COMPARED = ("dropout", "attention_dropout", "n_classes")
 """Of the arguments, what a job may have otherwise than the folder that it starts from. Positions are compared: they are
@@ -13,12 +14,11 @@ weights."""
 
 def one_dropout(config: Mapping[str, Any], defaults: Mapping[str, float]) -> float:
     """JobError where these shares are not one."""
-    given = {name: config.get(name, default) for name, default in defaults.items()}
+    given = {name: number_of(config, name, default) for name, default in defaults.items()}
     if len(set(given.values())) > 1:
         told = " and ".join(f"{name} = {share!r}" for name, share in given.items())
         raise JobError(f"{told}, but this model has one share for both")
-    share = next(iter(given.values()))
-    return float(share) if type(share) is int else share
+    return next(iter(given.values()))
 
 
 def classes_of(config: Mapping[str, Any]) -> int:
@@ -27,7 +27,7 @@ def classes_of(config: Mapping[str, Any]) -> int:
     if not isinstance(kinds, list) or not any("SequenceClassification" in str(kind) for kind in kinds):
         return 0
     labels = config.get("id2label")
-    return len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)
+    return len(labels) if isinstance(labels, Mapping) else number_of(config, "num_labels", 2)
 
 
 def labels_of(args: ClassicArgs) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torchtitan.models.hf.config import (
     check_numbers,
     check_only,
     decoder_config,
+    number_of,
     rope_kind,
     rope_of,
     rope_theta,
@@ -78,7 +79,7 @@ def _from_hf(config: Mapping[str, Any]) -> DeepseekArgs:
     only |= {"norm_topk_prob": False, "scoring_func": "softmax"} if version == 2 else {}
     only |= {"rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"} if version == 3 else {}
     check_only(config, only)
-    n_groups = config.get("n_group") or 1
+    n_groups = number_of(config, "n_group", 1, null=1) or 1
     if version == 2 and config.get("topk_method", "greedy") == "greedy":
         n_groups = 1
     routing = {**(V3 if version == 3 else V2), "normalize_top_k": version == 3 and config.get("norm_topk_prob", True)}
@@ -87,11 +88,11 @@ def _from_hf(config: Mapping[str, Any]) -> DeepseekArgs:
     return DeepseekArgs(
         dim=config["hidden_size"],
         n_layers=config["num_hidden_layers"],
-        n_dense_layers=min(config.get("first_k_dense_replace", 0), config["num_hidden_layers"]),
+        n_dense_layers=min(number_of(config, "first_k_dense_replace", 0), config["num_hidden_layers"]),
         n_heads=config["num_attention_heads"],
         vocab_size=config["vocab_size"],
         ffn_dim=config["intermediate_size"],
-        q_lora_rank=config.get("q_lora_rank") or 0,
+        q_lora_rank=number_of(config, "q_lora_rank", 0, null=0),
         kv_lora_rank=config["kv_lora_rank"],
         qk_nope_head_dim=config["qk_nope_head_dim"],
         qk_rope_head_dim=config["qk_rope_head_dim"],
@@ -101,15 +102,15 @@ def _from_hf(config: Mapping[str, Any]) -> DeepseekArgs:
         n_shared_experts=config["n_shared_experts"],
         top_k=config["num_experts_per_tok"],
         n_groups=n_groups,
-        top_groups=(config.get("topk_group") or 1) if n_groups > 1 else 1,
-        route_scale=config.get("routed_scaling_factor", 1.0),
-        aux_loss_weight=config.get("aux_loss_alpha", 0.0),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        top_groups=(number_of(config, "topk_group", 1, null=1) or 1) if n_groups > 1 else 1,
+        route_scale=number_of(config, "routed_scaling_factor", 1.0),
+        aux_loss_weight=number_of(config, "aux_loss_alpha", 0.0),
+        norm_eps=number_of(config, "rms_norm_eps", 1e-6),
         rope_theta=rope_theta(config),
         rope_scaling=_scaling_from_hf(config),
         tied_embeddings=config.get("tie_word_embeddings", False),
-        max_seq_len=config.get("max_position_embeddings", 2048),
-        n_mtp_layers=config.get("num_nextn_predict_layers") or 0,
+        max_seq_len=number_of(config, "max_position_embeddings", 2048),
+        n_mtp_layers=number_of(config, "num_nextn_predict_layers", 0, null=0),
         **routing,
     )
 

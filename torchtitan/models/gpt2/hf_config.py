@@ -6,7 +6,7 @@ from typing import Any
 from torchtitan.errors import JobError
 from torchtitan.models.classic.hf_config import NOT_COMPARED, classes_of, labels_of, one_dropout
 from torchtitan.models.gpt2 import GPT2Args
-from torchtitan.models.hf.config import ConfigForm, check_numbers, check_only
+from torchtitan.models.hf.config import ConfigForm, check_numbers, check_only, number_of
 
 GELU = ("gelu_new", "gelu_pytorch_tanh")
 """Names of one function."""
@@ -47,12 +47,12 @@ def _from_hf(config: Mapping[str, Any]) -> GPT2Args:
         dim=config["n_embd"],
         n_layers=config["n_layer"],
         n_heads=config["n_head"],
-        ffn_dim=config.get("n_inner") or 4 * config["n_embd"],
+        ffn_dim=number_of(config, "n_inner", 4 * config["n_embd"], null=4 * config["n_embd"]),
         vocab_size=config["vocab_size"],
         max_seq_len=config["n_positions"],
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        norm_eps=number_of(config, "layer_norm_epsilon", 1e-5),
         dropout=one_dropout(config, {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
-        attention_dropout=float(config.get("attn_pdrop", 0.1)),
+        attention_dropout=number_of(config, "attn_pdrop", 0.1),
         n_classes=classes_of(config),
     )
 

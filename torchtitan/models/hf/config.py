@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -23,6 +23,7 @@ LARGEST_HEADER = 100 * 2**20
 """Bytes, of a safetensors file; the format's own limit."""
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 Block = tuple[int, int]
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +185,21 @@ def check_numbers(config: Mapping[str, Any], needed: Iterable[str]) -> None:
         raise JobError(f"no whole number above 0 for {', '.join(missing)}")
 
 
+def number_of(config: Mapping[str, Any], name: str, default: Number, null: Number | None = None) -> Number:
+    """One that a config may leave out, for `default`, of whose type it is. `null`: what it is where null stands there.
+    JobError for all that is no such number.
+    """
+    given = config.get(name, default)
+    if given is None and null is not None:
+        return null
+    try:
+        return TypeAdapter(type(default), config=STRICT).validate_python(given)
+    except (ValidationError, OverflowError):
+        allowed = "a whole number" if isinstance(default, int) else "a finite number"
+        allowed += "" if null is None else f", or null for {null}"
+        raise JobError(f"{name} = {given!r}; allowed: {allowed}; correct it, or leave it out for {default}") from None
+
+
 def check_only(config: Mapping[str, Any], only: Mapping[str, Any]) -> None:
     """JobError, with all of them, where a key that is there has another value than the one that the model knows."""
     wrong = {key: wanted for key, wanted in only.items() if config.get(key) not in (None, wanted)}
@@ -206,7 +222,8 @@ def rope_kind(config: Mapping[str, Any]) -> str:
 
 
 def rope_theta(config: Mapping[str, Any]) -> float:
-    return float(rope_of(config).get("rope_theta", config.get("rope_theta", 10000.0)))
+    rope = rope_of(config)
+    return number_of(rope if "rope_theta" in rope else config, "rope_theta", 10000.0)
 
 
 def decoder_config(args: Any, dtype: Any) -> dict[str, Any]:

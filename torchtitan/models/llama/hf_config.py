@@ -9,6 +9,7 @@ from torchtitan.models.hf.config import (
     check_numbers,
     check_only,
     decoder_config,
+    number_of,
     rope_kind,
     rope_of,
     rope_theta,
@@ -40,15 +41,15 @@ def _from_hf(config: Mapping[str, Any]) -> LlamaArgs:
         dim=dim,
         n_layers=config["num_hidden_layers"],
         n_heads=heads,
-        n_kv_heads=config.get("num_key_value_heads"),
+        n_kv_heads=number_of(config, "num_key_value_heads", heads, null=heads),
         vocab_size=config["vocab_size"],
         multiple_of=ffn_dim,  # rounding up to it gives just it, once the plain width is not above
         ffn_dim_multiplier=None if plain_width <= ffn_dim else ffn_dim / plain_width,
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        norm_eps=number_of(config, "rms_norm_eps", 1e-6),
         rope_theta=rope_theta(config),
         rope_scaling=_scaling_from_hf(config),
         tied_embeddings=config.get("tie_word_embeddings", False),
-        max_seq_len=config.get("max_position_embeddings", 2048),
+        max_seq_len=number_of(config, "max_position_embeddings", 2048),
     )
 
 

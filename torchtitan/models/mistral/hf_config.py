@@ -4,7 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.errors import JobError
-from torchtitan.models.hf.config import ConfigForm, check_numbers, check_only, decoder_config, rope_kind, rope_theta
+from torchtitan.models.hf.config import (
+    ConfigForm,
+    check_numbers,
+    check_only,
+    decoder_config,
+    number_of,
+    rope_kind,
+    rope_theta,
+)
 from torchtitan.models.mistral import MistralArgs
 
 
@@ -30,16 +38,16 @@ def _from_hf(config: Mapping[str, Any]) -> MistralArgs:
         dim=dim,
         n_layers=config["num_hidden_layers"],
         n_heads=heads,
-        # where nothing is said, transformers' own defaults; a window that is null is none
-        n_kv_heads=config.get("num_key_value_heads", 8),
+        # where nothing is said, transformers' own defaults; null is as many as heads, and no window
+        n_kv_heads=number_of(config, "num_key_value_heads", 8, null=heads),
         ffn_dim=config["intermediate_size"],
-        head_dim=config.get("head_dim") or dim // heads,
+        head_dim=number_of(config, "head_dim", dim // heads, null=dim // heads),
         vocab_size=config["vocab_size"],
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        norm_eps=number_of(config, "rms_norm_eps", 1e-6),
         rope_theta=rope_theta(config),
-        sliding_window=config.get("sliding_window", 4096) or 0,
+        sliding_window=number_of(config, "sliding_window", 4096, null=0),
         tied_embeddings=config.get("tie_word_embeddings", False),
-        max_seq_len=config.get("max_position_embeddings", 131072),
+        max_seq_len=number_of(config, "max_position_embeddings", 131072),
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan.errors import JobError
 from torchtitan.models.classic.hf_config import NOT_COMPARED, classes_of, labels_of, one_dropout
-from torchtitan.models.hf.config import ConfigForm, check_numbers, check_only
+from torchtitan.models.hf.config import ConfigForm, check_numbers, check_only, number_of
 from torchtitan.models.opt import OPTArgs
 
 
@@ -44,7 +44,8 @@ def _from_hf(config: Mapping[str, Any]) -> OPTArgs:
     check_numbers(config, (*numbers, "max_position_embeddings"))
     check_only(config, {"activation_function": "relu", "enable_bias": True, "layer_norm_elementwise_affine": True})
     check_only(config, {"_remove_final_layer_norm": False, "layerdrop": 0.0, "tie_word_embeddings": True})
-    width, words = config["hidden_size"], config.get("word_embed_proj_dim") or config["hidden_size"]
+    width = config["hidden_size"]
+    words = number_of(config, "word_embed_proj_dim", width, null=width)
     return OPTArgs(
         dim=width,
         n_layers=config["num_hidden_layers"],
@@ -55,7 +56,7 @@ def _from_hf(config: Mapping[str, Any]) -> OPTArgs:
         order="pre" if config.get("do_layer_norm_before", True) else "post",
         embed_dim=0 if words == width else words,
         dropout=one_dropout(config, {"dropout": 0.1}),
-        attention_dropout=float(config.get("attention_dropout", 0.0)),
+        attention_dropout=number_of(config, "attention_dropout", 0.0),
         n_classes=classes_of(config),
     )
 

@@ -4,7 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.errors import JobError
-from torchtitan.models.hf.config import ConfigForm, check_numbers, check_only, decoder_config, rope_kind, rope_theta
+from torchtitan.models.hf.config import (
+    ConfigForm,
+    check_numbers,
+    check_only,
+    decoder_config,
+    number_of,
+    rope_kind,
+    rope_theta,
+)
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 
 
@@ -47,23 +55,23 @@ def _from_hf(config: Mapping[str, Any]) -> Qwen3MoEArgs:
     check_only(config, only | {"mlp_only_layers": []})
     if rope_kind(config) != "default":
         raise JobError(f"rotary scaling {rope_kind(config)!r}, but this model has none")
-    heads = config["num_attention_heads"]
+    width, heads = config["hidden_size"], config["num_attention_heads"]
     return Qwen3MoEArgs(
-        dim=config["hidden_size"],
+        dim=width,
         n_layers=config["num_hidden_layers"],
         n_heads=heads,
         n_kv_heads=config["num_key_value_heads"],
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        head_dim=number_of(config, "head_dim", width // heads, null=width // heads),
         vocab_size=config["vocab_size"],
         expert_dim=config["moe_intermediate_size"],
         n_experts=n_experts,
         top_k=config["num_experts_per_tok"],
         normalize_top_k=config.get("norm_topk_prob", False),
-        aux_loss_weight=config.get("router_aux_loss_coef", 0.001),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        aux_loss_weight=number_of(config, "router_aux_loss_coef", 0.001),
+        norm_eps=number_of(config, "rms_norm_eps", 1e-6),
         rope_theta=rope_theta(config),
         tied_embeddings=config.get("tie_word_embeddings", False),
-        max_seq_len=config.get("max_position_embeddings", 32768),
+        max_seq_len=number_of(config, "max_position_embeddings", 32768),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.models.classic.hf_config import NOT_COMPARED, classes_of, labels_of, one_dropout
-from torchtitan.models.hf.config import ConfigForm, check_numbers, check_only
+from torchtitan.models.hf.config import ConfigForm, check_numbers, check_only, number_of
 from torchtitan.models.roberta import RobertaArgs
 
 
@@ -39,7 +39,7 @@ def _from_hf(config: Mapping[str, Any]) -> RobertaArgs:
     check_numbers(config, (*numbers, "max_position_embeddings"))
     check_only(config, {"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False})
     check_only(config, {"add_cross_attention": False, "tie_word_embeddings": True})
-    pad = config.get("pad_token_id", 1)
+    pad = number_of(config, "pad_token_id", 1)
     return RobertaArgs(
         dim=config["hidden_size"],
         n_layers=config["num_hidden_layers"],
@@ -47,12 +47,12 @@ def _from_hf(config: Mapping[str, Any]) -> RobertaArgs:
         ffn_dim=config["intermediate_size"],
         vocab_size=config["vocab_size"],
         max_seq_len=config["max_position_embeddings"] - pad - 1,
-        norm_eps=config.get("layer_norm_eps", 1e-12),
+        norm_eps=number_of(config, "layer_norm_eps", 1e-12),
         dropout=one_dropout(config, {"hidden_dropout_prob": 0.1}),
-        attention_dropout=float(config.get("attention_probs_dropout_prob", 0.1)),
+        attention_dropout=number_of(config, "attention_probs_dropout_prob", 0.1),
         n_classes=classes_of(config),
         pad_id=pad,
-        n_types=config.get("type_vocab_size", 2),
+        n_types=number_of(config, "type_vocab_size", 2),
     )
 
 
