@@ -4,6 +4,7 @@ Its linears are "Conv1D" there, which keep their matrices as [in, out], and quer
 Folders of the model without a head, as OpenAI's were published, leave out what all names begin with.
 """
 
+from torchtitan.models.classic.hf import headed_form, is_other_head
 from torchtitan.models.gpt2 import GPT2Args
 from torchtitan.models.gpt2.hf_config import CONFIG
 from torchtitan.models.gpt2.model import GPT2
@@ -32,20 +33,12 @@ TRANSPOSED = frozenset(name for name in PARTS if name.endswith(".weight") and "n
 
 
 def form(args: GPT2Args) -> Form:
-    return Form(
-        parts=PARTS,
-        ends=ENDS | {"output.weight": "score.weight" if args.n_classes else "lm_head.weight"},
-        layers="transformer.h.",
-        base="transformer.",
-        transposed=TRANSPOSED,
-        tied=args.tied_embeddings,
-        head=frozenset({"output.weight"}) if args.n_classes else frozenset(),
-    )
+    return headed_form(args, PARTS, ENDS, layers="transformer.h.", base="transformer.", transposed=TRANSPOSED)
 
 
 def _is_ignored(name: str, args: GPT2Args) -> bool:
-    """Masks of attention, which old folders hold; the words of a model that is to tell classes apart."""
-    return name.endswith((".attn.bias", ".attn.masked_bias")) or (name == "lm_head.weight" and args.n_classes > 0)
+    """Masks of attention, which old folders hold; another head."""
+    return name.endswith((".attn.bias", ".attn.masked_bias")) or is_other_head(name, args)
 
 
 HF = HuggingFace(build=GPT2, form=form, config=CONFIG, ignored=_is_ignored)

@@ -1,5 +1,6 @@
 """OPT in the form of Hugging Face: names. config.json: hf_config.py."""
 
+from torchtitan.models.classic.hf import headed_form, is_other_head
 from torchtitan.models.hf.family import HuggingFace
 from torchtitan.models.hf.names import Form, with_biases
 from torchtitan.models.opt import OPTArgs
@@ -28,19 +29,7 @@ ENDS = {
 
 
 def form(args: OPTArgs) -> Form:
-    return Form(
-        parts=PARTS,
-        ends=ENDS | {"output.weight": "score.weight" if args.n_classes else "lm_head.weight"},
-        layers="model.decoder.layers.",
-        base="model.",
-        tied=args.tied_embeddings,
-        head=frozenset({"output.weight"}) if args.n_classes else frozenset(),
-    )
+    return headed_form(args, PARTS, ENDS, layers="model.decoder.layers.", base="model.")
 
 
-def _is_ignored(name: str, args: OPTArgs) -> bool:
-    """The words of a model that is to tell classes apart."""
-    return name == "lm_head.weight" and args.n_classes > 0
-
-
-HF = HuggingFace(build=OPT, form=form, config=CONFIG, ignored=_is_ignored)
+HF = HuggingFace(build=OPT, form=form, config=CONFIG, ignored=is_other_head)
