@@ -299,6 +299,10 @@ def test_an_adapter_learns_other_text(tmp_path, texts):
             "adapter.last_save_in_peft: given true; allowed: false with adapter.train_fully",
         ),
         (
+            ["--adapter.last_save_in_peft", "--checkpoint.enable", "--adapter.train_dense_rest"],
+            "adapter.last_save_in_peft: given true; allowed: false with adapter.train_dense_rest",
+        ),
+        (
             ["--model.name=llama3.2", '--adapter.target=["output"]', "--checkpoint.enable"]
             + ["--checkpoint.last_save_model_only"],
             "checkpoint.last_save_model_only: given true; allowed: false with an adapter beside a tied head",

@@ -359,6 +359,27 @@ def test_folder_of_peft_says_what_it_is(tmp_path):
     assert set(ADAPTERS) >= {"lora", "dora"}
 
 
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (dict(train_fully=["norm.weight"]), r"trained beside it \(norm.weight\); write the whole model"),
+        (dict(train_dense_rest=True), r"beside it \(layers.\*.attention_norm.weight, .*tok_embeddings.weight\); write"),
+        (
+            dict(lora_only=True),
+            r"a matrix, which this model has not \(adapter.lora_only\); write the whole model",
+        ),
+        (dict(train_scaling=True), r"no strength that is learned \(adapter.train_scaling\); write the whole model"),
+    ],
+    ids=str,
+)
+def test_a_folder_that_would_lack_what_was_trained_is_refused(options, said, tmp_path):
+    args = tiny_decoders.LLAMA["llama3"]
+    model, adapter = learned("llama3", args, Options(kind="lora", rank=4, **options))
+    with pytest.raises(JobError, match=said):
+        adapter.write_folder(tmp_path / "adapter", MODELS["llama3"].hf.form(args), adapter.whole_tensors([model]), "")
+    assert not (tmp_path / "adapter").exists()
+
+
 def test_b_has_a_rate_of_its_own():
     """LoRA+: the schedule multiplies both rates, and the one that is logged is A's."""
     model, adapter = learned("llama3", tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, lr_ratio_b=16.0))

@@ -112,6 +112,13 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path):
         installed.read_folder(tmp_path / "adapter", form(model.args))
 
 
+def test_what_else_was_trained_has_no_place_in_a_folder(tmp_path):
+    model, installed = remembering(adapter=dict(train_fully=["norm.weight"]))
+    with pytest.raises(JobError, match=r"trained beside it \(norm.weight\); keep the run's checkpoints"):
+        installed.write_folder(tmp_path / "adapter", form(model.args), installed.whole_tensors([model]), "the/model")
+    assert not (tmp_path / "adapter").exists()
+
+
 def losses(argv):
     return [row["loss"] for row in train(argv)[0]]
 

@@ -45,17 +45,21 @@ class Adapter:
     `fresh`: parameters that were added; a base checkpoint lacks them. `frozen`: those that are not trained: they get no
     gradient, no reduction and no optimizer state. `num_trained`, `num_parameters`: how many numbers both are;
     `met_trained`, `met_added`: how many weights of the base that are trained, and of the fresh, a token meets.
-    `left_out`: shapes of matrices of the base that the adapted model has in no form.
+    `left_out`: shapes of matrices of the base that the adapted model has in no form. `also_trained`: parameters of the
+    base that are trained beside the fresh.
 
     A hook of the step (parallelisms/hooks.py).
     """
 
     name = "adapter"
+    other_form = "write the whole model (torchtitan export --merge)"
+    """What keeps all that was trained, where the adapter's own layout does not."""
 
     def __init__(self, options: Options, seed: int = 0):
         self.options, self.seed = options, seed
         self.fresh: frozenset[str] = frozenset()
         self.frozen: frozenset[str] = frozenset()
+        self.also_trained: frozenset[str] = frozenset()
         self.shapes: dict[str, tuple[int, ...]] = {}  # of the fresh
         self.replaced: set[str] = set()  # of the base, what the fresh are trained instead of
         self.num_trained = self.num_parameters = 0
@@ -86,7 +90,8 @@ class Adapter:
         self.num_parameters = of_base - gone + sum(map(math.prod, self.shapes.values()))
         learning = {name for name, p in model.named_parameters() if p.requires_grad}
         self.num_trained = sum(model.get_parameter(name).numel() for name in learning)
-        self.met_trained = weights_met(model, learning - self.fresh)
+        self.also_trained = frozenset(learning - self.fresh)
+        self.met_trained = weights_met(model, self.also_trained)
         self.met_added = weights_met(model, self.fresh)
         return plan
 
@@ -125,8 +130,24 @@ class Adapter:
         return peft_folder.load(folder, self.options, form, self.shapes)
 
     def write_folder(self, folder: Path, form: Form, whole: Mapping[str, torch.Tensor], base: str) -> None:
-        """The inverse, of `whole_tensors`; `base`: where the model is. OSError."""
+        """The inverse, of `whole_tensors`; `base`: where the model is. OSError; JobError where that is not all that was
+        trained.
+        """
+        self.refuse_what_has_no_place()
         peft_folder.save(folder, {name: whole[name] for name in self.shapes}, self.options, form, base)
+
+    def refuse_what_has_no_place(self) -> None:
+        """JobError where whoever reads such a folder would compute something else than what was trained."""
+        wrong = None
+        if self.also_trained:
+            names = ", ".join(without_numbers(sorted(self.also_trained)))
+            wrong = f"it has no place for what was trained beside it ({names})"
+        elif self.left_out:
+            wrong = "there A and B stand beside a matrix, which this model has not (adapter.lora_only)"
+        elif self.options.train_scaling:
+            wrong = "peft knows no strength that is learned (adapter.train_scaling)"
+        if wrong is not None:
+            raise JobError(f"the adapter's folder would not be what was trained: {wrong}; {self.other_form}")
 
     def _parameters(self, parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
         for part in parts:

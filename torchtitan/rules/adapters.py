@@ -63,9 +63,10 @@ def adapter_folders_fit(facts: Facts) -> Iterator[Fault]:
     for name in ("initial_path", "last_save_in_peft"):
         if getattr(options, name) and not facts.config.checkpoint.enable:
             yield facts.fault(f"adapter.{name}", "nothing with checkpoint.enable = false", "set it, or leave this out")
-    if options.last_save_in_peft and options.train_fully:
-        remedy = "its folder holds low-rank matrices alone; keep checkpoints, or fold the adapter in"
-        yield facts.fault("adapter.last_save_in_peft", "false with adapter.train_fully", remedy)
+    for name in ("train_fully", "train_dense_rest"):
+        if options.last_save_in_peft and getattr(options, name):
+            remedy = "its folder holds low-rank matrices alone; keep checkpoints, or fold the adapter in"
+            yield facts.fault("adapter.last_save_in_peft", f"false with adapter.{name}", remedy)
 
 
 def _adapter_is_of_this_kind(facts: Facts, folder: Path) -> Iterator[Fault]:

@@ -29,6 +29,8 @@ from torchtitan.parallelisms.plan import ParallelPlan
 
 
 class Neurocache(Adapter):
+    other_form = "keep the run's checkpoints, which have all of it"
+
     def __init__(self, options: Options, seed: int = 0):
         super().__init__(options, seed)
         beside = of_linears(options)
@@ -89,6 +91,7 @@ class Neurocache(Adapter):
             raise JobError(f"{folder}: {error}") from None
 
     def write_folder(self, folder: Path, form: Form, whole: Mapping[str, torch.Tensor], base: str) -> None:
+        self.refuse_what_has_no_place()
         options = self.options.neurocache
         low_rank = {name: whole[name] for name in self.shapes if name not in names(options, self.n_layers)}
         save(folder, whole, to_peft(low_rank, form), options, self.n_layers, base)
