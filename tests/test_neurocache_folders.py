@@ -1,6 +1,7 @@
 """Adapters of Neurocache as the authors' library keeps them: names, what is refused, a job that starts from one."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from tests.support.remembering import read, remembering, segments
 from torchtitan import cli
-from torchtitan.adapters.neurocache.released import CONFIG, WEIGHTS
+from torchtitan.adapters.neurocache.released import CONFIG, WEIGHTS, differences
+from torchtitan.config.sections.neurocache import Neurocache as Options
 from torchtitan.errors import JobError
 from torchtitan.models.llama.hf import form
 
@@ -117,6 +119,12 @@ def test_what_else_was_trained_has_no_place_in_a_folder(tmp_path):
     with pytest.raises(JobError, match=r"trained beside it \(norm.weight\); keep the run's checkpoints"):
         installed.write_folder(tmp_path / "adapter", form(model.args), installed.whole_tensors([model]), "the/model")
     assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize("config", [dict(retrieval_map={"1": math.inf}), dict(attention_layers=[1, -math.inf])])
+def test_layers_without_end_are_another_jobs(config):
+    (told,) = differences(config, Options(), 4)
+    assert "inf" in told and "the job's are {'3': 3} and [3]" in told
 
 
 def losses(argv):

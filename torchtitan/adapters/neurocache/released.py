@@ -69,5 +69,5 @@ def _layers(config: Mapping[str, Any], default: Layers) -> Layers | None:
     try:
         readers = {int(reader): int(storing) for reader, storing in map_.items()}
         return Layers(readers, default.attending if attending is None else [int(layer) for layer in attending])
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, OverflowError):  # the last of an infinity, which json reads
         return None
