@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from tests.support.jobs import arguments, train, write_texts
 from tests.support.pool import run_ranks
 from torchtitan import build_data, cli
 from torchtitan.build import dims
+from torchtitan.commands.evaluate import check_caches
+from torchtitan.commands.job_of import job_of
 from torchtitan.config import manager
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
+from torchtitan.errors import JobError
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.hf import HF
 from torchtitan.models.llama.model import Llama
@@ -125,6 +129,37 @@ def test_a_cache_of_any_size(tmp_path, capsys):
     assert len({run["loss"] for run in found["runs"]}) == 3 and "cache of 32 entries" in said
     first = [run["by_position"]["0-16"]["loss"] for run in found["runs"]]
     assert first[0] == first[1] == first[2]
+
+
+@pytest.mark.parametrize(
+    "lookup, sizes, seq_len, message",
+    [
+        ("exact", None, 32, None),
+        ("exact", [0], 2000, None),
+        (
+            "exact",
+            None,
+            2000,
+            "segments of 2000 tokens: adapter.neurocache.cache_size: allowed: at least 2000",
+        ),
+        ("exact", [0, 1024, 64], 128, "--cache-sizes: given 64: adapter.neurocache.cache_size: allowed: at least 128"),
+        ("bucketed", [512, 600], 32, "--cache-sizes: given 600: .* a multiple of 512 .* write 512 or 1024"),
+    ],
+)
+def test_caches_that_segments_do_not_fit_are_refused(lookup, sizes, seq_len, message):
+    cache = [f"--adapter.neurocache.lookup={lookup}", "--adapter.neurocache.cache_size=1024"]
+    config = manager.load(["--adapter.kind=neurocache", *cache])
+    with nullcontext() if message is None else pytest.raises(JobError, match=message):
+        check_caches(config, sizes, seq_len)
+
+
+def test_a_context_that_is_longer_than_the_cache_is_refused(tmp_path):
+    """Of any command that reads with a run's model."""
+    cache = 'kind = "neurocache"\nneurocache = {cache_size = 64}'
+    (tmp_path / "config.toml").write_text(f'[model]\ntokenizer_path = "bytes"\n[adapter]\n{cache}\n')
+    assert job_of(tmp_path, ["--training.seq_len=64"]).training.seq_len == 64
+    with pytest.raises(JobError, match="cache_size: given 64; allowed: at least 65, a segment's tokens"):
+        job_of(tmp_path, ["--training.seq_len=65"])
 
 
 @pytest.mark.parametrize(

@@ -323,6 +323,14 @@ def test_what_does_not_fit_is_said(options, message):
     assert message in str(raised.value)
 
 
+def test_a_segment_that_is_longer_than_the_cache_is_refused():
+    """Two of its tokens would have one place, and which of them is kept would be chance."""
+    store = Store(1, 4, [0], {"key": 1}, torch.float32, torch.device("cpu"))
+    segment = Segment(slice(0, 1), store.counts.clone(), torch.tensor([5]), {(0, "key"): torch.ones(1, 5, 1)}, {})
+    with pytest.raises(AssertionError, match="two tokens of a segment"):
+        store.commit(segment)
+
+
 @torch.no_grad()
 def test_what_followed_before_is_copied():
     """A model of one layer that says each token again, and a reading that is set by hand: of the entry like the token

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from torchtitan import build, build_data, saved_model
+from torchtitan.adapters.neurocache.sizes import misfits_of
 from torchtitan.by_position import Measured, measure, names_of, total
 from torchtitan.commands.evaluate_plot import check_format, draw
 from torchtitan.commands.generate import find_checkpoint
@@ -109,6 +110,7 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
     documents = build_data.documents(config, "validation")
     rows = config.validation.local_batch_size
     batches = HeldOutSegments(documents, samples, seq_len=seq_len, rows=rows, rank=0, ranks=1)
+    check_caches(config, sizes, seq_len)
     model, _ = saved_model.filled_model(config, place, torch.device(device_type()))
     assert isinstance(model, Decoder)
     if sizes and model.memory is None:
@@ -130,6 +132,20 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
         told = {} if size is None else {"cache_size": size}
         runs.append(told | _figures(whole) | {"bits_per_byte": of_bytes, "by_position": by_position})
     return {"of": str(place), "documents": len(batches.order), "seq_len": seq_len, "bytes": bytes_told, "runs": runs}
+
+
+def check_caches(config: JobConfig, sizes: list[int] | None, seq_len: int) -> None:
+    """JobError for a cache, the job's or one of --cache-sizes, that cannot hold a segment of `seq_len` tokens, or that
+    the job's lookup cannot read.
+    """
+    options, args = config.adapter.neurocache, build.model_args(config)
+    if config.adapter.kind != "neurocache":
+        return
+    for size in filter(None, sizes or [options.cache_size]):
+        given = dataclasses.replace(options, cache_size=size)
+        if wrong := list(misfits_of(given, args.n_layers, args.dim, seq_len)):
+            told = f"--cache-sizes: given {size}" if sizes else f"segments of {seq_len} tokens"
+            raise JobError(f"{told}: {'; '.join(map(str, wrong))}")
 
 
 def _figures(measured: Measured) -> dict[str, Any]:

@@ -11,7 +11,15 @@ from torchtitan.config.options import ConfigError
 from torchtitan.errors import JobError
 from torchtitan.models import CONFIGS, family_of
 from torchtitan.models.hf.config import CONFIG, config_beside
-from torchtitan.rules import Facts, folder_has_sizes, known_names, model_sizes, positions_are_learned, tokenizer_fits
+from torchtitan.rules import (
+    Facts,
+    cache_fits_the_model,
+    folder_has_sizes,
+    known_names,
+    model_sizes,
+    positions_are_learned,
+    tokenizer_fits,
+)
 
 JOB = "config.toml"
 ALL_OF_IT = ("--job.config_file", "--model.name", "--model.flavor")
@@ -46,7 +54,8 @@ def job_of(path: Path, words: list[str], with_tokenizer: bool = True) -> JobConf
             )
     config = manager.load(words)
     facts = Facts(config, 1, "cpu")
-    rules = (known_names, folder_has_sizes, model_sizes, positions_are_learned, *[tokenizer_fits] * with_tokenizer)
+    of_the_model = (known_names, folder_has_sizes, model_sizes, positions_are_learned, cache_fits_the_model)
+    rules = (*of_the_model, *[tokenizer_fits] * with_tokenizer)
     faults = [fault for rule in rules for fault in rule(facts)]
     if not with_tokenizer:
         faults = [fault for fault in faults if fault.key != "model.tokenizer_path"]

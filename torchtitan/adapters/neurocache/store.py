@@ -68,6 +68,7 @@ class Store:
     def commit(self, segment: Segment) -> None:
         """What was computed from the cache before does not change, so that who still needs it has to be through."""
         length = next(iter(segment.states.values())).shape[1]
+        assert length <= self.size, "two tokens of a segment would have one place"
         places = torch.arange(length, device=self.counts.device)
         is_there = places < segment.filled[:, None]  # [b, S]
         first = segment.counts
