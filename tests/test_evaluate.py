@@ -81,6 +81,7 @@ def test_losses_are_those_of_each_segment_by_itself(home, tmp_path, capsys, rows
 
 def test_no_more_documents_than_have_so_many_segments(home, tmp_path, capsys):
     found, _ = evaluated(capsys, tmp_path, home / "model", "--samples=3", *words(home))
+    assert found["data"] == f"text ({home / 'texts.jsonl'})"
     assert found["documents"] == 1 and found["runs"][0]["tokens"] == len(TEXTS[0]) + 1
 
 

@@ -25,7 +25,7 @@ from torchtitan.by_position import Measured, measure, names_of, total
 from torchtitan.commands.evaluate_plot import check_format, draw
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.commands.job_of import refuse_strangers
-from torchtitan.config.job import JobConfig, Validation
+from torchtitan.config.job import JobConfig, Validation, describe_sources
 from torchtitan.datasets.segments import Documents, HeldOutSegments
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.distributed import device_type
@@ -119,7 +119,10 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
     asked = [None] if size_of is None else sizes or [0, size_of]
     bytes_told = sum(_bytes_of(documents, document, tokenizer) for document in batches.order)
     chunks = config.training.loss_chunks or build.loss_chunks(config)
-    print(f"{config.model.name} {config.model.flavor}, {place.name}: {len(batches.order)} documents", file=sys.stderr)
+    data, read = describe_sources(config, "validation"), len(batches.order)
+    if config.validation.split is not None:
+        data += f", held out by validation.split = {config.validation.split:g}"
+    print(f"{config.model.name} {config.model.flavor}, {place.name}: {read} documents of {data}", file=sys.stderr)
     runs = []
     for size in asked:
         if size is not None:
@@ -131,7 +134,8 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
         by_position = {name: _figures(part) for name, part in zip(names_of(seq_len), parts, strict=True) if part.tokens}
         told = {} if size is None else {"cache_size": size}
         runs.append(told | _figures(whole) | {"bits_per_byte": of_bytes, "by_position": by_position})
-    return {"of": str(place), "documents": len(batches.order), "seq_len": seq_len, "bytes": bytes_told, "runs": runs}
+    found = {"of": str(place), "data": data, "documents": read, "seq_len": seq_len}
+    return found | {"bytes": bytes_told, "runs": runs}
 
 
 def check_caches(config: JobConfig, sizes: list[int] | None, seq_len: int) -> None:
