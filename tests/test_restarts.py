@@ -25,6 +25,9 @@ from torchtitan import train
 from torchtitan.config import manager
 from torchtitan.failures import kind_of
 from torchtitan.launcher import hangs
+from torchtitan.launcher.hangs import Limits
+from torchtitan.launcher.nodes import Nodes
+from torchtitan.launcher.processes import Processes
 from torchtitan.leaving import EXPLAINED
 from torchtitan.logs import set_up_logging
 from torchtitan.progress import Doing
@@ -220,6 +223,24 @@ def test_a_rank_that_compiles_is_no_hang(where, tmp_path):
         program += f"subprocess.run([sys.executable, '-c', {'import time' + chr(10) + BURN!r}])\n"
     program = f"tell('first', 1)\n{program}tell('end', 1)"
     assert end(supervise(program, tmp_path, budget=0, start=1)) == (0, "", "")
+
+
+class Spinning(Processes):
+    """One rank on this machine, in a step, which computes without getting on."""
+
+    def __init__(self, machines: int) -> None:
+        self.nodes, self.shared, self.running, self.began = Nodes(machines, 0, "head", 1), [None], {0: None}, 0.0
+        self.progress, self.computed = {0: Doing("train", 3, 1.0)}, 0.0
+
+    def cpu_seconds(self, rank: int) -> float:
+        self.computed += 10
+        return self.computed
+
+
+@pytest.mark.parametrize(("machines", "standing"), [(1, None), (2, 99.0)])
+def test_a_rank_that_spins_in_a_collective_with_another_machine_does_not_get_on(machines, standing, monkeypatch):
+    monkeypatch.setattr(hangs, "ANSWER_SECONDS", 0.01)
+    assert hangs.Watchdog(Spinning(machines), Limits(1, 1)).standing(100.0) == standing
 
 
 @pytest.mark.parametrize(

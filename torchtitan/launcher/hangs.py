@@ -54,9 +54,9 @@ class Watchdog:
         limit = self.limits.start if long else self.limits.train
         if now - latest <= limit:
             return None
-        # a compiler computes for long and tells nothing. Of several ranks in a step, those that wait for a GPU would
-        # look the same, so there the question is not asked
-        if (long or len(doing) == 1) and self._busy():
+        # a compiler computes for long and tells nothing. Of several ranks in a step, here or on other machines, those
+        # that wait for a GPU would look the same, so there the question is not asked
+        if (long or self.processes.world_size == 1) and self._busy():
             self._busy_at = time.monotonic()
             return None
         # looking took a while, in which a rank may have got on after all

@@ -83,6 +83,11 @@ class Processes:
         _adopt_orphans()
         self.running = {rank: self._start(command, rank, restart) for rank in range(num_ranks)}
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of all machines."""
+        return self.nodes.count * len(self.shared)
+
     def _start(self, command: list[str], rank: int, restart: Restart | None) -> subprocess.Popen[bytes]:
         own = self.shared[rank]
         files = (self.store, self.told, own.stacks, own.collectives)
