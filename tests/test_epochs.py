@@ -296,6 +296,9 @@ def test_the_length_of_a_schedule_has_its_unit(data, words, length):
     schedule = build.lr_schedule(config)
     total = int(np.ceil(length(config.training.steps)))
     assert schedule.total_steps == total == Facts(config, 1, "cpu").schedule.total_steps
+    facts = Facts(config, 1, "cpu")
+    vars(facts)["schedule_start"] = 5  # of a run that goes on counting from other weights: an epoch stays as long
+    assert build.lr_schedule(config, start=5).total_steps == total == facts.schedule.total_steps
     assert schedule.multiplier(total - 2) > schedule.multiplier(total - 1) == 0.1 == schedule.multiplier(2 * total)
 
 

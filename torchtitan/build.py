@@ -265,7 +265,7 @@ def optimizers(config: JobConfig, built: ParallelModel) -> Optimizers:
 
 def lr_schedule(config: JobConfig, start: int = 0) -> LRSchedule:
     """From the step `start` of the run on."""
-    return schedule_of(config.lr_scheduler, config.training, config.training.steps - start, config.adapter.relora)
+    return schedule_of(config.lr_scheduler, config.training, config.training.steps, config.adapter.relora, start)
 
 
 def lr_schedulers(config: JobConfig, built: Optimizers) -> LRSchedulers:

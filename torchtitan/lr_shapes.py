@@ -162,9 +162,10 @@ class LRSchedule:
         return f"learning rate: {', '.join(parts)}; total {self.total_steps} steps"
 
 
-def schedule_of(section: Any, training: Any, steps: int, relora: Any) -> LRSchedule:
-    """Of a job's [lr_scheduler], [training] and [adapter.relora], which trains so many steps. Raises ScheduleError."""
-    length = section.total_steps or steps
+def schedule_of(section: Any, training: Any, steps: int, relora: Any, start: int = 0) -> LRSchedule:
+    """Of a job's [lr_scheduler], [training] and [adapter.relora], of so many steps in all, from `start` on. Raises
+    ScheduleError."""
+    length = section.total_steps or steps - start
     if section.t_max is not None:
         whole = {"epoch": training.epochs, "token": training.tokens}.get(section.t_max_unit)
         length = ceil(Fraction(section.t_max * steps, whole)) if whole else section.t_max

@@ -279,8 +279,10 @@ class Facts:
         of_itself = shape.total_steps is not None or (shape.t_max is not None and shape.t_max_unit == "step")
         if self.steps is None and not of_itself:
             return None
-        steps = (self.steps or 0) - self.schedule_start
-        return schedule_of(shape, training, steps, self.config.adapter.relora) if of_itself or steps > 0 else None
+        steps, start = self.steps or 0, self.schedule_start
+        if not of_itself and steps <= start:
+            return None
+        return schedule_of(shape, training, steps, self.config.adapter.relora, start)
 
 
 Rule = Callable[[Facts], Iterator[Fault]]
