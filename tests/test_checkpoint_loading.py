@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -27,6 +28,7 @@ from torchtitan.checkpoint import (
     tensors,
 )
 from torchtitan.checkpoint.layout import TensorEntry
+from torchtitan.deferred import Deferred
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected call of")
 
@@ -209,6 +211,15 @@ def test_an_export_holds_the_weights_in_its_dtype(tmp_path, caplog, dtype):
     with pytest.raises(CheckpointError, match="holds weights alone"):
         Job(tmp_path / "new").checkpointer.initial_load(tmp_path / "export", model_only=False)
     assert Job(tmp_path / "new").checkpointer.initial_load(tmp_path / "export") == 0
+
+
+def test_what_is_made_for_an_export_leaves_the_device_at_once():
+    made, moved = Mock(), torch.ones(2)
+    made.to.return_value = moved
+    plain = {"folded": Deferred((2,), lambda: made)}
+    snapshot = saving.snapshot_of_model(1, [TinyModel()], dict, torch.bfloat16, plain)
+    assert snapshot.error is None and list(snapshot.tensors.values()) == [moved]
+    made.to.assert_called_once_with(device="cpu", dtype=torch.bfloat16)
 
 
 def test_an_export_of_another_step_replaces_nothing(tmp_path):

@@ -1,4 +1,4 @@
-"""A tensor that is made when its value is asked for, so that of many one at a time is in memory."""
+"""A tensor that is made when its value is asked for, so that of many one at a time is on the device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ from torchtitan.checkpoint import folders, layout, storage, tensors
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.layout import MANIFEST, MODEL, STATE, CheckpointError, FileEntry, Manifest, TensorEntry
 from torchtitan.checkpoint.tensors import Tensors
-from torchtitan.deferred import Value
+from torchtitan.deferred import Deferred, Value
 from torchtitan.initialization import clean_name
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,10 @@ def snapshot_of_model(
             copies = {name for part in parts for name in getattr(part, "tied_names", ())}
             live = {MODEL + name: value for name, value in plain.items() if name not in copies}
         for name, value in live.items():
-            snapshot.tensors[name] = value.detach() if name in buffers else value.detach().to(dtype)
+            if isinstance(value, Deferred):  # the device has room for a few of them beside the model, not for all
+                snapshot.tensors[name] = value.detach().to(device="cpu", dtype=dtype)
+            else:
+                snapshot.tensors[name] = value.detach() if name in buffers else value.detach().to(dtype)
     except Exception as error:
         snapshot.error = error
     return snapshot
