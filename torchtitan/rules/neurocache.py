@@ -111,6 +111,9 @@ def documents_are_read_whole(facts: Facts) -> Iterator[Fault]:
     if training.epochs is not None:
         remedy = "set training.steps: rows end their documents at different times"
         yield facts.fault("training.epochs", f"unset with task.kind = {kind}", remedy)
+    if training.tokens is not None:
+        remedy = "set training.steps: the last segment of a document is filled up with tokens that do not count"
+        yield facts.fault("training.tokens", f"unset with task.kind = {kind}", remedy)
     for section in ("training", "validation"):
         for number, source in enumerate(getattr(facts.config, section).sources):
             if source.weight != 1:
