@@ -13,6 +13,7 @@ from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from torchtitan.datasets.packing import IGNORE
 from torchtitan.datasets.position import merge_states
+from torchtitan.datasets.samples import dealt
 from torchtitan.datasets.segments import Documents, HeldOutSegments, SegmentLoader
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokens import ShardWriter, TokenShards
@@ -74,13 +75,25 @@ def test_every_row_reads_whole_documents_one_after_the_other(documents, shuffle)
     assert max(map(met.count, met)) - min(map(met.count, met)) <= 2
 
 
-def test_ranks_share_out_the_documents_of_one_order(documents):
-    """World 2 reads what world 1 with all the rows does, though not at the same times."""
-    order = [loader(documents, rows=1, rank=rank, ranks=2) for rank in (0, 1)]
-    drawn = [[each._next_document().document for _ in range(7)] for each in order]
-    together = loader(documents, rows=1)
-    whole = [together._next_document().document for _ in range(14)]
-    assert sorted(drawn[0] + drawn[1]) == sorted(whole) or set(drawn[0] + drawn[1]) == set(whole)
+@pytest.mark.parametrize("state_of", [0, 1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_four_rows_read_the_same_on_any_ranks(documents, ranks, state_of):
+    """Step by step, from the beginning (0) and from a checkpoint of so many ranks."""
+    told = dict(stagger=True)
+    whole = loader(documents, rows=4, **told)
+    if state_of:
+        list(itertools.islice(whole, 5))
+        saved = [loader(documents, rows=4 // state_of, rank=rank, ranks=state_of, **told) for rank in range(state_of)]
+        for each in saved:
+            list(itertools.islice(each, 5))
+        told["state"] = json.loads(json.dumps(merge_states([each.state_dict() for each in saved])))
+    spread = [loader(documents, rows=4 // ranks, rank=rank, ranks=ranks, **told) for rank in range(ranks)]
+    for expected, *parts in itertools.islice(zip(whole, *spread, strict=True), 20):
+        for name in expected.keys() - {"lanes"}:  # which each rank numbers for itself
+            own = torch.arange(4 // ranks)
+            order = torch.cat([dealt(own, rank, ranks, 1) for rank in range(ranks)])
+            assert torch.equal(torch.cat([part[name] for part in parts]), expected[name][order]), name
+    assert {each.samples for each in spread} == {whole.samples}
 
 
 def test_rows_begin_inside_their_first_document(documents):
@@ -238,6 +251,10 @@ def test_validation_has_caches_of_its_own(home):
         (["--task.kind=pretrain"], '"documents" with adapter.kind = "neurocache"'),
         (["--training.document_mask"], "training.document_mask: given true; allowed: false with task.kind = documents"),
         (["--training.epochs=1"], "training.epochs: given 1; allowed: unset with task.kind = documents"),
+        (
+            ["--training.tokens=64"],
+            "training.tokens: given 64; allowed: unset with task.kind = documents; set tr",
+        ),
         (["--model.name=qwen3"], 'adapter.kind: given "neurocache"; allowed: another one for qwen3'),
         (["--adapter.neurocache.cache_size=8"], "adapter.neurocache.cache_size: given 8; allowed: at least 2048"),
         (["--adapter.neurocache.window=3"], "adapter.neurocache.window: given 3; allowed: 1, or an even number"),

@@ -1,8 +1,9 @@
 """Documents that are read from beginning to end: each row of a batch reads one, a segment at a time, and then the next.
 
 A document stays in its row, so that what a model remembers of it (adapters/neurocache) goes on from batch to batch.
-Documents are tokenized before the run, and all their lengths are known: data-parallel rank r of n reads the documents
-r, r + n, r + 2n, ... of the shuffled order, which goes on from epoch to epoch, and a row that is free takes the next.
+Documents are tokenized before the run, and all their lengths are known: every rank knows what all rows of the global
+batch read, and makes the batches of its own ones. Of the shuffled order, which goes on from epoch to epoch, a row that
+is free takes the next document.
 """
 
 import logging
@@ -72,7 +73,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class LanePosition:
-    """`samples` have been consumed by all ranks together; of this one: documents taken, and what its rows read."""
+    """`samples` have been consumed, and documents `taken`, by all ranks together; of this one: what its rows read."""
 
     samples: int
     fingerprint: dict[str, Any]
@@ -92,7 +93,8 @@ class SegmentLoader:
     `lanes`, its number; `begins`, whether its document does; `filled`, how many of the tokens are there; `offsets`,
     where in the document the first stands. All int64 on the CPU but `begins`. Raises DataError.
 
-    `stagger`: rows begin somewhere inside of their first document, or all would end their first ones together.
+    `stagger`: rows begin somewhere inside of their first document, or all would end their first ones together. `rows`:
+    of this rank, dealt as the samples of other loaders are: what they read together depends on `rows` x `ranks` alone.
     """
 
     skipped = 0
@@ -114,39 +116,42 @@ class SegmentLoader:
         self.documents, self.seq_len, self.rank, self.ranks = documents, seq_len, rank, ranks
         self.seed, self.shuffle, self.fingerprint = seed, shuffle, fingerprint
         self.samples, self.taken, self.resumed = 0, 0, state is not None
-        self.rows: list[Reading | None] = [None] * rows
+        self.all_rows: list[Reading | None] = [None] * (rows * ranks)
         if not any(documents.segments(document, seq_len) for document in range(len(documents))):
             raise DataError("no document has two tokens, of which one could be told from the other")
         if state is not None:
             self._resume(state)
         elif stagger:
-            self.rows = [self._begin_inside(row) for row in range(rows)]
+            self.all_rows = [self._begin_inside(row) for row in range(rows * ranks)]
+
+    @property
+    def rows(self) -> list[Reading | None]:
+        """Of this rank."""
+        return self.all_rows[self.rank :: self.ranks]
 
     def _resume(self, state: dict[str, Any]) -> None:
         check_same_data(state, self.fingerprint)
         self.samples, read = state["samples"], state.get("read", {})
-        own = read.get(str(self.rank))
-        if state.get("ranks") == self.ranks and own is not None and len(own["rows"]) == len(self.rows):
-            self.taken = own["taken"]
-            self.rows = [None if row is None else Reading(*row) for row in own["rows"]]
+        self.taken = max((each["taken"] for each in read.values()), default=0)
+        ranks = state.get("ranks", 1)
+        by_rank = [read[str(rank)]["rows"] for rank in range(ranks) if str(rank) in read]
+        if sum(map(len, by_rank)) == len(self.all_rows) and len(by_rank) == ranks:
+            for rank, rows in enumerate(by_rank):
+                self.all_rows[rank::ranks] = [None if row is None else Reading(*row) for row in rows]
             return
-        before = max((each["taken"] for each in read.values()), default=0) * state.get("ranks", 1)
-        self.taken = -(-before // self.ranks)
-        logger.warning(
-            "rows or data-parallel ranks are others than the checkpoint's: all rows begin with new documents"
-        )
+        logger.warning("all ranks together have other rows than in the checkpoint: all rows begin with new documents")
 
     def _begin_inside(self, row: int) -> Reading:
         reading = self._next_document()
         room = self.documents.length(reading.document) - 1 - self.seq_len
         if room <= 0:
             return reading
-        drawn = int(key(self.seed, STAGGER, self.rank, row)[0] % np.uint64(room))
+        drawn = int(key(self.seed, STAGGER, row)[0] % np.uint64(room))
         return Reading(reading.document, drawn, drawn)
 
     def _next_document(self) -> Reading:
         while True:
-            epoch, number = divmod(self.taken * self.ranks + self.rank, len(self.documents))
+            epoch, number = divmod(self.taken, len(self.documents))
             self.taken += 1
             if self.shuffle:
                 (number,) = permute(np.array([number]), len(self.documents), key(self.seed, epoch)).tolist()
@@ -155,11 +160,12 @@ class SegmentLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
-            self.rows = [row or self._next_document() for row in self.rows]
-            begun = {index for index, row in enumerate(self.rows) if row is not None and row.offset == row.start}
-            batch = segment_batch(self.documents, self.rows, self.seq_len, begun)
-            self.rows = [after(row, self.documents, self.seq_len) for row in self.rows]
-            self.samples += len(self.rows) * self.ranks
+            self.all_rows = [row or self._next_document() for row in self.all_rows]
+            own = self.rows
+            begun = {index for index, row in enumerate(own) if row is not None and row.offset == row.start}
+            batch = segment_batch(self.documents, own, self.seq_len, begun)
+            self.all_rows = [after(row, self.documents, self.seq_len) for row in self.all_rows]
+            self.samples += len(self.all_rows)
             yield batch
 
     def again(self, tokens: int) -> Iterator[Batch]:
@@ -167,11 +173,12 @@ class SegmentLoader:
         which they read it: for a model that has forgotten it.
         """
         most = -(-tokens // self.seq_len)
-        behind = [0 if row is None else min(most, (row.offset - row.start) // self.seq_len) for row in self.rows]
+        own = self.rows
+        behind = [0 if row is None else min(most, (row.offset - row.start) // self.seq_len) for row in own]
         for ago in range(most, 0, -1):  # on all ranks as many, which may communicate
             rows = [
                 row._replace(offset=row.offset - ago * self.seq_len) if row is not None and ago <= count else None
-                for row, count in zip(self.rows, behind, strict=True)
+                for row, count in zip(own, behind, strict=True)
             ]
             yield segment_batch(self.documents, rows, self.seq_len, {i for i, n in enumerate(behind) if n == ago})
 
