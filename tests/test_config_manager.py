@@ -206,9 +206,9 @@ BAD_FILES = {
         '[model.overrides]\nn_layers = "4"\ndim = []\n',
         [
             'FILE: model.overrides: given {n_layers = "4", dim = []}; allowed: a table, each value a whole number or a '
-            "number or true or false or text or a table, each value a whole number or a number; help: Sizes to change "
-            "in the flavor, by the field names of the family's arguments, e.g. {n_layers = 4} or {rope_scaling = "
-            '{kind = "yarn", factor = 4.0}}; rope_scaling = false leaves the scaling out.'
+            "number or true or false or text or a table, each value a whole number or a number or text; help: Sizes to "
+            "change in the flavor, by the field names of the family's arguments, e.g. {n_layers = 4} or {rope_scaling "
+            '= {kind = "yarn", factor = 4.0}}; rope_scaling = false leaves the scaling out.'
         ],
     ),
     "table for a value": (
@@ -227,7 +227,7 @@ BAD_FILES = {
         "[model]\noverrides = {norm_eps = nan}\n",
         [
             "FILE: model.overrides: given nan; allowed: a table, each value a whole number or a number or true or "
-            "false or text or a table, each value a whole number or a number; the number must be finite"
+            "false or text or a table, each value a whole number or a number or text; the number must be finite"
         ],
     ),
     "dates and times": (
