@@ -23,6 +23,7 @@ from torchtitan.launcher.hangs import Evidence
 from torchtitan.launcher.nodes import Nodes
 from torchtitan.launcher.restarts import supervise
 from torchtitan.launcher.stops import SignalQueue
+from torchtitan.launcher.watching import Watch
 from torchtitan.leaving import CRASHED, HUNG, NON_FINITE, TERMINATED
 
 assert nothing_is_left  # a fixture, for all tests here too
@@ -38,6 +39,7 @@ from torchtitan.launcher.nodes import Nodes
 from torchtitan.launcher.processes import Processes
 from torchtitan.launcher.restarts import follow, supervise
 from torchtitan.launcher.stops import SignalQueue
+from torchtitan.launcher.watching import Watch
 from torchtitan.launcher.watching import Watch
 watching.FOLLOW_SECONDS = watching.LOOK_SECONDS = 0.2
 restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS = {pause}, 0.3
@@ -122,11 +124,19 @@ def test_a_hang_is_explained_by_what_is_seen_on_all_machines(late, tmp_path):
 def test_a_machine_that_waits_while_another_works_does_not_hang(busy, tmp_path):
     """However long: as all ranks wait for one that exports, or compiles for longer than others."""
     program = (
-        f"ready('train')\nfor turn in range(8):\n  time.sleep(0.2)\n  if ranks.rank == {busy}: tell('train', turn)\n"
+        f"ready('train')\nfor turn in range(8):\n  time.sleep(0.4)\n  if ranks.rank == {busy}: tell('train', turn)\n"
         "tell('end', 9)"
     )
-    first, other = ends(machines(program, tmp_path, budget=0, limit=0.5))
+    first, other = ends(machines(program, tmp_path, budget=0, limit=1.5))
     assert (first[0], other[0]) == (0, 0), first[2]
+
+
+def test_a_machine_whose_ranks_have_just_ended_collects_nothing():
+    """The others have: an order that comes that late would make a hang of a run that ended well."""
+    watch = Watch.__new__(Watch)
+    watch.hung, watch.processes = None, SimpleNamespace(running={})
+    watch.hear({"kind": "collect", "name": "now", "seconds": 5.0})
+    assert watch.hung is None
 
 
 def test_collected_is_once_when_all_machines_that_are_at_work_have_just_said_that_they_stand(monkeypatch):

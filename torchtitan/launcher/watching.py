@@ -89,7 +89,7 @@ class Watch:
             self.ask_to_stop(message["number"], told=True)
         elif message["kind"] == "follow" and self.well and self.followed_at is None:
             self.followed_at = time.monotonic()
-        elif message["kind"] == "collect" and self.hung is None:
+        elif message["kind"] == "collect" and self.hung is None and self.processes.running:  # or they have just ended
             self.hung = hangs.collect(self.processes, self.folder / message["name"], message["seconds"])
             self.processes.signal(signal.SIGKILL)
 
