@@ -7,6 +7,7 @@ three minutes on two cores; --slurm runs what needs a cluster of SLURM, which it
 import os
 import signal
 import sys
+from typing import Any
 
 import pytest
 
@@ -31,28 +32,45 @@ SLOW = {
         "adapter_dropout",
         "adapters",
         "bench",
+        "chat",
         "checkpoint_plans",
         "checkpoint_ranks",
         "company",
         "convert",
+        "evaluate",
         "expert_jobs",
+        "export",
         "fake_cuda",
+        "galore_ranks",
         "generate",
         "guards",
         "hf_round_trip",
+        "importing_galore",
+        "launcher",
+        "logs",
+        "neurocache",
         "nodes",
+        "notes_script",
         "optimizer_plans",
         "overlap",
         "overlap_guards",
         "pipeline_parallel",
+        "pool",
+        "preferences",
         "preflight",
         "pythons",
         "qlora",
         "random_plans",
         "relora",
+        "relora_jobs",
         "relora_regimes",
         "replicas",
         "restarts",
+        "segments_of_documents",
+        "seq_cls",
+        "sft",
+        "stops",
+        "storage",
         "tokenizer_files",
         "traffic",
         "trainer",
@@ -61,7 +79,7 @@ SLOW = {
         "wheel",
     )
 }
-EVERY_NTH_ROW = 9
+EVERY_NTH_ROW = 12
 
 
 @pytest.fixture(autouse=True)
@@ -76,14 +94,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slurm", action="store_true", help="start a cluster of SLURM on this machine and test on it")
 
 
+def _params(item: pytest.Item) -> dict[str, Any]:
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if passing := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         # an address differs from worker to worker, which then do not agree on what there is to run
         raise pytest.UsageError(f"name the parameters, so that each run gives the same names: {passing}")
     if not config.getoption("--quick"):
         return
-    rows = [item for item in items if "row" in getattr(getattr(item, "callspec", None), "params", ())]
-    cheap = [item for item in rows if (row := item.callspec.params["row"]).ranks <= 2 and row.compile == "no"]
+    from tests.combinations import Combination  # not above, where nothing of ours may be imported yet
+
+    rows = [item for item in items if isinstance(_params(item).get("row"), Combination)]
+    cheap = [item for item in rows if (row := _params(item)["row"]).ranks <= 2 and row.compile == "no"]
     left_out = set(rows) - set(cheap[::EVERY_NTH_ROW])
     left_out |= {item for item in items if item.module.__name__.rpartition(".")[2] in SLOW}
     config.hook.pytest_deselected(items=list(left_out))
