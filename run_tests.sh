@@ -2,7 +2,7 @@
 # The test command. Arguments go to pytest: ./run_tests.sh tests/test_llama.py -k gradients
 # Without any, two workers share the whole suite: what one rank alone computes goes on beside what many ranks wait for.
 # `./run_tests.sh quick` leaves out what takes long, and answers in under three minutes. `./run_tests.sh slurm` tests on
-# a real cluster of two nodes that it starts on this machine, in two to four minutes; it needs slurm-wlm and munge (apt)
+# a real cluster of two nodes that it starts on this machine, in about two minutes; it needs slurm-wlm and munge (apt)
 # and root.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
