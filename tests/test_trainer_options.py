@@ -18,9 +18,13 @@ def losses(rows):
     return [row["loss"] for row in rows]
 
 
+GALORE = dict(optimizer__name="GaLore", optimizer__options="{rank = 4, update_gap = 3}")
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_stepping_in_backward_is_the_ordinary_step(ranks, texts, tmp_path):
-    options = dict(training__local_batch_size=8 // ranks, training__max_norm=0, training__steps=8)
+@pytest.mark.parametrize("optimizer", [{}, GALORE], ids=["AdamW", "GaLore"])
+def test_stepping_in_backward_is_the_ordinary_step(optimizer, ranks, texts, tmp_path):
+    options = dict(optimizer, training__local_batch_size=8 // ranks, training__max_norm=0, training__steps=8)
     plain = run_ranks(ranks, jobs.train, jobs.arguments(tmp_path / "a", texts, **options))[0]
     early = dict(options, optimizer__early_step_in_backward=True)
     got = run_ranks(ranks, jobs.train, jobs.arguments(tmp_path / "b", texts, **early))[0]
