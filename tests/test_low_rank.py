@@ -5,6 +5,7 @@ combinations.
 
 import json
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from tests.support.hf_parity import build, twin
 from tests.support.jobs import full
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
-from torchtitan.adapters import ADAPTERS, peft_folder
+from torchtitan.adapters import ADAPTERS, peft_config, peft_folder
 from torchtitan.adapters.dora import DoRA
 from torchtitan.adapters.lora import LoRA
 from torchtitan.adapters.low_rank import candidates, plus_product, sizes_of
@@ -222,6 +223,12 @@ def test_no_adapter_is_refused(tmp_path):
     save_file({}, tmp_path / peft_folder.WEIGHTS)
     with pytest.raises(JobError, match="holds no JSON object"):
         peft_folder.load(tmp_path, options, form, {})
+    (tmp_path / peft_folder.CONFIG).write_text(json.dumps(peft_config.of_options(options)))
+    for name in (peft_folder.WEIGHTS, peft_folder.CONFIG):  # a pipe would be waited for
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(JobError, match=f"{name} is not a regular file"):
+            peft_folder.load(tmp_path, options, form, {})
 
 
 MERGED = [("llama3", "llama3", "lora"), ("llama3", "llama3", "dora"), ("deepseek", "v3", "lora")]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -111,6 +112,10 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path):
         installed.read_folder(tmp_path / "adapter", form(model.args))
     (tmp_path / "adapter" / CONFIG).write_text("[]")
     with pytest.raises(JobError, match="holds no JSON object"):
+        installed.read_folder(tmp_path / "adapter", form(model.args))
+    (tmp_path / "adapter" / CONFIG).unlink()
+    os.mkfifo(tmp_path / "adapter" / CONFIG)
+    with pytest.raises(JobError, match="is not a regular file"):  # which would be waited for
         installed.read_folder(tmp_path / "adapter", form(model.args))
 
 

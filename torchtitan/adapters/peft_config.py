@@ -2,13 +2,13 @@
 starts.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.errors import JobError
+from torchtitan.models.hf.config import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -38,12 +38,9 @@ def of_options(options: Options) -> dict[str, Any]:
 def read(folder: Path) -> dict[str, Any]:
     """JobError where there is none."""
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_json(folder / CONFIG)
+    except JobError as error:
         raise JobError(f"{folder}: no adapter in peft's layout ({CONFIG}, {WEIGHTS}): {error}") from error
-    if not isinstance(config, dict):
-        raise JobError(f"{folder / CONFIG} holds no JSON object")
-    return config
 
 
 def differences(

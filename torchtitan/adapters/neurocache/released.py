@@ -2,7 +2,6 @@
 starts.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torchtitan.adapters.neurocache.sizes import Layers, layers_of
 from torchtitan.config.sections.neurocache import Neurocache as Options
 from torchtitan.errors import JobError
+from torchtitan.models.hf.config import read_json
 
 CONFIG, WEIGHTS = "neurocache_config.json", "neurocache_model.safetensors"
 NAMES = {
@@ -43,12 +43,9 @@ def config_of(options: Options, n_layers: int, base: str) -> dict[str, Any]:
 def read(folder: Path) -> dict[str, Any]:
     """JobError where there is none."""
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_json(folder / CONFIG)
+    except JobError as error:
         raise JobError(f"{folder}: no adapter of Neurocache ({CONFIG}, {WEIGHTS}): {error}") from error
-    if not isinstance(config, dict):
-        raise JobError(f"{folder / CONFIG} holds no JSON object")
-    return config
 
 
 def differences(config: Mapping[str, Any], options: Options, n_layers: int) -> Iterator[str]:
