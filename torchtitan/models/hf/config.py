@@ -226,6 +226,22 @@ def rope_theta(config: Mapping[str, Any]) -> float:
     return number_of(rope if "rope_theta" in rope else config, "rope_theta", 10000.0)
 
 
+def decoder_sizes(config: Mapping[str, Any], max_seq_len: int, *more: str) -> dict[str, Any]:
+    """What `decoder_config` wrote, as arguments of a decoder: all but the heads of keys and values, whose default is
+    each family's own. `max_seq_len`: transformers' own where nothing is said. JobError for what is no such number, of
+    `more` as well.
+    """
+    needed = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
+    needed |= {"vocab_size": "vocab_size"}
+    check_numbers(config, [*needed.values(), *more])
+    return {ours: config[theirs] for ours, theirs in needed.items()} | {
+        "norm_eps": number_of(config, "rms_norm_eps", 1e-6),
+        "rope_theta": rope_theta(config),
+        "tied_embeddings": config.get("tie_word_embeddings", False),
+        "max_seq_len": number_of(config, "max_position_embeddings", max_seq_len),
+    }
+
+
 def decoder_config(args: Any, dtype: Any) -> dict[str, Any]:
     """The fields that all families have, in the spelling that transformers 4 and 5 both read. `dtype` is torch's or its
     name.

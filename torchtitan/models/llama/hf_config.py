@@ -6,13 +6,12 @@ from typing import Any
 from torchtitan.errors import JobError
 from torchtitan.models.hf.config import (
     ConfigForm,
-    check_numbers,
     check_only,
     decoder_config,
+    decoder_sizes,
     number_of,
     rope_kind,
     rope_of,
-    rope_theta,
 )
 from torchtitan.models.llama import LlamaArgs, RopeScaling
 
@@ -32,24 +31,16 @@ def _to_hf(args: LlamaArgs, dtype: Any = "float32") -> dict[str, Any]:
 
 
 def _from_hf(config: Mapping[str, Any]) -> LlamaArgs:
-    numbers = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    check_numbers(config, numbers)
-    dim, heads, ffn_dim = config["hidden_size"], config["num_attention_heads"], config["intermediate_size"]
+    sizes = decoder_sizes(config, 2048, "intermediate_size")
+    dim, heads, ffn_dim = sizes["dim"], sizes["n_heads"], config["intermediate_size"]
     check_only(config, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": dim // heads})
     plain_width = int(2 * 4 * dim / 3)
     return LlamaArgs(
-        dim=dim,
-        n_layers=config["num_hidden_layers"],
-        n_heads=heads,
+        **sizes,
         n_kv_heads=number_of(config, "num_key_value_heads", heads, null=heads),
-        vocab_size=config["vocab_size"],
         multiple_of=ffn_dim,  # rounding up to it gives just it, once the plain width is not above
         ffn_dim_multiplier=None if plain_width <= ffn_dim else ffn_dim / plain_width,
-        norm_eps=number_of(config, "rms_norm_eps", 1e-6),
-        rope_theta=rope_theta(config),
         rope_scaling=_scaling_from_hf(config),
-        tied_embeddings=config.get("tie_word_embeddings", False),
-        max_seq_len=number_of(config, "max_position_embeddings", 2048),
     )
 
 

@@ -6,12 +6,11 @@ from typing import Any
 from torchtitan.errors import JobError
 from torchtitan.models.hf.config import (
     ConfigForm,
-    check_numbers,
     check_only,
     decoder_config,
+    decoder_sizes,
     number_of,
     rope_kind,
-    rope_theta,
 )
 from torchtitan.models.mistral import MistralArgs
 
@@ -28,26 +27,18 @@ def _to_hf(args: MistralArgs, dtype: Any = "float32") -> dict[str, Any]:
 
 
 def _from_hf(config: Mapping[str, Any]) -> MistralArgs:
-    numbers = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    check_numbers(config, numbers)
+    sizes = decoder_sizes(config, 131072, "intermediate_size")
     check_only(config, {"hidden_act": "silu", "attention_bias": False})
     if rope_kind(config) != "default":
         raise JobError(f"rotary scaling {rope_kind(config)!r}, but this model has none")
-    dim, heads = config["hidden_size"], config["num_attention_heads"]
+    dim, heads = sizes["dim"], sizes["n_heads"]
     return MistralArgs(
-        dim=dim,
-        n_layers=config["num_hidden_layers"],
-        n_heads=heads,
+        **sizes,
         # where nothing is said, transformers' own defaults; null is as many as heads, and no window
         n_kv_heads=number_of(config, "num_key_value_heads", 8, null=heads),
         ffn_dim=config["intermediate_size"],
         head_dim=number_of(config, "head_dim", dim // heads, null=dim // heads),
-        vocab_size=config["vocab_size"],
-        norm_eps=number_of(config, "rms_norm_eps", 1e-6),
-        rope_theta=rope_theta(config),
         sliding_window=number_of(config, "sliding_window", 4096, null=0),
-        tied_embeddings=config.get("tie_word_embeddings", False),
-        max_seq_len=number_of(config, "max_position_embeddings", 131072),
     )
 
 

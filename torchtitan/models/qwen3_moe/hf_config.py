@@ -6,12 +6,11 @@ from typing import Any
 from torchtitan.errors import JobError
 from torchtitan.models.hf.config import (
     ConfigForm,
-    check_numbers,
     check_only,
     decoder_config,
+    decoder_sizes,
     number_of,
     rope_kind,
-    rope_theta,
 )
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 
@@ -48,30 +47,22 @@ def _to_hf(args: Qwen3MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
 
 def _from_hf(config: Mapping[str, Any]) -> Qwen3MoEArgs:
     n_experts = config.get("num_experts", config.get("num_local_experts"))  # transformers 4; 5
-    numbers = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    numbers += ("moe_intermediate_size", "num_experts", "num_experts_per_tok")
-    check_numbers(dict(config) | {"num_experts": n_experts}, numbers)
+    numbers = ("num_key_value_heads", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
+    sizes = decoder_sizes(dict(config) | {"num_experts": n_experts}, 32768, *numbers)
     only = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1}
     check_only(config, only | {"mlp_only_layers": []})
     if rope_kind(config) != "default":
         raise JobError(f"rotary scaling {rope_kind(config)!r}, but this model has none")
-    width, heads = config["hidden_size"], config["num_attention_heads"]
+    width, heads = sizes["dim"], sizes["n_heads"]
     return Qwen3MoEArgs(
-        dim=width,
-        n_layers=config["num_hidden_layers"],
-        n_heads=heads,
+        **sizes,
         n_kv_heads=config["num_key_value_heads"],
         head_dim=number_of(config, "head_dim", width // heads, null=width // heads),
-        vocab_size=config["vocab_size"],
         expert_dim=config["moe_intermediate_size"],
         n_experts=n_experts,
         top_k=config["num_experts_per_tok"],
         normalize_top_k=config.get("norm_topk_prob", False),
         aux_loss_weight=number_of(config, "router_aux_loss_coef", 0.001),
-        norm_eps=number_of(config, "rms_norm_eps", 1e-6),
-        rope_theta=rope_theta(config),
-        tied_embeddings=config.get("tie_word_embeddings", False),
-        max_seq_len=number_of(config, "max_position_embeddings", 32768),
     )
 
 
