@@ -2,7 +2,7 @@
 
 One device, float32, the debug Llama with 8 samples of 256 tokens; both kinds take turns in one process. A frozen matrix
 needs no gradient of its own, a third of a step's matrix products, and AdamW has little to do; A and B add some.
-`--quick` makes one repeat of two pairs, with one sample.
+`--quick` makes one repeat of two pairs, with one sample and a tiny model.
 """
 
 import argparse
@@ -27,11 +27,14 @@ from torchtitan.stores import draw_stores
 TOKENS = 256
 TARGETS = {"": [], ", attention alone": ['--adapter.target=["*attention*"]']}
 """How a row calls them, and the words of a job."""
+SIZES: list[str] = []
+"""Words of a job that make the model another than the debug one."""
+TINY = "--model.overrides={dim=64, n_layers=2, n_heads=4}"
 SHARED = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 
 def made(kind: str, rank: int, words: Sequence[str] = ()) -> tuple[nn.Module, Adapter | None]:
-    argv = ["--model.tokenizer_path=bytes", f"--adapter.kind={kind}", *words]
+    argv = ["--model.tokenizer_path=bytes", *SIZES, f"--adapter.kind={kind}", *words]
     model, _, adapter = build.adapted_model(load(argv + [f"--adapter.rank={rank}"] * (kind != "none")))
     model.to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
@@ -54,10 +57,10 @@ def step_of(kind: str, rank: int, samples: int, words: Sequence[str] = ()) -> Ca
 
 def share_of_flops(rank: int, words: Sequence[str] = ()) -> float:
     """What a step of LoRA has to compute of what a full one has, with attention: no program gets below it for long."""
-    config = load(["--model.tokenizer_path=bytes"])
+    config = load(["--model.tokenizer_path=bytes", *SIZES])
     args, (_, adapter) = build.model_args(config), made("lora", rank, words)
     plain = build.model_spec(config).flops_per_token(args, TOKENS)
-    return adapter.flops_per_token(plain, args.num_matmul_parameters).causal / plain.causal
+    return adapter.flops_per_token(plain, args.num_matmul_parameters, TOKENS).causal / plain.causal
 
 
 def merge_seconds(rank: int) -> list[float]:
@@ -75,10 +78,11 @@ def merge_seconds(rank: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The cost of adapters, as ratios of CPU time within one process.")
-    parser.add_argument("--quick", action="store_true", help="one repeat of two pairs, with one sample")
+    parser.add_argument("--quick", action="store_true", help="one repeat of two pairs of a tiny model")
     parser.add_argument("--rank", type=int, nargs="+", default=[16], help="of the low-rank matrices (default 16)")
     options = parser.parse_args()
     pairs, repeats, samples = (2, 1, 1) if options.quick else (4, 5, 8)
+    SIZES.extend([TINY] * options.quick)
     for rank in options.rank:
         for where, words in TARGETS.items():
             turns = take_turns(step_of("lora", rank, samples, words), step_of("none", rank, samples), pairs, repeats)

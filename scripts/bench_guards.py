@@ -1,6 +1,6 @@
 """What supervisor, watchdog, lock and guards cost a step of the debug model, on two cores.
 
-    python scripts/bench_guards.py [--ranks 1 2] [--pairs 20] [--aa] [--quick]
+    python scripts/bench_guards.py [--ranks 1 2] [--pairs 20] [--agreement] [--aa] [--quick]
 
 The ranks of a job run under the real launcher, which holds the folder's lock, watches for hangs and would start them
 again. In each rank two trainers take turns step by step: one tells the launcher what it does, judges every step
@@ -11,6 +11,9 @@ is a hundredth of that. The lock costs nothing once it is held.
 Judged is the CPU time of a rank, which others on the machine disturb least; the launcher's own is beside it, as a share
 of a core. The ratio of two steps shows half a per cent on an idle machine alone. So the CPU time within the calls that
 make the difference is counted too, in the same steps, and judged as a share of them: that is exact on a busy one.
+
+Several ranks agree on each step (valid tokens, a stop) while the one before it is trained. A small model's steps
+are timed beside steps on which they agree when these begin, and how long the host waits for the answers.
 """
 
 import argparse
@@ -28,8 +31,9 @@ from typing import Any
 import torch
 from bench_timing import WARM_UP, Goal, Turns, heading, row, take_turns, throw_lines_away
 
-from torchtitan import launch
+from torchtitan import distributed, launch
 from torchtitan.config import manager
+from torchtitan.feed import Ahead
 from torchtitan.launcher.company import First
 from torchtitan.launcher.lock import held, this_process
 from torchtitan.launcher.stops import SignalQueue
@@ -50,6 +54,7 @@ QUICK = {"model.overrides": "{dim=64, n_layers=2, n_heads=4, n_kv_heads=4}", "tr
 OFF = {"guard.replica_check_interval": 0}
 ON = {"guard.non_finite": "skip", "guard.spike": "skip", "guard.replica_check_interval": INTERVAL}
 OFTEN = {"guard.replica_check_interval": 1}
+BEGIN_SUM = distributed.begin_sum
 
 
 def words(folder: Path, options: dict) -> list[str]:
@@ -57,18 +62,19 @@ def words(folder: Path, options: dict) -> list[str]:
 
 
 class Within:
-    """CPU seconds within some calls, for each step."""
+    """Seconds within some calls, for each step; by the CPU time of this process if not by another clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
+        self.clock = clock
         self.steps: list[float] = []
 
     def counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.process_time()
+            began = self.clock()
             try:
                 return call(*args, **kwargs)
             finally:
-                self.steps[-1] += time.process_time() - began
+                self.steps[-1] += self.clock() - began
 
         return timed
 
@@ -80,24 +86,36 @@ class Within:
         return [sum(counted[part]) / (sum(whole[part]) - sum(counted[part])) / each for part in parts]
 
 
+class AtOnce(Ahead):
+    """Ranks agree on a step when it begins, and the host waits for them."""
+
+    stopping = False
+
+    def agree(self, stop: bool) -> int:
+        self._now.begin(stop)
+        return self._now.settle()
+
+
 class Steps:
     """A trainer's loop, a step at a call."""
 
-    def __init__(self, folder: Path, options: dict, launched: bool):
+    def __init__(self, folder: Path, options: dict, launched: bool, ahead: type[Ahead] = Ahead):
         ranks = read_ranks()
         ranks = ranks if launched else dataclasses.replace(ranks, launcher=None)
         self.trainer = Trainer(manager.load(words(folder, options)), ranks)
         self.trainer.metrics.start()
         self.batches = iter(self.trainer.loader)
         self.launcher = None if launched or read_ranks().rank else read_ranks().launcher.pid
-        self.judging, self.comparing = Within(), Within()
+        self.trainer.ahead = ahead(self.trainer.feed, self.trainer.accumulation, 10**6)
+        self.judging, self.comparing, self.waiting = Within(), Within(), Within(time.perf_counter)
         self.trainer.enter = self.judging.counted(self.trainer.enter)
         self.trainer.guards.leaves_out = self.judging.counted(self.trainer.guards.leaves_out)
         self.trainer.guards.compare = self.comparing.counted(self.trainer.guards.compare)
 
     def __call__(self) -> None:
-        for within in (self.judging, self.comparing):
+        for within in (self.judging, self.comparing, self.waiting):
             within.steps.append(0.0)
+        distributed.begin_sum = lambda *own: self.waiting.counted(BEGIN_SUM(*own))
         if self.launcher:
             os.kill(self.launcher, signal.SIGSTOP)
         self.trainer.enter("data", self.trainer.step + 1)
@@ -106,6 +124,18 @@ class Steps:
         self.trainer.maybe_save(False)
         if self.launcher:
             os.kill(self.launcher, signal.SIGCONT)
+
+
+def agreements(folder: Path, size: dict, pairs: int, repeats: int) -> None:
+    """The row of how ranks agree on steps."""
+    distributed.init(read_ranks(), timeout_seconds=300)
+    small = {"model.overrides": "{dim=64, n_layers=2, n_heads=4}", "training.seq_len": 64}
+    by = [Steps(folder / ahead.__name__, size | small | OFF, launched=False, ahead=ahead) for ahead in (Ahead, AtOnce)]
+    turns = take_turns(*by, pairs, repeats)
+    waits = " / ".join(f"{1000 * statistics.median(each.waiting.steps[WARM_UP:]):.2f}" for each in by)
+    note = f"the host waits for {waits} ms of a small model's step of {1000 * turns.median(turns.wall, 'A'):.0f}"
+    if read_ranks().is_main:
+        print(row("agreed a step ahead / at once, a step", turns.ratios(turns.wall), None, note), flush=True)
 
 
 def rank_main(folder: Path, options: argparse.Namespace) -> None:
@@ -117,6 +147,9 @@ def rank_main(folder: Path, options: argparse.Namespace) -> None:
     size |= {"parallelism.data_parallel_replicate_degree": ranks.world_size, "training.steps": 10**6}
     size |= {"training.global_batch_size": 8 * ranks.world_size}
     pairs, repeats = (3, 2) if options.quick else (options.pairs, 5)
+    if options.agreement:
+        agreements(folder, size, pairs, repeats)
+        exit_with(lambda: 0)
     made = {}
     for name, given in {"on": ON, "off": OFF, "often": OFTEN}.items():
         made[name] = Steps(folder / name, size | given, launched=name == "on")
@@ -140,6 +173,8 @@ def rank_main(folder: Path, options: argparse.Namespace) -> None:
         added = [1 + judging + comparing for judging, comparing in zip(*shares, strict=True)]
         note = "within their calls: " + ", ".join(f"{100 * statistics.median(each):.4f} %" for each in shares)
         print(row(f"both, counted within a step, {ranks.world_size} rank(s)", added, GOAL, note, digits=5), flush=True)
+    if ranks.world_size > 1 and not options.aa:
+        agreements(folder, size, pairs, repeats)
     exit_with(lambda: 0)
 
 
@@ -154,6 +189,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--pairs", type=int, default=20, help="turns of each in a repeat, of which there are 5")
     parser.add_argument("--aa", action="store_true", help="compare the trainer without guards with itself")
+    parser.add_argument("--agreement", action="store_true", help="only how several ranks agree on steps")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps, to see that it runs")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -165,7 +201,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name, held(Path(name), this_process()):
             folder = Path(name)
             config = manager.load(words(folder, {"comm.train_timeout_seconds": 3600}))  # not all turns are told
-            flags = [flag for flag, given in (("--aa", options.aa), ("--quick", options.quick)) if given]
+            flags = [f"--{name}" for name in ("aa", "quick", "agreement") if getattr(options, name)]
             program = (sys.executable, __file__, "--rank", name, "--pairs", str(options.pairs), *flags)
             if code := launch.run(config, [], ranks, queue, First(), program):
                 return code

@@ -12,10 +12,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -192,25 +193,7 @@ def loading(folder: Path, options: argparse.Namespace) -> Iterator[str]:
     batch, seq_len = 8, 2048
     many = 16 if options.quick else 256  # batches in a turn
     floor = MemoryMap(folder / "shards", batch, seq_len)
-    loader = iter(
-        build_loader(
-            sources=[Weighted("tokens", TokenShards(folder / "shards"))],
-            tokenizer=build_tokenizer("bytes"),
-            seq_len=seq_len,
-            local_batch_size=batch,
-            global_batch_size=-1,
-            dp_rank=0,
-            dp_size=1,
-            seed=0,
-            shuffle=True,
-            document_mask=False,
-            on_bad_data="stop",
-            num_workers=0,
-            persistent_workers=False,
-            pin_memory=False,
-            prefetch_factor=None,
-        )
-    )
+    loader = iter(shuffled(folder / "shards", batch, seq_len))
 
     def take(batches: Iterator[object]) -> Callable[[], None]:
         return lambda: [None for _ in islice(batches, many)] and None
@@ -230,6 +213,27 @@ def loading(folder: Path, options: argparse.Namespace) -> Iterator[str]:
     for name, more in (("prepared shards", {}), ("text, tokenized in the trainer", text)):
         shares = [waiting(folder, options.quick, more) for _ in range(options.repeats)]
         yield row(f"3 share of a step spent waiting for {name}", shares, Goal("<=", 0.01), digits=4)
+
+
+def shuffled(shards: Path, batch: int, seq_len: int, document_mask: bool = False) -> Iterable[Any]:
+    """The loader of a job on prepared shards, in the trainer's process."""
+    return build_loader(
+        sources=[Weighted("tokens", TokenShards(shards))],
+        tokenizer=build_tokenizer("bytes"),
+        seq_len=seq_len,
+        local_batch_size=batch,
+        global_batch_size=-1,
+        dp_rank=0,
+        dp_size=1,
+        seed=0,
+        shuffle=True,
+        document_mask=document_mask,
+        on_bad_data="stop",
+        num_workers=0,
+        persistent_workers=False,
+        pin_memory=False,
+        prefetch_factor=None,
+    )
 
 
 class MemoryMap:
@@ -266,14 +270,17 @@ def waiting(folder: Path, quick: bool, options: dict[str, object]) -> float:
 # 4
 
 
-def saving(folder: Path, options: argparse.Namespace) -> Iterator[str]:
-    sizes = "{dim=64, n_layers=2, n_heads=4}" if options.quick else "{dim=576, n_layers=12, n_heads=9}"
-    modes = ("disabled", "disabled") if options.aa else ("async", "disabled")
+def saves_in_turn(
+    folder: Path, overrides: str, modes: tuple[str, ...], saves: int
+) -> tuple[list[Trainer], list[list[float]]]:
+    """A trainer of each `checkpoint.async_mode`, after so many saves of each, and the seconds that its loop stood still
+    for each of them. What is saved in the background ends before the next turn.
+    """
     trainers = [
         trainer_of(
             folder,
             job__dump_folder=folder / f"saves-{index}",
-            model__overrides=sizes,
+            model__overrides=overrides,
             training__seq_len=16,
             training__local_batch_size=1,
             checkpoint__enable="true",
@@ -285,10 +292,11 @@ def saving(folder: Path, options: argparse.Namespace) -> Iterator[str]:
     for trainer in trainers:
         trainer.train_step(iter(trainer.loader))
     savers = [trainer.checkpointer for trainer in trainers]
-    blocked: list[list[float]] = [[], []]
-    for step in range(1, options.saves + 1):
-        for index in (0, 1) if step % 2 else (1, 0):
+    blocked: list[list[float]] = [[] for _ in modes]
+    for step in range(1, saves + 1):
+        for index in range(len(modes)) if step % 2 else reversed(range(len(modes))):
             saver = savers[index]
+            trainers[index].step = 2 * step + 1
             saver.interval = 2 * step + 1  # a step without a save, as a run has them: buffers are made in it
             saver.maybe_save(2 * step)
             if saver.staging and saver.staging.preparing:
@@ -297,9 +305,19 @@ def saving(folder: Path, options: argparse.Namespace) -> Iterator[str]:
             saver.maybe_save(2 * step + 1)
             blocked[index].append(time.perf_counter() - started)
             saver.finish()
-    a, b = blocked
-    megabytes = sum(p.numel() for p in dict(trainers[0].model.named_parameters()).values()) * 12 / 1e6
-    note = f"{median(a):.3f} / {median(b):.3f} s, {megabytes:.0f} MB of state"
+    return trainers, blocked
+
+
+def megabytes_of_state(trainer: Trainer) -> float:
+    """Of parameters and AdamW's two moments in float32."""
+    return sum(p.numel() for p in dict(trainer.model.named_parameters()).values()) * 12 / 1e6
+
+
+def saving(folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    sizes = "{dim=64, n_layers=2, n_heads=4}" if options.quick else "{dim=576, n_layers=12, n_heads=9}"
+    modes = ("disabled", "disabled") if options.aa else ("async", "disabled")
+    trainers, (a, b) = saves_in_turn(folder, sizes, modes, options.saves)
+    note = f"{median(a):.3f} / {median(b):.3f} s, {megabytes_of_state(trainers[0]):.0f} MB of state"
     ratios = [x / y for x, y in zip(a, b, strict=True)]
     yield row("4 asynchronous save's stall / synchronous save", ratios, Goal("<=", 0.1).unless(options.aa), note)
 

@@ -43,7 +43,7 @@ has_package() { # python extra; looks at what is installed without importing it 
   "$1" - "$2" <<'PY' 2>/dev/null
 import sys
 from importlib.metadata import version
-for name in ["torchtitan-toml", "torch"] + (["pytest", "pytest-xdist", "transformers", "peft", "mypy", "hatchling"] if sys.argv[1] else []):
+for name in ["torchtitan-toml", "torch"] + (["pytest", "pytest-xdist", "pytest-rerunfailures", "transformers", "peft", "mypy", "hatchling"] if sys.argv[1] else []):
     version(name)
 PY
 }

@@ -31,6 +31,9 @@ TITLES = {
     "loss_chunks": "loss in pieces",
     "reshard": "gathered weights kept",
     "cpu_offload": "CPU offload",
+    "noise": "noise on embeddings",
+    "rope": "rotary scaling",
+    "groups": "attention in groups",
 }
 WORDS = {"2": "every 2nd", "memory_budget": "budget", "no": "none"}
 ONLY_WITH = {"method": "cp", "balance": "cp", "sequence_parallel": "tp", "loss_parallel": "tp", "schedule": "pp"}

@@ -67,6 +67,7 @@ if [ "$gpus" = 1 ]; then
     --training.mixed_precision_param=float32 --training.steps=10
   job llama_1b "MFU (causal) 33 to 40 % on an H100" 1 debug_model "${one[@]}" "${for_60[@]}"
   job llama_1b_compiled "10 to 16 % more than the line before" 1 debug_model "${one[@]}" "${for_60[@]}" --compile.enable
+  job llama_1b_pieces "1 % more than llama_1b, a GiB more: tells whether pieces of the loss are to be larger" 1 debug_model "${one[@]}" "${for_60[@]}" --training.loss_chunks=8
   job llama_1b_full "memory far lower, 20 % slower than llama_1b" 1 debug_model "${one[@]}" --training.steps=60 --activation_checkpoint.mode=full
   job trace "a trace in which copies and kernels overlap and the host is ahead" 1 debug_model "${one[@]}" --activation_checkpoint.mode=none "${traced[@]}"
   job experts "half to three quarters of the next line's MFU" 1 debug_model "${moe[@]}" "${routed[@]}" --training.steps=40
@@ -81,8 +82,12 @@ else
     --training.global_batch_size=-1 --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule=Interleaved1F1B
   job pairs_plain "DualPipeV with experts, nothing hidden" 8 deepseek_debug "${pairs[@]}" --training.steps=20
   job pairs "the same losses, not slower; on small models little is won" 8 deepseek_debug "${pairs[@]}" "${overlap[@]}" --training.steps=20
-  export TORCH_NCCL_HIGH_PRIORITY=1 CUDA_DEVICE_MAX_CONNECTIONS=32
-  job pairs_priority "the same, faster or not: tells whether these two become defaults" 8 deepseek_debug "${pairs[@]}" "${overlap[@]}" --training.steps=20
+  job experts_ep "each rank an eighth of the experts; one host wait a layer" 8 debug_model "${moe[@]}" "${routed[@]}" --training.steps=40 --parallelism.expert_parallel_degree=8
+  job experts_ep_compiled "the same losses, 10 to 15 % more tok/s" 8 debug_model "${moe[@]}" "${routed[@]}" --training.steps=40 --parallelism.expert_parallel_degree=8 --compile.enable
+  export CUDA_DEVICE_MAX_CONNECTIONS=32
+  job pairs_connections "as pairs, faster or not: tells whether this becomes a default" 8 deepseek_debug "${pairs[@]}" "${overlap[@]}" --training.steps=20
+  export TORCH_NCCL_HIGH_PRIORITY=1
+  job pairs_priority "as pairs_connections, faster or not: tells whether all-to-alls get streams of high priority" 8 deepseek_debug "${pairs[@]}" "${overlap[@]}" --training.steps=20
   job pairs_trace "all-to-all kernels beside products of the other direction" 8 deepseek_debug "${pairs[@]}" "${overlap[@]}" "${traced[@]}"
 fi
 

@@ -32,6 +32,9 @@ class Combination:
     cpu_offload: bool = False
     document_mask: bool = False
     multi_token_prediction: int = 0  # depths
+    noise: bool = False  # on embeddings, in training
+    rope: str = "plain"  # a kind of rope_scaling
+    groups: bool = False  # attention inside groups, in training
     adapter: str = "none"  # what is trained instead of the model's own parameters (tests/support/adapted.py)
     optimizer: str = "none"  # what steps, of the rows of tests/combinations_optimizers.py
     model: str = "llama3"
@@ -53,12 +56,23 @@ class Combination:
         return "neurocache" in self.adapter
 
     @property
+    def backend(self) -> str:
+        """Of the compiler: what is compiled becomes kernels, which takes half a minute, or is traced and differentiated
+        all the same and its operations run as they are, of which a budget of memory chooses those that run again.
+        """
+        plain = self.model == "llama3" and self.adapter == "none"
+        if (self.recompute == "memory_budget" and self.ranks == 1) or (self.compile == "model" and plain):
+            return "inductor"
+        return "aot_eager_decomp_partition" if self.recompute == "memory_budget" else "aot_eager"
+
+    @property
     def evaluated(self) -> bool:
-        """Whether the loss without gradients is compared too. Compiled it would be compiled a second time, and dropout
-        is in training only. Recompute has no part in it: layouts with many rows are evaluated in those without.
+        """Whether the loss without gradients is compared too. Compiled it would be compiled a second time, and dropout,
+        noise and groups are in training only. Recompute has no part in it: layouts with many rows are evaluated in
+        those without.
         """
         rare = self.pp > 2 or self.ep > 1 or self.precision == "bfloat16" or self.cpu_offload
-        drops = self.model in ("gpt2", "classifier") or "dropout" in self.adapter
+        drops = self.noise or self.groups or self.model in ("gpt2", "classifier") or "dropout" in self.adapter
         return self.compile == "no" and not (drops or self.remembers) and (rare or self.recompute == "none")
 
 
@@ -109,7 +123,7 @@ OFFLOADED = ("FSDP 2 x TP 2", "FSDP 2 x CP 2")
 
 def table() -> list[Combination]:
     rows = data_parallel() + tensor_and_context_parallel() + pipelines() + experts() + eight_ranks() + adapters()
-    return rows + gpt2() + roberta() + remembering()
+    return rows + gpt2() + roberta() + remembering() + noisy() + stretched() + grouped()
 
 
 def tensor_and_context_parallel() -> list[Combination]:
@@ -127,7 +141,7 @@ def tensor_and_context_parallel() -> list[Combination]:
         rows += [Combination(**layout, sequence_parallel=False, loss_parallel=False, precision="float64")]
         rows += [Combination(**layout, model=model) for model in ("llama3.2", "mistral", "qwen3")]
     rows += [Combination(**COMPOSED["TP 2"], compile="block", recompute=mode) for mode in ("full", "op")]
-    rows += [Combination(**COMPOSED["FSDP 2 x TP 2"], compile="block", recompute="full")]
+    rows += [Combination(**COMPOSED["CP 2"], compile="block", recompute="memory_budget")]
     rows += [Combination(ranks=4, tp=4, model="llama2"), Combination(ranks=4, dp_replicate=2, tp=2)]
     rows += [Combination(**COMPOSED[name], cpu_offload=True, recompute="2") for name in OFFLOADED]
     for method in METHODS:
@@ -160,6 +174,7 @@ def pipelines() -> list[Combination]:
             rows += [Combination(**pp2, compile="block")]
     rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], cpu_offload=True, schedule=s) for s in ("1F1B", "DualPipeV")]
     rows += [Combination(**COMPOSED["PP 2 x TP 2"], compile="block", recompute="full")]
+    rows += [Combination(**COMPOSED["PP 2"], compile="block", recompute="memory_budget")]
     rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], compile="block", schedule="Interleaved1F1B")]
     rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], model="llama3.2", schedule=s) for s in ("1F1B", "ZBVZeroBubble")]
     rows += [Combination(**COMPOSED["PP 2 x TP 2"], model="llama3.2", accumulation=2)]
@@ -208,6 +223,10 @@ def experts() -> list[Combination]:
         for mode in ("full", "op"):
             rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], model=model, recompute=mode, accumulation=2)]
         rows += [Combination(ranks=2, tp=2, sequence_parallel=False, model=model)]
+        for mode in ("none", "full"):
+            rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], model=model, compile="block", recompute=mode)]
+    for name in ("CP 2", "TP 2", "PP 2 x FSDP 2"):
+        rows += [Combination(**EXPERT_LAYOUTS[name], model="deepseek", compile="block", recompute="2", accumulation=2)]
     rows += multi_token()
     layout = EXPERT_LAYOUTS["PP 2 x FSDP 2"] | dict(model="deepseek", precision="float64")
     for schedule in SCHEDULES:
@@ -235,12 +254,32 @@ def multi_token() -> list[Combination]:
     rows += [Combination(**LAYOUTS["DDP 2"], **two, precision="float64", accumulation=2)]
     rows += [Combination(**LAYOUTS["HSDP 2x2"], **one, accumulation=2)]
     rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], **two, **exact)]
+    rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], **one, compile="block")]
     rows += [Combination(**EXPERT_LAYOUTS["FSDP 4"], **one, recompute=mode) for mode in ("full", "op")]
     return rows
 
 
 def adapters() -> list[Combination]:
-    return one_number_a_block() + low_rank() + trained_scale() + factors_alone() + directed() + dropping() + packed()
+    return (
+        one_number_a_block()
+        + low_rank()
+        + trained_scale()
+        + factors_alone()
+        + directed()
+        + dropping()
+        + packed()
+        + in_part()
+    )
+
+
+def in_part() -> list[Combination]:
+    """Some of the model's own parameters: some of each module, and of a pipeline's stages some without any."""
+    some, last = (dict(adapter=name, precision="float64") for name in ("unfrozen", "unfrozen, last"))
+    rows = [Combination(**LAYOUTS["FSDP 2"], **each, recompute="full") for each in (some, last)]
+    rows += [Combination(**COMPOSED["TP 2"], **some), Combination(**COMPOSED["TP 2"], **last, sequence_parallel=False)]
+    rows += [Combination(**COMPOSED["PP 2"], **some, schedule=schedule) for schedule in ("1F1B", "ZBVZeroBubble")]
+    rows += [Combination(**COMPOSED["PP 2"], **last)]
+    return rows
 
 
 def one_number_a_block() -> list[Combination]:
@@ -269,7 +308,6 @@ def low_rank() -> list[Combination]:
     for layout in (COMPOSED["TP 2"], COMPOSED["FSDP 2 x TP 2"]):
         rows += [Combination(**layout, **exact, loss_chunks=2), Combination(**layout, **lora, sequence_parallel=False)]
     rows += [Combination(**COMPOSED["TP 2"], **lora, recompute=mode) for mode in ("full", "op")]
-    rows += [Combination(**COMPOSED["TP 2"], **lora, compile="block")]
     rows += [Combination(**COMPOSED["TP 2"], **lora, precision="bfloat16", model="llama3.2")]
     rows += [Combination(**COMPOSED["TP 2"], **lora, loss_parallel=False, model="llama3.2")]
     rows += [Combination(ranks=2, cp=2, **exact, method=method, document_mask=True) for method in METHODS]
@@ -353,6 +391,7 @@ def remembering() -> list[Combination]:
     rows = [Combination(**cache, recompute=mode) for mode in ("none", "full", "op")]
     rows += [Combination(**cache, compile="block"), Combination(**cache, compile="model")]
     rows += [Combination(**LAYOUTS[name], **cache, recompute="full") for name in ("FSDP 2", "DDP 2")]
+    rows += [Combination(**LAYOUTS["HSDP 2x2"], **cache | {"accumulation": 2})]
     rows += [Combination(**COMPOSED["TP 2"], **cache, recompute=mode) for mode in ("none", "op")]
     rows += [Combination(**COMPOSED["TP 2"], **cache, sequence_parallel=False, model="opt")]
     rows += [Combination(**COMPOSED["CP 2"], **cache, method=method) for method in METHODS]
@@ -362,6 +401,70 @@ def remembering() -> list[Combination]:
     rows += [Combination(**layout, **lora) for layout in (LAYOUTS["one rank"], COMPOSED["TP 2"], COMPOSED["CP 2"])]
     rows += [Combination(**LAYOUTS["FSDP 2"], **lora, model="opt")]
     rows += [Combination(**COMPOSED["PP 2"], **lora, schedule="GPipe", model="mistral")]
+    rows += [Combination(**COMPOSED["PP 2"], **cache | {"adapter": "neurocache, two readers"})]
+    shared = cache | {"adapter": "neurocache, shared"}
+    rows += [Combination(**COMPOSED["TP 2"], **shared, sequence_parallel=sequence) for sequence in (True, False)]
+    rows += [Combination(**COMPOSED["TP 2"], **shared, precision="float64", model="opt", recompute="full")]
+    rows += [Combination(**COMPOSED["CP 2 x TP 2"], **shared)]
+    rows += [Combination(**COMPOSED["TP 2"], **cache | {"adapter": "neurocache, one for all"}, precision="float64")]
+    return rows + remembering_beside()
+
+
+def remembering_beside() -> list[Combination]:
+    """What stands beside a cache, on bases in few bits too. In bfloat16 with a cache of which all is found: where
+    rounding chooses other entries, gradients differ by more than by rounding.
+    """
+    rows, exact = [], dict(accumulation=4, precision="float64")
+    layouts = [LAYOUTS["FSDP 2"], COMPOSED["TP 2"]]
+    for beside in ("dora", "qlora", "lora_int8"):  # packs of 4 bits are cut between blocks of 16 inputs
+        model = "mistral" if beside == "qlora" else "llama3"
+        rows += [Combination(**layout, **exact, adapter=f"neurocache, {beside}", model=model) for layout in layouts]
+    rows += [Combination(**layout, **exact, adapter="neurocache") for layout in layouts]
+    narrow = dict(accumulation=4, precision="bfloat16", adapter="neurocache, all found")
+    rows += [Combination(**layout, **narrow) for layout in layouts]
+    return rows
+
+
+def noisy() -> list[Combination]:
+    """Noise on embeddings, by the lengths of records, whatever is cut, moved or computed again."""
+    exact = dict(noise=True, precision="float64")
+    rows = [Combination(**COMPOSED["CP 2 x TP 2"], **exact)]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **exact, recompute="full", accumulation=2)]
+    rows += [Combination(**LAYOUTS["DDP 2"], noise=True, precision="bfloat16")]
+    rows += [Combination(**COMPOSED["TP 2"], **exact, model=model) for model in ("llama3", "gpt2")]
+    rows += [Combination(**COMPOSED["TP 2"], **exact, sequence_parallel=False, adapter="lora")]
+    rows += [Combination(ranks=2, cp=2, **exact, method=method, document_mask=True) for method in ("ring", "ulysses")]
+    rows += [Combination(**COMPOSED["PP 2"], **exact, schedule=s) for s in ("1F1B", "DualPipeV")]
+    rows += [Combination(**COMPOSED["PP 2"], **exact, model="opt")]
+    overlap = dict(schedule="DualPipeV", overlap=True, model="deepseek")
+    rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **exact, **overlap)]
+    return rows
+
+
+def stretched() -> list[Combination]:
+    """Rotary wavelengths for longer contexts, by positions that ranks have a part of."""
+    rows = []
+    for kind, model in (("linear", "mistral"), ("ntk", "qwen3"), ("yarn", "llama3"), ("llama3", "qwen3_moe")):
+        exact = dict(rope=kind, model=model, precision="float64")
+        rows += [Combination(**COMPOSED["TP 2"], **exact), Combination(**COMPOSED["CP 2"], **exact, document_mask=True)]
+    for kind, model in (("yarn", "mistral"), ("yarn", "qwen3"), ("linear", "llama3")):
+        rows += [Combination(**COMPOSED["CP 2"], rope=kind, model=model, method="ulysses", recompute="full")]
+    rows += [Combination(**COMPOSED["CP 2"], rope="yarn", method="ring"), Combination(**COMPOSED["PP 2"], rope="yarn")]
+    rows += [Combination(**COMPOSED["CP 2 x TP 2"], rope="yarn", recompute="op")]
+    return rows
+
+
+def grouped() -> list[Combination]:
+    """Attention inside groups, of which tensor parallel has the heads of one kind, and context parallel a part."""
+    exact = dict(groups=True, precision="float64")
+    rows = [Combination(**COMPOSED["CP 2 x TP 2"], **exact)]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **exact, recompute=mode, accumulation=2) for mode in ("full", "op")]
+    rows += [Combination(**LAYOUTS["DDP 2"], groups=True, precision="bfloat16", document_mask=True)]
+    rows += [Combination(**COMPOSED["TP 2"], **exact, model=model) for model in ("llama3", "qwen3", "deepseek")]
+    rows += [Combination(**COMPOSED["TP 2"], **exact, sequence_parallel=False, document_mask=True)]
+    rows += [Combination(**COMPOSED["CP 2"], **exact, document_mask=True, balance=balance) for balance in (True, False)]
+    rows += [Combination(**COMPOSED["PP 2"], **exact, schedule=s) for s in ("1F1B", "ZBVZeroBubble")]
+    rows += [Combination(**LAYOUTS["FSDP 2"], groups=True, compile="block", adapter="lora")]
     return rows
 
 
@@ -469,7 +572,6 @@ def eight_ranks() -> list[Combination]:
     rows += [Combination(**EIGHT["PP 2 x CP 2 x TP 2"], schedule="DualPipeV", method="ulysses", document_mask=True)]
     rows += [Combination(**EIGHT["PP 2 x CP 2 x TP 2"], schedule="ZBVZeroBubble", method="ring", precision="float64")]
     rows += [Combination(**EIGHT["FSDP 2 x CP 2 x TP 2"], recompute="op", precision="bfloat16", accumulation=2)]
-    rows += [Combination(**EIGHT["FSDP 2 x CP 2 x TP 2"], compile="block", precision="float64")]
     rows += [Combination(**EIGHT["PP 2 x HSDP 2x2"], schedule="Interleaved1F1B", accumulation=2)]
     rows += [Combination(**EIGHT["PP 2 x FSDP 2 x TP 2"], ep=4, model="deepseek", schedule="ZBVZeroBubble")]
     rows += [Combination(**EIGHT["PP 2 x FSDP 2 x CP 2"], ep=2, model="qwen3_moe", recompute="full")]
@@ -482,21 +584,24 @@ def eight_ranks() -> list[Combination]:
 def data_parallel() -> list[Combination]:
     rows = []
     for name, layout in LAYOUTS.items():
-        rows += [Combination(**layout, recompute=mode) for mode in RECOMPUTE]
-        rows += [Combination(**layout, accumulation=2, recompute="2", loss_chunks=3)]
+        rows += [Combination(**layout)]
         rows += [Combination(**layout, precision="float64", recompute="full", accumulation=2, loss_chunks=2)]
+        if name == "FSDP 4":  # what two shards have shown besides does not ask how many there are
+            continue
+        rows += [Combination(**layout, recompute=mode) for mode in RECOMPUTE[1:]]
+        rows += [Combination(**layout, accumulation=2, recompute="2", loss_chunks=3)]
         rows += [Combination(**layout, precision="bfloat16")]
         rows += [Combination(**layout, document_mask=True, recompute="op")]
-        if name != "FSDP 4":
-            rows += [Combination(**layout, compile="block", recompute="2", accumulation=2)]
-            rows += [Combination(**layout, cpu_offload=True, recompute="2")]
+        rows += [Combination(**layout, compile="block", recompute="2", accumulation=2)]
+        rows += [Combination(**layout, cpu_offload=True, recompute="2")]
     for layout in (LAYOUTS["one rank"], LAYOUTS["FSDP 2"], LAYOUTS["DDP 2"]):
         modes = ("none", "memory_budget") if layout.get("dp_replicate") else ("none", "full", "op", "memory_budget")
         rows += [Combination(**layout, compile="block", recompute=mode) for mode in modes]
         rows += [Combination(**layout, compile="block", precision="bfloat16", document_mask=True, loss_chunks=2)]
         rows += [Combination(**layout, precision="bfloat16", recompute=mode) for mode in ("full", "op")]
     rows += [
-        Combination(ranks=1, compile="model"),
+        # of as many samples a pass as DDP's, which the compiler then makes the same kernels for, and only once
+        Combination(ranks=1, compile="model", accumulation=2),
         Combination(ranks=1, compile="model", accumulation=2, recompute="2"),
         Combination(ranks=1, compile="model", precision="bfloat16"),
         Combination(ranks=2, dp_replicate=2, compile="model"),

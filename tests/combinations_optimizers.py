@@ -29,6 +29,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """What a row may name -> optimizer and its options."""
 FLIPPED, LARGE = "GaLore (flip)", ("AdamW8bit", "Muon", "GaLore", "GaLore (full, 8 bits)", "Fira")
+FOUR_SHARDS = ("AdamW8bit", "Muon", "GaLore", "Fira")
+"""One that steps in a shard, in blocks of it, and those that gather the matrix, or its norms."""
 
 
 def optimizers() -> list[Combination]:
@@ -37,8 +39,9 @@ def optimizers() -> list[Combination]:
         plans = [*(LAYOUTS[name] for name in ("FSDP 2", "DDP 2")), *(COMPOSED[name] for name in ("TP 2", "PP 2"))]
         rows += [Combination(**plan, **exact, optimizer=kind) for plan in plans if kind != FLIPPED]
     for kind in LARGE:
-        larger = LAYOUTS["FSDP 4"], LAYOUTS["HSDP 2x2"], COMPOSED["FSDP 2 x TP 2"]
+        larger = LAYOUTS["HSDP 2x2"], COMPOSED["FSDP 2 x TP 2"]
         rows += [Combination(**plan, **exact, optimizer=kind) for plan in larger]
+    rows += [Combination(**LAYOUTS["FSDP 4"], **exact, optimizer=kind) for kind in FOUR_SHARDS]
     rows += [Combination(**LAYOUTS["FSDP 2"], **exact, optimizer=FLIPPED)]
     rows += [Combination(**LAYOUTS["FSDP 2"], **exact, optimizer="GaLore", accumulation=4)]
     for kind in ("AdamW8bit", "Muon", "GaLore"):

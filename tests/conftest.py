@@ -7,9 +7,12 @@ three minutes on two cores; --slurm runs what needs a cluster of SLURM, which it
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from tests.support.leftovers import taken_away
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -32,23 +35,37 @@ SLOW = {
         "adapter_dropout",
         "adapters",
         "bench",
+        "bench_command",
+        "cadence",
         "chat",
         "checkpoint_plans",
         "checkpoint_ranks",
         "company",
+        "context_parallel",
         "convert",
+        "data_parallel",
+        "decoders",
         "evaluate",
         "expert_jobs",
         "export",
         "fake_cuda",
+        "findings",
         "galore_ranks",
         "generate",
+        "generated",
         "guards",
         "hf_round_trip",
         "importing_galore",
+        "importing_neurocache",
         "launcher",
         "logs",
+        "low_rank",
+        "masked_lm",
+        "memory",
+        "moe_balance",
+        "multi_token",
         "neurocache",
+        "neurocache_ranks",
         "nodes",
         "notes_script",
         "optimizer_plans",
@@ -58,14 +75,20 @@ SLOW = {
         "pool",
         "preferences",
         "preflight",
+        "published",
         "pythons",
         "qlora",
         "random_plans",
+        "readme",
         "relora",
         "relora_jobs",
         "relora_regimes",
+        "renames",
         "replicas",
+        "resizing",
         "restarts",
+        "schedule_command",
+        "schedule_simulator",
         "segments_of_documents",
         "seq_cls",
         "sft",
@@ -73,20 +96,36 @@ SLOW = {
         "storage",
         "tokenizer_files",
         "traffic",
+        "train_configs",
         "trainer",
         "trainer_options",
+        "unfrozen",
         "warm_start",
         "wheel",
     )
 }
-EVERY_NTH_ROW = 12
+EVERY_NTH_ROW = 20
 
 
 @pytest.fixture(autouse=True)
-def messages_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def messages_in_one_piece(nothing_left_by_a_test: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a long message would go on in another line depends on how long the paths of this machine are that it names.
     test_messages.py looks at that by itself."""
     monkeypatch.setattr("torchtitan.errors.LONGEST_LINE", 10**6)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left_by_a_module() -> Iterator[None]:
+    with taken_away():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_by_a_test(nothing_left_by_a_module: None) -> Iterator[None]:
+    """What fixtures of its module have made stays as long as they do. This comes ahead of monkeypatch, so that what
+    a test has replaced is put back when it is looked what it has left."""
+    with taken_away():
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

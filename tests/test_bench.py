@@ -1,22 +1,26 @@
 """The benchmarks run and print their rows, and their arithmetic is right. No clock is judged here."""
 
 import importlib
+import json
 import subprocess
 import sys
+from collections import defaultdict
 
 import pytest
 
+from scripts import learn_made_task
 from scripts.bench_timing import WARM_UP, Goal, Guest, Turns, order, row, seconds_to_first_step, steps, take_turns
 from tests.support.jobs import ROOT
+from tests.support.pool import run_script
 from torchtitan import build
 from torchtitan.config.manager import load
 from torchtitan.rules import check
 
 
-def run(*command: str) -> list[str]:
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+def run(script: str, *words: str) -> list[str]:
+    code, out, err = run_script(ROOT, ROOT / script, *words, limit=240)
+    assert code == 0, err
+    return out.splitlines()
 
 
 def test_turns_alternate_and_end_even():
@@ -109,6 +113,32 @@ def test_bench_finetuning():
     assert [float(line.split()[6]) for line in (plain, packed)] == [4.0, pytest.approx(0.516, abs=0.02)]
 
 
+def test_learn_made_task():
+    """How two steps of it go; what is learned in more of them is in test_chat.py."""
+    *_, shown, last = run("scripts/learn_made_task.py", "--quick", "--ranks", "1")
+    assert shown.startswith("6,000 of 9,216 questions shown, 2 steps, ranks: 1, ")
+    assert last == "step 2: 0% of 2 others answered"
+
+
+def test_a_made_task_and_its_answers(tmp_path, monkeypatch):
+    """What is asked is not learned, both ranks have the samples of one, and an answer is right as a whole."""
+    asked, learned, of = learn_made_task.questions(5)
+    assert of == 2 * (8**3 + 8**4) and len({*asked, *learned}) == 5 + 6000
+    assert [learn_made_task.answer(f"{order} a b c") for order in ("again", "backwards")] == ["a b c", "c b a"]
+    for ranks in (1, 2):
+        job = learn_made_task.write_job(tmp_path, learned, ranks, 240)
+        config = load([f"--job.config_file={job}"])
+        assert check(config, ranks, "cpu") == []
+        assert ranks * config.training.local_batch_size == 8
+    rows = [json.loads(row)["messages"] for row in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [question["content"] for question, _ in rows] == learned
+    right = [learn_made_task.answer(question) for question in asked]
+    for told, share in ((right, 1.0), ([right[0] + " a", *right[1:]], 0.8), ([*right, ""], 0.0)):
+        out = "".join(f"{line}\n" for line in told)
+        monkeypatch.setattr(subprocess, "run", lambda *_, out=out, **__: subprocess.CompletedProcess([], 0, out))
+        assert learn_made_task.share_answered(tmp_path, asked) == share
+
+
 def test_bench_optimizers():
     lines = run("scripts/bench_optimizers.py", "--quick", "--ranks", "2")
     kept = [line.split(" bytes a parameter")[0].split() for line in lines[1:-4]]
@@ -126,15 +156,47 @@ def test_bench_debug():
 
 
 def test_bench_debug_plans():
-    (line,) = run("scripts/bench_debug.py", "--quick", "--plans", "TP 2")[3:]
-    assert line.startswith("TP 2  ") and "tok/s" in line and "CPU seconds a step" in line
+    (line,) = run("scripts/bench_debug.py", "--quick", "--plans", "one rank")[3:]
+    assert line.startswith("one rank  ") and "tok/s" in line and "CPU seconds a step" in line
 
 
 def test_bench_guards():
     lines = run("scripts/bench_guards.py", "--quick", "--ranks", "2")
-    paired, compared, counted = lines[3:]
+    paired, compared, counted, agreed = lines[3:]
     assert paired.startswith("launcher and guards, 2 rank(s)") and compared.startswith("replicas compared every 100th")
     assert counted.startswith("both, counted within a step, 2 rank(s)") and "within their calls: " in counted
+    assert agreed.startswith("agreed a step ahead / at once") and "the host waits for " in agreed
+
+
+def test_bench_scaling(tmp_path):
+    lines = run(
+        "scripts/bench_scaling.py", "--quick", "--only", "layers", "data", "generate", "--folder", str(tmp_path)
+    )
+    heads = [line.split("|")[1].strip() for line in lines if line.startswith("|")]
+    assert heads[:5] == ["layers", "---", "1", "", "---"] and heads[-4:] == ["prompt", "---", "8", "16"]
+    assert heads[5:-4] == ["prepare, one process", "prepare, 2 processes"] + [
+        f"loader, prepared shards{more}" for more in ("", ", document mask")
+    ]
+    (layer,) = json.loads((tmp_path / "measured.json").read_text())["layers"]["rows"]
+    assert layer["tokens"] == 4 * 32 and 0 < layer["estimated"] < layer["gib"]
+
+
+def test_the_page_and_the_picture_of_what_grows(tmp_path, monkeypatch):
+    """Every table has as many cells in each line, what stands around them stays, and what is drawn is a picture."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    page = importlib.import_module("bench_scaling_page")
+    row = defaultdict(lambda: 2.0, what="loader", by="by a copy", millions=6, ranks=1)
+    kept = {name: {"when": "today", "rows": [row, row]} for name in page.TABLES}
+    monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
+    page.PAGE.write_text(f"before\n{page.BEGIN}\nwas here\n{page.END}\nbehind\n")
+    page.write_page(kept)
+    text = page.PAGE.read_text()
+    assert text.startswith("before\n") and text.endswith("behind\n") and "was here" not in text
+    for table in text.split("`, today:\n\n")[1:]:
+        lines = [line for line in table.splitlines() if line.startswith("|")]
+        assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
+    page.draw(kept, tmp_path / "scaling.png")
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_schedules():

@@ -17,7 +17,7 @@ from tests.test_templates import CHATML, LLAMA3, folder_with, messages, unmarked
 from torchtitan import saved_model
 from torchtitan.commands import chat
 from torchtitan.config import manager
-from torchtitan.datasets.formats import document_of_record
+from torchtitan.datasets.reading import Reading
 from torchtitan.datasets.records import document_of, encode, prompt_ids
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.templates import turn_ends
@@ -204,11 +204,18 @@ def test_the_form_of_a_jobs_records(tmp_path):
     rows.write_text(json.dumps({"instruction": "a", "output": "b"}) + "\n")
     config = manager.load(jobs.arguments(tmp_path, rows))
     bare = build_tokenizer("bytes")
-    assert chat.form_of(config, bare) == "alpaca" and chat.form_of(config, build_tokenizer("bytes", "alpaca")) == "chat"
+    templated = build_tokenizer("bytes", "alpaca")
+    # a template says nothing of such records, whose prompt is another
+    assert chat.form_of(config, bare) == chat.form_of(config, templated) == "alpaca"
     model = Echo()
     assert "".join(chat.Talk(model, bare, "alpaca", 300, options()).answer("Why?")) == "bcd"
-    ids, trained = encode(bare, document_of_record({"instruction": "Why?", "output": "b"}, "text", "", ""))
+    ids, trained = encode(bare, Reading().document({"instruction": "Why?", "output": "b"}, "", ""))
     assert model.seen[0] == ids[~trained].tolist()
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
+    assert chat.form_of(config, templated) == "chat"
+    rows.write_text("{")
+    assert chat.form_of(config, templated) == "chat"
     rows.unlink()
+    assert chat.form_of(config, templated) == "chat"
     with pytest.raises(JobError, match="the data that would tell a form are gone: .*rows.jsonl: no such file"):
         chat.form_of(config, bare)

@@ -1,8 +1,10 @@
 """The command `torchtitan check`. Its rules and its translations have tests of their own."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomli
@@ -22,8 +24,8 @@ def anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def run(capsys, *argv: str) -> tuple[int, str, str]:
-    code = command.main(list(argv))
+def run(capsys, *argv: str, memory: bool = False) -> tuple[int, str, str]:
+    code = command.main([*argv] if memory or not argv else ["--no-memory", *argv])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -41,7 +43,71 @@ def test_ok_with_a_summary(capsys):
         "  data      python_stdlib, 64 samples of 256 tokens a step, in 2 forward passes",
         "  tokens    16,384 a step, 1,638,400 in 100 steps",
         "  schedule  peak 0.0008, warmup 10, linear decay 90 to floor 8e-05; total 100 steps",
+        "  cadence   a line every 10 steps",
+        "  memory    `torchtitan estimate` with the same words foretells the most that a rank has at once",
     ]
+
+
+# The memory behind the answer
+
+
+@pytest.fixture
+def rehearsals(monkeypatch):
+    """What a rehearsal's process was asked, and what it gives. Torch, with which it would be made, may be missing."""
+    asked, found = [], importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torch" or found(name))
+
+    def run(words, **_):
+        asked.append(words[words.index("estimate") + 1 :])
+        return rehearsals.given or subprocess.CompletedProcess(words, 0, f"memory of {len(asked)}\n", "")
+
+    rehearsals = SimpleNamespace(asked=asked, given=None)
+    monkeypatch.setattr(command, "subprocess", SimpleNamespace(run=run))
+    return rehearsals
+
+
+def test_the_memory_of_jobs_without_faults_follows_all_answers(rehearsals, capsys, tmp_path):
+    for name, more in (("a", ""), ("b", "[training]\nsteps = 0\n"), ("c", "")):
+        (tmp_path / f"{name}.toml").write_text(f'[model]\ntokenizer_path = "{TOKENIZER}"\n{more}')
+    code, out, err = run(capsys, "a.toml", "b.toml", "c.toml", "--device=cpu", "--training.seq_len=64", memory=True)
+    assert code == 2 and "training.steps" in err
+    first, second = (out.index(f"{name}.toml: OK") for name in "ac")
+    assert first < second < out.index("memory of 1\nmemory of 2\n")
+    tail = ["--training.seq_len=64", "--world-size=1", "--device=cpu", "--no-remedies"]
+    assert rehearsals.asked == [["--job.config_file", name, *tail] for name in ("a.toml", "c.toml")]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((1, "does not fit\n", ""), "does not fit"),
+        ((-9, "", ""), "  memory    not foretold: `torchtitan estimate` was ended by signal 9"),
+        ((1, "", "Traceback\n  File\nOSError: no libtorch.so\n"), "  memory    not foretold: OSError: no libtorch.so"),
+        ((2, "", "a.b: given 3;\n    allowed: 4\n(TORCHTITAN_TRACEBACK=1 shows where)\n"), "a.b: given 3; allowed: 4"),
+        ((3, "", ""), "  memory    not foretold: exit code 3"),
+    ],
+)
+def test_a_rehearsal_that_ends_badly_fails_no_check(given, said, rehearsals, capsys):
+    rehearsals.given = subprocess.CompletedProcess([], *given)
+    code, out, err = run(capsys, f"--model.tokenizer_path={TOKENIZER}", memory=True)
+    assert (code, err) == (0, "") and out.splitlines()[-1].endswith(said)
+
+
+def test_without_torch_a_job_is_judged_all_the_same(rehearsals, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, out, _ = run(capsys, f"--model.tokenizer_path={TOKENIZER}", memory=True)
+    assert code == 0 and out.endswith("\n  memory    not foretold: torch is not installed\n")
+    assert rehearsals.asked == []
+
+
+# What is said of a job
+
+
+def test_what_frozen_weights_take_is_left_to_the_estimate(capsys):
+    words = [f"--model.tokenizer_path={TOKENIZER}", "--adapter.kind=qlora", "--memory.limit=20GiB"]
+    code, out, _ = run(capsys, "--device=cpu", *words)
+    assert code == 0 and "  state " not in out and "torchtitan estimate" in out
+    assert "  memory    at most 20 GiB of a GPU for each rank\n" in out
 
 
 def test_a_model_with_experts_says_what_a_token_uses_of_it(capsys):
@@ -127,7 +193,7 @@ def test_each_job_is_checked_by_itself(capsys, tmp_path):
 
 
 def test_print_config(capsys):
-    code, out, _ = run(capsys, f"--model.tokenizer_path={TOKENIZER}", "--job.print_config")
+    code, out, _ = run(capsys, f"--model.tokenizer_path={TOKENIZER}", "--job.print_config", memory=True)
     assert code == 0 and tomli.loads(out[out.index("[job]") :])["model"]["tokenizer_path"] == str(TOKENIZER)
 
 
@@ -155,7 +221,7 @@ def test_usage(capsys):
 def test_neither_checking_nor_loading_needs_torch():
     program = "import sys, torchtitan.cli; from torchtitan.commands import check; "
     program += "assert check.main(sys.argv[1:]) == 0; assert 'torch' not in sys.modules"
-    argv = [f"--model.tokenizer_path={TOKENIZER}", "--validation.enable", "--world-size=2"]
+    argv = [f"--model.tokenizer_path={TOKENIZER}", "--validation.enable", "--world-size=2", "--no-memory"]
     subprocess.run([sys.executable, "-c", program, *argv], check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
 
 

@@ -307,6 +307,27 @@ def test_buffers_are_made_ahead_and_reused(tmp_path):
     assert {name: tensor.data_ptr() for name, tensor in job.checkpointer.staging.buffers.items()} == first
 
 
+def test_one_piece_of_memory_is_pinned_for_all_tensors(monkeypatch):
+    """One by one, torch would round each up to a power of two."""
+    pinned = {}
+    monkeypatch.setattr(tensors, "pin_memory", pinned.__setitem__)
+    monkeypatch.setattr(tensors, "unpin_memory", pinned.pop)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    staging = tensors.Staging(pinned=True)
+    live = {
+        "a": torch.arange(3.0),
+        "b": torch.tensor(7),
+        "c": torch.ones(5, 9, dtype=torch.bfloat16),
+        "d": torch.ones(0),
+    }
+    copies = staging.copy(live)
+    assert all(torch.equal(copies[name], tensor) for name, tensor in live.items())
+    assert list(pinned.values()) == [64 + 64 + 128]
+    assert {copied.untyped_storage().data_ptr() for copied in copies.values()} == set(pinned)
+    assert staging.copy({"a": torch.ones(100)})["a"].sum() == 100
+    assert list(pinned.values()) == [448]
+
+
 def test_a_tensor_of_another_shape_gets_another_buffer():
     staging = tensors.Staging(pinned=False)
     assert staging.copy({"a": torch.ones(3)})["a"].tolist() == [1, 1, 1]

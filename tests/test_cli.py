@@ -1,5 +1,6 @@
 """The command `torchtitan`: what it dispatches to, and that no user's mistake ends in a traceback."""
 
+import gc
 import importlib
 import os
 import pkgutil
@@ -71,6 +72,20 @@ def test_arguments_and_exit_codes_pass_through(command):
     command(lambda argv: seen.append(argv) or 3)
     assert cli.main(["check", "a b", "--x"]) == 3
     assert seen == [["a b", "--x"]]
+
+
+def test_nothing_is_collected_while_a_command_is_imported(monkeypatch):
+    seen = []
+    imported = SimpleNamespace(main=lambda argv: seen.append(gc.isenabled()) or 0)
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: seen.append(gc.isenabled()) or imported)
+    assert cli.main(["check"]) == 0 and seen == [False, True]
+    gc.disable()
+    try:
+        assert cli.main(["check"]) == 0 and seen[2:] == [False, False], "as whoever calls it has it"
+    finally:
+        gc.enable()
+    kept = gc.get_freeze_count()
+    assert cli.main(["check"]) == 0 and gc.get_freeze_count() == kept, "as nothing was imported"
 
 
 def test_ctrl_c(command):
@@ -189,7 +204,9 @@ def test_a_reader_that_goes_away_is_no_traceback(argv):
 
 def test_lone_surrogates_and_control_characters_in_arguments_are_printed_safely(tmp_path):
     odd = os.fsdecode(b"\xff\x1b[2J")
-    done = torchtitan("check", "--job.description", odd, odd, "--model.tokenizer_path=bytes", folder=tmp_path)
+    done = torchtitan(
+        "check", "--no-memory", "--job.description", odd, odd, "--model.tokenizer_path=bytes", folder=tmp_path
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "\x1b" not in done.stderr and "2 faults" in done.stderr
     done = torchtitan(odd, folder=tmp_path)

@@ -13,13 +13,17 @@ from tests.support import other_families
 from tests.support.adapted import installed, learn_something
 from tests.support.jobs import full
 from tests.support.pool import run_ranks
+from torchtitan.adapters import ADAPTERS
 from torchtitan.adapters.interface import Adapter
 from torchtitan.datasets.samples import dealt
 from torchtitan.initialization import initialize
 from torchtitan.loss import IGNORE_INDEX, Objective
 from torchtitan.models import SIZES
 from torchtitan.models.dropout import token_keys
+from torchtitan.models.groups import attend_in_groups
+from torchtitan.models.noise import add_noise, record_lengths
 from torchtitan.models.registry import MODELS
+from torchtitan.models.rope_scaling import RopeScaling
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.parallelisms.parallelize import ParallelOptions
@@ -70,11 +74,17 @@ def build_adapted(row: Combination) -> tuple[torch.nn.Module, ParallelPlan, Adap
     )
     if row.task == "seq_cls":
         args = replace(args, n_classes=4)
+    if row.rope != "plain":
+        args = replace(args, rope_scaling=RopeScaling(4.0, original_max_seq_len=12, kind=row.rope))
     if row.multi_token_prediction:
         args = replace(args, n_mtp_layers=row.multi_token_prediction)
     model = FAMILIES[row.model].build(args).to(DTYPE[row.precision])
     model.loss = objective(row)
-    return model, *installed(row.adapter, model, FAMILIES[row.model].plan)
+    if row.groups:
+        attend_in_groups(model, 8)
+    plan = FAMILIES[row.model].plan
+    plan = add_noise(model, plan, 5.0) if row.noise else plan
+    return model, *installed(row.adapter, model, plan)
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -91,7 +101,8 @@ def batch() -> dict[str, torch.Tensor]:
     positions = index - torch.where(starts.bool(), index, 0).cummax(1).values
     whole = {"tokens": tokens[:, :-1], "labels": labels, "positions": positions, "document_ids": document_ids}
     classes = torch.randint(0, 4, (SAMPLES,), generator=generator).index_fill(0, torch.tensor([2, 5]), IGNORE_INDEX)
-    return whole | {"classes": classes, "keys": token_keys(7, 3, torch.arange(SAMPLES), SEQ_LEN)}
+    drawn = {"keys": token_keys(7, 3, torch.arange(SAMPLES), SEQ_LEN), "lengths": record_lengths(whole)}
+    return whole | {"classes": classes} | drawn
 
 
 def labelled(row: Combination) -> dict[str, torch.Tensor]:
@@ -110,7 +121,8 @@ def labelled(row: Combination) -> dict[str, torch.Tensor]:
 
 def names_for(row: Combination, draws: bool) -> list[str]:
     """Of the tensors of a batch, those that go into the row's model."""
-    return ["tokens", *objective(row).targets] + ["positions", "document_ids"] * row.document_mask + ["keys"] * draws
+    named = ["tokens", *objective(row).targets] + ["positions", "document_ids"] * row.document_mask
+    return named + ["keys"] * draws + ["lengths"] * row.noise
 
 
 def together_of(row: Combination) -> int:
@@ -148,7 +160,7 @@ def assembled(row: Combination) -> ParallelModel:
         compile_model=row.compile != "no",
         compile_loss=row.compile != "no",
         compile_scope=row.compile,
-        compile_backend="inductor" if row.recompute == "memory_budget" or row.compile == "model" else "aot_eager",
+        compile_backend=row.backend,
     )
     model = ParallelModel(
         model,
@@ -200,6 +212,8 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
     norm = model.clip_gradients(0.0)
     grads = {name: full(p.grad).numpy() for name, p in model.named_parameters() if p.requires_grad}
     assert all(p.grad is None for _, p in model.named_parameters() if not p.requires_grad)
+    learned = [p for _, p in model.named_parameters() if p.requires_grad]
+    assert all(p.grad.stride() == p.stride() for p in learned), "fused optimizers read both in the order of memory"
     model.after_step()
     return losses[0].item(), norm.item(), grads, losses[1].item(), model.extra_metrics()
 
@@ -245,7 +259,7 @@ def plain_twin(row: Combination) -> Combination:
     """The row on one device: what does not change the mathematics set aside."""
     exact = "float32" if row.precision == "bfloat16" else row.precision
     what = dict(document_mask=row.document_mask, multi_token_prediction=row.multi_token_prediction, model=row.model)
-    what["task"] = row.task
+    what |= dict(task=row.task, noise=row.noise, rope=row.rope, groups=row.groups)
     what |= dict(accumulation=row.accumulation) if row.remembers else {}
     return Combination(precision=exact, pp=row.pp, adapter=row.adapter, **what)
 
@@ -276,3 +290,12 @@ def test_rows_are_distinct_and_legal():
     rows = table() + other_models()
     assert len(set(rows)) == len(rows)
     assert all(row.dp_replicate * row.dp_shard * row.cp * row.tp * row.pp == row.ranks for row in rows)
+
+
+def test_every_family_and_adapter_has_rows():
+    """Families under shards and replicas at least: what no row trains is a promise that nobody has looked at."""
+    rows = table() + other_models()
+    sharded = {row.model for row in rows if row.dp_shard > 1}
+    replicated = {row.model for row in rows if row.dp_replicate > 1}
+    assert SIZES.keys() <= sharded & replicated
+    assert set(ADAPTERS) <= {kind for row in rows for kind in row.adapter.split(", ")}

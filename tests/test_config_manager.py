@@ -49,6 +49,15 @@ def test_command_line_over_toml_over_defaults(tmp_path):
     assert config.job.config_file == [file]
 
 
+def test_a_shipped_job_is_extended_by_its_name_where_no_file_beside_has_it(tmp_path):
+    file = write(tmp_path / "mine.toml", 'extends = "debug_model"\n[training]\nsteps = 7\n')
+    training = load([f"--job.config_file={file}"]).training
+    assert (training.steps, training.seq_len) == (7, load(["--job.config_file=debug_model"]).training.seq_len)
+    write(tmp_path / "debug_model", "[training]\nseq_len = 3\n")
+    with pytest.raises(ConfigError, match=r"debug_model.*ends in \.toml"):  # the file is meant
+        load([f"--job.config_file={file}"])
+
+
 def test_several_files_merge_in_order_and_extends_comes_before_the_file_that_says_it(tmp_path):
     write(tmp_path / "base/a.toml", "[training]\nsteps = 1\nseq_len = 1\nlocal_batch_size = 1\ngc_freq = 1\n")
     write(tmp_path / "base/b.toml", "[training]\nseq_len = 2\nlocal_batch_size = 2\ngc_freq = 2\n")
@@ -113,6 +122,10 @@ def test_a_byte_order_mark_and_windows_line_ends_are_fine(tmp_path):
 
 # What is bad: file content -> the fault lines, FILE standing for the file's name
 
+NO_OPTION = (
+    "given no option at all; allowed: a job's options; "
+    'write them, or extends = "debug_model" for the job of a first run'
+)
 BAD_FILES = {
     "unknown option, near": (
         "[training]\nstep = 3\n",
@@ -288,6 +301,8 @@ BAD_FILES = {
             'in a file, write extends = "..."'
         ],
     ),
+    "nothing": ("", [f"FILE: {NO_OPTION}"]),
+    "comments and empty tables alone": ("# a job\nextends = []\n[training]\n[metrics]\n", [f"FILE: {NO_OPTION}"]),
     "extends nothing sensible": (
         "extends = 3\n[training]\nsteps = 0\n",
         [
@@ -552,17 +567,17 @@ def random_value(random: random.Random, annotation: Any) -> Any:
             name: getattr(limit, name)
             for some in extra
             for limit in (getattr(some, "metadata", None) or [some])
-            for name in ("ge", "gt", "le", "lt", "pattern")
+            for name in ("ge", "gt", "le", "lt", "pattern", "multiple_of")
             if getattr(limit, name, None) is not None
         }
         if "pattern" in limits:
-            of_the_form = [
-                word for word in ("op", "1", "17", "1:00:00", "2-03:00:00") if re.match(limits["pattern"], word)
-            ]
+            words = ("op", "1", "17", "1:00:00", "2-03:00:00", "batch", "2/4", "epoch", "12/epoch")
+            of_the_form = [word for word in words if re.match(limits["pattern"], word)]
             return random.choice(of_the_form)
         low, high = limits.get("ge", limits.get("gt", -1)), limits.get("le", limits.get("lt", 1e6))
         if inner is int:
-            return random.randint(low, int(high))
+            whole = limits.get("multiple_of", 1)
+            return random.randint(-(-low // whole), int(high) // whole) * whole
         value = random.choice([random.uniform(low, high), random.uniform(0, 1e-9), low + 1e-5])
         return value if low < value < high else (low + high) / 2
     kind = annotation
@@ -604,7 +619,7 @@ def test_the_resolved_toml_reproduces_the_job(seed, tmp_path):
 
 
 def test_the_resolved_toml_has_nothing_about_how_it_was_loaded(tmp_path):
-    file = write(tmp_path / "job.toml", "")
+    file = write(tmp_path / "job.toml", "[training]\nsteps = 7\n")
     job = tomli.loads(to_toml(load(["--job.config_file", file, "--job.print_config"])))["job"]
     assert "config_file" not in job and "print_config" not in job
 
@@ -646,14 +661,14 @@ def test_help_has_every_option_with_type_default_and_text(capsys):
 
 def test_types_in_words():
     assert describe(options()["optimizer.beta1"].annotation) == "a number >= 0 and < 1"
-    assert describe(options()["lr_scheduler.warmup_steps"].annotation) == "a whole number >= 0"
+    assert describe(options()["lr_scheduler.restart_warmup_steps"].annotation) == "a whole number >= 0"
     assert describe(options()["parallelism.module_fqns_per_model_part"].annotation) == "a list, each a list, each text"
 
 
 def test_a_chain_of_extends_has_an_end(tmp_path):
     for n in range(20):
         (tmp_path / f"{n}.toml").write_text(f'extends = ["{n + 1}.toml", "{n + 1}.toml"]\n')
-    (tmp_path / "20.toml").write_text("")
+    (tmp_path / "20.toml").write_text("[training]\nsteps = 7\n")
     with pytest.raises(ConfigError) as caught:
         load(["--job.config_file", str(tmp_path / "0.toml")])
     assert "at most 8 files in a chain" in str(caught.value)

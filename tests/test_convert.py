@@ -26,9 +26,10 @@ from torchtitan.checkpoint.kinds import find_weights
 from torchtitan.checkpoint.torchtitan_dcp import TorchtitanCheckpoint
 from torchtitan.config.manager import load
 from torchtitan.models import sizes_of
-from torchtitan.models.llama import LlamaArgs, RopeScaling
+from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.registry import MODELS
+from torchtitan.models.rope_scaling import RopeScaling
 from torchtitan.models.torchtitan_form import FORMS
 from torchtitan.ranks import read_ranks
 from torchtitan.trainer import Trainer

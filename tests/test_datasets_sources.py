@@ -169,6 +169,10 @@ def test_pieces_are_not_found_by_reading_the_file(tmp_path):
 def test_byte_order_mark(tmp_path):
     assert documents(write(tmp_path / "a.txt", b"\xef\xbb\xbfbegin")) == ["begin"]
     assert "byte 5 (0xff) is not UTF-8" in refusal(write(tmp_path / "a.txt", b"\xef\xbb\xbfab\xff"))
+    marked = b"\xef\xbb\xbf" + lines()
+    assert documents(write(tmp_path / "a.jsonl", marked)) == documents(write(tmp_path / "a.json", marked)) == TEXTS
+    assert documents(write(tmp_path / "a.jsonl.gz", gzip.compress(marked))) == TEXTS
+    assert "no valid JSON at byte 4" in refusal(write(tmp_path / "a.jsonl", b"\xef\xbb\xbf{"))
 
 
 def test_fingerprints(tmp_path):
@@ -296,7 +300,7 @@ def test_lines_without_end_are_damage(tmp_path, monkeypatch):
 def test_bad_parquet_columns(tmp_path):
     path = write_parquet(tmp_path / "a.parquet")
     assert f"{path}: has no column 'body'; its columns: id, text; set training.text_field" in refusal(path, "body")
-    assert f"{path}: has no text but INT64 in column 'id'" in refusal(path, "id")
+    assert f"{path}: has no text but int64 in column 'id'" in refusal(path, "id")
     items = documents(write_parquet(tmp_path / "b.parquet", ["a", None, "c"], row_group_size=2))
     assert items[0] == "a" and items[2] == "c" and "b.parquet, row 1: field 'text' holds nothing" in str(items[1])
     pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([b"ok", b"\xff"])}), tmp_path / "b.parquet")
@@ -323,7 +327,10 @@ def test_a_file_that_shrinks(tmp_path):
 def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)
     write(tmp_path / name, b"something")
-    assert f"reading it needs {package}; install it with: pip install 'torchtitan-toml[data]'" in refusal(tmp_path)
+    with pytest.raises(
+        DataError, match=f"reading it needs {package}; install it with: pip install 'torchtitan-toml.dat"
+    ):
+        text(str(tmp_path), "text")  # as it is opened, so that `torchtitan check` says it
 
 
 # The Python library

@@ -180,6 +180,9 @@ def test_outside_of_training_no_probability_is_dropped():
     with pytest.raises(AssertionError, match="keys of its tokens"):
         kernel(q, k, v, None)
     assert torch.equal(kernel.eval()(q, k, v, None), AttentionKernel()(q, k, v, None))
+    assert torch.equal(
+        kernel.with_backend("sdpa")(q, k, v, None), AttentionKernel()(q, k, v, None)
+    )  # as generating asks
 
 
 @pytest.mark.parametrize("method", ["ring", "alltoall", "ulysses"])

@@ -20,6 +20,7 @@ from torchtitan.datasets import open_source, preparing
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.packing import IGNORE
 from torchtitan.datasets.preparing import prepared
+from torchtitan.datasets.reading import Reading
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.errors import JobError
@@ -108,7 +109,7 @@ def test_passes_and_mixtures_are_not_one_order(data):
 
 def made(data, folder, name="texts", tokenizer="bytes", workers=1):
     return prepared(
-        open_source("text", str(data[name]), "text"), str(data[name]), tokenizer, folder, workers, stop=True
+        open_source("text", str(data[name]), Reading()), str(data[name]), tokenizer, folder, workers, stop=True
     )
 
 

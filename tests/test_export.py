@@ -11,9 +11,10 @@ import torch
 from tests.support.jobs import arguments, train, write_texts
 from tests.support.memory import Peak
 from tests.support.pool import run_ranks
+from tests.test_preferences import write_pairs
 from torchtitan import build, cli, saved_model
 from torchtitan.adapters.low_rank import LowRankLinear
-from torchtitan.commands.export import Answer, compared, go_on_alike
+from torchtitan.commands.export import Answer, compared, go_on_alike, held_out
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
@@ -100,6 +101,21 @@ def test_the_command_folds_in_and_verifies(tmp_path, texts, bases, name, ranks, 
     model, _ = saved_model.filled_model(config, step_folder, torch.device("cpu"))
     off = (model(TOKENS) - merged).abs().max() / merged.abs().max()
     assert off < 1e-5 if into == "weights" else 1e-4 < off < 0.1, "the run computed with the packed ones"
+
+
+@pytest.mark.parametrize("kind", ["dpo", "orpo"])
+def test_a_run_of_pairs_is_verified_by_the_loss_of_its_answers(tmp_path, bases, kind):
+    """As transformers counts it on the same samples."""
+    from transformers import AutoModelForCausalLM
+
+    rows = write_pairs(tmp_path / "rows.jsonl")
+    run = trained(tmp_path / "run", rows, bases["llama3"], adapter__kind="lora", task__kind=kind, training__seq_len=24)
+    assert export(run, tmp_path / "whole", "--merge", "--dtype=float32") == 0
+    tokens, labels = held_out(find_checkpoint(run, None)[0])
+    logits = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)(tokens).logits.detach()
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100).item()
+    record = record_of(tmp_path / "whole")
+    assert record["verified"] and record["loss_of_the_run"] == pytest.approx(wanted, rel=1e-5)
 
 
 def test_what_else_was_trained_goes_along_and_what_is_unpacked_if_asked(tmp_path, texts, bases):

@@ -1,7 +1,7 @@
-"""The step of every shipped job at its stated size on a CUDA that computes nothing: devices, types, waits, messages."""
+"""The step of five large jobs at their stated size on a CUDA that computes nothing: devices, types, waits, messages."""
 
-import json
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -12,51 +12,77 @@ pytestmark = pytest.mark.skipif(bool(fake_cuda.missing()), reason=fake_cuda.miss
 SMALL = ("--model.tokenizer_path=bytes", "--compile.no_enable")
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fake_cuda.build(tmp_path_factory.mktemp("fake_cuda"))
+@pytest.fixture(scope="module")
+def card(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fake_cuda.FakeCuda]:
+    card = fake_cuda.FakeCuda(fake_cuda.build(tmp_path_factory.mktemp("fake_cuda")))
+    yield card
+    card.close()
 
 
-def ask(library: Path, question: str, rank: int, world_size: int, *argv: str, mutant: str = "") -> dict:
-    done = fake_cuda.run(library, question, str(rank), str(world_size), *argv, mutant=mutant)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def ask(card: fake_cuda.FakeCuda, question: str, rank: int, world_size: int, *argv: str, mutant: str = "") -> Any:
+    ok, answer = card.ask(question, list(argv), rank, world_size, mutant)
+    assert ok, answer[-3000:]
+    return answer
 
 
 # Job, ranks, options that make it small, most waits of a step by place. Of 405B and 671B, two layers a pipeline rank
-# and two microbatches for each of its stages.
+# and two microbatches for each of its stages; of 671B's 16 pipeline ranks 4.
 JOBS = [
     ("llama3_8b", 8, "--model.overrides={n_layers = 2}", {}),
     ("llama3_70b", 256, "--model.overrides={n_layers = 2}", {}),
     ("llama3_405b", 512, "--model.overrides={n_layers = 16} --training.local_batch_size=8", {}),
-    # once in the forward of a layer, and once when it is computed again
-    ("qwen3_moe_235b", 256, "--model.overrides={n_layers = 2}", {"number expert_parallel.py:run_experts": 2 * 2}),
-    # once for each of 32 microbatches in the one layer of this rank that has experts
+    # once in the forward of a layer, and not again when it is computed again
+    ("qwen3_moe_235b", 256, "--model.overrides={n_layers = 2}", {"number expert_parallel.py:_tell": 2}),
+    # once for each of 8 microbatches in the one layer of this rank that has experts
     (
         "deepseek_671b",
         1024,
-        "--model.overrides={n_layers = 32} --training.local_batch_size=32",
-        {"event exchange.py:wait": 32},
+        "--model.overrides={n_layers = 8} --training.local_batch_size=8 --parallelism.pipeline_parallel_degree=4",
+        {"event exchange.py:wait": 8},
     ),
 ]
 
 
 @pytest.mark.parametrize(("job", "ranks", "options", "waits"), JOBS, ids=[case[0] for case in JOBS])
-def test_the_host_waits_for_no_more_than_the_sizes_of_exchanges(library, job, ranks, options, waits):
+def test_the_host_waits_for_no_more_than_the_sizes_of_exchanges(card, job, ranks, options, waits):
     argv = [f"--job.config_file=train_configs/{job}.toml", *SMALL]
     overrides, _, batch = options.partition("} ")
-    argv += [overrides + "}" * bool(batch), *([batch] if batch else [])]
-    assert ask(library, "host_waits", 73 % ranks, ranks, *argv) == waits
+    argv += [overrides + "}" * bool(batch), *batch.split()]
+    assert ask(card, "host_waits", 73 % ranks, ranks, *argv) == waits
 
 
-def test_experts_are_gathered_before_the_host_waits(library):
+def test_experts_are_gathered_before_the_host_waits(card):
     """Those of the next layer, which are 97 % of its bytes: after the wait the network would have stood still."""
     argv = ["--job.config_file=train_configs/qwen3_moe_235b.toml", *SMALL, "--model.overrides={n_layers = 3}"]
-    order = ask(library, "gathers_and_waits", 73, 256, *argv)
+    order = ask(card, "gathers_and_waits", 73, 256, *argv)
     experts = 16 * 3 * 4096 * 1536  # numbers of a rank
     waits = [at for at, (kind, _) in enumerate(order) if kind == "wait"]
     assert len(waits) == 3
     assert [sum(size == experts for _, size in order[:at]) for at in waits] == [2, 3, 3]
+
+
+def test_the_heads_gradient_is_summed_while_blocks_go_backward(card):
+    """It is the largest of all. With the root's it would be summed when nothing is left to be computed beside it."""
+    argv = ["--job.config_file=train_configs/llama3_8b.toml", *SMALL, "--model.overrides={n_layers = 2}"]
+    order = ask(card, "gathers_and_reductions", 3, 8, *argv)
+    words, width = 128256 * 4096, 4096
+    block = 2 * width * width + 2 * width * 1024 + 3 * width * 14336 + 2 * width
+    assert [size for kind, size in order if kind == "gather"] == [words, block, block, words + width, block, block]
+    assert [size for kind, size in order if kind == "reduction"] == [words + width, block, block, words]
+
+
+@pytest.mark.parametrize(
+    ("job", "options"),
+    [
+        ("llama3_70b", []),
+        ("qwen3_moe_235b", ["--parallelism.data_parallel_replicate_degree=2"]),
+    ],
+)
+def test_no_communicator_is_made_of_all_ranks_for_what_is_logged(card, job, options):
+    """It would take up to a GB on every GPU. Numbers for the host travel over gloo; the load of experts is added up in
+    the groups that there are."""
+    argv = [f"--job.config_file=train_configs/{job}.toml", *SMALL, "--model.overrides={n_layers = 1}", *options]
+    assert max(ask(card, "sizes_of_groups", 73, 256, *argv)) < 256
 
 
 def mismatches(of_rank: list[list]) -> list[str]:
@@ -80,6 +106,13 @@ PIPELINES = {  # ranks, distance of pipeline ranks, schedules, job
         "--job.config_file=train_configs/debug_model.toml --model.overrides={n_layers=8} "
         "--parallelism.pipeline_parallel_degree=4 --training.local_batch_size=4",
     ),
+    "tied": (
+        4,
+        1,
+        ("1F1B", "ZBVZeroBubble"),
+        "--job.config_file=train_configs/debug_model.toml --model.overrides={n_layers=8,tied_embeddings=true} "
+        "--parallelism.pipeline_parallel_degree=4 --training.local_batch_size=4",
+    ),
     "overlap": (
         4,
         2,
@@ -91,11 +124,13 @@ PIPELINES = {  # ranks, distance of pipeline ranks, schedules, job
 }
 
 
-def faults_in_messages(library: Path, case: str, mutant: str = "", schedules: tuple[str, ...] = ()) -> list[str]:
+def faults_in_messages(
+    card: fake_cuda.FakeCuda, case: str, mutant: str = "", schedules: tuple[str, ...] = ()
+) -> list[str]:
     ranks, stride, all_schedules, job = PIPELINES[case]
     names = ",".join(schedules or all_schedules)
     found = ask(
-        library, "messages_by_schedule", stride, ranks, f"--schedules={names}", *job.split(" "), *SMALL, mutant=mutant
+        card, "messages_by_schedule", stride, ranks, f"--schedules={names}", *job.split(" "), *SMALL, mutant=mutant
     )
     wrong = []
     for schedule, of_rank in found.items():
@@ -107,28 +142,28 @@ def faults_in_messages(library: Path, case: str, mutant: str = "", schedules: tu
 
 
 @pytest.mark.parametrize("case", PIPELINES)
-def test_both_ends_of_a_pipeline_issue_the_same_messages_in_the_same_order(library, case):
+def test_both_ends_of_a_pipeline_issue_the_same_messages_in_the_same_order(card, case):
     """And none of them coalesced: NCCL carries those in another communicator than plain ones."""
-    assert faults_in_messages(library, case) == []
+    assert faults_in_messages(card, case) == []
 
 
 # What these checks would find
 
 
-def test_a_tensor_on_a_wrong_device_would_be_seen(library):
+def test_a_tensor_on_a_wrong_device_would_be_seen(card):
     argv = ["--job.config_file=train_configs/debug_model.toml", *SMALL, "--model.overrides={n_layers = 1}"]
-    done = fake_cuda.run(library, "host_waits", "0", "2", *argv, mutant="wrong_device")
-    assert done.returncode and "FakeTensorDeviceMismatchError" in done.stderr
+    ok, told = card.ask("host_waits", argv, 0, 2, mutant="wrong_device")
+    assert not ok and "FakeTensorDeviceMismatchError" in told
 
 
-def test_a_wait_in_every_step_would_be_seen(library):
+def test_a_wait_in_every_step_would_be_seen(card):
     argv = ["--job.config_file=train_configs/debug_model.toml", *SMALL, "--model.overrides={n_layers = 1}"]
-    waits = ask(library, "host_waits", 0, 2, *argv, mutant="host_wait")
+    waits = ask(card, "host_waits", 0, 2, *argv, mutant="host_wait")
     assert waits == {"number parallel_model.py:clip_gradients": 1}
 
 
 @pytest.mark.parametrize(
     ("mutant", "found"), [("coalesced", "1F1B: coalesced"), ("other_order", "1F1B: order of 1 and 2")]
 )
-def test_messages_that_do_not_meet_would_be_seen(library, mutant, found):
-    assert found in faults_in_messages(library, "plain", mutant, ("1F1B",))
+def test_messages_that_do_not_meet_would_be_seen(card, mutant, found):
+    assert found in faults_in_messages(card, "plain", mutant, ("1F1B",))

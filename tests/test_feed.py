@@ -8,12 +8,15 @@ import torch
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
+from torchtitan.config import manager
 from torchtitan.datasets.held_out import HeldOut
 from torchtitan.datasets.samples import Share
 from torchtitan.datasets.sources import DataError
 from torchtitan.feed import Feed, PeerStopped
 from torchtitan.loss import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.ranks import read_ranks
+from torchtitan.trainer import Trainer
 
 OBJECTIVE = SummedCrossEntropy()
 
@@ -23,7 +26,9 @@ def agreed() -> tuple[int, bool, float]:
     feed = Feed(OBJECTIVE, ParallelDims(2, dp_shard=2), rank, torch.device("cpu"), False, None)
     labels = torch.zeros(2, 4, dtype=torch.int64)
     labels[0, : 3 * rank] = IGNORE_INDEX
-    return *feed.agree([{"labels": labels}], None, rank == 1, "data"), feed.share
+    agreed = feed.agree([{"labels": labels}], None, rank == 1, "data")
+    assert feed.tokens_of(4, 4) == 16 == feed.read
+    return *agreed, feed.share
 
 
 class OneRankLacks:
@@ -50,6 +55,55 @@ def test_all_ranks_end_where_one_has_no_reference():
 
 def test_a_rank_knows_its_share_of_the_tokens():
     assert run_ranks(2, agreed) == [(13, True, 8 / 13), (13, True, 5 / 13)]
+
+
+def collectives_of_steps(argv):
+    """Of each step what becomes of reductions over all ranks, in order, among the parts of the step."""
+    trainer, of_steps, reduce = Trainer(manager.load(argv), read_ranks()), [], torch.distributed.all_reduce
+
+    class Work:
+        def __init__(self, work):
+            self.work = work
+
+        def wait(self):
+            of_steps[-1].append("wait")
+            self.work.wait()
+
+    def noted(tensor, *args, **kwargs):
+        if kwargs.get("group") is not None or args:
+            return reduce(tensor, *args, **kwargs)
+        of_steps[-1].append("begin" if kwargs.get("async_op") else "block")
+        work = reduce(tensor, **kwargs)
+        return Work(work) if work is not None else None
+
+    def part(owner, name):
+        function = getattr(owner, name)
+        setattr(owner, name, lambda *args, **kwargs: (of_steps[-1].append(name), function(*args, **kwargs))[1])
+
+    part(trainer.model, "forward_backward")
+    part(trainer.optimizers, "step")
+    step = trainer.train_step
+    trainer.train_step = lambda batches: (of_steps.append([]), step(batches))[1]
+    torch.distributed.all_reduce = noted
+    try:
+        trainer.train()
+    finally:
+        torch.distributed.all_reduce = reduce
+        trainer.metrics.close()
+    return of_steps
+
+
+def test_ranks_agree_on_a_step_while_they_train_the_one_before(tmp_path):
+    """In steps that are not logged the host waits for no other rank until the end, when all have had the whole step to
+    answer; and behind the last nothing is under way.
+    """
+    steps = dict(training__local_batch_size=4, training__steps=4, metrics__log_freq=4)
+    argv = jobs.arguments(tmp_path / "run", jobs.write_texts(tmp_path), **steps)
+    first, *between, last = run_ranks(2, collectives_of_steps, argv)[0]
+    step = ["begin", "forward_backward", "step", "wait"]
+    assert between == [step, step]
+    assert first[:3] == ["begin", "wait", "begin"] and first.count("wait") == 2 and first[-1] == "wait"
+    assert (last.count("begin"), last.count("wait"), last[-1]) == (1, 1, "wait")
 
 
 @pytest.mark.parametrize("axis", ["context", "tensor", "pipeline"])

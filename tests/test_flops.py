@@ -133,6 +133,6 @@ def test_what_is_frozen_costs_two_thirds(family, options, kind, change, monkeypa
     adapter.options = dataclasses.replace(adapter.options, train_fully=options["train_fully"] + embedded)
     adapter.install(model, MODELS[family].plan)
     plain = MODELS[family].flops_per_token(args, 64)
-    mine = adapter.flops_per_token(plain, args.num_matmul_parameters)
+    mine = adapter.flops_per_token(plain, args.num_matmul_parameters, 64)
     assert counted_of(model) == pytest.approx(mine.full, rel=5e-3)
     assert mine.causal - plain.causal == mine.full - plain.full < 0

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from tests.test_loader import loader, rows
-from torchtitan.datasets.formats import FORMATS, document_of_record, format_of
+from torchtitan.datasets.formats import FORMATS, format_of
 from torchtitan.datasets.packing import IGNORE
+from torchtitan.datasets.reading import Reading
 from torchtitan.datasets.records import encode
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_huggingface import huggingface
@@ -36,20 +37,21 @@ CASES = {
 def test_the_answer_is_trained_with_its_end_and_nothing_else(name):
     record, prompt, answer = CASES[name]
     assert format_of(record) == name.partition(",")[0]
-    ids, trained = encode(BYTES, document_of_record(record, "text", "long", "short"))
+    ids, trained = encode(BYTES, Reading().document(record, "long", "short"))
     assert BYTES.decode(ids[~trained]) == prompt and BYTES.decode(ids[trained]) == answer
     assert ids[trained][-1] == BYTES.eos_id and not trained[0] and ids[0] == BYTES.bos_id
 
 
 def test_every_format_is_tried():
-    others = {"chat", "sharegpt", "preference"}  # in test_templates.py and test_preferences.py
+    # in test_templates.py, test_preferences.py and, of the one that no field tells, test_reading.py
+    others = {"chat", "sharegpt", "preference", "completion"}
     assert {name.partition(",")[0] for name in CASES} | others == set(FORMATS)
 
 
 def test_the_field_of_the_job_comes_first():
     record = dict(prompt="a", completion="b", text="c")
-    assert document_of_record(record, "text", "", "").content == "c"
-    assert document_of_record(record, "prompt", "", "").content == "a"
+    assert Reading().document(record, "", "").content == "c"
+    assert Reading("prompt").document(record, "", "").content == "a"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_the_field_of_the_job_comes_first():
 )
 def test_what_is_of_no_format_is_named(record, message):
     with pytest.raises(DataError) as error:
-        document_of_record(record, "text", "a.jsonl:3", "3")
+        Reading().document(record, "a.jsonl:3", "3")
     assert message in str(error.value)
 
 
@@ -76,7 +78,7 @@ def test_files_of_any_format_are_read_and_packed(tmp_path):
     records = [record for record, *_ in CASES.values()]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "b.json").write_text(json.dumps(records))
-    expected = [document_of_record(record, "text", "", "").content for record in records]
+    expected = [Reading().document(record, "", "").content for record in records]
     for name in ("a.jsonl", "b.json"):
         assert [document.content for document in text(str(tmp_path / name), "text").documents()] == expected
     tokens, labels, *_ = rows(next(iter(loader(tmp_path / "a.jsonl", seq_len=1024))))[0]
@@ -89,4 +91,4 @@ def test_datasets_of_the_hub_have_formats_too(tmp_path):
     records = [dict(prompt=f"q{i}", completion=f"a{i}") for i in range(3)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     found = [document.content for document in huggingface(str(tmp_path), "text").documents()]
-    assert found == [document_of_record(record, "text", "", "").content for record in records]
+    assert found == [Reading().document(record, "", "").content for record in records]

@@ -28,12 +28,14 @@ from tests.support.jobs import ROOT
 from tests.support.judged import lines
 from tests.support.tiny_decoders import DEEPSEEK, GPT2, LLAMA, MISTRAL, MULTI_TOKEN, OPT, QWEN3, QWEN3_MOE, ROBERTA
 from torchtitan import build as assembly
+from torchtitan import saved_model
 from torchtitan.config.manager import load
 from torchtitan.errors import JobError
 from torchtitan.models import CONFIGS, sizes_of
 from torchtitan.models.deepseek.hf import HF
 from torchtitan.models.deepseek.model import Deepseek
 from torchtitan.models.hf.config import config_beside, header_of, tensor_files
+from torchtitan.models.llama import RopeScaling
 from torchtitan.models.registry import MODELS
 
 SHAPES = {
@@ -178,6 +180,33 @@ def test_the_debug_tokenizer_is_not_taken_for_the_models_own(tmp_path):
     default = load([]).model.tokenizer_path
     (said,) = lines(*job("llama3", tmp_path), tokenizer=default)
     assert "allowed: the tokenizer of the model in model.hf_folder; write model.tokenizer_path" in said
+
+
+def test_weights_are_read_otherwise_where_the_job_says_so(tmp_path):
+    """With wavelengths of the job's, which no tensor's shape depends on; what else it says against the folder is
+    refused, and so are other wavelengths of which it says nothing.
+    """
+    args, hf = LLAMA["llama3"], MODELS["llama3"].hf
+    whole = build(MODELS["llama3"].build, args)
+    hf.save_hf(tmp_path, whole.state_dict(), args)
+
+    def of(*words):
+        start = [*job("llama3", tmp_path, *words), "--checkpoint.enable", f"--checkpoint.initial_load_path={tmp_path}"]
+        return start, [line for line in lines(*start) if "initial_load_path" in line]
+
+    words, faults = of("--model.overrides={rope_scaling = {kind = 'linear', factor = 2.0}, rope_theta = 9e3}")
+    assert faults == []
+    found, _ = saved_model.filled_model(load(words), tmp_path, torch.device("cpu"))
+    longer = dataclasses.replace(args, rope_scaling=RopeScaling(2.0, kind="linear"), rope_theta=9e3)
+    stretched = build(MODELS["llama3"].build, longer)
+    stretched.load_state_dict(whole.state_dict())
+    tokens = tokens_for(args)
+    torch.testing.assert_close(found(tokens), stretched(tokens), rtol=0, atol=0)
+    assert (found(tokens) - whole(tokens)).abs().max() > 5e-5  # initial attention is nearly even
+    assert "norm_eps is" in of("--model.overrides={norm_eps = 1e-3}")[1][0]
+    (tmp_path / "config.json").write_text(json.dumps(hf.config_to_hf(longer)))
+    silent = ["--model.flavor=debugmodel", "--checkpoint.enable", f"--checkpoint.initial_load_path={tmp_path}"]
+    assert "rope_scaling is RopeScaling" in " ".join(lines(*silent))
 
 
 # Of DeepSeek

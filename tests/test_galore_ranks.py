@@ -35,7 +35,7 @@ def sharded(options, how):
         optimizer = made(model, targets=["*"], rank=2, update_gap=2, **options)
         stepped(model, optimizer, 5, gradient)
         held = local(optimizer.state[model.weight].get("exp_avg", torch.empty(0))).nbytes
-        measured = Optimizers([optimizer], OPTIMIZERS["GaLore"].measures).measured(torch.device("cpu"))
+        measured = Optimizers([optimizer], OPTIMIZERS["GaLore"].measures).measured()
         found.append((model.weight.detach().full_tensor(), held, measured["basis_energy"]))
     return found
 

@@ -115,6 +115,21 @@ def test_a_loss_that_rises_for_long_stops_the_run():
     assert "the mean loss of the last 4 steps is " in stopped.why and rising[0].action == "go on"
 
 
+def test_a_loss_above_the_threshold_counts_once_a_step_and_begins_anew_below_it():
+    losses = [9, 9, 1, 9, 9, 9, 9, 1, 9, 5.0]  # which is not above 5
+    for policy, action in (("stop", "stop"), ("skip", "skip"), ("rollback", "roll back")):
+        guard = StepGuard(loss_threshold=5.0, loss_patience=3, loss_policy=policy)
+        decided = [guard.judge(step, loss, 1.0) for step, loss in enumerate(losses, 1)]
+        assert [verdict.action for verdict in decided] == ["go on"] * 5 + [action] * 2 + ["go on"] * 3
+        assert "the loss is 9, above 5 for 3 steps (guard.loss_threshold)" in decided[5].why
+    straight, first, second = (StepGuard(loss_threshold=5.0) for _ in range(3))
+    for step in (1, 2):
+        straight.judge(step, 9, 1.0), first.judge(step, 9, 1.0)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.judge(3, 9, 1.0) == straight.judge(3, 9, 1.0) and second.above == 3
+    assert StepGuard(loss_threshold=5.0, loss_patience=1, non_finite="skip").judge(1, math.nan, 1.0).action == "skip"
+
+
 def test_a_guard_that_looks_at_nothing_keeps_nothing():
     guard = StepGuard()
     assert not guard.looks and guard.state_dict() == {} and guard.counts() == {}
@@ -128,9 +143,10 @@ BAD = 5
 class Errs(Trainer):
     """In its fifth step the last rank alone sees a bad gradient norm or loss: once, or whenever the run comes there."""
 
-    what, once, erred = "", False, False
+    what, once, erred, stops = "", False, False, False
 
     def fetch(self, batches):
+        self.stop_requested |= self.stops and self.step == BAD - 1
         fetched = super().fetch(batches)
         here = self.step == BAD - 1 and self.ranks.rank == self.ranks.world_size - 1
         self.model.errs = here and self.what if not (self.once and self.erred) else ""
@@ -150,10 +166,12 @@ class Unsound(ParallelModel):
         return norm * float(self.errs) if self.errs in ("nan", "inf") else norm
 
 
-def erring(argv, what, once=False):
-    """What was raised; the last step; loss and state of each step; what the guard has counted."""
+def erring(argv, what, once=False, stops=False):
+    """What was raised; the last step; loss and state of each step; what the guard has counted. `stops`: it is asked to
+    stop before the fifth step.
+    """
     trainer = Errs(manager.load(argv), read_ranks())
-    trainer.what, trainer.once = what, once
+    trainer.what, trainer.once, trainer.stops = what, once, stops
     trainer.model.__class__ = Unsound
     states, step = {}, trainer.train_step
 
@@ -167,7 +185,7 @@ def erring(argv, what, once=False):
     except (BadStep, PeerStopped) as error:
         raised = type(error).__name__
     trainer.metrics.close()
-    return raised, trainer.step, states, trainer.guards.steps.counts(), trainer.loader.position().samples
+    return raised, trainer.step, states, trainer.guards.steps.counts(), trainer.position.samples
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +241,13 @@ def test_an_error_of_the_machine_is_gone_after_a_way_back(plan, texts, tmp_path)
         assert again[0][2][BAD] == straight[2][BAD - 1]
 
 
+def test_a_stop_is_heeded_where_the_step_goes_back(texts, tmp_path):
+    """What it goes back to is saved."""
+    job = options(guard__non_finite="rollback")
+    raised, last, states, *_ = run_ranks(1, erring, jobs.arguments(tmp_path, texts, **job), "nan", True, True)[0]
+    assert (raised, last, max(states)) == (None, 3, BAD - 1)
+
+
 def test_before_the_first_checkpoint_there_is_no_way_back(texts, tmp_path):
     job = options(guard__non_finite="rollback", checkpoint__interval=100)
     (raised, last, states, counts, _) = run_ranks(2, erring, jobs.arguments(tmp_path, texts, **job), "nan")[0]
@@ -237,6 +262,13 @@ def test_a_spike_is_left_out_and_without_the_guard_trains_on(texts, tmp_path):
     assert one[3] == two[3] == {"steps_skipped": 1, "rolled_back": 0} and one[2][BAD] == one[2][BAD - 1]
     off = run_ranks(2, erring, jobs.arguments(tmp_path / "off", texts, **options()), "spike")[0]
     assert off[2][BAD] != off[2][BAD - 1]
+
+
+def test_a_loss_that_stays_above_stops_the_run_however_seldom_it_is_logged(texts, tmp_path):
+    above = options(guard__loss_threshold=0.5, guard__loss_patience=BAD, metrics__log_freq=100)
+    found = run_ranks(2, erring, jobs.arguments(tmp_path, texts, **above), "")
+    assert {each[:2] for each in found} == {("BadStep", BAD - 1)}
+    assert (tmp_path / "checkpoint" / f"step-{BAD - 1:08d}" / "manifest.json").exists()
 
 
 def test_a_policy_of_stop_saves_the_step_before(texts, tmp_path):
@@ -293,8 +325,16 @@ def test_steps_in_backward_can_go_back_and_not_be_left_out(texts, tmp_path):
         ),
         (
             ["--guard.patience=3"],
-            "guard.patience: given 3; allowed: 5 without guard.non_finite or guard.spike = skip or rollback; set both, "
-            "or leave it out",
+            "guard.patience: given 3; allowed: 5 without a guard that says skip or rollback; set both, or leave it out",
+        ),
+        (
+            ["--guard.loss_policy=skip", "--guard.patience=4"],
+            'guard.loss_policy: given "skip"; allowed: "stop" without guard.loss_threshold; set both, or leave it out',
+        ),
+        (
+            ["--guard.loss_threshold=3", "--guard.loss_policy=rollback"],
+            'guard.loss_policy: given "rollback"; allowed: "rollback" only with checkpoint.enable; there is nothing to '
+            "go back to without; set it, or write skip",
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

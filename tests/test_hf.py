@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from tests.support import checkpoint_plans
@@ -32,7 +31,6 @@ from tests.support.tiny_decoders import LLAMA, SCALING
 from torchtitan.errors import JobError
 from torchtitan.models import SIZES
 from torchtitan.models.hf.config import INDEX
-from torchtitan.models.llama import RopeScaling
 from torchtitan.models.llama.hf import HF
 from torchtitan.models.llama.model import Llama
 
@@ -61,51 +59,6 @@ def test_logits_and_every_gradient_equal_transformers_exactly(shape, monkeypatch
     theirs = theirs_of(model, torch.float64)
     with exact(modeling_llama, model, theirs, monkeypatch):
         compare(model, theirs, HF, 1e-12, length=100)
-
-
-KINDS = ("linear", "ntk", "yarn", "llama3")
-
-
-def stretched(kind):
-    read = {"original_max_seq_len": 32} if kind in ("llama3", "yarn") else {}
-    return dataclasses.replace(LLAMA["llama3.1"], rope_scaling=RopeScaling(4.0, kind=kind, **read))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_stretching_equal_transformers(kind):
-    """Frequencies to 1e-6, logits and gradients, of a model that transformers reads off the config that is written."""
-    args = stretched(kind)
-    model = build_llama(args)
-    theirs = theirs_of(model)
-    turned = theirs.model.rotary_emb
-    # eight rounded operations in float32 each; ntk is written as another theta, which is rounded once more
-    torch.testing.assert_close(model.rotary.frequencies(torch.device("cpu")), turned.inv_freq, rtol=1e-6, atol=0)
-    assert model.rotary.magnitude == pytest.approx(turned.attention_scaling, rel=1e-12)
-    assert (model.rotary.magnitude != 1) == (kind == "yarn")
-    compare(model, theirs, HF, 4e-6, length=100)
-    plain = build_llama(dataclasses.replace(args, rope_scaling=None)).rotary.frequencies(torch.device("cpu"))
-    assert not torch.equal(plain, model.rotary.frequencies(torch.device("cpu")))
-
-
-def test_ntk_is_what_transformers_calls_dynamic_at_one_length():
-    """At `length` with factor f and a model of m tokens, theta grows by (f length / m - f + 1) to the d / (d - 2)."""
-    args, length = stretched("ntk"), 2 * 32 - 32 // 4  # where 4 * length / 32 - 3 is 4
-    said = HF.config_to_hf(args) | {"rope_theta": args.rope_theta, "max_position_embeddings": 32}
-    said["rope_scaling"] = {"rope_type": "dynamic", "factor": 4.0}
-    theirs, _ = ROPE_INIT_FUNCTIONS["dynamic"](LlamaConfig(**said), "cpu", length)
-    ours = build_llama(args).rotary.frequencies(torch.device("cpu"))
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_kinds_of_stretching_go_both_ways(kind, tmp_path):
-    args = stretched(kind)
-    for stored in configs(args, HF, LlamaConfig, tmp_path):
-        read = HF.config.args_from(stored)
-        if kind == "ntk":  # another theta, to whoever reads it
-            assert read.rope_scaling is None and read.rope_theta == args.rope_scaling.theta(args.rope_theta, 8)
-        else:
-            assert read.rope_scaling == args.rope_scaling and read.rope_theta == args.rope_theta
 
 
 def test_the_scaling_of_the_test_shape_touches_every_case():

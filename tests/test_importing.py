@@ -273,6 +273,20 @@ def test_every_flag_is_looked_at():
     assert set(FLAGS) - tried == {"model_revision"}, "which a test of its own has"
 
 
+def test_flags_may_be_shortened_as_far_as_they_are_one_s():
+    assert changed("--gradient 2 --weight 0.5 --scheduler linear") == changed(
+        "--gradient_accumulation 2 --weight_decay 0.5 --scheduler linear"
+    )
+    assert set(refused(f"{FULL} --lora 3 --clip 1")) == {"lora"}, "lora_r or lora_alpha"
+
+
+def test_what_a_shell_does_with_a_line_is_no_part_of_it():
+    line = parse(split([f"CUDA_VISIBLE_DEVICES='0,1' nohup {FULL} --lr 3 &> there/log.txt &"]))
+    assert line.flags[-1] == ("lr", "3") and line.ranks == 2
+    launched = parse(split(["accelerate launch --mixed-precision bf16 --num_processes=3 a.py"])).launched
+    assert launched == {"mixed_precision": "bf16", "num_processes": "3"}
+
+
 def test_what_is_needed_is_said_at_once():
     assert set(refused("torchrun --nproc_per_node=gpu torchrun_main.py")) == {
         "model_config",

@@ -2,15 +2,21 @@
 options, by a file that has it.
 """
 
+import itertools
 import json
+import shutil
 
 import pytest
 import yaml
 
+from tests.support.importing import difference
 from tests.support.jobs import ROOT
 from tests.test_notes_script import base, write_rows
 from torchtitan import cli
+from torchtitan.cadence import cadence_of
+from torchtitan.commands.upgrade import as_file
 from torchtitan.config.manager import load
+from torchtitan.config.sections.training import DataSource
 from torchtitan.errors import JobError
 from torchtitan.importers import axolotl, deepspeed, yaml_file
 from torchtitan.importers.axolotl_options import FATES, OF_AN_ENTRY, TABLE_OF_DATA
@@ -65,6 +71,10 @@ def here(tmp_path_factory):
     (folder / "llama").mkdir()
     (folder / "llama/config.json").write_text('{"model_type": "llama"}')
     (folder / "llama/tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}, "eos_token": "</s>"}')
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=96)
+    sizes |= dict(rms_norm_eps=1e-5, max_position_embeddings=64, num_key_value_heads=2)
+    (folder / "small").mkdir()
+    (folder / "small/config.json").write_text(json.dumps({"model_type": "llama"} | sizes))
     (folder / "z2.json").write_text('{"zero_optimization": {"stage": 2}}')
     return folder
 
@@ -82,11 +92,7 @@ def meaning(said, words="", launched="accelerate launch --num_processes 2 -m axo
 
 
 def changed(added, before):
-    first, then = meaning(before), meaning(before | added)
-    assert then.faults == [], then.faults
-    keys = first.values.keys() | then.values.keys()
-    values = {key: then.values.get(key) for key in keys if first.values.get(key) != then.values.get(key)}
-    return values, " ".join(note for note in then.notes if note not in first.notes)
+    return difference(meaning(before), meaning(before | added))
 
 
 HERE = [  # what is given, beside what, and all that it changes
@@ -100,13 +106,26 @@ HERE = [  # what is given, beside what, and all that it changes
     ),
     ({"tokenizer_config": "other"}, FULL, {"model.tokenizer_path": "other"}),
     ({"special_tokens": {"bos_token": "<s>", "eos_token": "</s>"}}, FULL, {}),
+    ({"s2_attention": True}, FULL | {"sequence_len": 64}, {"model.s2_group_size": 16}),
+    ({"s2_attention": True}, FULL, {"model.s2_group_size": 512}),
+    ({"s2_attention": False}, FULL, {}),
     ({"torch_compile": True}, FULL, {"compile.enable": True}),
     ({"torch_compile_backend": "eager"}, FULL, {"compile.backend": "eager"}),
     ({"datasets": [{"path": "b.jsonl"}]}, FULL, {"training.dataset_path": "b.jsonl"}),
     ({"datasets": [{"path": "owner/set", "name": "en"}]}, FULL, {"training.dataset_path": "owner/set:en"}),
-    ({"datasets": [{"path": "b.jsonl", "type": "completion"}]}, FULL, {"data.too_long": "split"}),
+    (
+        {"datasets": [{"path": "a.jsonl", "type": "completion"}]},
+        FULL,
+        {
+            "data.too_long": "split",
+            "training.dataset": None,
+            "training.dataset_path": None,
+            "training.sources": [{"dataset": "text", "dataset_path": "a.jsonl", "format": "completion"}],
+        },
+    ),
     ({"datasets": [{"path": "a.jsonl", "conversation": "llama-2"}]}, FULL, {"data.chat_template": "llama2"}),
     ({"chat_template": "chatml"}, FULL, {"data.chat_template": "chatml"}),
+    ({"default_system_message": "Be kind."}, FULL, {"data.default_system": "Be kind."}),
     ({"chat_template": "tokenizer_default"}, FULL, {}),
     ({"train_on_inputs": True}, FULL, {"data.train_on": "all"}),
     ({"train_on_inputs": False}, FULL, {}),
@@ -116,6 +135,11 @@ HERE = [  # what is given, beside what, and all that it changes
     ({"dataset_processes": 3}, FULL, {"data.num_proc": 3}),
     ({"sequence_len": 512}, FULL, {"training.seq_len": 512}),
     ({"sample_packing": True}, FULL, {"data.packing": "best_fit"}),
+    ({"pad_to_sequence_len": False}, FULL, {"data.pad_to": "batch"}),
+    ({"pad_to_sequence_len": True}, FULL, {}),
+    ({"group_by_length": True}, FULL, {"data.group_by_length": True}),
+    ({"group_by_length": True}, FULL | {"sample_packing": True}, {}),
+    ({"dataset_shard_num": 4, "dataset_shard_idx": 1}, FULL, {"data.shards": "2/4"}),
     ({"max_packed_sequence_len": 64}, FULL | {"sequence_len": 64}, {}),
     ({"dataloader_num_workers": 2}, FULL, {"training.dataloader.num_workers": 2}),
     ({"dataloader_pin_memory": False}, FULL, {"training.dataloader.pin_memory": False}),
@@ -141,7 +165,14 @@ HERE = [  # what is given, beside what, and all that it changes
     ({"bfloat16": True}, FULL, {"training.mixed_precision_param": "bfloat16", "training.dtype": "bfloat16"}),
     ({"torch_dtype": "bfloat16"}, FULL, {"training.dtype": "bfloat16"}),
     ({"fp16": False, "float16": False}, FULL, {}),
+    ({"bf16": "full"}, FULL, {"training.dtype": "bfloat16"}),
+    ({"bf16": "yes"}, FULL, {"training.mixed_precision_param": "bfloat16"}),
+    ({"bf16": "false"}, FULL, {}),
+    ({"torch_dtype": "float32"}, FULL, {}),
     ({"gradient_checkpointing": True}, FULL, {"activation_checkpoint.mode": "full"}),
+    ({"gradient_checkpointing": "false"}, FULL, {}),
+    ({"lora_target_modules": ["q_proj"]}, LORA, {}),
+    ({"lora_model_dir": False, "deepspeed": False, "rl": False, "wandb_name": False}, LORA, {}),
     ({"optimizer": "paged_adamw_8bit"}, FULL, {"optimizer.name": "AdamW8bit"}),
     ({"optimizer": "adamw_anyprecision"}, FULL, {"optimizer.name": "AdamWBF16", "training.dtype": "bfloat16"}),
     ({"learning_rate": "2e-5"}, FULL, {"optimizer.lr": 2e-5}),
@@ -153,7 +184,10 @@ HERE = [  # what is given, beside what, and all that it changes
     ({"lr_scheduler": "linear"}, FULL, {"lr_scheduler.decay_type": "linear"}),
     ({"cosine_min_lr_ratio": 0.1}, FULL, {"lr_scheduler.min_lr_factor": 0.1}),
     ({"warmup_steps": 7}, FULL, {"lr_scheduler.warmup_steps": 7}),
-    ({"warmup_ratio": 0.07}, FULL, {"lr_scheduler.warmup_steps": 7}),
+    ({"warmup_ratio": 0.07}, FULL, {"lr_scheduler.warmup_steps": 0.07}),
+    ({"lr_quadratic_warmup": True}, FULL, {"lr_scheduler.warmup_type": "quadratic"}),
+    ({"neftune_noise_alpha": 5}, FULL, {"training.neftune_alpha": 5.0}),
+    ({"noisy_embedding_alpha": 5}, FULL, {"training.neftune_alpha": 5.0}),
     ({"micro_batch_size": 4}, FULL, {"training.local_batch_size": 4, "training.global_batch_size": 8}),
     ({"gradient_accumulation_steps": 4}, FULL, {"training.global_batch_size": 8}),
     ({"batch_size": 4}, FULL, {"training.global_batch_size": 8}),
@@ -162,8 +196,40 @@ HERE = [  # what is given, beside what, and all that it changes
     ({"max_steps": 0}, FULL, {"training.epochs": 1, "training.steps": None}),
     ({"num_epochs": 3}, FULL, {}),
     ({"seed": 1}, FULL, {"debug.seed": 1}),
-    ({"eval_steps": 0.05}, HELD, {"validation.freq": 5}),
-    ({"save_steps": 0.07}, FULL, {"checkpoint.interval": 7}),
+    ({"eval_steps": 0.05}, HELD, {"validation.freq": 0.05}),
+    ({"save_steps": 0.07}, FULL, {"checkpoint.interval": 0.07}),
+    ({"save_steps": 500}, FULL, {"checkpoint.interval": 500}),
+    ({"saves_per_epoch": 2, "max_steps": 0}, FULL, {"checkpoint.interval": "2/epoch"}),
+    ({"evaluation_strategy": "epoch", "max_steps": 0}, HELD, {"validation.freq": "epoch"}),
+    (
+        {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False},
+        HELD,
+        {"checkpoint.best_metric": "validation_loss", "checkpoint.export_best": True},
+    ),
+    (
+        {"load_best_model_at_end": True},
+        HELD | LORA | {"peft_use_dora": True},
+        {"checkpoint.export_best": True, "checkpoint.last_save_model_only": True},
+    ),
+    ({"load_best_model_at_end": True}, FULL, {}),
+    ({"eval_table_size": 5}, HELD, {"validation.generated": 5, "validation.generated_tokens": 128}),
+    ({"eval_table_size": 5, "eval_table_max_new_tokens": 32}, HELD, {"validation.generated_tokens": 32}),
+    ({"eval_table_size": 0}, HELD, {}),
+    ({"eval_table_max_new_tokens": 32}, HELD, {}),
+    ({"eval_table_size": 5, "eval_table_max_new_tokens": 32}, FULL, {}),
+    ({"early_stopping_patience": 3}, HELD, {"early_stop.patience": 3}),
+    ({"early_stopping_patience": 3}, FULL, {}),
+    ({"loss_watchdog_threshold": 5.0, "loss_watchdog_patience": 4}, FULL, {"guard.loss_threshold": 5.0}),
+    ({"loss_watchdog_patience": 4}, FULL, {"guard.loss_patience": 4}),
+    ({"gpu_memory_limit": "20GiB"}, FULL, {"memory.limit": "20GiB"}),
+    ({"cleanup_output_dir_on_start": True}, FULL, {"job.clean_start": "unsaved"}),
+    (
+        {"cleanup_output_dir_on_start": True, "resume_from_checkpoint": False},
+        FULL,
+        {"job.clean_start": "always"},
+    ),
+    ({"gpu_memory_limit": 20}, FULL, {"memory.limit": "20GiB"}),
+    ({"max_memory": {0: "20GB", 1: "20GB", "cpu": "64GB"}}, FULL, {"memory.limit": "20GB"}),
     ({"logging_steps": 5}, FULL, {"metrics.log_freq": 5}),
     ({"evaluation_strategy": "no"}, HELD, {"validation.enable": None, "validation.split": None}),
     ({"save_strategy": "no"}, FULL, {"checkpoint.interval": 100}),
@@ -196,7 +262,12 @@ HERE = [  # what is given, beside what, and all that it changes
     ),
     ({"rl": "dpo"}, FULL, {"task.kind": "dpo"}),
     ({"rl": "ipo", "dpo_beta": 0.2}, FULL, {"task.kind": "ipo", "dpo.beta": 0.2}),
+    ({"rl": "dpo", "lora_model_dir": "begun"}, LORA, {"dpo.reference": "llama", "adapter.initial_path": "begun"}),
+    ({"rl": "ipo", "peft_adapter": "begun"}, LORA, {"dpo.reference": "llama"}),
+    ({"rl": "orpo", "peft_adapter": "begun"}, LORA, {"task.kind": "orpo", "dpo.reference": None}),
     ({"dpo_label_smoothing": 0.1}, FULL | {"rl": "dpo"}, {"dpo.label_smoothing": 0.1}),
+    ({"orpo_alpha": 0.2}, FULL | {"rl": "orpo"}, {"dpo.beta": 0.2}),
+    ({"unfrozen_parameters": ["^lm_head"]}, FULL | {"base_model": "small"}, {"training.unfrozen": ["output.weight"]}),
     ({"peft_use_rslora": True}, LORA, {"adapter.rslora": True}),
     ({"loraplus_lr_ratio": 16}, LORA, {"adapter.lr_ratio_b": 16.0}),
     ({"train_data_uri": "rows.jsonl", "datasets": None}, FULL, {"training.dataset_path": "rows.jsonl"}),
@@ -218,7 +289,12 @@ def _nested(name, value):
     if name in OF_AN_ENTRY or name in TABLE_OF_DATA:
         kind = {name: value} if name == "type" else {"type": {name: value}}
         return FULL | {"datasets": [{"path": "a.jsonl"} | kind]}
-    return (LORA if name in ("peft", "unfrozen_parameters") else FULL) | {name: value}
+    return (LORA if name == "peft" else FULL) | {name: value}
+
+
+def test_a_target_that_all_linear_has_is_told():
+    note = changed({"lora_target_modules": ["q_proj"]}, LORA)[1]
+    assert note == "lora_target_linear has all linears: q_proj and the others"
 
 
 VALUES = {"bool": True, "int": 3, "float": 3.0, "text": "some", "list": ["some"], "table": {"some": 1}, "any": "some"}
@@ -240,10 +316,63 @@ def test_what_is_refused_unless_it_is_off(name):
     assert changed({name: off}, FULL) == ({}, "")
 
 
+LARGER = {"model.hf_folder": "llama-resized", "model.tokenizer_path": "llama-resized"}
+LARGER |= {"checkpoint.initial_load_path": "llama-resized"}
+BOTH = {"adapter.train_fully": ["tok_embeddings.weight", "output.weight"], "adapter.last_save_in_peft": None}
+FURTHER = {"additional_special_tokens": ["<b>"], "eos_token": "<end>", "bos_token": "<s>"}
+ADDED = [  # what is given, beside what, what it changes, the options of `torchtitan convert llama llama-resized`
+    ({"tokens": ["<a>", "<b c>"]}, FULL, LARGER, "--add-tokens '<a>' '<b c>'"),
+    ({"resize_token_embeddings_to_32x": True}, FULL, LARGER, "--vocab-multiple 32"),
+    ({"resize_token_embeddings_to_32x": True}, LORA, LARGER, "--vocab-multiple 32"),
+    (
+        {"tokens": ["<a>"], "special_tokens": FURTHER, "resize_token_embeddings_to_32x": True},
+        LORA,
+        LARGER | BOTH,
+        "--add-tokens '<a>' '<b>' '<end>' --eos-token '<end>' --vocab-multiple 32",
+    ),
+    (
+        {"tokens": ["<a>"]},
+        LORA | {"lora_modules_to_save": ["norm"], "tokenizer_config": "other"},
+        LARGER | {"adapter.train_fully": ["norm.weight", *BOTH["adapter.train_fully"]]},
+        "--add-tokens '<a>' --model.tokenizer_path=other",
+    ),
+]
+
+
+@pytest.mark.parametrize("added, before, expected, words", ADDED, ids=[str(added) for added, *_ in ADDED])
+def test_tokens_are_added_to_the_folder_first(added, before, expected, words):
+    values, notes = changed(added, before)
+    assert values == expected
+    first = notes.partition(" rows of new tokens")[0]
+    assert first == f"llama-resized has to be made first: torchtitan convert llama llama-resized {words}"
+    assert ("rows of new tokens are trained, so beside the adapter embed_tokens and lm_head" in notes) == (
+        "adapter.train_fully" in expected
+    )
+
+
+def test_a_folder_that_is_larger_already_is_looked_at(here):
+    made = FULL | {"tokens": ["<a>", "<b>"]}
+    (here / "llama-resized").mkdir()
+    (here / "llama-resized/config.json").write_text('{"model_type": "llama"}')
+    tokens = here / "llama-resized/tokenizer.json"
+    command = "torchtitan convert llama llama-resized --add-tokens '<a>' '<b>'"
+    try:
+        assert f"llama-resized is there and taken, as made by: {command}" in changed(made, FULL)[1]
+        tokens.write_text('{"added_tokens": [{"content": "<a>"}]}')
+        assert f"llama-resized is there without <b>: it has to be made anew: {command}" in changed(made, FULL)[1]
+        tokens.write_text('{"added_tokens": 3}')
+        assert "is there without <a> <b>" in changed(made, FULL)[1]
+    finally:
+        shutil.rmtree(here / "llama-resized")
+
+
 WRONG = [  # what is given, beside what, of which option what is said
     ("rope_scaling", {"type": "dynamic", "factor": 2.0}, FULL, "depends on the length of a text"),
     ("rope_scaling", {"type": "linear", "fctor": 2.0}, FULL, "linear, ntk, yarn or llama3"),
-    ("special_tokens", {"eos_token": "<end>"}, FULL, "the tokenizer's own"),
+    ("special_tokens", {"bos_token": "<end>"}, FULL, "the tokenizer's own"),
+    ("special_tokens", {"eos_token": 3}, FULL, "allowed: text"),
+    ("special_tokens", {"additional_special_tokens": "<end>"}, FULL, "a list of texts"),
+    ("sequence_len", 60, FULL | {"s2_attention": True}, "a multiple of 8 with s2_attention"),
     ("base_model_config", "other", FULL, "as base_model"),
     ("base_model", "my/thing", FULL, "no other family is here"),
     ("model_config", {"width": 3}, FULL, "rope_theta"),
@@ -263,19 +392,30 @@ WRONG = [  # what is given, beside what, of which option what is said
     ("bnb_config_kwargs", {"bnb_4bit_quant_type": "fp4"}, LORA, "nf4"),
     ("bnb_config_kwargs", {"bnb_4bit_compute_dtype": "float16"}, LORA, "bfloat16 or float32"),
     ("bnb_config_kwargs", {"llm_int8_threshold": 6.0}, LORA, "bnb_4bit_quant_type"),
+    ("lora_target_modules", ["wide"], LORA, "q_proj"),
     ("torch_dtype", "float16", FULL, "bfloat16 or float32"),
+    ("torch_dtype", "int8", FULL, "bfloat16 or float32"),
+    ("bf16", "fast", FULL, "true, false, auto or full"),
+    ("bf16", [True], FULL, "true or false"),
+    ("gradient_checkpointing", "unsloth", FULL, "stays on its device"),
+    ("gradient_checkpointing", 2, FULL, "true or false"),
+    ("resume_from_checkpoint", 2, FULL, "true or false"),
+    ("lora_model_dir", True, LORA, "allowed: text"),
     ("optimizer", "adamw_magic", FULL, "adamw_torch"),
     ("adam_beta1", 0.9, FULL | {"optimizer": "sgd"}, "it belongs to Adam"),
     ("lr_scheduler", "one_cycle", FULL, "others are not here yet"),
     ("cosine_min_lr_ratio", 0.1, FULL | {"lr_scheduler": "linear"}, "nothing with lr_scheduler: linear"),
-    ("warmup_ratio", 0.2, FULL | {"max_steps": 0}, "give warmup_steps"),
     ("warmup_ratio", 0.2, FULL | {"warmup_steps": 3}, "nothing beside warmup_steps"),
     ("micro_batch_size", 0, FULL, "at least 1"),
     ("batch_size", 3, FULL | {"micro_batch_size": 2}, "a multiple of micro_batch_size 2"),
     ("num_epochs", 0.5, FULL | {"max_steps": 0}, "a whole number"),
-    ("eval_steps", 0.1, HELD | {"max_steps": 0}, "once the data are packed"),
+    ("eval_steps", -0.1, HELD, "a number above 0"),
     ("evals_per_epoch", 2, HELD | {"eval_steps": 5}, "nothing beside eval_steps"),
-    ("saves_per_epoch", 2, FULL | {"max_steps": 0}, "once the data are packed"),
+    ("saves_per_epoch", -2, FULL, "a number above 0"),
+    ("metric_for_best_model", "eval_f1", HELD, "loss or eval_loss"),
+    ("greater_is_better", True, HELD | {"load_best_model_at_end": True}, "the lowest loss is the best"),
+    ("max_memory", {0: "20GB", 1: "10GB"}, FULL, "ranks are alike"),
+    ("max_memory", "20GB", FULL, "give gpu_memory_limit"),
     ("save_steps", 2.5, FULL, "a share below 1"),
     ("save_strategy", "best", FULL, "no, steps or epoch"),
     ("evaluation_strategy", "often", HELD, "no, steps or epoch"),
@@ -293,8 +433,14 @@ WRONG = [  # what is given, beside what, of which option what is said
     ("lora_rr", 3, FULL, "did you mean lora_r?"),
     ("max_steps", float("inf"), FULL, "a whole number"),
     ("rl", "kto", FULL, "dpo, ipo, orpo"),
+    ("rl", "kto_pair", FULL, "KTO begins from a mean over all pairs of a step"),
     ("dpo_beta", 0.1, FULL, "nothing without rl"),
+    ("orpo_alpha", 0.1, FULL | {"rl": "dpo"}, "nothing without rl: orpo"),
     ("type", "alpaca", FULL, "in an entry of datasets"),
+    ("unfrozen_parameters", ["lm_head"], FULL | {"base_model": "my/Mistral-7B"}, "fetch the model"),
+    ("unfrozen_parameters", ["lm_head"], LORA, "nothing with an adapter"),
+    ("dataset_shard_idx", 4, FULL | {"dataset_shard_num": 4}, "from 0 to 3, one of dataset_shard_num 4"),
+    ("dataset_shard_idx", 1, FULL, "nothing without dataset_shard_num"),
 ]
 
 
@@ -304,18 +450,44 @@ def test_what_cannot_be_meant(name, value, before, said):
     assert faults and said in str(faults[0])
 
 
+ODD = ("fast", -3, [None])
+
+
+def test_nothing_is_dropped_in_silence():
+    """Of an odd value: an option, a note or a fault, whatever it is of."""
+    before, dropped = HELD | LORA, []
+    plain = meaning(before)
+    for name, odd in itertools.product(FATES, ODD):
+        try:
+            found = meaning(before | {name: odd})
+        except JobError as error:
+            assert name == "deepspeed" and "cannot be read as JSON" in str(error)
+            continue
+        if not found.faults and found.notes == plain.notes and found.values == plain.values:
+            dropped.append((name, odd))
+    assert not dropped
+
+
+@pytest.mark.parametrize("name", ["base_model", "tokenizer_config", "deepspeed", "output_dir", "lora_model_dir"])
+def test_a_name_that_no_file_can_have(name):
+    try:
+        assert meaning(LORA | {name: "x" * 5000}) is not None
+    except JobError as error:
+        assert "File name too long" in str(error)
+
+
 ENTRY = {
     "path": ("https://a.b/c.jsonl", "fetch it first"),
     "type": ("vicuna", "write the records as prompt and completion"),
     "conversation": ("vicuna", "tokenizer_default, chatml"),
-    "field_instruction": ("question", "rename the field"),
-    "field_input": ("context", "rename the field"),
-    "field_output": ("answer", "rename the field"),
-    "field_system": ("system", "not here yet"),
-    "format": ("{instruction}", "not here yet"),
-    "no_input_format": ("{instruction}", "not here yet"),
-    "system_format": ("{system}", "not here yet"),
-    "system_prompt": ("Hi", "not here yet"),
+    "field_instruction": (3, "text"),
+    "field_input": (3, "text"),
+    "field_output": (["answer"], "text"),
+    "field_system": (3, "text"),
+    "format": (3, "text"),
+    "no_input_format": (3, "text"),
+    "system_format": (3, "text"),
+    "system_prompt": (3, "text"),
     "split": ("test", "fetch the part"),
     "data_files": (3, "paths"),
     "feild": ("text", "did you mean field?"),
@@ -331,7 +503,12 @@ def test_what_an_entry_of_datasets_cannot_say(key):
         assert any(said in str(fault) for fault in meaning(FULL | {"datasets": [{"path": "a", "type": entry}]}).faults)
 
 
-def test_what_an_entry_of_datasets_may_say():
+ITS_OWN = {"format": "{instruction} {input} ", "no_input_format": "{instruction} ", "system_format": "{system}"}
+ITS_OWN |= {"system_prompt": ""}
+"""What a table as type means where it says no more."""
+
+
+def test_what_an_entry_of_datasets_may_say(here):
     usual = {"field_instruction": "instruction", "field_input": "input", "field_output": "output", "format": None}
     entries = [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "ds_type": "json", "split": "train"}]
     entries += [{"path": "c.jsonl", "field": "content", "type": "completion"}, {"path": "d.jsonl", "type": usual}]
@@ -339,21 +516,76 @@ def test_what_an_entry_of_datasets_may_say():
     assert job.faults == [] and job.values["training.sources"] == [
         {"dataset": "text", "dataset_path": "a.jsonl"},
         {"dataset": "text", "dataset_path": "b.jsonl"},
-        {"dataset": "text", "dataset_path": "c.jsonl", "text_field": "content"},
-        {"dataset": "text", "dataset_path": "d.jsonl"},
+        {"dataset": "text", "dataset_path": "c.jsonl", "format": "completion", "fields": {"text": "content"}},
+        {"dataset": "text", "dataset_path": "d.jsonl", "format": "alpaca", "template": ITS_OWN},
     ]
+    for sources in (job.values["training.sources"], job.values["training.sources"][:3]):  # with a table inside, without
+        (here / "job.toml").write_text(as_file([], job.values | {"training.sources": sources}))
+        read = load(["--job.config_file", str(here / "job.toml")]).training
+        assert read.sources == [DataSource(**source) for source in sources]
+    pairs = meaning(FULL | {"rl": "dpo", "datasets": [{"path": "a.jsonl", "type": "chatml.intel"}]})
+    assert "nothing with rl, as the fields of a record tell; write the records with chosen" in str(pairs.faults[0])
+    texts = meaning(HELD | {"datasets": [{"path": "a.jsonl", "type": "completion"}]})
+    assert texts.values["data.too_long"] == "drop" and any("Axolotl cuts them" in note for note in texts.notes)
     two = [{"path": "a.jsonl", "conversation": "chatml"}, {"path": "b.jsonl", "conversation": "llama-3"}]
     assert "one for all datasets" in str(meaning(FULL | {"datasets": two}).faults[0])
     assert "tables that have a path" in str(meaning(FULL | {"datasets": [3]}).faults[0])
+    roles = meaning(FULL | {"datasets": [{"path": "a.jsonl", "type": "alpaca.load_role"}]})
+    assert 'given "alpaca.load_role"' in str(roles.faults[0])
+    idle = meaning(FULL | {"datasets": [{"path": "a.jsonl", "type": "alpaca", "field": "content"}]})
+    assert any("datasets[0]: 'content' is not read" in note for note in idle.notes)
+
+
+PROMPTS = [  # what an entry says, and how its records are read
+    (
+        {"type": {"format": "Q: {instruction} {input}\nA:", "system_prompt": "Be kind.", "field_output": "reply"}},
+        {
+            "format": "alpaca",
+            "fields": {"output": "reply"},
+            "template": ITS_OWN | {"format": "Q: {instruction} {input}\nA:", "system_prompt": "Be kind."},
+        },
+    ),
+    (
+        {"type": {"field_instruction": "question", "field_output": "output", "field_system": "role"}},
+        {"format": "alpaca", "fields": {"instruction": "question", "system": "role"}, "template": ITS_OWN},
+    ),
+    ({"type": "alpaca", "field_instruction": "question"}, {"format": "alpaca", "fields": {"instruction": "question"}}),
+    (
+        {"type": "chat_template", "field_messages": "talk", "message_field_role": "who"},
+        {"format": "chat", "fields": {"messages": "talk", "role": "who"}},
+    ),
+    ({"type": "chat_template", "field_messages": "talk"}, {"format": "chat", "fields": {"messages": "talk"}}),
+    ({"type": "alpaca"}, {"format": "alpaca"}),
+    (
+        {"type": "sharegpt.load_role", "field": "talk"},
+        {"format": "sharegpt", "fields": {"conversations": "talk", "content": "value"}},
+    ),
+    ({"field": "content"}, {"text_field": "content"}),
+]
+
+
+@pytest.mark.parametrize("said, wanted", PROMPTS, ids=range(len(PROMPTS)))
+def test_prompts_of_ones_own(said, wanted, here):
+    """As the job that is printed has them, too."""
+    job = meaning(FULL | {"datasets": [{"path": "a.jsonl"} | said], "default_system_message": "Be kind."})
+    assert job.faults == [] and job.values["data.default_system"] == "Be kind."
+    assert job.values["training.sources"] == [{"dataset": "text", "dataset_path": "a.jsonl"} | wanted]
+    (here / "job.toml").write_text(as_file([], job.values))
+    source = load(["--job.config_file", str(here / "job.toml")]).training.sources[0]
+    assert {name: getattr(source, name) for name in wanted} == wanted
 
 
 def test_each_of_the_181_options_is_tried():
     assert [len(part.split()) for part in (MUST, NICE, NOWHERE)] == [127, 29, 25] and len(set(OPTIONS)) == 181
-    tried = {name for added, *_ in HERE for name in added} | {*NOTED, *REFUSED, *ENTRY} | {name for name, *_ in WRONG}
+    tried = (
+        {name for added, *_ in HERE + ADDED for name in added}
+        | {*NOTED, *REFUSED, *ENTRY}
+        | {name for name, *_ in WRONG}
+    )
     assert set(OPTIONS) <= tried and set(FATES) <= tried
-    mapped = {name for added, *_ in HERE for name in added}
+    mapped = {name for added, *_ in HERE + ADDED for name in added}
     only_refused = {name for name, fate in FATES.items() if not fate.note and not fate.reason} - mapped
-    assert only_refused == {"resume_from_checkpoint"}
+    assert not only_refused
 
 
 def test_flags_come_after_the_file_and_are_read_as_it_is():
@@ -507,10 +739,11 @@ def test_the_notes_script_is_a_job_that_can_start(tmp_path, monkeypatch, capsys)
     assert err == "" and out.startswith("# Translated from a command line of train.py (axolotl).")
     (tmp_path / "job.toml").write_text(out)
     config = load(["--job.config_file", str(tmp_path / "job.toml")])
-    assert (config.validation.freq, config.checkpoint.interval, config.metrics.log_freq) == (1, 1, 1)
+    assert cadence_of(config, config.training.steps) == (1, 1, 1) and config.checkpoint.interval == 0.05
     assert (config.adapter.kind, config.adapter.rank, config.adapter.alpha) == ("qlora", 32, 64.0)
     assert (config.training.steps, config.training.global_batch_size, config.optimizer.lr) == (10, 8, 1e-5)
-    assert (config.lr_scheduler.warmup_steps, config.validation.split, config.data.chat_template) == (1, 0.1, "chatml")
+    assert (config.lr_scheduler.warmup_steps, config.validation.split) == (0.1, 0.1)
+    assert config.data.chat_template == "chatml"
     assert config.parallelism.fsdp_reshard_after_forward == "never" and config.checkpoint.keep_latest_k == 2
     # a file alone is for one rank, and DeepSpeed's alone a job to go on from
     assert cli.main(["import", "config-base.yaml", "--base_model", "base", "--train_data_uri", "rows.jsonl"]) == 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support import jobs
+from tests.support.importing import difference
 from tests.support.pool import run_ranks
 from tests.test_galore import ADAM
 from tests.test_own_optimizers import random
@@ -33,11 +34,7 @@ def meaning(words="", line=LINE):
 
 
 def changed(words):
-    """What other flags change of the options."""
-    first, then = meaning(), meaning(words)
-    assert then.faults == [], then.faults
-    keys = first.values.keys() | then.values.keys()
-    values = {key: then.values.get(key) for key in keys if first.values.get(key) != then.values.get(key)}
+    values, _ = difference(meaning(), then := meaning(words))
     return values, " ".join(then.notes)
 
 
@@ -225,7 +222,7 @@ def test_every_cell_trains_or_is_refused_with_its_reason(mode, optimizer, model,
         with pytest.raises(ConfigError, match=REASONS[mode, model]):
             translate(line, None)
         return
-    text, config = translate(line, None)
+    text, config, _ = translate(line, None)
     classes = mode == "finetuning" and model in CLASSES
     assert Facts(config, 1, "cpu").args.num_parameters == (CLASSES if classes else PUBLISHED)[model]
     (tmp_path / "job.toml").write_text(re.sub("(?m)^(dataset_path|text_field) = .*$", "", text))
@@ -262,7 +259,7 @@ def test_norms_and_biases_step_as_in_adamw_and_head_and_embedding_too(tmp_path):
     """Of its GaLore the script left out the former, and projected the latter: with a rate that leaves the projected
     matrices where they are, all else is AdamW's.
     """
-    _, config = translate(parse(split([f'{LINE} --galore_config \'{{"rank": 4, "scale": 0.0}}\''])), None)
+    _, config, _ = translate(parse(split([f'{LINE} --galore_config \'{{"rank": 4, "scale": 0.0}}\''])), None)
     model = torch.nn.ModuleDict(
         {
             "tok_embeddings": torch.nn.Embedding(40, 16),
@@ -287,7 +284,7 @@ def test_norms_and_biases_step_as_in_adamw_and_head_and_embedding_too(tmp_path):
 
 def test_weight_decay_reaches_adapters(tmp_path):
     """Which the script's LoRA did not pass on."""
-    text, config = translate(parse(split([f"{LINE} --optimizer lora --weight_decay 0.5"])), None)
+    text, config, _ = translate(parse(split([f"{LINE} --optimizer lora --weight_decay 0.5"])), None)
     assert config.optimizer.weight_decay == 0.5 and config.optimizer.name == "AdamW"
     low = torch.nn.ParameterDict({"lora_A": torch.ones(8, 16)})
     (optimizer,) = build_optimizers(

@@ -11,6 +11,7 @@ from torchtitan.datasets import labelled, open_source
 from torchtitan.datasets.labelled import Fields
 from torchtitan.datasets.learned import Recipe
 from torchtitan.datasets.packing import IGNORE
+from torchtitan.datasets.reading import Reading
 from torchtitan.datasets.records import encode
 from torchtitan.datasets.sources import DataError, Document, Labelled
 from torchtitan.datasets.targets import class_arrays, own_arrays
@@ -50,7 +51,7 @@ def write(folder, kind, rows=ROWS):
 
 
 def read(path, fields=FIELDS, text="sentence", dataset="text"):
-    source = open_source(dataset, path, text, fields)
+    source = open_source(dataset, path, Reading(text), fields)
     return [(list(document.content.texts), document.content.label) for document in map(source.get, range(len(source)))]
 
 

@@ -145,6 +145,21 @@ def test_a_killed_rank_is_named_and_its_peers_end():
     assert gone(survivor)
 
 
+def test_a_crash_below_python_says_where_it_was():
+    program = """
+import resource
+from torchtitan.launcher.answers import answer
+answer(ranks.launcher)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def crash():
+    os.kill(os.getpid(), signal.SIGSEGV)
+ready('train'); crash() if ranks.rank else wait()
+"""
+    code, _, err = end(start(program, follow=0.1))
+    assert code == 128 + signal.SIGSEGV and err.startswith("Fatal Python error: Segmentation fault")
+    assert " in crash\n" in err and err.endswith("rank 1 was ended by SIGSEGV\n")
+
+
 def test_ranks_that_have_done_all_that_matters_are_waited_for():
     """The first one uploads its metrics, say; the other has ended long ago."""
     program = "tell('end', 9); time.sleep(0 if ranks.rank else 1.5); say('done', ranks.rank)"

@@ -1,4 +1,4 @@
-"""Rotary positions and the attention kernel against formulas written out."""
+"""Rotary positions, norms and the attention kernel against formulas written out."""
 
 import math
 
@@ -11,7 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from torchtitan.errors import JobError
 from torchtitan.models import layers
 from torchtitan.models.layers import AttentionKernel, Rotary, SwiGLU, rotate
-from torchtitan.models.llama import RopeScaling
+from torchtitan.models.norms import RMSNorm
+from torchtitan.models.rope_scaling import RopeScaling
 from torchtitan.parallelisms.context.kernel import Tokens
 
 
@@ -159,3 +160,23 @@ def test_narrow_heads_in_bfloat16_are_computed_in_float32_on_a_cpu(monkeypatch):
 def test_an_unknown_backend_is_refused():
     with pytest.raises(JobError, match="'fast'.*auto, sdpa, flex"):
         AttentionKernel("fast")
+
+
+@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("trained", ["both", "input", "weight"])
+def test_the_norm_is_torchs_with_its_gradients(dtype, atol, trained):
+    """Against torch's in float64. A bfloat16 result is rounded once: half a unit of the last place at 4 is 2^-7."""
+    norm = RMSNorm(24, eps=1e-3).to(dtype)
+    x = torch.randn(3, 5, 24, dtype=dtype, requires_grad=trained != "weight")
+    norm.weight.data = 1 + 0.3 * torch.randn(24, dtype=dtype)
+    norm.weight.requires_grad_(trained != "input")
+    grad = torch.randn(5, 3, 24, dtype=dtype).transpose(0, 1)  # not contiguous, as attention hands it back
+    y = norm(x)
+    y.backward(grad)
+    wide, weight = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    expected = torch.nn.functional.rms_norm(wide, (24,), weight, 1e-3)
+    expected.backward(grad.double())
+    assert y.dtype == dtype
+    for ours, theirs in ((y, expected), (x.grad, wide.grad), (norm.weight.grad, weight.grad)):
+        assert ours is None or (ours.dtype == dtype and torch.allclose(ours.double(), theirs, atol=atol, rtol=atol))
+    assert (x.grad is None, norm.weight.grad is None) == (trained == "weight", trained == "input")

@@ -9,9 +9,9 @@ import pytest
 from tests.test_records import segments, write
 from tests.test_templates import CHATML, LLAMA3, folder_with, unmarked
 from torchtitan.datasets import open_source
-from torchtitan.datasets.formats import document_of_record
 from torchtitan.datasets.learned import ANSWERS, Recipe, TrainOn, told
 from torchtitan.datasets.preparing import prepared
+from torchtitan.datasets.reading import Reading
 from torchtitan.datasets.records import document_of, encode
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokenizer import build_tokenizer
@@ -61,7 +61,7 @@ def test_answers_and_their_ends(folder, train_on):
 
 
 def test_what_has_no_turns_ends_once():
-    record = document_of_record({"prompt": "a", "completion": "b"}, "text", "", "")
+    record = Reading().document({"prompt": "a", "completion": "b"}, "", "")
     masks = {ANSWERS: [0, 0, 1, 1], TrainOn("all"): [1, 1, 1, 1], TrainOn(ends="none"): [0, 0, 1, 0]}
     for train_on, mask in masks.items():
         ids, trained = encode(BYTES, record, train_on)
@@ -184,7 +184,7 @@ def test_records_that_are_too_long(folder):
 
 
 def source(path, recipe, folder, workers=1):
-    opened = open_source("text", str(path), "text")
+    opened = open_source("text", str(path), Reading())
     return prepared(opened, str(path), "bytes", folder, workers=workers, stop=True, recipe=recipe)
 
 

@@ -38,7 +38,7 @@ exit_with(command)
     [
         ("return 3", 3, ["thread", "atexit"]),
         ("return None", 0, ["thread", "atexit"]),
-        ("raise TypeError('ours')", 1, ["thread", "atexit", "finalized"]),
+        ("raise TypeError('ours')", 1, ["thread", "atexit"]),
         ("sys.exit(5)", 5, ["thread", "atexit", "finalized"]),
     ],
 )

@@ -17,6 +17,7 @@ from torchtitan.datasets.lanes import IndexedLanes
 from torchtitan.datasets.loader import Loader, Weighted, build_loader, merge_states
 from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.packing import IGNORE, batch_arrays
+from torchtitan.datasets.reading import Reading
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_text import text
 from torchtitan.datasets.tokenizer import build_tokenizer
@@ -34,7 +35,7 @@ def workers_alive() -> list[multiprocessing.process.BaseProcess]:
 def loader(dataset_path=None, dataset="text", sources=(), **options) -> Loader:
     """Of one dataset, or of `sources` as (dataset, dataset_path, weight)."""
     sources = sources or [(dataset, dataset_path, 1.0)]
-    opened = [Weighted(name, open_source(name, str(path), "text"), weight) for name, path, weight in sources]
+    opened = [Weighted(name, open_source(name, str(path), Reading()), weight) for name, path, weight in sources]
     defaults = dict(
         tokenizer=TOKENIZER,
         seq_len=SEQ_LEN,
@@ -52,6 +53,16 @@ def loader(dataset_path=None, dataset="text", sources=(), **options) -> Loader:
         prefetch_factor=None,
     )
     return build_loader(sources=opened, **(defaults | options))
+
+
+@pytest.mark.parametrize(("ranks", "told"), [(64, ""), (512, "512 data-parallel ranks read 64 lanes of text, so each")])
+def test_more_ranks_than_lanes_are_told_what_it_costs(tmp_path, caplog, ranks, told):
+    path = write_documents(tmp_path / "a.jsonl", count=600)
+    loader(path, dp_size=ranks, dp_rank=0)
+    assert (told in caplog.text and "32 times" in caplog.text) if told else not caplog.text
+    caplog.clear()
+    loader(path, dp_size=ranks, dp_rank=1)
+    assert not caplog.text
 
 
 def write_documents(path, count=150, seed=0):

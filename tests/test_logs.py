@@ -71,7 +71,7 @@ def test_a_run_that_is_asked_to_writes_a_file_for_each_rank(tmp_path):
         training__steps=2, training__local_batch_size=4, metrics__log_files=True, metrics__log_timestamps=True
     )
     argv = jobs.arguments(tmp_path / "run", jobs.write_texts(tmp_path), **options)
-    code, out, err = jobs.finish(jobs.start(argv, ranks=2))
+    code, out, err = jobs.run(argv, ranks=2)
     assert code == 0, err
     assert re.search(rf"^{TIME} step 2/2  loss", out, re.MULTILINE)
     assert f"{jobs.ROOT}/" not in out

@@ -17,7 +17,14 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tests.support.pool import run_ranks
-from torchtitan.loss import CHUNK_BYTES, IGNORE_INDEX, Objective, SummedCrossEntropy, auto_chunks
+from torchtitan.loss import (
+    CHUNK_BYTES,
+    IGNORE_INDEX,
+    Objective,
+    SummedCrossEntropy,
+    auto_chunks,
+    cross_entropies,
+)
 
 WIDTH, VOCABULARY = 8, 20
 
@@ -254,3 +261,28 @@ def test_an_objective_says_what_it_counts_and_cuts():
     for method, args in (("count", ({},)), ("rows", (hidden, {})), ("loss_of", (head, hidden))):
         with pytest.raises(NotImplementedError):
             getattr(Objective(), method)(*args)
+
+
+@pytest.mark.parametrize("offset", [0.0, -100.0, 1e4])
+def test_the_loss_does_not_depend_on_what_all_logits_have_in_common(offset):
+    """Logits near 1e4 are rounded to 1e-3, the reference's as well; what is computed of them is exact to 1e-6 beside
+    the size of the loss, and gradients of rows without a label are zero."""
+    logits = (torch.randn(8, 300) + offset).requires_grad_()
+    labels = torch.randint(300, (8,))
+    labels[3] = IGNORE_INDEX
+    losses = cross_entropies(logits, labels)
+    wide = logits.detach().double().requires_grad_()
+    expected = F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    weights = torch.rand(8)
+    (losses * weights).sum().backward()
+    (expected * weights.double()).sum().backward()
+    assert torch.allclose(losses.double(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.allclose(logits.grad.double(), wide.grad, rtol=1e-5, atol=1e-7)
+    assert not logits.grad[3].any()
+
+
+def test_a_second_backward_finds_what_forward_kept():
+    logits = torch.randn(4, 9, requires_grad=True)
+    loss = cross_entropies(logits, torch.randint(9, (4,))).sum()
+    first = torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(loss, logits)[0], first)

@@ -30,7 +30,7 @@ from torchtitan.initialization import initialize
 from torchtitan.lr_scheduling import build_lr_schedulers
 from torchtitan.lr_shapes import LRSchedule
 from torchtitan.models import SIZES
-from torchtitan.models.linears import linears
+from torchtitan.models.linears import linears, parameters
 from torchtitan.models.registry import MODELS
 from torchtitan.optimizers.build import build_optimizers
 
@@ -302,6 +302,17 @@ def test_names_and_sizes_are_known_without_the_model(family):
         with torch.device("meta"):
             model = MODELS[family].build(args)
         assert {name: sizes_of(module) for name, module in candidates(model)} == linears(args), flavor
+        assert {name for name, _ in model.named_parameters(remove_duplicate=False)} == set(parameters(args)), flavor
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "roberta", "deepseek"])
+def test_names_are_known_of_heads_of_classes_and_further_depths(family):
+    small = SIZES[family]["debugmodel"]
+    changes = {"n_mtp_layers": 2, "q_lora_rank": 32, "n_dense_layers": 0} if family == "deepseek" else {"n_classes": 3}
+    args = replace(small, **changes)
+    with torch.device("meta"):
+        model = MODELS[family].build(args)
+    assert sorted(name for name, _ in model.named_parameters(remove_duplicate=False)) == sorted(parameters(args))
 
 
 def test_published_sizes_have_the_published_number_of_trained_parameters():
@@ -412,7 +423,7 @@ def test_a_and_b_alone():
         p.numel() for p in model.parameters() if p.requires_grad
     )
     spec, added = MODELS["llama3"], sum(math.prod(shape) for shape in adapter.shapes.values())
-    told = adapter.flops_per_token(spec.flops_per_token(args, 16), args.num_matmul_parameters)
+    told = adapter.flops_per_token(spec.flops_per_token(args, 16), args.num_matmul_parameters, 16)
     attention = spec.flops_per_token(args, 16).full - 6 * args.num_matmul_parameters
     assert told.full == 6 * added + 4 * args.dim * args.vocab_size + attention, "the head is frozen"
 

@@ -53,6 +53,21 @@ def test_other_decays_are_the_formula(decay_type, f):
         assert schedule.multiplier(step) == pytest.approx(0.25 + 0.75 * f((step - 1) / 20), rel=1e-15)
 
 
+@pytest.mark.parametrize(
+    "warmup_type, g",
+    {
+        "linear": lambda q: q,
+        "quadratic": lambda q: q**2,
+        "cosine": lambda q: math.sin(math.pi * q / 2) ** 2,
+    }.items(),
+)
+def test_warmups_are_the_formula(warmup_type, g):
+    schedule, linear = (LRSchedule(50, 20, warmup_type=name) for name in (warmup_type, "linear"))
+    assert column(schedule, 20) == pytest.approx([g((s + 1) / 20) for s in range(20)], rel=1e-14)
+    assert column(schedule, 60)[19:] == column(linear, 60)[19:]  # the peak at its last step, the same after it
+    assert ("quadratic warmup 20" in schedule.describe(PEAK)) == (warmup_type == "quadratic")
+
+
 def test_cosine_equals_torch():
     parameter = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -177,3 +192,15 @@ def test_resume_takes_the_rate_of_the_new_job():
 def test_shapes_import_no_torch():
     code = "import sys, torchtitan.lr_shapes; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_rank_that_trains_nothing_follows_the_schedule_too():
+    """As that of a pipeline whose layers are all frozen: what it logs and saves is what the others do."""
+    schedule, optimizer = LRSchedule(10, 2), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=PEAK)
+    one, none = build_lr_schedulers([optimizer], schedule, PEAK), build_lr_schedulers([], schedule, PEAK)
+    for _ in range(4):
+        assert none.last_lr == one.last_lr and none.state_dict() == one.state_dict()
+        optimizer.step(), one.step(), none.step()
+    later = build_lr_schedulers([], schedule, PEAK)
+    later.load_state_dict(one.state_dict())
+    assert later.last_lr == one.last_lr == later.rate_before and later.state_dict() == one.state_dict()

@@ -190,8 +190,8 @@ def test_help_of_a_section_or_an_option(capsys):
 def test_dashes_and_underscores_are_one(capsys):
     assert cli.main(["prepare", "--dataset-path", "nowhere", "--tokenizer-path=bytes", "--output", "a-b"]) == 2
     assert "nowhere: no such file" in capsys.readouterr().err
-    assert cli.main(["check", "--world-size=2", "--training.local-batch-size=2"]) == 0
-    assert cli.main(["check", "--world_size", "2"]) == 0 and "2 ranks" in capsys.readouterr().out
+    assert cli.main(["check", "--no-memory", "--world-size=2", "--training.local-batch-size=2"]) == 0
+    assert cli.main(["check", "--no_memory", "--world_size", "2"]) == 0 and "2 ranks" in capsys.readouterr().out
 
 
 # Lines that can be read

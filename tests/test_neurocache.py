@@ -13,6 +13,8 @@ from torchtitan.adapters.neurocache.sizes import added_parameters, cache_bytes
 from torchtitan.adapters.neurocache.store import Segment, Store
 from torchtitan.config.sections.neurocache import Neurocache as Cache
 from torchtitan.errors import JobError
+from torchtitan.initialization import clean_name
+from torchtitan.parallelisms.activation_checkpoint import apply_activation_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -301,6 +303,27 @@ def test_below_the_first_that_learns_there_is_no_backward():
     assert any("lora_A" in name for name in installed.fresh) and not any(".1." in name for name in installed.fresh)
 
 
+@pytest.mark.parametrize("ordering", ["fifo", "lru"])
+def test_recompute_finds_and_stores_nothing_again(ordering):
+    """Gradients and caches are those without recompute, bit for bit; a microbatch is stored once."""
+    found = []
+    for mode, how in (("none", "2"), ("full", "2"), ("selective", "op"), ("selective", "2")):
+        options = dict(retrieval_map={"1": 1}, ordering=ordering, cache_size=40, track_hits=True, layers=4)
+        model, installed = remembering(**options)
+        apply_activation_checkpoint(model, installed.plan, mode, how)
+        for tokens in segments(4):
+            model(tokens).logsumexp(-1).sum().backward()
+            installed.after_batch([model])
+        store = model.memory.stores[True, 0]
+        assert store.counts.tolist() == [32, 32]
+        gradients = {clean_name(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append((gradients, store.tensors()))
+    for gradients, kept in found[1:]:
+        assert gradients.keys() == found[0][0].keys() == installed.fresh
+        assert all(torch.equal(gradients[name], found[0][0][name]) for name in gradients)
+        assert all(torch.equal(kept[name], found[0][1][name]) for name in kept)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -315,6 +338,8 @@ def test_below_the_first_that_learns_there_is_no_backward():
         (dict(lookup="bucketed", cache_size=700), 'a multiple of 512 with lookup = "bucketed"; write 512 or 1024'),
         (dict(lookup="bucketed", cache_size=1024, topk=600), "topk: allowed: at most 512"),
         (dict(scope="global", ordering="lru"), '"fifo" with scope = "global"'),
+        (dict(cache_shard="tp", ordering="lru"), 'ordering: allowed: "fifo" with cache_shard = "tp"'),
+        (dict(cache_shard="tp", lookup="bucketed", cache_size=512), 'lookup: allowed: "exact" with cache_shard = "tp"'),
     ],
 )
 def test_what_does_not_fit_is_said(options, message):
@@ -358,7 +383,9 @@ def test_what_followed_before_is_copied():
     assert not told[0].any() and told[1:].float().mean() > 0.9
 
 
-@pytest.mark.parametrize("family, ordering", [("llama", "fifo"), ("llama", "lru"), ("mistral", "fifo")])
+@pytest.mark.parametrize(
+    "family, ordering", [("llama", "fifo"), ("llama", "lru"), ("mistral", "fifo"), ("opt", "fifo")]
+)
 @torch.no_grad()
 def test_written_piece_by_piece_as_read_in_segments(family, ordering):
     """What the tokens before found is carried on within a segment, and a full one is stored."""
@@ -415,7 +442,7 @@ def test_published_sizes(dim, layers, heads, attention, compression, bytes_of):
     assert found == pytest.approx(bytes_of, rel=0.005)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "opt"])
 @pytest.mark.parametrize("compression", [1, 4])
 def test_parameters_by_formula_are_those_of_the_model(family, compression):
     model, installed = remembering(family, layers=4, compression=compression, retrieval_map={"2": 1})

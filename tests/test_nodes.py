@@ -67,7 +67,7 @@ def test_ranks_of_the_second_machine_follow_those_of_the_first():
 )
 def test_what_cannot_be_is_refused_before_any_rank_starts(given, told, tmp_path):
     argv = jobs.arguments(tmp_path / "run", jobs.write_texts(tmp_path), training__local_batch_size=4)
-    code, out, err = jobs.finish(jobs.start(argv, ranks=1, **given))
+    code, out, err = jobs.run(argv, ranks=1, **given)
     assert (code, out) == (2, "") and err.startswith(told) and len(err.splitlines()) == 1
 
 
@@ -127,6 +127,7 @@ def test_two_machines_are_one_world_and_stop_together(tmp_path, monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     texts = jobs.write_texts(tmp_path)
     options = dict(training__local_batch_size=4, training__steps=400, checkpoint__enable=True, optimizer__lr=1e-3)
+    options |= dict(model__overrides=jobs.SHALLOW)
     argv = jobs.arguments(tmp_path / "run", texts, **options)
     machines = start(argv)
     jobs.wait_for_step(tmp_path / "run", 3, machines[0])
@@ -150,7 +151,7 @@ def test_two_machines_are_one_world_and_stop_together(tmp_path, monkeypatch):
 def test_a_rank_that_is_killed_on_one_machine_is_a_restart_of_both_to_the_same_bits(tmp_path):
     texts = jobs.write_texts(tmp_path)
     options = dict(training__local_batch_size=4, training__steps=40, checkpoint__enable=True, checkpoint__interval=10)
-    options |= dict(optimizer__lr=1e-3)
+    options |= dict(optimizer__lr=1e-3, model__overrides=jobs.SHALLOW)
     machines = start(jobs.arguments(tmp_path / "run", texts, **options))
     jobs.wait_for_step(tmp_path / "run", 13, machines[0])
     ranks = [jobs.children(machine.pid)[0] for machine in machines]

@@ -22,6 +22,7 @@ from torchtitan.initialization import initialize
 
 SEQ_LEN, END = 47, TOKENIZER.eos_id
 PACKED, WINDOWS, ALONE = Packing(1000, END), Packing(8, END), Packing(1, END)
+GROUPED = ALONE._replace(group=6)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_best_fit_is_near_the_fewest():
         assert len(filled) <= 11 / 9 * lowest + 1
 
 
-@pytest.mark.parametrize("packing", [PACKED, WINDOWS, ALONE], ids=["one window", "many windows", "alone"])
+@pytest.mark.parametrize("packing", [PACKED, WINDOWS, ALONE, GROUPED], ids=["one window", "many", "alone", "grouped"])
 @pytest.mark.parametrize("names", ["a", "ab"])
 def test_every_document_once_in_every_pass_and_whole(folders, names, packing):
     wanted = [document for name in names for document in documents(folders[name])]
@@ -111,7 +112,7 @@ def test_every_document_once_in_every_pass_and_whole(folders, names, packing):
     assert packing != PACKED or earliest[0] == 0
 
 
-@pytest.mark.parametrize("packing", [WINDOWS, ALONE], ids=["packed", "alone"])
+@pytest.mark.parametrize("packing", [WINDOWS, ALONE, GROUPED], ids=["packed", "alone", "grouped"])
 def test_any_ranks_read_the_same_and_go_on_in_the_middle_of_a_window(folders, packing):
     options = dict(packing=packing, epochs=3)
     whole = [row for batch in packed(folders, **options, local_batch_size=1) for row in rows(batch)]
@@ -128,8 +129,59 @@ def test_any_ranks_read_the_same_and_go_on_in_the_middle_of_a_window(folders, pa
     loaders = [packed(folders, **options, dp_rank=r, dp_size=3, local_batch_size=1, state=state) for r in range(3)]
     taken += in_turn([[row for batch in one for row in rows(batch)] for one in loaders])
     assert taken[: len(whole)] == whole
-    with pytest.raises(JobError, match="packing: window: 8 in the checkpoint, 9 now|packing: window: 1 in the checkpo"):
+    with pytest.raises(JobError, match="packing: window: [81] in the checkpoint, 9 now"):
         packed(folders, epochs=3, packing=packing._replace(window=9), state=state)
+
+
+def test_steps_have_samples_of_about_one_length(folders):
+    """Of an order that is drawn anew for each epoch, whatever the ranks; only the last step may be of what was left."""
+    spreads, orders = {}, []
+    for packing in (ALONE, GROUPED):
+        samples = [
+            row for batch in packed(folders, packing=packing, epochs=2, local_batch_size=1) for row in rows(batch)
+        ]
+        lengths = np.array([sum(number == 0 for number in numbers) for *_, numbers in samples])
+        of_a_pass = len(lengths) // 2
+        steps = lengths[: of_a_pass // 6 * 6].reshape(-1, 6)
+        spreads[packing.group] = (steps.max(1) - steps.min(1)).mean()
+        orders.append([[row[0] for row in samples[:of_a_pass]], [row[0] for row in samples[of_a_pass:]]])
+    assert spreads[6] < spreads[0] / 5
+    assert orders[1][0] != orders[1][1] and sorted(orders[1][0]) == sorted(orders[0][0]) == sorted(orders[1][1])
+    firsts = [sum(token != END for token in row) for row in orders[1][0][::6]]
+    assert firsts != sorted(firsts) and firsts != sorted(firsts, reverse=True)  # steps are drawn, too
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_batches_are_as_long_as_their_longest_sample(folders, multiple):
+    wanted = [document for name in "ab" for document in documents(folders[name])]
+    batches = list(packed(folders, packing=ALONE._replace(multiple=multiple), epochs=1))
+    whole = list(packed(folders, packing=ALONE, epochs=1))
+    seen = [row for batch in batches for row in rows(batch)]
+    seen = seen[: len(wanted)]  # what fills up the last step is not read
+    assert sorted(read_back(seen, wanted)) == sorted(ids for ids, _ in wanted)
+    widths = [batch["tokens"].shape[1] for batch in batches]
+    longest = [int((batch["document_ids"] == 0).sum(1).max()) for batch in whole]
+    assert widths == [min(-(-length // multiple) * multiple, SEQ_LEN) for length in longest] and min(widths) < SEQ_LEN
+    for short, full, width in zip(batches, whole, widths, strict=True):
+        assert all(short[name].equal(full[name][:, :width]) and short[name].is_contiguous() for name in full)
+
+
+def test_shards_share_out_what_is_not_held_out(folders):
+    wanted = [document for name in "ab" for document in documents(folders[name])]
+    options = dict(epochs=1, local_batch_size=1)
+    parts = []
+    for number in (1, 2, 3):
+        packing = PACKED._replace(split=0.2, shard=(number, 3))
+        parts.append(
+            read_back([row for batch in packed(folders, packing=packing, **options) for row in rows(batch)], wanted)
+        )
+    every = packed(folders, packing=PACKED._replace(split=0.2), **options)
+    assert sorted(sum(parts, [])) == sorted(read_back([row for batch in every for row in rows(batch)], wanted))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 2  # of two sources
+    with pytest.raises(
+        DataError, match=r"data.shards = 900/900: none of 160 records are in it|none of \d+ records are"
+    ):
+        packed(folders, packing=ALONE._replace(shard=(900, 900)), epochs=1)
 
 
 def test_weights_mix_packs_of_each_source(folders):
@@ -196,6 +248,25 @@ def test_a_budget_counts_the_tokens_of_records_and_no_padding(folders, budget):
     assert budget < 5000 or len(given) > len(wanted)
 
 
+def test_logits_of_packed_records_are_those_of_each_alone(folders):
+    """Token by token, in float32: their largest is about 1, and sums of 47 keys are only cut otherwise by a mask."""
+    model = build.meta_model(job(folders)).to_empty(device="cpu")
+    initialize(model, 7, model.init_rule)
+    seen = 0
+    for batch in packed(folders, epochs=1):
+        given = {name: batch[name] for name in ("positions", "document_ids")}
+        with torch.no_grad():
+            together = model(batch["tokens"], **given)
+        for tokens, numbers, logits in zip(batch["tokens"], batch["document_ids"], together, strict=True):
+            for number in numbers.unique():
+                here = numbers == number
+                with torch.no_grad():
+                    alone = model(tokens[here][None])[0]
+                torch.testing.assert_close(logits[here], alone, rtol=0, atol=1e-5)
+                seen += here.sum() < len(here)
+    assert seen > 100 and alone.abs().max() > 0.5
+
+
 def test_the_measure_is_the_same_packed_or_not(folders):
     """Loss and number of tokens of all that is held out, in float64: sums of a hundred terms differ by rounding."""
     found = []
@@ -215,6 +286,51 @@ def test_the_measure_is_the_same_packed_or_not(folders):
     (packed_loss, packed_count, few), (loss, count, many) = found
     assert packed_count == count and few < many
     assert packed_loss == pytest.approx(loss, rel=1e-10)
+
+
+UNEVEN = [
+    (
+        ["--data.pad_to=batch"],
+        'data.pad_to: given "batch"; allowed: unset with data.packing = best_fit; set data.packing',
+    ),
+    (
+        ["--data.group_by_length"],
+        "data.group_by_length: given true; allowed: unset with data.packing = best_fit; set da",
+    ),
+    (
+        ["--data.packing=off", "--data.group_by_length"],
+        "data.group_by_length: given true; allowed: with training.global_batch_size, as the order is of steps",
+    ),
+    (
+        [
+            *("--data.packing=off", "--data.group_by_length", "--training.global_batch_size=8"),
+            '--training.sources=[{dataset = "python_stdlib"}, {dataset = "python_stdlib_validation"}]',
+        ],
+        "data.group_by_length: given true; allowed: with training.epochs, as sources that are mixed by weight have no",
+    ),
+    (["--data.shards=3/2"], 'data.shards: given "3/2"; allowed: at most 2/2; correct it'),
+    (
+        ["--data.packing=off", "--data.pad_to=batch", "--data.padding=left"],
+        'data.pad_to: given "batch"; allowed: seq_len with data.padding = "left"; drop one of the two',
+    ),
+    (
+        ["--data.packing=off", "--data.pad_to=multiple:4", "--compile.enable"],
+        "allowed: seq_len with compile.enable, which wants all batches of one shape; drop it",
+    ),
+    (
+        ["--data.packing=off", "--data.pad_to=multiple:4", "--parallelism.pipeline_parallel_degree=2"],
+        "allowed: seq_len with parallelism.pipeline_parallel_degree, which wants all batches of one shape",
+    ),
+    (
+        ["--data.packing=off", "--data.pad_to=multiple:3", "--parallelism.tensor_parallel_degree=2"],
+        'allowed: seq_len, or multiple:N with N a multiple of tensor_parallel 2 (sequence parallel); write "mult',
+    ),
+]
+
+
+@pytest.mark.parametrize("argv, message", UNEVEN, ids=range(len(UNEVEN)))
+def test_batches_of_other_lengths_are_refused_where_all_have_to_be_alike(argv, message):
+    assert any(message in line for line in lines("--task.kind=sft", *argv)), lines("--task.kind=sft", *argv)
 
 
 def test_rules(folders):

@@ -14,9 +14,12 @@ import torch.distributed as dist
 
 from tests.support import shared_meshes
 from tests.support.jobs import ROOT
-from tests.support.pool import RankFailed, run_ranks
+from tests.support.leftovers import taken_away
+from tests.support.pool import RankCrashed, RankFailed, run_alone, run_ranks, run_script
+from torchtitan import distributed
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.ranks import Ranks
 
 
 def sum_of_ranks(offset):
@@ -41,19 +44,84 @@ def test_a_failing_rank_is_named_and_the_next_test_gets_fresh_ranks():
     assert run_ranks(2, sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)]
 
 
-def crash_on_rank_one(marker: Path, times: int):
+def leave_a_world() -> tuple[bool, list[str], bool]:
+    """Whether there is one while a test has it and behind it, and what else the environment then says."""
+    os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
+    os.environ |= {"CHANGED": "a", "REMOVED": "a"}
+    environment = dict(os.environ)
+    with taken_away():
+        distributed.init(Ranks(), timeout_seconds=10)
+        os.environ["CHANGED"] = "b"
+        del os.environ["REMOVED"]
+        within = dist.is_initialized() and os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
+    return within, sorted(set(os.environ.items()) ^ set(environment.items())), dist.is_initialized()
+
+
+def test_a_test_meets_no_world_that_one_before_it_has_left():
+    assert run_alone(leave_a_world) == (True, [], False)
+
+
+def test_a_script_is_run_as_its_user_runs_it(tmp_path):
+    script = tmp_path / "scripts/speak.py"
+    script.parent.mkdir()
+    script.with_name("beside.py").write_text("import os, sys\n")
+    script.write_text(
+        "from beside import os, sys\nprint(sys.argv[1:], os.getcwd(), __name__)\n"
+        "os.system('echo its child')\nraise SystemExit('no more')\n"
+    )
+    told = f"['a', '--b'] {tmp_path} __main__\nits child\n"
+    assert run_script(tmp_path, script, "a", "--b") == (1, told, "no more\n")
+
+
+def crash_on_rank_one():
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if dist.get_rank() == 1 and len(list(marker.iterdir())) < times:
-        Path(marker, str(os.getpid())).touch()
+    if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGSEGV)
     dist.barrier()
 
 
-def test_a_crash_below_python_is_tried_once_more(tmp_path):
-    with pytest.warns(UserWarning, match=r"crash_on_rank_one.* is run again: [\s\S]*rank 1 ---\nprocess ended .* -11"):
-        assert run_ranks(2, crash_on_rank_one, tmp_path, 1) == [None, None]
-    with pytest.warns(UserWarning), pytest.raises(RankFailed, match="exit code -11"):
-        run_ranks(2, crash_on_rank_one, tmp_path, 3)
+def test_a_crash_below_python_is_named():
+    with (
+        pytest.warns(UserWarning, match=r"crash_on_rank_one\(\): [\s\S]*rank 1 ---\nprocess ended .* -11\nFatal"),
+        pytest.raises(RankCrashed, match=r"exit code -11\n[\s\S]* in crash_on_rank_one\n"),
+    ):
+        run_ranks(2, crash_on_rank_one)
+
+
+CRASHING = """
+from pathlib import Path
+from tests.support.pool import RankCrashed, RankFailed
+
+def once_more(folder, kind):
+    assert not list(folder.iterdir())
+    (folder / "written").touch()
+    begun = Path(__file__).with_name(kind.__name__)
+    begun.touch() if not begun.exists() else begun.unlink()
+    if begun.exists():
+        raise kind
+
+def test_crash(tmp_path):
+    once_more(tmp_path, RankCrashed)
+
+def test_failure(tmp_path):
+    once_more(tmp_path, RankFailed)
+"""
+
+
+def test_a_test_whose_rank_crashed_is_begun_once_more_with_a_folder_of_its_own(tmp_path):
+    (tmp_path / "test_crashing.py").write_text(CRASHING)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        f"--rootdir={ROOT}",
+        "-c",
+        ROOT / "pyproject.toml",
+        "-p",
+        "no:cacheprovider",
+    ]
+    ended = subprocess.run([*command, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "1 failed, 1 passed, 1 rerun" in ended.stdout, ended.stdout
 
 
 def wait_for_ever():

@@ -1,31 +1,39 @@
 """Pairs of answers: losses by their closed forms, rows that stay together, and jobs that prefer what they are shown."""
 
+import gc
 import json
 import math
+import weakref
+from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from tests.support import jobs, judged
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
-from torchtitan import build, build_data
+from torchtitan import build, build_data, reference, trainer
 from torchtitan.config import manager
 from torchtitan.datasets import open_source
-from torchtitan.datasets.formats import document_of_record
 from torchtitan.datasets.learned import Recipe, TrainOn
 from torchtitan.datasets.packs import Packing, PackReader
 from torchtitan.datasets.preparing import prepared
+from torchtitan.datasets.reading import Reading
 from torchtitan.datasets.records import encode
 from torchtitan.datasets.sources import Chat, DataError, Span
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokens import TokenReader
 from torchtitan.errors import JobError
 from torchtitan.initialization import initialize
+from torchtitan.models.registry import MODELS
 from torchtitan.preferences import IPO, ORPO, Preference
-from torchtitan.reference import FILE, References, digests_of
+from torchtitan.progress import Progress
+from torchtitan.ranks import read_ranks
+from torchtitan.reference import FILE, MODEL, References, digests_of, references
+from torchtitan.saved_model import filled_model
 
 anywhere = judged.anywhere
 BYTES = build_tokenizer("bytes")
@@ -83,6 +91,7 @@ def test_what_is_counted_and_measured():
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
 GOOD, BAD = {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}
+SYSTEM = {"role": "system", "content": "s"}
 
 
 @pytest.mark.parametrize(
@@ -92,10 +101,15 @@ GOOD, BAD = {"role": "assistant", "content": "yes"}, {"role": "assistant", "cont
         {"prompt": TURNS, "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": "q", "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]} | {"prompt": TURNS[:1]},
         {"chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
+        {"prompt": "q", "messages": [*TURNS, GOOD], "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
+        {"messages": [*TURNS, GOOD], "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
+        # behind what the system says, which the answers leave out
+        {"messages": [SYSTEM, *TURNS, GOOD], "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
+        {"prompt": "", "chosen": [*TURNS, GOOD], "rejected": [*TURNS, BAD]},
     ],
 )
 def test_forms_of_conversations(record):
-    pair = document_of_record(record, "text", "", "").content
+    pair = Reading().document(record, "", "").content
     assert pair.chosen.content == Chat([*TURNS, GOOD]) and pair.rejected.content == Chat([*TURNS, BAD])
     tokenizer = build_tokenizer("bytes", "alpaca")
     for side, answer in zip(pair, ("yes", "no"), strict=True):
@@ -103,17 +117,29 @@ def test_forms_of_conversations(record):
         assert tokenizer.decode(ids[trained]) == answer
 
 
+def test_the_system_may_stand_ahead_of_a_repeated_prompt():
+    asked = [SYSTEM, {"role": "user", "content": "q"}]
+    pair = Reading().document({"prompt": "q", "chosen": [*asked, GOOD], "rejected": [*asked, BAD]}, "", "").content
+    assert pair.chosen.content == Chat([*asked, GOOD]) and pair.rejected.content == Chat([*asked, BAD])
+
+
 def test_forms_of_text_and_what_is_no_pair(tmp_path):
-    document = document_of_record({"prompt": "q", "chosen": "yes", "rejected": "no"}, "text", "", "")
+    document = Reading().document({"prompt": "q", "chosen": "yes", "rejected": "no"}, "", "")
     assert document.content.chosen.content == [Span("q", False), Span("yes")] and document.form == "preference"
     assert document.text == "qyesqno"
     for record, message in (
         ({"prompt": "q", "chosen": None, "rejected": "no"}, "a:1: field 'chosen' holds nothing \\(null\\), beside str"),
         ({"prompt": 5, "chosen": "a", "rejected": "no"}, "holds str, beside int as prompt; allowed: text behind"),
         ({"prompt": "q", "chosen": [], "rejected": []}, "field 'chosen' holds list"),
+        # whole transcripts, and a question under another name: an answer to nothing would be learned
+        ({"chosen": "Human: q Assistant: a", "rejected": "no"}, "field 'chosen' holds str, beside nothing as prompt"),
+        ({"prompt": None, "chosen": "yes", "rejected": "no"}, "field 'chosen' holds str, beside nothing as prompt"),
+        ({"prompt": "", "chosen": "yes", "rejected": "no"}, "field 'chosen' holds str, beside nothing as prompt"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "'chosen' and 'rejected' are not both answers to the same messages"),
+        ({"prompt": "p", "chosen": [*TURNS, GOOD], "rejected": [TURNS[2], BAD]}, "are not both answers to the same"),
     ):
         with pytest.raises(DataError, match=message):
-            document_of_record(record, "text", "a:1", "1")
+            Reading().document(record, "a:1", "1")
     with pytest.raises(DataError, match="a pair of answers, which only task.kind dpo, ipo and orpo learn"):
         encode(BYTES, document)
     with pytest.raises(DataError, match="rows.jsonl:1: no pair of answers; give records with chosen and rejected"):
@@ -124,13 +150,13 @@ def shards_of(folder, rows, **options):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = Recipe(TrainOn("last_turn"), longest=16, together=2, **options)
-    return prepared(open_source("text", str(path), "text"), str(path), "bytes", folder / "data", 1, True, recipe)
+    return prepared(open_source("text", str(path), Reading()), str(path), "bytes", folder / "data", 1, True, recipe)
 
 
 def test_pairs_stay_or_go_together(tmp_path):
-    rows = [{"prompt": "q" * (i % 3), "chosen": "+" * (1 + i), "rejected": "-" * 3} for i in range(20)]
+    rows = [{"prompt": "q" * (1 + i % 3), "chosen": "+" * (1 + i), "rejected": "-" * 3} for i in range(20)]
     shards = shards_of(tmp_path, rows, too_long="drop")
-    kept = [i for i in range(20) if i % 3 + i + 1 + 2 <= 16]
+    kept = [i for i in range(20) if 1 + i % 3 + i + 1 + 2 <= 16]
     assert shards.header["records"]["fates"] == {"whole": len(kept), "dropped": 20 - len(kept)}
     assert len(TokenReader(shards).documents) == 2 * len(kept)
     for split, held_out in ((None, False), (0.3, True), (0.3, False)):
@@ -191,6 +217,7 @@ def test_it_starts_at_ln_2_and_the_margin_rises(alone):
 
 PLANS = {
     "FSDP 2": dict(parallelism__data_parallel_shard_degree=2),
+    "FSDP 2, padded to each batch": dict(parallelism__data_parallel_shard_degree=2, data__pad_to="batch"),
     "TP 2": dict(parallelism__tensor_parallel_degree=2),
     "PP 2": dict(parallelism__pipeline_parallel_degree=2, parallelism__pipeline_parallel_microbatch_size=2),
 }
@@ -237,6 +264,75 @@ def test_the_reference_is_the_model_at_the_start_and_a_resume_keeps_it(alone, tm
     assert digests_of(other).shape == (len(batch["tokens"]), 16)
 
 
+def answers(model, batch):
+    """[B], the log-probability of each row's answer, one by one."""
+    found = []
+    for tokens, positions, labels in zip(batch["tokens"], batch["positions"], batch["labels"], strict=True):
+        here = labels != -100
+        with torch.no_grad():
+            logs = torch.log_softmax(model(tokens[None], positions=positions[None])[0, : len(labels)], -1)
+        found.append(logs[here].gather(-1, labels[here][:, None]).sum())
+    return torch.stack(found)
+
+
+OTHERS = {  # ranks, options, the form of what is another model
+    "a folder of Hugging Face": (1, {}, "hf"),
+    "a run, beside an adapter": (1, dict(adapter__kind="lora", adapter__rank=2), "run"),
+    "FSDP 2": (2, dict(parallelism__data_parallel_shard_degree=2), "hf"),
+    "PP 2": (2, PLANS["PP 2"] | dict(validation__local_batch_size=4), "hf"),
+}
+
+
+def train_beside(argv):
+    """As jobs.train, and how many parameters of the other model live when all pairs have been asked."""
+    refs, living = [], []
+    built, asked = reference._other_model, trainer.references
+
+    def build_other(*args):
+        model = built(*args)
+        refs.extend(weakref.ref(parameter) for part in model.parts for parameter in part.parameters())
+        return model
+
+    def ask(*args):
+        gc.disable()  # that of Python would come some time, in the run's steps every 50 of them and not to all
+        try:
+            return asked(*args)
+        finally:
+            living.append(sum(ref() is not None for ref in refs))
+            gc.enable()
+
+    reference._other_model, trainer.references = build_other, ask
+    try:
+        return jobs.train(argv)[0], len(refs), *living
+    finally:
+        reference._other_model, trainer.references = built, asked
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_model_is_the_reference(alone, name, tmp_path):
+    """The loss of the first step is what the two plain models say of its pairs, of which one is gone by then."""
+    rows, _, folder = alone
+    ranks, options, form = OTHERS[name]
+    config = manager.load(words(tmp_path / "run", rows))
+    plain, other = (build.meta_model(config).to_empty(device="cpu") for _ in range(2))
+    initialize(plain, config.debug.seed, plain.init_rule)
+    initialize(other, 7, other.init_rule)
+    path = folder
+    if form == "run":
+        other, _ = filled_model(config, folder / "checkpoint/step-00000008", torch.device("cpu"))
+    else:
+        MODELS["llama3"].hf.save_hf(path := tmp_path / "other", other.state_dict(), other.args)
+    first, asked, living = run_ranks(
+        ranks, train_beside, words(tmp_path / "run", rows, dpo__reference=path, training__steps=1, **options)
+    )[0]
+    assert asked > 0 and living == 0
+    loader = build_data.training_loader(config, BYTES, 0, build.dims(config, 1))
+    gained = torch.cat([answers(plain, batch) - answers(other, batch) for batch in islice(loader, 2)]).view(-1, 2)
+    loss = -torch.nn.functional.logsigmoid(0.1 * (gained[:, 0] - gained[:, 1])).mean().item()
+    assert abs(loss - math.log(2)) > 1e-3
+    assert first[0]["loss"] == pytest.approx(loss, rel=1e-5)
+
+
 def test_rows_that_fill_up_a_step_or_validation_need_no_reference():
     batch = {"tokens": torch.arange(12).view(4, 3), "labels": torch.ones(4, 3, dtype=torch.int64)}
     known = References(digests_of(batch), np.array([-1.0, -2.0, -3.0, -4.0], dtype=np.float32))
@@ -244,6 +340,54 @@ def test_rows_that_fill_up_a_step_or_validation_need_no_reference():
     batch["labels"][3, 1] = 2
     with pytest.raises(DataError, match="does not have all pairs"):
         known.add(batch)
+
+
+def test_a_run_that_goes_on_needs_what_its_reference_said(tmp_path):
+    (tmp_path / FILE).write_bytes(b"x" * 20)
+    config, feed = manager.load([f"--job.dump_folder={tmp_path}"]), SimpleNamespace(objective=Preference())
+    with pytest.raises(JobError, match=r"reference\.safetensors: .* cannot be read \(.*\); bring the file back, or"):
+        references(config, read_ranks(), None, feed, 1, Progress())
+
+
+@pytest.mark.parametrize(("before", "today", "same"), [("m", "./m", True), ("m", "n", False), (None, "n", False)])
+def test_a_run_goes_on_with_the_reference_that_it_has_asked(tmp_path, monkeypatch, before, today, same):
+    """However its path is spelt: what it has said is kept, so that another one would not be asked."""
+    monkeypatch.chdir(tmp_path)
+    kept = {"digests": np.zeros((1, 16), np.uint8), "values": np.zeros(1, np.float32)}
+    save_file(kept, tmp_path / FILE, {MODEL: str(tmp_path / before) if before else ""})
+    argv = [f"--job.dump_folder={tmp_path}", "--task.kind=dpo", f"--dpo.reference={today}"]
+    asked = manager.load(argv), read_ranks(), None, SimpleNamespace(objective=Preference()), 1, Progress()
+    if same:
+        assert len(references(*asked).known) == 1
+        return
+    with pytest.raises(JobError, match='^dpo.reference: given .*/n"; allowed: (".*/m"|unset), as when .*bring it'):
+        references(*asked)
+
+
+def test_what_is_no_reference(alone, tmp_path):
+    rows, _, folder = alone
+    job = [word for word in words(tmp_path, rows) if "tokenizer_path" not in word]
+    (line,) = lines(*job, f"--dpo.reference={tmp_path / 'none'}")
+    assert line.startswith("dpo.reference: given ") and "no such file or folder; give a checkpoint, a folder" in line
+    (tmp_path / FILE).write_bytes(b"")  # of a start that was stopped ahead of its first checkpoint
+    assert lines(*job, f"--dpo.reference={tmp_path / 'none'}") == [line]
+    goes_on = [word.replace(str(tmp_path), str(folder)) for word in job]
+    assert not any("no such file" in each for each in lines(*goes_on, f"--dpo.reference={tmp_path / 'none'}"))
+    wide = "{dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=264, multiple_of=16}"
+    other = [f"--model.overrides={wide}" if "overrides" in word else word for word in job]
+    (line,) = lines(*other, f"--dpo.reference={folder}")
+    assert (
+        "allowed: a model of vocab_size = 264; " in line and "has vocab_size = 260; give a model of the job's" in line
+    )
+    built = build.meta_model(manager.load(other)).to_empty(device="cpu")
+    MODELS["llama3"].hf.save_hf(tmp_path / "wide", built.state_dict(), built.args)
+    (line,) = lines(*job, f"--dpo.reference={tmp_path / 'wide'}")
+    assert "allowed: weights of llama3" in line and "vocab" in line
+    (line,) = lines("--dpo.reference=x")
+    assert line.endswith('allowed: unset with task.kind = pretrain; set task.kind = "dpo", or drop it')
+    assert 'dpo.reference: given "x"; allowed: unset with task.kind = orpo, which has no reference; drop it' in lines(
+        "--task.kind=orpo", "--training.local_batch_size=2", "--dpo.reference=x"
+    )
 
 
 def test_rules():

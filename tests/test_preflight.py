@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -110,30 +110,32 @@ def test_it_is_made_with_several_machines_or_as_the_job_says(option, local, expe
 # On ranks
 
 
-def look(argv: list[str], plant: str = "") -> str:
-    """What becomes of the start of a job on this rank, of which rank 1 is spoilt."""
+def look(argv: list[str], plant: str = "", said: Sequence[str] = ()) -> str:
+    """What becomes of the start of a job on this rank, of which rank 1 is spoilt; if slow to see, until something is
+    said."""
     with pytest.MonkeyPatch.context() as patch:
         if plant == "code" and dist.get_rank() == 1:
             patch.setattr(preflight, "_code", lambda: "another")
         if plant == "space":
             patch.setattr(preflight.shutil, "disk_usage", lambda folder: dataclasses.make_dataclass("D", ["free"])(9))
         if plant in ("blind", "slow to see"):
-            patch.setattr(preflight, "FOLDER_SAID_SECONDS", 0.1)
+            patch.setattr(preflight, "FOLDER_SAID_SECONDS", 0)
             patch.setattr(preflight, "FOLDER_SECONDS", 0.4 if plant == "blind" else 30)
-            exists, until = Path.exists, time.monotonic() + 0.4
+            exists = Path.exists
 
             def hidden(path: Path) -> bool:
                 here = path.name.startswith(".preflight-") and dist.get_rank() == 1
-                return exists(path) and not (here and (plant == "blind" or time.monotonic() < until))
+                return exists(path) and not (here and (plant == "blind" or not said))
 
             patch.setattr(Path, "exists", hidden)
         if plant == "sum":
             sums = dist.all_reduce
 
-            def flipped(tensor: torch.Tensor, **options: object) -> None:
-                sums(tensor, **options)
+            def flipped(tensor: torch.Tensor, **options: object) -> dist.Work | None:
+                work = sums(tensor, **options)
                 if dist.get_rank() == 1 and len(tensor) == preflight.ELEMENTS["cpu"]:
                     tensor[7] += 1
+                return work
 
             patch.setattr(preflight.dist, "all_reduce", flipped)
         try:
@@ -183,7 +185,7 @@ def look_and_listen(argv: list[str]) -> tuple[str, list[str]]:
     said = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preflight.logger, "info", lambda text, *values: said.append(text % values))
-        return look(argv, "slow to see"), said
+        return look(argv, "slow to see", said), said
 
 
 def test_a_folder_that_shows_new_files_late_is_waited_for(argv):

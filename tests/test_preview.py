@@ -98,6 +98,28 @@ def test_what_is_only_read_is_marked(job, capsys, monkeypatch, tmp_path):
     assert capsys.readouterr().out.splitlines()[-1] == expected
 
 
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_padding_is_no_document(job, capsys, tmp_path, padding):
+    """In the place where it is; a sample that is full has none."""
+    rows = [{"prompt": "Two?", "completion": "Four."}, {"prompt": "a" * 20, "completion": "b" * 11}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--task.kind=sft", "--training.seq_len=32", "--data.packing=off", f"--data.padding={padding}"]
+    preview.main([*job, *options, f"--job.dump_folder={tmp_path}"])
+    shown = capsys.readouterr().out.splitlines()[2:]
+    first, second = shown[: shown.index("")], shown[shown.index("") + 1 :]
+    text = "[-<begin>Two?-]Four.<end>"
+    # the last token of a sample is a label alone, so 32 of 33 are read
+    if padding == "right":
+        borders = "document 0: tokens 0-10, positions 0-10 ", "padding: tokens 11-31, which nobody sees or learns "
+        assert first[1:] == [f"--- {borders[0]}".ljust(100, "-"), text, f"--- {borders[1]}".ljust(100, "-")]
+    else:
+        assert first[1].startswith("--- padding: tokens 0-21, which nobody sees or learns -")
+        assert first[2].startswith("--- document 1: tokens 22-31, positions 0-9 -")
+    assert first[0] == "sample 0: 32 tokens, 1 document, 6 of 32 labels trained"
+    assert second[0] == "sample 1: 32 tokens, 1 document, 12 of 32 labels trained"
+    assert not any("padding" in line for line in second)
+
+
 def test_refusals(job, capsys, tmp_path):
     for name in ("samples", "tokens"):
         with pytest.raises(SystemExit) as exit_code:
@@ -107,3 +129,15 @@ def test_refusals(job, capsys, tmp_path):
         preview.main([*job, "--training.nothing", "1"])
     with pytest.raises(JobError, match="no such file or folder"):
         preview.main([*job, "--training.dataset_path", str(tmp_path / "no")])
+
+
+def test_a_record_of_a_pack_begins_in_it(tmp_path, capsys):
+    """Also under a template that writes no token ahead of it."""
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+    (tmp_path / "a.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 4)
+    template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
+    words = ["--task.kind=sft", "--model.tokenizer_path=bytes", "--training.dataset=text", "--training.seq_len=24"]
+    words += [f"--training.dataset_path={tmp_path}/a.jsonl", f"--data.chat_template={template}"]
+    assert preview.main([*words, f"--job.dump_folder={tmp_path}/run", "--samples", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "--- document 1: tokens 10-19, positions 0-9 ---" in shown and "begun in an earlier" not in shown

@@ -98,7 +98,7 @@ def test_a_run_leaves_one_export_and_no_mixture(tmp_path):
 def test_the_start_says_when_nothing_will_be_saved(tmp_path):
     texts = jobs.write_texts(tmp_path / "texts")
     said = "nothing will be saved: checkpoint.enable is off"
-    _, _, err = jobs.finish(jobs.start(jobs.arguments(tmp_path / "a", texts, training__steps=1)))
+    _, _, err = jobs.run(jobs.arguments(tmp_path / "a", texts, training__steps=1))
     assert said in err
 
 

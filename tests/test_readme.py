@@ -25,6 +25,7 @@ import tomli
 from scripts import feature_matrix
 from tests.combinations import Combination
 from tests.support import jobs
+from tests.support.forked_job import fork_ranks
 from tests.support.pool import run_alone
 from torchtitan import cli, leaving
 from torchtitan.config import manager
@@ -112,7 +113,7 @@ def workplace(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "tests/fixtures/old_tomls/v0_2_2_debug_model.toml", tmp_path / "old.toml")
     jobs_of_docs = [text for text in blocks(ROOT / "docs/jobs.md", "toml") if text.startswith("# my_job.toml")]
     (tmp_path / "my_job.toml").write_text(jobs_of_docs[0])
-    texts = jobs.write_texts(tmp_path / "my_texts")
+    texts = jobs.write_texts(tmp_path / "my_texts", documents=30)
     with gzip.open(tmp_path / "my_texts/more.jsonl.gz", "wb") as file:
         file.write(texts.read_bytes())
     return tmp_path
@@ -133,14 +134,16 @@ def cut_down(argv: list[str]) -> list[str]:
 def as_tested(argv: list[str]) -> list[str]:
     if argv[0] == "train":
         return [argv[0], *cut_down(argv[1:])]
-    # the job itself is meant, not a resume of what its cut-down form has left
-    return [*argv, "--job.dump_folder=unused"] if argv[0] == "check" and "--upgrade" not in argv else argv
+    # the job itself is meant, not a resume of what its cut-down form has left; test_check.py looks at its memory
+    plain = argv[0] == "check" and "--upgrade" not in argv
+    return [*argv, "--job.dump_folder=unused", "--no-memory"] if plain else argv
 
 
 def run_all(folder: str, lines: list[list[str]]) -> list[tuple[int, str, str]]:
     """Exit code, output and errors of each command line of `torchtitan`, one after another in this process."""
     os.chdir(folder)
     multiprocessing.set_start_method(None, force=True)  # the platform's, as for a user; here it is inherited
+    fork_ranks()
     answers = []
     for argv in lines:
         out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))

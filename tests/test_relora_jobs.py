@@ -9,10 +9,10 @@ import torch
 from tests.combinations import Combination
 from tests.support.jobs import arguments, full, train, write_texts
 from tests.support.pool import run_ranks
-from tests.support.traffic import Traffic
 from tests.test_combinations import assembled
 from torchtitan.adapters.relora import adapted, merge
 from torchtitan.config import manager
+from torchtitan.memory.traffic import Traffic
 from torchtitan.ranks import read_ranks
 from torchtitan.trainer import Trainer
 

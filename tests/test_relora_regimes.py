@@ -32,10 +32,14 @@ RELORA = f"""--lr 1e-3 --use_peft --relora 10 --cycle_length 10 --restart_warmup
 def job(folder, data, flags, **options):
     """The file that the command line means, with a vocabulary as small as the data's, and what the test changes."""
     line = f"{SHARED} {flags} --dataset_path {data} --save_dir {folder}"
-    text, _ = translate(parse(split([line])), None)
+    text, *_ = translate(parse(split([line])), None)
     folder.mkdir(exist_ok=True)
     (folder / "imported.toml").write_text(text)
-    own = {"model.overrides": "{vocab_size = 260}", "validation.steps": 1, "validation.local_batch_size": 4}
+    own = {
+        "model.overrides": "{vocab_size = 260, n_layers = 2}",
+        "validation.steps": 1,
+        "validation.local_batch_size": 4,
+    }
     own |= {"checkpoint.verify": "false", "metrics.log_freq": 1, "metrics.plot": "false", "optimizer.eps": 1e-5}
     own |= {name.replace("__", "."): value for name, value in options.items()}
     return ["--job.config_file", str(folder / "imported.toml"), *(f"--{name}={value}" for name, value in own.items())]

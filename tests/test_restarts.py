@@ -46,7 +46,7 @@ from torchtitan.launcher.restarts import supervise
 from torchtitan.launcher.stops import SignalQueue
 from torchtitan.launcher.watching import Watch
 watching.FOLLOW_SECONDS = watching.LOOK_SECONDS = 0.1
-restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS = {pause}, 0.3
+restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS = {pause}, {answer}
 queue, folder = SignalQueue(), Path(sys.argv[2])
 def start(restart):
     ranks = Processes([sys.executable, "-c", sys.argv[1]], 2, restart)
@@ -66,9 +66,12 @@ def save(step):
 """
 
 
-def supervise(program: str, folder: Path, budget: int = 3, pause: float = 0.01, start: float = 20) -> subprocess.Popen:
+def supervise(
+    program: str, folder: Path, budget: int = 3, pause: float = 0.01, start: float = 20, answer: float = 0.3
+) -> subprocess.Popen:
     program = RANK + ATTEMPT.format(folder=str(folder)) + program
-    command = [sys.executable, "-c", SUPERVISOR.format(budget=budget, pause=pause, start=start), program, str(folder)]
+    supervisor = SUPERVISOR.format(budget=budget, pause=pause, start=start, answer=answer)
+    command = [sys.executable, "-c", supervisor, program, str(folder)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     started.append(subprocess.Popen(command, cwd=jobs.ROOT, start_new_session=True, **pipes))
     return started[-1]
@@ -217,12 +220,13 @@ BURN = "until = time.monotonic() + 3\nwhile time.monotonic() < until: sum(range(
 
 @pytest.mark.parametrize("where", ["in the rank", "in a process of its own"])
 def test_a_rank_that_compiles_is_no_hang(where, tmp_path):
-    """It tells nothing for longer than the limit of the start, and computes or has others compute."""
+    """It tells nothing for longer than the limit of the start, and computes or has others compute. It is watched for
+    long enough that a tenth of a core is more than the few ticks of a clock that a busy machine may not give it."""
     program = BURN if where == "in the rank" else "import subprocess\n"
     if where != "in the rank":
         program += f"subprocess.run([sys.executable, '-c', {'import time' + chr(10) + BURN!r}])\n"
     program = f"tell('first', 1)\n{program}tell('end', 1)"
-    assert end(supervise(program, tmp_path, budget=0, start=1)) == (0, "", "")
+    assert end(supervise(program, tmp_path, budget=0, start=1, answer=1)) == (0, "", "")
 
 
 class Spinning(Processes):
@@ -382,12 +386,20 @@ def test_a_restart_does_not_go_back_again(texts, tmp_path):
 # The job as its user starts it
 
 
+ALONE = dict(training__local_batch_size=4, training__steps=40, checkpoint__enable=True, checkpoint__interval=5)
+ALONE |= dict(comm__train_timeout_seconds=5, optimizer__lr=1e-3, model__overrides=jobs.SHALLOW)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(texts, tmp_path_factory):
+    argv = jobs.arguments(tmp_path_factory.mktemp("undisturbed"), texts, **ALONE)
+    return run_ranks(2, jobs.train, argv)[0][0]
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
-def test_a_job_ends_by_itself_to_the_same_bits(number, texts, tmp_path):
-    options = dict(training__local_batch_size=4, training__steps=60, checkpoint__enable=True, checkpoint__interval=10)
-    options |= dict(comm__train_timeout_seconds=5, optimizer__lr=1e-3)
-    process = jobs.start(jobs.arguments(tmp_path / "run", texts, **options), ranks=2)
-    jobs.wait_for_step(tmp_path / "run", 13, process)
+def test_a_job_ends_by_itself_to_the_same_bits(number, texts, undisturbed, tmp_path):
+    process = jobs.start(jobs.arguments(tmp_path / "run", texts, **ALONE), ranks=2)
+    jobs.wait_for_step(tmp_path / "run", 7, process)
     ranks = jobs.children(process.pid)
     os.kill(ranks[1], number)
     code, out, err = jobs.finish(process)
@@ -395,12 +407,11 @@ def test_a_job_ends_by_itself_to_the_same_bits(number, texts, tmp_path):
     assert "Traceback" not in err and "restart 1 of 3" in err and all(map(gone, ranks))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     (event,) = [row for row in rows if row.get("event") == "restart"]
-    assert event["rank"] == 1 and event["step"] % 10 == 0
-    assert 0 <= event["steps_lost"] <= 10 and event["seconds_lost"] > 0
+    assert event["rank"] == 1 and event["step"] % 5 == 0
+    assert 0 <= event["steps_lost"] <= 5 and event["seconds_lost"] > 0
     rows = jobs.logged_steps(tmp_path / "run")
-    straight = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "straight", texts, **options))[0]
-    assert [row["step"] for row in rows] == list(range(1, 61))
-    assert [row["loss"] for row in rows] == [row["loss"] for row in straight[0]]
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert [row["loss"] for row in rows] == [row["loss"] for row in undisturbed]
     if number == signal.SIGSTOP:
         assert "rank 1 is stopped by a signal" in err
         found = in_the_folder(tmp_path / "run")

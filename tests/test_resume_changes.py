@@ -95,6 +95,17 @@ def test_what_makes_another_curve_is_refused_before_anything_starts(run, words, 
     assert judge(run, [*words, f"--checkpoint.allow_config_change={key}"]) == []
 
 
+def test_another_choice_of_what_is_trained_needs_another_state(run):
+    words = ['--training.unfrozen=["*norm*"]']
+    (line,) = judge(run, words)
+    allow, anew = "checkpoint.allow_config_change", "checkpoint.exclude_from_loading"
+    assert f'{allow} = ["training.unfrozen"], beside {anew} = ["optimizer"], or start anew' in line
+    words.append(f"--{allow}=training.unfrozen")
+    (line,) = judge(run, words)
+    assert line.startswith(f'{anew}: given []; allowed: "optimizer" among them, with another training.unfrozen; step-')
+    assert judge(run, [*words, f"--{anew}=optimizer"]) == []
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -106,6 +117,21 @@ def test_what_makes_another_curve_is_refused_before_anything_starts(run, words, 
 )
 def test_what_only_changes_how_the_run_is_made_is_not_refused(run, words):
     assert judge(run, words) == []
+
+
+def test_a_folder_of_sizes_is_the_same_from_anywhere(tmp_path, monkeypatch):
+    """A checkpoint's job has it by its whole name; what another one says otherwise are sizes."""
+    sizes = dict(model_type="llama", vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5, max_position_embeddings=64)
+    for name, layers in (("one", 2), ("same", 2), ("other", 3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(sizes | {"num_hidden_layers": layers}))
+    of = ["--checkpoint.enable", "--model.flavor=from_hf", "--training.seq_len=32", f"--job.dump_folder={tmp_path}/run"]
+    checkpoint(tmp_path / "run" / "checkpoint", [*of, f"--model.hf_folder={tmp_path}/one"])
+    monkeypatch.chdir(tmp_path)
+    assert [lines(*of, f"--model.hf_folder={name}") for name in ("one", "./same")] == [[], []]
+    (line,) = lines(*of, "--model.hf_folder=other")
+    assert line.startswith("model.overrides: given n_layers = 3; allowed: n_layers = 2")
 
 
 def test_the_step_asked_for_is_compared_and_no_other(run):

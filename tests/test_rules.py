@@ -127,6 +127,15 @@ TRAINING = [
         'lr_scheduler.decay_ratio: given 0.5; allowed: unset with decay_type = "constant"; drop one of the two',
     ),
     (
+        ["--lr_scheduler.warmup_type=cosine", "--lr_scheduler.warmup_steps=0"],
+        'lr_scheduler.warmup_type: given "cosine"; allowed: "linear" with lr_scheduler.warmup_steps = 0; leave it out',
+    ),
+    (
+        ["--lr_scheduler.warmup_type=quadratic", "--lr_scheduler.decay_type=relora_cyclical"],
+        'lr_scheduler.warmup_type: given "quadratic"; allowed: "linear" with decay_type = "relora_cyclical"; '
+        "leave it out",
+    ),
+    (
         ["--lr_scheduler.num_cycles=2"],
         'lr_scheduler.num_cycles: given 2; allowed: 1, except with decay_type = "cosine_restarts"; drop it',
     ),

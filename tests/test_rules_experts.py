@@ -44,14 +44,22 @@ EXPERTS = [
         "parallel; tensor-parallel ranks would all send the same tokens",
     ),
     (
-        [MOE, EP + "2", "--compile.enable"],
-        "compile.enable: given true; allowed: false with parallelism.expert_parallel_degree, or without the component "
-        "model; the host reads how many tokens go where, which would break the graph",
+        [MOE, EP + "2", "--compile.enable", "--activation_checkpoint.mode=selective"]
+        + ["--activation_checkpoint.selective_ac_option=op"],
+        'activation_checkpoint.selective_ac_option: given "op"; allowed: every how many layers, with a compiled model '
+        "and parallelism.expert_parallel_degree; the operators of what is compiled cannot be chosen from outside; "
+        'write "2", or another mode',
+    ),
+    (
+        [MOE, EP + "2", PP + "2", OVERLAP, "--compile.enable"],
+        "pipeline_parallel_expert_parallel_overlap: given true; allowed: false with a compiled model; it takes "
+        "gradients of inputs and of weights apart, which a compiled part hands back at once; set compile.enable = "
+        "false",
     ),
     (
         [MOE, EP + "2", "--activation_checkpoint.mode=memory_budget"],
-        'activation_checkpoint.mode: given "memory_budget"; allowed: with a compiled model only, as the compiler keeps '
-        'to the budget; experts that travel are not compiled; write "full" or "selective"',
+        'activation_checkpoint.mode: given "memory_budget"; allowed: another mode with expert parallel; experts that '
+        'travel are not compiled, so no budget is theirs; write "full" or "selective"',
     ),
     (
         [OVERLAP],
@@ -91,6 +99,7 @@ def test_expert_plans_that_cannot_work(case):
     "plan",
     [
         [EP + "4"],
+        [EP + "4", "--compile.enable", "--activation_checkpoint.mode=full"],
         [EP + "2", TP + "2"],
         [EP + "2", PP + "2", SCHEDULE + "DualPipeV", OVERLAP],
         [EP + "4", "--model.overrides={n_dense_layers = 6, n_mtp_layers = 1}"],  # the depth has experts

@@ -1,5 +1,6 @@
 """One run a folder: two starters, forged locks of owners that live or not, and a job in a folder that is taken."""
 
+import errno
 import json
 import os
 import re
@@ -163,6 +164,17 @@ def test_a_folder_that_cannot_be_used_is_told_with_the_remedy(tmp_path):
     told = re.escape(f"given '{tmp_path}/file/run'") + ".*cannot be written.*allowed"
     with pytest.raises(JobError, match=told), held(tmp_path / "file" / "run", HERE):
         raise AssertionError
+
+
+def test_a_full_disk_is_told_without_a_name_where_there_is_none(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(lock.os, "fsync", full)
+    told = re.escape("cannot be written (No space left on device); allowed")
+    with pytest.raises(JobError, match=told), held(tmp_path, HERE):
+        raise AssertionError
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("under", ["launcher", "torchrun"])

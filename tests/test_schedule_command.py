@@ -136,7 +136,7 @@ LONG = 300 * "a"
         ("--schedule ZBV", "there is no pipeline schedule 'ZBV'"),
         ("--schedule DualPipeV --microbatches 4", "needs at least 8 microbatches"),
         ("--chunks 3", "1F1B needs exactly 1 stage per rank"),
-        ("--out a.gif", "--out: given 'a.gif'; allowed: names with .png or .svg"),
+        ("--out a.gif", "--out: given 'a.gif'; allowed: names with .svg or .png"),
         (
             "--out /dev/null/a.png",
             "--out: given '/dev/null/a.png'; allowed: a folder; /dev/null is a file; name another",

@@ -11,6 +11,7 @@ import torch
 from tests.support.jobs import arguments, train, write_texts
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
+from torchtitan import cli
 from torchtitan.datasets.packing import IGNORE
 from torchtitan.datasets.position import merge_states
 from torchtitan.datasets.samples import dealt
@@ -222,6 +223,53 @@ def test_a_resumed_run_remembers_what_it_read(home):
         assert resumed[:3] == whole[:3] and (resumed == whole) == (warmup == "replay")
 
 
+def trained(argv):
+    rows, state = train(argv)
+    return [row["loss"] for row in rows], state
+
+
+SAVED = [
+    (1, dict(adapter__neurocache__ordering="lru", adapter__neurocache__track_hits=True, training__steps=5)),
+    (2, dict(training__local_batch_size=1, parallelism__data_parallel_shard_degree=2)),
+    (2, dict(parallelism__pipeline_parallel_degree=2)),
+]
+
+
+@pytest.mark.parametrize("ranks, how", SAVED, ids=["lru", "FSDP 2", "PP 2"])
+def test_saved_caches_make_a_resume_that_of_one_run(home, tmp_path, ranks, how):
+    """Bit for bit, with entries that were compressed by the weights of their time."""
+    how = dict(adapter__neurocache__resume_warmup="saved", training__steps=6) | how
+    whole = run_ranks(ranks, trained, job(home, tmp_path / "whole", **how))
+    run_ranks(ranks, trained, job(home, tmp_path / "stopped", **how | dict(training__steps=3)))
+    assert run_ranks(ranks, trained, job(home, tmp_path / "stopped", **how)) == whole
+    if ranks == 1:
+        replayed = how | dict(adapter__neurocache__resume_warmup="replay")
+        run_ranks(ranks, trained, job(home, tmp_path / "replayed", **replayed | dict(training__steps=3)))
+        assert run_ranks(ranks, trained, job(home, tmp_path / "replayed", **replayed)) != whole
+
+
+def test_saved_caches_of_another_plan_are_read_again(home, tmp_path):
+    """So that the resume is that of one which replays."""
+    found = {}
+    for warmup in ("saved", "replay"):
+        how = dict(adapter__neurocache__resume_warmup=warmup, training__steps=3)
+        run_ranks(1, losses, job(home, tmp_path / warmup, **how))
+        how |= dict(training__steps=6, training__local_batch_size=1, parallelism__data_parallel_shard_degree=2)
+        found[warmup], _ = run_ranks(2, losses, job(home, tmp_path / warmup, **how))
+    assert found["saved"] == found["replay"] and len(found["saved"]) == 6
+
+
+def test_saved_caches_are_left_where_the_data_begin_anew(home, tmp_path):
+    """Nothing is found of documents that the run does not go on with: it is a resume with empty caches."""
+    found = {}
+    for warmup in ("saved", "cold"):
+        how = dict(adapter__neurocache__resume_warmup=warmup, adapter__neurocache__scope="global")
+        run_ranks(1, losses, job(home, tmp_path / warmup, **how | dict(training__steps=3)))
+        how |= dict(training__steps=6, checkpoint__exclude_from_loading='["dataloader"]')
+        (found[warmup],) = run_ranks(1, losses, job(home, tmp_path / warmup, **how))
+    assert found["saved"] == found["cold"] and len(found["saved"]) == 6
+
+
 def validated(argv):
     """Losses with and without validations in between, of rows of another number."""
     trained = losses(argv)
@@ -245,6 +293,28 @@ def test_validation_has_caches_of_its_own(home):
     assert found[1] == pytest.approx(found[3], rel=1e-6) and len(found[1]) == 3
 
 
+def test_validation_with_caches_of_several_sizes(home, tmp_path, capsys):
+    """As `torchtitan evaluate` finds of the last checkpoint, and nothing of it is left behind."""
+    (plain,) = run_ranks(1, losses, job(home, tmp_path / "plain"))
+    data = dict(validation__dataset="text", validation__dataset_path=home / "data/texts.jsonl")
+    several = dict(
+        validation__enable=True,
+        validation__freq=3,
+        validation__samples=0,
+        adapter__neurocache__eval_cache_sizes="[0,16,64]",
+    )
+    (trained,) = run_ranks(1, losses, job(home, tmp_path / "several", **several | data))
+    assert trained == plain
+    rows = map(json.loads, (tmp_path / "several" / "metrics.jsonl").read_text().splitlines())
+    row = [row for row in rows if "validation_loss" in row][-1]
+    told = ["--cache-sizes", "64,0,16", "--out", str(tmp_path / "found.json")]
+    assert cli.main(["evaluate", str(tmp_path / "several"), *told]) == 0, capsys.readouterr().err
+    expected = [run["loss"] for run in json.loads((tmp_path / "found.json").read_text())["runs"]]
+    names = ("", "_cache_0", "_cache_16")
+    assert [row[f"validation_loss{name}"] for name in names] == pytest.approx(expected, rel=1e-6)
+    assert len({*expected}) == 3 and "validation_loss_cache_64" not in row
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
@@ -257,6 +327,12 @@ def test_validation_has_caches_of_its_own(home):
         ),
         (["--model.name=qwen3"], 'adapter.kind: given "neurocache"; allowed: another one for qwen3'),
         (["--adapter.neurocache.cache_size=8"], "adapter.neurocache.cache_size: given 8; allowed: at least 2048"),
+        (["--adapter.neurocache.eval_cache_sizes=[0,8]"], "eval_cache_sizes: given [0, 8]; allowed: at least 2048"),
+        (["--adapter.neurocache.eval_cache_sizes=[-1]"], "allowed: sizes from 0 on; drop -1"),
+        (
+            ["--adapter.neurocache.track_hits", "--parallelism.pipeline_parallel_degree=2"],
+            "track_hits: given true; allowed: false with a pipeline",
+        ),
         (["--adapter.neurocache.window=3"], "adapter.neurocache.window: given 3; allowed: 1, or an even number"),
         (["--adapter.rank=4"], 'adapter.rank: given 4; allowed: nothing with adapter.neurocache.beside = "none"'),
         (
@@ -275,6 +351,38 @@ def test_validation_has_caches_of_its_own(home):
                 '--adapter.neurocache.retrieval_map={"2" = 2}',
             ],
             "layers 2 to 4, which store, look up and read, have to be in one stage",
+        ),
+        (
+            [
+                "--parallelism.pipeline_parallel_degree=2",
+                '--adapter.neurocache.retrieval_map={"2" = 2, "5" = 5}',
+            ],
+            "layers 2 to 5, which store, look up and read, have to be in one stage",
+        ),
+        (["--adapter.neurocache.cache_shard=tp"], '"none" without tensor parallel; leave it out, or set parallelism'),
+        (
+            [
+                "--parallelism.tensor_parallel_degree=2",
+                "--adapter.neurocache.cache_shard=tp",
+                "--adapter.neurocache.cache_size=4097",
+            ],
+            'cache_size: given 4097; allowed: a multiple of 2 ranks with cache_shard = "tp"; write 4096 or 4098',
+        ),
+        (
+            [
+                "--parallelism.tensor_parallel_degree=2",
+                "--adapter.neurocache.cache_shard=tp",
+                "--adapter.neurocache.eval_cache_sizes=[4097]",
+            ],
+            'eval_cache_sizes: given [4097]; allowed: multiples of 2 ranks with cache_shard = "tp"',
+        ),
+        (
+            [
+                "--parallelism.tensor_parallel_degree=2",
+                "--adapter.neurocache.cache_shard=tp",
+                "--adapter.neurocache.resume_warmup=saved",
+            ],
+            'resume_warmup: given "saved"; allowed: not "saved" with cache_shard = "tp"',
         ),
         (
             ["--parallelism.pipeline_parallel_degree=2", "--adapter.neurocache.scope=global"],

@@ -17,6 +17,7 @@ from torchtitan.checkpoint.kinds import find_weights
 from torchtitan.classes import ClassCrossEntropy, measures
 from torchtitan.config.manager import load
 from torchtitan.datasets import open_source
+from torchtitan.datasets.reading import Reading
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.models.hf.export import Source, beside_weights
 from torchtitan.models.roberta import RobertaArgs
@@ -67,7 +68,7 @@ def test_transformers_tells_the_same(learned, model):
     theirs = AutoModelForSequenceClassification.from_pretrained(learned / model / "model_hf").eval()
     config = load(words(learned / model, model))
     ours, _ = filled_model(config, learned / model / "model_hf", torch.device("cpu"))
-    tokenizer, source = build_tokenizer("debug"), open_source("sentiment_validation", None, "text")
+    tokenizer, source = build_tokenizer("debug"), open_source("sentiment_validation", None, Reading())
     for number in range(0, 60, 7):
         ids = tokenizer.encode(source.get(number).text, bos=True, eos=model == "roberta")
         tokens = torch.tensor([ids])

@@ -1,6 +1,7 @@
 """Jobs of supervised fine-tuning: the same curve under every plan, and on from the middle of a window."""
 
 import json
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
+from tests.test_registration import install
 from torchtitan.config import manager
 from torchtitan.ranks import read_ranks
 from torchtitan.trainer import Trainer
@@ -68,6 +70,46 @@ def test_the_curve_is_that_of_one_rank(alone, plan, tmp_path):
     assert measured(tmp_path) == pytest.approx(measures, rel=2e-4) and len(measures) >= 3
 
 
+WAYS = {  # of four samples of unequal lengths a step, on so many ranks
+    "GA 4": (1, dict(training__local_batch_size=1)),
+    "DP 2": (2, dict(training__local_batch_size=2, parallelism__data_parallel_shard_degree=2)),
+    "GA 4, padded to each": (1, dict(training__local_batch_size=1, data__pad_to="batch")),
+    "DP 2 x GA 2, padded to each": (2, dict(training__local_batch_size=1, data__pad_to="batch")),
+    "TP 2, padded to a multiple": (
+        2,
+        dict(training__local_batch_size=4, data__pad_to="multiple:8", parallelism__tensor_parallel_degree=2),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def at_once(tmp_path_factory):
+    """All four in one forward pass, padded to seq_len."""
+    folder = tmp_path_factory.mktemp("at_once")
+    rows = write_rows(folder)
+    return rows, run_ranks(1, jobs.train, unpacked(folder / "run", rows, training__local_batch_size=4))[0][0]
+
+
+def unpacked(folder, rows, **options):
+    settings = dict(validation__enable=False, data__packing="off", training__steps=3)
+    argv = words(folder, rows, **settings | options)
+    return [word for word in argv if not word.startswith(("--validation.", "--training.epochs"))]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_is_the_same_however_it_is_cut(at_once, way, tmp_path):
+    """The loss is of all its tokens, not a mean of means, and so are its gradients."""
+    rows, steps = at_once
+    ranks, options = WAYS[way]
+    got, _ = run_ranks(ranks, jobs.train, unpacked(tmp_path, rows, **options))[0]
+    assert len(got) == len(steps) == 3
+    for name in ("loss", "grad_norm"):
+        assert got[0][name] == pytest.approx(steps[0][name], rel=1e-5)
+        assert [step[name] for step in got] == pytest.approx([step[name] for step in steps], rel=2e-4)
+    shortened = "data__pad_to" in options
+    assert (got[-1]["tokens"] < steps[-1]["tokens"]) == shortened and steps[-1]["tokens"] == 3 * 4 * 384
+
+
 def test_on_from_the_middle_of_a_window_on_two_ranks(alone, tmp_path):
     rows, losses, _ = alone
     saving = dict(checkpoint__enable=True, checkpoint__interval=100)
@@ -90,3 +132,56 @@ def stopped_after(argv: list[str], step: int) -> None:
     trainer.log = log_and_stop
     assert not trainer.train()
     trainer.close()
+
+
+SPEC = """
+from torchtitan.optimizers.spec import OptimizerSpec
+SPEC = OptimizerSpec(make="acme_fails.heavy:Fails", state=lambda options: 0)
+"""
+FAILS = """
+import torch
+from torchtitan.ranks import read_ranks
+
+
+class Fails(torch.optim.SGD):
+    done = 0
+
+    def step(self, closure=None):
+        Fails.done += 1
+        if Fails.done == 3 and read_ranks().rank == 0:
+            raise IndexError("no such row")
+        return super().step(closure)
+"""
+
+
+def test_a_first_rank_that_crashes_is_one_message_and_the_end_of_all(tmp_path):
+    """While the others wait for it, far sooner than a collective's timeout of 300 seconds."""
+    entries = "[torchtitan.optimizers]\nFails = acme_fails.light:SPEC\n"
+    site = install(tmp_path / "site", "acme-fails", entries, light=SPEC, heavy=FAILS)
+    rows = write_rows(tmp_path / "rows")
+    argv = words(tmp_path / "run", rows, optimizer__name="Fails", training__local_batch_size=1, job__max_restarts=0)
+    process = jobs.start(argv, ranks=2, OMP_NUM_THREADS="1", PYTHONPATH=f"{site}:{jobs.ROOT}")
+    jobs.wait_for_step(tmp_path / "run", 2, process)
+    others = jobs.children(process.pid)
+    code, _, err = jobs.finish(process, 60)
+    assert code == 1 and err.count("Traceback") == err.count("IndexError: no such row") == 1
+    assert not any(Path(f"/proc/{pid}").exists() for pid in others)
+
+
+def test_a_run_that_is_terminated_goes_on_exactly(tmp_path):
+    """By a signal to its launcher, as its user starts it; all that follows is bit for bit what it would have been."""
+    rows = write_rows(tmp_path / "rows")
+    options = dict(training__epochs=5, training__local_batch_size=1, validation__freq=8, model__overrides=jobs.SHALLOW)
+    options |= dict(checkpoint__enable=True, checkpoint__interval=1000)
+    straight = run_ranks(2, jobs.train, words(tmp_path / "straight", rows, **options))[0]
+    argv = words(tmp_path / "run", rows, **options)
+    process = jobs.start(argv, ranks=2, OMP_NUM_THREADS="1")
+    jobs.wait_for_step(tmp_path / "run", 3, process)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = jobs.finish(process)
+    stopped = jobs.logged_steps(tmp_path / "run")[-1]["step"]
+    assert (code, err) == (143, "") and 3 <= stopped < straight[0][-1]["step"]
+    steps, weights = run_ranks(2, jobs.train, argv)[0]
+    assert weights == straight[1]
+    assert [(step["step"], step["loss"]) for step in steps] == [(step["step"], step["loss"]) for step in straight[0]]
+    assert measured(tmp_path / "run") == measured(tmp_path / "straight")

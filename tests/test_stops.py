@@ -28,7 +28,7 @@ class Stumbles(Trainer):
     what = "nothing"
 
     def fetch(self, batches):
-        if self.step == BAD_STEP - 1 and self.ranks.rank == 1 and self.what == "data":
+        if self.step == BAD_STEP - 2 and self.ranks.rank == 1 and self.what == "data":  # a step ahead
             next(batches)
             batches = iter(())
         if self.step == BAD_STEP - 1 and self.what == "gradient" and not hasattr(self.model, "clipped"):

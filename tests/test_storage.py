@@ -229,8 +229,9 @@ def test_no_decision_looks_at_the_walls_clock():
     package = jobs.ROOT / "torchtitan"
     sources = {str(path.relative_to(package)): path.read_text() for path in package.rglob("*.py")}
     asks = {path for path, text in sources.items() if re.search(r"\btime\.time\b", text)}
-    # how much a restart has lost; how long a save took; the end that SLURM names; whether the machines' clocks agree
-    assert asks == {"introduction.py", "metrics/goodput.py", "ranks.py", "preflight.py"}
+    # when a row was measured; how much a restart has lost; how long a save took; the end that SLURM names; whether the
+    # clocks of machines agree
+    assert asks == {"commands/bench.py", "introduction.py", "metrics/goodput.py", "ranks.py", "preflight.py"}
 
 
 def test_times_are_read_as_slurm_writes_them():
@@ -266,7 +267,7 @@ def test_a_run_ends_ahead_of_its_limit_saved_and_goes_on_later(tmp_path):
         checkpoint__enable=True, training__steps=10**6, training__local_batch_size=4, job__time_limit="0:00:05"
     )
     argv = jobs.arguments(tmp_path / "run", texts, **options)
-    code, out, err = jobs.finish(jobs.start(argv, ranks=2))
+    code, out, err = jobs.run(argv, ranks=2)
     assert code == 143, err
     assert "ahead of the end that is known" in out
     assert "nothing will be saved" not in err

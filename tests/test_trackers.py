@@ -17,6 +17,7 @@ import torch
 from tests.support import jobs
 from tests.support.judged import anywhere, lines  # noqa: F401
 from tests.support.pool import run_ranks
+from tests.test_metrics import build
 from torchtitan.metrics import PatientTracker, patience
 from torchtitan.metrics.histograms import histogram
 from torchtitan.trackers import TRACKERS
@@ -150,6 +151,28 @@ def test_tensorboard_shows_a_resumed_run_as_one(tmp_path):
         board.close()
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("lr")] == [(1, 10.0), (2, 21.0)]
+
+
+def test_tensorboard_shows_a_step_once_that_a_run_went_back_for(tmp_path):
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator  # that of TensorBoard
+
+    made = []
+
+    def board() -> TensorBoard:
+        made.append(TensorBoard(a_run(tmp_path, resume_step=1, job=JOB)))
+        return made[-1]
+
+    metrics = build(tmp_path, trackers=[PatientTracker("it", board)])
+    for step in (2, 3, 4):
+        metrics.record_validation(step, 10.0 * step)
+    metrics.go_back(1, 0)
+    for step in (2, 3):
+        metrics.record_validation(step, 10.0 * step + 1)
+    metrics.close()
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    shown = [(e.step, e.tensor_proto.float_val[0]) for e in events.Tensors("validation_metrics/loss")]
+    assert shown == [(2, 21.0), (3, 31.0)]
+    assert len(made) == 1 and len(events.Tensors("job/text_summary")) == 1
 
 
 def test_tensorboard_has_the_job(tmp_path):
@@ -325,6 +348,9 @@ def test_mlflow_needs_a_place(monkeypatch):
     assert "allowed: with MLFLOW_TRACKING_URI in the environment" in fault
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:5000")
     assert lines("--metrics.trackers=mlflow") == []
+    monkeypatch.setenv("DISABLE_MLFLOW_INTEGRATION", "TRUE")
+    (fault,) = lines("--metrics.trackers=mlflow")
+    assert "allowed: nothing with DISABLE_MLFLOW_INTEGRATION in the environment; unset it, or leave mlflow out" in fault
 
 
 def test_flags_and_names_are_the_same_trackers():

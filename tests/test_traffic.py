@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from tests import test_combinations
 from tests.combinations import Combination
 from tests.support.pool import run_ranks
-from tests.support.traffic import Traffic, axes_of
 from torchtitan.loss import IGNORE_INDEX
+from torchtitan.memory.traffic import Traffic, axes_of
 
 LAYERS, WIDTH = 3, test_combinations.MICRO_SIZE["dim"]
 
@@ -60,21 +60,28 @@ def sizes(row):
     return blocks, rest
 
 
+def ends(row):
+    """Units beside the blocks: the embedding; last norm and head, where the head has a matrix of its own."""
+    return 1 if test_combinations.build_plain(Combination(model=row.model)).args.tied_embeddings else 2
+
+
 def precision(row):
     """Bytes of (activations and gathered parameters, reduced gradients)."""
     return (2 if row.precision == "bfloat16" else 4), 4
 
 
 def fully_sharded(row):
-    """Blocks are gathered for forward and again for backward, the rest once; gradients are reduced once."""
+    """Blocks are gathered for forward and again for backward, the ends once; gradients are reduced once. The head is a
+    unit of its own so that its sum, the largest, is made while blocks go backward.
+    """
     (blocks, rest), (gathered, reduced), n = sizes(row), precision(row), row.dp_shard
     part, times = Fraction(n - 1, n), row.accumulation if n > 1 else 0
     again = 1 if row.reshard else 0
     gather = part * gathered * ((1 + again) * blocks + rest)
     reduce = part * reduced * (blocks + rest)
     return {
-        ("all_gather", "dp_shard"): (times * (LAYERS * (1 + again) + 1), times * gather),
-        ("reduce_scatter", "dp_shard"): (times * (LAYERS + 1), times * reduce),
+        ("all_gather", "dp_shard"): (times * (LAYERS * (1 + again) + ends(row)), times * gather),
+        ("reduce_scatter", "dp_shard"): (times * (LAYERS + ends(row)), times * reduce),
     }
 
 
@@ -82,7 +89,7 @@ def replicas(row):
     """What FSDP has reduced is added up once per step, however many microbatches there are."""
     (blocks, rest), (_, reduced), r = sizes(row), precision(row), row.dp_replicate
     sent = Fraction(2 * (r - 1), r) * (blocks + rest) / row.dp_shard * reduced
-    return {("all_reduce", "dp_replicate"): (LAYERS + 1 if r > 1 else 0, sent)}
+    return {("all_reduce", "dp_replicate"): (LAYERS + ends(row) if r > 1 else 0, sent)}
 
 
 def tensor_parallel(row):

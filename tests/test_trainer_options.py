@@ -142,7 +142,7 @@ def test_tensorboard_and_profiler_write_where_they_are_told(texts, tmp_path):
 
 def test_picture_is_drawn_at_the_end(texts, tmp_path):
     argv = jobs.arguments(tmp_path, texts, training__steps=3, metrics__plot=True)
-    code, out, err = jobs.finish(jobs.start(argv))
+    code, out, err = jobs.run(argv)
     assert code == 0, err
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
     assert "training.png" in out and "tokens/s" in out

@@ -28,6 +28,7 @@ def trainer(**degrees):
     made.model = SimpleNamespace(hooks=hooks)
     steps = SimpleNamespace(name="guard", state_dict=dict, load_state_dict=lambda state: None)
     made.guards, made.goodput = SimpleNamespace(steps=steps), Goodput()
+    made.findings = SimpleNamespace(state_dict=lambda step: {}, load_state_dict=lambda step, state: None)
     made.schedulers = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
     return made
 

@@ -1,8 +1,7 @@
-"""Config -> parts. Parts are made of a job here and in build_data.py alone; programs and tests build by it."""
+"""Config -> parts. Parts are made of a job here and in the files beside it alone; programs and tests build by them."""
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Collection
 from inspect import signature
 from pathlib import Path
 from pkgutil import resolve_name
@@ -14,21 +13,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.adapters import ADAPTERS, NONE
 from torchtitan.adapters.interface import Adapter
+from torchtitan.adapters.unfrozen import Unfrozen
+from torchtitan.cadence import Cadence, cadence_of
 from torchtitan.checkpoint import Checkpointer, base
+from torchtitan.checkpoint.best import Metric
 from torchtitan.checkpoint.counters import schedule_start
 from torchtitan.config.changes import kept_job
-from torchtitan.config.job import JobConfig, as_dict, trackers_of
+from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.datasets.templates import turn_ends
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokenizer.chat_templates import template_file, template_of
-from torchtitan.guards import Guards, Replicas, StepGuard
+from torchtitan.limits import check_measured_saves
 from torchtitan.loss import Objective, auto_chunks
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
 from torchtitan.lr_shapes import LRSchedule, schedule_of
-from torchtitan.metrics import MetricsLogger, PatientTracker
 from torchtitan.models import CONFIGS, sizes_of
+from torchtitan.models.groups import attend_in_groups
 from torchtitan.models.hf.export import beside_weights, source_of
+from torchtitan.models.noise import add_noise
 from torchtitan.models.registry import MODELS
 from torchtitan.models.spec import ModelSpec
 from torchtitan.optimizers.build import Optimizers, build_optimizers
@@ -38,12 +41,7 @@ from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.parallelisms.parallelize import ParallelOptions
 from torchtitan.parallelisms.pipeline.pipeline_parallel import PipelineOptions
 from torchtitan.parallelisms.plan import ParallelPlan
-from torchtitan.profiling import Profiler
-from torchtitan.ranks import Ranks, slurm_seconds_left
 from torchtitan.tasks import TASKS
-from torchtitan.time_limit import TimeLimit, seconds_of, shortest
-from torchtitan.trackers import TRACKERS
-from torchtitan.trackers.interface import Run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -72,18 +70,17 @@ def tokenizer(config: JobConfig) -> Tokenizer:
     return build_tokenizer(config.model.tokenizer_path, config.data.chat_template)
 
 
-def model_args(config: JobConfig) -> Any:
-    """The family's frozen dataclass of sizes, with the job's overrides."""
+def model_args(config: JobConfig, weights: str | Path | None = None) -> Any:
+    """The family's frozen dataclass of sizes, with the job's overrides; or as weights that are not ours are read by."""
     model = config.model
-    return sizes_of(model.name, model.flavor, model.hf_folder, model.overrides)
+    args = sizes_of(model.name, model.flavor, model.hf_folder, model.overrides)
+    return args if weights is None else CONFIGS[model.name].of_weights(weights, args, model.overrides)
 
 
 def movable(config: JobConfig) -> JobConfig:
     """The job as it is kept with a run: its tokenizer and its model's sizes are found from any folder."""
     paths = {name: getattr(config.model, name) for name in ("tokenizer_path", "hf_folder")}
-    found: dict[str, Any] = {
-        name: str(Path(path).expanduser().resolve()) for name, path in paths.items() if path and Path(path).exists()
-    }
+    found: dict[str, Any] = {n: str(Path(p).expanduser().resolve()) for n, p in paths.items() if p and Path(p).exists()}
     template = config.data.chat_template and template_of(config.data.chat_template)  # as the file says it now
     data = dataclasses.replace(config.data, chat_template=template)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **found), data=data)
@@ -102,7 +99,7 @@ def beside_hf_weights(config: JobConfig, vocabulary: Tokenizer) -> dict[str, byt
         CONFIGS[config.model.name],
         model_args(config),
         config.checkpoint.export_dtype,
-        source=source_of(folder) if folder else None,
+        source=source_of(folder, trained=True) if folder else None,
         tokenizer_files=vocabulary.as_hf_files() | template_file(vocabulary),
         bos_id=vocabulary.bos_id,
         end_ids=sorted(turn_ends(vocabulary)),
@@ -153,13 +150,6 @@ def parallel_options(config: JobConfig) -> ParallelOptions:
     )
 
 
-def describe_precision(config: JobConfig) -> str:
-    compute = str(parallel_options(config).param_dtype).removeprefix("torch.")
-    if compute == config.training.dtype:
-        return compute
-    return f"{compute} with {config.training.dtype} parameters and {config.training.mixed_precision_reduce} reduction"
-
-
 def loss_chunks(config: JobConfig) -> int:
     """As many as keep the logits small that a rank makes at once, of its tokens and its share of the vocabulary."""
     training, held_out, degrees = config.training, config.validation, config.parallelism
@@ -179,14 +169,16 @@ def loss_chunks(config: JobConfig) -> int:
 def adapter(config: JobConfig) -> Adapter | None:
     """What the job trains instead of the model's own parameters; not yet installed."""
     options = config.adapter
+    if config.training.unfrozen:
+        return Unfrozen(config.training.unfrozen)
     return None if options.kind == NONE else resolve_name(ADAPTERS[options.kind])(options, config.debug.seed)
 
 
 def adapted_model(config: JobConfig) -> tuple[nn.Module, ParallelPlan, Adapter | None]:
-    """The job's model without values, in the type it is kept in, with its adapter; the plan that fits it."""
-    built, plan = meta_model(config).to(DTYPES[config.training.dtype]), model_spec(config).plan
-    installed = adapter(config)
-    if installed is not None:
+    """The job's model without values, in the type it is kept in, with its noise and adapter; the plan that fits it."""
+    built = meta_model(config).to(DTYPES[config.training.dtype])
+    plan = add_noise(built, model_spec(config).plan, config.training.neftune_alpha)
+    if (installed := adapter(config)) is not None:
         plan = installed.install(built, plan)
     return built, plan, installed
 
@@ -216,6 +208,7 @@ def meta_model(config: JobConfig) -> nn.Module:
         built = model_spec(config).build(model_args(config))
     built.loss = objective(config)
     built.set_attention_backend(config.model.attention_backend)
+    attend_in_groups(built, config.model.s2_group_size)
     return built
 
 
@@ -232,10 +225,9 @@ def pipeline_options(config: JobConfig) -> PipelineOptions:
     )
 
 
-def model(
-    config: JobConfig, mesh: DeviceMesh, plan: ParallelDims, device: torch.device, drawn: bool = True
-) -> ParallelModel:
-    """The job's model, parallel and with its initial weights, a function of seed and parameter name; see there."""
+def model(config: JobConfig, mesh: DeviceMesh, plan: ParallelDims, device: torch.device, **how: Any) -> ParallelModel:
+    """The job's model, parallel and with its initial weights, a function of seed and parameter name; see there, also
+    for `how` (drawn, storage)."""
     built, patterns, installed = adapted_model(config)
     return ParallelModel(
         built,
@@ -248,7 +240,7 @@ def model(
         pipeline=pipeline_options(config),
         balance=model_spec(config).balance,
         adapter=installed,
-        drawn=drawn,
+        **how,
     )
 
 
@@ -263,6 +255,14 @@ def optimizers(config: JobConfig, built: ParallelModel) -> Optimizers:
     )
 
 
+def cadence(config: JobConfig) -> Cadence:
+    """Of a job whose number of steps is known. LimitError where saves ought to fall on validations and do not."""
+    found = cadence_of(config, config.training.steps)
+    if config.checkpoint.best_metric is not None:
+        check_measured_saves(found.save, found.validate)
+    return found
+
+
 def lr_schedule(config: JobConfig, start: int = 0) -> LRSchedule:
     """From the step `start` of the run on."""
     return schedule_of(config.lr_scheduler, config.training, config.training.steps, config.adapter.relora, start)
@@ -270,18 +270,19 @@ def lr_schedule(config: JobConfig, start: int = 0) -> LRSchedule:
 
 def lr_schedulers(config: JobConfig, built: Optimizers) -> LRSchedulers:
     start = schedule_start(config.job.dump_folder, config.checkpoint)
-    return build_lr_schedulers(built.optimizers, lr_schedule(config, start))
-
-
-def time_limit(config: JobConfig) -> TimeLimit:
-    asked = config.job.time_limit
-    return TimeLimit(shortest(None if asked is None else seconds_of(asked), slurm_seconds_left()))
+    return build_lr_schedulers(built.optimizers, lr_schedule(config, start), config.optimizer.lr)
 
 
 def global_batch_size(config: JobConfig, plan: ParallelDims) -> int:
     """Samples of one optimizer step over all ranks."""
     asked = config.training.global_batch_size
     return asked if asked > 0 else config.training.local_batch_size * plan.dp
+
+
+def as_reference(config: JobConfig) -> JobConfig:
+    """The job of the other model that is asked of pairs: no adapter, and nothing drawn."""
+    training = dataclasses.replace(config.training, neftune_alpha=0)
+    return dataclasses.replace(config, adapter=type(config.adapter)(), training=training)
 
 
 def as_restarted(config: JobConfig) -> JobConfig:
@@ -312,12 +313,14 @@ def checkpointer(
         trainer_state=trainer_state,
         rank_state=rank_state,
         load_state=load_state,
-        **taken(options, Checkpointer) | {"folder": Path(config.job.dump_folder, options.folder)},
+        **taken(options, Checkpointer)
+        | {"folder": Path(config.job.dump_folder, options.folder), "interval": cadence(config).save},
         before_save=before_save,
         before_load=before_load,
         after_save=after_save,
         fresh=built.adapter.fresh if built.adapter else (),
-        left_out=built.adapter.frozen if saves_adapter_alone(config) else (),
+        left_out=left_out_of_checkpoints(config, built),
+        best=best_metric(config),
     )
 
 
@@ -328,8 +331,19 @@ def on_one_rank(config: JobConfig) -> JobConfig:
     )
 
 
+def best_metric(config: JobConfig) -> Metric | None:
+    """By which the job tells its best checkpoint."""
+    name = config.checkpoint.best_metric
+    return None if name is None else Metric.of(name, config.checkpoint.best_mode)
+
+
 def saves_adapter_alone(config: JobConfig) -> bool:
     return config.adapter.kind != NONE and config.adapter.save == "alone"
+
+
+def left_out_of_checkpoints(config: JobConfig, built: ParallelModel) -> Collection[str]:
+    """Parameters that they only refer to."""
+    return built.adapter.frozen if built.adapter and saves_adapter_alone(config) else ()
 
 
 def base_reference(config: JobConfig) -> dict[str, str]:
@@ -337,63 +351,3 @@ def base_reference(config: JobConfig) -> dict[str, str]:
     path = config.checkpoint.initial_load_path
     assert path is not None  # the rules ask for it
     return base.reference(path)
-
-
-def trackers(config: JobConfig, ranks: Ranks, resumed_from: int | None) -> list[PatientTracker]:
-    """Those of this rank, each beside the run."""
-    options, folder = config.metrics, Path(config.job.dump_folder)
-    events = folder / options.save_tb_folder
-    events = events / f"rank_{ranks.rank}" if options.save_for_all_ranks else events
-    run = Run(folder, events, resumed_from, config.job.description, as_dict(config))
-    kinds = [TRACKERS[name] for name in trackers_of(config).values()]
-    chosen = [kind for kind in kinds if ranks.is_main or (kind.of_every_rank and options.save_for_all_ranks)]
-    return [PatientTracker(kind.name, partial(kind, run)) for kind in chosen]
-
-
-def guards(config: JobConfig, built: ParallelModel, built_optimizers: Optimizers) -> Guards:
-    steps = StepGuard(**taken(config.guard, StepGuard))
-    replicas = Replicas(built.parts, built_optimizers.optimizers)
-    return Guards(steps, replicas, built, config.guard.replica_check_interval)
-
-
-def metrics(
-    config: JobConfig,
-    device: torch.device,
-    ranks: Ranks,
-    resumed_from: int | None,
-    tokens_seen: int,
-    installed: Adapter | None = None,
-) -> MetricsLogger:
-    options, folder, args = config.metrics, Path(config.job.dump_folder), model_args(config)
-    flops = model_spec(config).flops_per_token(args, config.training.seq_len)
-    if installed is not None:
-        flops = installed.flops_per_token(flops, args.num_matmul_parameters)
-    return MetricsLogger(
-        folder,
-        writes=ranks.is_main,
-        **taken(options, MetricsLogger) | {"trackers": trackers(config, ranks, resumed_from)},
-        total_steps=config.training.steps,
-        device=device,
-        compute_dtype=parallel_options(config).param_dtype,
-        world_size=ranks.world_size,
-        num_parameters=args.num_parameters,
-        flops_per_token_full=flops.full,
-        flops_per_token_causal=flops.causal,
-        resume_step=resumed_from,
-        tokens_seen=tokens_seen,
-        color=ranks.on_terminal and not options.disable_color_printing,
-    )
-
-
-def profiler(config: JobConfig, device: torch.device, ranks: Ranks, step: int) -> Profiler:
-    options, folder = config.profiling, Path(config.job.dump_folder)
-    return Profiler(
-        traces=folder / options.save_traces_folder if options.enable_profiling else None,
-        snapshots=folder / options.save_memory_snapshot_folder if options.enable_memory_snapshot else None,
-        freq=options.profile_freq,
-        active=options.profiler_active,
-        warmup=options.profiler_warmup,
-        device=device,
-        rank=ranks.rank,
-        start_step=step,
-    )

@@ -18,12 +18,13 @@ from torchtitan.datasets.learned import Recipe, TrainOn, told
 from torchtitan.datasets.loader import Loader, Weighted, build_loader
 from torchtitan.datasets.packs import Packing, PackReader
 from torchtitan.datasets.preparing import prepared
+from torchtitan.datasets.reading import reading_of
 from torchtitan.datasets.segments import Documents, HeldOutSegments, SegmentLoader
 from torchtitan.datasets.targets import Labels
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.distributed import device_type
-from torchtitan.feed import Feed
+from torchtitan.feed import Batch, Feed, names_read
 from torchtitan.loss import Objective
 from torchtitan.masking import Masking
 from torchtitan.models.decoder import LANES
@@ -38,9 +39,8 @@ Section = Literal["training", "validation"]
 def feed(
     config: JobConfig, vocabulary: Tokenizer, plan: ParallelDims, dp_rank: int, device: torch.device, draws: bool
 ) -> Feed:
-    """What the model of a rank reads. `draws`: whether it has dropout."""
+    """What the model of a rank reads. `draws`: whether it has dropout or noise."""
     task = TASKS[config.task.kind]
-    more = () if not task.in_lanes else LANES if plan.pp > 1 else LANES[1:]  # whose number the host would wait for
     return Feed(
         objective(config),
         plan,
@@ -49,10 +49,28 @@ def feed(
         documents_apart(config),
         seed=config.debug.seed if draws else None,
         together=task.together,
-        more=more,
+        more=_of_lanes(config, plan),
         masking=masking(config, vocabulary) if task.labels == "same" else None,
         num_classes=model_args(config).n_classes if task.labels == "classes" else 0,
+        noisy=config.training.neftune_alpha > 0,
+        shortened=multiple_of(config) > 0,
     )
+
+
+def _of_lanes(config: JobConfig, plan: ParallelDims) -> tuple[str, ...]:
+    if not TASKS[config.task.kind].in_lanes:
+        return ()
+    return LANES if plan.pp > 1 else LANES[1:]  # whose number the host would wait for
+
+
+def batch_without_values(config: JobConfig, plan: ParallelDims, draws: bool) -> Batch:
+    """What the model of a rank reads of a batch to train on, on the CPU and all zeros."""
+    rows, length = config.training.local_batch_size, config.training.seq_len
+    drawn_by = ["keys"] * draws + ["lengths"] * (config.training.neftune_alpha > 0)
+    names = names_read(objective(config), documents_apart(config), (*_of_lanes(config, plan), *drawn_by))
+    of_rows = {"begins": torch.bool, "reference": torch.float32} | dict.fromkeys(("lanes", "filled"), torch.int64)
+    shapes = {name: (rows,) if name in of_rows else (rows, length) for name in names}
+    return {name: torch.zeros(shape, dtype=of_rows.get(name, torch.int64)) for name, shape in shapes.items()}
 
 
 def masking(config: JobConfig, vocabulary: Tokenizer) -> Masking:
@@ -91,7 +109,24 @@ def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
     together = TASKS[config.task.kind].together
     window = config.data.packing_window if config.data.packing == "best_fit" and together == 1 else 1
     held_out, left = section == "validation", config.data.padding == "left"
-    return Packing(window, pad_id, config.validation.split, held_out, left, together)
+    shard, shards = map(int, config.data.shards.split("/"))
+    return Packing(
+        window,
+        pad_id,
+        config.validation.split,
+        held_out,
+        left,
+        together,
+        multiple=multiple_of(config),
+        group=config.training.global_batch_size if config.data.group_by_length and not held_out else 0,
+        shard=(1, 1) if held_out else (shard, shards),
+    )
+
+
+def multiple_of(config: JobConfig) -> int:
+    """What the lengths of batches are multiples of, where they are not all of one length; else 0."""
+    pad_to = config.data.pad_to
+    return 1 if pad_to == "batch" else int(pad_to.partition(":")[2] or 0)
 
 
 def recipe(config: JobConfig, section: Section) -> Recipe:
@@ -139,15 +174,22 @@ def _samples_in(config: JobConfig, section: Section, sources: Sequence[TokenShar
 
 def _tell(config: JobConfig, sources: Sequence[TokenShards]) -> None:
     """What the records are, and how well they fill their samples."""
-    training, how = config.training, packing(config, "training", pad_id=0)
-    assert how is not None
+    training = config.training
     for source in sources:
         header = source.header
         records = f": {told(header['records'], training.seq_len)}" if "records" in header else ""
         share = header.get("trained_tokens", header["tokens"]) / header["tokens"]
         logger.info("records    %s%s; %.1f %% of the tokens trained", source.name, records, 100 * share)
+    logger.info("samples    %s", filled(config, sources))
+
+
+def filled(config: JobConfig, sources: Sequence[TokenShards]) -> str:
+    """How many samples a pass over the training data has, and how full these are, in words."""
+    training, how = config.training, packing(config, "training", pad_id=0)
+    if how is None:
+        return f"{_samples_in(config, 'training', sources, epochs=1):,} in a pass"
     packs = PackReader(sources, training.seq_len, config.debug.seed, training.shuffle, how)
-    logger.info("samples    %d in a pass, %.1f %% full", packs.samples(1), 100 * packs.efficiency)
+    return f"{packs.samples(1):,} in a pass, {100 * packs.efficiency:.1f} % full"
 
 
 def batches_of_a_step(config: JobConfig, plan: ParallelDims) -> int:
@@ -175,9 +217,25 @@ def training_loader(
 
 
 def recall(loader: Loader | SegmentLoader, model: ParallelModel, reads: Feed) -> None:
-    """Where a run goes on: the model reads again what it has kept of the documents under way."""
-    if isinstance(loader, SegmentLoader) and loader.resumed and model.adapter is not None:
-        model.recall(reads.to_device(batch) for batch in loader.again(model.adapter.recalls))
+    """Where a run goes on: the model reads again what it has kept of the documents under way; where its data begin
+    anew, it forgets all others.
+    """
+    if isinstance(loader, SegmentLoader) and model.adapter is not None:
+        batches = loader.again(model.adapter.recalls) if loader.resumed else ()
+        model.recall(reads.to_device(batch) for batch in batches)
+
+
+def look_ahead(
+    config: JobConfig, plan: ParallelDims, dp_rank: int, model: ParallelModel, reads: Feed, is_fresh: bool
+) -> None:
+    """Before the first step of an adapter that is fresh: the model reads the first documents of the training data, as
+    far as the adapter has to see them to begin with. These are the same for any number of ranks.
+    """
+    if not is_fresh or not model.adapter.looks_at:
+        return
+    how = dict(seq_len=config.training.seq_len, rows=config.training.local_batch_size, rank=dp_rank, ranks=plan.dp)
+    seen = HeldOutSegments(documents(config, "training"), model.adapter.looks_at, **how)
+    model.look_at(reads.to_device(batch) for batch in seen)
 
 
 def validation_loader(config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims) -> Loader:
@@ -192,15 +250,19 @@ def pass_loaders(
 ) -> Iterator[Loader | SegmentLoader]:
     """Of all whole records of the job, once: those that are trained on, and those that are validated on."""
     once = dataclasses.replace(config.training, epochs=1, shuffle=False, global_batch_size=-1)
-    yield training_loader(dataclasses.replace(config, training=once), vocabulary, dp_rank, plan)
+    in_order = dataclasses.replace(config.data, group_by_length=False)
+    yield training_loader(dataclasses.replace(config, training=once, data=in_order), vocabulary, dp_rank, plan)
     if config.validation.enable:
         yield validation_loader(config, vocabulary, dp_rank, plan)
 
 
 def held_out(
     config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims, objective: Objective
-) -> HeldOut | HeldOutSegments:
+) -> HeldOut | HeldOutSegments | None:
+    """What a job that validates does so on; every iteration over it begins again."""
     part = config.validation
+    if not part.enable:
+        return None
     samples = part.samples if part.steps is None else part.steps * part.local_batch_size * plan.dp
     if TASKS[config.task.kind].in_lanes:
         how = dict(seq_len=seq_len_of(config, "validation"), rows=part.local_batch_size, rank=dp_rank, ranks=plan.dp)
@@ -231,21 +293,30 @@ def documents_fingerprint(config: JobConfig, vocabulary: Tokenizer) -> dict[str,
     return told | {"tokenizer": vocabulary.fingerprint, "sources": {str(n): each for n, each in enumerate(sources)}}
 
 
+def tokenized_before(config: JobConfig, section: Section) -> bool:
+    """Whether a section's text is tokenized before the run."""
+    task = TASKS[config.task.kind]
+    return task.packs or task.in_lanes or (section == "training" and config.training.epochs is not None)
+
+
+def cache_of(config: JobConfig) -> Path:
+    """Where what was tokenized is kept."""
+    return Path(config.data.cache_dir or Path(config.job.dump_folder, "data")).expanduser()
+
+
 def data_sources(config: JobConfig, section: Section) -> list[Weighted]:
     """Opened; what has an end, or is read in whole records, is tokenized before, so that all its lengths are known."""
-    training, found = config.training, []
-    task = TASKS[config.task.kind]
-    first = task.packs or task.in_lanes or (section == "training" and training.epochs is not None)
-    folder = config.data.cache_dir or Path(config.job.dump_folder, "data")
+    training, found, first = config.training, [], tokenized_before(config, section)
+    folder = cache_of(config)
     for wanted in sources_of(config, section).values():
-        assert wanted.text_field is not None  # sources_of has said it
-        source = open_source(wanted.dataset, wanted.dataset_path, wanted.text_field, fields(config))
+        reading = reading_of(wanted, config.data.default_system, TASKS[config.task.kind].packs)
+        source = open_source(wanted.dataset, wanted.dataset_path, reading, fields(config))
         if first and not isinstance(source, TokenShards):
             source = prepared(
                 source,
                 wanted.dataset_path,
                 config.model.tokenizer_path,
-                Path(folder).expanduser(),
+                folder,
                 workers=config.data.num_proc or max(1, training.dataloader.num_workers),
                 stop=training.on_bad_data == "stop",
                 recipe=recipe(config, section),

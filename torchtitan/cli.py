@@ -13,22 +13,27 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from torchtitan.errors import JobError, folded
+from torchtitan.imported import lasting
 from torchtitan.leaving import exit_with
 
 COMMANDS = {
     "train": "train a job: train job.toml, with --section.key value to change it",
     "check": "explain a job, or all that is wrong with it, without starting it",
+    "estimate": "what a job needs of memory, whether it fits, and what would make it fit, without a GPU",
     "list": "list models, datasets, tokenizers, optimizers, adapters and schedules, also of installed packages",
     "preview": "show what the model will see: decoded samples, document borders, masks",
     "schedule": "simulate a pipeline schedule: its bubble, what it keeps, how it compares, and its picture",
-    "prepare": "tokenize a dataset once, into shards that are read at full speed",
+    "bench": "measure speed and memory of a job's steps, for each combination of some options' values",
+    "prepare": "tokenize a dataset once, into shards that are read at full speed, or what a job wants so",
     "generate": "continue a prompt with the weights of a checkpoint or of a Hugging Face folder",
-    "evaluate": "loss, perplexity and bits per byte of held-out documents, by the place of a token in its document",
+    "evaluate": "loss and bits per byte of held-out documents, by the place of a token, or answers to tasks of lm-eval",
     "chat": "talk with what a run has learned, in the form of its records",
     "import": "the job that a file or command line of another program means (Axolotl, DeepSpeed, ReLoRA)",
     "convert": "weights from one form to another: checkpoints, Hugging Face folders, torchtitan's own",
+    "plot": "draw the loss of a run so far in the terminal, or into a page or picture",
     "checkpoints": "list what a run has saved, in what state it is, and what a resume would take",
     "export": "write a checkpoint's weights, an adapter folded in or alone, for other programs",
+    "presets": "the jobs that come with the package: list them, print one, copy one to change",
     "init": "write a commented job to begin with",
     "completion": "print the script with which bash, zsh or fish completes this command",
 }
@@ -60,7 +65,9 @@ def _dispatch(argv: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         print(f"torchtitan: no command {command!r}; {hint}", file=sys.stderr)
         return REFUSED
-    return importlib.import_module(module_of(command)).main([_one_spelling(word) for word in rest])
+    with lasting():
+        module = importlib.import_module(module_of(command))
+    return module.main([_one_spelling(word) for word in rest])
 
 
 def _one_spelling(word: str) -> str:

@@ -5,14 +5,19 @@ There is always a process group, of one rank if need be, so nothing downstream a
 
 import random
 import sys
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from torchtitan import numa
 from torchtitan.errors import JobError
+from torchtitan.memory_limit import in_words, share_of
 from torchtitan.ranks import Launcher, Ranks, set_default
 
 MEETING_SHARE = 0.8
@@ -25,14 +30,18 @@ def device_type() -> str:
 
 
 def init(
-    ranks: Ranks, timeout_seconds: int, trace_buf_size: int = 0, watchdog_seconds: int | None = None
+    ranks: Ranks,
+    timeout_seconds: int,
+    trace_buf_size: int = 0,
+    watchdog_seconds: int | None = None,
+    folder: Path | None = None,
 ) -> torch.device:
     """Join the world and return this rank's device. Collectives on CPU tensors go over gloo on every machine.
 
     `watchdog_seconds`: after which somebody ends this process, if its start goes no further. By then it has said itself
-    that the first of several machines is not there.
+    that the first of several machines is not there. `folder`: the run's, for what NCCL says of a collective that hangs.
     """
-    set_up_libraries(trace_buf_size)
+    set_up_libraries(trace_buf_size, folder)
     timeout = timedelta(seconds=timeout_seconds)
     if device_type() == "cuda":
         if ranks.local_rank >= torch.cuda.device_count():
@@ -42,6 +51,7 @@ def init(
             )
         device, backend = torch.device("cuda", ranks.local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
+        numa.stay_near(_address(device))
     else:
         device, backend = torch.device("cpu"), "gloo"
     if dist.is_initialized():
@@ -60,6 +70,12 @@ def init(
     return device
 
 
+def _address(device: torch.device) -> str:
+    """On the PCI bus, as Linux writes it."""
+    found: Any = torch.cuda.get_device_properties(device)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
 def _meet(ranks: Ranks, launcher: Launcher, timeout: timedelta) -> dist.Store:
     """By what the launcher's ranks find each other: a file on one machine, else a store that the first rank has on a
     socket bound by its launcher (torch's own would listen on every interface)."""
@@ -76,9 +92,13 @@ def _meet(ranks: Ranks, launcher: Launcher, timeout: timedelta) -> dist.Store:
         ) from None
 
 
-def set_up_libraries(trace_buf_size: int) -> None:
+def set_up_libraries(trace_buf_size: int, folder: Path | None = None) -> None:
     """What torch's libraries read when they start, unless the user has set it."""
     set_default("TORCH_FR_BUFFER_SIZE", str(trace_buf_size))
+    if folder is not None:
+        # for a run without our launcher, which asks for the same over a pipe: a file a rank, else in /tmp
+        set_default("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        set_default("TORCH_FR_DUMP_TEMP_FILE", str(folder.absolute() / "nccl-collectives-of-rank-"))
     # Each group of gloo would connect every rank with every other at once: some 1,560 open files a rank with 512 ranks,
     # and minutes of look-ups with thousands. So it connects those that talk, when they first do.
     set_default("TORCH_GLOO_LAZY_INIT", "1")
@@ -99,6 +119,18 @@ def set_timeout(timeout_seconds: int) -> None:
     for group in list(distributed_c10d._world.pg_map):  # torch has no public way to list or to change them
         if not group.group_desc.startswith("checkpoint"):
             distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+
+
+def limit_memory(said: int | float | str | None, device: torch.device) -> str:
+    """Let this process take no more of its device's memory (memory.limit); what was done, in words. LimitError for more
+    than there is.
+    """
+    if said is None or device.type != "cuda":
+        return "" if said is None else f"at most {in_words(said)} of a GPU; on a {device.type} nothing is limited"
+    total = torch.cuda.get_device_properties(device).total_memory
+    share = share_of(said, total)
+    torch.cuda.set_per_process_memory_fraction(share, device)
+    return f"at most {share * total / 2**30:.2f} of {total / 2**30:.2f} GiB for each rank (memory.limit)"
 
 
 def close() -> None:
@@ -130,10 +162,26 @@ def add_up(*values: float) -> list[float]:
     return tensor.tolist()
 
 
+def of_the_first(*values: float) -> list[float]:
+    """Rank 0's host numbers, on all: what ranks have added up for themselves may differ in its last bits."""
+    return add_up(*(values if dist.get_rank() == 0 else [0.0] * len(values)))
+
+
 def sum_over_ranks(*values: int) -> list[int]:
     """Sums of small host integers over all ranks, over gloo: the host learns them without waiting for the GPU."""
-    if dist.get_world_size() == 1:
-        return list(values)
+    return begin_sum(*values)()
+
+
+def begin_sum(*values: int) -> Callable[[], list[int]]:
+    """The same, on its way while the host does other things; who calls what is returned waits for the sums. All ranks
+    begin theirs in the same order among their reductions, and somebody waits for each.
+    """
     tensor = torch.tensor(values, dtype=torch.int64)
-    dist.all_reduce(tensor)
-    return tensor.tolist()
+    work = dist.all_reduce(tensor, async_op=True) if dist.get_world_size() > 1 else None
+
+    def finish() -> list[int]:
+        if work is not None:
+            work.wait()
+        return tensor.tolist()
+
+    return finish

@@ -1,5 +1,6 @@
 """What a run leaves for other programs at its end, beside its last checkpoint."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,15 @@ import torch.distributed as dist
 
 from torchtitan import build, distributed
 from torchtitan.adapters.interface import Adapter
-from torchtitan.checkpoint import Checkpointer, CheckpointError, folders
+from torchtitan.checkpoint import Checkpointer, CheckpointError, folders, load_weights
+from torchtitan.checkpoint.best import best_in
 from torchtitan.config.job import JobConfig
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.deferred import Value
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.ranks import Ranks
+
+logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 1800
 
@@ -30,10 +34,22 @@ class Exports:
 
     def write(self, model: ParallelModel, checkpointer: Checkpointer | None, step: int) -> None:
         """After the last step. Every rank calls it."""
+        if self.config.checkpoint.export_best and checkpointer is not None:
+            step = self._take_best(model, checkpointer)
         if self.config.adapter.last_save_in_peft:
             self._write_adapter(model)
         if checkpointer is not None and self.config.checkpoint.last_save_model_only:
             self._write_weights(model, checkpointer, step)
+
+    def _take_best(self, model: ParallelModel, checkpointer: Checkpointer) -> int:
+        """The weights of the run's best checkpoint instead of the last step's. Its step."""
+        root, metric = checkpointer.folder, checkpointer.best
+        assert metric is not None  # the rules ask for it
+        checkpointer.finish()
+        best = checkpointer.main_peers.decide(lambda: best_in(root, metric))
+        step = load_weights(best.folder, model.parts, build.left_out_of_checkpoints(self.config, model))
+        logger.info("exporting step %d, whose %s %.4g is the best of the checkpoints", step, metric.name, best.value)
+        return step
 
     def _write_weights(self, model: ParallelModel, checkpointer: Checkpointer, step: int) -> None:
         options = self.config.checkpoint

@@ -1,6 +1,7 @@
 """What the model reads: a step's microbatches, agreed on by all ranks, on the device."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Protocol
 
@@ -9,11 +10,14 @@ from torch import nn
 
 from torchtitan import distributed
 from torchtitan.classes import ClassCrossEntropy, measures
+from torchtitan.datasets.position import Position
 from torchtitan.datasets.samples import dealt
+from torchtitan.datasets.segments import LanePosition
 from torchtitan.datasets.sources import DataError
 from torchtitan.loss import Objective
 from torchtitan.masking import HELD_OUT, Masking
 from torchtitan.models.dropout import token_keys
+from torchtitan.models.noise import record_lengths
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 
 Batch = dict[str, torch.Tensor]
@@ -36,10 +40,17 @@ def take(batches: Iterator[Batch], count: int) -> tuple[list[Batch], DataError |
     return taken, None if len(taken) == count else DataError(f"the data ended after {len(taken)} of {count} batches")
 
 
+def names_read(objective: Objective, document_mask: bool, more: Sequence[str] = ()) -> tuple[str, ...]:
+    """Of a batch, what a model under this objective reads."""
+    # positions restart with each document: not without a mask
+    return ("tokens", *objective.targets, *(("positions", "document_ids") if document_mask else ()), *more)
+
+
 class Feed:
-    """Of one rank. `document_mask`: whether attention is kept inside documents. `seed`: of dropout, where there is any.
-    `together`: neighbouring samples that are dealt out to a rank. `more`: of a batch, what a model reads beside these.
-    `masking`: of words that are to be found. `num_classes`: that are told apart and counted.
+    """Of one rank. `document_mask`: whether attention is kept inside documents. `seed`: of dropout and noise, where
+    there is any, and `noisy` whether there is noise. `together`: neighbouring samples that are dealt out to a rank.
+    `more`: of a batch, what a model reads beside these. `masking`: of words that are to be found. `num_classes`: that
+    are told apart and counted. `shortened`: whether batches have only as much padding as their longest sample wants.
     """
 
     def __init__(
@@ -54,29 +65,32 @@ class Feed:
         more: Sequence[str] = (),
         masking: Masking | None = None,
         num_classes: int = 0,
+        noisy: bool = False,
+        shortened: bool = False,
     ):
         self.objective, self.dims, self.dp_rank, self.device, self.seed = objective, dims, dp_rank, device, seed
-        self.together, self.masking, self.num_classes = together, masking, num_classes
+        self.together, self.masking, self.num_classes, self.noisy = together, masking, num_classes, noisy
+        self.shortened = shortened
         self.references: References | None = None
         """What else a batch is given, by the rows in it."""
         self.share = 1.0
         """Of the valid tokens that were agreed on last, those of this data-parallel rank."""
-        # positions restart with each document: not without a mask
-        self.names = ("tokens", *objective.targets, *(("positions", "document_ids") if document_mask else ()), *more)
+        self.read = 0
+        """Tokens of what was agreed on last, of all ranks, with padding."""
+        self.names = names_read(objective, document_mask, more)
 
     def agree(self, taken: Sequence[Batch], failure: DataError | None, stop: bool, what: str) -> tuple[int, bool]:
-        """The valid tokens in what all ranks together have taken, and whether anybody was asked to stop.
-
-        The same small reduction says whether somebody has no data, so that all ranks stop at the same step: with the
-        failure, or PeerStopped, which names `what` is missing.
+        """The valid tokens in what all ranks together have taken, and whether anybody was asked to stop; at once.
+        Raises as `Taken.settle`.
         """
-        own = sum(map(self.objective.count, taken))
-        valid, failed, stopping = distributed.sum_over_ranks(own, failure is not None, stop)
-        if failed:
-            raise failure or PeerStopped(f"another rank has no {what}")
-        valid = max(valid // self.dims.readers, 1)
-        self.share = max(own, 1) / valid
-        return valid, bool(stopping)
+        whole = Taken(self, taken, failure, what=what)
+        whole.begin(stop)
+        return whole.settle(), whole.stopping
+
+    def tokens_of(self, samples: int, seq_len: int) -> int:
+        """What so many samples of a step, which has been agreed on, count for: all of seq_len, or, where batches are of
+        other lengths, what ranks have read."""
+        return self.read if self.shortened else samples * seq_len
 
     def take(
         self, batches: Iterator[Batch], count: int, step: int | str = HELD_OUT
@@ -113,10 +127,99 @@ class Feed:
         return {name: batch[name].to(self.device, non_blocking=True) for name in self.names}
 
     def to_train_on(self, batch: Batch, index: int, step: int) -> Batch:
-        """This rank's batch number `index` of a step, with what dropout draws by."""
+        """This rank's batch number `index` of a step, with what dropout and noise draw by."""
         batch = self.to_device(batch)
         if self.seed is None:
             return batch
         size, length = batch["tokens"].shape
         samples = self.numbers(index, size, self.device)
-        return batch | {"keys": token_keys(self.seed, step, samples, length)}
+        lengths = {"lengths": record_lengths(batch)} if self.noisy else {}
+        return batch | {"keys": token_keys(self.seed, step, samples, length)} | lengths
+
+
+class Taken:
+    """What this rank has taken, or why it has not, on which all ranks agree while the host does other things.
+
+    One reduction of few integers is on its way from `begin` until somebody asks for what it brings. The same says
+    whether somebody has no data, so that all ranks stop at the same step, and whether anybody was asked to stop.
+    """
+
+    def __init__(self, feed: Feed, batches: Sequence[Batch], failure: DataError | None, what: str = "data"):
+        self.feed, self.batches, self.failure, self.what = feed, batches, failure, what
+        self.own = sum(map(feed.objective.count, batches))
+        self.answer: Callable[[], list[int]] | None = None
+
+    def begin(self, stop: bool) -> None:
+        """Tell all ranks of this, which begin theirs in the same order; and whether this one was asked to stop."""
+        read = sum(batch["labels"].numel() for batch in self.batches)
+        self.answer = distributed.begin_sum(self.own, read, self.failure is not None, stop)
+
+    @cached_property
+    def sums(self) -> list[int]:
+        """Valid tokens, all tokens, ranks without data, ranks that were asked to stop. Waits for all ranks."""
+        assert self.answer is not None
+        return self.answer()
+
+    @property
+    def stopping(self) -> bool:
+        return bool(self.sums[3])
+
+    def settle(self) -> int:
+        """The valid tokens of all ranks, of which the feed tells its share from now on. Raises the failure, or
+        PeerStopped, which names what is missing.
+        """
+        valid, read, failed, _ = self.sums
+        if failed:
+            raise self.failure or PeerStopped(f"another rank has no {self.what}")
+        readers = self.feed.dims.readers
+        valid, self.feed.read = max(valid // readers, 1), read // readers
+        self.feed.share = max(self.own, 1) / valid
+        return valid
+
+
+class Ahead:
+    """Steps' batches, taken a step ahead: all ranks agree on a step while the one before it is trained.
+
+    `count` on this rank of each of `steps`. `batches` and `position`, behind the last of them, are of the step under
+    way.
+    """
+
+    batches: Sequence[Batch]
+    position: Position | LanePosition
+
+    def __init__(self, feed: Feed, count: int, steps: int):
+        self.feed, self.count, self.steps = feed, count, steps
+        self._next: tuple[Taken, Position | LanePosition] | None = None
+
+    def take(self, batches: Iterator[Batch], position: Callable[[], Position | LanePosition], step: int) -> None:
+        """Those of the step after `step`, unless they are taken, and of the one after it."""
+        self._now, self.position = self._next or (self._taken(batches, step), position())
+        self.batches, self._next = self._now.batches, (self._taken(batches, step + 1), position())
+
+    def _taken(self, batches: Iterator[Batch], step: int) -> Taken:
+        return Taken(self.feed, *self.feed.take(batches, self.count if step < self.steps else 0, step))
+
+    def agree(self, stop: bool) -> int:
+        """The valid tokens of all ranks in the step under way; raises as `Taken.settle`. From now on ranks tell one
+        another of the next, and whether they were asked to stop.
+        """
+        assert self._next is not None
+        if self._now.answer is None:
+            self._now.begin(stop)
+        valid = self._now.settle()
+        self._next[0].begin(stop)
+        return valid
+
+    @property
+    def stopping(self) -> bool:
+        """Whether any rank was asked to stop before the step under way. Waits for all ranks."""
+        assert self._next is not None
+        return self._next[0].stopping
+
+    def drop(self) -> bool:
+        """The steps to come are others. Nothing is under way any more afterwards; whether any rank was asked to stop
+        before.
+        """
+        begun = self._next is not None and self._next[0].answer is not None
+        stopping, self._next = begun and self.stopping, None
+        return stopping

@@ -18,7 +18,7 @@ from torchtitan.metrics.console import duration
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.plot import draw_training_curve
-from torchtitan.ranks import Ranks, Restart
+from torchtitan.ranks import Ranks, Restart, heeded
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,9 @@ def introduce(
     vocabulary: Tokenizer,
     schedulers: LRSchedulers,
     sizes: str,
+    limited: str = "",
 ) -> None:
-    """Log them. `sizes`: the model's, in words."""
+    """Log them. `sizes`: the model's, in words; `limited`: how much memory there is for it, where that is."""
     training, samples = config.training, build.global_batch_size(config, dims)
     passes = samples // (training.local_batch_size * dims.dp)
     tags = f" [{', '.join(config.job.tags)}]" if config.job.tags else ""
@@ -42,7 +43,7 @@ def introduce(
         "plan       %s on %s, %s; %d sample%s of %d tokens a step%s",
         dims.describe(),
         device.type,
-        build.describe_precision(config),
+        describe_precision(config),
         samples,
         "s" * (samples != 1),
         training.seq_len,
@@ -50,19 +51,33 @@ def introduce(
     )
     if model.adapter is not None:
         logger.info("adapter    %s", model.adapter.describe())
+        for warning in model.adapter.warnings(passes):
+            logger.warning("adapter    %s", warning)
     end = "" if training.epochs is None else f"; epochs: {training.epochs}, which take {training.steps} steps"
     end = end if training.tokens is None else f"; {training.tokens:,} tokens, which take {training.steps} steps"
     data = describe_sources(config, "training")
     logger.info("data       %s, tokenizer of %d%s", data, vocabulary.vocab_size, end)
     if config.metrics.log_lr_schedule:
         logger.info("schedule   %s", schedulers.schedule.describe(config.optimizer.lr))
+    logger.info("cadence    %s", build.cadence(config).describe(config))
     before, now = schedulers.rate_before, schedulers.last_lr
     if before is not None and not math.isclose(before, now, rel_tol=1e-3):
         logger.warning("the learning rate jumps from %.3g, as the checkpoint's job had it, to %.3g", before, now)
+    if limited:
+        logger.info("memory     %s", limited)
+    if said := heeded():
+        logger.info("variables  %s, of the environment", said)
     logger.info("folder     %s", Path(config.job.dump_folder).resolve())
     if not config.checkpoint.enable or config.checkpoint.load_only:
         off = "checkpoint.load_only is set" if config.checkpoint.enable else "checkpoint.enable is off"
         logger.warning("nothing will be saved: %s; what this run learns is lost with its end", off)
+
+
+def describe_precision(config: JobConfig) -> str:
+    compute = str(build.parallel_options(config).param_dtype).removeprefix("torch.")
+    if compute == config.training.dtype:
+        return compute
+    return f"{compute} with {config.training.dtype} parameters and {config.training.mixed_precision_reduce} reduction"
 
 
 def look_back(
@@ -93,9 +108,17 @@ def look_back(
 
 
 def conclude(
-    config: JobConfig, ranks: Ranks, metrics: MetricsLogger, goodput: Goodput, places: dict[str, Path], step: int
+    config: JobConfig,
+    ranks: Ranks,
+    metrics: MetricsLogger,
+    goodput: Goodput,
+    places: dict[str, Path],
+    step: int,
+    enough: str = "",
 ) -> None:
-    """Log how it went until `step`, where its time went and where things are, and draw the picture."""
+    """Log how it went until `step`, where its time went and where things are, and draw the picture. `enough`: why it
+    has ended ahead of its steps, as one that is done.
+    """
     if config.metrics.plot and metrics.path.exists():
         picture = Path(config.job.dump_folder) / "training.png"
         data = " + ".join(source.dataset for source in sources_of(config, "training").values())
@@ -109,6 +132,8 @@ def conclude(
         steps = max(1, round(best * step / max(goodput.seconds["train"] + goodput.seconds["data"], 1e-9)))
         known = "its own failures" if goodput.failures else "as many failures as others report"
         logger.info("saves       best every %s, or %d steps, by %s (Young and Daly)", duration(best), steps, known)
-    if step < config.training.steps:
+    if enough:
+        logger.info("ended after step %d of %d: %s", step, config.training.steps, enough)
+    elif step < config.training.steps:
         how = "; start it again to go on" if "checkpoints" in places else " (checkpoint.enable is off: not saved)"
         logger.info("stopped as asked after step %d%s", step, how)

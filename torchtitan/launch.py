@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torchtitan.checkpoint import newest_complete
 from torchtitan.checkpoint.layout import step_of
+from torchtitan.clean_start import clean
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
@@ -99,6 +100,8 @@ def lead(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue)
         if nodes.count > 1:
             stay_on_the_way_to(nodes)
         with held(Path(config.job.dump_folder), this_process(*slurm_job())):
+            if told := clean(config, slurm_job()[1]):
+                print(told, flush=True)
             stopped = company.meet(queue, config.comm.init_timeout_seconds)
             code = 128 + stopped if stopped else run(config, arguments, num_ranks, queue, company)
         return code

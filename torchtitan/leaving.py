@@ -48,13 +48,18 @@ def stop_signals() -> list[signal.Signals]:
 
 def exit_with(command: Callable[[], int | None]) -> NoReturn:
     """Run `command` and leave the process with its exit code, 0 if it has none, after its threads have ended, functions
-    registered with atexit have run and streams are flushed. An exception ends the process as ever.
+    registered with atexit have run and streams are flushed. After an exception, which is shown as ever, the code is 1;
+    the process does not wait until others have taken part in what it began, as the libraries would on their way out.
 
     Call it before anything else is registered with atexit: the first one registered is the last to run.
     """
     codes: list[int] = []
     atexit.register(_leave, codes)
-    codes.append(command() or 0)
+    try:
+        codes.append(command() or 0)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        codes.append(1)
     sys.exit(codes[0])
 
 

@@ -27,6 +27,15 @@ def check_global_batch(asked: int, local_batch_size: int, dp: int) -> None:
         raise LimitError(key, asked, allowed, remedy)
 
 
+def check_measured_saves(interval: int, freq: int) -> None:
+    """Both in steps: each checkpoint falls on a validation, which says how good it is."""
+    if interval % freq:
+        below = interval // freq * freq
+        allowed = f"a multiple of the {freq} steps between validations (validation.freq) with checkpoint.best_metric"
+        near = f"{below} or {below + freq}" if below else str(freq)
+        raise LimitError("checkpoint.interval", f"{interval} steps", allowed, f"write {near}")
+
+
 def check_prefetch(num_workers: int, prefetch_factor: int | None) -> None:
     if num_workers == 0 and prefetch_factor is not None:
         raise _without_workers("prefetch_factor", prefetch_factor, "unset")

@@ -73,7 +73,11 @@ class Objective(nn.Module):
         return None
 
     def forward(self, hidden: torch.Tensor, head: nn.Module, batch: Batch) -> torch.Tensor:
-        """hidden states [B, S, D] -> the sum of all losses, a scalar."""
+        """hidden states [B, S, D] -> the sum of all losses, a scalar. Of a batch that has `last` [B], the places of
+        tokens, the logits [B, V] of the words behind them instead.
+        """
+        if "last" in batch:
+            return logits_behind(batch["last"], hidden, head)
         hidden, *others = self.rows(hidden, batch)
         if self.num_chunks == 1:
             return self.loss_of(head, hidden, *others)
@@ -97,23 +101,54 @@ class SummedCrossEntropy(Objective):
         return summed_cross_entropy(head(hidden), *others)
 
 
+def logits_behind(last: torch.Tensor, hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
+    """last [B], hidden states [B, S, D] -> the whole logits [B, V], also where tensor parallel has split them by V."""
+    logits = head(hidden[torch.arange(len(last), device=last.device), last])
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+
 def summed_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """logits [N, V], which tensor parallel may have split by V, labels [N] -> a scalar, at least float32."""
-    return _cross_entropy(logits, labels, "sum").sum()
+    return cross_entropies(logits, labels).sum()
 
 
 def cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The same of each row, [N], for objectives that are no sum of them; 0 where the label does not count."""
-    return _cross_entropy(logits, labels, "none")
-
-
-def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
     if isinstance(logits, DTensor):
         assert logits.placements[0].is_shard(1) and logits.device_mesh.ndim == 1
         return _VocabularyParallelLoss.apply(logits.to_local(), labels, logits.device_mesh)
     # or a bfloat16 model gets its loss back in bfloat16, with 3 digits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction=reduction)
+    if torch.compiler.is_compiling():
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    return _CrossEntropy.apply(logits, labels)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Logits [N, V], labels [N] -> each row's loss. Backward turns the probabilities that forward kept into the
+    gradient, in their place, where torch's takes two more tensors of that size: at 512 rows of 32,000 words both passes
+    take 53 ms of its 117, at 2,048 rows of 2,048 5.3 of 7.0 (torch 2.13, 1 core).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        probabilities = logits.softmax(1)
+        valid = labels != IGNORE_INDEX
+        words = labels.where(valid, 0)[:, None]
+        ctx.save_for_backward(probabilities, words, valid)
+        # The largest probability, which is never near 0, is exp(largest logit - log of the sum of all powers). Logits
+        # are taken from each other first, or the loss would be rounded at their size.
+        behind = logits.amax(1) - logits.gather(1, words)[:, 0]
+        return (behind - probabilities.amax(1).log()).where(valid, 0)
+
+    @staticmethod
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor, None]:
+        probabilities, words, valid = ctx.saved_tensors
+        scale = (valid * scale)[:, None]
+        # a backward in two halves, of activations and of weights, may come here again
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        grad = probabilities * scale if kept else probabilities.mul_(scale)
+        return grad.scatter_add_(1, words, -scale), None
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):

@@ -2,8 +2,9 @@
 checked at once.
 
 Steps are 0-based. With T total steps, W of warmup, S stable and D of decay (W + S + D = T) the multiplier is
-(s + 1) / W in the warmup and m + (1 - m) f(p) after it, where m is the floor, p = (s + 1 - W - S) / D clamped to
-[0, 1], and f falls from 1 to 0. So the floor is reached exactly at the last step, T - 1, and held after it.
+g((s + 1) / W) in the warmup, where g rises from 0 to 1, and m + (1 - m) f(p) after it, where m is the floor,
+p = (s + 1 - W - S) / D clamped to [0, 1], and f falls from 1 to 0. So the floor is reached exactly at the last step,
+T - 1, and held after it.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from fractions import Fraction
 from math import ceil, cos, pi, sqrt
 from typing import Any, NoReturn
 
+from torchtitan.cadence import steps_of
 from torchtitan.errors import JobError
 from torchtitan.lr_restarts import CYCLICAL, JAGGED, Ramps, cyclical, jagged
 from torchtitan.registration import Registry
@@ -26,6 +28,14 @@ _own: dict[str, Callable[[float, int], float]] = {
 CONSTANT = "constant"
 """The type that does not decay."""
 DECAYS: Registry[Callable[[float, int], float]] = Registry("torchtitan.schedules", _own, Callable)
+
+
+WARMUPS: dict[str, Callable[[float], float]] = {
+    "linear": lambda q: q,
+    "quadratic": lambda q: q * q,
+    "cosine": lambda q: (1 - cos(pi * q)) / 2,
+}
+"""g(q) for 0 < q <= 1."""
 
 
 class ScheduleError(JobError):
@@ -66,6 +76,7 @@ class LRSchedule:
     cycle_length: int | None = None
     restart_warmup_steps: int | None = None
     adjust_step: int = 0
+    warmup_type: str = "linear"
     ramps: Ramps | None = None
 
     def __post_init__(self) -> None:
@@ -128,7 +139,7 @@ class LRSchedule:
         if self.restarts:
             return self._with_restarts(min(step, self.total_steps - 1))
         if step < self.warmup:
-            return (step + 1) / self.warmup
+            return WARMUPS[self.warmup_type]((step + 1) / self.warmup)
         decayed = step + 1 - (self.total_steps - self.decay_steps)
         if decayed <= 0 or self.decay_steps == 0:
             return 1.0
@@ -145,7 +156,8 @@ class LRSchedule:
 
     def describe(self, peak: float) -> str:
         """The schedule in one line."""
-        parts = [f"peak {peak:g}", f"warmup {self.warmup}"]
+        rising = f"{self.warmup_type} " * (self.warmup_type != "linear")
+        parts = [f"peak {peak:g}", f"{rising}warmup {self.warmup}"]
         if self.restarts:
             parts.append(f"{self.decay_type} in cycles of {self.cycle_length or self.total_steps}")
             parts.append(f"floor {peak * self.min_lr_factor:g}")
@@ -164,7 +176,7 @@ class LRSchedule:
 
 def schedule_of(section: Any, training: Any, steps: int, relora: Any, start: int = 0) -> LRSchedule:
     """Of a job's [lr_scheduler], [training] and [adapter.relora], of so many steps in all, from `start` on. Raises
-    ScheduleError."""
+    ScheduleError. A share that is warmup is one of the schedule's length."""
     length = section.total_steps or steps - start
     if section.t_max is not None:
         whole = {"epoch": training.epochs, "token": training.tokens}.get(section.t_max_unit)
@@ -172,5 +184,8 @@ def schedule_of(section: Any, training: Any, steps: int, relora: Any, start: int
     period = relora.reset_period
     ramps = Ramps(period, relora.warmup_steps, relora.anneal_steps) if period and relora.warmup_steps else None
     given = {name: value for name, value in asdict(section).items() if not name.startswith("t_max")}
+    if section.warmup_steps is not None:
+        whole = steps if isinstance(section.warmup_steps, str) else length
+        given["warmup_steps"] = steps_of(section.warmup_steps, whole, training.epochs)
     own = {"total_steps": length, "cycle_length": section.cycle_length or period, "ramps": ramps}
     return LRSchedule(**given | own)

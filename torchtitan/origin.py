@@ -1,6 +1,7 @@
 """What a run goes on from or begins with: a checkpoint of its own, weights of other jobs and programs, an adapter."""
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from torchtitan import build
 from torchtitan.checkpoint import Checkpointer, CheckpointError, base
 from torchtitan.checkpoint.counters import SCHEDULE_START, counters_of
+from torchtitan.checkpoint.kept import Kept
 from torchtitan.checkpoint.kinds import find_weights
 from torchtitan.config.changes import changes, refused, remedy
 from torchtitan.config.job import JobConfig
@@ -25,6 +27,8 @@ class Origin:
         self.config, self.dims, self.model = config, dims, model
         self.base: dict[str, str] | None = None
         """A reference to the model of an adapter that is saved alone."""
+        self.adapter_is_fresh = False
+        """Whether the run has an adapter that has learned nothing yet."""
 
     def compare_with_job_of(self, trainer: dict[str, Any], model_only: bool) -> None:
         """Before a checkpoint is taken: say what has changed since, refuse what makes the curve another."""
@@ -42,9 +46,13 @@ class Origin:
         then. The step resumed from, if any."""
         if checkpointer is None:
             self.model.initialize()
+            self.adapter_is_fresh = self.model.adapter is not None
             return None
         options = self.config.checkpoint
         path = options.initial_load_path
+        if (adapter := self.model.adapter) is not None and adapter.keeps:
+            told = partial(setattr, adapter, "taken_back")
+            checkpointer.kept = Kept(partial(adapter.kept, self.model.parts), self._take_back, told)
         if alone := build.saves_adapter_alone(self.config):  # what checkpoints only refer to
             assert path is not None  # the rules ask for it
             self.base = checkpointer.main_peers.decide(partial(build.base_reference, self.config))
@@ -61,7 +69,15 @@ class Origin:
         if resumed is None and self.config.adapter.initial_path:
             self.model.adapter.begin_from(self.model.parts, build.peft_tensors(self.config, self.model.adapter))
             logger.info("adapter started from %s", self.config.adapter.initial_path)
+        known = resumed is not None or checkpointer.fresh_loaded or self.config.adapter.initial_path
+        self.adapter_is_fresh = self.model.adapter is not None and not known
         return resumed
+
+    def _take_back(self, trainer: dict[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, Any] | None:
+        if trainer.get("degrees") != self.dims.degrees | {"ep": self.dims.ep}:
+            return None
+        rows = self.config.training.local_batch_size
+        return self.model.adapter.take_back(self.model.parts, shapes, rows, self.model.device)
 
     def _start_from(self, path: str, checkpointer: Checkpointer) -> None:
         """Take the weights of another job or program; an adapter's own stay as they were drawn."""
@@ -73,7 +89,7 @@ class Origin:
             checkpointer.initial_load(place, options.initial_load_model_only, options.initial_load_counters)
             logger.info("started from %s", path)
         else:
-            args, fresh = build.model_args(self.config), adapter.fresh if adapter else ()
+            args, fresh = build.model_args(self.config, place), adapter.fresh if adapter else ()
             lacking = load_foreign(place, self.model.parts, self.config.model.name, args, fresh, head)
             if lacking:
                 logger.info("%s has no %s: the head begins anew", place, ", ".join(sorted(lacking)))

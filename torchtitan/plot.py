@@ -5,8 +5,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from torchtitan.errors import JobError
 from torchtitan.metrics.json_lines import Record, read_records
 
+FORMATS = (".svg", ".png")
 INK, GREY, RULE = "#1f2937", "#6b7280", "#e5e7eb"
 RAW, LOSS, HELD_OUT, RATE, SPEED = "#a5c0f3", "#1d4ed8", "#d9480f", "#0f766e", "#6d28d9"
 STYLE: Any = {
@@ -29,15 +31,21 @@ STYLE: Any = {
 }
 
 
-def draw_training_curve(metrics_path: Path, png_path: Path, title: str) -> bool:
-    """Draw a PNG; False, and no file, if the run has logged nothing yet."""
+def check_format(path: Path, option: str = "--plot", formats: tuple[str, ...] = FORMATS) -> None:
+    """JobError unless the file's name says what can be drawn."""
+    if path.suffix.lower() not in formats:
+        raise JobError(f"{option}: given {str(path)!r}; allowed: names with {' or '.join(formats)}; rename it")
+
+
+def draw_training_curve(metrics_path: Path, path: Path, title: str) -> bool:
+    """Draw one of FORMATS; False, and no file, if the run has logged nothing yet."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     records = read_records(metrics_path)
     steps = [record for record in records if "loss" in record]
-    held_out = [record for record in records if record.get("validation_loss") is not None]
+    held_out = [record for record in records if is_finite(record.get("validation_loss"))]
     if not steps:
         return False
     with matplotlib.rc_context(STYLE):
@@ -47,7 +55,7 @@ def draw_training_curve(metrics_path: Path, png_path: Path, title: str) -> bool:
         )
         figure.set_layout_engine("constrained", hspace=0.06, h_pad=0.08, w_pad=0.12)
         loss, rate, speed = figure.subplots(3, 1, sharex=True, height_ratios=[5, 1.4, 1.4])
-        loss.set_title(title, loc="left", pad=26, fontsize=14, fontweight="bold")
+        loss.set_title(title, loc="left", pad=26, fontsize=14, fontweight="bold", parse_math=False)
         _draw_loss(loss, steps, held_out)
         _draw_rate(rate, steps)
         _draw_speed(speed, steps)
@@ -59,7 +67,7 @@ def draw_training_curve(metrics_path: Path, png_path: Path, title: str) -> bool:
         speed.xaxis.set_major_locator(MaxNLocator(integer=True))
         speed.xaxis.set_major_formatter("{x:,.0f}")
         speed.set_xlim(0, steps[-1]["step"])
-        figure.savefig(png_path)
+        figure.savefig(path)
     return True
 
 
@@ -67,7 +75,7 @@ def _draw_loss(axes: Any, steps: list[Record], held_out: list[Record]) -> None:
     x, y = _column(steps, "loss")
     axes.plot(x, y, color=RAW, linewidth=1, label="each logged step")
     line = smoothed(y)
-    axes.plot(x, line, color=LOSS, linewidth=2.2, label="smoothed")
+    axes.plot(x, line, color=LOSS, linewidth=2.2, label=f"smoothed over {smoothed_over(len(y))}")
     notes = [(x[-1], line[-1], LOSS)]
     if held_out:
         at, values = _column(held_out, "validation_loss")
@@ -86,7 +94,7 @@ def _draw_rate(axes: Any, steps: list[Record]) -> None:
     axes.fill_between(x, y, color=RATE, alpha=0.12, linewidth=0)
     axes.plot(x, y, color=RATE, linewidth=1.6)
     _note(axes, x[-1], y[-1], f"{y[-1]:.1e}", RATE)
-    peak = max(y) or 1.0
+    peak = _top(y)
     axes.set_ylim(0, peak * 1.15)
     axes.set_yticks([0, peak], ["0", f"{peak:.1e}"])
     _panel_title(axes, "learning rate")
@@ -99,7 +107,7 @@ def _draw_speed(axes: Any, steps: list[Record]) -> None:
     axes.plot(x, y, color=SPEED, linewidth=1.2)
     if steady:
         axes.plot(*_column([r for r in steps if "marked" in r], "tokens_per_second"), ".", color=SPEED, alpha=0.35)
-    axes.set_ylim(0, max(y) * 1.2)
+    axes.set_ylim(0, _top(y) * 1.2)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.locator_params(axis="y", nbins=3)
     _panel_title(axes, f"tokens per second, median {statistics.median(y):,.0f}")
@@ -107,8 +115,23 @@ def _draw_speed(axes: Any, steps: list[Record]) -> None:
 
 def _column(records: list[Record], key: str) -> tuple[list[int], list[float]]:
     """Steps and values; a value that was not finite leaves a gap."""
-    values = [math.nan if record[key] is None else record[key] for record in records]
+    values = [record[key] if is_finite(record.get(key)) else math.nan for record in records]
     return [record["step"] for record in records], values
+
+
+def is_finite(value: object) -> bool:
+    """Whether what a file says is a number that can be drawn."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _top(values: list[float]) -> float:
+    """The highest that is drawn; of no values, or of zeros alone, 1."""
+    return max((value for value in values if math.isfinite(value)), default=0.0) or 1.0
+
+
+def smoothed_over(count: int) -> int:
+    """How many of so many points, an odd number, one of the smoothed line is the mean of."""
+    return 1 + 2 * min(max(count // 30, 2), (count - 1) // 2)
 
 
 def smoothed(values: list[float]) -> list[float]:
@@ -116,7 +139,7 @@ def smoothed(values: list[float]) -> list[float]:
     fast, so that it stays centred there; at the end it stays as wide, since a line that ended in the last step's value
     would say no more than that. Gaps (NaN) are passed over.
     """
-    half = min(max(len(values) // 30, 2), (len(values) - 1) // 2)
+    half = smoothed_over(len(values)) // 2
     means = []
     for i in range(len(values)):
         reach = min(half, i)

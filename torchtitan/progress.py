@@ -9,9 +9,12 @@ import os
 import struct
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 PHASES = ("start", "load", "first", "data", "train", "validate", "save", "end")
 """In the order in which a step goes through them. start: nothing told yet (imports, process group, model); first: what
@@ -46,6 +49,12 @@ class Progress:
 
     def enter(self, phase: str, step: int = 0) -> None:
         _ROW.pack_into(self._memory, self._offset, PHASES.index(phase), step, time.monotonic())
+
+    def through(self, items: Iterable[T], phase: str, step: int) -> Iterator[T]:
+        """The items, and ahead of each that this phase goes on."""
+        for item in items:
+            self.enter(phase, step)
+            yield item
 
 
 class ProgressTable:

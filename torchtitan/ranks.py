@@ -15,6 +15,13 @@ from typing import Literal
 from torchtitan.errors import JobError
 
 LAUNCHER = "TORCHTITAN_LAUNCHER"
+MEMORY_LIMIT = "TORCH_PER_PROCESS_MEMORY_LIMIT"
+HEEDED = (
+    *("CUDA_VISIBLE_DEVICES", MEMORY_LIMIT, "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "CXX", "NCCL_DEBUG"),
+    *("HF_HOME", "HF_HUB_OFFLINE", "DISABLE_MLFLOW_INTEGRATION", "MLFLOW_EXPERIMENT_NAME"),
+    *("WANDB_MODE", "WANDB_PROJECT"),
+)
+"""Of the environment, what changes how a run goes; none of it is a secret, as addresses and keys of services are."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,12 @@ def read_ranks() -> Ranks:
         head=(os.environ.get("MASTER_ADDR", ""), number("MASTER_PORT", 0)),
         launcher=read_launcher(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None,
     )
+
+
+def heeded() -> str:
+    """What of HEEDED is set here, in words."""
+    set_here = [(name, os.environ[name]) for name in HEEDED if name in os.environ]
+    return ", ".join(f"{name}={value.encode('unicode_escape').decode()[:200]}" for name, value in set_here)
 
 
 def started_as_rank() -> bool:

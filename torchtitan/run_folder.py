@@ -11,8 +11,17 @@ from torchtitan.checkpoint import folders, layout
 logger = logging.getLogger(__name__)
 
 JOB, STARTS, LAST = "config.toml", "starts", "last_checkpoint"
+IMPORTED = "imported.toml"
+"""What `torchtitan import --run` starts a run by."""
 LOGS = "logs"
 """A file for each rank, of runs that are asked for them."""
+EXPORTS = {"model", "model_hf", "adapter"}
+"""The weights that a run has ended with."""
+REFERENCE = "reference.safetensors"
+FILES = {"metrics.jsonl", "generated.jsonl", "training.png", REFERENCE}
+OWN = {JOB, STARTS, LAST, IMPORTED, LOGS, "data", "hangs"} | FILES | EXPORTS
+"""Names at the top of the folder that no option says."""
+_EARLIER = re.compile(r"(metrics|generated)\.(previous(-[0-9]+)?|redone)\.jsonl")
 _START = re.compile(r"([0-9]{4,})-from-step-[0-9]{8,}\.toml")
 
 
@@ -23,6 +32,17 @@ def keep_job(folder: Path, text: str, step: int) -> None:
     numbers = [int(match[1]) for path in history.iterdir() if (match := _START.fullmatch(path.name))]
     folders.replace_file(history / f"{max(numbers, default=0) + 1:04d}-from-step-{step:08d}.toml", text)
     folders.replace_file(folder / JOB, text)
+
+
+def is_of_a_run(folder: Path) -> bool:
+    """Whether `keep_job` has been at work in it."""
+    starts = folder / STARTS
+    return starts.is_dir() and not starts.is_symlink() and any(_START.fullmatch(p.name) for p in starts.iterdir())
+
+
+def is_of_every_run(name: str) -> bool:
+    """Whether what is called so, at the top of the folder, is a run's whatever its options; or is left by a crash."""
+    return name in OWN or _EARLIER.fullmatch(name) is not None or name.removesuffix(".tmp").removeprefix(".") in OWN
 
 
 def note_saved(folder: Path, step: int) -> None:

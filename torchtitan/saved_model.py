@@ -13,7 +13,7 @@ from torch import nn
 
 from torchtitan import distributed
 from torchtitan.adapters.interface import Adapter
-from torchtitan.build import adapted_model, base_reference, dims, model, model_args, saves_adapter_alone
+from torchtitan.build import adapted_model, base_reference, dims, model, model_args, peft_tensors, saves_adapter_alone
 from torchtitan.checkpoint import base, load_model_for_inference, read_state
 from torchtitan.checkpoint.kinds import find_weights
 from torchtitan.config.job import JobConfig
@@ -28,8 +28,9 @@ from torchtitan.weights import Weights, load_foreign, opened
 
 
 def filled_model(config: JobConfig, step_folder: Path, device: torch.device) -> tuple[nn.Module, Adapter | None]:
-    """The job's model on one device, with its adapter and the weights of a checkpoint; in evaluation. CheckpointError
-    where these do not fit, or where an adapter's base is not the one it was made for.
+    """The job's model on one device, with its adapter and the weights of a checkpoint, or of a folder of Hugging Face
+    with the adapter of `adapter.initial_path` beside it; in evaluation. CheckpointError where these do not fit, or
+    where an adapter's base is not the one it was made for.
     """
     built, _, installed = adapted_model(config)
     built.to_empty(device=device)
@@ -39,7 +40,11 @@ def filled_model(config: JobConfig, step_folder: Path, device: torch.device) -> 
 
 def _fill(built: nn.Module, config: JobConfig, step_folder: Path, installed: Adapter | None) -> None:
     if find_weights(step_folder)[0] != "ours":
-        load_foreign(step_folder, [built], config.model.name, model_args(config))
+        beside = None if config.adapter.initial_path is None else installed
+        fresh = beside.fresh if beside else ()
+        load_foreign(step_folder, [built], config.model.name, model_args(config, step_folder), fresh)
+        if beside is not None:
+            beside.begin_from([built], peft_tensors(config, beside))
         return
     alone = saves_adapter_alone(config)
     if alone:
@@ -110,7 +115,7 @@ def plain_state(
     else:
         with ExitStack() as stack:
             try:
-                weights = stack.enter_context(opened(path, config.model.name, model_args(config)))
+                weights = stack.enter_context(opened(path, config.model.name, model_args(config, path)))
             except JobError as error:
                 raise JobError(f"{error}; {UNPACKED}") from error
             original = {
@@ -142,4 +147,4 @@ def fill_base(config: JobConfig, built: nn.Module, installed: Adapter | None) ->
     if kind == "ours":
         load_model_for_inference(place, built, fresh)
     else:
-        load_foreign(place, [built], config.model.name, model_args(config), fresh)
+        load_foreign(place, [built], config.model.name, model_args(config, place), fresh)

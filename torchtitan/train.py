@@ -12,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan.checkpoint import CannotSave, CheckpointError
+from torchtitan.clean_start import clean
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.errors import JobError, folded
 from torchtitan.failures import kind_of
+from torchtitan.imported import lasting
 from torchtitan.launch import launch, load_job
 from torchtitan.launcher.answers import answer
 from torchtitan.launcher.lock import held, this_process
@@ -54,6 +56,9 @@ def main(argv: list[str]) -> int:
         if ranks.local_rank:
             wait_for_the_one_that_speaks(ranks)
         return REFUSED
+    if config.job.clean_start != "never" and ranks.launcher is None and ranks.world_size > 1:
+        why = "ranks that torchrun starts do not wait until the folder is empty; start them by torchtitan train"
+        raise JobError(f"job.clean_start: given {config.job.clean_start}; allowed: never under torchrun; {why}")
     logs = Path(config.job.dump_folder, LOGS) if config.metrics.log_files else None
     set_up_logging(ranks, config.metrics.log_timestamps, logs)
     if config.job.print_config and ranks.is_main:
@@ -61,6 +66,8 @@ def main(argv: list[str]) -> int:
     if ranks.launcher is not None or not ranks.is_main:  # the launcher holds the folder for all of its ranks
         return run(config, ranks)
     with held(Path(config.job.dump_folder), this_process(*slurm_job())):
+        if told := clean(config, slurm_job()[1]):
+            logger.info("%s", told)
         return run(config, ranks)
 
 
@@ -89,7 +96,8 @@ def run(config: JobConfig, ranks: Ranks) -> int:
 
     for number in stop_signals():
         signal.signal(number, request_stop)
-    from torchtitan import trainer as training
+    with lasting():
+        from torchtitan import trainer as training
 
     try:
         trainer = training.Trainer(config, ranks)

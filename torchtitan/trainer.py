@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from torchtitan import build, distributed, preflight, run_folder
+from torchtitan import build, build_watching, distributed, preflight, run_folder
 from torchtitan.bars import waiting
-from torchtitan.build_data import batches_of_a_step, feed, held_out, recall, training_loader, with_steps
+from torchtitan.build_data import batches_of_a_step, feed, held_out, look_ahead, recall, training_loader, with_steps
 from torchtitan.checkpoint import CheckpointError, RandomState, base, set_rng_state
 from torchtitan.checkpoint.counters import SCHEDULE_START
 from torchtitan.config.job import JobConfig
@@ -26,7 +25,8 @@ from torchtitan.config.manager import to_toml
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.sources import DataError
 from torchtitan.exports import Exports
-from torchtitan.feed import Batch, PeerStopped
+from torchtitan.feed import Ahead, Batch, PeerStopped
+from torchtitan.generated import Generated
 from torchtitan.guards import BadStep, NonFiniteError, ReplicasDiffer, RollBack
 from torchtitan.introduction import conclude, introduce, look_back
 from torchtitan.metrics import Goodput
@@ -47,18 +47,21 @@ WATCHDOG_SECONDS = 30
 class Trainer:
     def __init__(self, config: JobConfig, ranks: Ranks):
         self.dims = build.dims(config, ranks.world_size)
-        if ranks.launcher and ranks.launcher.restart and ranks.launcher.restart.saved:
+        self.restart = ranks.launcher.restart if ranks.launcher else None
+        if self.restart and self.restart.saved:
             config = build.as_restarted(config)
         config = with_steps(config, self.dims)  # may take long, so no process group waits for it
+        self.validate_every = build.cadence(config).validate
         self.config, self.ranks = config, ranks
         self.progress = Progress(ranks.launcher.progress if ranks.launcher else None, ranks.local_rank)
-        restart = ranks.launcher.restart if ranks.launcher else None
-        self.goodput = Goodput(restart.ended if restart and ranks.is_main else None)  # a clock of its machine
+        self.goodput = Goodput(self.restart.ended if self.restart and ranks.is_main else None)  # a clock of its machine
         # the launcher's watchdog speaks first: it knows who is late, while a collective only knows that it waited
         self.patience = WATCHDOG_SECONDS if ranks.launcher else 0
         timeout = config.comm.init_timeout_seconds + self.patience
         watched = config.comm.init_timeout_seconds if ranks.launcher else None
-        self.device = distributed.init(ranks, timeout, config.comm.trace_buf_size, watched)
+        self.folder = Path(config.job.dump_folder)
+        self.device = distributed.init(ranks, timeout, config.comm.trace_buf_size, watched, self.folder)
+        limited = distributed.limit_memory(config.memory.limit, self.device)
         if config.debug.deterministic:
             distributed.set_deterministic(config.debug.deterministic_warn_only)
         self.mesh = self.dims.build_mesh(self.device.type)
@@ -71,24 +74,24 @@ class Trainer:
         self.feed = feed(config, self.tokenizer, self.dims, self.dp_rank, self.device, self.model.draws)
         self.optimizers = build.optimizers(config, self.model)
         self.schedulers = build.lr_schedulers(config, self.optimizers)
-        self.guards = build.guards(config, self.model, self.optimizers)
+        self.findings = build_watching.findings(config)
+        self.guards = build_watching.guards(config, self.model, self.optimizers)
         preflight.check(config, ranks, self.mesh, self.device, self.tokenizer.fingerprint, self.model)
 
         self.accumulation = batches_of_a_step(config, self.dims)
-        self.folder = Path(config.job.dump_folder)
         self.step, self.tokens, self.schedule_start = 0, 0, 0  # the last is not 0 after a start with counters
         self.loss = torch.zeros(())  # of the last step that was made
         self.grad_norm: torch.Tensor | None = None
-        self.time_limit, self.out_of_time = build.time_limit(config), False  # which rank 0 looks at for all
+        self.time_limit, self.out_of_time = build_watching.time_limit(config), False  # which rank 0 looks at for all
         self.stop_requested = False  # by a signal handler, on this rank alone, at any moment
-        self.stopping = False  # by the agreement of all ranks in fetch()
+        self.stopping = False  # by the agreement of all ranks
         self.validated = False  # the first time may compile
         self.between_steps = True  # the state is that after `step`, whole, on all ranks
         self.random: RandomState | None = None  # before the step under way: what it has drawn is drawn again
         self.data_state: dict[str, Any] | None = None
         self.begin()
         sizes = self.metrics.header()
-        introduce(self.config, self.dims, self.device, self.model, self.tokenizer, self.schedulers, sizes)
+        introduce(self.config, self.dims, self.device, self.model, self.tokenizer, self.schedulers, sizes, limited)
 
     def begin(self) -> None:
         """Take up what there is of a run, its data where it left them, and open what is written down."""
@@ -113,25 +116,25 @@ class Trainer:
         config = self.config
         self.loader = training_loader(config, self.tokenizer, self.dp_rank, self.dims, self.data_state)
         recall(self.loader, self.model, self.feed)
+        look_ahead(config, self.dims, self.dp_rank, self.model, self.feed, self.origin.adapter_is_fresh)
         self.began_at = self.step
         self.feed.references = references(config, self.ranks, self.model, self.feed, self.step, self.progress)
         self.position = self.loader.position()  # after `step`: what a step that fails has fetched is fetched again
+        self.ahead = Ahead(self.feed, self.accumulation, config.training.steps)
         preflight.check_data(config, self.ranks, self.position.fingerprint)
-        self.held_out = None  # every iteration over it begins again
-        if config.validation.enable:
-            self.held_out = held_out(config, self.tokenizer, self.dp_rank, self.dims, self.feed.objective)
-        self.metrics = build.metrics(
+        self.held_out = held_out(config, self.tokenizer, self.dp_rank, self.dims, self.feed.objective)
+        self.generated = Generated(config, self.tokenizer, self.ranks.is_main, self.resumed_from)
+        self.metrics = build_watching.metrics(
             config, self.device, self.ranks, self.resumed_from, self.tokens, self.model.adapter
         )
-        self.profiler = build.profiler(config, self.device, self.ranks, self.step)
+        self.profiler = build_watching.profiler(config, self.device, self.ranks, self.step)
         if self.ranks.is_main:
             run_folder.keep_job(self.folder, to_toml(build.movable(config)), self.step)
         if config.job.tags:
             self.metrics.record_event(self.step, "tags", {"tags": ", ".join(config.job.tags)})
-        restart = self.ranks.launcher.restart if self.ranks.launcher else None
         came_from = self.checkpointer.loaded_from if self.resumed_from is not None else None
         background = config.checkpoint.async_mode != "disabled"
-        look_back(restart, background, self.metrics, self.goodput, self.step, came_from)
+        look_back(self.restart, background, self.metrics, self.goodput, self.step, came_from)
 
     # What a checkpoint holds beside tensors
 
@@ -144,6 +147,7 @@ class Trainer:
             state[self.guards.steps.name] = guard
         return (
             state
+            | self.findings.state_dict(self.step)
             | self.model.hooks.state_dict()
             | {"degrees": self.degrees}
             | build.job_of_checkpoint(self.config, self.dims)
@@ -164,6 +168,7 @@ class Trainer:
         if "lr_scheduler" in trainer:
             self.schedulers.load_state_dict(trainer["lr_scheduler"])
         self.model.hooks.load_state_dict(trainer)
+        self.findings.load_state_dict(self.step, trainer)
         self.goodput.load_state_dict(ranks[0].get("seconds", {}) if ranks else {})
         self.guards.steps.load_state_dict(trainer.get(self.guards.steps.name, {}))
         if ranks and all("dataloader" in state for state in ranks):
@@ -178,29 +183,30 @@ class Trainer:
     # The loop
 
     def train(self) -> bool:
-        """Train up to `training.steps`; False when it stopped before because it was asked to."""
-        last = self.config.training.steps
-        batches = iter(self.loader)
+        """Train until all is done or there is no more to learn; False when it stopped before as it was asked to."""
+        batches, first = iter(self.loader), True
         self.metrics.start()
-        first = True
         gc.disable()  # a collection on one rank makes all others wait: do it on all together, every gc_freq steps
         try:
             with self.profiler:
-                while self.step < last and not self.stopping:
+                if self.resumed_from and self.findings.lack(self.step):
+                    self.maybe_validate(False)
+                while self.step < self.config.training.steps and not self.done and not self.stopping:
                     try:
                         self.enter("first" if first else "data", self.step + 1)
                         with waiting(f"step {self.step + 1}, which may compile") if first else nullcontext():
                             self.train_step(batches)
                         self.guards.compare(self.step)
                         if not self.stopping:  # who asked gives us time to save, not more
-                            self.maybe_validate(self.step == last)
+                            self.maybe_validate(self.done)
                     except RollBack as why:
                         batches = self.roll_back(str(why))
                         continue
                     except (DataError, PeerStopped, BadStep):  # which all ranks raise here, or none
+                        self.ahead.drop()
                         self.save_what_is_whole()
                         raise
-                    self.maybe_save(self.step == last or self.stopping)
+                    self.maybe_save(self.done or self.stopping)
                     self.profiler.step()
                     self.collect_garbage()
                     if first:
@@ -211,10 +217,14 @@ class Trainer:
         self.goodput.enter("end")  # the launcher is told later: it would not wait for a long export
         if self.checkpointer:
             self.checkpointer.finish()
-        if self.step == last:
+        if self.done:
             self.exports.write(self.model, self.checkpointer, self.step)
         self.enter("end", self.step)
-        return self.step == last
+        return self.done
+
+    @property
+    def done(self) -> bool:
+        return self.step == self.config.training.steps or bool(self.findings.enough)
 
     def enter(self, phase: str, step: int) -> None:
         """What is done from now on: for the launcher, and for the account of the run's time."""
@@ -233,8 +243,7 @@ class Trainer:
         if not early:  # there, gradients are gone by now
             norm = self.model.clip_gradients(self.config.training.max_norm)
         if self.metrics.histograms_due(self.step + 1):
-            found = histograms_of(self.model.named_parameters())
-            self.metrics.record_histograms(self.step + 1, of_all_ranks(found))
+            self.metrics.record_histograms(self.step + 1, of_all_ranks(histograms_of(self.model.named_parameters())))
         can_go_back = self.checkpointer.can_go_back if self.checkpointer is not None else lambda: False
         why = self.guards.leaves_out(self.step + 1, loss, norm, can_skip=not early, can_go_back=can_go_back)
         self.between_steps = False
@@ -246,25 +255,24 @@ class Trainer:
         self.optimizers.zero_grad()
         self.step += 1
         self.model.after_step(self.step - self.schedule_start, self.optimizers.optimizers, updated=not why)
-        position = self.loader.position()
-        self.tokens += (position.samples - self.position.samples) * self.config.training.seq_len
+        position = self.ahead.position
+        self.tokens += self.feed.tokens_of(position.samples - self.position.samples, self.config.training.seq_len)
         if why:
             self.metrics.record_skip(self.step, why, self.guards.steps.skipped)
         self.log(loss, norm, lr, data_seconds, refuse=not why)
         self.position, self.random, self.between_steps = position, None, True
+        self.stopping = self.ahead.stopping  # asked of all ranks in fetch(): they have had all of the step to answer
 
     def fetch(self, batches: Iterator[Batch]) -> tuple[list[Batch], int, float]:
-        """This rank's microbatches of the next step, the valid tokens of all ranks together, and the seconds that this
-        rank waited for its data.
-        """
+        """This rank's microbatches of the next step, all ranks' valid tokens in it, and the seconds waited for data."""
         started = time.perf_counter()
-        taken, failure = self.feed.take(batches, self.accumulation, self.step)
+        self.ahead.take(batches, self.loader.position, self.step)
         data_seconds = time.perf_counter() - started
         if self.step > self.began_at:
             self.enter("train", self.step + 1)
         self.look_at_the_clock()
-        valid, self.stopping = self.feed.agree(taken, failure, self.stop_requested, "data")
-        ready = [self.feed.to_train_on(batch, index, self.step) for index, batch in enumerate(taken)]
+        valid = self.ahead.agree(self.stop_requested)
+        ready = [self.feed.to_train_on(batch, index, self.step) for index, batch in enumerate(self.ahead.batches)]
         return ready, valid, data_seconds
 
     def look_at_the_clock(self) -> None:
@@ -283,12 +291,12 @@ class Trainer:
         if self.metrics.due(self.step):
             means = loss.new_zeros(self.dims.dp)  # of the data-parallel ranks' own tokens
             means[self.dp_rank] = loss / self.feed.share
-            extra["max_loss"] = self.over_ranks(means).max()
-            loss = self.over_ranks(loss)
+            extra["max_loss"] = self.model.whole(means).max()
+            loss = self.model.whole(loss)
             if refuse:
                 self.guards.refuse_non_finite("gradient norm", norm, self.step)
                 self.guards.refuse_non_finite("loss", loss, self.step)
-            extra |= self.model.extra_metrics() | self.guards.steps.counts() | self.optimizers.measured(self.device)
+            extra |= self.model.extra_metrics() | self.guards.steps.counts() | self.optimizers.measured()
             if (epochs := self.config.training.epochs) is not None:
                 extra["epoch"] = self.step * epochs / self.config.training.steps
         self.metrics.record(
@@ -311,28 +319,23 @@ class Trainer:
         self.checkpointer.go_back()
         self.guards.went_back_to(self.step)
         self.goodput.enter("restart")
+        self.stopping = self.ahead.drop()
         self.loader.close()
         self.loader = training_loader(self.config, self.tokenizer, self.dp_rank, self.dims, self.data_state)
         recall(self.loader, self.model, self.feed)
         self.position, self.random = self.loader.position(), None
         self.metrics.go_back(self.step, self.tokens)
+        self.generated.go_back(self.step)
         logger.warning("step %d: %s; back to step %d, to do its steps again", bad, why, self.step)
-        told: dict[str, float | str] = {"cause": why, "steps_lost": bad - 1 - self.step}
-        told["rolled_back"] = self.guards.steps.rolled_back
-        self.metrics.record_event(self.step, "rollback", told)
+        counts = {"steps_lost": bad - 1 - self.step, "rolled_back": self.guards.steps.rolled_back}
+        self.metrics.record_event(self.step, "rollback", {"cause": why, **counts})
         return iter(self.loader)
-
-    def over_ranks(self, loss: torch.Tensor) -> torch.Tensor:
-        """Whole losses from the ranks' shares, of any shape, of which those of a tp group are the same."""
-        if self.dims.world_size > 1:
-            dist.all_reduce(loss)
-        return loss / self.dims.tp
 
     def before_save(self) -> None:
         self.guards.refuse_to_save(self.step, self.loss, self.grad_norm, self.checkpointer.not_finite)
 
     def maybe_validate(self, done: bool) -> None:
-        if self.held_out is None or not (done or self.step % self.config.validation.freq == 0):
+        if self.held_out is None or not (done or self.step % self.validate_every == 0):
             return
         self.enter("validate" if self.validated else "first", self.step)
         # all before the first forward, which communicates
@@ -340,15 +343,14 @@ class Trainer:
         valid, self.stopping = self.feed.agree(batches, failure, self.stop_requested, "validation data")
         if self.stopping:
             return
-        total = torch.zeros((), device=self.device)
-        self.model.train(False)
-        for batch in batches:
-            total += self.model.loss_sum(self.feed.to_device(batch))
-            self.progress.enter("validate", self.step)
-        self.model.train()
+        told_of = partial(self.progress.through, batches, "validate", self.step)
+        totals = self.model.evaluate(lambda: map(self.feed.to_device, told_of()))
         self.validated = True
-        total = self.over_ranks(total)
-        self.metrics.record_validation(self.step, (total / valid).item(), self.feed.measured(self.model.parts))
+        losses = {way: (self.model.whole(total) / valid).item() for way, total in totals.items()}
+        found = {f"loss{way}": loss for way, loss in losses.items()} | self.feed.measured(self.model.parts)
+        told = dict(zip(found, distributed.of_the_first(*found.values()), strict=True))  # so that all ranks judge alike
+        self.findings.note(self.step, self.metrics.record_validation(self.step, told.pop("loss"), told))
+        self.generated.write(self.model, self.step, self.progress)
 
     def maybe_save(self, done: bool) -> None:
         self.enter("save", self.step)
@@ -378,16 +380,15 @@ class Trainer:
 
     def memory(self) -> str:
         """Who has it on this rank, for a run that ran out of it."""
-        parameters = [parameter for _, parameter in self.model.named_parameters()]
-        return describe_memory(self.device, parameters, self.optimizers)
+        return describe_memory(self.device, [each for _, each in self.model.named_parameters()], self.optimizers)
 
     def close(self) -> None:
         """End the run: say how it went and where things are, draw the picture, leave the world."""
         self.metrics.record_event(self.step, "goodput", self.goodput.row())
         self.metrics.close()
-        for loader in (self.loader, self.held_out):
-            if loader is not None:
-                loader.close()
+        for each in (self.loader, self.held_out, self.generated):
+            if each is not None:
+                each.close()
         if self.loader.skipped:
             logger.warning("%d records could not be read and were skipped on this rank", self.loader.skipped)
         places = {"metrics": self.metrics.path, "job": self.folder / "config.toml"}
@@ -395,5 +396,5 @@ class Trainer:
             places["checkpoints"] = self.checkpointer.folder
         if self.exports.weights is not None:
             places["weights"] = self.exports.weights
-        conclude(self.config, self.ranks, self.metrics, self.goodput, places, self.step)
+        conclude(self.config, self.ranks, self.metrics, self.goodput, places, self.step, self.findings.enough)
         distributed.close()

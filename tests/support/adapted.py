@@ -1,6 +1,6 @@
 """Models with the adapters that the table of combinations names."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -12,12 +12,19 @@ from torchtitan.adapters.interface import Adapter
 from torchtitan.adapters.lora import LoRA
 from torchtitan.adapters.neurocache.kind import Neurocache
 from torchtitan.adapters.nf4 import QLoRA
+from torchtitan.adapters.unfrozen import Unfrozen
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.config.sections.neurocache import Neurocache as Cache
 from torchtitan.initialization import Normal, draw
 from torchtitan.parallelisms.plan import ParallelPlan
 
 _SMALL = Options(rank=4, alpha=8.0, target=["all-linear", "output"])
+
+
+def _unfrozen(*patterns: str) -> Callable[[Options], Adapter]:
+    return lambda options: Unfrozen(patterns)
+
+
 _CACHE = dict(topk=3, cache_dtype="float32")
 ROWS = {
     "scale": (ScaleAdapter, Options()),
@@ -30,7 +37,7 @@ ROWS = {
     "qlora": (QLoRA, Options(kind="qlora", rank=4, alpha=8.0)),
     "qlora_dropout": (QLoRA, Options(kind="qlora", rank=4, alpha=8.0, dropout=0.25)),
     "qlora, tanh(s)": (QLoRA, Options(kind="qlora", rank=4, train_scaling=True)),
-    "neurocache": (Neurocache, Options(kind="neurocache", neurocache=Cache(cache_size=40, **_CACHE))),
+    "neurocache": (Neurocache, Options(kind="neurocache", neurocache=Cache(cache_size=40, track_hits=True, **_CACHE))),
     "neurocache, lora": (
         Neurocache,
         Options(
@@ -40,6 +47,32 @@ ROWS = {
             neurocache=Cache(cache_size=24, beside="lora", ordering="lru", **_CACHE),
         ),
     ),
+    **{
+        f"neurocache, {beside}": (
+            Neurocache,
+            Options(kind="neurocache", rank=4, alpha=8.0, neurocache=Cache(cache_size=40, beside=beside, **_CACHE)),
+        )
+        for beside in ("dora", "qlora", "lora_int8")
+    },
+    # all that is kept, so that rounding, by which others would be the nearest, changes nothing about what is found
+    "neurocache, all found": (
+        Neurocache,
+        Options(kind="neurocache", neurocache=Cache(cache_size=24, topk=24, window=1)),
+    ),
+    "neurocache, shared": (
+        Neurocache,
+        Options(kind="neurocache", neurocache=Cache(cache_size=40, cache_shard="tp", **_CACHE)),
+    ),
+    "neurocache, one for all": (
+        Neurocache,
+        Options(kind="neurocache", neurocache=Cache(cache_size=40, cache_shard="tp", scope="global", **_CACHE)),
+    ),
+    "neurocache, two readers": (
+        Neurocache,
+        Options(kind="neurocache", neurocache=Cache(cache_size=40, retrieval_map={"3": 4, "4": 3}, **_CACHE)),
+    ),
+    "unfrozen": (_unfrozen("layers.*norm*", "layers.*.wo.weight", "output.weight"), Options()),
+    "unfrozen, last": (_unfrozen("norm.weight", "output.weight"), Options()),
     "lora_int8": (Int8LoRA, Options(kind="lora_int8", rank=4, alpha=8.0)),
     "lora_int8_dropout": (Int8LoRA, Options(kind="lora_int8", rank=4, alpha=8.0, dropout=0.25)),
     "lora_int8, tanh(s)": (Int8LoRA, Options(kind="lora_int8", rank=4, train_scaling=True)),

@@ -10,14 +10,18 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.support.pool import run_script
 from torchtitan.config import manager
 from torchtitan.initialization import clean_name
 from torchtitan.ranks import read_ranks
 from torchtitan.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
+SHALLOW = "{dim=32, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16}"
+"""Sizes for what many steps show and layers do not: ranks that share two cores wait long for each collective."""
 
 
 def write_texts(folder: Path, documents: int = 120) -> Path:
@@ -61,6 +65,8 @@ def train(argv: list[str]) -> tuple[list[dict], str]:
     trainer = Trainer(config, read_ranks())
     trainer.train()
     trainer.metrics.close()
+    if dist.is_initialized():
+        dist.barrier()  # the first rank writes the rows that all of them read here
     return logged_steps(Path(config.job.dump_folder)), state_hash(trainer)
 
 
@@ -96,6 +102,14 @@ def start(argv: list[str], ranks: int = 1, **environment: str) -> subprocess.Pop
         text=True,
         start_new_session=True,
     )
+
+
+def run(argv: list[str], ranks: int = 1, **environment: str) -> tuple[int | None, str, str]:
+    """Exit code, output and errors of a job that nobody disturbs, launched as its user does it but for its ranks, which
+    need not import what the process has that they are forked from.
+    """
+    given = [f"{name}={value}" for name, value in environment.items()]
+    return run_script(ROOT, ROOT / "tests/support/forked_job.py", *given, str(ranks), *argv)
 
 
 def finish(process: subprocess.Popen, seconds: float = 240) -> tuple[int, str, str]:

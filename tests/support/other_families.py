@@ -11,7 +11,8 @@ from torch import nn
 from torchtitan.loss import IGNORE_INDEX, Objective, cross_entropies, summed_cross_entropy
 from torchtitan.models.decoder import Block, Decoder, Entrance
 from torchtitan.models.flops import flops_per_token
-from torchtitan.models.layers import MLP, GroupedQueryAttention, LayerNorm
+from torchtitan.models.layers import MLP, GroupedQueryAttention
+from torchtitan.models.norms import LayerNorm
 from torchtitan.models.spec import ModelSpec
 from torchtitan.parallelisms.plan import ParallelPlan
 

@@ -11,15 +11,17 @@ import gc
 import importlib
 import os
 import random
+import runpy
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, set_start_method
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ PRELOAD = [
     "torch.distributed.checkpoint",
     "torch.distributed.tensor.experimental",
     "torch._inductor.compile_fx",
+    "torch._dynamo.repro.after_dynamo",
+    "torch.export._trace",
     "torchtitan.trainer",
     "tests.test_combinations",
     "tests.support.pool",
@@ -50,27 +54,27 @@ class RankCrashed(RankFailed):
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit: float = DEFAULT_LIMIT) -> list[Any]:
-    """Run `function(*args)`, a module-level function, on every rank; the results in rank order. Once more, with a
-    warning, if a rank crashed: once in some thousand runs a rank's heap was found spoiled, and nobody knows by whom.
+    """Run `function(*args)`, a module-level function, on every rank; the results in rank order.
+
+    A test whose rank a signal ended is begun once more by pytest (pyproject.toml), with folders of its own, and what is
+    known of the crash is among the warnings.
     """
-    for attempt in (1, 2):
-        pool = _pools.get(world_size)
-        if pool is None:
-            pool = _pools[world_size] = RankPool(world_size)
-        try:
-            return pool.run(function, args, limit)
-        except BaseException as error:
-            _pools.pop(world_size).kill()
-            if attempt == 2 or not isinstance(error, RankCrashed):
-                raise
-            warnings.warn(f"{function.__qualname__}{args} is run again: {error}", stacklevel=2)
-    raise AssertionError
+    pool = _pools.get(world_size)
+    if pool is None:
+        pool = _pools[world_size] = RankPool(world_size)
+    try:
+        return pool.run(function, args, limit)
+    except BaseException as error:
+        _pools.pop(world_size).kill()
+        if isinstance(error, RankCrashed):
+            warnings.warn(f"{function.__qualname__}{args}: {error}", stacklevel=2)
+        raise
 
 
 def run_alone(function: Callable[..., Any], *args: Any, limit: float = DEFAULT_LIMIT) -> Any:
     """Run `function(*args)` in a fresh process without a process group, for what changes a process for good."""
     ours, theirs = _context.Pipe()
-    process = _context.Process(target=_answer, args=(theirs, function.__module__, function.__qualname__, args))
+    process = _context.Process(target=_answer_alone, args=(theirs, function.__module__, function.__qualname__, args))
     process.start()
     theirs.close()
     try:
@@ -83,6 +87,32 @@ def run_alone(function: Callable[..., Any], *args: Any, limit: float = DEFAULT_L
     if not ok:
         raise RankFailed(answer)
     return answer
+
+
+def run_script(folder: Path, path: Path, *words: str, limit: float = DEFAULT_LIMIT) -> tuple[int | None, str, str]:
+    """`python path words` in `folder`, in a fresh process that has imported what takes most scripts longer than their
+    work: exit code, output, errors; None for a code where it does not end in time.
+    """
+    with tempfile.TemporaryDirectory() as streams:
+        files = [os.path.join(streams, name) for name in ("out", "err")]
+        process = _context.Process(target=_be_script, args=(files, str(folder), str(path), *words))
+        process.start()
+        process.join(limit)
+        code = process.exitcode
+        process.kill()
+        process.join()
+        out, err = (Path(file).read_text() for file in files)
+    return code, out, err
+
+
+def _be_script(files: list[str], folder: str, path: str, *words: str) -> None:
+    gc.freeze()
+    for number, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.chdir(folder)
+    set_start_method(None, force=True)  # the platform's, as for a user; here it is inherited
+    sys.argv, sys.path[:0] = [path, *words], [os.path.dirname(path)]
+    runpy.run_path(path, run_name="__main__")
 
 
 class RankPool:
@@ -120,7 +150,7 @@ class RankPool:
                     self.processes[rank].join(5)
                     code = self.processes[rank].exitcode
                     kind = RankCrashed if code is not None and code < 0 else kind
-                    answers[rank] = (False, f"process ended with exit code {code}")
+                    answers[rank] = (False, f"process ended with exit code {code}\n{self.stack_of(rank)}")
                 if not answers[rank][0]:  # its peers may wait for it for ever; give them a moment to fail by themselves
                     deadline = min(deadline, time.monotonic() + 5)
         failed = {rank: text for rank, (ok, text) in sorted(answers.items()) if not ok}
@@ -134,7 +164,11 @@ class RankPool:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(1)
-        return [path.read_text() if path.exists() else "" for path in map(self.stack_file, range(len(self.pipes)))]
+        return [self.stack_of(rank) for rank in range(len(self.pipes))]
+
+    def stack_of(self, rank: int) -> str:
+        path = self.stack_file(rank)
+        return path.read_text() if path.exists() else ""
 
     def stack_file(self, rank: int) -> Path:
         return Path(self.folder, f"stacks-{rank}")
@@ -159,9 +193,14 @@ def _serve(rank: int, world_size: int, folder: str, pipe: connection.Connection)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
+    # connections that wait for their first use hang behind a FileStore, and a test that trains in this process may have
+    # asked for them as a job does, whose store is another
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
     torch.set_num_threads(1)
     gc.freeze()  # what came with the fork stays; looking through it costs 3 to 8 % of a row
-    faulthandler.register(signal.SIGUSR1, file=open(os.path.join(folder, f"stacks-{rank}"), "w"))  # noqa: SIM115
+    stacks = open(os.path.join(folder, f"stacks-{rank}"), "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=stacks)
+    faulthandler.enable(stacks)
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
     while True:
@@ -170,6 +209,11 @@ def _serve(rank: int, world_size: int, folder: str, pipe: connection.Connection)
         except EOFError:
             os._exit(0)
         _answer(pipe, module, name, args)
+
+
+def _answer_alone(*question: Any) -> None:
+    gc.freeze()
+    _answer(*question)
 
 
 def _answer(pipe: connection.Connection, module: str, name: str, args: tuple[Any, ...]) -> None:

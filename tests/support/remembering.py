@@ -2,15 +2,20 @@
 
 import torch
 
-from tests.support.tiny_decoders import LLAMA, MISTRAL
+from tests.support.tiny_decoders import LLAMA, MISTRAL, OPT
 from torchtitan.adapters.neurocache.kind import Neurocache
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.config.sections.neurocache import Neurocache as Cache
 from torchtitan.initialization import initialize
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
+from torchtitan.models.opt.model import OPT as OPTModel
 
-FAMILIES = {"llama": (Llama, LLAMA["llama3"]), "mistral": (Mistral, MISTRAL["window"])}
+FAMILIES = {
+    "llama": (Llama, LLAMA["llama3"]),
+    "mistral": (Mistral, MISTRAL["window"]),
+    "opt": (OPTModel, OPT["350M"]),
+}
 SMALL = dict(cache_size=24, topk=3, cache_dtype="float32", retrieval_map={"0": 0})
 
 
@@ -29,8 +34,7 @@ def remembering(family="llama", dtype=torch.float32, layers=2, adapter=None, siz
     installed = Neurocache(Options(kind="neurocache", neurocache=Cache(**SMALL | cache), **(adapter or {})))
     from torchtitan.models.registry import MODELS
 
-    names = {"llama": "llama3", "mistral": "mistral"}
-    installed.plan = installed.install(model, MODELS[names[family]].plan)
+    installed.plan = installed.install(model, MODELS["llama3" if family == "llama" else family].plan)
     initialize(model, 0, model.init_rule, names=installed.fresh)
     installed.follow_base([model])
     return model, installed

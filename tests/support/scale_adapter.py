@@ -5,7 +5,7 @@ from torch import nn
 
 from torchtitan.adapters.interface import Adapter
 from torchtitan.initialization import Constant, Init
-from torchtitan.models.layers import RMSNorm
+from torchtitan.models.norms import RMSNorm
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
 
 INITIAL = 1.25

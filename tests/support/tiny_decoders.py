@@ -4,12 +4,13 @@ from dataclasses import replace
 
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
 from torchtitan.models.gpt2 import GPT2Args
-from torchtitan.models.llama import LlamaArgs, RopeScaling
+from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.mistral import MistralArgs
 from torchtitan.models.opt import OPTArgs
 from torchtitan.models.qwen3 import Qwen3Args
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.roberta import RobertaArgs
+from torchtitan.models.rope_scaling import RopeScaling
 
 _LLAMA2 = LlamaArgs(dim=32, n_layers=2, n_heads=4, vocab_size=64, multiple_of=16, max_seq_len=128)
 # of the 4 frequencies, one is kept, one blended and two are stretched

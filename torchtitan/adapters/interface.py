@@ -184,8 +184,41 @@ class Adapter:
     """Of how many tokens that a row of batches has read last of its document the adapter has kept something, which has
     to be read again where a run goes on."""
 
+    taken_back = False
+    """Whether what it has kept has come from the checkpoint that the run goes on from."""
+
+    keeps = False
+    """Whether checkpoints are to hold what it has kept, and a run that goes on takes it from there."""
+
+    def kept(self, parts: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
+        """Where it `keeps`: tensors that this rank alone has, beside parameters, and that a checkpoint holds, too."""
+        return {}
+
+    def take_back(
+        self, parts: Iterable[nn.Module], shapes: Mapping[str, list[int]], rows: int, device: torch.device
+    ) -> dict[str, torch.Tensor] | None:
+        """The same to be filled, as this rank of an equal plan has saved them, of these shapes, on the device that
+        computes; `rows` of a batch are read. None where they do not fit, which is no fault.
+        """
+        return {}
+
     def begin_recall(self, parts: Iterable[nn.Module]) -> None:
         """What is read from here on, in evaluation, has been read in training before; nothing else has."""
+
+    def readings(self, parts: Iterable[nn.Module]) -> Iterator[str]:
+        """The ways in which a model is evaluated, one after the other, by what their losses are called behind the
+        name; the first is the model's own, and has no name.
+        """
+        yield ""
+
+    looks_at = 0
+    """Of how many segments of the training data, about, it has to see the states before it can begin."""
+
+    def begin_looking(self, parts: Iterable[nn.Module]) -> None:
+        """What is read from here on, in evaluation, is to be looked at; every rank calls it."""
+
+    def follow_what_was_seen(self, parts: Sequence[nn.Module]) -> None:
+        """Behind that: set what is made of it."""
 
     def after_batch(self, parts: Sequence[nn.Module]) -> None:
         """After forward and backward of each batch, or its forward alone, on every rank."""
@@ -204,13 +237,19 @@ class Adapter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What `state_dict` gave."""
 
-    def flops_per_token(self, plain: FlopsPerToken, weights: int) -> FlopsPerToken:
-        """`plain`: of training the model itself, which multiplies a token with so many `weights`."""
+    def flops_per_token(self, plain: FlopsPerToken, weights: int, seq_len: int) -> FlopsPerToken:
+        """`plain`: of training the model itself, which multiplies a token of a sequence of `seq_len` with so many
+        `weights`.
+        """
         return in_part(plain, weights, self.met_trained, self.met_added, sum(map(math.prod, self.left_out.values())))
 
     def rate_of(self, name: str) -> float:
         """Of a trained parameter: its learning rate, as a factor of the job's."""
         return 1.0
+
+    def warnings(self, passes: int) -> Iterable[str]:
+        """What is said at the start of a run that makes so many passes a step."""
+        return ()
 
     def describe(self) -> str:
         """In one line, at the start of a run."""

@@ -191,6 +191,7 @@ class LowRank(Adapter):
         values = torch.cat([torch.empty(0, device=next(parts[0].parameters()).device), *mine])
         sums = torch.stack((values.sum(), torch.ones_like(values).sum()))
         ends = torch.stack([torch.cat((each, each.new_tensor([-1.0]))).max() for each in (values, -values)])
+        sums, ends = sums.cpu(), ends.cpu()  # over gloo, as they are read
         if dist.is_initialized():  # who has the same as others counts as often as they, all of it
             dist.all_reduce(sums)
             dist.all_reduce(ends, dist.ReduceOp.MAX)

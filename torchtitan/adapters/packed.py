@@ -56,7 +56,7 @@ class PackedLinear(LowRankLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = (getattr(self, name) for name in self.form.names)
         y = _Packed.apply(x.flatten(0, -2), self.form, *parts)
-        return plus_learned(self, x, y if self.bias is None else y + self.bias)
+        return plus_learned(self, x, y if self.bias is None else y + self.bias.to(y.dtype))
 
     def tensor_placements(self, role: str, whole: Placement) -> dict[str, tuple[Placement, Placement]]:
         told = super().tensor_placements(role, whole)

@@ -24,6 +24,7 @@ __all__ = [
     "RandomState",
     "Refused",
     "load_model_for_inference",
+    "load_weights",
     "newest_complete",
     "read_state",
     "resolve",
@@ -34,6 +35,7 @@ __all__ = [
 _WITH_TORCH = {
     "Checkpointer": "checkpointer",
     "load_model_for_inference": "loading",
+    "load_weights": "loading",
     "RandomState": "random_state",
     "rng_state": "random_state",
     "set_rng_state": "random_state",

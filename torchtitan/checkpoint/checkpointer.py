@@ -19,7 +19,9 @@ from torch import nn
 
 from torchtitan.checkpoint import folders, layout, retention, saving, tensors
 from torchtitan.checkpoint.agreement import Peers, describe
+from torchtitan.checkpoint.best import Metric
 from torchtitan.checkpoint.counters import SCHEDULE_START
+from torchtitan.checkpoint.kept import Kept
 from torchtitan.checkpoint.layout import (
     MODEL,
     OPTIMIZER,
@@ -53,7 +55,7 @@ class Checkpointer:
     model_only)` may raise before anything is changed, to refuse what a checkpoint holds. `after_save(step)` is called
     on rank 0, in the thread that saves, when one has been published. `fresh` are parameters that
     another job's checkpoint may lack (an adapter's): an initial load then leaves them as they are. `left_out` are those
-    that checkpoints of this job lack: they have their values before `load` is called.
+    that checkpoints of this job lack: they have their values before `load` is called. `best` tells one that stays.
     """
 
     def __init__(
@@ -81,19 +83,18 @@ class Checkpointer:
         after_save: Callable[[int], None] = lambda step: None,
         fresh: Collection[str] = (),
         left_out: Collection[str] = (),
+        best: Metric | None = None,
     ):
         self.folder = Path(folder).resolve()
         self.model_parts, self.optimizers = list(model_parts), list(optimizers)
         self.trainer_state, self.rank_state, self.load_state = trainer_state, rank_state, load_state
         self.before_save, self.before_load, self.after_save = before_save, before_load, after_save
-        self.fresh = {MODEL + name for name in fresh}
+        self.fresh, self.left_out = ({MODEL + name for name in names} for names in (fresh, left_out))
         self.fresh_loaded = False
         """Whether what has been loaded held an adapter's parameters too."""
-        self.left_out = {MODEL + name for name in left_out}
         self.interval, self.interval_type = interval, interval_type
-        self.keep_latest_k = keep_latest_k
-        self.load_step = load_step
-        self.excluded = set(exclude_from_loading)
+        self.keep_latest_k, self.load_step, self.best = keep_latest_k, load_step, best
+        self.excluded, self.kept = set(exclude_from_loading), Kept()  # beside parameters; set by who has them
         self.enable_first_step_checkpoint, self.load_only = enable_first_step_checkpoint, load_only
         self.verify, self.on_save_error, self.retry_pauses = verify, on_save_error, tuple(retry_pauses)
 
@@ -241,6 +242,7 @@ class Checkpointer:
 
     def _tensors(self) -> tuple[tensors.Tensors, dict[str, Any]]:
         of_optimizers, values = tensors.optimizer_state(self.model_parts, self.optimizers)
+        of_optimizers |= self.kept.live(self.main_peers.rank)
         return self._without(self.left_out, tensors.model_tensors(self.model_parts)) | of_optimizers, values
 
     def _without(self, names: Collection[str], of_model: tensors.Tensors) -> tensors.Tensors:
@@ -256,7 +258,7 @@ class Checkpointer:
         if self.save_peers.is_main:
             self.after_save(snapshot.step)
         good = {target} if self.verify else None
-        retention.retain(self.folder, self.keep_latest_k, {target, self.loaded_from}, self.save_peers, good)
+        retention.retain(self.folder, self.keep_latest_k, {target, self.loaded_from}, self.save_peers, good, self.best)
         self.longest_save_seconds = max(self.longest_save_seconds, time.monotonic() - started)
         return size > 0
 
@@ -352,7 +354,7 @@ class Checkpointer:
     def _restore(self, source: Source, with_state: bool) -> None:
         judge = partial(self.before_load, source.state["trainer"], not with_state)
         self.main_peers.agree(f"comparing the job with that of {source.folder.name}", judge)
-        with_optimizer = with_state and "optimizer" not in self.excluded
+        with_optimizer, reads_on = (with_state and part not in self.excluded for part in ("optimizer", "dataloader"))
         live = Wanted({}, {})
 
         def collect() -> None:
@@ -371,7 +373,9 @@ class Checkpointer:
 
         # the parts of a pipeline differ, so a failure may be one rank's alone
         self.main_peers.agree("collecting what to load", collect)
-        prefixes = (MODEL, OPTIMIZER) if with_optimizer else (MODEL,)
+        kept, others = self.kept.taken(source, self.main_peers) if reads_on else ({}, ())
+        live.tensors |= kept
+        prefixes = (MODEL, OPTIMIZER, *others) if with_optimizer else (MODEL, *others)
         load_tensors(source, live, self.main_peers, prefixes=prefixes, cast=not with_state)
         self.refuse_not_finite(source.folder)
 

@@ -24,13 +24,14 @@ def find_weights(path: Path) -> tuple[Kind, Path]:
         return "ours", path
     if (path / METADATA).is_file():
         return "torchtitan", path
-    if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
-        return "hf", path
     for folder in (path, path / "checkpoint"):
         if step_folders(folder):
             return "ours", resolve(folder)
         if theirs := _steps_of_torchtitan(folder):
             return "torchtitan", theirs[-1]
+    # last, as a run on pairs keeps what its reference says as such a file
+    if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
+        return "hf", path
     found = "no weights in it" if path.is_dir() else "no such file or folder"
     raise NothingLoadable(f"{path}: {found}; give {ALLOWED}")
 

@@ -29,6 +29,8 @@ from torchtitan.errors import JobError
 FORMAT = 1
 MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
 MODEL, OPTIMIZER = "model.", "optimizer."
+KEPT = "kept."
+"""And the number of the rank that has kept it beside its parameters."""
 """Prefixes of the tensors' names."""
 OWN = ("rng",)
 """Parts of a rank's state that are in a file of its own; older checkpoints have them in state.json, which all read."""

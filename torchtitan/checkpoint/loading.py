@@ -5,7 +5,7 @@ agreed on by all ranks; a tensor that is missing, left over or of another shape 
 """
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
@@ -137,15 +137,20 @@ def load_model_for_inference(path: Path, model: nn.Module, left_out: Collection[
 
     Returns the step it was saved at. Weights are cast to the model's dtype. Raises `CheckpointError`.
     """
+    return load_weights(path, [model], left_out)
+
+
+def load_weights(path: Path, parts: Sequence[nn.Module], left_out: Collection[str] = ()) -> int:
+    """The same of the parts that this rank has of a model in a pipeline."""
     peers = Peers("loading")
     source = open_checkpoint(resolve(path, peers), peers)
     absent = {MODEL + name for name in left_out}
     own, copies = (
         {name: tensor for name, tensor in found.items() if name not in absent}
-        for found in (tensors.model_tensors([model]), tensors.copied_tensors([model]))
+        for found in (tensors.model_tensors(parts), tensors.copied_tensors(parts))
     )
     live = Wanted(own, copies)
-    live.unpack([model], source)
+    live.unpack(parts, source)
     load_tensors(source, live, peers, prefixes=(MODEL,), cast=True)
     return source.manifest.step
 

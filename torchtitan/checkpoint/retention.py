@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torchtitan.checkpoint import folders, layout
 from torchtitan.checkpoint.agreement import Peers
+from torchtitan.checkpoint.best import Metric, best_of
 from torchtitan.checkpoint.layout import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -15,9 +16,17 @@ GOOD = 2
 """Checkpoints of sound content that are never deleted, however few are to be kept."""
 
 
-def retain(root: Path, keep: int, protected: set[Path | None], peers: Peers, known_good: set[Path] | None) -> None:
-    """Delete complete step folders but the newest `keep` (at least 2; 0 keeps all) and the protected ones, once the
-    content of two that stay has been found whole; where newer ones are damaged, older ones stay in their place.
+def retain(
+    root: Path,
+    keep: int,
+    protected: set[Path | None],
+    peers: Peers,
+    known_good: set[Path] | None,
+    metric: Metric | None = None,
+) -> None:
+    """Delete complete step folders but the newest `keep` (at least 2; 0 keeps all), the best by the metric and the
+    protected ones, once the content of two that stay has been found whole; where newer ones are damaged, older ones
+    stay in their place.
 
     Folders that are not complete, are links, or are not named by us are neither counted nor touched. `known_good` have
     just been read; None leaves content unlooked at. All ranks call it and share the reading. Failing to delete is
@@ -28,8 +37,9 @@ def retain(root: Path, keep: int, protected: set[Path | None], peers: Peers, kno
 
     def sort() -> tuple[list[Path], list[Path]]:
         complete, _ = layout.complete_steps(root)
-        cut = max(keep, GOOD)
-        return complete[:cut], [folder for folder in complete[cut:] if folder not in protected]
+        cut, best = max(keep, GOOD), metric and best_of(complete, metric)
+        stays = protected | ({best.folder} if best else set())
+        return complete[:cut], [folder for folder in complete[cut:] if folder not in stays]
 
     try:
         staying, surplus = peers.decide(sort)

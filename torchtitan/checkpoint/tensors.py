@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -151,15 +152,21 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+ALIGNMENT = 64
+"""In bytes, of a tensor in the memory of Staging."""
+
+
 class Staging:
     """Host copies of this rank's parts of the tensors, in buffers that live as long as the job.
 
     Getting that much memory for the first time takes longer than ten copies into it, so it is done ahead, in a thread.
-    With `pinned`, copies from a GPU run at the speed of the bus.
+    With `pinned`, copies from a GPU run at the speed of the bus. It is one piece of memory, pinned as it is: torch's
+    allocator of pinned memory gives each tensor a power of two of bytes, up to twice as much in all.
     """
 
     def __init__(self, pinned: bool):
         self.pinned = pinned
+        self.memory: torch.Tensor | None = None
         self.buffers: Tensors = {}
         self.fresh = True
         self.preparing: threading.Thread | None = None
@@ -176,7 +183,7 @@ class Staging:
         self.fresh = False
         if self.preparing is not None:
             self.preparing.join()
-        self.buffers = {name: self._buffer(name, local_part(tensor)) for name, tensor in tensors.items()}
+        self._make_room(tensors)
         for name, buffer in self.buffers.items():
             buffer.copy_(local_part(tensors[name]), non_blocking=self.pinned)
         if self.pinned:
@@ -186,14 +193,27 @@ class Staging:
     def _allocate(self, tensors: Tensors, device: int | None) -> None:
         if device is not None:
             torch.cuda.set_device(device)  # a setting of each thread; else pinning opens a context on GPU 0
-        for name, tensor in tensors.items():
-            self.buffers[name] = self._buffer(name, local_part(tensor)).zero_()
+        self._make_room(tensors)
 
-    def _buffer(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        buffer = self.buffers.get(name)
-        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
-            buffer = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=self.pinned)
-        return buffer
+    def _make_room(self, tensors: Tensors) -> None:
+        parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+        have, wanted = ({name: (t.shape, t.dtype) for name, t in each.items()} for each in (self.buffers, parts))
+        if have == wanted:
+            return
+        places, end = {}, 0
+        for name, part in parts.items():
+            places[name] = end
+            end += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+        if self.pinned and self.memory is not None:
+            unpin_memory(self.memory.data_ptr())
+        self.buffers, self.memory = {}, None  # given back before more is asked for
+        memory = torch.zeros(end, dtype=torch.uint8, device="cpu")
+        if self.pinned:
+            pin_memory(memory.data_ptr(), end)
+        self.memory = memory
+        for name, part in parts.items():
+            bytes_ = memory[places[name] : places[name] + part.nbytes]
+            self.buffers[name] = bytes_.view(part.dtype).view(part.shape)
 
 
 def _named(model_parts: Iterable[nn.Module]) -> tuple[Tensors, Tensors]:

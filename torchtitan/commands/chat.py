@@ -1,14 +1,15 @@
 """`torchtitan chat FOLDER`: talk with what a run has learned, in the form of its records.
 
 Questions come line by line, typed or through a pipe, and answers appear as they are made. FOLDER is as for `torchtitan
-generate`. The chat template is the job's, so what the model reads has the ids that it was trained on; a job without one
-is asked in the form of its first record (alpaca, prompt_completion), each question by itself. An answer ends where the
-template, or the document, ends. Keys and values of the conversation are kept.
+generate`. The model reads ids such as it was trained on: a job whose records have a prompt of their own is asked in
+the form of the first (alpaca, prompt_completion), each question by itself, any other by its chat template. An answer
+ends where the template, or the document, ends. Keys and values of the conversation are kept.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from torchtitan.commands.generate import (
 )
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.datasets import open_source
-from torchtitan.datasets.formats import FORMATS, question
+from torchtitan.datasets.formats import FORMATS
+from torchtitan.datasets.reading import Reading, reading_of
 from torchtitan.datasets.records import encode, prompt_ids
 from torchtitan.datasets.sources import DataError, Document
 from torchtitan.datasets.templates import turn_ends
@@ -34,9 +36,11 @@ from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.streaming import text_of
 from torchtitan.distributed import device_type
 from torchtitan.errors import JobError
+from torchtitan.tasks import TASKS
 
 CHAT = "chat"
 ASKED = [CHAT, *(name for name, known in FORMATS.items() if known.asked)]
+AS_IT_IS = Reading()
 NEW = "/new"
 HELP = f"{NEW} begins another conversation; an empty line or the end of the input leaves."
 
@@ -44,7 +48,7 @@ HELP = f"{NEW} begins another conversation; an empty line or the end of the inpu
 def main(argv: list[str]) -> int:
     options, words = parse(argv)
     sys.stdout.reconfigure(errors="replace")  # what the terminal has no character for
-    config, place = find_checkpoint(Path(options.folder), options.config, words)
+    config, place = find_checkpoint(Path(options.folder), options.config, words, options.best)
     refuse_without_next_words(config)
     tokenizer = build.tokenizer(config)
     form = options.format or form_of(config, tokenizer)
@@ -60,7 +64,9 @@ def main(argv: list[str]) -> int:
     if typed:
         print(HELP, file=sys.stderr)
     reader, context = reader_of(model, config.training.seq_len)
-    talk = Talk(reader, tokenizer, form, context, options)
+    if form == CHAT and options.system is None:
+        options.system = config.data.default_system
+    talk = Talk(reader, tokenizer, form, context, options, first_reading(config))
     for line in lines(typed):
         if line == NEW or options.apart:
             talk.begin()
@@ -90,20 +96,34 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def form_of(config: JobConfig, tokenizer: Tokenizer) -> str:
-    """In which form the job's model is asked. JobError where it has not learned answers, as far as can be seen."""
-    if tokenizer.chat_template is not None:
-        return CHAT
+    """In which form the job's model is asked: that of the records it has learned, whose prompt is their own even beside
+    a chat template. JobError where it has not learned answers, as far as can be seen.
+    """
+    templated = tokenizer.chat_template is not None
     remedy = f"give --format {' or '.join(ASKED[1:])}, or --data.chat_template"
-    source = next(iter(sources_of(config, "training").values()))
-    assert source.text_field is not None  # sources_of has said it
+    source, reading = next(iter(sources_of(config, "training").values())), first_reading(config)
+    if reading.form in ASKED[1:]:
+        return reading.form
+    if templated and not glob(source.dataset_path or ""):  # gone, or not on this machine: nothing is fetched to ask
+        return CHAT
     try:
-        first = next(iter(open_source(source.dataset, source.dataset_path, source.text_field).documents()), None)
+        first = next(iter(open_source(source.dataset, source.dataset_path, reading).documents()), None)
     except (DataError, OSError) as error:
+        if templated:
+            return CHAT
         raise JobError(f"no chat template, and the data that would tell a form are gone: {error}; {remedy}") from None
     form = first.form if isinstance(first, Document) else None
-    if form not in ASKED[1:]:
+    if form in ASKED[1:]:
+        return form
+    if not templated:
         raise JobError(f"no chat template, and the job's records have no questions that could be asked; {remedy}")
-    return form
+    return CHAT
+
+
+def first_reading(config: JobConfig) -> Reading:
+    """Of the job's first source, whose prompt questions are put in."""
+    first = next(iter(sources_of(config, "training").values()))
+    return reading_of(first, config.data.default_system, TASKS[config.task.kind].packs)
 
 
 def lines(typed: bool) -> Iterator[str]:
@@ -122,8 +142,17 @@ def lines(typed: bool) -> Iterator[str]:
 class Talk:
     """A conversation with a model, in one of the forms in ASKED."""
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, form: str, context: int, options: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        form: str,
+        context: int,
+        options: argparse.Namespace,
+        reading: Reading = AS_IT_IS,
+    ) -> None:
         self.model, self.tokenizer, self.form, self.context, self.options = model, tokenizer, form, context, options
+        self.reading = reading
         self.ends = turn_ends(tokenizer) if form == CHAT else frozenset({tokenizer.eos_id})
         self.begin()
 
@@ -156,7 +185,7 @@ class Talk:
     def _prompt(self, text: str) -> list[int]:
         """The ids of what was said; if the context has no room for them, without the oldest questions and answers."""
         if self.form != CHAT:
-            return encode(self.tokenizer, question(self.form, text)).ids.tolist()[:-1]  # without the end
+            return encode(self.tokenizer, self.reading.question(self.form, text)).ids.tolist()[:-1]  # without the end
         while True:
             ids = prompt_ids(self.tokenizer, self.messages, "the conversation")
             oldest = next(i for i, message in enumerate(self.messages) if message["role"] == "user")

@@ -1,11 +1,17 @@
-"""`torchtitan check`: judge jobs without starting them, and translate old ones. Needs no torch, so it is quick."""
+"""`torchtitan check`: judge jobs without starting them, and translate old ones. Needs no torch, so it is quick; the
+memory of a job without faults is foretold behind its answer, by `torchtitan estimate`.
+"""
 
+import importlib.util
 import math
+import subprocess
 import sys
 from collections.abc import Iterable
 from typing import Any
 
 from torchtitan.adapters import NONE
+from torchtitan.bars import waiting
+from torchtitan.cadence import cadence_of
 from torchtitan.commands.upgrade import translate
 from torchtitan.config.job import JobConfig, describe_sources
 from torchtitan.config.manager import load, said_by, to_toml
@@ -13,6 +19,7 @@ from torchtitan.config.options import ConfigError, Fault, help_text, show
 from torchtitan.config.schema import job_schema
 from torchtitan.config.upgrade import ERAS
 from torchtitan.errors import JobError, folded
+from torchtitan.memory_limit import amount_of, in_words
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED, Held
 from torchtitan.ranks import likely_device
@@ -22,12 +29,15 @@ from torchtitan.rules.pipeline import layers_by_stage
 __all__ = ["RULES", "check", "main"]
 
 USAGE = """\
-usage: torchtitan check job.toml [more.toml ...] [--world-size N] [--device cpu|cuda] [--section.key value ...]
+usage: torchtitan check job.toml [more.toml ...] [--world-size N] [--device cpu|cuda] [--no-memory]
+                        [--section.key value ...]
        torchtitan check old.toml --upgrade [--from july-2024|v0.1|v0.2] > new.toml
 
-Checks each job by itself, with the options after it, and says what it would do, or all that is wrong with it.
+Checks each job by itself, with the options after it, and says what it would do, or all that is wrong with it. Where
+nothing is, the most that a rank has in memory follows, as `torchtitan estimate` foretells it: that takes seconds more.
   --world-size N   ranks that it is to run on (default: as few as its degrees of parallelism need)
   --device D       what the ranks compute on (default: what this machine has)
+  --no-memory      foretell no memory: be done in a second; so with --job.print_config, whose output is a job alone
   --upgrade        print the translation of a job written for torchtitan's TOML era, and what keeps it from starting
   --from ERA       the era it was written in (default: told by its options; v0.2 where they leave it open)
   --help-config    print all options with their types, defaults and help
@@ -55,7 +65,13 @@ def main(argv: list[str]) -> int:
     jobs = [["--job.config_file", file] for file in rest[:number]] or [[]]
     if "--upgrade" in flags:
         return _refuse(["--upgrade takes one job"]) if len(jobs) > 1 else _upgrade([*jobs[0], *rest[number:]], flags)
-    return max([_check([*job, *rest[number:]], flags) for job in jobs])
+    jobs = [[*job, *rest[number:]] for job in jobs]
+    judged = [_judged(job, flags) for job in jobs]  # all of them ahead of the first rehearsal
+    sys.stdout.flush()
+    for job, facts in zip(jobs, judged, strict=True):
+        if facts is not None and not _left_out(facts.config, flags):
+            print(_memory([*job, f"--world-size={facts.world_size}", f"--device={facts.device}"]), flush=True)
+    return REFUSED if None in judged else 0
 
 
 def _own_flags(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -64,8 +80,8 @@ def _own_flags(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
     rest, words = [], iter(argv)
     for word in words:
         name, equals, value = word.partition("=")
-        name = {"--world_size": "--world-size"}.get(name, name)
-        if name == "--upgrade" and not equals:
+        name = {"--world_size": "--world-size", "--no_memory": "--no-memory"}.get(name, name)
+        if name in ("--upgrade", "--no-memory") and not equals:
             flags[name] = True
         elif name in ("--world-size", "--device", "--from"):
             flags[name] = value if equals else next(words, "")
@@ -80,21 +96,49 @@ def _own_flags(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
     return flags, rest
 
 
-def _check(argv: list[str], flags: dict[str, Any]) -> int:
+def _judged(argv: list[str], flags: dict[str, Any]) -> Facts | None:
+    """One job, its summary or its faults said; None if it has faults."""
     device: Device = flags.get("--device") or likely_device()
     try:
         config = load(argv)
     except ConfigError as error:
         ranks = flags.get("--world-size") or (fewest_ranks(error.rest) if error.rest else 1)
-        return _refuse(with_faults_of_the_rest(error, int(ranks), device, said_by(argv)))
+        _refuse(with_faults_of_the_rest(error, int(ranks), device, said_by(argv)))
+        return None
     facts = Facts(config, int(flags.get("--world-size", fewest_ranks(config))), device)
     faults = check(config, facts.world_size, device, said_by(argv))
     if faults:
-        return _refuse(faults)
+        _refuse(faults)
+        return None
     print(f"{' + '.join(config.job.config_file) or 'the default job'}: OK\n{summary(facts)}")
+    if _left_out(config, flags):
+        print("  memory    `torchtitan estimate` with the same words foretells the most that a rank has at once")
     if config.job.print_config:
         print(to_toml(config))
-    return 0
+    return facts
+
+
+def _left_out(config: JobConfig, flags: dict[str, Any]) -> bool:
+    """Whether no memory is foretold. Behind a job that is printed stands nothing, so that it can be read as a file."""
+    return "--no-memory" in flags or config.job.print_config
+
+
+def _memory(words: list[str]) -> str:
+    """What `torchtitan estimate` foretells with these words, or why it cannot. It needs torch, and has a process of its
+    own: whatever ends that one, a torch that does not load or too little memory, ends no check.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return "  memory    not foretold: torch is not installed"
+    with waiting("a step is rehearsed for its memory"):
+        command = [sys.executable, "-m", "torchtitan", "estimate", *words, "--no-remedies"]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.stdout:
+        return done.stdout.rstrip("\n")
+    if done.returncode < 0:
+        return f"  memory    not foretold: `torchtitan estimate` was ended by signal {-done.returncode}"
+    said = [line.strip() for line in done.stderr.splitlines() if not line.startswith("(TORCHTITAN_TRACEBACK")]
+    why = " ".join(said if done.returncode == REFUSED else said[-1:])  # of a traceback the last line says it
+    return folded(f"  memory    not foretold: {why or f'exit code {done.returncode}'}")
 
 
 def _refuse(faults: Iterable[Fault | Exception | str], number: int | None = None) -> int:
@@ -124,20 +168,39 @@ def summary(facts: Facts) -> str:
     accumulation = f"in {passes} forward passes" if passes > 1 else "in one forward pass"
     data, active = describe_sources(config, "training"), getattr(facts.args, "num_active_parameters", None)
     parameters = f"{facts.args.num_parameters:,} parameters" + f", {active or 0:,} of them for a token" * bool(active)
-    state, kept = _bytes_of_a_rank(facts)
-    each = "on average (parameters" if facts.pp > 1 else "(parameters"
     ranks = f"{facts.world_size} rank{'s' if facts.world_size > 1 else ''} ({facts.device})"
     return "\n".join(
         [
             f"  model     {config.model.name} {config.model.flavor}, {parameters}",
             f"  ranks     {ranks}: {_plan(facts)}",
             *_pipeline(facts),
-            f"  state     {state / 2**30:.2f} GiB a rank {each}, gradients, {kept} in {training.dtype})",
+            *_state(facts),
             f"  data      {data}, {samples} samples of {training.seq_len} tokens a step, {accumulation}",
             f"  tokens    {tokens:,} a step, {_length(facts, tokens)}",
             *_schedule(facts),
+            *_cadence(facts),
         ]
     )
+
+
+def _state(facts: Facts) -> list[str]:
+    """And what share of a limit on memory it takes. Beside an adapter weights are frozen, in few bits perhaps:
+    what that takes only the model itself can tell.
+    """
+    limit, state, lines = facts.config.memory.limit, None, []
+    if facts.config.adapter.kind == NONE and not facts.config.training.unfrozen:
+        state, kept = _bytes_of_a_rank(facts)
+        each = "on average (parameters" if facts.pp > 1 else "(parameters"
+        lines = [
+            f"  state     {state / 2**30:.2f} GiB a rank {each}, gradients, {kept} in {facts.config.training.dtype})"
+        ]
+    if limit is not None:
+        amount = amount_of(limit)
+        told = ""
+        if amount is not None and state is not None:
+            told = f", {state / amount:.0%} of it for the state" + " alone: too much" * (state > amount)
+        lines.append(f"  memory    at most {in_words(limit)} of a GPU for each rank{told}")
+    return lines
 
 
 def _bytes_of_a_rank(facts: Facts) -> tuple[float, str]:
@@ -174,6 +237,12 @@ def _schedule(facts: Facts) -> list[str]:
     if facts.schedule is None:
         return []
     return ["  schedule  " + facts.schedule.describe(facts.config.optimizer.lr).removeprefix("learning rate: ")]
+
+
+def _cadence(facts: Facts) -> list[str]:
+    if facts.steps is None:
+        return []
+    return ["  cadence   " + cadence_of(facts.config, facts.steps).describe(facts.config)]
 
 
 def _parameters_of_a_rank(facts: Facts) -> float:

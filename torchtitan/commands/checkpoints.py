@@ -1,14 +1,17 @@
 """`torchtitan checkpoints FOLDER [--verify]`: what a run has saved, in what state it is, what a resume would take.
 
-Looks at names, sizes and manifests, and with --verify at the content of every file. Needs no torch.
+Where the job says by what (checkpoint.best_metric), also which is the best. Looks at names, sizes and manifests, and
+with --verify at the content of every file. Needs no torch.
 """
 
 import argparse
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint import layout
+from torchtitan.checkpoint.best import best_of, metric_of
 from torchtitan.checkpoint.layout import CheckpointError
 from torchtitan.errors import JobError
 
@@ -27,9 +30,21 @@ def main(argv: list[str]) -> int:
     for name in leftovers:
         print(f"{name}: {'left by a save that did not finish' if name.startswith('.tmp-') else 'moved aside'}")
     whole = [step for good, step, *_ in rows if good]
+    if (best := best_told(folder)) is not None:
+        print(f"the best is {best}")
     how = "looked at whole" if options.verify else "by names, sizes and manifest; --verify reads the content"
     print(f"a resume takes {f'step {whole[0]}' if whole else 'none of them'} ({how})")
     return 0 if whole else NOTHING_TO_TAKE
+
+
+def best_told(folder: Path) -> str | None:
+    """By what the job of the newest one tells it, in words; None where it tells none."""
+    complete, _ = layout.complete_steps(folder)
+    with suppress(CheckpointError):
+        metric = metric_of(layout.read_state(complete[0])["trainer"]) if complete else None
+        if metric is not None and (best := best_of(complete, metric)) is not None:
+            return f"step {layout.step_of(best.folder.name)}, with a {metric.name} of {best.value:.4g}"
+    return None
 
 
 def find(folder: Path) -> Path:

@@ -43,7 +43,8 @@ _torchtitan() {{
   local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words=''
   case $before in
 {cases}    torchtitan) words='{" ".join(COMMANDS)}' ;;
-    train|check|preview) words='{" ".join(jobs())}' ;;
+    presets) words='ls cat cp' ;;
+    train|check|preview|cat|cp) words='{" ".join(jobs())}' ;;
   esac
   [[ $word == -* ]] && words='{" ".join(words_of_options())}'
   COMPREPLY=($(compgen -W "$words" -- "$word"))

@@ -4,6 +4,7 @@
     torchtitan convert Llama-3.2-1B llama                             a folder of Hugging Face, as an export of ours
     torchtitan convert Llama-3.2-1B llama.safetensors --dtype bfloat16
     torchtitan convert step-1000 model_hf --model.name llama3.1 --model.flavor 8B      torchtitan's own checkpoint
+    torchtitan convert Llama-2-7b larger --add-tokens '<|im_start|>' '<|im_end|>' --vocab-multiple 64
 
 The sizes are those of the run that wrote the weights or of the config.json beside them; else options of a job say them.
 No more than one of them is in memory.
@@ -12,6 +13,7 @@ No more than one of them is in memory.
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +26,21 @@ from torchtitan.checkpoint.folders import published
 from torchtitan.checkpoint.kinds import find_weights
 from torchtitan.checkpoint.layout import MODEL
 from torchtitan.checkpoint.saving import Care, Snapshot, save
-from torchtitan.commands.job_of import JOB, job_of, refuse_strangers
+from torchtitan.commands.job_of import JOB, job_of, names_its_tokenizer, refuse_strangers
+from torchtitan.commands.resizing import Resized, Resizing, resizing
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import to_toml
-from torchtitan.config.options import options as job_options
 from torchtitan.datasets.templates import turn_ends
 from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.datasets.tokenizer.chat_templates import template_file
 from torchtitan.deferred import Deferred
 from torchtitan.errors import JobError
 from torchtitan.models import CONFIGS
-from torchtitan.models.hf.config import CONFIG
+from torchtitan.models.hf.config import CONFIG, config_beside
 from torchtitan.models.hf.export import beside_weights, source_of
 from torchtitan.weights import Weights, opened
 
+LARGEST_MULTIPLE = 2**16
 FORMS = {"hf": "a folder of Hugging Face", "file": "one file of safetensors", "ours": "an export of this project"}
 
 
@@ -46,18 +50,33 @@ def main(argv: list[str]) -> int:
     if target.exists():
         raise JobError(f"{target}: exists; give another target, or remove it first")
     kind, place = find_weights(source)
-    form = options.to or ("file" if target.suffix == ".safetensors" else "ours" if kind == "hf" else "hf")
+    resizes = bool(options.add_tokens or options.eos_token or options.vocab_multiple)
+    form = options.to or (
+        "file" if target.suffix == ".safetensors" else "ours" if kind == "hf" and not resizes else "hf"
+    )
+    if resizes and form == "file":
+        raise JobError(f"{target}: one file holds no tokenizer, which says what the rows are; give a folder")
     config = job_of(place, words, with_tokenizer=False)
-    args = build.model_args(config)
-    with opened(place, config.model.name, args) as weights:
+    with ExitStack() as stack:
+        args, to = build.model_args(config), None
+        weights = stack.enter_context(opened(place, config.model.name, args))
+        if resizes:
+            how = (options.add_tokens, options.eos_token, options.vocab_multiple)
+            to = stack.enter_context(resizing(config, args, *how))
+            weights, args = Resized(weights, config, args, to), to.args
         dtype = build.DTYPES[options.dtype] if options.dtype else weights.dtype("tok_embeddings.weight")
-        write = {"hf": _write_hf, "file": _write_file, "ours": _write_ours}[form]
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            write(target, config, args, weights, dtype)
+            if form == "file":
+                build.model_spec(config).hf.save_hf_file(target, _unread(config, args, weights), args, dtype)
+            else:
+                write = {"hf": _write_hf, "ours": _write_ours}[form]
+                write(target, place, config, args, weights, dtype, to)
         except OSError as error:
             raise JobError(f"{target}: not written: {error}") from error
     print(f"{place} -> {target}: {config.model.name}, {args.num_parameters:,} parameters, {FORMS[form]}")
+    if to is not None:
+        print(f"{to.tokens:,} tokens, {to.tokens - to.known:,} of them new, in {args.vocab_size:,} rows")
     return 0
 
 
@@ -74,41 +93,53 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("target", help="what to make; a name that ends with .safetensors is a file")
     told = "; ".join(f"{form}: {what}" for form, what in FORMS.items())
     parser.add_argument("--to", choices=list(FORMS), help=f"{told} (default: ours of Hugging Face's, else hf)")
+    added = "special tokens to add; their rows are the mean of the others"
+    parser.add_argument("--add-tokens", "--add_tokens", nargs="+", default=[], metavar="TOKEN", help=added)
+    parser.add_argument(
+        "--eos-token", "--eos_token", metavar="TOKEN", help="what ends a document from now on; may be a new one"
+    )
+    multiple = "as few rows of the vocabulary as hold the tokens, up to a multiple of N; 1 drops rows without a token"
+    parser.add_argument("--vocab-multiple", "--vocab_multiple", type=int, metavar="N", help=multiple)
     parser.add_argument("--dtype", choices=list(build.DTYPES), help="of the weights (default: as they are)")
     options, words = parser.parse_known_args(argv)
     refuse_strangers(parser, words)
+    if options.vocab_multiple is not None and not 1 <= options.vocab_multiple <= LARGEST_MULTIPLE:
+        parser.error(f"--vocab-multiple {options.vocab_multiple}: must be from 1 to {LARGEST_MULTIPLE}")
     return options, words
 
 
-def _beside(config: JobConfig, args: Any, dtype: torch.dtype) -> dict[str, bytes]:
-    """What a folder holds beside the weights; without a tokenizer, config.json alone, which is said."""
-    vocabulary = _tokenizer(config, args)
+def _beside(place: Path, config: JobConfig, args: Any, dtype: torch.dtype, to: Resizing | None) -> dict[str, bytes]:
+    """What a folder holds beside the weights; without a tokenizer, config.json alone, which is said. The folder that a
+    run began from knows nothing of what its checkpoints have learned.
+    """
+    vocabulary = to.vocabulary if to else _tokenizer(config, args)
     form, folder = CONFIGS[config.model.name], config.model.hf_folder
-    source = source_of(folder) if folder and Path(folder, CONFIG).is_file() else None
+    learned = config_beside(place) is None
+    source = source_of(folder, trained=learned) if folder and Path(folder, CONFIG).is_file() else None
     if vocabulary is None:
         print("no tokenizer goes along: --model.tokenizer_path says which is its own", file=sys.stderr)
         kept = beside_weights(form, args, dtype, source=source, tokenizer_files={}, bos_id=None, end_ids=[])
         return {CONFIG: kept[CONFIG]}
-    return beside_weights(
+    files = beside_weights(
         form,
         args,
         dtype,
-        source=source,
-        tokenizer_files=vocabulary.as_hf_files(),
+        source=to.source(source) if to and source else source,
+        tokenizer_files=vocabulary.as_hf_files() | template_file(vocabulary),
         bos_id=vocabulary.bos_id,
         end_ids=sorted(turn_ends(vocabulary)),
     )
+    return to.beside(files) if to else files
 
 
 def _tokenizer(config: JobConfig, args: Any) -> Tokenizer | None:
-    """The model's own: the one for debugging, which a job has if it names none, is not a larger model's."""
+    """The model's own, if it is one."""
     try:
         vocabulary = build.tokenizer(config)
     except JobError:
         return None
-    is_named = config.model.tokenizer_path != job_options()["model.tokenizer_path"].default
-    is_own = vocabulary.vocab_size <= args.vocab_size if is_named else vocabulary.vocab_size == args.vocab_size
-    return vocabulary if is_own else None
+    spare = args.vocab_size - vocabulary.vocab_size
+    return vocabulary if spare == 0 or (spare > 0 and names_its_tokenizer(config)) else None
 
 
 def _unread(config: JobConfig, args: Any, weights: Weights) -> dict[str, Deferred]:
@@ -118,21 +149,23 @@ def _unread(config: JobConfig, args: Any, weights: Weights) -> dict[str, Deferre
     return {name: weights.unread(name, shape) for name, shape in shapes.items() if name not in tied}
 
 
-def _write_hf(target: Path, config: JobConfig, args: Any, weights: Weights, dtype: torch.dtype) -> None:
-    beside = _beside(config, args, dtype)
+def _write_hf(
+    target: Path, place: Path, config: JobConfig, args: Any, weights: Weights, dtype: torch.dtype, to: Resizing | None
+) -> None:
+    beside = _beside(place, config, args, dtype, to)
     with published(target.resolve(), write=True) as folder:
         build.model_spec(config).hf.save_hf(folder, _unread(config, args, weights), args, dtype=dtype, beside=beside)
 
 
-def _write_file(target: Path, config: JobConfig, args: Any, weights: Weights, dtype: torch.dtype) -> None:
-    build.model_spec(config).hf.save_hf_file(target, _unread(config, args, weights), args, dtype)
-
-
-def _write_ours(target: Path, config: JobConfig, args: Any, weights: Weights, dtype: torch.dtype) -> None:
+def _write_ours(
+    target: Path, place: Path, config: JobConfig, args: Any, weights: Weights, dtype: torch.dtype, to: Resizing | None
+) -> None:
     """With what says the model's sizes: config.json and tokenizer, or for what transformers does not have, the job."""
     try:
-        beside = _beside(config, args, dtype)
+        beside = _beside(place, config, args, dtype, to)
     except JobError:
+        if to is not None:
+            raise
         beside = {JOB: to_toml(build.movable(config)).encode()}
     unread = _unread(config, args, weights)
     narrow = {name for name in unread if weights.dtype(name).is_floating_point and not name.endswith("expert_bias")}

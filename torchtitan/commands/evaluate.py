@@ -6,6 +6,9 @@ or those of the options given (--validation.dataset=text --validation.dataset_pa
 end in segments of validation.seq_len (or training.seq_len) tokens. Losses and bytes are of what is predicted: of
 records, where only answers are trained, these. A model with a cache (adapter.kind = "neurocache") is measured for
 several sizes of it. --out keeps the figures as JSON, --plot draws them.
+
+With --tasks it answers the tasks of lm-eval that a folder describes instead (evaluate_tasks.py), in the context of
+training.seq_len. docs/finetuning.md shows such a folder.
 """
 
 import argparse
@@ -22,8 +25,9 @@ import torch
 from torchtitan import build, build_data, saved_model
 from torchtitan.adapters.neurocache.sizes import misfits_of
 from torchtitan.by_position import Measured, measure, names_of, total
-from torchtitan.commands.evaluate_plot import check_format, draw
-from torchtitan.commands.generate import find_checkpoint
+from torchtitan.commands.evaluate_plot import draw
+from torchtitan.commands.evaluate_tasks import evaluate_tasks, tasks_table
+from torchtitan.commands.generate import best_option, find_checkpoint
 from torchtitan.commands.job_of import refuse_strangers
 from torchtitan.config.job import JobConfig, Validation, describe_sources
 from torchtitan.datasets.segments import Documents, HeldOutSegments
@@ -31,6 +35,7 @@ from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.distributed import device_type
 from torchtitan.errors import JobError
 from torchtitan.models.decoder import Decoder
+from torchtitan.plot import check_format
 from torchtitan.tasks import TASKS
 
 
@@ -38,12 +43,16 @@ def main(argv: list[str]) -> int:
     options, words = parse(argv)
     if options.plot:
         check_format(Path(options.plot))
-    config, place = find_checkpoint(Path(options.folder), options.config, words)
-    with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
-        data = dataclasses.replace(config.data, cache_dir=config.data.cache_dir or folder)
-        config = of_documents(dataclasses.replace(config, data=data))
-        found = evaluate(config, place, options.samples, options.cache_sizes)
-    print(table(found))
+    config, place = find_checkpoint(Path(options.folder), options.config, words, options.best)
+    if options.tasks:
+        found = evaluate_tasks(config, place, Path(options.tasks), options.samples)
+        print(tasks_table(found))
+    else:
+        with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
+            data = dataclasses.replace(config.data, cache_dir=config.data.cache_dir or folder)
+            config = of_documents(dataclasses.replace(config, data=data))
+            found = evaluate(config, place, options.samples, options.cache_sizes)
+        print(table(found))
     try:
         if options.out:
             Path(options.out).write_text(json.dumps(found, indent=2) + "\n")
@@ -64,15 +73,20 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("folder", help="a run's dump_folder, a checkpoint, an export, a folder of Hugging Face")
     parser.add_argument("--samples", type=int, default=0, help="segments, in whole documents; 0: all (default)")
+    tasks = "tasks of lm-eval to answer instead: a folder with their files, or one of these; --samples: of each"
+    parser.add_argument("--tasks", metavar="PATH", help=tasks)
     sizes = "entries of a cache, several with commas; 0: without (default: 0 and the job's)"
     parser.add_argument("--cache-sizes", "--cache_sizes", type=_sizes, help=sizes)
     parser.add_argument("--out", help="a JSON file to write the figures into")
     parser.add_argument("--plot", help="a picture to draw of them, .svg or .png")
     parser.add_argument("--config", help="the job, when the folder has no config.toml")
+    best_option(parser)
     options, words = parser.parse_known_args(argv)
     refuse_strangers(parser, words)
     if options.samples < 0:
         parser.error(f"--samples {options.samples}: must be at least 0")
+    if options.tasks and (options.plot or options.cache_sizes):
+        parser.error("--tasks: documents are measured with --plot and --cache-sizes; leave these out")
     return options, words
 
 

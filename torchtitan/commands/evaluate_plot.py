@@ -3,17 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from torchtitan.errors import JobError
 from torchtitan.plot import HELD_OUT, INK, LOSS, RATE, SPEED, STYLE
 
-FORMATS = (".svg", ".png")
 COLORS = (LOSS, HELD_OUT, RATE, SPEED)
-
-
-def check_format(path: Path) -> None:
-    """JobError unless the file's name says what can be drawn."""
-    if path.suffix.lower() not in FORMATS:
-        raise JobError(f"--plot: given {str(path)!r}; allowed: names with {' or '.join(FORMATS)}; rename it")
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

@@ -21,12 +21,14 @@ import torch
 from torch import nn
 
 from torchtitan import build, build_data, saved_model
+from torchtitan.adapters import NONE
 from torchtitan.checkpoint.folders import published
 from torchtitan.checkpoint.layout import read_manifest
-from torchtitan.commands.generate import find_checkpoint, sample
+from torchtitan.commands.generate import best_option, find_checkpoint, sample
 from torchtitan.config.job import JobConfig
 from torchtitan.errors import JobError
-from torchtitan.loss import IGNORE_INDEX
+from torchtitan.loss import IGNORE_INDEX, SummedCrossEntropy
+from torchtitan.tasks import TASKS
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 """Of the loss, relative: what rounding a model's weights to the type once may change. Of two tokens' logits, beside the
@@ -43,12 +45,13 @@ def main(argv: list[str]) -> int:
     target = Path(options.to)
     if target.exists():
         raise JobError(f"--to {target}: it is there already; name a directory that is not")
-    config, step_folder = find_checkpoint(Path(options.folder), options.config)
+    config, step_folder = find_checkpoint(Path(options.folder), options.config, best=options.best)
     if options.merge:
         return export(config, step_folder, target, options.dtype, options.merge_base == "unpacked")
-    model, adapter = saved_model.filled_model(config, step_folder, torch.device("cpu"))
-    if adapter is None:
+    if config.adapter.kind == NONE:
         raise JobError(f"{options.folder}: its job has no adapter; write --merge for the weights of the model")
+    model, adapter = saved_model.filled_model(config, step_folder, torch.device("cpu"))
+    assert adapter is not None
     build.save_peft(config, target, adapter, adapter.whole_tensors([model]))
     print(f"{target}: the adapter of {step_folder.name}, in peft's layout")
     return 0
@@ -68,6 +71,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="of a packed base: the weights that were packed (default), or what the run computed with",
     )
     parser.add_argument("--config", help="the job, when the folder has no config.toml")
+    best_option(parser)
     return parser.parse_args(argv)
 
 
@@ -127,8 +131,11 @@ def write(
 
 
 def answer(config: JobConfig, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Answer:
-    """Tokens and labels [B, S], samples one by one, and greedily from the beginning of the first of them."""
+    """Tokens and labels [B, S], samples one by one, and greedily from the beginning of the first of them. The loss is
+    of tokens, also where the run's is of pairs."""
     tokens, labels = batch
+    if TASKS[config.task.kind].together > 1:
+        model.loss = SummedCrossEntropy()
     loss = sum(model(row, labels=of_row).item() for row, of_row in zip(tokens.split(1), labels.split(1), strict=True))
     vocabulary, logits = build.tokenizer(config), []
     last = (0, -1, slice(vocabulary.vocab_size))

@@ -22,6 +22,7 @@ from torch import nn
 
 from torchtitan import build, saved_model
 from torchtitan.adapters.neurocache.generation import reader_of
+from torchtitan.checkpoint.best import best_in
 from torchtitan.checkpoint.kinds import find_weights
 from torchtitan.commands.job_of import job_of, refuse_strangers
 from torchtitan.commands.on_ranks import SPEAK_SECONDS, run_on_ranks
@@ -62,7 +63,7 @@ def generate(options: argparse.Namespace, words: list[str], text: str, ranks: Ra
     """On this rank, which prints what all of them make."""
     if ranks.launcher is not None:
         die_with(ranks.launcher.pid)
-    config, place = find_checkpoint(Path(options.folder), options.config, words)
+    config, place = find_checkpoint(Path(options.folder), options.config, words, options.best)
     refuse_without_next_words(config)
     tokenizer = build.tokenizer(config)
     if ranks.world_size > 1:
@@ -131,6 +132,12 @@ def sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, tempe
     ):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default {default:g})")
     parser.add_argument("--config", help="the job, when the folder has no config.toml")
+    best_option(parser)
+
+
+def best_option(parser: argparse.ArgumentParser) -> None:
+    told = "take the best of a run's checkpoints (checkpoint.best_metric) instead of the newest"
+    parser.add_argument("--best", action="store_true", help=told)
 
 
 def parse_sampling(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -155,11 +162,16 @@ def prompt_of(options: argparse.Namespace) -> str:
         raise JobError(f"--prompt-file {options.prompt_file}: {error}; give a text file in UTF-8") from None
 
 
-def find_checkpoint(folder: Path, config_path: str | None, words: list[str] | None = None) -> tuple[JobConfig, Path]:
-    """The job, and what holds the weights: the path itself or the newest complete checkpoint in it. JobError without
-    either, and for a job whose model or tokenizer cannot be built. `words` are further options of the job."""
+def find_checkpoint(
+    folder: Path, config_path: str | None, words: list[str] | None = None, best: bool = False
+) -> tuple[JobConfig, Path]:
+    """The job, and what holds the weights: the path itself or the newest complete checkpoint in it, or the `best` one.
+    JobError without either, and for a job whose model or tokenizer cannot be built. `words` are further options of the
+    job."""
     config = job_of(folder, (["--job.config_file", config_path] if config_path else []) + (words or []))
     checkpoints = folder.resolve() / config.checkpoint.folder
+    if best:
+        return config, best_in(checkpoints if checkpoints.is_dir() else folder.resolve()).folder
     return config, find_weights(checkpoints if checkpoints.is_dir() else folder.resolve())[1]
 
 

@@ -1,11 +1,14 @@
 """`torchtitan import`: the job that another program's command line, or its file of options, means."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import NamedTuple
 
+from torchtitan.checkpoint.folders import replace_file
 from torchtitan.commands.check import fewest_ranks
 from torchtitan.commands.upgrade import as_file
 from torchtitan.config.job import JobConfig
@@ -19,6 +22,7 @@ from torchtitan.launch import launch
 from torchtitan.leaving import REFUSED
 from torchtitan.ranks import likely_device
 from torchtitan.rules import check
+from torchtitan.run_folder import IMPORTED
 
 USAGE = """\
 usage: torchtitan import [--from SOURCE] [--world-size N] [--run] "COMMAND LINE"
@@ -28,9 +32,10 @@ with what is otherwise here in comments at its head. The words of the line may a
 options of this command.
   --from SOURCE    whose line it is (default: told by the script that it runs): {sources}
   --world-size N   ranks that it runs on (default: what the line tells torchrun)
-  --run            write the job into its folder, as imported.toml, and train it
+  --run            write the job into its folder, as imported.toml, and train it, or measure what the line measures
 Exit code: 0 if the job can start, 2 where a flag has no meaning here, or the job is one that cannot start."""
-NAME = "imported.toml"
+EVALUATE = "torchtitan.commands.evaluate:main"
+"""By name, as it needs torch."""
 
 
 def main(argv: list[str]) -> int:
@@ -42,14 +47,14 @@ def main(argv: list[str]) -> int:
     line = parse(split(words))
     if "--world_size" in flags:
         line = replace(line, ranks=int(flags["--world_size"]))
-    text, config = translate(line, flags.get("--from"))
+    text, config, measures = translate(line, flags.get("--from"))
     if "--run" not in flags:
         print(text, end="")
     ranks = line.ranks or fewest_ranks(config)
     if faults := check(config, ranks, likely_device()):
         print("translated; but the job cannot start as it is:", *faults, sep="\n", file=sys.stderr)
         return REFUSED
-    return _run(text, config, ranks) if "--run" in flags else 0
+    return _run(text, config, ranks, measures) if "--run" in flags else 0
 
 
 def _own_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -72,8 +77,16 @@ def _own_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return flags, words
 
 
-def translate(line: CommandLine, source: str | None) -> tuple[str, JobConfig]:
-    """The file, and the job that it describes. ConfigError has all that has no meaning here."""
+class Translation(NamedTuple):
+    """A file, the job that it describes, and of a line that trains nothing what `torchtitan evaluate` is given."""
+
+    text: str
+    config: JobConfig
+    measures: list[str] | None
+
+
+def translate(line: CommandLine, source: str | None) -> Translation:
+    """ConfigError has all that has no meaning here."""
     name = source or next((name for name, each in SOURCES.items() if each.reads(line)), None)
     if name is None or name not in SOURCES:
         known = ", ".join(f"{name} ({each})" for name, each in SOURCES.items())
@@ -87,15 +100,21 @@ def translate(line: CommandLine, source: str | None) -> tuple[str, JobConfig]:
         raise ConfigError(faults)
     what = line.script if line.script == line.config else f"a command line of {line.script}"
     head = [f"Translated from {what} ({name}).", *meaning.notes]
-    return as_file(head, layer.values) + "\n", assemble(layer.values, ["the translation"])
+    if meaning.measures:
+        head.append(f"it trains nothing: torchtitan evaluate {shlex.join(meaning.measures)} --config THIS_FILE")
+    return Translation(
+        as_file(head, layer.values) + "\n", assemble(layer.values, ["the translation"]), meaning.measures
+    )
 
 
-def _run(text: str, config: JobConfig, ranks: int) -> int:
-    path = Path(config.job.dump_folder, NAME)
+def _run(text: str, config: JobConfig, ranks: int, measures: list[str] | None) -> int:
+    path = Path(config.job.dump_folder, IMPORTED)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        replace_file(path, text)
     except OSError as error:
         raise JobError(f"{path}: cannot be written ({error.strerror}); give another --save_dir") from None
+    if measures:
+        return resolve_name(EVALUATE)([*measures, "--config", str(path)])
     print(f"{path}: on {ranks} rank{'s' if ranks > 1 else ''}")
     return launch(ranks, ["--job.config_file", str(path)])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
-from torchtitan.config.options import ConfigError
+from torchtitan.config.options import ConfigError, options
 from torchtitan.errors import JobError
 from torchtitan.models import CONFIGS, family_of
 from torchtitan.models.hf.config import CONFIG, config_beside
@@ -73,6 +73,11 @@ def _words_of(path: Path, home: Path, model_type: object) -> list[str]:
     length = CONFIGS[family].args_of(path).max_seq_len
     words = [f"--model.name={family}", "--model.flavor=from_hf", f"--model.hf_folder={path}"]
     return [*words, f"--model.tokenizer_path={home}", f"--training.seq_len={min(length, LONGEST_CONTEXT)}"]
+
+
+def names_its_tokenizer(config: JobConfig) -> bool:
+    """Or has the one for debugging, which is not a larger model's."""
+    return config.model.tokenizer_path != options()["model.tokenizer_path"].default
 
 
 def refuse_strangers(parser: argparse.ArgumentParser, words: list[str]) -> None:

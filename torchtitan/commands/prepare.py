@@ -1,6 +1,7 @@
 """`torchtitan prepare`: tokenize a dataset once, into memory-mapped shards that training reads at full speed.
 
     torchtitan prepare --dataset text --dataset_path stories/ --tokenizer_path tokenizer.model --output shards/
+    torchtitan prepare job.toml       # what a job tokenizes before it starts: prepare_job.py
 
 Documents keep the order in which they are stored; training shuffles. Everything is written beside the output and
 renamed at the end, so a folder of that name is complete. `--verify shards/` reads a folder again and compares the
@@ -12,13 +13,19 @@ import os
 import re
 from pathlib import Path
 
-from torchtitan.datasets import DATASETS
+from torchtitan.commands.prepare_job import of_a_job, prepare_job
+from torchtitan.datasets import DATASETS, open_source
 from torchtitan.datasets.preparing import prepare
+from torchtitan.datasets.reading import Reading
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokens import TokenShards
 
+JOB = "With a job instead (prepare job.toml --section.key value): tokenize what it tokenizes before it starts."
+
 
 def main(argv: list[str]) -> int:
+    if of_a_job(argv):
+        return prepare_job(argv)
     options = parse(argv)
     if options.verify:
         TokenShards(Path(options.verify)).verify()
@@ -26,7 +33,7 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         header = prepare(
-            DATASETS[options.dataset](options.dataset_path, options.text_field),
+            open_source(options.dataset, options.dataset_path, Reading(options.text_field)),
             options.tokenizer_path,
             Path(options.output),
             workers=options.workers,
@@ -54,7 +61,7 @@ def _of_this_command(message: str) -> str:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parser = argparse.ArgumentParser(prog="torchtitan prepare", description="Tokenize a dataset once.")
+    parser = argparse.ArgumentParser(prog="torchtitan prepare", description="Tokenize a dataset once.", epilog=JOB)
     parser.add_argument("--dataset", default="text", choices=[name for name in DATASETS if name != "tokens"])
     parser.add_argument("--dataset_path", help="file, folder or glob; a name for dataset huggingface")
     parser.add_argument("--text_field", default="text", help="the field with text, ids or segments (default: text)")

@@ -2,6 +2,7 @@
 
 Decoded samples with the borders of their documents, the positions that each document gets, and which tokens the model
 learns to predict: the others, which it only reads, are faint on a terminal and stand between [- and -] elsewhere.
+Padding is said to be so, and is no document.
 Takes the job's options as well, so a change can be looked at before it is trained on.
 """
 
@@ -41,6 +42,7 @@ def main(argv: list[str]) -> int:
         colour=sys.stdout.isatty() and not config.metrics.disable_color_printing,
         labels=TASKS[config.task.kind].labels,
         classes=config.task.labels,
+        packs=TASKS[config.task.kind].packs,
     )
     lines = [
         line for i in range(options.samples) for line in view.sample(i, {k: v[i].tolist() for k, v in batch.items()})
@@ -91,7 +93,8 @@ def about(config: JobConfig) -> str:
 
 
 class View:
-    """`labels`: what those of a batch are, as a Task says it; `classes`: names, if these are classes."""
+    """`labels`: what those of a batch are, as a Task says it; `classes`: names, if these are classes;
+    `packs`: whether samples are of whole records, with padding where these do not fill them."""
 
     def __init__(
         self,
@@ -101,14 +104,17 @@ class View:
         colour: bool,
         labels: str = "next",
         classes: Sequence[str] = (),
+        packs: bool = False,
     ) -> None:
         self.tokenizer, self.tokens, self.ids, self.colour = tokenizer, tokens, ids, colour
-        self.labels, self.classes = labels, classes
+        self.labels, self.classes, self.packs = labels, classes, packs
 
     def sample(self, number: int, sample: dict[str, list[int]]) -> list[str]:
         """The lines of one sample."""
         tokens, labels, documents = sample["tokens"], sample["labels"], sample["document_ids"]
-        head = f"sample {number}: {len(tokens)} tokens, {_count(documents[-1] + 1, 'document')}"
+        padding = self._padding(tokens, labels, documents)
+        count = documents[-1] + 1 - (padding is not None)
+        head = f"sample {number}: {len(tokens)} tokens, {_count(count, 'document')}"
         trained = [label != IGNORE for label in labels]
         lines = ["", self._paint(HEAD, f"{head}, {sum(trained)} of {len(labels)} labels trained")]
         # a token is the label of the position before, and the first one is only read; or its own; or all make a class
@@ -116,18 +122,35 @@ class View:
         start = 0
         for document, group in groupby(documents):
             stop = start + len(list(group))
+            if document == padding:
+                border = f"--- padding: tokens {start}-{stop - 1}, which nobody sees or learns "
+                lines.append(self._paint(FAINT, border.ljust(100, "-")))
+                start = stop
+                continue
             positions = f"positions {sample['positions'][start]}-{sample['positions'][stop - 1]}"
-            begun = "" if self.tokenizer.bos_id in (tokens[start], None) else ", begun in an earlier sample"
+            own = self.packs or self.tokenizer.bos_id in (tokens[start], None)  # a template may begin without a token
+            begun = "" if own else ", begun in an earlier sample"
             told = self._class(labels[start:stop])
             begun = told if self.labels == "classes" else begun
             border = f"--- document {document}: tokens {start}-{stop - 1}, {positions}{begun} "
             lines.append(self._paint(HEAD, border.ljust(100, "-")))
-            limit = max(self.tokens // (documents[-1] + 1), 8)
+            limit = max(self.tokens // count, 8)
             lines.append(self._piece(tokens[start:stop], learned[start:stop], limit))
             if self.ids:
                 lines.append(self._paint(FAINT, " ".join(["ids", *map(str, tokens[start : min(stop, start + limit)])])))
             start = stop
         return lines
+
+    def _padding(self, tokens: list[int], labels: list[int], documents: list[int]) -> int | None:
+        """The document that is padding: at one end of a sample of whole records, of a token that ends texts alone,
+        none of whose labels counts. A record has more than that, or it would not have been taken."""
+        if not self.packs:
+            return None
+        for document in (documents[0], documents[-1]):
+            own = [i for i, other in enumerate(documents) if other == document]
+            if all(tokens[i] == self.tokenizer.eos_id and labels[i] == IGNORE for i in own):
+                return document
+        return None
 
     def _class(self, labels: list[int]) -> str:
         """Of a record, by the one label that counts."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.commands.check import fewest_ranks
-from torchtitan.commands.schedule_plot import check_format, draw_schedule
+from torchtitan.commands.schedule_plot import draw_schedule
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError, hint
@@ -29,6 +29,7 @@ from torchtitan.parallelisms.pipeline.actions import (
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES, schedule_traits
 from torchtitan.parallelisms.pipeline.simulator import EVEN, Costs, Simulation, simulate
 from torchtitan.parallelisms.pipeline.tables import build_table
+from torchtitan.plot import check_format
 from torchtitan.ranks import likely_device
 from torchtitan.rules import Facts, check
 from torchtitan.rules.output import unwritable
@@ -89,7 +90,7 @@ class Question:
 def main(argv: list[str]) -> int:
     options, rest = parse(argv)
     question = ask(options, rest)
-    check_format(options.out)
+    check_format(options.out, "--out")
     for option in ("out", "write_csv"):
         check_file(option, getattr(options, option))
     work = question.pp * question.microbatches * (question.stages_per_rank or 1)

@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from torchtitan.errors import JobError
 from torchtitan.parallelisms.pipeline.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from torchtitan.parallelisms.pipeline.simulator import Simulation, Span
 from torchtitan.plot import GREY, INK, STYLE
 
-FORMATS = (".png", ".svg")
 NAMES = {
     FORWARD: "forward",
     INPUT_GRAD: "input gradient",
@@ -23,18 +21,11 @@ LARGEST_FONT, SMALLEST_FONT, DIGIT = 9.0, 4.5, 0.7
 """Points; and the width of a digit in units of the font's size."""
 
 
-def check_format(path: Path) -> None:
-    """JobError unless the file's name says what can be drawn."""
-    if path.suffix.lower() not in FORMATS:
-        raise JobError(f"--out: given {str(path)!r}; allowed: names with {' or '.join(FORMATS)}; rename it")
-
-
 def draw_schedule(simulation: Simulation, path: Path, title: str, subtitle: str) -> None:
     """Draw a PNG or SVG, as the name ends. OSError if it cannot be written."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    check_format(path)
     ranks = len(simulation.spans)
     height = min(0.72, TALLEST / ranks)
     with matplotlib.rc_context(STYLE | {"hatch.linewidth": 0.7, "svg.hashsalt": "schedule", "axes.grid": False}):

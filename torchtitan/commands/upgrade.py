@@ -101,6 +101,11 @@ def _items(table: Any, prefix: str) -> Iterator[tuple[str, Any]]:
                 yield from _items(item, f"{name}.")
 
 
+def _is_table(value: Any) -> bool:
+    """Also a list of tables."""
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
+
+
 def as_file(head: list[str], values: Values, comments: Comments | None = None) -> str:
     """Options by section in their order, `head` above them, comments where they were."""
     comments = comments or Comments()
@@ -111,11 +116,20 @@ def as_file(head: list[str], values: Values, comments: Comments | None = None) -
         beside = comments.beside.get(section, "")
         lines += ["", *comments.above.get(section, []), f"[{section}]  {beside}".rstrip()]
         of_section = {key: value for key, value in ordered.items() if key.rpartition(".")[0] == section}
-        for key, value in sorted(of_section.items(), key=lambda pair: isinstance(pair[1], dict)):
+        for key, value in sorted(of_section.items(), key=lambda pair: _is_table(pair[1])):
             lines += comments.above.get(key, [])
-            if isinstance(value, dict):  # a table of its own, below what is not
-                lines += ["", tomli_w.dumps(nest({key: value})).rstrip()]
+            if _is_table(value):  # a table of its own, below what is not
+                lines += _tables(key, value)
             else:
                 text = tomli_w.dumps({key.rpartition(".")[2]: value}).rstrip()
                 lines += [f"{text}  {comments.beside.get(key, '')}".rstrip()]
     return "\n".join([*lines, *comments.above.get("", [])])
+
+
+def _tables(key: str, value: Any) -> list[str]:
+    """A table, or each of a list under a head of its own: as one line of its section the list would need that section
+    open, which another table may have ended."""
+    if isinstance(value, dict):
+        return ["", tomli_w.dumps(nest({key: value})).rstrip()]
+    texts = (tomli_w.dumps(nest({key: item})).rstrip().removeprefix(f"[{key}]\n") for item in value)
+    return [line for text in texts for line in ("", f"[[{key}]]", text)]

@@ -20,9 +20,12 @@ KINDS: dict[str, Kind] = {
     "metrics": "quiet",
     "checkpoint": "quiet",
     "comm": "quiet",
+    "memory": "quiet",
     "guard": "told",
+    "early_stop": "told",
     "model": "refused",
     "model.flavor": "told",  # what it stands for is compared size by size
+    "model.hf_folder": "told",  # so are the sizes in it, and a checkpoint's job has it as found from any folder
     "model.tokenizer_path": "told",  # its content is part of the position in the data
     "model.attention_backend": "told",
     "task": "refused",
@@ -37,10 +40,14 @@ KINDS: dict[str, Kind] = {
     "lr_scheduler.t_max_unit": "told",
     "data": "told",  # what of it decides the samples is part of the position in the data
     "dpo": "refused",
+    "dpo.reference": "told",  # what it has said of the pairs is kept with the run, which knows whom it has asked
     "training": "refused",
     "training.dataset": "told",
     "training.dataset_path": "told",
     "training.text_field": "told",
+    "training.format": "told",
+    "training.fields": "told",
+    "training.template": "told",
     "training.sources": "told",
     "training.shuffle": "told",
     "training.seq_len": "told",
@@ -62,6 +69,8 @@ KINDS: dict[str, Kind] = {
 }
 """Of sections, and of the options in them that are of another class."""
 
+TRAINED = ("training.unfrozen", "adapter.train_fully", "adapter.train_dense_rest")
+"""Which parameters an optimizer has a state of: a checkpoint has none for what was frozen in its run."""
 SIZES, SAMPLES = "model.overrides", "training.global_batch_size"
 
 
@@ -114,9 +123,10 @@ def refused(found: list[Change], allowed: list[str]) -> list[Change]:
 
 
 def remedy(change: Change) -> str:
+    anew = ', beside checkpoint.exclude_from_loading = ["optimizer"]' if change.key in TRAINED else ""
     return (
-        f'bring it back, or allow the change by checkpoint.allow_config_change = ["{change.key}"], or start anew in '
-        "another job.dump_folder"
+        f'bring it back, or allow the change by checkpoint.allow_config_change = ["{change.key}"]{anew}, or start anew '
+        "in another job.dump_folder"
     )
 
 

@@ -13,14 +13,14 @@ from pydantic.dataclasses import dataclass
 from torchtitan.config.sections.adapter import Adapter
 from torchtitan.config.sections.checkpoint import Checkpoint
 from torchtitan.config.sections.data import Data
-from torchtitan.config.sections.guard import Guard
+from torchtitan.config.sections.guard import EarlyStop, Guard
 from torchtitan.config.sections.kinds import STRICT
 from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Model
 from torchtitan.config.sections.optimization import LRScheduler, Optimizer
 from torchtitan.config.sections.output import Metrics, Profiling
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.preference import Dpo
-from torchtitan.config.sections.run import Comm, Debug, Job
+from torchtitan.config.sections.run import Comm, Debug, Job, Memory
 from torchtitan.config.sections.task import Task
 from torchtitan.config.sections.training import DataSource, Training, Validation
 
@@ -43,7 +43,9 @@ class JobConfig:
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     comm: Comm = field(default_factory=Comm)
+    memory: Memory = field(default_factory=Memory)
     guard: Guard = field(default_factory=Guard)
+    early_stop: EarlyStop = field(default_factory=EarlyStop)
     validation: Validation = field(default_factory=Validation)
     debug: Debug = field(default_factory=Debug)
 
@@ -66,8 +68,13 @@ def sources_of(config: JobConfig, section: Literal["training", "validation"]) ->
     part = config.training if section == "training" else config.validation
     given = {f"{section}.sources[{number}]": source for number, source in enumerate(part.sources)}
     given = given or {section: DataSource(dataset=part.dataset, dataset_path=part.dataset_path)}
-    field_name = config.training.text_field
-    return {place: replace(source, text_field=source.text_field or field_name) for place, source in given.items()}
+    return {place: _as_training(source, config.training) for place, source in given.items()}
+
+
+def _as_training(source: DataSource, training: Training) -> DataSource:
+    """With what it does not say; fields and template are those of a format."""
+    names = ("text_field",) if source.format else ("text_field", "format", "fields", "template")
+    return replace(source, **{name: getattr(source, name) or getattr(training, name) for name in names})
 
 
 def describe_sources(config: JobConfig, section: Literal["training", "validation"]) -> str:

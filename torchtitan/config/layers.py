@@ -3,6 +3,7 @@
 import difflib
 import json
 import math
+import os
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import date, time
@@ -18,6 +19,7 @@ from torchtitan.config.options import (
     choices,
     columns,
     describe,
+    fits,
     hint,
     members,
     options,
@@ -27,6 +29,7 @@ from torchtitan.config.options import (
 )
 from torchtitan.config.renames import Gone, old_section, renamed
 from torchtitan.errors import JobError
+from torchtitan.ranks import MEMORY_LIMIT
 
 COMMAND_LINE = "command line"
 
@@ -99,6 +102,21 @@ def layer_of(name: str, pairs: Iterable[tuple[str, Any]]) -> Layer:
         else:
             faults.append(_unknown(name, key, value))
     return Layer(name, values, faults, old)
+
+
+def of_environment() -> list[Layer]:
+    """What launch scripts say there: it has the last word, and the run says so at its start."""
+    said = os.environ.get(MEMORY_LIMIT, "").strip()
+    return [layer_of(f"{MEMORY_LIMIT} in the environment", [("memory.limit", number_of(said))])] if said else []
+
+
+def number_of(text: str) -> int | float | str:
+    """Whole from 2 on; up to 1 a share, which a float is. Text for what is no number."""
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return int(number) if number > 1 and number.is_integer() else number
 
 
 # Faults
@@ -212,7 +230,7 @@ def _remedy(option: Option, given: Any, key: str = "") -> str:
         if close := hint(given, choices(option.annotation), quote=True):
             return close
         parsed = parse_value(int | float | bool, given)
-        if not isinstance(parsed, str) and "text" not in describe(option.annotation):
+        if not isinstance(parsed, str) and fits(option.annotation, parsed):
             return f"write {show(parsed)}, without quotes"
     return f"help: {' '.join(option.help.split())}"
 

@@ -1,8 +1,9 @@
 """TOML files and the command line -> JobConfig, and back to TOML. Needs no torch.
 
-Precedence: command line > later file > earlier file or `extends` > defaults. An option's value is replaced as a whole,
-lists and tables included. Each file, and the command line, is checked by itself, so all faults of all of them come
-out at once and each names its place; a wrong value is a fault even where something later overrides it.
+Precedence: environment (memory.limit alone) > command line > later file > earlier file or `extends` > defaults. An
+option's value is replaced as a whole, lists and tables included. Each file, and the command line, is checked by itself,
+so all faults of all of them come out at once and each names its place; a wrong value is a fault even where something
+later overrides it.
 """
 
 from pathlib import Path
@@ -13,7 +14,7 @@ import tomli_w
 
 from torchtitan.config.command_line import parse_arguments
 from torchtitan.config.job import JobConfig, as_dict
-from torchtitan.config.layers import COMMAND_LINE, Layer, assemble, layer_of, walk
+from torchtitan.config.layers import COMMAND_LINE, Layer, assemble, layer_of, of_environment, walk
 from torchtitan.config.options import ConfigError, Fault, help_text, hint, option_at, show
 from torchtitan.shipped import job_file, jobs
 
@@ -36,6 +37,7 @@ def load(argv: list[str]) -> JobConfig:
         print(help_text(after[0].removeprefix("--") if after else ""))
         raise SystemExit(0)
     files, layers = read_layers(argv)
+    layers += of_environment()
     faults = [fault for layer in layers for fault in layer.all_faults()]
     values = {key: value for layer in layers for key, value in layer.values.items()}
     if not faults:
@@ -47,7 +49,7 @@ def load(argv: list[str]) -> JobConfig:
 
 def said_by(argv: list[str]) -> dict[str, str]:
     """Of each option that is said somewhere, the file that has the last word, or the command line."""
-    return {key: layer.name for layer in read_layers(argv)[1] for key in layer.values}
+    return {key: layer.name for layer in [*read_layers(argv)[1], *of_environment()] for key in layer.values}
 
 
 def to_toml(config: JobConfig) -> str:
@@ -99,8 +101,13 @@ def _read_file(name: str, said_by: str, key: str, chain: tuple[Path, ...], read:
         bases = []
     for base in bases:
         beside = str(Path(name).parent / base) if base.strip() else base  # relative to the file that says it
-        layers += _read_file(beside, name, "extends", (*chain, path), read)
-    return [*layers, layer_of(name, walk(table))]
+        layers += _read_file(job_file(base, beside), name, "extends", (*chain, path), read)
+    layers.append(layer_of(name, walk(table)))
+    if not chain and not any(layer.values or layer.old or layer.faults for layer in layers):
+        # a file that a refused command was to write, more likely than a job of defaults
+        remedy = 'write them, or extends = "debug_model" for the job of a first run'
+        layers[-1] = Layer(name, {}, [Fault(name, "", "no option at all", "a job's options", remedy)], {})
+    return layers
 
 
 def _not_a_job(name: str, path: Path, said_by: str, key: str, chain: tuple[Path, ...]) -> Fault | None:

@@ -13,6 +13,7 @@ from torchtitan.datasets import (
     tokens,
 )
 from torchtitan.datasets.labelled import Fields, labelled_files, saved
+from torchtitan.datasets.reading import Reading
 from torchtitan.datasets.sources import DataError, Source
 from torchtitan.errors import JobError
 from torchtitan.registration import Registry
@@ -32,6 +33,14 @@ _own: dict[str, Callable[[str | None, str], Source]] = {
     "c4_validation": sources_huggingface.c4_validation,
     "c4_test": sources_huggingface.c4_test,
 }
+RECORDS: dict[str, Callable[[str | None, Reading], Source]] = {
+    "text": sources_text.text_files,
+    "huggingface": lambda path, reading: sources_huggingface.named("huggingface", path, "train", reading),
+    "huggingface_validation": lambda path, reading: sources_huggingface.named(
+        "huggingface_validation", path, "validation", reading
+    ),
+}
+"""Of those, what has records of several fields."""
 LABELLED: dict[str, Callable[[str | None, Fields], Source]] = {
     "text": labelled_files,
     "huggingface": partial(saved, split="train"),
@@ -43,7 +52,7 @@ LABELLED: dict[str, Callable[[str | None, Fields], Source]] = {
 DATASETS: Registry[Callable[[str | None, str], Source]] = Registry("torchtitan.datasets", _own, Callable)
 
 
-def open_source(dataset: str, dataset_path: str | None, text_field: str, fields: Fields | None = None) -> Source:
+def open_source(dataset: str, dataset_path: str | None, reading: Reading, fields: Fields | None = None) -> Source:
     """Names and sizes are looked at, no more. Raises DataError, JobError for a dataset that is not there. `fields`: of
     records that have classes, which are read instead of text.
     """
@@ -52,5 +61,7 @@ def open_source(dataset: str, dataset_path: str | None, text_field: str, fields:
     if fields is not None:
         if dataset not in LABELLED:
             raise DataError(f"dataset {dataset!r} has no classes; allowed: {', '.join(LABELLED)}")
-        return LABELLED[dataset](dataset_path, replace(fields, text=text_field))
-    return DATASETS[dataset](dataset_path, text_field)
+        return LABELLED[dataset](dataset_path, replace(fields, text=reading.text_field))
+    if dataset in RECORDS:
+        return RECORDS[dataset](dataset_path, reading)
+    return DATASETS[dataset](dataset_path, reading.text_field)

@@ -1,113 +1,125 @@
 """Records of several fields, as fine-tuning data have them: which fields tell a format, and what of them is trained.
 
-Adding a format: a function from a record to spans, and a line in FORMATS. A record that has the job's text_field is
-read by that field alone; of any other, the first format whose fields it has.
+Adding a format: a function from a record to spans, and a line in FORMATS. How a source's records are read, by one of
+these or by a single field, says reading.py.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from torchtitan.datasets.records import document_of
-from torchtitan.datasets.sources import REMEDY, DataError, Document, Pair, Span
+from torchtitan.datasets.prompts import Prompt
+from torchtitan.datasets.records import document_of, role_of
+from torchtitan.datasets.sources import REMEDY, Chat, DataError, Document, Pair, Span
 
-Record = dict[str, Any]
-
-ALPACA = (
-    "Below is an instruction that describes a task{and_input}. Write a response that appropriately completes the "
-    "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
-)
-"""The prompt of Stanford's alpaca data."""
+Record = Mapping[str, Any]
+MESSAGE = ("role", "content")
+"""Names inside messages."""
 
 
 class Format(NamedTuple):
     fields: tuple[str, ...]
     """That a record of it has."""
-    read: Callable[[Record], list[Span]] | None = None
+    read: Callable[[Record, Prompt], list[Span]] | None = None
     """None: the first field says all, as document_of reads it."""
     asked: str = ""
     """The field that holds a question, where a model can be asked in this form."""
+    more: tuple[str, ...] = ()
+    """Fields that it may have."""
+    holds: type | None = None
+    """What the content of its documents is, for one that is asked for by name."""
+    parts: tuple[str, ...] = ()
+    """Of a prompt, those that it is read by."""
+    by_fields: bool = True
+    """Whether its fields tell it."""
 
 
-def prompt_completion(record: Record) -> list[Span]:
-    return [Span(record["prompt"], False), Span(record["completion"])]
+def prompt_completion(record: Record, prompt: Prompt) -> list[Span]:
+    return [Span(record["prompt"] + prompt.separator, False), Span(record["completion"])]
 
 
-def alpaca(record: Record) -> list[Span]:
-    given = record.get("input") or ""
-    prompt = ALPACA.format(
-        and_input=", paired with an input that provides further context" if given else "",
-        instruction=record["instruction"],
-        input=f"### Input:\n{given}\n\n" if given else "",
-    )
-    return [Span(prompt, False), Span(record["output"])]
+def alpaca(record: Record, prompt: Prompt) -> list[Span]:
+    text = prompt.text(record["instruction"], record.get("input") or "", record.get("system") or "")
+    return [Span(text, False), Span(record["output"])]
 
 
-def preference(record: Record, place: str, short_place: str) -> Document:
+def preference(record: Record, columns: Mapping[str, str], place: str, short_place: str) -> Document:
     """Two answers: texts behind the prompt, or messages behind those of prompt or messages, perhaps repeated in both.
     Raises DataError, which names `place`."""
-    before: Any = record.get("messages", record.get("prompt"))
-    answers = [record[name] for name in ("chosen", "rejected")]
-    if all(isinstance(answer, str) for answer in answers) and isinstance(before, str):
-        pair = [Document([Span(before, False), Span(answer)], short_place) for answer in answers]
+    answers = {name: record[name] for name in ("chosen", "rejected")}
+    befores = [record[name] for name in ("messages", "prompt") if record.get(name) not in (None, "")]
+    if befores and all(isinstance(each, str) for each in (befores[0], *answers.values())):
+        pair = [Document([Span(befores[0], False), Span(answer)], short_place) for answer in answers.values()]
         return Document(Pair(*pair), short_place)
-    said = [{"role": "user", "content": before}] if isinstance(before, str) else before or []
-    pair = []
-    for name, answer in zip(("chosen", "rejected"), answers, strict=True):
-        turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-        if not isinstance(said, list) or not isinstance(turns, list) or not turns:
+    for name, answer in answers.items():
+        is_text = isinstance(answer, str) and bool(befores)
+        if not (is_text or isinstance(answer, list) and answer) or not all(isinstance(b, str | list) for b in befores):
             kind = "nothing (null)" if answer is None else type(answer).__name__
+            beside = " and ".join(type(before).__name__ for before in befores) or "nothing"
             raise DataError(
-                f"{place}: field {name!r} holds {kind}, beside {type(before).__name__} as prompt; allowed: text behind "
-                f"a prompt or messages, or messages; {REMEDY}"
+                f"{place}: field {columns[name]!r} holds {kind}, beside {beside} as prompt; allowed: text behind a "
+                f"prompt or messages, or messages; {REMEDY}"
             )
-        whole = turns if turns[: len(said)] == said else [*said, *turns]
-        pair.append(document_of(whole, name, place, short_place))
-    return Document(Pair(*pair), short_place)
+    turns = [_turns(answer, "assistant") for answer in answers.values()]
+    for before in [*(_turns(before, "user") for before in befores), []]:
+        if _repeated(before, turns):
+            wholes = turns
+        elif _followed(before, turns):
+            wholes = [[*before, *each] for each in turns]
+        else:
+            continue  # as where the preferred conversation stands in messages, beside its prompt
+        pair = [
+            document_of(each, columns[name], place, short_place) for name, each in zip(answers, wholes, strict=True)
+        ]
+        return Document(Pair(*pair), short_place)
+    raise DataError(
+        f"{place}: fields {columns['chosen']!r} and {columns['rejected']!r} are not both answers to the same messages; "
+        f"allowed: both repeat those of prompt or messages, both go on from them, or both begin alike; {REMEDY}"
+    )
+
+
+def _turns(value: str | list[Any], role: str) -> list[Any]:
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+
+def _speaker(message: Any) -> Any:
+    return role_of(message.get("role", message.get("from"))) if isinstance(message, dict) else None
+
+
+def _repeated(before: list[Any], turns: list[list[Any]]) -> bool:
+    """Whether both conversations begin with these messages, perhaps behind what the system says, and go on; without
+    any, whether they begin alike, and not with an answer."""
+    if not before:
+        return turns[0][0] == turns[1][0] and _speaker(turns[0][0]) != "assistant"
+    if _speaker(before[0]) != "system":
+        turns = [each[1:] if _speaker(each[0]) == "system" else each for each in turns]
+    return all(each[: len(before)] == before and len(each) > len(before) for each in turns)
+
+
+def _followed(before: list[Any], turns: list[list[Any]]) -> bool:
+    """Whether both are what comes behind these messages: nobody speaks twice, and neither holds them, nor is held at
+    their end, as the preferred conversation is behind what the system says."""
+    return bool(before) and all(
+        each[: len(before)] != before
+        and before[-len(each) :] != each
+        and _speaker(each[0]) not in ("system", _speaker(before[-1]))
+        for each in turns
+    )
 
 
 FORMATS: dict[str, Format] = {
-    "preference": Format(("chosen", "rejected")),
-    "chat": Format(("messages",)),
-    "sharegpt": Format(("conversations",)),
-    "input_output": Format(("segments",)),
-    "prompt_completion": Format(("prompt", "completion"), prompt_completion, "prompt"),
-    "alpaca": Format(("instruction", "output"), alpaca, "instruction"),
+    "preference": Format(("chosen", "rejected"), more=("prompt", "messages", *MESSAGE)),
+    "chat": Format(("messages",), more=MESSAGE, holds=Chat),
+    "sharegpt": Format(("conversations",), more=MESSAGE, holds=Chat),
+    "input_output": Format(("segments",), holds=list),
+    "prompt_completion": Format(("prompt", "completion"), prompt_completion, "prompt", parts=("separator",)),
+    "alpaca": Format(
+        ("instruction", "output"), alpaca, "instruction", ("input", "system"), parts=tuple(Prompt.__annotations__)
+    ),
+    "completion": Format(("text",), by_fields=False),
 }
 
 
 def format_of(fields: Collection[str]) -> str | None:
     """The first of FORMATS whose fields are all there."""
-    return next((name for name, known in FORMATS.items() if all(field in fields for field in known.fields)), None)
-
-
-def question(name: str, text: str) -> Document:
-    """What a model that has learned records of a format is asked with: one without its answer."""
-    fields, read, asked = FORMATS[name]
-    assert read is not None and asked
-    *prompt, _ = read(dict.fromkeys(fields, "") | {asked: text})
-    return Document(prompt, "the question")
-
-
-def document_of_record(record: Record, field: str, place: str, short_place: str) -> Document:
-    """By its field, or else by its format. Raises DataError, which names `place`, for a record that has neither."""
-    if field in record:
-        return document_of(record[field], field, place, short_place)
-    name = format_of(record)
-    if name is None:
-        there = ", ".join(map(repr, list(record)[:20])) or "none"
-        formats = ", ".join(f"{known} ({' and '.join(FORMATS[known].fields)})" for known in FORMATS)
-        raise DataError(
-            f"{place}: no field {field!r}; the fields there are: {there}; set training.text_field, or give records of "
-            f"a known format: {formats}"
-        )
-    fields, read, _ = FORMATS[name]
-    if name == "preference":
-        return preference(record, place, short_place)._replace(form=name)
-    if read is None:
-        return document_of(record[fields[0]], fields[0], place, short_place)._replace(form=name)
-    for key in (*fields, "input"):
-        value = record.get(key)
-        if not isinstance(value, str) and (key in fields or value is not None):
-            kind = "nothing (null)" if value is None else type(value).__name__
-            raise DataError(f"{place}: field {key!r} of format {name} holds {kind}, not text; {REMEDY}")
-    return Document(read(record), short_place, form=name)
+    told = (name for name, known in FORMATS.items() if known.by_fields)
+    return next((name for name in told if all(field in fields for field in FORMATS[name].fields)), None)

@@ -157,6 +157,13 @@ class Tally:
                 "preview, and correct data.train_on or the records"
             )
 
+    def nothing_left(self, recipe: Recipe) -> str:
+        """Why no token is left of a source."""
+        if recipe.longest is None or not self.fates["dropped"]:
+            return "no text in it; give documents with text"
+        said = told(self.to_dict(), recipe.longest - 1)
+        return f"no record is left of it ({said}); raise training.seq_len, or set data.too_long"
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able: how many records had each fate, and percentiles of their lengths."""
         lengths = np.percentile(self._lengths or [0], PERCENTILES, method="higher").astype(int).tolist()
@@ -169,7 +176,13 @@ def told(records: dict[str, Any], seq_len: int) -> str:
     fates, lengths = records["fates"], records["lengths"]
     said = ", ".join(f"{count:,} {fate}" for fate, count in fates.items())
     said += "; lengths " + ", ".join(f"{length} ({p} %)" for p, length in lengths.items())
+    return "; ".join(filter(None, (said, advice(records, seq_len))))
+
+
+def advice(records: dict[str, Any], seq_len: int) -> str:
+    """Where records were cut or left out for their length, the length of samples that would keep most of them."""
+    fates, lengths = records["fates"], records["lengths"]
     cut = sum(fates.get(fate, 0) for fate in ("truncated", "split", "dropped"))
-    if cut > (1 - ROOMY) * sum(fates.values()):
-        said += f"; training.seq_len = {max(lengths['99'] - 1, seq_len)} would keep 99 % whole"
-    return said
+    if cut <= (1 - ROOMY) * sum(fates.values()):
+        return ""
+    return f"training.seq_len = {max(lengths['99'] - 1, seq_len)} would keep 99 % whole"

@@ -8,6 +8,7 @@ and are raised here as DataError.
 """
 
 import hashlib
+import logging
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.datasets.epochs import end_of, steps_for
-from torchtitan.datasets.lanes import IndexedLanes, Lanes, StreamLanes
+from torchtitan.datasets.lanes import MAX_LANES, IndexedLanes, Lanes, StreamLanes
 from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.packs import Packing
 from torchtitan.datasets.position import Position, merge_states, resume
@@ -38,6 +39,11 @@ from torchtitan.limits import check_global_batch, check_persistence, check_pinne
 
 __all__ = ["Batch", "Loader", "Weighted", "build_loader", "merge_states"]
 
+logger = logging.getLogger(__name__)
+LANES_ARE_SHARED = (
+    "%d data-parallel ranks read %d lanes of text, so each document is read and made tokens of %d times: where steps "
+    "wait for data, prepare it once (torchtitan prepare)"
+)
 NAMES = ("tokens", "labels", "document_ids", "positions")
 Batch = dict[str, torch.Tensor]
 
@@ -74,8 +80,8 @@ class _Pieces(IterableDataset):
 
 class Loader:
     """Iterating yields batches: tokens, labels, positions and document_ids, each [local_batch_size, seq_len] int64 on
-    the CPU. Without document_mask all batches share one tensor of positions. Every iteration begins at the same place,
-    and state_dict is about the latest one. Raises DataError."""
+    the CPU, or shorter where packing.multiple says so. Without document_mask all batches share one tensor of positions.
+    Every iteration begins at the same place, and state_dict is about the latest one. Raises DataError."""
 
     def __init__(
         self, pieces: LanePieces | BlockPieces, start: Position, num_workers: int, pin_memory: bool, **options: Any
@@ -117,7 +123,18 @@ class Loader:
             tensors = [tensor.pin_memory() for tensor in tensors] if self._pin_memory else tensors
             for batch in zip(*(tensor.view(shape).unbind() for tensor in tensors), strict=True):
                 self._batches += 1
-                yield {"positions": self._positions, **dict(zip(NAMES, batch, strict=False))}
+                yield self._shortened({"positions": self._positions, **dict(zip(NAMES, batch, strict=False))})
+
+    def _shortened(self, batch: Batch) -> Batch:
+        """Up to the longest of its samples, of which each is one document with padding behind it."""
+        packing = self._pieces.form.packing
+        if packing is None or not packing.multiple:
+            return batch
+        documents = batch["document_ids"]
+        longest = int((documents == documents[:, :1]).sum(1).max())
+        width = -(-longest // packing.multiple) * packing.multiple
+        short = {name: tensor[:, :width].contiguous() for name, tensor in batch.items()}
+        return {name: tensor.pin_memory() for name, tensor in short.items()} if self._pin_memory else short
 
     def _put_together(self, pieces: list[Piece]) -> Sequence[torch.Tensor]:
         full = [(rows, tensors) for rows, tensors, _ in pieces if len(tensors)]
@@ -202,7 +219,6 @@ def build_loader(
     in_passes = epochs is not None or (tokens is not None and packing is not None)
     settings |= _fingerprint(sources, in_passes, tokenizer, packing)
     start = resume(state, np.flatnonzero(texts).tolist(), mixture.taken, settings)
-
     step = local_batch_size * dp_size if global_batch_size == -1 else global_batch_size
     shards = [source for source in opened if isinstance(source, TokenShards)]
     assert epochs is None or len(shards) == len(opened), "the trainer prepares what is to end"
@@ -215,9 +231,16 @@ def build_loader(
         pieces: LanePieces | BlockPieces = BlockPieces(shards, share, form, seed, shuffle, end)
     else:
         pieces = LanePieces(opened, mixture, share, form, start.cursors, seed, shuffle, stop, end)
+        _say_how_often_text_is_read(pieces, dp_rank, dp_size, sum(counts))
     return Loader(
         pieces, start, num_workers, pin_memory, persistent_workers=persistent_workers, prefetch_factor=prefetch_factor
     )
+
+
+def _say_how_often_text_is_read(pieces: LanePieces, dp_rank: int, dp_size: int, lanes: int) -> None:
+    if dp_size > MAX_LANES and dp_rank == 0:
+        times = max(1, round(len(pieces.own_lanes) * dp_size / lanes))
+        logger.warning(LANES_ARE_SHARED, dp_size, lanes, times)
 
 
 def _check_workers(num_workers: int, prefetch_factor: int | None, persistent: bool, pin_memory: bool) -> None:

@@ -20,15 +20,20 @@ from torchtitan.datasets.tokens import TokenReader, TokenShards
 
 Split = float | int
 """A share of each source's documents, below 1; or how many documents of all sources together."""
-PACKS, SPLIT = 0x7061636B, 0x73706C69
-"""Keep the order of packs, and who is held out, apart from the order of documents under the same seed."""
+PACKS, SPLIT, GROUPS = 0x7061636B, 0x73706C69, 0x67726F75
+"""Keep the order of packs and of groups, and who is held out, apart from the order of documents under the same seed."""
+GROUPED_STEPS = 64
+"""Steps whose samples are put in order of their length together."""
 KEPT_EPOCHS = 2
 
 
 class Packing(NamedTuple):
     """How documents become samples. `window`: documents that are packed together; 1: each is a sample of its own.
     `split`: what of the documents is held out, and `held_out` whether these are read, or the others. `left`: padding
-    stands before them. `together`: neighbours that stay so, as pairs do; each is a sample then.
+    stands before them. `together`: neighbours that stay so, as pairs do; each is a sample then. `multiple`: batches are
+    as long as their longest sample, up to a multiple of this; 0: all as long as a sample may be. `group`: samples of a
+    step, where those of one are to be about as long; else 0. `shard`: which of how many equal parts of the documents
+    that are not held out is read.
     """
 
     window: int
@@ -37,11 +42,17 @@ class Packing(NamedTuple):
     held_out: bool = False
     left: bool = False
     together: int = 1
+    multiple: int = 0
+    group: int = 0
+    shard: tuple[int, int] = (1, 1)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """What the order of samples depends on, JSON-able."""
-        return {"window": self.window} | ({} if self.split is None else {"split": self.split})
+        said: dict[str, Any] = {} if self.split is None else {"split": self.split}
+        said |= {"group": self.group} if self.group else {}
+        said |= {"shard": list(self.shard)} if self.shard != (1, 1) else {}
+        return {"window": self.window} | said
 
 
 def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
@@ -194,6 +205,8 @@ class PackReader:
         if self.shuffle:
             order = permute(order, len(order), key(self.seed, epoch))
         order = self._members(order)
+        if self.packing.group:
+            order = self._grouped(order, epoch)
         documents, counts = self.numbers[order], []
         if self.packing.window == 1:
             return _Epoch(documents, np.arange(len(documents) + 1))
@@ -209,6 +222,22 @@ class PackReader:
             counts.append(np.bincount(packs))
         return _Epoch(documents, np.concatenate([[0], np.cumsum(np.concatenate(counts))]))
 
+    def _grouped(self, order: np.ndarray, epoch: int) -> np.ndarray:
+        """An epoch's order with steps of samples of about the same length: those of GROUPED_STEPS steps by length, then
+        the steps drawn anew. What does not fill a step stays at the end."""
+        step, together = self.packing.group, self.packing.together
+        found = []
+        for first in range(0, len(order), GROUPED_STEPS * step):
+            rows = order[first : first + GROUPED_STEPS * step].reshape(-1, together)
+            longest = self.lengths[self.numbers[rows]].max(1)
+            own = rows[np.argsort(-longest, kind="stable")].ravel()
+            whole = len(own) // step * step
+            steps, rest = own[:whole].reshape(-1, step), own[whole:]
+            if len(steps):
+                steps = steps[permute(np.arange(len(steps)), len(steps), key(self.seed, GROUPS, epoch, first))]
+            found += [steps.ravel(), rest]
+        return np.concatenate(found)
+
     def _chosen(self) -> np.ndarray:
         """The numbers of the documents that are read, in their order."""
         sizes = [len(reader.documents) for reader in self.readers]
@@ -218,14 +247,21 @@ class PackReader:
                     f"{reader.shards.folder}: {size} documents, which are no groups of {self.packing.together}; give "
                     "records of pairs as text, which the job tokenizes itself"
                 )
-        if self.packing.split is None:
+        if self.packing.split is None and self.packing.shard == (1, 1):
             return np.arange(sum(sizes))
         sizes = [size // self.packing.together for size in sizes]
         numbers = []
-        for first, size, held_out in zip(self.firsts, sizes, held_out_of(sizes, self.packing.split), strict=False):
+        split, (shard, shards) = self.packing.split, self.packing.shard
+        held_out_each = [0] * len(sizes) if split is None else held_out_of(sizes, split)
+        for first, size, held_out in zip(self.firsts, sizes, held_out_each, strict=False):
             order = permute(np.arange(size), size, key(self.seed, SPLIT)) if size else np.arange(0)
-            own = order[:held_out] if self.packing.held_out else order[held_out:]
+            own = order[:held_out] if self.packing.held_out else order[held_out:][shard - 1 :: shards]
             numbers.append(first + self._members(np.sort(own)))
+        if not sum(map(len, numbers)):
+            raise DataError(
+                f"data.shards = {shard}/{shards}: none of {sum(sizes)} records are in it; give fewer shards, or more "
+                "data"
+            )
         return np.concatenate(numbers)
 
     def _members(self, groups: np.ndarray) -> np.ndarray:

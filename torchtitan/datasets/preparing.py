@@ -117,7 +117,7 @@ def _write(source: Source, encoder: "Encoder", folder: Path, workers: int, stop:
             progress.set_postfix(tokens=f"{writer.tokens:,}", refresh=False)
     tally.check(source.name, encoder.recipe)
     if writer.tokens == 0:
-        raise DataError(f"{source.name}: no text in it; give documents with text")
+        raise DataError(f"{source.name}: {tally.nothing_left(encoder.recipe)}")
     about: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "tokenizer_path": encoder.tokenizer_path}
     if encoder.recipe.longest is not None:
         about["records"] = tally.to_dict()

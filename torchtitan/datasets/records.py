@@ -60,9 +60,14 @@ def _segment(item: dict[str, Any], number: int, field: str, place: str) -> Span:
     return Span(content, trained)
 
 
+def role_of(name: Any) -> Any:
+    """As the others call it, for a name of ShareGPT's."""
+    return ROLE_OF.get(name, name) if isinstance(name, str) else name
+
+
 def _message(item: dict[str, Any], number: int, field: str, place: str) -> dict[str, Any]:
     if "from" in item and "role" not in item:
-        item = {"role": ROLE_OF.get(item["from"], item["from"]), "content": item.get("value")}
+        item = {"role": role_of(item["from"]), "content": item.get("value")}
     item = {key: value for key, value in item.items() if value is not None}
     for key in ("role", "content"):
         if not isinstance(item.get(key), str):

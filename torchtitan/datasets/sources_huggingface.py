@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan.datasets.formats import document_of_record, format_of
+from torchtitan.datasets.reading import Reading
 from torchtitan.datasets.sources import (
     REMEDY,
     DataError,
@@ -20,18 +20,18 @@ from torchtitan.datasets.sources import (
     find_files,
 )
 from torchtitan.datasets.sources_tables import saved_split
-from torchtitan.datasets.sources_text import text
+from torchtitan.datasets.sources_text import text_files
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".gz", ".zst", ".csv", ".txt", ".arrow")
 BATCH = 256
 
 
 def c4(path: str | None, text_field: str) -> Source:
-    return _Hub("c4", path or "allenai/c4:en", "train", text_field)
+    return _Hub("c4", path or "allenai/c4:en", "train", Reading(text_field))
 
 
 def c4_validation(path: str | None, text_field: str) -> Source:
-    return _Hub("c4_validation", path or "allenai/c4:en", "validation", text_field)
+    return _Hub("c4_validation", path or "allenai/c4:en", "validation", Reading(text_field))
 
 
 def c4_test(path: str | None, text_field: str) -> Source:
@@ -41,26 +41,27 @@ def c4_test(path: str | None, text_field: str) -> Source:
             "dataset c4_test is torchtitan's tests/assets/c4_test, which is not shipped here; set "
             'training.dataset_path to that folder, or training.dataset = "python_stdlib", which needs no file'
         )
-    return _Hub("c4_test", path, "train", text_field)
+    return _Hub("c4_test", path, "train", Reading(text_field))
 
 
 def huggingface(path: str | None, text_field: str) -> Source:
-    return _named("huggingface", path, "train", text_field)
+    return named("huggingface", path, "train", Reading(text_field))
 
 
 def huggingface_validation(path: str | None, text_field: str) -> Source:
-    return _named("huggingface_validation", path, "validation", text_field)
+    return named("huggingface_validation", path, "validation", Reading(text_field))
 
 
-def _named(name: str, path: str | None, split: str, text_field: str) -> Source:
+def named(name: str, path: str | None, split: str, reading: Reading) -> Source:
+    """Of the hub, or a local folder."""
     if path is None:
         raise DataError(
             f"dataset {name} needs dataset_path: the name of a dataset on the hub (owner/name, or "
             "owner/name:configuration), a local folder of one, or one that save_to_disk wrote"
         )
     if os.path.isdir(path) and (saved := saved_split(path, split)):
-        return text(saved, text_field)
-    return _Hub(name, path, split, text_field)
+        return text_files(saved, reading)
+    return _Hub(name, path, split, reading)
 
 
 class _Hub(Stream):
@@ -68,10 +69,10 @@ class _Hub(Stream):
 
     packages = ("datasets",)
 
-    def __init__(self, name: str, path: str, split: str, field: str) -> None:
+    def __init__(self, name: str, path: str, split: str, reading: Reading) -> None:
         self.path, _, self.configuration = (path, "", "") if os.path.isdir(path) else path.partition(":")
-        self.split, self.field = split, field
-        fingerprint: dict[str, Any] = {"dataset_path": path, "split": split, "text_field": field}
+        self.split, self.reading = split, reading
+        fingerprint: dict[str, Any] = {"dataset_path": path, "split": split} | reading.fingerprint
         if os.path.isdir(path):
             fingerprint |= files_fingerprint(find_files(path, DATA_SUFFIXES))
         elif path.startswith((".", "/", "~")):
@@ -99,25 +100,26 @@ class _Hub(Stream):
             remedy = "check its name, its split and the network, or give a local folder as dataset_path"
             raise DataError(f"{self.name}: cannot be opened: {type(error).__name__}: {error}; {remedy}") from None
         self.fingerprint["shards"] = count
-        return [_Shard(self.name, dataset.shard(count, i), i, self.field) for i in range(count)]
+        return [_Shard(self.name, dataset.shard(count, i), i, self.reading) for i in range(count)]
 
 
 class _Shard(Part):
-    def __init__(self, source: str, dataset: Any, number: int, field: str) -> None:
-        self.name, self.dataset, self.field = f"{source}, shard {number}", dataset, field
+    def __init__(self, source: str, dataset: Any, number: int, reading: Reading) -> None:
+        self.name, self.dataset, self.reading = f"{source}, shard {number}", dataset, reading
 
     def read(self, start: int) -> Iterator[Item]:
         row = start
         try:
             # In batches, because going through the rows would deal them out to loader workers a second time.
             for batch in self.dataset.skip(start).iter(BATCH):
-                names = [self.field] if self.field in batch else list(batch)
+                lack = self.reading.lacks(batch) or self.reading.unclear(batch)
+                names = list(batch) if lack else self.reading.columns(batch)
                 for values in zip(*(batch[name] for name in names), strict=True):
                     place = f"{self.name}, row {row}"
                     record = dict(zip(names, values, strict=True))
-                    yield attempt(document_of_record, record, self.field, place, place)
+                    yield attempt(self.reading.document, record, place, place)
                     row += 1
-                    if self.field not in record and format_of(record) is None:
+                    if lack:
                         return
         except Exception as error:  # as in open
             yield Unreachable(f"{self.name}, row {row}: cannot be read: {type(error).__name__}: {error}; {REMEDY}")

@@ -1,19 +1,21 @@
 """Records of JSON: one line, and one array of them that fills a file."""
 
 import json
-from codecs import getincrementaldecoder
+from codecs import BOM_UTF8, getincrementaldecoder
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from torchtitan.datasets.formats import document_of_record
+from torchtitan.datasets.reading import Reading
 from torchtitan.datasets.sources import MAX_RECORD, REMEDY, DataError, Document, IndexedFile, decode
 
 
-def parse_line(line: bytes, place: str, short_place: str, offset: int, field: str) -> Document:
+def parse_line(line: bytes, place: str, short_place: str, offset: int, reading: Reading) -> Document:
     """The document of one JSON object. `place` names the record in errors, `offset` is where the line begins."""
+    if offset == 0 and line.startswith(BOM_UTF8):  # byte order mark of some editors
+        line, offset = line[len(BOM_UTF8) :], len(BOM_UTF8)
     content = decode(line, place, offset)
     if not content.strip():
         return Document("", short_place)
@@ -27,7 +29,7 @@ def parse_line(line: bytes, place: str, short_place: str, offset: int, field: st
     if not isinstance(record, dict):
         kind = type(record).__name__
         raise DataError(f"{place}: a {kind} at byte {offset}; each line must be a JSON object; {REMEDY}")
-    return document_of_record(record, field, place, short_place)
+    return reading.document(record, place, short_place)
 
 
 class JsonArray(IndexedFile):
@@ -36,9 +38,9 @@ class JsonArray(IndexedFile):
 
     WINDOW = 2**24
 
-    def __init__(self, path: Path, name: str, field: str) -> None:
+    def __init__(self, path: Path, name: str, reading: Reading) -> None:
         super().__init__(path, name)
-        self.field = field
+        self.reading = reading
 
     @cached_property
     def _spans(self) -> np.ndarray:
@@ -53,7 +55,7 @@ class JsonArray(IndexedFile):
         start, stop = (int(n) for n in self._spans[index])
         place = f"element {index}"
         line = self.bytes(start, stop)
-        return parse_line(line, f"{self.path}, {place}", f"{self.name}, {place}", start, self.field)
+        return parse_line(line, f"{self.path}, {place}", f"{self.name}, {place}", start, self.reading)
 
     def probe(self) -> None:
         """The whole array, as its end is known only then; and the last element, for a wrong text field."""

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torchtitan.datasets.reading import Reading
 from torchtitan.datasets.sources import DataError, Document, Indexed, IndexedFile, Source, Span, files_fingerprint
 from torchtitan.datasets.sources_tables import ArrowFile, saved_split
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
@@ -80,7 +81,7 @@ class Blocks(Indexed):
 
 class BlockFile(ArrowFile):
     def __init__(self, path: Path, name: str, length: int) -> None:
-        super().__init__(path, name, COLUMN)
+        super().__init__(path, name, Reading(COLUMN))
         self.length = length
 
     def get(self, index: int) -> Document:

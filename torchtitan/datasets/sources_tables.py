@@ -1,4 +1,4 @@
-"""Text, ids or segments in a column of a table: .arrow files, as `datasets` saves and caches them, and .csv and .tsv.
+"""Records in the rows of a table: .arrow files, as `datasets` saves and caches them, and .csv and .tsv.
 
 Arrow files are mapped into memory and read in any order. What is in them is checked before it is touched, since the
 reader trusts the offsets of a file.
@@ -6,12 +6,12 @@ reader trusts the offsets of a file.
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchtitan.datasets.records import document_of
+from torchtitan.datasets.reading import Reading
 from torchtitan.datasets.sources import (
     MAX_RECORD,
     REMEDY,
@@ -20,6 +20,7 @@ from torchtitan.datasets.sources import (
     IndexedFile,
     Item,
     Part,
+    attempt,
     decode,
     missing,
 )
@@ -45,34 +46,64 @@ def saved_split(folder: str, split: str) -> str | None:
     return folder if all(Path(folder, name).is_file() for name in BESIDE_ARROW[:2]) else None
 
 
+TEXTS = ("string", "large_string", "string_view", "binary", "large_binary")
+
+
+def columns_of(path: Path, schema: Any, reading: Reading) -> list[str]:
+    """Of a table, those that its records are made of: of texts, or of lists (of ids, segments or messages). DataError
+    for one that has them not."""
+    names = ", ".join(schema.names)
+    if lack := reading.lacks(schema.names):
+        raise DataError(f"{path}: has no column {lack}; its columns: {names}; {reading.remedy()}")
+    if unclear := reading.unclear(schema.names):
+        raise DataError(f"{path}: {unclear}")
+    columns = reading.columns(schema.names)
+    for name in columns:
+        if schema.names.count(name) > 1:
+            raise DataError(f"{path}: has several columns {name!r}; its columns: {names}; rename all but one")
+        kind = schema.field(name).type
+        kind = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary<") else kind
+        if str(kind) not in (*TEXTS, "null") and not _is_list(kind):
+            raise DataError(f"{path}: has no text but {kind} in column {name!r}; {reading.remedy()}")
+    return columns
+
+
+def cells(column: Any) -> list[Any]:
+    """The values of a column; texts as bytes, as one that is not UTF-8 spoils its own record alone."""
+    kind = str(column.type)
+    return (column if _is_list(kind) or kind == "null" else column.cast("large_binary")).to_pylist()
+
+
+def row_document(
+    reading: Reading, columns: Sequence[str], values: Sequence[Any], place: str, short_place: str
+) -> Document:
+    texts = [decode(value, place, 0) if isinstance(value, bytes) else value for value in values]
+    return reading.document(dict(zip(columns, texts, strict=True)), place, short_place)
+
+
 class ArrowFile(IndexedFile):
-    def __init__(self, path: Path, name: str, field: str) -> None:
+    def __init__(self, path: Path, name: str, reading: Reading) -> None:
         super().__init__(path, name)
-        self.field = field
+        self.reading = reading
         len(self)  # opens it, so that a wrong field is found at once
 
     def __len__(self) -> int:
-        return len(self._column)
+        return len(self._table)
 
     def get(self, index: int) -> Document:
         pyarrow = _pyarrow(self.path)
         place = f"{self.path}, row {index}"
         try:
-            cell = self._column.slice(index, 1)
-            cell.validate(full=True)
-            value = (cell if self._nested else cell.cast("large_binary")).to_pylist()[0]
+            row = self._table.slice(index, 1)
+            row.validate(full=True)
+            values = [cells(column)[0] for column in row.columns]
         except pyarrow.ArrowException as error:
             raise DataError(f"{place}: damaged: {error}; {REMEDY}") from None
-        content = decode(value, place, 0) if isinstance(value, bytes) else value
-        return document_of(content, self.field, place, f"{self.name}, row {index}")
-
-    @property
-    def _nested(self) -> bool:
-        """Whether the column holds lists, of ids or of segments."""
-        return _is_list(self._column.type)
+        return row_document(self.reading, self._table.column_names, values, place, f"{self.name}, row {index}")
 
     @cached_property
-    def _column(self) -> Any:
+    def _table(self) -> Any:
+        """The columns that are read."""
         pyarrow = _pyarrow(self.path)
         try:
             mapped = pyarrow.memory_map(str(self.path))
@@ -84,31 +115,24 @@ class ArrowFile(IndexedFile):
             raise DataError(
                 f"{self.path}: damaged or truncated arrow file ({self.size} bytes): {error}; save it again"
             ) from None
-        if self.field not in table.column_names or table.column_names.count(self.field) > 1:
-            names = ", ".join(table.column_names)
-            raise DataError(f"{self.path}: has no column {self.field!r}; its columns: {names}; set training.text_field")
-        column = table.column(self.field)
-        kind = column.type.value_type if pyarrow.types.is_dictionary(column.type) else column.type
-        if str(kind) not in ("string", "large_string", "string_view", "binary", "large_binary") and not _is_list(kind):
-            raise DataError(f"{self.path}: has no text but {kind} in column {self.field!r}; set training.text_field")
-        return column
+        return table.select(columns_of(self.path, table.schema, self.reading))
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the mapping: a loader's worker, when it is started afresh, makes its own."""
-        return {name: value for name, value in self.__dict__.items() if name != "_column"}
+        return {name: value for name, value in self.__dict__.items() if name != "_table"}
 
 
 class CsvFile(Part):
     """Rows under a line of names, read forward; fields in quotes may hold line ends. Of comma, semicolon and tab, what
     separates the names separates the fields."""
 
-    def __init__(self, path: Path, name: str, field: str) -> None:
-        self.path, self.name, self.field, self.size = path, name, field, path.stat().st_size
+    def __init__(self, path: Path, name: str, reading: Reading) -> None:
+        self.path, self.name, self.reading, self.size = path, name, reading, path.stat().st_size
         if self.size:
             self._layout()
 
-    def _layout(self) -> tuple[str, int]:
-        """The delimiter, and which column the field is."""
+    def _layout(self) -> tuple[str, dict[str, int]]:
+        """The delimiter, and the columns that are read, by name."""
         try:
             with self.path.open("rb") as file:
                 line = file.readline(2**16).decode("utf-8-sig")
@@ -116,18 +140,20 @@ class CsvFile(Part):
             raise DataError(f"{self.path}: its first line is not UTF-8 ({error}); convert it to UTF-8") from None
         headers = {sign: next(csv.reader([line], delimiter=sign), []) for sign in DELIMITERS[self.path.suffix.lower()]}
         for sign, names in headers.items():
-            if self.field in names:
-                return sign, names.index(self.field)
+            if unclear := self.reading.unclear(names):
+                raise DataError(f"{self.path}: {unclear}")
+            if not self.reading.lacks(names):
+                return sign, {name: names.index(name) for name in self.reading.columns(names)}
         names = max(headers.values(), key=len)
         raise DataError(
-            f"{self.path}: no field {self.field!r} in its first line, which names {', '.join(map(repr, names[:20]))}; "
-            "set training.text_field"
+            f"{self.path}: no field {self.reading.lacks(names)} in its first line, which names "
+            f"{', '.join(map(repr, names[:20]))}; {self.reading.remedy()}"
         )
 
     def read(self, start: int) -> Iterator[Item]:
         if not self.size:
             return
-        sign, column = self._layout()
+        sign, columns = self._layout()
         csv.field_size_limit(MAX_RECORD)  # of the process; Python's own is 128 KiB
         row = 0
         try:
@@ -136,18 +162,19 @@ class CsvFile(Part):
                 next(reader, None)
                 for fields in reader:
                     if row >= start:
-                        yield self._item(fields, column, row)
+                        yield attempt(self._document, fields, columns, row)
                     row += 1
         except (csv.Error, UnicodeDecodeError) as error:
             yield DataError(f"{self.path}, row {row}: cannot be read: {error}; {REMEDY}")
 
-    def _item(self, fields: list[str], column: int, row: int) -> Item:
-        if column >= len(fields):
-            if not fields:  # an empty line
-                return Document("", f"{self.name}, row {row}")
-            what = f"{len(fields)} fields, but {self.field!r} is the {column + 1}th"
-            return DataError(f"{self.path}, row {row}: {what}; {REMEDY}")
-        return Document(fields[column], f"{self.name}, row {row}")
+    def _document(self, fields: list[str], columns: dict[str, int], row: int) -> Document:
+        place, short_place = f"{self.path}, row {row}", f"{self.name}, row {row}"
+        if not fields:  # an empty line
+            return Document("", short_place)
+        for name, column in columns.items():
+            if column >= len(fields):
+                raise DataError(f"{place}: {len(fields)} fields, but {name!r} is the {column + 1}th; {REMEDY}")
+        return self.reading.document({name: fields[column] for name, column in columns.items()}, place, short_place)
 
 
 def _is_list(kind: Any) -> bool:

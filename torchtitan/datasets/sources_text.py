@@ -6,7 +6,7 @@ where they are needed. Compressed files, parquet and csv are streams. A folder t
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.datasets.records import document_of
+from torchtitan.datasets.reading import Reading
 from torchtitan.datasets.sources import (
     MAX_RECORD,
     REMEDY,
@@ -33,7 +33,7 @@ from torchtitan.datasets.sources import (
     missing,
 )
 from torchtitan.datasets.sources_json import JsonArray, parse_line
-from torchtitan.datasets.sources_tables import BESIDE_ARROW, ArrowFile, CsvFile
+from torchtitan.datasets.sources_tables import BESIDE_ARROW, ArrowFile, CsvFile, cells, columns_of, row_document
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet", ".arrow", ".csv", ".tsv")
 PIECE = 256 * 1024
@@ -42,6 +42,10 @@ LINE_END_WITHIN = 64 * 1024
 
 
 def text(path: str | None, text_field: str) -> Source:
+    return text_files(path, Reading(text_field))
+
+
+def text_files(path: str | None, reading: Reading) -> Source:
     files = find_files(path, SUFFIXES)
     if any(name.lower().endswith(".arrow") for name in files):
         files = {name: file for name, file in files.items() if file.name not in BESIDE_ARROW}
@@ -49,27 +53,27 @@ def text(path: str | None, text_field: str) -> Source:
         splits = ", ".join(sorted({name.split("/")[0] for name in files}))
         remedy = 'give the folder of one of them, or set training.dataset = "huggingface", which takes train'
         raise DataError(f"{path}: a dataset of several splits ({splits}); {remedy}")
-    fingerprint = {"dataset_path": os.path.normpath(path or ""), "text_field": text_field, **files_fingerprint(files)}
-    parts = [part for name, file in files.items() for part in _parts(file, name, text_field)]
+    fingerprint = {"dataset_path": os.path.normpath(path or ""), **reading.fingerprint, **files_fingerprint(files)}
+    parts = [part for name, file in files.items() for part in _parts(file, name, reading)]
     indexed = [part for part in parts if isinstance(part, IndexedFile)]
     if len(indexed) == len(parts):
         return Indexed(str(path), fingerprint, indexed)
     return Stream(str(path), fingerprint, parts)
 
 
-def _parts(file: Path, name: str, field: str) -> list[Part]:
+def _parts(file: Path, name: str, reading: Reading) -> list[Part]:
     """Of one file, by what its name ends with."""
     suffix = file.suffix.lower()
     if suffix == ".txt":
         return [TextFile(file, name)]
     if suffix in (".jsonl", ".json"):
         is_array = suffix == ".json" and _first_sign(file) == b"["
-        return [JsonArray(file, name, field) if is_array else JsonLines(file, name, field)]
+        return [JsonArray(file, name, reading) if is_array else JsonLines(file, name, reading)]
     if suffix == ".parquet":
-        return _row_groups(file, name, field)
+        return _row_groups(file, name, reading)
     if suffix == ".arrow":
-        return [ArrowFile(file, name, field)]
-    return [CsvFile(file, name, field) if suffix in (".csv", ".tsv") else CompressedJsonLines(file, field)]
+        return [ArrowFile(file, name, reading)]
+    return [CsvFile(file, name, reading) if suffix in (".csv", ".tsv") else CompressedJsonLines(file, reading)]
 
 
 def _first_sign(file: Path) -> bytes:
@@ -106,9 +110,9 @@ class TextFile(IndexedFile):
 
 
 class JsonLines(IndexedFile):
-    def __init__(self, path: Path, name: str, field: str) -> None:
+    def __init__(self, path: Path, name: str, reading: Reading) -> None:
         super().__init__(path, name)
-        self.field = field
+        self.reading = reading
 
     @cached_property
     def _offsets(self) -> np.ndarray:
@@ -129,7 +133,7 @@ class JsonLines(IndexedFile):
         if stop - start > MAX_RECORD:
             raise _too_long(f"{self.path}:{index + 1}")
         line = self.bytes(start, stop)
-        return parse_line(line, f"{self.path}:{index + 1}", f"{self.name}:{index + 1}", start, self.field)
+        return parse_line(line, f"{self.path}:{index + 1}", f"{self.name}:{index + 1}", start, self.reading)
 
     def probe(self) -> None:
         """The last line: it is broken if the file was cut off, and a wrong text field shows in any line."""
@@ -140,8 +144,9 @@ class JsonLines(IndexedFile):
 class CompressedJsonLines(Part):
     """Lines of a .gz or .zst file. zlib and zstandard check the checksums; a file that ends too soon is noticed."""
 
-    def __init__(self, path: Path, field: str) -> None:
-        self.path, self.field, self.size = path, field, path.stat().st_size
+    def __init__(self, path: Path, reading: Reading) -> None:
+        self.path, self.reading, self.size = path, reading, path.stat().st_size
+        _decompressor(path)  # or what it needs is said at once
 
     def read(self, start: int) -> Iterator[Item]:
         for number, offset, line in self._lines():
@@ -149,7 +154,7 @@ class CompressedJsonLines(Part):
                 yield line
             elif number > start:
                 places = f"{self.path}:{number}", f"{self.path.name}:{number}"
-                yield attempt(parse_line, line, *places, offset, self.field)
+                yield attempt(parse_line, line, *places, offset, self.reading)
 
     def _lines(self) -> Iterator[tuple[int, int, bytes | DataError]]:
         """(line number from 1, where it begins in the decompressed text, line), or the error that ends it."""
@@ -196,49 +201,42 @@ class CompressedJsonLines(Part):
 
 
 class RowGroup(Part):
-    """`nested`: the column holds lists, of ids or of segments."""
+    """`columns`: of the table, those that its records are made of."""
 
-    def __init__(self, path: Path, name: str, number: int, first_row: int, rows: int, field: str, nested: bool) -> None:
+    def __init__(
+        self, path: Path, name: str, number: int, first_row: int, rows: int, reading: Reading, columns: list[str]
+    ) -> None:
         self.path, self.name, self.number, self.first_row, self.size = path, name, number, first_row, rows
-        self.field, self.nested = field, nested
+        self.reading, self.columns = reading, columns
 
     def read(self, start: int) -> Iterator[Item]:
         parquet, errors = _parquet(self.path)
         row = self.first_row
         try:
             with parquet.ParquetFile(self.path) as file:
-                for batch in file.iter_batches(1024, [self.number], [self.field], use_threads=False):
-                    column = batch.column(0) if self.nested else batch.column(0).cast("large_binary")
-                    for value in column.to_pylist():
+                for batch in file.iter_batches(1024, [self.number], self.columns, use_threads=False):
+                    for values in zip(*(cells(batch.column(name)) for name in self.columns), strict=True):
                         if row - self.first_row >= start:
-                            yield attempt(self._document, value, row)
+                            yield attempt(self._document, values, row)
                         row += 1
         except errors as error:
             yield DataError(f"{self.path}, row {row}: cannot be read: {error}; {REMEDY}")
 
-    def _document(self, value: Any, row: int) -> Document:
-        place = f"{self.path}, row {row}"
-        content = decode(value, place, 0) if isinstance(value, bytes) else value
-        return document_of(content, self.field, place, f"{self.name}, row {row}")
+    def _document(self, values: Sequence[Any], row: int) -> Document:
+        return row_document(self.reading, self.columns, values, f"{self.path}, row {row}", f"{self.name}, row {row}")
 
 
-def _row_groups(path: Path, name: str, field: str) -> list[Part]:
+def _row_groups(path: Path, name: str, reading: Reading) -> list[Part]:
     parquet, errors = _parquet(path)
     try:
         meta = parquet.read_metadata(path)
+        columns = columns_of(path, meta.schema.to_arrow_schema(), reading)
     except errors as error:
         size = path.stat().st_size
         raise DataError(f"{path}: damaged or truncated parquet file ({size} bytes): {error}; fetch it again") from None
-    columns = {meta.schema.column(i).path: meta.schema.column(i) for i in range(meta.num_columns)}
-    column = columns.get(field)
-    nested = column is None and any(name.startswith(f"{field}.") for name in columns)
-    if not nested and (column is None or column.physical_type != "BYTE_ARRAY"):
-        what = "has no column" if column is None else f"has no text but {column.physical_type} in column"
-        raise DataError(f"{path}: {what} {field!r}; its columns: {', '.join(columns)}; set training.text_field")
     rows = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
-    ends = accumulate(rows)
-    groups = enumerate(zip(ends, rows, strict=True))
-    return [RowGroup(path, name, i, end - n, n, field, nested) for i, (end, n) in groups]
+    groups = enumerate(zip(accumulate(rows), rows, strict=True))
+    return [RowGroup(path, name, i, end - n, n, reading, columns) for i, (end, n) in groups]
 
 
 def _too_long(place: str) -> DataError:

@@ -159,7 +159,13 @@ def _without_names(value: Any, names: Collection[str], place: str) -> Any:
         return value
     if {BEGIN, END, BREAK} & set(value):
         raise BadRecord(f"{place}: the characters U+E0F0 to U+E0F2 are kept for marks; {REMEDY}")
-    return re.sub("|".join(map(re.escape, names)), lambda m: m[0][0] + BREAK + m[0][1:], value) if names else value
+    return _any_of(tuple(names)).sub(lambda m: m[0][0] + BREAK + m[0][1:], value) if names else value
+
+
+@lru_cache(maxsize=16)
+def _any_of(names: tuple[str, ...]) -> re.Pattern[str]:
+    """Kept, as it takes longer to make than all else that is done with a record: some tokenizers have 256 names."""
+    return re.compile("(" + "|".join(map(re.escape, names)) + ")")
 
 
 def _split(tokenizer: Tokenizer, text: str, answers: Sequence[bool], place: str) -> list[Span]:
@@ -170,8 +176,7 @@ def _split(tokenizer: Tokenizer, text: str, answers: Sequence[bool], place: str)
             "of the assistant, so which of them are not to be trained cannot be told; leave their flags out"
         )
     flags = iter(answers if text.count(BEGIN) == len(answers) else repeat(True))
-    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
-    signs = re.compile("(" + "|".join([BEGIN, END, *map(re.escape, names)]) + ")")
+    signs = _any_of((BEGIN, END, *sorted(tokenizer.special_tokens, key=len, reverse=True)))
     spans: list[Span] = []
     trained, last = False, ""
     for piece in filter(None, signs.split(text)):

@@ -3,7 +3,8 @@
 A loss or gradient norm that is not finite, or that lies far above those before it (a spike: more than some standard
 deviations above the mean of a window, as in OLMo-core's optimizers that skip steps), makes the step bad. Then the run
 stops, or leaves the step's update out, or goes back to its newest checkpoint and does the steps again, as an error of
-the machine does not come a second time; what comes again is left out. Needs no torch.
+the machine does not come a second time; what comes again is left out. So does a loss that stays above a threshold for
+several steps, each of which counts once. Needs no torch.
 """
 
 import math
@@ -42,6 +43,8 @@ class StepGuard:
     """Of one run. Every rank has one, asks it the same and gets the same answer.
 
     `loss_rise`: stop once the mean loss of a window lies this far above the lowest such mean; None: never.
+    `loss_threshold`: the `loss_patience`-th step in a row whose loss lies above it falls under `loss_policy`, and so
+    does each after it until one does not; None: never.
     `patience`: the run also stops at so many bad steps in a row, and at so many ways back to one checkpoint.
     """
 
@@ -56,11 +59,17 @@ class StepGuard:
         spike_window: int = 128,
         spike_sigmas: float = 6.0,
         loss_rise: float | None = None,
+        loss_threshold: float | None = None,
+        loss_patience: int = 3,
+        loss_policy: Policy = "stop",
         patience: int = 5,
     ) -> None:
         self.non_finite, self.spike, self.spike_sigmas = non_finite, spike, spike_sigmas
         self.loss_rise, self.patience, self.size = loss_rise, patience, spike_window
         self.seen: dict[str, deque[float]] = {"loss": deque(maxlen=spike_window), "norm": deque(maxlen=spike_window)}
+        self.loss_threshold, self.loss_patience, self.loss_policy = loss_threshold, loss_patience, loss_policy
+        self.above = 0
+        """Steps in a row whose loss was above the threshold."""
         self.lowest: float | None = None
         """Mean loss of a window."""
         self.skipped = self.in_a_row = 0
@@ -74,7 +83,8 @@ class StepGuard:
     @property
     def looks(self) -> bool:
         """Whether it wants to see each step's loss and norm, for which the host waits."""
-        return self.non_finite != "stop" or self.spike != "off" or self.loss_rise is not None
+        thresholds = (self.loss_rise, self.loss_threshold)
+        return self.non_finite != "stop" or self.spike != "off" or thresholds != (None, None)
 
     def judge(
         self,
@@ -117,6 +127,7 @@ class StepGuard:
         return {
             "seen": {name: list(values) for name, values in self.seen.items()},
             "lowest": self.lowest,
+            "above": self.above,
             "skipped": self.skipped,
             "in_a_row": self.in_a_row,
             "rolled_back": self.rolled_back,
@@ -128,7 +139,7 @@ class StepGuard:
         for name, values in self.seen.items():
             values.clear()
             values.extend(state.get("seen", {}).get(name, ()))
-        self.lowest = state.get("lowest")
+        self.lowest, self.above = state.get("lowest"), state.get("above", 0)
         self.skipped, self.in_a_row = state.get("skipped", 0), state.get("in_a_row", 0)
         # of a way back within this run more is known here than there
         self.rolled_back = max(self.rolled_back, state.get("rolled_back", 0))
@@ -142,6 +153,7 @@ class StepGuard:
 
     def _fault(self, loss: float, norm: float | None) -> tuple[Policy, str]:
         """The policy that the step falls under, and what is wrong with it; "" if nothing is."""
+        self.above = 0 if self.loss_threshold is None or loss <= self.loss_threshold else self.above + 1
         values = {"loss": loss} | ({} if norm is None else {"norm": norm})
         for name, value in values.items():
             if not math.isfinite(value):
@@ -156,6 +168,9 @@ class StepGuard:
                     if value > mean + self.spike_sigmas * deviation:
                         usual = f"{mean:.4g} +- {deviation:.2g} of the {len(before)} steps before"
                         return self.spike, f"the {WORDS[name]} is {value:.4g}, against {usual}"
+        if self.above >= self.loss_patience:
+            for_long = f"for {self.above} step{'s' * (self.above > 1)} (guard.loss_threshold)"
+            return self.loss_policy, f"the loss is {loss:.4g}, above {self.loss_threshold:g} {for_long}"
         return "off", ""
 
     def _go_on(self, loss: float, norm: float | None) -> Verdict:

@@ -44,6 +44,9 @@ _own = {
     "axolotl": Source(
         None, "torchtitan.importers.axolotl:read", "fine-tuning, and what launches it", files=(".yaml", ".yml")
     ),
+    "neurocache": Source(
+        "train_neurocache.py", "torchtitan.importers.neurocache:read", "a cache of past states beside a frozen decoder"
+    ),
     "deepspeed": Source(None, "torchtitan.importers.deepspeed:read", "DeepSpeed's ZeRO stages", files=(".json",)),
 }
 SOURCES: Registry[Source] = Registry("torchtitan.importers", _own, Source)

@@ -2,21 +2,23 @@
 here, noted or refused stands in axolotl_options.py.
 """
 
-from fractions import Fraction
-from math import ceil
+import os.path
 from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import JobError
 from torchtitan.importers import deepspeed
 from torchtitan.importers.axolotl_data import Data
+from torchtitan.importers.axolotl_pace import Pace
+from torchtitan.importers.axolotl_tokens import Tokens
+from torchtitan.importers.axolotl_unfrozen import unfrozen
 from torchtitan.importers.axolotl_values import AUTO, Values
 from torchtitan.importers.command_line import CommandLine
 from torchtitan.importers.folder import family_in, from_folder
 from torchtitan.importers.linears import LINEARS
 from torchtitan.importers.meaning import Meaning
 from torchtitan.models import SIZES, family_of
-from torchtitan.models.hf.config import CONFIG, read_json
+from torchtitan.models.hf.config import CONFIG
 
 FAMILIES = ("mistral", "qwen3", "deepseek", "gpt2", "opt", "llama")
 """model_type of a folder that is not here, by what its name says."""
@@ -28,9 +30,14 @@ OPTIMIZERS |= {"galore_adamw": "GaLore", "galore_adamw_8bit": "GaLore", "muon": 
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
 WHOLE = {"embed_tokens": "tok_embeddings.weight", "lm_head": "output.weight", "norm": "norm.weight"}
 """Modules beside the layers, as Llama of transformers calls them."""
+ENDS = ("embed_tokens", "lm_head")
+"""Those with a row for each token."""
+DTYPES = (None, AUTO, "bfloat16", "bf16", "float32", "fp32", "float")
+"""Words of torch_dtype."""
 SCALING = {"factor": "factor", "original_max_position_embeddings": "original_max_seq_len"}
 SCALING |= {name: name for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")}
-COUNTED_LATE = "the number of updates is known only once the data are packed: give a number of steps, or max_steps"
+SEQUENCE_LEN, GROUPS = 2048, 4
+"""Its default, and how many groups its shifted attention cuts a sequence into."""
 BASIS_PRUNED = 0.999
 """Of the moments of A and B, what a restart leaves out."""
 
@@ -45,6 +52,7 @@ class _Axolotl:
     def __init__(self, line: CommandLine, given: Values, meaning: Meaning) -> None:
         self.line, self.given, self.meaning = line, given, meaning
         self.values, self.note, self.refuse = meaning.values, meaning.notes.append, meaning.refuse
+        self.tokens = Tokens(given, meaning)
         self.steps = given["max_steps"] if (given["max_steps"] or 0) > 0 else None
 
     def read(self) -> None:
@@ -58,7 +66,8 @@ class _Axolotl:
         self.schedule()
         self.adapter()
         self.output()
-        self.cadence()
+        Pace(self.given, self.meaning, self.steps).read()
+        self.memory()
         self.plan()
 
     def model(self) -> None:
@@ -70,7 +79,7 @@ class _Axolotl:
         if other not in (None, folder):
             self.refuse("base_model_config", other, f"{folder}, as base_model", "weights and sizes are of one folder")
         try:
-            here = Path(folder, CONFIG).is_file()
+            here = os.path.isfile(Path(folder, CONFIG))
             family = family_in(Path(folder)) if here else family_of(next(filter(folder.lower().count, FAMILIES), None))
         except JobError as error:
             here, family = True, None
@@ -78,28 +87,9 @@ class _Axolotl:
         if family is None:
             self.refuse("base_model", folder, f"a model of {', '.join(SIZES)}", "no other family is here")
             return
-        self.values |= from_folder(family, folder)
-        self.values.setdefault("model.tokenizer_path", folder)
+        self.values |= from_folder(family, self.tokens.read(folder))
         if not here:
             self.note(f"{folder} has to be a folder of that name here: fetch the model; its family is by its name")
-        self._special_tokens(Path(folder, "tokenizer_config.json"))
-
-    def _special_tokens(self, path: Path) -> None:
-        """They are the tokenizer's own, whatever a file says."""
-        asked = dict(self.given["special_tokens"] or {})
-        if asked.pop("pad_token", None) is not None:
-            self.note("special_tokens.pad_token: masks are by position, so that what pads is never learned")
-        try:
-            own = read_json(path) if path.is_file() else None
-        except JobError:
-            own = {}
-        if asked and own is None:
-            self.note(f"special_tokens: those of {path.parent} are taken, which have to be these")
-            return
-        for name, token in asked.items():
-            there = (own or {}).get(name)
-            if (there.get("content") if isinstance(there, dict) else there) != token:
-                self.refuse(f"special_tokens.{name}", token, "the tokenizer's own", f"write it into {path}")
 
     def sizes(self) -> None:
         overrides: dict[str, Any] = {}
@@ -113,6 +103,14 @@ class _Axolotl:
             overrides |= self._rope(scaling)
         if overrides:
             self.values["model.overrides"] = overrides
+        if self.given["s2_attention"]:
+            self._groups(self.given.of("sequence_len", SEQUENCE_LEN))
+
+    def _groups(self, length: int) -> None:
+        if length % (2 * GROUPS):
+            self.refuse("sequence_len", length, f"a multiple of {2 * GROUPS} with s2_attention")
+        self.values["model.s2_group_size"] = length // GROUPS
+        self.note("s2_attention: groups that are shifted do not wrap round, so that no token sees a later one")
 
     def _rope(self, said: dict[str, Any]) -> dict[str, Any]:
         kind = said.get("rope_type", said.get("type"))
@@ -158,10 +156,15 @@ class _Axolotl:
     def precision(self) -> None:
         given, values = self.given, self.values
         narrow = bool(given["bfloat16"]) or given["bf16"] == "full" or given["torch_dtype"] in ("bfloat16", "bf16")
-        if given["torch_dtype"] in ("float16", "fp16"):
+        if given["torch_dtype"] not in DTYPES:
             self.refuse(
                 "torch_dtype", given["torch_dtype"], "bfloat16 or float32", "float16 overflows without a scaler"
             )
+        if given["bf16"] not in (None, True, False, AUTO, "full"):
+            self.refuse("bf16", given["bf16"], "true, false, auto or full")
+        if given["gradient_checkpointing"] not in (None, True, False, AUTO):
+            why = "what is kept stays on its device"
+            self.refuse("gradient_checkpointing", given["gradient_checkpointing"], "true or false", why)
         computed = narrow or given["bf16"] in (True, AUTO, "full")
         values["training.dtype"] = "bfloat16" if narrow else "float32"
         values["training.mixed_precision_param"] = "bfloat16" if computed else "float32"
@@ -205,13 +208,15 @@ class _Axolotl:
             self.refuse("warmup_ratio", share, "nothing beside warmup_steps", "drop one of the two")
         elif steps is not None or kind == "constant":
             values["lr_scheduler.warmup_steps"] = steps or 0
+        elif share:
+            values["lr_scheduler.warmup_steps"] = share
         elif self.steps is not None:
-            part = Fraction(str(share)) if share else None
-            values["lr_scheduler.warmup_steps"] = ceil(part * self.steps) if part else min(self.steps * 3 // 100, 100)
-        elif share is None or share == 0.1:
-            self.note("the first tenth of the steps is warmup")
+            values["lr_scheduler.warmup_steps"] = min(self.steps * 3 // 100, 100)
         else:
-            self.refuse("warmup_ratio", share, "0.1, or nothing", "give warmup_steps: " + COUNTED_LATE)
+            values["lr_scheduler.warmup_steps"] = 0.03
+            self.note("of more than 3,333 steps Axolotl's own warmup is 100: write lr_scheduler.warmup_steps = 100")
+        if given["lr_quadratic_warmup"]:
+            values["lr_scheduler.warmup_type"] = "quadratic"
 
     def adapter(self) -> None:
         given, values, kind = self.given, self.values, self.given["adapter"]
@@ -227,7 +232,12 @@ class _Axolotl:
                     self.refuse(name, given[name], "nothing without an adapter", "give adapter: lora")
             for key in [key for key in values if key.startswith("adapter.")]:
                 self.note(f"no adapter, so no effect: {key} = {values.pop(key)}")
+            if regexes := given["unfrozen_parameters"]:
+                values["training.unfrozen"] = unfrozen(regexes, given.of("base_model", ""), self.meaning)
             return
+        if regexes := given["unfrozen_parameters"]:
+            why = "lora_modules_to_save says what is trained beside it"
+            self.refuse("unfrozen_parameters", regexes, "nothing with an adapter", why)
         if given["peft_use_dora"] and kind != "lora":
             self.refuse("peft_use_dora", True, "false, or adapter: lora", "the base of DoRA is not packed")
         values["adapter.kind"] = "dora" if given["peft_use_dora"] else "lora_int8" if given["load_in_8bit"] else kind
@@ -243,14 +253,19 @@ class _Axolotl:
     def _targets(self) -> None:
         given, values = self.given, self.values
         asked = given["lora_target_modules"] or []
-        if given["lora_target_linear"]:
+        if given["lora_target_linear"] and all(name in LINEARS for name in asked):
             values["adapter.target"] = ["all-linear"]
+            if asked:
+                self.note(f"lora_target_linear has all linears: {', '.join(asked)} and the others")
         elif asked and all(name in LINEARS for name in asked):
             values["adapter.target"] = list(dict.fromkeys(pattern for name in asked for pattern in LINEARS[name]))
         else:
             allowed = f"some of {', '.join(LINEARS)}, or lora_target_linear: true"
             self.refuse("lora_target_modules", asked or None, allowed)
-        whole = given["lora_modules_to_save"] or []
+        whole = list(given["lora_modules_to_save"] or [])
+        if self.tokens.new and (ends := [name for name in ENDS if name not in whole]):
+            self.note(f"rows of new tokens are trained, so beside the adapter {' and '.join(ends)}")
+            whole += ends
         if unknown := [name for name in whole if name not in WHOLE]:
             self.refuse("lora_modules_to_save", unknown, f"some of {', '.join(WHOLE)}")
         elif whole:
@@ -291,7 +306,9 @@ class _Axolotl:
             self.note("save_total_limit 1: two are kept, as the last one alone could not be trusted")
         values["checkpoint.keep_latest_k"] = max(kept, 2)
         again = given["resume_from_checkpoint"]
-        if again is False:
+        if given["cleanup_output_dir_on_start"]:
+            values["job.clean_start"] = "always" if again is False else "unsaved"
+        elif again is False:
             self.note(
                 "resume_from_checkpoint false: take a new output_dir, as a folder with checkpoints is gone on with"
             )
@@ -301,69 +318,34 @@ class _Axolotl:
         if given["save_safetensors"] is False:
             self.refuse("save_safetensors", False, "true", "weights are never pickled")
         if "adapter.kind" not in values:
-            values["checkpoint.last_save_in_hf"] = True
+            values |= {"checkpoint.last_save_model_only": True, "checkpoint.last_save_in_hf": True}
         if given["wandb_project"] is not None:
             values["metrics.enable_wandb"] = given.of("use_wandb", True)
             self.note(f"WANDB_PROJECT={given['wandb_project']} in the environment says the project")
         if given["use_mlflow"]:
             values["metrics.trackers"] = ["mlflow"]
 
-    def cadence(self) -> None:
-        given, values, last = self.given, self.values, self.steps
-        strategies = {name: (given[name] or "").lower() for name in ("evaluation_strategy", "save_strategy")}
-        for name, said in strategies.items():
-            if said not in ("", "no", "steps", "epoch"):
-                self.refuse(name, given[name], "no, steps or epoch")
-        often = self._every("logging_steps", None)
-        if often:
-            values["metrics.log_freq"] = often
-        saved = self._every("save_steps", given["saves_per_epoch"], "saves_per_epoch", strategies["save_strategy"])
-        if saved:
-            values["checkpoint.interval"] = saved
-        elif strategies["save_strategy"] == "no" and last is not None:
-            values["checkpoint.interval"] = last
-        if not values.get("validation.enable"):
-            if given["eval_steps"] or given["evals_per_epoch"]:
-                self.note("no data to validate on, so no effect: eval_steps, evals_per_epoch")
-            return
-        tested = self._every(
-            "eval_steps", given["evals_per_epoch"], "evals_per_epoch", strategies["evaluation_strategy"]
-        )
-        if strategies["evaluation_strategy"] == "no":
-            for key in [key for key in values if key.startswith("validation.")]:
-                del values[key]
-        elif tested:
-            values["validation.freq"] = tested
-
-    def _every(self, name: str, per_epoch: int | None, of_epoch: str = "", strategy: str = "") -> int | None:
-        """Steps between two: a number, a share of all steps, or so many times in an epoch."""
-        given = self.given[name]
-        if strategy == "no":
-            return None
-        if per_epoch and given:
-            self.refuse(of_epoch, per_epoch, f"nothing beside {name}", "drop one of the two")
-            return None
-        if per_epoch or strategy == "epoch":
-            share, shown = Fraction(1, (per_epoch or 1) * max(1, int(self.given.of("num_epochs", 1)))), of_epoch
-        elif not given:
-            return None
-        elif given >= 1:
-            if given != int(given):
-                self.refuse(name, given, "a whole number, or a share below 1")
-            return int(given)
-        else:
-            share, shown = Fraction(str(given)), name
-        if share < 0 or self.steps is None:
-            self.refuse(shown, per_epoch or given, "a number of steps", COUNTED_LATE)
-            return None
-        return max(1, ceil(share * self.steps))
+    def memory(self) -> None:
+        """Of a GPU: whole numbers are GiB, and a table has one for each of them."""
+        limit, given = self.given["gpu_memory_limit"], self.given["max_memory"]
+        if isinstance(given, dict):
+            of_gpus = {str(each) for device, each in given.items() if device != "cpu"}
+            if len(of_gpus) != 1 or limit is not None:
+                self.refuse("max_memory", given, "the same for each GPU, without gpu_memory_limit", "ranks are alike")
+                return
+            limit = of_gpus.pop()
+        elif given is not None:
+            self.refuse("max_memory", given, "a table of GPUs", "give gpu_memory_limit")
+        if limit is not None:
+            said = f"{limit}GiB" if str(limit).isdecimal() else limit
+            self.values["memory.limit"] = said
 
     def plan(self) -> None:
         given, values, ranks = self.given, self.values, self.line.ranks
         path = given["deepspeed"]
         if path is not None:
             beside = Path(self.line.config or "").parent / path
-            deepspeed.add(Path(path) if Path(path).is_file() else beside, ranks, self.meaning)
+            deepspeed.add(Path(path) if os.path.isfile(path) else beside, ranks, self.meaning)
             if given["fsdp"]:
                 self.refuse("fsdp", given["fsdp"], "nothing beside deepspeed", "drop one of the two")
             return

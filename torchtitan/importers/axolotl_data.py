@@ -6,18 +6,26 @@ from typing import Any
 
 from torchtitan.config.options import hint
 from torchtitan.importers.axolotl_options import TABLE_OF_DATA
-from torchtitan.importers.axolotl_values import Values, entry_of
+from torchtitan.importers.axolotl_values import PROMPT, Values, entry_of
 from torchtitan.importers.meaning import Meaning
 
 TYPES = ("alpaca", "sharegpt", "chat_template", "completion", "input_output", "prompt_completion", "pretrain")
-"""Whose records are told by their fields here."""
+"""Prompts that are here, too; of those without a line in READ the fields of a record tell how it is read."""
+READ = {"alpaca": ("alpaca", ""), "sharegpt": ("sharegpt", "conversations"), "completion": ("completion", "text")}
+READ |= {"input_output": ("input_output", "segments"), "prompt_completion": ("prompt_completion", "")}
+"""By the kind of prompt the format of its records, and of that the field that `field` and `field_messages` name."""
+ROLES = ".load_role"
+"""Behind sharegpt: its messages are of role and value."""
 PREFERENCES = ("dpo", "ipo", "orpo")
 LOADERS = ("json", "csv", "parquet", "arrow", "text")
 """What stands in path beside data_files."""
 TEMPLATES = {"chatml": "chatml", "llama2": "llama2", "llama-2": "llama2", "llama3": "llama3", "llama-3": "llama3"}
 TEMPLATES |= {"alpaca": "alpaca"}
 OWN = ("tokenizer", "tokenizer_default")
+FIELDS = {f"field_{name}": name for name in ("instruction", "input", "output", "system")}
+INSIDE = {"message_field_role": "role", "message_field_content": "content"}
 REWRITE = "write the records as prompt and completion, or as messages"
+REWRITE_PAIRS = "write the records with chosen and rejected: lists of messages, or answers behind messages or prompt"
 ENDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 
 
@@ -40,7 +48,7 @@ class Data:
         said = self.given["pretraining_dataset"]
         sources = self._sources("pretraining_dataset", said if isinstance(said, list) else [said])
         self._write("training", sources)
-        for name in ("datasets", "test_datasets", "val_set_size"):
+        for name in ("datasets", "test_datasets", "val_set_size", "dataset_shard_num"):
             if self.given[name]:
                 self.refuse(name, self.given[name], "nothing beside pretraining_dataset", "drop one of the two")
         self.note("documents are packed end to end; training.document_mask = true keeps them apart")
@@ -61,18 +69,45 @@ class Data:
         held_out = self._held_out()
         values["data.too_long"] = "split" if texts and not held_out else "drop"
         what = "texts are cut" if values["data.too_long"] == "split" else "records are left out, and counted"
-        self.note(f"too long {what}")
+        why = (
+            "; Axolotl cuts them, as this does with test_datasets instead of val_set_size" if texts and held_out else ""
+        )
+        self.note(f"too long {what}{why}")
         self._template()
+        self._lengths()
+
+    def _lengths(self) -> None:
+        """How samples that are not packed are padded and ordered, and which part of them is read."""
+        given, values, packed = self.given, self.values, bool(self.given["sample_packing"])
+        if given["pad_to_sequence_len"] is False and not packed:
+            values["data.pad_to"] = "batch"
+        if given["group_by_length"] and packed:
+            self.note("group_by_length: samples are packed, so that all are of one length")
+        elif given["group_by_length"]:
+            values["data.group_by_length"] = True
+        shards, number = given["dataset_shard_num"], given["dataset_shard_idx"] or 0
+        if shards is not None and not 0 <= number < shards:
+            self.refuse("dataset_shard_idx", number, f"from 0 to {shards - 1}, one of dataset_shard_num {shards}")
+        elif shards is not None:
+            values["data.shards"] = f"{number + 1}/{shards}"
+        elif given["dataset_shard_idx"] is not None:
+            self.refuse("dataset_shard_idx", number, "nothing without dataset_shard_num")
 
     def _preference(self) -> None:
         kind = self.given["rl"]
         if kind in PREFERENCES:
             self.values["task.kind"] = kind
         elif kind is not None:
-            self.refuse("rl", kind, f"one of {', '.join(PREFERENCES)}", "no other is here yet")
-        for name, option in {"dpo_beta": "dpo.beta", "dpo_label_smoothing": "dpo.label_smoothing"}.items():
-            if self.given[name] and kind is None:
-                self.refuse(name, self.given[name], "nothing without rl", "give rl: dpo")
+            why = "KTO begins from a mean over all pairs of a step" if kind == "kto_pair" else "no other is here yet"
+            self.refuse("rl", kind, f"one of {', '.join(PREFERENCES)}", why)
+        beside = self.given["lora_model_dir"] or self.given["peft_adapter"]
+        if kind in ("dpo", "ipo") and beside and self.given["base_model"] is not None:
+            self.values["dpo.reference"] = self.given["base_model"]  # without the adapter that is learned on
+        options = {"dpo_beta": "dpo.beta", "dpo_label_smoothing": "dpo.label_smoothing", "orpo_alpha": "dpo.beta"}
+        for name, option in options.items():
+            if self.given[name] and (kind is None or (name == "orpo_alpha" and kind != "orpo")):
+                wanted = "orpo" if name == "orpo_alpha" else "dpo"
+                self.refuse(name, self.given[name], f"nothing without rl: {wanted}", f"give rl: {wanted}")
             elif self.given[name] is not None:
                 self.values[option] = self.given[name]
 
@@ -103,30 +138,52 @@ class Data:
         for key, value in entry.items():
             if key not in (*TABLE_OF_DATA, "text_column"):
                 self.refuse(f"{name}.{key}", value, "a key that is known", hint(key, TABLE_OF_DATA))
-            elif key in ("format", "no_input_format", "system_format", "system_prompt", "field_system"):
-                self.refuse(f"{name}.{key}", value, "nothing", f"prompts of one's own are not here yet: {REWRITE}")
-            elif key.startswith("field_") and key != "field_messages" and value != TABLE_OF_DATA[key]:
-                self.refuse(
-                    f"{name}.{key}", value, TABLE_OF_DATA[key], f"rename the field in the records, or {REWRITE}"
-                )
+            elif key in (*PROMPT, *FIELDS, *INSIDE) and not isinstance(value, str):
+                self.refuse(f"{name}.{key}", value, "text")
         if entry.get("split", "train") != "train":
             self.refuse(f"{name}.split", entry["split"], "train", "fetch the part into a file and name that")
-        self._type(name, entry)
         template = entry.get("conversation")
         if template is not None:
             self._templates.append(template)
-        field = entry.get("text_column", entry.get("field", entry.get("field_messages")))
-        places = self._places(name, entry)
-        return [place | ({"text_field": field} if isinstance(field, str) else {}) for place in places]
+        reading = self._reading(name, entry)
+        return [place | reading for place in self._places(name, entry)]
 
-    def _type(self, name: str, entry: Mapping[str, Any]) -> None:
-        kind = entry.get("type")
-        if kind is not None and (not isinstance(kind, str) or kind.removesuffix(".load_role") not in TYPES):
-            self.refuse(
-                f"{name}.type", kind, f"one of {', '.join(TYPES)}", f"other prompts are not made here: {REWRITE}"
-            )
-        elif kind is not None:
+    def _reading(self, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """How its records are read. What its prompt says is not left to their fields, as a set may have the text of the
+        whole record in one of them, too."""
+        fields = {ours: entry[key] for key, ours in FIELDS.items() if entry.get(key, ours) != ours}
+        inside = {ours: entry[key] for key, ours in INSIDE.items() if entry.get(key, ours) != ours}
+        template = {key: entry[key] for key in PROMPT if key in entry}
+        field = entry.get("text_column", entry.get("field", entry.get("field_messages")))
+        kind = self._kind(name, entry)
+        form, held = READ.get(kind.removesuffix(ROLES), ("", ""))
+        if kind.endswith(ROLES):
+            inside = {"content": "value"} | inside
+        if template or fields:
+            form, held, inside = "alpaca", "", {}
+        elif inside and not form or kind == "chat_template" and field is not None:
+            form, held, field = "chat", "messages", field or "messages"
+        if held and field not in (None, held):
+            fields = {held: field}
+        if form and field is not None and field not in fields.values() and field != held:
+            self.note(f"{name}: {field!r} is not read, as records of format {form} have fields of their own")
+        if form:
+            said = {"format": form, "fields": fields | inside, "template": PROMPT | template if template else {}}
+            return {key: value for key, value in said.items() if value}
+        if kind:
             self.note(f"{name}.type {kind}: the fields of a record tell how it is read, see docs/data.md")
+        return {"text_field": field} if isinstance(field, str) else {}
+
+    def _kind(self, name: str, entry: Mapping[str, Any]) -> str:
+        kind = entry.get("type")
+        if kind is None or kind in (*TYPES, f"sharegpt{ROLES}"):
+            return kind or ""
+        if self.given["rl"] in PREFERENCES:
+            self.refuse(f"{name}.type", kind, "nothing with rl, as the fields of a record tell", REWRITE_PAIRS)
+        else:
+            why = f"other prompts are not made here: {REWRITE}"
+            self.refuse(f"{name}.type", kind, f"one of {', '.join(TYPES)}", why)
+        return ""
 
     def _places(self, name: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
         path, files = entry["path"], entry.get("data_files")
@@ -147,7 +204,7 @@ class Data:
         return [{"dataset": "huggingface", "dataset_path": configured}]
 
     def _write(self, section: str, sources: list[dict[str, Any]]) -> None:
-        if len(sources) == 1 and "text_field" not in sources[0]:
+        if len(sources) == 1 and sources[0].keys() <= {"dataset", "dataset_path"}:
             self.values |= {f"{section}.{key}": value for key, value in sources[0].items()}
         elif sources:
             self.values[f"{section}.sources"] = sources

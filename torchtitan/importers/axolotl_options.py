@@ -10,9 +10,7 @@ NOT_YET = "not here yet"
 
 @dataclass(frozen=True)
 class Fate:
-    """`kind`: bool, int, float, text, list, table or any, in words of KINDS. With none of the others axolotl.py looks
-    at it.
-    """
+    """`kind`: one of axolotl_values.KINDS. With none of the others axolotl.py looks at it."""
 
     kind: str
     to: str = ""
@@ -41,7 +39,6 @@ KERNEL = _noted("bool", "the fastest attention that fits is taken, see model.att
 TOKENIZER = _noted("any", "the kind of a tokenizer is read from its files")
 RUNTIME = _noted("any", "the launcher says on which devices a job runs")
 COMPUTED = _noted("any", "it is computed, and said at the start")
-NO_BEST = f"the best checkpoint is {NOT_YET}: keep more of them (save_total_limit) and take one by its val/loss"
 NO_OPTION = "this is no option but a name in Axolotl's source; leave it out"
 
 MODEL: dict[str, Fate] = {
@@ -67,10 +64,8 @@ MODEL: dict[str, Fate] = {
     "tokenizer_legacy": TOKENIZER,
     "tokenizer_config": _same("text", "model.tokenizer_path"),
     "special_tokens": Fate("table"),
-    "tokens": _refused("list", f"a larger vocabulary is {NOT_YET}: add tokens to the folder with transformers"),
-    "resize_token_embeddings_to_32x": _noted(
-        "bool", "the vocabulary keeps the folder's size; padding changes no answer"
-    ),
+    "tokens": Fate("words"),
+    "resize_token_embeddings_to_32x": Fate("bool"),
     "flash_attention": KERNEL,
     "sdp_attention": KERNEL,
     "xformers_attention": KERNEL,
@@ -80,7 +75,7 @@ MODEL: dict[str, Fate] = {
     "flash_attn_rms_norm": COMPILED,
     "flash_attn_fuse_mlp": COMPILED,
     "flash_attn_fuse_qkv": COMPILED,
-    "s2_attention": _refused("bool", f"shifted sparse attention is {NOT_YET}"),
+    "s2_attention": Fate("bool"),
     "torch_compile": _same("bool", "compile.enable"),
     "torch_compile_backend": _same("text", "compile.backend"),
 }
@@ -90,14 +85,14 @@ DATA: dict[str, Fate] = {
     "val_set_size": Fate("float"),
     "pretraining_dataset": Fate("any"),
     "chat_template": Fate("text"),
-    "default_system_message": _refused("text", f"a message for all records is {NOT_YET}: write it into the records"),
+    "default_system_message": _same("text", "data.default_system"),
     "train_on_inputs": Fate("bool"),
     "dataset_prepared_path": _same("text", "data.cache_dir"),
     "is_preprocess": _noted("bool", "records are tokenized at the start of train, once"),
     "dataset_processes": _same("int", "data.num_proc"),
     "dataset_keep_in_memory": _noted("bool", "what was tokenized is mapped into memory"),
-    "dataset_shard_num": _refused("int", "the data are not trained in parts; split the files"),
-    "dataset_shard_idx": _refused("int", "the data are not trained in parts; split the files"),
+    "dataset_shard_num": Fate("int"),
+    "dataset_shard_idx": Fate("int"),
     "push_dataset_to_hub": _refused("text", "a trainer publishes no data"),
     "hf_use_auth_token": _noted("bool", "a token of the hub is read from HF_TOKEN and never from a file"),
     "remove_unused_columns": _noted("bool", "of a record its format's fields are read"),
@@ -108,8 +103,8 @@ DATA: dict[str, Fate] = {
     "sample_packing_eff_est": COMPUTED,
     "total_num_tokens": COMPUTED,
     "total_supervised_tokens": COMPUTED,
-    "pad_to_sequence_len": _noted("bool", "samples are always padded to training.seq_len"),
-    "group_by_length": _noted("bool", "samples are all of one length, so that nothing is gained by it"),
+    "pad_to_sequence_len": Fate("bool"),
+    "group_by_length": Fate("bool"),
     "dataloader_num_workers": _same("int", "training.dataloader.num_workers"),
     "dataloader_pin_memory": _same("bool", "training.dataloader.pin_memory"),
     "dataloader_prefetch_factor": _same("int", "training.dataloader.prefetch_factor"),
@@ -128,14 +123,16 @@ TABLE_OF_DATA: dict[str, str] = {
     "field_instruction": "instruction",
     "field_input": "input",
     "field_output": "output",
-    "field_system": "",
+    "field_system": "system",
+    "message_field_role": "role",
+    "message_field_content": "content",
     "format": "",
     "no_input_format": "",
     "system_format": "",
     "system_prompt": "",
 }
-"""Of one entry of datasets, or of the table that is its type, what may stand there, and the one value that it has here
-where it is not looked at."""
+"""Of one entry of datasets, or of the table that is its type, what may stand there; of fields, what they are called
+where nothing is said."""
 ADAPTER: dict[str, Fate] = {
     "adapter": Fate("text"),
     "lora_r": _same("int", "adapter.rank"),
@@ -157,7 +154,7 @@ ADAPTER: dict[str, Fate] = {
     "relora_steps": Fate("int"),
     "relora_warmup_steps": Fate("int"),
     "relora_cpu_offload": _noted("bool", "matrices are merged where they lie"),
-    "unfrozen_parameters": _refused("list", "without an adapter all is trained; with one see adapter.train_fully"),
+    "unfrozen_parameters": Fate("words"),
     "load_in_4bit": Fate("bool"),
     "load_in_8bit": Fate("bool"),
     "bnb_config_kwargs": Fate("table"),
@@ -165,16 +162,16 @@ ADAPTER: dict[str, Fate] = {
     "gptq_disable_exllama": _noted("bool", "there is no GPTQ here"),
 }
 PRECISION: dict[str, Fate] = {
-    "bf16": Fate("any"),
+    "bf16": Fate("choice"),
     "bfloat16": Fate("bool"),
     "torch_dtype": Fate("text"),
     "fp16": _refused("bool", "float16 overflows without a scaler; bf16 needs none"),
     "float16": _refused("bool", "float16 overflows without a scaler; bf16 needs none"),
     "tf32": _noted("bool", "products are in bfloat16 or in whole float32"),
-    "gradient_checkpointing": Fate("any"),
+    "gradient_checkpointing": Fate("choice"),
     "gradient_checkpointing_kwargs": _noted("table", "recompute is never of the reentrant kind"),
-    "gpu_memory_limit": _refused("any", f"a limit of memory is {NOT_YET}"),
-    "max_memory": _refused("any", f"a limit of memory is {NOT_YET}"),
+    "gpu_memory_limit": Fate("any"),
+    "max_memory": Fate("any"),
 }
 OPTIMIZATION: dict[str, Fate] = {
     "optimizer": Fate("text"),
@@ -190,11 +187,11 @@ OPTIMIZATION: dict[str, Fate] = {
     "lr_scheduler": Fate("text"),
     "lr_scheduler_kwargs": _refused("table", "a schedule has what [lr_scheduler] has; write it there"),
     "cosine_min_lr_ratio": Fate("float"),
-    "lr_quadratic_warmup": _refused("bool", f"a warmup that is not linear is {NOT_YET}"),
+    "lr_quadratic_warmup": Fate("bool"),
     "warmup_steps": Fate("int"),
     "warmup_ratio": Fate("float"),
-    "neftune_noise_alpha": _refused("float", f"noise on embeddings is {NOT_YET}"),
-    "noisy_embedding_alpha": _refused("float", f"noise on embeddings is {NOT_YET}"),
+    "neftune_noise_alpha": _same("float", "training.neftune_alpha"),
+    "noisy_embedding_alpha": _same("float", "training.neftune_alpha"),
     "micro_batch_size": Fate("int"),
     "gradient_accumulation_steps": Fate("int"),
     "batch_size": Fate("int"),
@@ -207,23 +204,23 @@ OUTPUT: dict[str, Fate] = {
     "eval_steps": Fate("float"),
     "save_steps": Fate("float"),
     "logging_steps": Fate("float"),
-    "evaluation_strategy": Fate("text"),
-    "save_strategy": Fate("text"),
+    "evaluation_strategy": Fate("word"),
+    "save_strategy": Fate("word"),
     "evals_per_epoch": Fate("int"),
     "saves_per_epoch": Fate("int"),
     "save_total_limit": Fate("int"),
-    "load_best_model_at_end": _refused("bool", NO_BEST),
-    "metric_for_best_model": _refused("text", NO_BEST),
-    "greater_is_better": _refused("bool", NO_BEST),
-    "early_stopping_patience": _refused("int", f"a stop by the validation loss is {NOT_YET}"),
-    "loss_watchdog_threshold": _refused("float", "guard.spike and guard.loss_rise watch the loss without a threshold"),
-    "loss_watchdog_patience": _refused("int", "guard.patience counts bad steps in a row; set it with guard.spike"),
-    "eval_table_size": _refused("int", f"samples at each validation are {NOT_YET}: ask by torchtitan generate"),
-    "eval_table_max_new_tokens": _noted("int", "no samples are made at a validation"),
+    "load_best_model_at_end": Fate("bool"),
+    "metric_for_best_model": Fate("text"),
+    "greater_is_better": Fate("bool"),
+    "early_stopping_patience": Fate("int"),
+    "loss_watchdog_threshold": _same("float", "guard.loss_threshold"),
+    "loss_watchdog_patience": _same("int", "guard.loss_patience"),
+    "eval_table_size": Fate("int"),
+    "eval_table_max_new_tokens": Fate("int"),
     "do_bench_eval": _refused("bool", f"questions with choices are {NOT_YET}"),
     "bench_dataset": _refused("text", f"questions with choices are {NOT_YET}"),
     "output_dir": Fate("text"),
-    "resume_from_checkpoint": Fate("any"),
+    "resume_from_checkpoint": Fate("choice"),
     "auto_resume_from_checkpoints": _noted("bool", "a job that is started again goes on by itself"),
     "save_safetensors": Fate("bool"),
     "hub_model_id": _refused("text", "a trainer publishes no models; upload the folder of the export"),
@@ -241,7 +238,8 @@ PREFERENCE: dict[str, Fate] = {
     "rl": Fate("text"),
     "dpo_beta": Fate("float"),
     "dpo_label_smoothing": Fate("float"),
-    "rl_adapter_ref_model": _noted("bool", "the reference is the model that the run began from"),
+    "orpo_alpha": Fate("float"),
+    "rl_adapter_ref_model": _noted("bool", "the reference is base_model, with it and without"),
     "precompute_ref_log_probs": _noted("bool", "what the reference says is always worked out before the run"),
 }
 PLAN: dict[str, Fate] = {
@@ -261,7 +259,7 @@ PLAN: dict[str, Fate] = {
 SCRIPT: dict[str, Fate] = {
     "train_data_uri": Fate("text"),
     "val_data_uri": Fate("text"),
-    "cleanup_output_dir_on_start": _noted("bool", "nothing is deleted: a new job wants a new output_dir"),
+    "cleanup_output_dir_on_start": Fate("bool"),
     "mlfoundry_enable_reporting": _noted("bool", "no service is asked; metrics.trackers names trackers"),
     "mlfoundry_ml_repo": _noted("text", "no service is asked; metrics.trackers names trackers"),
     "mlfoundry_run_name": _same("text", "job.description"),

@@ -37,11 +37,19 @@ def _bool(value: Any) -> bool | None:
     return WORDS.get(str(value).lower()) if isinstance(value, (str, int)) else None
 
 
+def _choice(value: Any) -> bool | str | None:
+    """True or false, however spelt, or a word that says more."""
+    said = _bool(value)
+    return value if said is None and isinstance(value, str) else said
+
+
 def _text(value: Any) -> str | None:
-    """Of what YAML reads as something else too: `save_strategy: no` is false."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return str(value) if isinstance(value, (str, int, float)) else None
+    return str(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else None
+
+
+def _word(value: Any) -> str | None:
+    """Of what YAML reads as something else: `save_strategy: no` is false."""
+    return ("yes" if value else "no") if isinstance(value, bool) else _text(value)
 
 
 def _list(value: Any) -> list[Any] | None:
@@ -59,7 +67,9 @@ KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "bool": ("true or false", _bool),
     "int": ("a whole number", _int),
     "float": ("a finite number", _float),
+    "choice": ("true or false", _choice),
     "text": ("text", _text),
+    "word": ("text", _word),
     "list": ("a list", _list),
     "words": ("a list of texts", _words),
     "table": ("a table", lambda value: value if isinstance(value, dict) else None),
@@ -83,6 +93,8 @@ class Values:
             fate = FATES.get(name)
             if fate is None:
                 self._unknown(name, value)
+            elif value is False and fate.kind == "text":
+                continue  # as Axolotl takes it: none
             elif (fitting := KINDS[fate.kind][1](value)) is not None:
                 self._take(name, fitting, fate)
             elif value == AUTO:
@@ -117,13 +129,19 @@ class Values:
         return self._values.get(name, default)
 
 
+PROMPT = {"format": "{instruction} {input} ", "no_input_format": "{instruction} ", "system_format": "{system}"}
+PROMPT |= {"system_prompt": ""}
+"""Parts of a prompt of one's own, and what Axolotl has where they are not said."""
+
+
 def entry_of(given: Any, name: str, meaning: Meaning) -> Mapping[str, Any] | None:
-    """One of datasets with what is unset left out, or None where it is none."""
+    """One of datasets with what is unset left out, or None where it is none. A table as its type is a prompt of one's
+    own, whatever it says."""
     if isinstance(given, str):
         given = {"path": given}
     if not isinstance(given, dict) or not isinstance(given.get("path"), str):
         meaning.refuse(name, given, "tables that have a path")
         return None
     nested = given.get("type")
-    tables = ({**given, "type": None}, nested) if isinstance(nested, dict) else (given,)
+    tables = (PROMPT, {**given, "type": None}, nested) if isinstance(nested, dict) else (given,)
     return {key: value for each in tables for key, value in each.items() if value is not None and value not in UNSET}

@@ -2,8 +2,9 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from torchtitan.errors import JobError
 
@@ -13,19 +14,23 @@ WITHOUT_VALUE |= {"--use_deepspeed", "--use_fsdp", "--multi_gpu", "--cpu"}
 """Of torchrun's, python's and accelerate's options those that are words alone."""
 CONFIGS = (".yaml", ".yml", ".json")
 """How files of options end."""
+OF_THE_SHELL = {">", ">>", "2>", "2>>", "&>", "&>>", "2>&1", "|", "&"}
+"""Words with which a shell takes what a line prints, or does not wait for it; they end the line."""
 
 
 @dataclass(frozen=True)
 class CommandLine:
     """`script`: its name, or that of the file where a line has no script. `ranks`: of all machines together; None where
     the line leaves that to the machine. `flags`: behind both, in order, as (name without dashes, value), the value None
-    for a flag that is a word alone. `config`: the path of a file of options.
+    for a flag that is a word alone. `config`: the path of a file of options. `launched`: options of what starts the
+    script, ahead of it, by their names with underscores.
     """
 
     script: str
     ranks: int | None
     flags: list[tuple[str, str | None]] = field(default_factory=list)
     config: str | None = None
+    launched: dict[str, str] = field(default_factory=dict)
 
 
 def split(words: Sequence[str]) -> list[str]:
@@ -40,7 +45,7 @@ def split(words: Sequence[str]) -> list[str]:
 
 def parse(words: Sequence[str]) -> CommandLine:
     """JobError where nothing in it is a script, or what stands behind the script is no flag."""
-    words = list(words)
+    words = list(takewhile(lambda word: word not in OF_THE_SHELL, words))
     place = next((i for i, word in enumerate(words) if word.endswith((".py", *CONFIGS))), None)
     if place is None:
         raise JobError(
@@ -53,20 +58,27 @@ def parse(words: Sequence[str]) -> CommandLine:
     if script.endswith(".py") and words[behind : behind + 1] and words[behind].endswith(CONFIGS):
         behind += 1
     config = words[behind - 1] if words[behind - 1].endswith(CONFIGS) else None
-    return CommandLine(script, _ranks(before), list(_flags(words[behind:])), config)
+    launched = _launched(before)
+    ranks = _ranks(launched, "accelerate" in before)
+    return CommandLine(script, ranks, list(_flags(words[behind:])), config, launched)
 
 
-def _ranks(words: Sequence[str]) -> int | None:
-    """1 unless torchrun or accelerate is told otherwise."""
-    found, rest = {"nproc_per_node": "1", "nnodes": "1"}, iter(words)
+def _launched(words: Sequence[str]) -> dict[str, str]:
+    found, rest = dict[str, str](), iter(words)
     for word in rest:
         name, equals, value = word.partition("=")
         name = name.replace("-", "_").replace("__", "--", 1)
         if name.startswith("--") and name not in WITHOUT_VALUE:
             found[name[2:]] = value if equals else next(rest, "")
-    if "accelerate" in words:  # which counts the processes of all machines together
-        found |= {"nproc_per_node": found.get("num_processes", "auto"), "nnodes": "1"}
-    counts = (found["nproc_per_node"], found["nnodes"])
+    return found
+
+
+def _ranks(launched: Mapping[str, str], by_accelerate: bool) -> int | None:
+    """1 unless torchrun or accelerate is told otherwise. The latter counts the processes of all machines together."""
+    if by_accelerate:
+        counts = (launched.get("num_processes", "auto"), "1")
+    else:
+        counts = (launched.get("nproc_per_node", "1"), launched.get("nnodes", "1"))
     return int(counts[0]) * int(counts[1]) if all(count.isdecimal() for count in counts) else None
 
 

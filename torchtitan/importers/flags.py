@@ -1,6 +1,6 @@
 """A script's flags: what each takes and what it is without being given, as argparse would read them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,8 @@ class Given:
 
     def __init__(self, line: CommandLine, known: Mapping[str, Flag], meaning: Meaning) -> None:
         self._known, self._values = known, dict[str, Any]()
-        for name, text in line.flags:  # of one given twice the last counts
+        for given, text in line.flags:  # of one given twice the last counts
+            name = _whole(given, known)
             flag = known.get(name)
             if flag is None:
                 meaning.refuse(name, text, f"a flag of {line.script}", hint(name, known))
@@ -41,6 +42,12 @@ class Given:
 
     def __getitem__(self, name: str) -> Any:
         return self._values.get(name, self._known[name].default)
+
+
+def _whole(name: str, known: Iterable[str]) -> str:
+    """The flag that begins so, where it is one alone."""
+    begun = [each for each in known if each.startswith(name)]
+    return begun[0] if len(begun) == 1 and name not in begun else name
 
 
 def _value(flag: Flag, text: str | None) -> Any | None:

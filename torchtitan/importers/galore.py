@@ -14,10 +14,10 @@ from typing import Any
 
 from torchtitan.config.options import hint, show
 from torchtitan.errors import JobError
-from torchtitan.importers.command_line import CommandLine
-from torchtitan.importers.flags import Flag, Given
+from torchtitan.importers.flags import Flag
 from torchtitan.importers.linears import LINEARS
-from torchtitan.importers.meaning import Meaning, is_finite
+from torchtitan.importers.meaning import is_finite
+from torchtitan.importers.script import Script
 from torchtitan.models import FROM_HF
 from torchtitan.models.hf.config import read_json
 
@@ -57,16 +57,8 @@ HEADS = {"roberta": ["output.*", "norm.dense.*"], "gpt2": ["output.*"]}
 TEST_TOKENS = 1000
 
 
-def read(line: CommandLine) -> Meaning:
-    meaning = Meaning()
-    _Script(line, Given(line, FLAGS, meaning), meaning).read()
-    return meaning
-
-
-class _Script:
-    def __init__(self, line: CommandLine, given: Given, meaning: Meaning) -> None:
-        self.line, self.given, self.meaning = line, given, meaning
-        self.values, self.note, self.refuse = meaning.values, meaning.notes.append, meaning.refuse
+class _Script(Script):
+    FLAGS = FLAGS
 
     def read(self) -> None:
         given = self.given
@@ -238,6 +230,9 @@ class _Script:
         values |= {"metrics.log_freq": 1, "checkpoint.enable": not given["test"]}
         self.note("the columns of its CSV file are in metrics.jsonl, see docs/low_rank.md")
         self.note("gradients are clipped to 1.0 (training.max_norm), which GaLore's authors needed at 7B")
+
+
+read = _Script.meaning_of
 
 
 def _fits(value: object, like: object) -> bool:

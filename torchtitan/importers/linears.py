@@ -12,5 +12,8 @@ LINEARS: dict[str, list[str]] = {
     "c_attn": [ATTENTION[name] for name in "qkv"],
     "c_fc": ["*feed_forward.w1"],
     "c_proj": [ATTENTION["o"], "*feed_forward.w2"],
+    "out_proj": [ATTENTION["o"]],
+    "fc1": ["*feed_forward.w1"],
+    "fc2": ["*feed_forward.w2"],
 }
-"""As Llama, RoBERTa and GPT-2 call them, the targets that they are here."""
+"""As Llama, RoBERTa, GPT-2 and OPT call them, the targets that they are here."""

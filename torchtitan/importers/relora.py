@@ -11,11 +11,9 @@ from typing import Any
 
 from torchtitan.config.options import show
 from torchtitan.errors import JobError
-from torchtitan.importers.command_line import CommandLine
-from torchtitan.importers.flags import Given
 from torchtitan.importers.folder import family_in, from_folder
-from torchtitan.importers.meaning import Meaning
 from torchtitan.importers.relora_flags import FLAGS, PLAIN, PROJECTING
+from torchtitan.importers.script import Script
 from torchtitan.lr_restarts import CYCLICAL, JAGGED
 from torchtitan.models import SIZES
 from torchtitan.models.hf.config import CONFIG, read_json
@@ -31,17 +29,8 @@ VOCABULARY = 32_100
 """Of the script's own model configs: T5's tokenizer."""
 
 
-def read(line: CommandLine) -> Meaning:
-    meaning = Meaning()
-    given = Given(line, FLAGS, meaning)
-    _ReLoRA(line, given, meaning).read()
-    return meaning
-
-
-class _ReLoRA:
-    def __init__(self, line: CommandLine, given: Given, meaning: Meaning) -> None:
-        self.line, self.given, self.meaning = line, given, meaning
-        self.values, self.note, self.refuse = meaning.values, meaning.notes.append, meaning.refuse
+class _ReLoRA(Script):
+    FLAGS = FLAGS
 
     def read(self) -> None:
         self.data()
@@ -361,6 +350,9 @@ class _ReLoRA:
         for flag, why in reasons.items():
             if given[flag] is not None:
                 self.refuse(flag, given[flag], "nothing", why)
+
+
+read = _ReLoRA.meaning_of
 
 
 def _sizes(said: dict[str, Any]) -> tuple[str, dict[str, Any]]:

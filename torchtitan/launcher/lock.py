@@ -116,8 +116,9 @@ def held(folder: Path, here: Owner) -> Iterator[None]:
     try:
         mine = _acquire(folder, here)
     except OSError as error:
+        place = "" if error.filename is None else f": {error.filename}"  # a write to an open file names none
         raise JobError(
-            f"job.dump_folder: given {str(folder)!r}, which cannot be written ({error.strerror}: {error.filename}); "
+            f"job.dump_folder: given {str(folder)!r}, which cannot be written ({error.strerror}{place}); "
             "allowed: one that this user may write to, with space on its disk"
         ) from None
     try:
@@ -172,6 +173,11 @@ def _read(folder: Path) -> dict[int, Owner | None]:
     return found
 
 
+def is_lock(name: str) -> bool:
+    """Whether a file of this name says who is at work."""
+    return _NAME.fullmatch(name) is not None
+
+
 def _number(path: Path) -> int | None:
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match and path.name == f"run.lock.{int(match[1])}" else None
@@ -182,5 +188,9 @@ def _write(path: Path, owner: Owner) -> None:
     try:
         os.write(descriptor, json.dumps(asdict(owner)).encode())
         os.fsync(descriptor)
+    except OSError:  # a full disk: without content it would be taken for one that is being written
+        with suppress(OSError):
+            path.unlink()
+        raise
     finally:
         os.close(descriptor)

@@ -147,14 +147,19 @@ class MetricsLogger:
         left = self._seconds_left(step)
         logger.info(console.training_line(record, self.total_steps, left, self._color, self._log_lr))
 
-    def record_validation(self, step: int, loss: float, measured: Mapping[str, float] | None = None) -> None:
-        """Marks the window: its time was not all training's. `measured`: what the task measures beside the loss."""
+    def record_validation(
+        self, step: int, loss: float, measured: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        """Marks the window: its time was not all training's. `measured`: what the task measures beside the loss. All of
+        it, under its names in metrics.jsonl.
+        """
         self.mark("validation")
         self._validation_loss = loss
         found = {"loss": loss, **(measured or {})}
-        record = {"step": step} | {f"validation_{name}": value for name, value in found.items()}
-        self._write(record, {f"validation_metrics/{name}": value for name, value in found.items()})
+        named = {f"validation_{name}": value for name, value in found.items()}
+        self._write({"step": step} | named, {f"validation_metrics/{name}": value for name, value in found.items()})
         logger.info(console.validation_line(step, self.total_steps, loss, self._color, measured))
+        return named
 
     def histograms_due(self, step: int) -> bool:
         """Whether they are taken in the step, counted from 1, before its update."""
@@ -176,10 +181,14 @@ class MetricsLogger:
         self.record_event(step, "skip", {"cause": why, "steps_skipped": count})
 
     def go_back(self, step: int, tokens: int) -> None:
-        """The run is at the state after `step` again: what was written of later ones is kept beside."""
+        """The run is at the state after `step` again: what was written of later ones is kept beside, and trackers
+        are told.
+        """
         if self._file:
             self._file.close()
             self._file = JsonLines(self.path, step)
+        for tracker in self._trackers:
+            tracker.go_back(step)
         self.tokens_seen = tokens
         self._window = Window(self._clock(), marks=["rollback"])
 

@@ -45,6 +45,9 @@ class PatientTracker:
     def histograms(self, found: Mapping[str, Histogram], step: int) -> None:
         self._have(lambda tracker: tracker.histograms(found, step))
 
+    def go_back(self, step: int) -> None:
+        self._have(lambda tracker: tracker.go_back(step))
+
     def _have(self, done: Callable[[Tracker], None]) -> None:
         try:
             self._waiting.put_nowait(done)

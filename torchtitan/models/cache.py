@@ -76,12 +76,19 @@ class Remembering:
         return self.model.parameters()
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [1, S] -> the logits of the last tokens, [1, those that were read, V]."""
+        """ids [1, S] -> the logits of the last tokens, [1, those that were read together, V]."""
         known = 0 if self.seen is None else self.seen.shape[1]
         if not 0 < known < ids.shape[1] or not torch.equal(ids[:, :known], self.seen):
             known = 0
-            for kernel in self.kernels:
-                kernel.forget()
+            self.forget()
         self.seen = ids
+        return self.read(ids, known)
+
+    def forget(self) -> None:
+        for kernel in self.kernels:
+            kernel.forget()
+
+    def read(self, ids: torch.Tensor, known: int) -> torch.Tensor:
+        """ids [1, S], of which the first `known` are remembered -> as above."""
         positions = torch.arange(known, ids.shape[1], device=ids.device)[None]
         return self.model(ids[:, known:], positions=positions)

@@ -16,7 +16,9 @@ from torch import nn
 
 from torchtitan.initialization import Constant, Init, Normal
 from torchtitan.models.dropout import Dropout, DroppingKernel, layer_keys
-from torchtitan.models.layers import AttentionKernel, RMSNorm, Shared, SwiGLU, autocast_dtype
+from torchtitan.models.layers import AttentionKernel, Shared, SwiGLU, autocast_dtype
+from torchtitan.models.noise import EmbeddingNoise
+from torchtitan.models.norms import RMSNorm
 from torchtitan.parallelisms.context.kernel import Tokens, counted
 from torchtitan.parallelisms.steps import Chain, Notes, Segment, Stepwise
 
@@ -167,6 +169,7 @@ class Decoder(nn.Module):
         kernel = partial(DroppingKernel, attention_dropout) if attention_dropout else AttentionKernel
         self.kernel = kernel(attention_backend, causal, window)  # one for all blocks; it has no state
         self.tok_embeddings = nn.Embedding(args.vocab_size, word_dim or args.dim)
+        self.noise: nn.Module | None = None  # on embeddings, see noise.py; it is cut off with them
         self.entrance = entrance
         self.layers = nn.ModuleDict({str(i): block(i, self.kernel) for i in range(args.n_layers)})
         self.memory: nn.Module | None = None  # an adapter's, see there; what blocks read beside the sequence
@@ -176,8 +179,9 @@ class Decoder(nn.Module):
 
     @property
     def draws(self) -> bool:
-        """Whether training drops something, and so needs the keys of the tokens."""
-        return any(isinstance(module, Dropout) and module.p > 0 for module in self.modules())
+        """Whether training drops or adds something by chance, and so needs the keys of the tokens."""
+        drawing = (EmbeddingNoise, Dropout)
+        return any(isinstance(module, drawing) and getattr(module, "p", 1) > 0 for module in self.modules())
 
     def forward(
         self,
@@ -185,19 +189,21 @@ class Decoder(nn.Module):
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
         keys: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
         **targets: torch.Tensor | None,
     ) -> torch.Tensor:
         """tokens [B, S] (hidden states [B, S, D] where the embedding is cut off) -> logits [B, S, V] (hidden states
         where the head is). With what the loss reads (labels [B, S]): the sum of losses, a scalar.
 
         positions [B or 1, S] default to 0..S-1. With document_ids [B, S], tokens see only their own document. keys
-        [B, S]: of the tokens' draws, for a model with dropout in training (dropout.token_keys).
+        [B, S]: of the tokens' draws, for a model with dropout or noise in training (dropout.token_keys), and with noise
+        lengths [B, S] (noise.record_lengths).
         """
-        shared = self.context(tokens, positions, document_ids, keys)
+        shared = self.context(tokens, positions, document_ids, keys, lengths)
         x = tokens if self.tok_embeddings is None else self.enter(tokens, shared)  # [B, S, D]
         told = {name: targets.pop(name) for name in LANES if name in targets}
         if self.memory is not None:
-            self.memory.begin(len(tokens), told, tokens.device)
+            self.memory.begin(tokens, told, targets.get("labels"))
         for layer, block in self.layers.items():
             if int(layer) < self.args.n_layers:
                 if self.memory is not None:
@@ -231,6 +237,7 @@ class Decoder(nn.Module):
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
         keys: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
         **targets: torch.Tensor,
     ) -> Shared:
         """What all share: of tokens [B, S] or hidden states [B, S, D], and the rest as forward takes it."""
@@ -240,12 +247,13 @@ class Decoder(nn.Module):
         places = torch.arange(positions.shape[1], device=positions.device)  # [S]
         rotation = None if self.rotary is None else self.rotary(positions)
         mask = self.kernel.prepare(Tokens(places, document_ids))
-        return Shared(positions, document_ids, rotation, mask, keys, targets)
+        return Shared(positions, document_ids, rotation, mask, keys, targets, lengths=lengths)
 
     def enter(self, tokens: torch.Tensor, shared: Shared) -> torch.Tensor:
         """[B, S] -> [B, S, D], what the first block gets"""
-        x = self.embed(tokens)
-        return x if self.entrance is None else self.entrance(x, shared.positions, of_layer(shared, -1).keys)
+        x, keys = self.embed(tokens), of_layer(shared, -1).keys
+        x = x if self.noise is None else self.noise(x, keys, shared.lengths)
+        return x if self.entrance is None else self.entrance(x, shared.positions, keys)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """[B, S] -> [B, S, D]"""

@@ -69,7 +69,7 @@ class DroppingKernel(AttentionKernel):
         self.share = 0  # which of as many equal shares of the heads as tensor parallel has made is here
 
     def with_backend(self, backend: str) -> AttentionKernel:
-        return DroppingKernel(self.dropout.p, backend, self.causal, self.window)
+        return DroppingKernel(self.dropout.p, backend, self.causal, self.window).train(self.training)
 
     def uses_flex(self, queries: Tokens) -> bool:
         return not self.training and super().uses_flex(queries)

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from torchtitan.models.linears import Sizes, gated, grouped_attention
+from torchtitan.models.linears import ENDS, NORMS, Names, Sizes, gated, grouped_attention
+from torchtitan.models.rope_scaling import RopeScaling
 from torchtitan.models.sizes import check_grouped_heads, check_positive, check_turned
 
 
@@ -19,6 +20,7 @@ class GatedArgs:
     vocab_size: int = 32000
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False  # the output head is the embedding matrix
     max_seq_len: int = 32768  # what the family was trained for; nothing in the model depends on it
 
@@ -36,6 +38,13 @@ class GatedArgs:
     def block_linears(self, layer: int) -> Sizes:
         attention = grouped_attention(self.dim, self.n_heads, self.n_kv_heads, self.head_dim)
         return attention | gated("feed_forward", self.dim, self.ffn_dim)
+
+    def block_others(self, layer: int) -> Names:
+        return NORMS
+
+    @property
+    def end_others(self) -> Names:
+        return ENDS
 
     @property
     def num_matmul_parameters(self) -> int:

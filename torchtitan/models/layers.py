@@ -1,4 +1,4 @@
-"""The parts that decoder models share: rotary positions, the gated feed-forward, attention and its kernel.
+"""The parts that decoder models share, beside norms: rotary positions, feed-forward, attention and its kernel.
 
 Everything here is plain torch and traces into one graph.
 """
@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from torchtitan.errors import JobError
+from torchtitan.models.norms import RMSNorm
 from torchtitan.models.rope import frequencies, yarn_magnitude
 from torchtitan.parallelisms.context.kernel import Tokens
 
@@ -38,24 +39,6 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 def autocast_off(device_type: str) -> AbstractContextManager:
     """For what has to be computed in the type of its inputs."""
     return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
-
-
-class RMSNorm(nn.RMSNorm):
-    """torch's, in the type of its input, as under FSDP's mixed precision: float32 weights beside a bfloat16 input,
-    which autocast leaves as they are, would take torch's unfused path and hand float32 on.
-    """
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., D] -> [..., D]"""
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
-class LayerNorm(nn.LayerNorm):
-    """torch's, with weight and bias, in the type of its input (see RMSNorm)."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., D] -> [..., D]"""
-        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
 class Rotary(nn.Module):
@@ -163,8 +146,7 @@ class AttentionKernel(nn.Module):
         BlockMask. None means plainly causal, or nothing hidden. Without `keys` they are those of the queries.
         """
         whole, keys = keys is None, keys or queries
-        far = 0 < self.window < len(keys.places)
-        if queries.documents is None and not far and (whole or not self.causal):
+        if queries.documents is None and not self.hides(len(keys.places)) and (whole or not self.causal):
             return None
         if self.uses_flex(queries):
             return self._block_mask(queries, keys)
@@ -173,8 +155,12 @@ class AttentionKernel(nn.Module):
             visible = visible & (queries.documents[:, :, None] == keys.documents[:, None, :])
         return visible.view(-1, 1, len(queries.places), len(keys.places))  # [B or 1, 1, Q, S], True = may look
 
+    def hides(self, length: int) -> bool:
+        """Whether, of a sequence of this length, a token does not see all of those that causality lets it."""
+        return 0 < self.window < length
+
     def uses_flex(self, queries: Tokens) -> bool:
-        if queries.documents is None and not self.window:
+        if queries.documents is None and self.plain_attention:
             return False
         return self.backend == "flex" or (self.backend == "auto" and queries.places.is_cuda)
 
@@ -244,6 +230,7 @@ class Shared(NamedTuple):
     keys: torch.Tensor | None = None  # [B, S], of this layer's draws, see Dropout
     targets: Mapping[str, torch.Tensor] | None = None  # for the head, what the loss reads
     retrieved: Any = None  # what the model's memory gives its layers to read beside the sequence
+    lengths: torch.Tensor | None = None  # [B, S], of the tokens' records, see EmbeddingNoise
 
 
 def attended(kernel: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared) -> torch.Tensor:

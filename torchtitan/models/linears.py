@@ -1,5 +1,6 @@
-"""The linears of a model by name, with their sizes, as far as its arguments say them: what an adapter can be put
-beside, known without building anything. No torch here; a test holds it against the models.
+"""The linears of a model by name, with their sizes, and the names of all its parameters, as far as its arguments say
+them: what an adapter can be put beside and what can be trained, known without building anything. No torch here; tests
+hold it against the models.
 """
 
 from typing import Any
@@ -7,6 +8,12 @@ from typing import Any
 HEAD = "output"
 Sizes = dict[str, tuple[int, int]]
 """Name -> outputs, inputs. Of a stack of experts, those of the first of its matrices."""
+Names = tuple[str, ...]
+NORMS: Names = ("attention_norm.weight", "ffn_norm.weight")
+QK_NORMS: Names = ("attention.q_norm.weight", "attention.k_norm.weight")
+ENDS: Names = ("tok_embeddings.weight", "norm.weight")
+"""What families have in a block, and outside of the blocks, beside linears."""
+STACK = "moe.experts"
 
 
 def linears(args: Any) -> Sizes:
@@ -17,6 +24,20 @@ def linears(args: Any) -> Sizes:
     for layer in range(args.n_layers + getattr(args, "n_mtp_layers", 0)):
         found |= {f"layers.{layer}.{name}": sizes for name, sizes in args.block_linears(layer).items()}
     return found | getattr(args, "head_linears", {HEAD: (args.vocab_size, args.dim)})
+
+
+def parameters(args: Any) -> list[str]:
+    """Of a whole decoder by name, a tied head among them. Empty for a family that says nothing of them: `block_others`
+    of a layer and `end_others`, which are no matrices of linears.
+    """
+    found: list[str] = []
+    if not hasattr(args, "block_others"):
+        return found
+    for name in linears(args):
+        found += [f"{name}.w{i}" for i in (1, 2, 3)] if name.endswith(STACK) else [f"{name}.weight"]
+    for layer in range(args.n_layers + getattr(args, "n_mtp_layers", 0)):
+        found += [f"layers.{layer}.{name}" for name in args.block_others(layer)]
+    return [*found, *args.end_others]
 
 
 def grouped_attention(dim: int, heads: int, kv_heads: int, head_dim: int) -> Sizes:

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
+from torchtitan.models.rope_scaling import RopeScaling
 
-def frequencies(head_dim: int, theta: float, scaling: Any, device: torch.device) -> torch.Tensor:
-    """Radians per position, [head_dim / 2], from 1 down to about 1 / theta. `scaling`: None, or a RopeScaling
-    (models/llama).
-    """
+
+def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> torch.Tensor:
+    """Radians per position, [head_dim / 2], from 1 down to about 1 / theta. `scaling`: None, or a RopeScaling."""
     exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim
     if scaling is None:
         return 1.0 / theta**exponents
@@ -21,7 +21,7 @@ def frequencies(head_dim: int, theta: float, scaling: Any, device: torch.device)
     return yarn(plain, theta, scaling) if scaling.kind == "yarn" else llama3(plain, scaling)
 
 
-def llama3(plain: torch.Tensor, scaling: Any) -> torch.Tensor:
+def llama3(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """[F] -> [F]. How often each wave turns within the original context decides: below low_freq_factor stretch, above
     high_freq_factor keep.
     """

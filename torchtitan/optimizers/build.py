@@ -31,11 +31,11 @@ class Optimizers:
     def param_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def measured(self, device: torch.device) -> dict[str, float]:
+    def measured(self) -> dict[str, float]:
         """Means over all ranks, of what was measured anywhere since the last call; every rank calls it."""
         told = [optimizer.measured() for optimizer in self.optimizers] if self.measures else []  # type: ignore[attr-defined]
         numbers = [[number for each in told for number in each[name]] for name in self.measures]
-        totals = torch.tensor([[sum(each), len(each)] for each in numbers], dtype=torch.float64, device=device)
+        totals = torch.tensor([[sum(each), len(each)] for each in numbers], dtype=torch.float64)
         if self.measures and dist.is_initialized():
             dist.all_reduce(totals)
         return {name: total / n for name, (total, n) in zip(self.measures, totals.tolist(), strict=True) if n}

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, create_sel
 
 from torchtitan.parallelisms.pipeline.overlap.segments import Policy
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
+from torchtitan.parallelisms.steps import same_notes
 
 # Dear to recompute: matrix products, attention kernels, and anything that would communicate a second time.
 SAVED_OPS = {
@@ -60,15 +61,20 @@ def apply_activation_checkpoint(
     selective_option: str = "2",
     preserve_rng_state: bool = True,
     early_stop: bool = False,
+    same_sizes: bool = False,
 ) -> None:
-    """Wrap the plan's blocks in place. `memory_budget` is the compiler's business (see parallelize) and wraps none."""
+    """Wrap the plan's blocks in place. `memory_budget` is the compiler's business (see parallelize) and wraps none.
+    `same_sizes`: what blocks have noted, how many tokens travel among it, is not found out a second time.
+    """
     if mode in ("none", "memory_budget"):
         return
     wrap = partial(checkpoint_wrapper, preserve_rng_state=preserve_rng_state, early_stop=early_stop)
     every = 1
     if mode == "selective" and selective_option == "op":
         wrap = partial(wrap, context_fn=partial(create_selective_checkpoint_contexts, _keep_dear_ops))
-    elif mode == "selective":
+    elif same_sizes:
+        wrap = partial(wrap, context_fn=same_notes)
+    if mode == "selective" and selective_option != "op":
         every = int(selective_option)
     for index, (name, block) in enumerate(match_blocks(model, plan)):
         if index % every == 0:

@@ -4,16 +4,19 @@ Gradients are summed over ranks, never averaged: the loss is already divided by 
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
+from torchtitan.parallelisms.plan import ParallelPlan, is_part, match_blocks, match_end
 
 
 def apply_data_parallel(
@@ -28,13 +31,12 @@ def apply_data_parallel(
     cpu_offload: bool = False,
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
-    """Shard each block by itself and the rest (embedding, norm, head) with the root, in place. Experts that are split
-    by expert parallel are sharded over what is left of the ranks, `expert_mesh`. `prefetch`: blocks that are gathered
-    ahead, their experts too; one at least where there are such, since FSDP gathers ahead only as far as the host is,
-    and that waits in each block to know which tokens go where.
+    """Shard each block by itself, last norm and head together, and the rest (the embedding) with the root, in place.
+    Experts that are split by expert parallel are sharded over what is left of the ranks, `expert_mesh`. `prefetch`:
+    blocks that are gathered ahead, their experts too; one at least where there are such, since FSDP gathers ahead only
+    as far as the host is, and that waits in each block to know which tokens go where.
 
-    The root stays gathered between forward and backward: its parameters are needed first thing in backward, and the
-    chunked loss uses the head several times.
+    The head stays gathered between forward and backward, as its parameters are needed first thing there.
     """
     # pinned memory needs an accelerator; without one, torch raises on the default
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
@@ -56,26 +58,66 @@ def apply_data_parallel(
         fully_shard(
             block, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard_after_forward
         )
+    head = _head(model, plan)
+    if head:
+        fully_shard(head, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+        _until_the_loss(head, model.loss)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
     for module in fsdp_modules(model):
-        module.set_gradient_divide_factor(1.0)
+        if (expert_mesh if module in travelling else mesh).size() > 1:  # over one rank torch would divide into a copy
+            module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, which a factor would use otherwise
     if travelling and reshard_after_forward:
         prefetch = max(prefetch, 1)
     if prefetch:
-        _gather_ahead(blocks, prefetch, set(travelling))
+        _gather_ahead(blocks, head[:1], prefetch, set(travelling))
 
 
-def _gather_ahead(blocks: list[nn.Module], prefetch: int, travelling: set[nn.Module]) -> None:
+def _head(model: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
+    """The last norm and the head, whose gradients are summed while blocks go backward, as those of a block are: in the
+    root's unit it would be at the very end of the step, with nothing beside it. Empty where the embedding has the same
+    matrix, which cannot be in two units, and in a pipeline, which gathers and sums all of a part at once.
+    """
+    if is_part(model, plan):
+        return []
+    head = [match_end(model, name) for name in plan.head]
+    tied = set(match_end(model, plan.embedding).parameters())
+    return [] if any(parameter in tied for module in head for parameter in module.parameters()) else head
+
+
+def _until_the_loss(head: list[nn.Module], loss: nn.Module | None) -> None:
+    """Run the unit of these modules as one from the first's forward to that of the loss, which calls the head, in
+    pieces several times. torch's own hooks of several modules wait until each has run once, and take one call more as
+    the beginning of the next forward.
+    """
+    state = head[0]._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()  # of all
+    state._pre_forward_hook_handle = head[0].register_forward_pre_hook(
+        state._pre_forward, prepend=True, with_kwargs=True
+    )
+
+    def leave(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        # a model's further losses find it left, and gathered until backward
+        return state._post_forward(module, inputs, output) if state._training_state == TrainingState.FORWARD else output
+
+    state._post_forward_hook_handle = (loss or head[-1]).register_forward_hook(leave)
+
+
+def _gather_ahead(blocks: list[nn.Module], head: list[nn.Module], prefetch: int, travelling: set[nn.Module]) -> None:
+    """`head`: what stands for its unit, if it is one."""
+
     def units(near: list[nn.Module]) -> list[nn.Module]:
         return [unit for block in near for unit in (block, *(m for m in block.modules() if m in travelling))]
 
+    last = next((block for block in reversed(blocks) if not _in_training_only(block)), None)
     for index, block in enumerate(blocks):
         ahead = blocks[index + 1 : index + 1 + prefetch]
         if not _in_training_only(block):  # in evaluation nothing would run, and so free, what is gathered
             ahead = [each for each in ahead if not _in_training_only(each)]
-        block.set_modules_to_forward_prefetch(units(ahead))
+        block.set_modules_to_forward_prefetch([*units(ahead), *(head if block is last else ())])
         block.set_modules_to_backward_prefetch(units(blocks[max(0, index - prefetch) : index][::-1]))
+    for module in head:
+        module.set_modules_to_backward_prefetch(units(blocks[-prefetch:][::-1]))
 
 
 def _in_training_only(block: nn.Module) -> bool:
@@ -95,12 +137,17 @@ def _hide_from_selective_recompute(module: FSDPModule) -> None:
     """
     group = module._get_fsdp_state()._fsdp_param_group
     for name in ("pre_forward", "post_forward"):
-        setattr(group, name, _without_modes(getattr(group, name)))
+        setattr(group, name, _without_recompute(getattr(group, name)))
 
 
-def _without_modes(function: Callable) -> Callable:
+def _without_recompute(function: Callable) -> Callable:
+    """All other modes stay: in a rehearsal what FSDP gathers would else be gathered with values, and not counted."""
+
     def run(*args: object, **kwargs: object) -> object:
-        with _disable_current_modes():
+        with _disable_current_modes() as modes, ExitStack() as others:
+            for mode in reversed(modes):  # the innermost comes first among them
+                if not isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)):
+                    others.enter_context(mode)
             return function(*args, **kwargs)
 
     return run

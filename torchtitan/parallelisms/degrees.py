@@ -125,6 +125,14 @@ def check_dropped(method: str) -> None:
         raise LimitError(key, f'"{method}"', allowed, f"{remedy} in model.overrides")
 
 
+def check_shifted(method: str) -> None:
+    """Heads attend in groups by their numbers; the other ways attend by themselves, or deal out heads."""
+    if method != "allgather":
+        allowed = '"allgather" with model.s2_group_size, under which heads attend in groups by their numbers'
+        key, remedy = DEGREES + "context_parallel_rotate_method", 'write "allgather", or model.s2_group_size = 0'
+        raise LimitError(key, f'"{method}"', allowed, remedy)
+
+
 def check_async(device: str, compiled: bool, sequence_parallel: bool) -> None:
     """The compiler fuses the collectives of sequence parallel into matrix products, by memory that GPUs share."""
     needs = {

@@ -46,8 +46,9 @@ def clip_gradients(
         squares.append(square)
     if squares:
         total = torch.stack(squares).sum()
-    else:  # nothing here has a gradient, but other pipeline ranks add theirs, on the same kind of device
-        total = torch.zeros((), device=parameters[0].device if parameters else None)
+    else:  # nothing here has a gradient, but other pipeline ranks add theirs, on the same kind of device and as wide
+        like = parameters[0] if parameters else torch.zeros(())
+        total = torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
     if pp_group is not None:
         dist.all_reduce(total, group=pp_group)
     total = total.sqrt()

@@ -82,12 +82,14 @@ class ParallelDims:
         ranks = expert_mesh.mesh.view(-1, self.ep).tolist()
         return dist.new_subgroups_by_enumeration(ranks, backend=backend, group_desc="expert_counts")[0]
 
-    def stage_group(self, mesh: DeviceMesh) -> dist.ProcessGroup:
-        """The ranks that have the same layers and, with sequence parallel, different tokens."""
-        if self.pp == 1:
-            return dist.group.WORLD
-        axes = tuple(name for name in mesh.mesh_dim_names if name != "pp")
-        return (mesh[axes]._flatten("stage") if len(axes) > 1 else mesh[axes[0]]).get_group()
+    def stage_groups(self, mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+        """Sums over these groups, one after the other, are over all ranks that have the same layers and, with sequence
+        parallel, different tokens. They are those in which FSDP and tensor parallel talk, so nothing is set up for it.
+        """
+        dp_mesh = self.dp_mesh(mesh)
+        groups = [dp_mesh.get_group(axis) for axis in range(dp_mesh.ndim)]
+        groups += [mesh["tp"].get_group()] if self.tp > 1 else []
+        return [group for group in groups if group.size() > 1]
 
     def dp_rank(self, mesh: DeviceMesh) -> int:
         """This rank's place among those that read different samples."""

@@ -4,7 +4,8 @@ The one place where the parts of parallelism meet. Trainer, tests and benchmarks
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from torchtitan import distributed
 from torchtitan.initialization import clean_name, initialize
 from torchtitan.parallelisms.activation_checkpoint import segment_policy
 from torchtitan.parallelisms.context.context_parallel import shard_sequence
@@ -83,6 +85,7 @@ class ParallelModel:
     `model` comes on the meta device, in the type its parameters are kept in, its loss attached. `balance`: of a model
     with experts. `adapter`: what has been installed in the model (adapters/interface.py). `drawn`: with its initial
     weights, a function of `seed` and the parameters' names; else they are NaN until `initialize` or a load fills them.
+    `storage`: entered where parameters get theirs, such as FakeTensorMode.
     """
 
     def __init__(
@@ -99,8 +102,11 @@ class ParallelModel:
         balance: Balance | None = None,
         adapter: Any = None,
         drawn: bool = True,
+        storage: AbstractContextManager = nullcontext(),  # noqa: B008
     ):
         self.mesh, self.dims, self.options, self.device = mesh, dims, options, device
+        self.cp_rank = dims.rank_in(mesh, "cp")  # once: cutting an axis out of a mesh of thousands takes milliseconds
+        self.pp_group = mesh["pp"].get_group() if dims.pp > 1 else None
         dtype = dtype_of(model)
         mixed = dtype != options.param_dtype and not uses_fully_shard(dims, options, dtype)
         self.autocast = torch.autocast(device.type, options.param_dtype, enabled=mixed)
@@ -112,30 +118,13 @@ class ParallelModel:
             adapter.check_parts(self.parts)
         for part in self.parts:
             part.tied_names = tied  # checkpoints save what is held twice once
-            fill(part, device, options.cpu_offload)
+            with storage:
+                fill(part, device, options.cpu_offload)
         self.adapter, self.seed = adapter, seed
-        if drawn:
-            self.initialize()
-        else:
-            self._forget()
+        self.initialize() if drawn else self._forget()
         self.pipeline = None
         if dims.pp > 1:
-            segments = self._segments() if runs_by_segments(dims, options) else None
-            whole = options.recompute != "none" or options.compile_model
-            self.pipeline = Pipeline(
-                self.parts,
-                stages,
-                num_stages,
-                mesh["pp"],
-                pipeline,
-                device=device,
-                hidden_dtype=options.param_dtype,
-                sequence_shards=dims.tp if options.sequence_parallel else 1,
-                forward_context=self.autocast,
-                merge_backward=whole and segments is None,
-                tied=tied,
-                segments=segments,
-            )
+            self.pipeline = self._pipelined(pipeline, stages, num_stages, tied)
 
         self.balance = None
         if balance is not None:
@@ -145,6 +134,28 @@ class ParallelModel:
         for hook in (self.balance, adapter):
             if hook is not None:
                 self.hooks.append(hook)
+
+    def _pipelined(
+        self, pipeline: PipelineOptions | None, stages: list[int], num_stages: int, tied: dict[str, str]
+    ) -> Pipeline:
+        """The parts of this rank, which are these `stages` of so many."""
+        options = self.options
+        segments = self._segments() if runs_by_segments(self.dims, options) else None
+        whole = options.recompute != "none" or options.compile_model
+        return Pipeline(
+            self.parts,
+            stages,
+            num_stages,
+            self.mesh["pp"],
+            pipeline,
+            device=self.device,
+            hidden_dtype=options.param_dtype,
+            sequence_shards=self.dims.tp if options.sequence_parallel else 1,
+            forward_context=self.autocast,
+            merge_backward=whole and segments is None,
+            tied=tied,
+            segments=segments,
+        )
 
     def _segments(self) -> Segmented:
         """How the stages of a pipeline run that hides the all-to-alls of experts."""
@@ -188,9 +199,9 @@ class ParallelModel:
         loss: over dp and cp the shares add up, over tp they are the same, and in a pipeline one rank has it all.
 
         batch: [B, S] tensors of a data-parallel rank, the same on its tp, cp and pp ranks: tokens, labels, to keep
-        attention inside documents positions and document_ids, and for dropout the tokens' keys. Positions that are the
-        same in all samples may be [1, S], and are 0..S-1 unless given. `is_last`: of the batches accumulated in this
-        step.
+        attention inside documents positions and document_ids, for dropout the tokens' keys, for noise lengths too.
+        Positions that are the same in all samples may be [1, S], and are 0..S-1 unless given. `is_last`: of the batches
+        accumulated in this step.
         """
         batch = self._share(batch)
         if self.balance is not None:
@@ -217,12 +228,49 @@ class ParallelModel:
         self._after_batch()
         return loss
 
+    def evaluate(self, batches: Callable[[], Iterable[Batch]]) -> dict[str, torch.Tensor]:
+        """This rank's share of the sum of losses of all batches, a scalar, in evaluation; by the name of each way in
+        which an adapter has the model evaluated, which for the model itself is "".
+        """
+        ways = iter(("",)) if self.adapter is None else self.adapter.readings(self.parts)
+        self.train(False)
+        found = {way: sum(map(self.loss_sum, batches()), torch.zeros((), device=self.device)) for way in ways}
+        self.train()
+        return found
+
+    @torch.no_grad()
+    def logits_behind(self, tokens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """tokens [B, S], the same on all ranks, and places of theirs, last [B] -> the logits [B, V] of the words behind
+        these. Of a model that is not cut, in layers or along the sequence. Every rank calls it.
+        """
+        assert self.dims.pp == self.dims.cp == 1
+        with self.autocast:
+            return self.parts[0](tokens=tokens, positions=counted(tokens), last=last)
+
+    def whole(self, shares: torch.Tensor) -> torch.Tensor:
+        """Losses of all ranks from those of each, of any shape, of which those of a tp group are the same.
+        Over gloo: who asks reads them, and NCCL would make a communicator of all ranks for this alone.
+        """
+        shares = shares.cpu()
+        if self.dims.world_size > 1:
+            torch.distributed.all_reduce(shares)
+        return shares / self.dims.tp
+
     def recall(self, batches: Iterable[Batch]) -> None:
         """What an adapter had kept of these batches, which were trained on before."""
         self.train(False)
         self.adapter.begin_recall(self.parts)
         for batch in batches:
             self.loss_sum(batch)
+        self.train()
+
+    def look_at(self, batches: Iterable[Batch]) -> None:
+        """What an adapter has to have seen of these batches before it begins."""
+        self.train(False)
+        self.adapter.begin_looking(self.parts)
+        for batch in batches:
+            self.loss_sum(batch)
+        self.adapter.follow_what_was_seen(self.parts)
         self.train()
 
     def _after_batch(self) -> None:
@@ -237,7 +285,7 @@ class ParallelModel:
             return clip_gradients(self.parts[0].parameters(), max_norm)
         self.pipeline.sum_tied_gradients()
         parameters = chain.from_iterable(part.parameters() for part in self.parts)
-        return clip_gradients(parameters, max_norm, self.mesh["pp"].get_group(), self.pipeline.duplicated)
+        return clip_gradients(parameters, max_norm, self.pp_group, self.pipeline.duplicated)
 
     def after_step(self, step: int = 0, optimizers: Sequence[Optimizer] = (), updated: bool = True) -> None:
         """After each optimizer step, the `step`-th of the schedule: what moves with it. Not `updated`: its
@@ -264,9 +312,7 @@ class ParallelModel:
         for part in self.parts:
             own = part.loss.take_sums()
             sums += 0 if own is None else own
-        if self.dims.world_size > 1:
-            torch.distributed.all_reduce(sums)
-        *found, count = sums.tolist()
+        *found, count = distributed.add_up(*sums.tolist())
         return {name: value / max(count, 1) for name, value in zip(names, found, strict=True)}
 
     def not_finite_layers(self) -> list[str]:
@@ -278,5 +324,4 @@ class ParallelModel:
         batch = {"positions": counted(batch["tokens"])} | batch
         if self.dims.cp == 1:
             return batch
-        rank = self.dims.rank_in(self.mesh, "cp")
-        return shard_sequence(batch, rank, self.dims.cp, self.options.cp_method, self.options.cp_load_balance)
+        return shard_sequence(batch, self.cp_rank, self.dims.cp, self.options.cp_method, self.options.cp_load_balance)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch._functorch.config
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -80,8 +81,9 @@ def parallelize(
         options.selective_option,
         preserve_rng_state=options.preserve_rng_state,
         early_stop=options.early_stop,
+        same_sizes=expert_mesh is not None,
     )
-    apply_compile(model, plan, options, tensor_parallel=dims.tp > 1)
+    apply_compile(model, plan, options, tensor_parallel=dims.tp > 1, experts_travel=expert_mesh is not None)
     if uses_fully_shard(dims, options, dtype):
         apply_data_parallel(
             model,
@@ -111,8 +113,12 @@ def uses_fully_shard(dims: ParallelDims, options: ParallelOptions, dtype: torch.
     return dims.dp * dims.cp > 1 or several_copies_of_experts or options.cpu_offload or mixed
 
 
-def apply_compile(model: nn.Module, plan: ParallelPlan, options: ParallelOptions, tensor_parallel: bool) -> None:
+def apply_compile(
+    model: nn.Module, plan: ParallelPlan, options: ParallelOptions, tensor_parallel: bool, experts_travel: bool = False
+) -> None:
     """Compile in place, which keeps parameter names. All blocks share one graph, so compile time is flat in depth.
+    Where `experts_travel` the host has to know how many tokens go where, in the middle of the block: so its parts are
+    compiled, and what runs between them, recompute among it, is not.
 
     The compiler plans recompute itself, except for whole blocks under tensor parallel: there it puts a random state
     (attention may have dropout) behind the DTensors' mesh among what backward needs, and takes one for the other (torch
@@ -129,13 +135,28 @@ def apply_compile(model: nn.Module, plan: ParallelPlan, options: ParallelOptions
         return
     if options.compile_model:
         outside = tensor_parallel and not (options.recompute == "selective" and options.selective_option == "op")
+        travelling = {experts for _, experts in match_blocks(model, plan, plan.experts)} if experts_travel else set()
         for _, block in match_blocks(model, plan):
-            if outside and isinstance(block, CheckpointWrapper):
+            if (outside or experts_travel) and isinstance(block, CheckpointWrapper):
                 block = block._checkpoint_wrapped_module
-            block.compile(backend=options.compile_backend, fullgraph=True)
-            block._compiled_call_impl = _refuse_unfinished(block._compiled_call_impl)
+            for part in _compiled_parts(block, travelling):
+                part.compile(backend=options.compile_backend, fullgraph=True)
+                part._compiled_call_impl = _refuse_unfinished(part._compiled_call_impl)
     if options.compile_loss and model.loss is not None:
         model.loss.compile(backend=options.compile_backend)
+
+
+def _compiled_parts(module: nn.Module, travelling: set[nn.Module]) -> list[nn.Module]:
+    """The module, or where it holds experts whose tokens travel, its largest parts that do not: attention, shared
+    experts. Of the experts what stands between their products; no lone norm, which is one kernel as it is, and nothing
+    whose class says that it is not `compiled_apart`.
+    """
+    if module in travelling:
+        return list(module.children())
+    if travelling.isdisjoint(module.modules()):
+        return [module]
+    children = [each for each in module.children() if list(each.children()) and getattr(each, "compiled_apart", True)]
+    return [part for child in children for part in _compiled_parts(child, travelling)]
 
 
 def _refuse_unfinished(compiled: Callable) -> Callable:

@@ -22,7 +22,7 @@ class ParallelPlan:
 
     blocks: str = "layers.*"
     embedding: str = "tok_embeddings"
-    with_embedding: tuple[str, ...] = ()  # modules that a pipeline cuts off with it: learned positions
+    with_embedding: tuple[str, ...] = ()  # modules that a pipeline cuts off with it: learned positions, noise
     head: tuple[str, str] = ("norm", "output")
     gathered: tuple[str, ...] = ()  # modules at which a region begins
     column: tuple[str, ...] = ()  # linears split by output; below a module with `head_dim` in whole heads of that width

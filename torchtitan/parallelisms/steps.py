@@ -7,7 +7,8 @@ changed in one place: its steps, or the methods that they call.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -68,9 +69,40 @@ def running_notes() -> Notes | None:
 
 class _Now:
     notes: Notes | None = None
+    begin: Callable[[Any], Notes] | None = None
 
 
 _now = _Now()
+
+
+def same_notes() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Around a block's first run, and around those that compute it again: these find what the first has noted. For
+    torch's checkpoint, as its `context_fn`.
+    """
+    noted: list[Notes] = []
+
+    def begin(shared: Any) -> Notes:
+        noted.append(Notes(shared))
+        return noted[-1]
+
+    return _Beginning(lambda: begin), _Beginning(lambda: partial(_next, iter(noted)))
+
+
+def _next(noted: Iterator[Notes], shared: Any) -> Notes:
+    return next(noted)
+
+
+class _Beginning(AbstractContextManager):
+    """While it is entered, which it may be several times, blocks begin with notes of what `make` gives."""
+
+    def __init__(self, make: Callable[[], Callable[[Any], Notes]]):
+        self.make = make
+
+    def __enter__(self) -> None:
+        self._before, _now.begin = _now.begin, self.make()
+
+    def __exit__(self, *error: object) -> None:
+        _now.begin = self._before
 
 
 class Segment(NamedTuple):
@@ -119,14 +151,16 @@ class Stepwise(nn.Module):
 
     def forward(self, x: torch.Tensor, shared: Any = None) -> torch.Tensor:
         """x [B, S, D] -> [B, S, D]. `shared`: what the steps find as notes.shared."""
-        notes, values = Notes(shared), {"x": x}
+        # a block that is compiled whole has nothing to tell its second run
+        fresh = torch.compiler.is_compiling() or _now.begin is None
+        notes, values = Notes(shared) if fresh else _now.begin(shared), {"x": x}
         for step in self.steps():
-            if isinstance(step, RoutedExperts):
-                values[step.target] = step.module(values[step.source], notes["counts"])
-            else:
-                with running(notes):
-                    made = step.run(notes, *[values[name] for name in step.inputs])
-                values.update(zip(step.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+            with running(notes):
+                if isinstance(step, RoutedExperts):
+                    values[step.target] = step.module(values[step.source], notes["counts"])
+                    continue
+                made = step.run(notes, *[values[name] for name in step.inputs])
+            values.update(zip(step.outputs, made if isinstance(made, tuple) else (made,), strict=True))
         return values["out"]
 
 

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from torchtitan.errors import JobError
-from torchtitan.parallelisms.context.kernel import drops
+from torchtitan.parallelisms.context.kernel import knows_heads
 from torchtitan.parallelisms.degrees import SEQ_LEN, check_async, check_sequence, check_split, needs_of_a_sequence
 from torchtitan.parallelisms.plan import ParallelPlan, match, match_blocks, match_end
 
@@ -60,7 +60,7 @@ def apply_tensor_parallel(
     tied = embedding is not None and head is not None and head.weight is embedding.weight
     border = Border(mesh, sequence_parallel)
     tokens_gradient = Partial() if sequence_parallel else Replicate()
-    if drops(kernel := getattr(model, "kernel", None)):
+    if knows_heads(kernel := getattr(model, "kernel", None)):
         kernel.share = border.rank
 
     for name, module in _matching(model, plan, plan.column):
@@ -197,6 +197,10 @@ class Border:
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """[B, S, D], a rank's share of a sum, -> [B, S / tp, D], the sum."""
         return _Leave.apply(x, self.sequence, self.size, self.group)
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, n, ...] of each rank -> [B, tp n, ...] of all, one rank's behind the other's; without gradients."""
+        return _all_gather(x, self.size, self.group)
 
     def here(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """Integers for all tokens, [B or 1, S], -> those for the tokens of this rank; activations are that already."""

@@ -6,12 +6,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from torchtitan.adapters import ADAPTERS, NONE, peft_config
-from torchtitan.adapters.targets import PACKING, layer_of, misfits, of_linears, targets
-from torchtitan.config.options import Fault
+from torchtitan.adapters.targets import PACKING, layer_of, misfits, of_linears, targets, without_numbers
+from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.adapter import Adapter, Relora
 from torchtitan.errors import JobError
 from torchtitan.lr_restarts import CYCLICAL, JAGGED
-from torchtitan.models.linears import HEAD, linears
+from torchtitan.models.linears import HEAD, linears, parameters
 from torchtitan.rules.facts import Facts
 
 
@@ -29,17 +29,69 @@ def adapter_fits_the_model(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("adapter.relora.every", "unset with an adapter beside a tied head", why)
 
 
+def trained_whole(facts: Facts) -> tuple[str, list[str], str] | None:
+    """The option that says which of the model's own parameters are trained, its patterns, and another remedy; None
+    where all are, or where the kind of an adapter is none of ours."""
+    options, unfrozen = facts.config.adapter, facts.config.training.unfrozen
+    if options.kind == NONE:
+        return ("training.unfrozen", unfrozen, "leave it out") if unfrozen else None
+    if options.train_dense_rest or options.kind not in ADAPTERS:
+        return None
+    return "adapter.train_fully", options.train_fully, "train_dense_rest = true"
+
+
+def what_is_unfrozen_is_the_models(facts: Facts) -> Iterator[Fault]:
+    """An adapter says itself what is trained beside it."""
+    if facts.config.training.unfrozen and facts.config.adapter.kind != NONE:
+        remedy = "write adapter.train_fully for what is trained beside it"
+        yield facts.fault("training.unfrozen", f'nothing with adapter.kind = "{facts.config.adapter.kind}"', remedy)
+
+
+def patterns_fit_the_model(facts: Facts) -> Iterator[Fault]:
+    """Those of what is trained whole: each fits a parameter, which is no matrix that an adapter packs or replaces."""
+    if facts.args is None or (trained := trained_whole(facts)) is None or not (names := parameters(facts.args)):
+        return
+    key, patterns, _ = trained
+    options = of_linears(facts.config.adapter)
+    if options is not None and (options.kind in PACKING or options.lora_only):
+        gone = {f"{name}.weight" for name in targets(linears(facts.args), options)}
+        names = [name for name in names if name not in gone]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            known = ", ".join(sorted(without_numbers(names)))
+            yield facts.fault(key, f"patterns that fit one of {known}", "correct or drop it", given=show(pattern))
+
+
 def new_head_is_trained(facts: Facts) -> Iterator[Fault]:
     """A head of classes that begins anew and stays so tells nothing."""
-    options = facts.config.adapter
-    if not facts.tells_classes or options.kind not in ADAPTERS or options.train_dense_rest or facts.fields is None:
+    if not facts.tells_classes or facts.fields is None or (trained := trained_whole(facts)) is None:
         return
+    key, chosen, other = trained
     heads = [name for name in linears(facts.args) if layer_of(name) is None]
-    frozen = [name for name in heads if not any(fnmatchcase(f"{name}.weight", each) for each in options.train_fully)]
+    frozen = [name for name in heads if not any(fnmatchcase(f"{name}.weight", each) for each in chosen)]
     if frozen:
         patterns = ", ".join(f'"{name}.*"' for name in heads)
         allowed = f"what fits {' and '.join(f'{name}.weight' for name in frozen)}, the head of classes"
-        yield facts.fault("adapter.train_fully", allowed, f"write [{patterns}], or train_dense_rest = true")
+        yield facts.fault(key, allowed, f"write [{patterns}], or {other}")
+
+
+def new_rows_are_trained(facts: Facts) -> Iterator[Fault]:
+    """Those of added tokens are all the same mean: a frozen one is never read as anything else, nor the likeliest."""
+    options, trained = facts.config.adapter, trained_whole(facts)
+    if trained is None or of_linears(options) is not options or not facts.untrained_tokens or facts.args is None:
+        return
+    key, chosen, other = trained
+    beside = [] if options.kind == NONE else targets(linears(facts.args), options)
+    tied = facts.args.tied_embeddings
+    ends = [] if tied else [HEAD] * (HEAD not in beside)
+    ends = [f"{name}.weight" for name in ("tok_embeddings", *ends)]
+    fitted = [*ends, f"{HEAD}.weight"] if tied else ends  # of tied ones either name will do
+    fits = {name for name in fitted if any(fnmatchcase(name, each) for each in chosen)}
+    if frozen := [name for name in ends if name not in fits and not (tied and fits)]:
+        new = len(facts.untrained_tokens)
+        allowed = f"what fits {' and '.join(frozen)}, with rows of {new} new token{'s' if new > 1 else ''}"
+        patterns = ", ".join(f'"{name}"' for name in dict.fromkeys([*chosen, *ends]))
+        yield facts.fault(key, allowed, f"write [{patterns}], or {other}")
 
 
 def adapter_alone_has_its_model(facts: Facts) -> Iterator[Fault]:

@@ -75,7 +75,15 @@ def communication_is_kept_with_overlap(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("activation_checkpoint.mode", f"with {OVERLAP} only", 'write "full", or set it')
 
 
-def experts_that_travel_are_not_compiled(facts: Facts) -> Iterator[Fault]:
-    if facts.ep > 1 and facts.compiles_model:
-        why = "the host reads how many tokens go where, which would break the graph"
-        yield facts.fault("compile.enable", f"false with {KEY}, or without the component model", why)
+def experts_that_travel_are_compiled_in_parts(facts: Facts) -> Iterator[Fault]:
+    """The host reads how many tokens go where, so nothing that spans a block goes with it."""
+    if facts.ep == 1 or not facts.compiles_model:
+        return
+    recompute = facts.config.activation_checkpoint
+    if facts.config.parallelism.pipeline_parallel_expert_parallel_overlap:
+        why = "it takes gradients of inputs and of weights apart, which a compiled part hands back at once"
+        yield facts.fault(OVERLAP, "false with a compiled model", f"{why}; set compile.enable = false")
+    if recompute.mode == "selective" and recompute.selective_ac_option == "op":
+        why = "the operators of what is compiled cannot be chosen from outside"
+        allowed = f"every how many layers, with a compiled model and {KEY}"
+        yield facts.fault("activation_checkpoint.selective_ac_option", allowed, f'{why}; write "2", or another mode')

@@ -3,7 +3,9 @@
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan.adapters import NONE
@@ -11,16 +13,20 @@ from torchtitan.adapters.targets import targets
 from torchtitan.checkpoint.counters import schedule_start
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.config.options import Fault, option_at, show
+from torchtitan.config.sections.training import DataSource
 from torchtitan.datasets import open_source
 from torchtitan.datasets.epochs import samples_in, samples_of, steps_for
 from torchtitan.datasets.labelled import Fields
+from torchtitan.datasets.reading import Reading, reading_of
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.errors import JobError
 from torchtitan.limits import LimitError
 from torchtitan.lr_shapes import LRSchedule, schedule_of
 from torchtitan.models import changed, sizes_of
+from torchtitan.models.hf.config import config_beside, untrained
 from torchtitan.models.linears import HEAD, linears
+from torchtitan.parallelisms import degrees
 from torchtitan.parallelisms.degrees import lenders, shards_of_ranks
 from torchtitan.parallelisms.pipeline.actions import ScheduleTableError, Table, load_schedule_csv
 from torchtitan.rules.sizes import wrong_overrides
@@ -111,6 +117,13 @@ class Facts:
         training, validation = self.config.training.seq_len, self.config.validation
         own = {"validation.seq_len": validation.seq_len} if validation.enable and validation.seq_len else {}
         return {"training.seq_len": training} | own
+
+    def needs_of_a_sequence(self, split: bool) -> dict[str, int]:
+        """What its length has to be a multiple of, in words. `split`: whether sequence parallel cuts it, too."""
+        asked = self.config.parallelism
+        headtail = asked.context_parallel_load_balancer == "headtail"
+        levelled = degrees.is_levelled(asked.context_parallel_rotate_method, headtail)
+        return degrees.needs_of_a_sequence(self.cp, self.tp, levelled=levelled, sequence_parallel=split)
 
     @cached_property
     def microbatches(self) -> int | None:
@@ -204,12 +217,24 @@ class Facts:
         if self.args.tied_embeddings:
             del whole[f"{HEAD}.weight"]
         if adapter.kind == NONE:
-            return whole
+            chosen_by = self.config.training.unfrozen or ["*"]
+            return {name: shape for name, shape in whole.items() if any(fnmatchcase(name, each) for each in chosen_by)}
         chosen = {name: found[name] for name in targets(found, adapter) if f"{name}.weight" in whole}
         beside = {name: shape for name, shape in whole.items() if name.removesuffix(".weight") not in chosen}
         low = {f"{name}.lora_A": (adapter.rank, inputs) for name, (_, inputs) in chosen.items()}
         low |= {f"{name}.lora_B": (outputs, adapter.rank) for name, (outputs, _) in chosen.items()}
         return low | (beside if adapter.train_dense_rest else {})
+
+    @cached_property
+    def untrained_tokens(self) -> list[int]:
+        """Tokens of the weights that the job starts from that nothing has been learned of yet."""
+        options = self.config.checkpoint
+        if not options.enable or options.initial_load_path is None:
+            return []
+        try:
+            return untrained(config_beside(Path(options.initial_load_path).expanduser()) or {})
+        except (OSError, JobError):  # which weights_are_met names
+            return []
 
     @property
     def expert_layers(self) -> int:
@@ -242,6 +267,16 @@ class Facts:
         return Fields.of(self.config.task, classes, ended=not self.args.causal)
 
     @cached_property
+    def sources(self) -> dict[str, DataSource]:
+        """All that the job reads, by place."""
+        own = self.config.validation.enable and self.config.validation.split is None
+        return sources_of(self.config, "training") | (sources_of(self.config, "validation") if own else {})
+
+    def reading(self, source: DataSource) -> Reading:
+        """LimitError."""
+        return reading_of(source, self.config.data.default_system, self.packs)
+
+    @cached_property
     def tokenizer(self) -> Tokenizer | OSError | TokenizerError:
         try:
             return build_tokenizer(self.config.model.tokenizer_path)
@@ -260,12 +295,17 @@ class Facts:
             return batch and steps_for(samples_of(training.tokens, training.seq_len), batch)
         wanted = sources_of(self.config, "training").values()
         try:
-            sources = [open_source(source.dataset, source.dataset_path, source.text_field) for source in wanted]
+            sources = [open_source(source.dataset, source.dataset_path, self.reading(source)) for source in wanted]
             if batch is None or not all(isinstance(source, TokenShards) for source in sources):
                 return None
             return steps_for(samples_in(sources, training.seq_len, training.epochs or 1), batch)
         except (OSError, JobError):
             return None
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether what is in the folder is deleted before the run."""
+        return self.config.job.clean_start == "always"
 
     @cached_property
     def schedule_start(self) -> int:
@@ -277,6 +317,8 @@ class Facts:
         """None where the number of steps is not known. Raises ScheduleError."""
         shape, training = self.config.lr_scheduler, self.config.training
         of_itself = shape.total_steps is not None or (shape.t_max is not None and shape.t_max_unit == "step")
+        if isinstance(shape.warmup_steps, str) and (self.steps is None or training.epochs is None):
+            return None
         if self.steps is None and not of_itself:
             return None
         steps, start = self.steps or 0, self.schedule_start

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 
-from torchtitan.config.options import Fault, options
+from torchtitan.config.options import Fault, options, show
 from torchtitan.rules.facts import Facts
+
+POLICIES = ("non_finite", "spike", "loss_policy")
 
 
 def policies_can_be_followed(facts: Facts) -> Iterator[Fault]:
     guard, saves = facts.config.guard, facts.config.checkpoint
-    for name in ("non_finite", "spike"):
+    for name in POLICIES:
         policy, key = getattr(guard, name), f"guard.{name}"
         if policy == "skip" and facts.config.optimizer.early_step_in_backward:
             why = "each update is made in backward, before the loss or the norm is known"
@@ -24,10 +26,14 @@ def guards_without_effect(facts: Facts) -> Iterator[Fault]:
     watched = {
         "spike_window": guard.spike != "off" or guard.loss_rise is not None,
         "spike_sigmas": guard.spike != "off",
-        "patience": {guard.non_finite, guard.spike} & {"skip", "rollback"},
+        "loss_patience": guard.loss_threshold is not None,
+        "loss_policy": guard.loss_threshold is not None,
+        "patience": {getattr(guard, name) for name in POLICIES} & {"skip", "rollback"},
     }
+    needs = {"patience": "a guard that says skip or rollback"}
+    needs |= dict.fromkeys(("loss_patience", "loss_policy"), "guard.loss_threshold")
     for name, is_used in watched.items():
         key = f"guard.{name}"
         if not is_used and getattr(guard, name) != (default := options()[key].default):
-            needed = "guard.non_finite or guard.spike = skip or rollback" if name == "patience" else "guard.spike"
-            yield facts.fault(key, f"{default} without {needed}", "set both, or leave it out")
+            allowed = f"{show(default)} without {needs.get(name, 'guard.spike')}"
+            yield facts.fault(key, allowed, "set both, or leave it out")

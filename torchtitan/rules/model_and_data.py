@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchtitan.adapters import ADAPTERS, NONE
-from torchtitan.config.job import sources_of
 from torchtitan.config.old_models import advice
 from torchtitan.config.options import Fault, hint, options, show
 from torchtitan.config.sections.training import DataSource, Validation
@@ -16,7 +15,7 @@ from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_pretokenized import Blocks
 from torchtitan.datasets.tokens import TokenReader, TokenShards
 from torchtitan.errors import JobError
-from torchtitan.limits import check_persistence, check_prefetch
+from torchtitan.limits import LimitError, check_persistence, check_prefetch
 from torchtitan.lr_restarts import CYCLICAL, JAGGED
 from torchtitan.lr_shapes import CONSTANT, DECAYS
 from torchtitan.models import CONFIGS, FROM_HF, SIZES, family_of
@@ -48,11 +47,9 @@ def known_names(facts: Facts) -> Iterator[Fault]:
 def _sources(facts: Facts) -> Iterator[tuple[str, DataSource, int]]:
     """The place of each source of data that the job reads, the source, and the length of its samples."""
     training, validation = facts.config.training, facts.config.validation
-    for place, source in sources_of(facts.config, "training").items():
-        yield place, source, training.seq_len
-    if validation.enable and validation.split is None:
-        for place, source in sources_of(facts.config, "validation").items():
-            yield place, source, validation.seq_len or training.seq_len
+    for place, source in facts.sources.items():
+        own = place.startswith("validation")
+        yield place, source, (validation.seq_len if own else None) or training.seq_len
 
 
 MOST_PARAMETERS = 10**14
@@ -151,7 +148,11 @@ def data_is_there(facts: Facts) -> Iterator[Fault]:
         if wanted.dataset not in DATASETS or (facts.tells_classes and facts.fields is None):
             continue
         try:
-            source = open_source(wanted.dataset, wanted.dataset_path, wanted.text_field, facts.fields)
+            reading = facts.reading(wanted)
+        except LimitError:  # which records_are_read_as_said names
+            continue
+        try:
+            source = open_source(wanted.dataset, wanted.dataset_path, reading, facts.fields)
             if facts.fields is not None and sum(file.size for file in source.files) <= READ_AT_ONCE:
                 source.probe()
             for package in source.packages:

@@ -1,12 +1,12 @@
 """Rules on a cache of past states, and on the documents that it is filled from."""
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from torchtitan.adapters.neurocache import released
 from torchtitan.adapters.neurocache.sizes import KEY, apart, layers_of, misfits_of
-from torchtitan.adapters.targets import of_linears
+from torchtitan.adapters.targets import Misfit, of_linears
 from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.adapter import Adapter
 from torchtitan.config.sections.neurocache import Neurocache
@@ -34,6 +34,12 @@ def cache_fits_the_model(facts: Facts) -> Iterator[Fault]:
         return
     longest = max(facts.lengths.values())
     wrong = list(misfits_of(options, args.n_layers, args.dim, longest))
+    for size in filter(None, options.eval_cache_sizes if not wrong else ()):
+        if size < 0:
+            wrong.append(Misfit(KEY + "eval_cache_sizes", "sizes from 0 on", f"drop {size}"))
+            continue
+        for each in misfits_of(replace(options, cache_size=size), args.n_layers, args.dim, longest):
+            wrong.append(each._replace(key=KEY + "eval_cache_sizes"))
     yield from (facts.fault(*each) for each in wrong)
     if wrong or facts.pp == 1:
         return
@@ -73,10 +79,31 @@ def cache_reads_documents(facts: Facts) -> Iterator[Fault]:
     if config.adapter.neurocache.scope == "global" and facts.pp > 1:
         remedy = "microbatches of a pipeline would find what others store, as the schedule has it"
         yield facts.fault(KEY + "scope", '"lane" with a pipeline', remedy)
+    if config.adapter.neurocache.track_hits and facts.pp > 1:
+        yield facts.fault(KEY + "track_hits", "false with a pipeline", "only its first part knows the tokens")
     for key in ("checkpoint.last_save_model_only", "checkpoint.last_save_in_hf", "adapter.last_save_in_peft"):
         section, name = key.split(".")
         if getattr(getattr(config, section), name):
             yield facts.fault(key, 'false with adapter.kind = "neurocache"', "the model alone has no place for a cache")
+
+
+def cache_is_shared(facts: Facts) -> Iterator[Fault]:
+    options = facts.config.adapter.neurocache
+    if facts.config.adapter.kind != KIND or options.cache_shard == "none":
+        return
+    if facts.tp == 1:
+        remedy = "leave it out, or set parallelism.tensor_parallel_degree"
+        yield facts.fault(KEY + "cache_shard", '"none" without tensor parallel', remedy)
+    elif left := options.cache_size % facts.tp:
+        below = options.cache_size - left
+        remedy = f"write {below} or {below + facts.tp}"
+        yield facts.fault(KEY + "cache_size", f'a multiple of {facts.tp} ranks with cache_shard = "tp"', remedy)
+    elif any(size % facts.tp for size in options.eval_cache_sizes):
+        allowed = f'multiples of {facts.tp} ranks with cache_shard = "tp"'
+        yield facts.fault(KEY + "eval_cache_sizes", allowed, "each rank keeps as many entries as the others")
+    if options.resume_warmup == "saved":
+        remedy = "each rank has another part of the caches: write replay"
+        yield facts.fault(KEY + "resume_warmup", 'not "saved" with cache_shard = "tp"', remedy)
 
 
 def cache_options_have_a_cache(facts: Facts) -> Iterator[Fault]:

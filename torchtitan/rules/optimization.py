@@ -33,6 +33,9 @@ def schedule_fits(facts: Facts) -> Iterator[Fault]:
     restarts = shape.decay_type in (JAGGED, CYCLICAL)
     if shape.decay_ratio is not None and restarts:
         yield facts.fault("lr_scheduler.decay_ratio", f'unset with decay_type = "{shape.decay_type}"', "drop it")
+    if shape.warmup_type != "linear" and (restarts or shape.warmup_steps == 0):
+        said = f'decay_type = "{shape.decay_type}"' if restarts else "lr_scheduler.warmup_steps = 0"
+        yield facts.fault("lr_scheduler.warmup_type", f'"linear" with {said}', "leave it out")
     if shape.cycle_length is not None and not restarts:
         allowed = f'unset, except with decay_type = "{JAGGED}" or "{CYCLICAL}"'
         yield facts.fault("lr_scheduler.cycle_length", allowed, "drop it")
@@ -90,11 +93,12 @@ def recompute_and_compile(facts: Facts) -> Iterator[Fault]:
         why = "the compiler cannot tell how large the meshes of split weights are (torch 2.13)"
         remedy = f'{why}; write "full" or "selective"'
         yield facts.fault("activation_checkpoint.mode", "another mode with tensor parallel", remedy)
+    elif config.activation_checkpoint.mode == "memory_budget" and facts.ep > 1:
+        remedy = 'experts that travel are not compiled, so no budget is theirs; write "full" or "selective"'
+        yield facts.fault("activation_checkpoint.mode", "another mode with expert parallel", remedy)
     elif config.activation_checkpoint.mode == "memory_budget" and not facts.compiles_model:
         allowed = "with a compiled model only, as the compiler keeps to the budget"
         remedy = 'set compile.enable = true with "model" in compile.components, or another mode'
-        if facts.ep > 1:
-            remedy = 'experts that travel are not compiled; write "full" or "selective"'
         yield facts.fault("activation_checkpoint.mode", allowed, remedy)
     if compiled.enable and not compiled.components:
         yield facts.fault("compile.components", '"model", "loss" or both', "or set compile.enable = false")

@@ -2,18 +2,23 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from torchtitan.checkpoint.counters import counters_of
 from torchtitan.checkpoint.kinds import Kind, find_weights
-from torchtitan.checkpoint.layout import NothingLoadable, newest_complete
+from torchtitan.checkpoint.layout import NothingLoadable, newest_complete, read_state
+from torchtitan.config.changes import changes, kept_job
 from torchtitan.config.job import trackers_of
 from torchtitan.config.options import Fault, hint, show
 from torchtitan.errors import JobError
 from torchtitan.limits import check_pinned, check_snapshots, check_window
+from torchtitan.memory_limit import amount_of
 from torchtitan.models import CONFIGS, FROM_HF
 from torchtitan.models.hf.config import CONFIG
 from torchtitan.rules.facts import Facts
+from torchtitan.rules.task import PAIRS
+from torchtitan.run_folder import OWN
 from torchtitan.trackers import TRACKERS
 
 
@@ -36,6 +41,11 @@ def needs_a_gpu(facts: Facts) -> Iterator[Fault]:
     yield from facts.judged(check_snapshots, config.profiling.enable_memory_snapshot, facts.device)
     if config.model.attention_backend == "flex":
         yield facts.fault("model.attention_backend", '"auto" or "sdpa" without a GPU', "flex has no backward on a CPU")
+
+
+def memory_has_a_size(facts: Facts) -> Iterator[Fault]:
+    if facts.config.memory.limit is not None:
+        yield from facts.judged(amount_of, facts.config.memory.limit)
 
 
 def checkpoint_rules(facts: Facts) -> Iterator[Fault]:
@@ -82,7 +92,40 @@ def _initial_load(facts: Facts, path: Path) -> Iterator[Fault]:
     if options.initial_load_counters:
         yield from _counters(facts, kind, place)
     if kind == "hf" and (place / CONFIG).is_file() and facts.args is not None:
-        yield from _other_sizes(facts, place)
+        yield from _other_sizes(facts, place, key)
+
+
+def reference_is_of_this_model(facts: Facts) -> Iterator[Fault]:
+    """As far as a folder says it ahead of its tensors. A run that goes on has kept what its reference says; one that
+    was stopped ahead of its first checkpoint asks it again.
+    """
+    key, path, options = "dpo.reference", facts.config.dpo.reference, facts.config.checkpoint
+    if path is None or facts.config.task.kind not in PAIRS:
+        return
+    try:
+        if options.enable and newest_complete(Path(facts.config.job.dump_folder, options.folder))[0] is not None:
+            return
+        kind, place = find_weights(Path(path))
+    except (OSError, NothingLoadable) as error:
+        yield facts.fault(key, "weights", str(error))
+        return
+    if facts.args is None:
+        return
+    if kind == "hf" and (place / CONFIG).is_file():
+        yield from _other_sizes(facts, place, key)
+    elif kind == "ours":
+        yield from _sizes_of_another_run(facts, place, key)
+
+
+def _sizes_of_another_run(facts: Facts, place: Path, key: str) -> Iterator[Fault]:
+    assert facts.args is not None  # who asks has looked
+    try:
+        kept = read_state(place)["trainer"]
+    except (OSError, ValueError, KeyError):  # of an export; loading says what is wrong
+        return
+    for change in changes(kept, kept_job(facts.config, asdict(facts.args), 0), model_only=True):
+        allowed = f"a model of {change.now}"
+        yield facts.fault(key, allowed, f"{place} has {change.before}; give a model of the job's sizes")
 
 
 def _counters(facts: Facts, kind: Kind, place: Path) -> Iterator[Fault]:
@@ -95,17 +138,18 @@ def _counters(facts: Facts, kind: Kind, place: Path) -> Iterator[Fault]:
         yield facts.fault("training.steps", f"more than {found.step}", why, given=str(facts.steps))
 
 
-def _other_sizes(facts: Facts, folder: Path) -> Iterator[Fault]:
+def _other_sizes(facts: Facts, folder: Path, key: str) -> Iterator[Fault]:
     """What a folder's config.json says otherwise than the job; what its tensors say shows when they are loaded."""
     allowed = f"weights of {facts.config.model.name} {facts.config.model.flavor}"
     try:
-        differing = CONFIGS[facts.config.model.name].differences(folder, facts.args)
+        form = CONFIGS[facts.config.model.name]
+        differing = form.differences(folder, form.of_weights(folder, facts.args, facts.config.model.overrides))
     except JobError as error:
-        yield facts.fault("checkpoint.initial_load_path", allowed, str(error))
+        yield facts.fault(key, allowed, str(error))
         return
     if differing:
         remedy = f'{"; ".join(differing)}; set model.flavor = "{FROM_HF}" and model.hf_folder = {show(str(folder))}'
-        yield facts.fault("checkpoint.initial_load_path", allowed, remedy)
+        yield facts.fault(key, allowed, remedy)
 
 
 def export_has_a_form(facts: Facts) -> Iterator[Fault]:
@@ -117,8 +161,7 @@ def export_has_a_form(facts: Facts) -> Iterator[Fault]:
             yield facts.fault("checkpoint.last_save_in_hf", "false with this model", str(error))
 
 
-USED_BY_THE_RUN = {".", "model", "model_hf", "adapter", "config.toml", "starts", "last_checkpoint", "metrics.jsonl"}
-USED_BY_THE_RUN |= {"training.png", "data", "logs", *(f"{name}_run_id" for name in TRACKERS)}
+USED_BY_THE_RUN = {".", *OWN, *(f"{name}_run_id" for name in TRACKERS)}
 
 
 def folders(facts: Facts) -> Iterator[Fault]:
@@ -206,7 +249,7 @@ def needs_checkpoints(facts: Facts) -> Iterator[Fault]:
         "last_save_model_only",
         "enable_first_step_checkpoint",
     )
-    alone += ("exclude_from_loading", "allow_config_change")
+    alone += ("exclude_from_loading", "allow_config_change", "best_metric")
     used |= {name: bool(getattr(options, name)) for name in alone}
     for name in (name for name, is_used in used.items() if is_used and not options.enable):
         allowed = "nothing with checkpoint.enable = false"

@@ -14,7 +14,7 @@ from torchtitan.checkpoint.layout import (
     read_state,
     step_of,
 )
-from torchtitan.config.changes import changes, kept_job, refusable, refused, remedy
+from torchtitan.config.changes import TRAINED, changes, kept_job, refusable, refused, remedy
 from torchtitan.config.options import Fault, hint, options, show
 from torchtitan.rules.facts import Facts
 from torchtitan.run_folder import missing_checkpoints
@@ -34,7 +34,7 @@ def changes_that_can_be_allowed(facts: Facts) -> Iterator[Fault]:
 def same_job_as_the_checkpoint(facts: Facts) -> Iterator[Fault]:
     """What the newest checkpoint, or that of load_step, was made by. Where it cannot be read, loading says why."""
     options = facts.config.checkpoint
-    if not options.enable or facts.args is None or facts.samples is None:
+    if not options.enable or facts.begins_anew or facts.args is None or facts.samples is None:
         return
     try:
         complete, _ = complete_steps(Path(facts.config.job.dump_folder, options.folder))
@@ -44,14 +44,20 @@ def same_job_as_the_checkpoint(facts: Facts) -> Iterator[Fault]:
         return
     samples = facts.config.training.global_batch_size
     now = kept_job(facts.config, asdict(facts.args), samples if samples > 0 else facts.samples)
-    for change in refused(changes(kept, now), options.allow_config_change):
+    found = changes(kept, now)
+    for change in refused(found, options.allow_config_change):
         yield facts.fault(change.key, f"{change.before}, as in {wanted[0].name}", remedy(change), given=change.now)
+    others = [each.key for each in found if each.key in TRAINED and each.key in options.allow_config_change]
+    if others and "optimizer" not in options.exclude_from_loading:
+        why = f"{wanted[0].name} has the optimizer of what was trained then: it begins anew"
+        yield facts.fault("checkpoint.exclude_from_loading", f'"optimizer" among them, with another {others[0]}', why)
 
 
 def adapter_is_of_this_model(facts: Facts) -> Iterator[Fault]:
     """The newest checkpoint, where it holds an adapter alone; of a base that takes long to read, loading says it."""
     options, adapter = facts.config.checkpoint, facts.config.adapter
-    if not options.enable or options.initial_load_path is None or adapter.kind == NONE or adapter.save != "alone":
+    anew = facts.begins_anew or not options.enable
+    if anew or options.initial_load_path is None or adapter.kind == NONE or adapter.save != "alone":
         return
     try:
         newest, _ = newest_complete(Path(facts.config.job.dump_folder, options.folder))
@@ -71,7 +77,7 @@ def adapter_is_of_this_model(facts: Facts) -> Iterator[Fault]:
 def checkpoints_are_still_there(facts: Facts) -> Iterator[Fault]:
     """A used folder without them is no fresh start: its disk is not mounted, or somebody has moved them."""
     options, dump = facts.config.checkpoint, facts.config.job.dump_folder
-    if not options.enable or "\0" in dump + options.folder:
+    if not options.enable or facts.begins_anew or "\0" in dump + options.folder:
         return
     folder = Path(dump, options.folder)
     try:

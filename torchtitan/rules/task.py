@@ -61,6 +61,19 @@ def model_can_learn_it(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("model.overrides", allowed, f"write model.overrides = {{n_classes = {number}}}", given)
 
 
+def noise_is_the_same_again(facts: Facts) -> Iterator[Fault]:
+    """Noise is on what the first block reads in training, and what is kept of that is not to be met without it."""
+    key, kind = "training.neftune_alpha", facts.config.task.kind
+    if not facts.config.training.neftune_alpha:
+        return
+    if kind in TASKS and TASKS[kind].in_lanes:
+        allowed = f'0 with task.kind = "{kind}", where a run that goes on reads again, without noise, what it has kept'
+        yield facts.fault(key, allowed, "leave it out")
+    if getattr(facts.args, "n_mtp_layers", 0):
+        allowed = f"0 for a model with n_mtp_layers = {facts.args.n_mtp_layers}, which read embeddings of their own"
+        yield facts.fault(key, allowed, "leave it out, or write model.overrides = {n_mtp_layers = 0}")
+
+
 def classes_have_names(facts: Facts) -> Iterator[Fault]:
     names, classes = facts.config.task.labels, getattr(facts.args, "n_classes", 0)
     if len(set(names)) < len(names):
@@ -103,7 +116,7 @@ def options_are_of_the_task(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("data.too_long", allowed, 'write "truncate"')
 
 
-OF_ANY_TASK = ("data.chat_template", "data.num_proc", "data.cache_dir")
+OF_ANY_TASK = ("data.chat_template", "data.default_system", "data.num_proc", "data.cache_dir")
 
 
 def whole_records_are_asked_for(facts: Facts) -> Iterator[Fault]:
@@ -140,6 +153,24 @@ def split_is_possible(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("data.too_long", "not split with validation.split, or both sides would have parts", remedy)
 
 
+def prompts_can_be_continued(facts: Facts) -> Iterator[Fault]:
+    """At validations, by the model under training as it is spread over its ranks."""
+    part, task, key = facts.config.validation, TASKS.get(facts.config.task.kind), "validation.generated"
+    if not part.generated:
+        if part.generated_tokens != Validation().generated_tokens:
+            yield facts.fault(f"{key}_tokens", "unset without validation.generated", "set both, or leave it out")
+        return
+    if not part.enable:
+        yield facts.fault(key, "0 without validation.enable", "turn it on, or leave it out")
+    if task is not None and (task.labels != "next" or task.in_lanes):
+        kinds = ", ".join(name for name, each in TASKS.items() if each.labels == "next" and not each.in_lanes)
+        yield facts.fault(key, f"0 with task.kind = {facts.config.task.kind}, or one of {kinds}", "leave it out")
+    for degree, name in ((facts.pp, "pipeline"), (facts.cp, "context")):
+        if degree > 1:
+            allowed = f"0 with {name}_parallel_degree = {degree}, as no rank has all that makes a word"
+            yield facts.fault(key, allowed, "leave it out, and ask a checkpoint by torchtitan generate")
+
+
 def template_is_there(facts: Facts) -> Iterator[Fault]:
     given = facts.config.data.chat_template
     try:
@@ -157,7 +188,8 @@ def pairs_are_learned_as_asked(facts: Facts) -> Iterator[Fault]:
     if kind not in PAIRS:
         for key, option in options().items():
             if key.startswith("dpo.") and getattr(config.dpo, key.split(".")[1]) != option.default:
-                yield facts.fault(key, f"{option.default} with task.kind = {kind}", 'set task.kind = "dpo", or drop it')
+                allowed = f"{'unset' if option.default is None else option.default} with task.kind = {kind}"
+                yield facts.fault(key, allowed, 'set task.kind = "dpo", or drop it')
         return
     if config.data.train_on != Data().train_on:
         yield facts.fault("data.train_on", f"unset with task.kind = {kind}, which learns last answers", "drop it")
@@ -165,6 +197,8 @@ def pairs_are_learned_as_asked(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("data.too_long", f"not split with task.kind = {kind}", "drop or truncate them")
     if kind != "dpo" and config.dpo.label_smoothing:
         yield facts.fault("dpo.label_smoothing", f"0 with task.kind = {kind}", "drop it")
+    if kind == "orpo" and config.dpo.reference is not None:
+        yield facts.fault("dpo.reference", f"unset with task.kind = {kind}, which has no reference", "drop it")
     if config.compile.enable and "loss" in config.compile.components:
         remedy = 'set compile.components = ["model"]'
         yield facts.fault("compile.components", f"without loss with task.kind = {kind}, which measures in it", remedy)

@@ -39,12 +39,7 @@ def sequence_divides(facts: Facts) -> Iterator[Fault]:
     """A degree that the model does not allow asks for nothing: the sequence would only be fitted to it in vain."""
     if _heads_limit(facts):
         return
-    asked = facts.config.parallelism
-    levelled = degrees.is_levelled(
-        asked.context_parallel_rotate_method, asked.context_parallel_load_balancer == "headtail"
-    )
-    split = facts.sequence_parallel and not uneven(facts)
-    needs = degrees.needs_of_a_sequence(facts.cp, facts.tp, levelled=levelled, sequence_parallel=split)
+    needs = facts.needs_of_a_sequence(split=facts.sequence_parallel and not uneven(facts))
     for key, length in facts.lengths.items():
         yield from facts.judged(degrees.check_sequence, key, length, needs)
 

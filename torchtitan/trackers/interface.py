@@ -85,6 +85,10 @@ class Tracker(ABC):
     def histograms(self, found: Mapping[str, Histogram], step: int) -> None:  # noqa: B027
         """Those of weights and gradients; a tracker that has none does nothing."""
 
+    def go_back(self, step: int) -> None:  # noqa: B027
+        """The run is at the state after `step` again: later steps are logged once more. A tracker that takes what comes
+        last, or knows no way back, does nothing."""
+
     @abstractmethod
     def close(self) -> None: ...
 

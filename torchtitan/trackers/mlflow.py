@@ -52,10 +52,16 @@ class MLflow(Tracker):
     @classmethod
     def obstacle(cls) -> tuple[str, str] | None:
         missing = super().obstacle()
+        if os.environ.get(OFF, "").lower() in ("true", "1"):
+            return f"nothing with {OFF} in the environment", "unset it, or leave mlflow out"
         if missing is None and not os.environ.get("MLFLOW_TRACKING_URI"):
             allowed = "with MLFLOW_TRACKING_URI in the environment, which says where MLflow keeps its runs"
             return allowed, "export MLFLOW_TRACKING_URI=http://HOST:5000, the address of an `mlflow server`"
         return missing
+
+
+OFF = "DISABLE_MLFLOW_INTEGRATION"
+"""Says to programs that know MLflow that they are not to use it."""
 
 
 def allowed_name(tag: str) -> str:

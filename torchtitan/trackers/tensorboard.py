@@ -7,7 +7,7 @@ from torchtitan.trackers.interface import Histogram, Run, Tracker
 
 
 class TensorBoard(Tracker):
-    """Event files in a folder. Events of an older run after the step that this one resumes at are not shown. The job is
+    """Event files in a folder. Events after the step that a run resumes at, or goes back to, are not shown. The job is
     there as text, and its options as what runs are told apart by (hparams).
     """
 
@@ -15,14 +15,18 @@ class TensorBoard(Tracker):
 
     def __init__(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second
+
+        self._run, step = run, (run.resume_step or 0) + 1
+        self._writer = SummaryWriter(str(run.events), purge_step=step, max_queue=1000)
+        self._tell_job(step)
+
+    def _tell_job(self, step: int) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        step = (run.resume_step or 0) + 1
-        self._writer = SummaryWriter(str(run.events), purge_step=step, max_queue=1000)
-        if run.job:
-            self._writer.add_text("job", f"```\n{json.dumps(run.job, indent=1)}\n```", step)
+        if self._run.job:
+            self._writer.add_text("job", f"```\n{json.dumps(self._run.job, indent=1)}\n```", step)
             # not add_hparams, which would make a run of its own beside this one
-            for summary in hparams(run.options(), {"loss_metrics/global_avg_loss": 0.0}):
+            for summary in hparams(self._run.options(), {"loss_metrics/global_avg_loss": 0.0}):
                 self._writer.file_writer.add_summary(summary, step)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -42,6 +46,14 @@ class TensorBoard(Tracker):
                 bucket_counts=list(each.counts),
                 global_step=step,
             )
+
+    def go_back(self, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        # as purge_step does it at the beginning of a file: what has been written of this step and later is not shown
+        started = SessionLog(status=SessionLog.START)
+        self._writer.file_writer.add_event(Event(session_log=started), step + 1)
+        self._tell_job(step + 1)  # which it had said there, if it began there
 
     def close(self) -> None:
         self._writer.close()

@@ -5,20 +5,23 @@ below Python, streams and events of device.py, and torch's fake process group. I
 type that a kernel refuses, where the host waits for the device, and what is sent to whom in which order. It cannot show
 NCCL, which kernels are chosen, races or speed.
 
-All is patched for good, so it runs in a process of its own: `python -m tests.support.fake_cuda`, see __main__.py.
+All is patched for good, so it runs in processes of its own: `python -m tests.support.fake_cuda`, see __main__.py.
 """
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 LIBRARY = "FAKE_CUDA_LIBRARY"
 """Environment variable with the path of the compiled source."""
-MUTANT = "FAKE_CUDA_MUTANT"
+LIMIT = 300
+"""Seconds that an answer may take."""
 
 
 def missing() -> str:
@@ -39,13 +42,25 @@ def build(folder: Path) -> Path:
     return library
 
 
-def run(library: Path, *arguments: str, mutant: str = "", timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """`python -m tests.support.fake_cuda` with the library of `build`, and a fault of mutants.py planted."""
-    return subprocess.run(
-        [sys.executable, "-m", "tests.support.fake_cuda", *arguments],
-        cwd=SOURCE.parents[3],
-        env={**os.environ, LIBRARY: str(library), MUTANT: mutant, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+class FakeCuda:
+    """`python -m tests.support.fake_cuda` with the library of `build`, for many questions."""
+
+    def __init__(self, library: Path):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.fake_cuda"],
+            cwd=SOURCE.parents[3],
+            env={**os.environ, LIBRARY: str(library), "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, name: str, argv: list[str], rank: int, world_size: int, mutant: str = "") -> tuple[bool, Any]:
+        """What a function of step.py answers, with a fault of mutants.py planted; else a traceback."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps([name, mutant, argv, rank, world_size]), file=self.process.stdin, flush=True)
+        ok, answer = json.loads(self.process.stdout.readline())
+        return ok, answer
+
+    def close(self) -> None:
+        self.process.communicate()

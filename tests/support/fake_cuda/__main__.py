@@ -1,19 +1,54 @@
-"""`python -m tests.support.fake_cuda QUESTION RANK WORLD_SIZE [options of the job]` prints the answer as JSON."""
+"""`python -m tests.support.fake_cuda` answers questions, each a line of JSON: [name in step.py, mutant or "", arguments
+of the function]. Its answers are lines too: [whether it is one, the answer or a traceback].
+"""
 
+import gc
 import json
 import logging
+import multiprocessing
 import os
 import sys
+import traceback
 import warnings
+from multiprocessing.connection import Connection
+from typing import Any
 
-from tests.support.fake_cuda import MUTANT, step
+from tests.support.fake_cuda import LIMIT, step
 from tests.support.fake_cuda.mutants import PLANTED
+
+_context = multiprocessing.get_context("fork")
+
+
+def answered(*question: Any) -> tuple[bool, Any]:
+    """By a process that begins where this one is, which has imported all, and takes with it what it has changed."""
+    ours, theirs = _context.Pipe(duplex=False)
+    process = _context.Process(target=answer, args=(theirs, *question))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv() if ours.poll(LIMIT) else (False, f"no answer within {LIMIT} s")
+    except EOFError:
+        return False, "the process ended without an answer"
+    finally:
+        process.kill()
+        process.join()
+
+
+def answer(pipe: Connection, name: str, mutant: str, argv: list[str], rank: int, world_size: int) -> None:
+    try:
+        if mutant:
+            PLANTED[mutant]()
+        pipe.send((True, getattr(step, name)(argv, rank, world_size)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     logging.getLogger("torch").setLevel(logging.CRITICAL)
-    question, rank, world_size, *argv = sys.argv[1:]
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what else is printed is no answer
     step.install()
-    if mutant := os.environ.get(MUTANT):
-        PLANTED[mutant]()
-    print(json.dumps(getattr(step, question)(argv, int(rank), int(world_size))))
+    gc.freeze()
+    for line in sys.stdin:
+        print(json.dumps(answered(*json.loads(line))), file=answers, flush=True)

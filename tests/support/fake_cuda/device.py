@@ -27,7 +27,9 @@ host_waits: Counter[str] = Counter()
 
 
 order: list[tuple[str, int]] = []
-"""Gathers with the numbers that they bring, and waits, as they come."""
+"""Gathers with the numbers that they bring, reductions with those that they add up, and waits, as they come."""
+groups: set[tuple[int, ...]] = set()
+"""Ranks that exchange something of the device's."""
 _last: list = [None, 0]
 
 

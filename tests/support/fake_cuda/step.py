@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan import build
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
+from torchtitan.memory.traffic import group_of
 from torchtitan.models import layers
 from torchtitan.parallelisms import data_parallel, parallel_dims, parallel_model
 from torchtitan.parallelisms.parallel_model import ParallelModel
@@ -54,6 +55,10 @@ class HostWaits(TorchDispatchMode):
             return 1.0 if args[0].dtype.is_floating_point else self.count
         if name == "c10d::_allgather_base_":
             device.order.append(("gather", args[0].numel()))
+        if name == "c10d::_reduce_scatter_base_":
+            device.order.append(("reduction", args[1].numel()))
+        if name.startswith("c10d::"):
+            device.groups |= {ranks for ranks in [group_of(func, args)] if _on_device(args)}
         target = kwargs.get("device")
         if name == "aten::_to_copy" and target is not None and torch.device(target).type != args[0].device.type:
             self._copy(kwargs.get("non_blocking", False))
@@ -65,6 +70,12 @@ class HostWaits(TorchDispatchMode):
     def _copy(non_blocking: bool) -> None:
         if not non_blocking:
             device.waits("copy")
+
+
+def _on_device(args: tuple) -> bool:
+    """Whether any of what a collective is given is a tensor of the device, or a list of them."""
+    lists = [arg if isinstance(arg, (list, tuple)) else [arg] for arg in args]
+    return any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for each in lists for x in each)
 
 
 def _torch_votes() -> bool:
@@ -122,7 +133,7 @@ def outside_fake(owner: Any, *names: str) -> None:
 
 MESH = ("__init__", "__getitem__", "_flatten", "_concatenate", "get_local_rank", "get_coordinate", "get_group")
 MESH += ("_is_current_rank_part_of_mesh", "_get_mesh_tensor_from_full_mesh", "_create_sub_mesh", "_create_flatten_mesh")
-DIMS = ("build_expert_mesh", "counts_group", "stage_group", "expert_dp_mesh", "dp_mesh")
+DIMS = ("build_expert_mesh", "counts_group", "stage_groups", "expert_dp_mesh", "dp_mesh")
 
 
 def install() -> None:
@@ -132,7 +143,7 @@ def install() -> None:
     outside_fake(DeviceMesh, *(name for name in MESH if name in DeviceMesh.__dict__))
     outside_fake(parallel_dims.ParallelDims, *(name for name in DIMS if name in parallel_dims.ParallelDims.__dict__))
     parallel_model.initialize = lambda *args, **kwargs: None  # there are no values
-    data_parallel._without_modes = lambda function: function
+    data_parallel._without_recompute = lambda function: function
     torch.nn.Module.to = lambda self, *args, **kwargs: self
     layers.compiled = lambda function: function  # inductor has nothing to compile for
 
@@ -192,6 +203,27 @@ def gathers_and_waits(argv: list[str], rank: int, world_size: int) -> list[tuple
     return device.order
 
 
+def gathers_and_reductions(argv: list[str], rank: int, world_size: int) -> list[tuple[str, int]]:
+    """Of the second step, in order, with the numbers that are gathered or reduced."""
+    config = manager.load(argv)
+    with job_on_rank(config, rank, world_size) as (model, optimizers, batch), HostWaits(rows_per_peer(config)):
+        train_step(model, optimizers, batch)
+        device.order.clear()
+        train_step(model, optimizers, batch)
+    return [each for each in device.order if each[0] != "wait"]
+
+
+def sizes_of_groups(argv: list[str], rank: int, world_size: int) -> list[int]:
+    """Of the groups that exchange tensors of the device in the second step, when it is logged."""
+    config = manager.load(argv)
+    with job_on_rank(config, rank, world_size) as (model, optimizers, batch), HostWaits(rows_per_peer(config)):
+        train_step(model, optimizers, batch)
+        device.groups.clear()
+        train_step(model, optimizers, batch)
+        model.extra_metrics()
+    return sorted({len(ranks) for ranks in device.groups})
+
+
 def messages(argv: list[str], rank: int, world_size: int) -> list[tuple[str, int, list[int], bool]]:
     """Of rank `rank` in the second step of the job `argv`."""
     config = manager.load(argv)
@@ -200,6 +232,7 @@ def messages(argv: list[str], rank: int, world_size: int) -> list[tuple[str, int
         model.forward_backward(batch, VALID_TOKENS)
         found.clear()  # among the first step's are shapes that torch agrees on
         model.forward_backward(batch, VALID_TOKENS)
+        model.pipeline.sum_tied_gradients()  # of weights that two ranks have copies of
     return found
 
 

@@ -8,6 +8,7 @@ Letters of the shapes: B lanes, S tokens, D width, H query heads, K key/value he
 token found, C their width, c tokens whose entries are read.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -118,17 +119,39 @@ class Projection(nn.Linear):
 
 
 class CachedAttention(GroupedQueryAttention):
-    """A layer's attention with `cache`, a CacheAttention, whose result it adds: no gate."""
+    """A layer's attention with `cache`, a CacheAttention, whose result it adds: no gate. `measures`: how much that is,
+    but in what is compiled.
+    """
+
+    measures = False
 
     def add_cache(self, width: int, context: int, scrambled: bool, copies: bool) -> None:
         """`copies`: it begins with the matrices of the layer's own attention, of keys and values as many columns as an
         entry is wide; else at random.
         """
         self.cache, self.copies = CacheAttention(self, width, context, scrambled), copies
+        self.squares: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor, shared: Shared) -> torch.Tensor:
         y = GroupedQueryAttention.forward(self, x, shared)
-        return y if shared.retrieved is None else y + self.cache(x, shared.retrieved)
+        if shared.retrieved is None:
+            return y
+        read = self.cache(x, shared.retrieved)
+        if self.measures and self.training and not torch.compiler.is_compiling():
+            self._measure(read, y)
+        return y + read
+
+    @torch.no_grad()
+    def _measure(self, read: torch.Tensor, own: torch.Tensor) -> None:
+        # kept apart: added up, a recompute would run other operations than the forward did
+        self.squares.append(torch.stack([each.float().square().sum() for each in (read, own)]))
+
+    def take_squares(self) -> list[torch.Tensor]:
+        """Sums [2] of the squares of what the cache and the layer's own attention have added since the last time, each
+        time that they did.
+        """
+        taken, self.squares = self.squares, []
+        return taken
 
     @torch.no_grad()
     def follow_base(self) -> None:
@@ -136,8 +159,19 @@ class CachedAttention(GroupedQueryAttention):
             return
         for name, target in (("wq", self.cache.wq.weight), ("wo", self.cache.wo.weight)):
             local_part(target)[0].copy_(local_part(_weight(getattr(self, name)))[0])
+        for target, own in self._of_entries():
+            target.copy_(own[:, : target.shape[1]])
+
+    @torch.no_grad()
+    def follow_directions(self, directions: torch.Tensor) -> None:
+        """What the layer's own keys and values would be of states along the directions [D, C] that an entry keeps."""
+        for target, own in self._of_entries():
+            target.copy_(own @ directions.to(own))
+
+    def _of_entries(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's rows of what makes keys and values of entries, and of what makes the layer's own of states."""
         for name, target in (("wk", self.cache.reading.wk), ("wv", self.cache.reading.wv)):
-            local_part(target)[0].copy_(local_part(_weight(getattr(self, name)))[0][:, : target.shape[1]])
+            yield local_part(target)[0], local_part(_weight(getattr(self, name)))[0]
 
 
 def _weight(linear: nn.Module) -> torch.Tensor:

@@ -3,9 +3,9 @@ values are kept within the segment. When it is full, it is stored, and the next 
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 from torchtitan.models.cache import Remembering
 from torchtitan.models.decoder import Decoder
@@ -14,27 +14,20 @@ ENDLESS = 2**31
 """Tokens of a context: it need not end."""
 
 
-class ReadingOn:
-    """A decoder with a memory called with growing sequences, as Remembering is; segments are of `seq_len` tokens."""
+class ReadingOn(Remembering):
+    """A decoder with a memory called with growing sequences; segments are of `seq_len` tokens."""
 
     def __init__(self, model: Decoder, seq_len: int):
         assert model.memory is not None
-        self.model, self.memory, self.seq_len = model, model.memory, seq_len
+        super().__init__(model)
+        self.memory, self.seq_len = model.memory, seq_len
         self.memory.decodes = True
-        self.kernels = Remembering(model).kernels
-        self.seen: torch.Tensor | None = None  # [1, T]
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self.model.parameters()
+    def forget(self) -> None:
+        self.memory.forget()
+        self._begin()
 
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [1, T] -> the logits of the last tokens, [1, those that were read together, V]."""
-        known = 0 if self.seen is None else self.seen.shape[1]
-        if not 0 < known < ids.shape[1] or not torch.equal(ids[:, :known], self.seen):
-            known = 0
-            self.memory.forget()
-            self._begin()
-        self.seen = ids
+    def read(self, ids: torch.Tensor, known: int) -> torch.Tensor:
         while known < ids.shape[1]:
             place = known % self.seq_len
             piece = ids[:, known : known - place + self.seq_len]
@@ -48,12 +41,24 @@ class ReadingOn:
 
     def _begin(self) -> None:
         self.memory.tail = {}
-        for kernel in self.kernels:
-            kernel.forget()
+        super().forget()
 
 
-def reader_of(model: Decoder, seq_len: int) -> tuple[Remembering | ReadingOn, int]:
+def reader_of(model: Decoder, seq_len: int) -> tuple[Remembering, int]:
     """What keeps what a model has read, and how many tokens it reads at most."""
     if getattr(model, "memory", None) is None:
         return Remembering(model), seq_len
     return ReadingOn(model, seq_len), ENDLESS
+
+
+@contextmanager
+def reading(model: Decoder, seq_len: int) -> Iterator[tuple[Remembering, int]]:
+    """The same, and behind it the model takes whole batches again."""
+    kernel = model.kernel
+    try:
+        yield reader_of(model, seq_len)
+    finally:
+        model.set_attention_kernel(kernel)
+        if model.memory is not None:
+            model.memory.decodes = False
+            model.memory.forget()

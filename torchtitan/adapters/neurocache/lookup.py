@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 import torch
 
+from torchtitan.adapters.neurocache.share import Share
 from torchtitan.adapters.neurocache.sizes import BUCKETS
 from torchtitan.models.layers import autocast_off
 
+WHOLE = Share()
 _NOTHING = torch.iinfo(torch.int64).min
 
 
@@ -32,9 +34,11 @@ def nearest(
     similarity: str = "l2",
     bucketed: bool = False,
     block_bytes: int = 2**28,
+    share: Share = WHOLE,
 ) -> Found:
     """The `topk` best entries for queries [B, S, C] among keys [B or 1, M, C], of whose places counts [B] say how many
-    entries were ever stored: entry n lies at place n mod M. In order, the best first.
+    entries were ever stored: entry n lies at place n mod M. In order, the best first. Of a cache that several ranks
+    have, keys are those of this rank's `share`, and what is found is of all.
 
     Scores are 2 q k' - |k|^2 ("l2") or q k' ("dot"), in float32 (or float64), of equal ones the later entry is the
     better. `bucketed`: place i is in bucket i mod 512, and a bucket gives its best entry alone. Scores are made for as
@@ -42,7 +46,7 @@ def nearest(
     """
     wide = torch.promote_types(queries.dtype, torch.float32)
     size = keys.shape[1]
-    ages, there = ages_of(size, counts)  # [B, M]
+    ages, there = ages_of(size * share.ranks, counts, share)  # [B, M]
     rows = max(1, block_bytes // (4 * size))
     parts = []
     with torch.no_grad(), autocast_off(queries.device.type):
@@ -53,13 +57,13 @@ def nearest(
                 scores = part @ each.t()
                 scores = scores if squares is None else scores.mul_(2).sub_(squares)
                 parts.append(_best(scores, ages[lane], there[lane], topk, bucketed))
-    best = torch.cat(parts).view(*queries.shape[:2], topk)
+    best = share.best(torch.cat(parts).view(*queries.shape[:2], topk))
     return Found(_ages(best), best != _NOTHING)
 
 
-def ages_of(size: int, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the places of caches [B, M], and whether there is an entry."""
-    places = torch.arange(size, device=counts.device)
+def ages_of(size: int, counts: torch.Tensor, share: Share = WHOLE) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the places of caches that a rank has, [B, M], and whether there is an entry."""
+    places = share.places(size, counts.device)
     ages = (counts[:, None] - 1 - places) % size
     return ages, ages < counts[:, None]
 

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.adapters.neurocache.attention import Retrieved, of_earlier_token
+from torchtitan.adapters.neurocache.hits import Hits, followed, pairs
 from torchtitan.adapters.neurocache.lookup import Found, beside, nearest, places_of
+from torchtitan.adapters.neurocache.share import Share
 from torchtitan.adapters.neurocache.sizes import BUCKETS, Layers, widths
 from torchtitan.adapters.neurocache.store import Segment, Store
 from torchtitan.config.sections.neurocache import Neurocache as Options
@@ -39,6 +41,7 @@ class Microbatch:
     filled: torch.Tensor | None  # [B]; None: all tokens are there
     states: dict[tuple[int, str], torch.Tensor]
     used: dict[int, Found]
+    pairs: torch.Tensor | None  # int32 [B, S, 2], tokens and labels, where hits are counted
 
 
 class Compression(nn.Linear):
@@ -74,22 +77,58 @@ class Memory(nn.Module):
         self.cache_size = {True: options.cache_size, False: options.cache_size}  # in training, and else
         self.stores: dict[tuple[bool, int], Store] = {}  # each also by the first of its lanes
         self.pending: list[Microbatch] = []
+        self.hits = Hits() if options.track_hits else None
+        self.moments: torch.Tensor | None = None  # float64 [D, D] of the states seen, while they are looked at
         self.decodes = False  # whether a batch goes on within a segment, whose last tokens are `tail`
         self.tail: dict[int, Found] = {}
+        self.clocks: dict[tuple[bool, int], torch.Tensor] = {}
 
     def train(self, mode: bool = True) -> "Memory":
         """What was read in evaluation is forgotten behind it; the documents that are trained on stay."""
         if mode:
-            self.stores = {key: store for key, store in self.stores.items() if key[0]}
+            self.forget_evaluated()
         return super().train(mode)
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Of the documents that are trained on, by names for a checkpoint."""
+        groups = {group: store for (training, group), store in self.stores.items() if training}
+        return {f"{group}.{name}": each for group, store in groups.items() for name, each in store.tensors().items()}
+
+    def take_back(
+        self, shapes: Mapping[str, list[int]], rows: int, device: torch.device
+    ) -> dict[str, torch.Tensor] | None:
+        """Tensors on the device to be filled as `kept` gave them, which had these shapes; None where `rows` need
+        others.
+        """
+        lanes = {int(name.split(".")[0]): shape[0] for name, shape in shapes.items() if name.endswith(".counts")}
+        stores = {(True, group): self._empty(count, device) for group, count in lanes.items()}
+        wanted, self.stores = self.stores, stores
+        back = self.kept()
+        if {name: list(each.shape) for name, each in back.items()} != shapes or sum(lanes.values()) != rows:
+            self.stores = wanted
+            return None
+        self.clocks = {key: back[f"{key[1]}.clock"] for key in stores}
+        return back
+
+    def go_on(self) -> None:
+        """What `take_back` gave has been filled."""
+        for key, clock in self.clocks.items():
+            self.stores[key].set_clock(clock)
+        self.pending = []
+
+    def forget_evaluated(self) -> None:
+        self.stores = {key: store for key, store in self.stores.items() if key[0]}
 
     def forget(self) -> None:
         self.stores, self.pending, self.tail = {}, [], {}
 
     # A microbatch
 
-    def begin(self, size: int, told: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        """One of so many lanes comes, of which a batch says `told` (LANES of models/decoder.py)."""
+    def begin(self, tokens: torch.Tensor, told: Mapping[str, torch.Tensor], labels: torch.Tensor | None) -> None:
+        """One comes, of tokens [B, S] (in later parts of a pipeline hidden states) with their labels, where there are
+        any; a batch says `told` of it (LANES of models/decoder.py).
+        """
+        size, device = len(tokens), tokens.device
         key = self.training, int(told["lanes"][0]) if "lanes" in told else 0
         if key not in self.stores:
             self.stores[key] = self._empty(size, device)
@@ -101,7 +140,15 @@ class Memory(nn.Module):
             counts = counts.masked_fill(told["begins"].bool(), 0)
         if not self.decodes:  # a microbatch of these lanes that nobody has stored was given up
             self.pending = [other for other in self.pending if other.store is not store]
-        self.pending.append(Microbatch(store, which, counts, told.get("filled"), {}, {}))
+        own = None
+        if self.counts_hits and labels is not None and tokens.dim() == 2:
+            own = pairs(tokens, labels)
+            self.hits.note_filled(counts, store.size)
+        self.pending.append(Microbatch(store, which, counts, told.get("filled"), {}, {}, own))
+
+    @property
+    def counts_hits(self) -> bool:
+        return self.training and self.hits is not None
 
     def _empty(self, lanes: int, device: torch.device) -> Store:
         options = self.options
@@ -113,6 +160,8 @@ class Memory(nn.Module):
             DTYPES[options.cache_dtype],
             device,
             options.ordering,
+            self.counts_hits,
+            Share(self.border if options.cache_shard == "tp" else None),
         )
 
     @torch.compiler.disable
@@ -121,6 +170,9 @@ class Memory(nn.Module):
         is noted, and what its tokens find stands in the result.
         """
         stores = layer in self.layers.storing
+        if self.moments is not None:
+            self._look_at(block, x, kernel) if stores else None
+            return shared
         if not self.cache_size[self.training] or not (stores or layer in self.layers.readers):
             return shared
         now = self.pending[-1]
@@ -130,10 +182,12 @@ class Memory(nn.Module):
             if stores:
                 named = {"key": keys, "state": states}
                 kept = widths(self.options, self.dim, self.training)
+                if now.pairs is not None:
+                    named["pairs"], kept["pairs"] = now.pairs, 2
                 now.states |= {(layer, name): _in_sequence(kernel, named[name]) for name in kept}
         if layer not in self.layers.readers:
             return shared
-        return shared._replace(retrieved=self._retrieve(now, self.layers.readers[layer], keys, kernel))
+        return shared._replace(retrieved=self._retrieve(now, layer, keys, kernel))
 
     def _states(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """The input of the block's attention; under tensor parallel of all tokens."""
@@ -143,17 +197,27 @@ class Memory(nn.Module):
             x = block.attention_norm(x)
         return x if self.border is None else self.border.enter(x)
 
+    @torch.no_grad()
+    def _look_at(self, block: nn.Module, x: torch.Tensor, kernel: nn.Module) -> None:
+        states, filled = _in_sequence(kernel, self._states(block, x)), self.pending[-1].filled
+        if filled is not None:
+            states = states[torch.arange(states.shape[1], device=states.device) < filled[:, None]]
+        states = states.flatten(0, -2).double()
+        self.moments = self.moments.to(states.device) + states.t() @ states  # weights may be offloaded
+
     def encode(self, states: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., C]"""
         return states if self.h_proj is None else self.h_norm(self.h_proj(states))
 
-    def _retrieve(self, now: Microbatch, layer: int, queries: torch.Tensor, kernel: nn.Module) -> Retrieved:
-        """queries [B, S, C] -> what they find of the entries that `layer` stored."""
-        options, store = self.options, now.store
+    def _retrieve(self, now: Microbatch, reader: int, queries: torch.Tensor, kernel: nn.Module) -> Retrieved:
+        """queries [B, S, C] before the layer `reader` -> what they find."""
+        options, store, layer = self.options, now.store, self.layers.readers[reader]
         bucketed = options.lookup == "bucketed"
         size = max(store.reach, 1)  # further places are empty
-        size = -(-size // BUCKETS) * BUCKETS if bucketed else size
-        keys = store.kept[layer, "key"][now.lanes, :size]
+        step = BUCKETS if bucketed else store.share.ranks
+        size = -(-size // step) * step
+        kept = size // store.share.ranks  # by this rank
+        keys = store.kept[layer, "key"][now.lanes, :kept]
         with torch.no_grad():
             hits = nearest(
                 queries,
@@ -163,7 +227,12 @@ class Memory(nn.Module):
                 similarity=options.similarity,
                 bucketed=bucketed,
                 block_bytes=options.score_block_bytes,
+                share=store.share,
             )
+            if now.pairs is not None:
+                places = places_of(hits, size, now.counts)
+                own = gathered(store.kept[layer, "pairs"][now.lanes, :kept], places // store.share.ranks)
+                self.hits.note(reader, followed(now.pairs, store.share.whole(own, places), hits.there))
             found = beside(hits, options.window, size, now.counts)
             if options.ordering == "lru":
                 whole = _everywhere(kernel, found)
@@ -171,11 +240,12 @@ class Memory(nn.Module):
                 now.used[layer] = whole if before is None else _joined(before, whole)
             found, joined = self._with_earlier(layer, found, kernel)
             places = places_of(found, size, now.counts)
+        own = places // store.share.ranks
         if self.training and self.h_proj is not None:
-            rows = self._reencoded(store.kept[layer, "state"][now.lanes, :size], places, queries.dtype)
+            rows = self._reencoded(store.kept[layer, "state"][now.lanes, :kept], own, queries.dtype)
         else:
-            rows = gathered(keys, places).to(queries.dtype)
-        return Retrieved(rows, found.there, joined)
+            rows = gathered(keys, own).to(queries.dtype)
+        return Retrieved(store.share.whole(rows, places), found.there, joined)
 
     def _with_earlier(self, layer: int, found: Found, kernel: nn.Module) -> tuple[Found, bool]:
         """What tokens before these found too, where these are not a whole segment; and whether it is there."""

@@ -40,6 +40,16 @@ def config_of(options: Options, n_layers: int, base: str) -> dict[str, Any]:
     }
 
 
+def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse: a job's options by name, as far as the file says them, of any type."""
+    found = {ours: config[theirs] for ours, theirs in NAMES.items() if theirs in config}
+    if "cache_type" in config:
+        found["ordering"] = str(config["cache_type"]).lower()
+    if config.get("global_cache"):
+        found["scope"] = "global"
+    return found | {name: config[name] for name in ("retrieval_map", "attention_layers") if config.get(name)}
+
+
 def read(folder: Path) -> dict[str, Any]:
     """JobError where there is none."""
     try:

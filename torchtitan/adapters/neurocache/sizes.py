@@ -48,12 +48,13 @@ def widths(options: Options, dim: int, training: bool) -> dict[str, int]:
     return kept | ({"state": dim} if training and options.compression > 1 else {})
 
 
-def cache_bytes(options: Options, dim: int, n_layers: int, lanes: int, training: bool) -> int:
-    """Of one rank."""
+def cache_bytes(options: Options, dim: int, n_layers: int, lanes: int, training: bool, tp: int = 1) -> int:
+    """Of one rank, of `tp` of tensor parallel."""
     entry = sum(widths(options, dim, training).values()) * BYTES[options.cache_dtype]
-    entry += 4 * (options.ordering == "lru")
+    entry += 4 * (options.ordering == "lru") + 8 * (options.track_hits and training)
     lanes = 1 if options.scope == "global" else lanes
-    return lanes * len(layers_of(options, n_layers).storing) * options.cache_size * entry
+    entries = options.cache_size // (tp if options.cache_shard == "tp" else 1)
+    return lanes * len(layers_of(options, n_layers).storing) * entries * entry
 
 
 def added_parameters(
@@ -64,6 +65,23 @@ def added_parameters(
     each = 2 * dim * heads * head_dim + 2 * width * kv_heads * head_dim
     compression = (dim + 2) * width if options.compression > 1 else 0
     return len(layers_of(options, n_layers).attending) * each, compression
+
+
+def cache_flops(options: Options, n_layers: int, dim: int, heads: int, head_dim: int, seq_len: int) -> int:
+    """Floating-point operations of a token in training with a full cache, in the convention of models/flops.py: those
+    of its attention, brought to the entries, as those of weights that are trained; of the compression, which nothing
+    learns by, and of the lookup, forward alone; of what is compressed anew the gradient of weights, too.
+    """
+    layers, width, found = layers_of(options, n_layers), dim // options.compression, options.topk * options.window
+    learned, compressed = options.compression > 1, dim * width
+    matrices = 2 * heads * head_dim * (dim + width)
+    reading = 2 * heads * options.context * found * width
+    total = len(layers.attending) * (6 * matrices + (6 if learned else 4) * reading)
+    total += len(layers.readers) * 2 * options.cache_size * width
+    if learned:
+        anew = min(options.cache_size // seq_len, found)
+        total += 2 * compressed * len({*layers.storing, *layers.readers}) + 4 * compressed * anew * len(layers.readers)
+    return total
 
 
 def misfits_of(options: Options, n_layers: int, dim: int, seq_len: int | None = None) -> Iterator[Misfit]:
@@ -84,6 +102,10 @@ def misfits_of(options: Options, n_layers: int, dim: int, seq_len: int | None = 
         yield Misfit(KEY + "attention_layers", "each layer once", "drop what is there twice")
     if options.window != 1 and options.window % 2:
         yield Misfit(KEY + "window", "1, or an even number", f"write {options.window - 1} or {options.window + 1}")
+    if options.init == "pca" and options.compression == 1:
+        yield Misfit(
+            KEY + "compression", 'more than 1 with init = "pca"', "write another init, all directions are kept"
+        )
     if dim % options.compression:
         yield Misfit(KEY + "compression", f"what divides the width {dim} of the model", "")
     least = max(seq_len or 1, options.topk, options.window + 1)
@@ -100,6 +122,12 @@ def misfits_of(options: Options, n_layers: int, dim: int, seq_len: int | None = 
             )
         if options.topk > BUCKETS:
             yield Misfit(KEY + "topk", f'at most {BUCKETS} with lookup = "bucketed"', "a bucket gives one entry")
+    if options.cache_shard == "tp":
+        if options.ordering == "lru":
+            remedy = "which entries go is known of those of all ranks alone"
+            yield Misfit(KEY + "ordering", '"fifo" with cache_shard = "tp"', remedy)
+        if options.lookup == "bucketed":
+            yield Misfit(KEY + "lookup", '"exact" with cache_shard = "tp"', "buckets would be over several ranks")
     if options.scope == "global" and options.ordering == "lru":
         yield Misfit(KEY + "ordering", '"fifo" with scope = "global"', "write one of the two otherwise")
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from torchtitan.adapters.neurocache.lookup import Found, ages_of, places_of
+from torchtitan.adapters.neurocache.lookup import WHOLE, Found, ages_of, places_of
+from torchtitan.adapters.neurocache.share import Share
 
 _NEVER = torch.iinfo(torch.int32).max
 
@@ -26,10 +27,12 @@ class Segment(NamedTuple):
 
 
 class Store:
-    """Of `lanes` documents with `size` entries each, in every storing layer the tensors `widths` by name.
+    """Of `lanes` documents with `size` entries each, in every storing layer the tensors `widths` by name; with `pairs`
+    these too (hits.py).
 
     `order`: "fifo" keeps the entries that were stored last, a ring; "lru" those that were found or stored last. There
     entries lie in the document's order from place 0 on, so that both are read by lookup.py's formulas.
+    `share`: which of the entries this rank has.
     """
 
     def __init__(
@@ -41,14 +44,19 @@ class Store:
         dtype: torch.dtype,
         device: torch.device,
         order: str = "fifo",
+        pairs: bool = False,
+        share: Share = WHOLE,
     ):
-        self.lanes, self.size, self.order = lanes, size, order
+        self.lanes, self.size, self.order, self.share = lanes, size, order, share
         self.counts = torch.zeros(lanes, dtype=torch.int64, device=device)
         self.kept = {
-            (layer, name): torch.zeros(lanes, size, width, dtype=dtype, device=device)
+            (layer, name): torch.zeros(lanes, share.part(size), width, dtype=dtype, device=device)
             for layer in layers
             for name, width in widths.items()
         }
+        if pairs:
+            shape = lanes, share.part(size), 2
+            self.kept |= {(each, "pairs"): torch.zeros(shape, dtype=torch.int32, device=device) for each in layers}
         self.used: dict[int, torch.Tensor] = {}
         if order == "lru":
             self.used = {layer: torch.zeros(lanes, size, dtype=torch.int32, device=device) for layer in layers}
@@ -58,6 +66,16 @@ class Store:
     @property
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.kept.values(), *self.used.values()))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that there is to it, sharing memory, by names for a checkpoint. What the host knows is a copy."""
+        named = {f"{layer}.{name}": tensor for (layer, name), tensor in self.kept.items()}
+        named |= {f"{layer}.used": tensor for layer, tensor in self.used.items()}
+        return named | {"counts": self.counts, "clock": torch.tensor([self.time, self.most])}
+
+    def set_clock(self, clock: torch.Tensor) -> None:
+        """clock [2], as `tensors` gave it."""
+        self.time, self.most = clock.tolist()
 
     @property
     def reach(self) -> int:
@@ -69,15 +87,18 @@ class Store:
         """What was computed from the cache before does not change, so that who still needs it has to be through."""
         length = next(iter(segment.states.values())).shape[1]
         assert length <= self.size, "two tokens of a segment would have one place"
-        places = torch.arange(length, device=self.counts.device)
-        is_there = places < segment.filled[:, None]  # [b, S]
         first = segment.counts
         if self.order == "lru":
             self.time += 1
             first = self._make_room(segment)
-        targets = (first[:, None] + places) % self.size
+        tokens = self.share.tokens(first, length)  # [b, n]
+        is_there = tokens < segment.filled[:, None]
+        targets = (first[:, None] + tokens) % self.size // self.share.ranks
         for key, states in segment.states.items():
             kept = self.kept[key][segment.lanes]
+            if self.share.ranks > 1:
+                own = tokens.clamp(max=length - 1)[..., None]
+                states = states.gather(1, own.expand(-1, -1, states.shape[-1]))
             index = targets[..., None].expand(-1, -1, states.shape[-1])
             kept.scatter_(1, index, torch.where(is_there[..., None], states.to(kept.dtype), kept.gather(1, index)))
         for used in self.used.values():

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.kinds import STRICT, NonNegative, Positive
+from torchtitan.config.sections.kinds import STRICT, Cadence, NonNegative
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -15,8 +15,8 @@ class Checkpoint:
     """Save checkpoints, and resume from the newest complete one in the folder."""
     folder: str = "checkpoint"
     """Folder of the checkpoints, inside job.dump_folder."""
-    interval: Positive = 500
-    """Distance between saves, in interval_type."""
+    interval: Cadence = 500
+    """Distance between saves: steps, a share of the run such as 0.1, "epoch" or "N/epoch"; or seconds."""
     interval_type: Literal["steps", "seconds"] = "steps"
     """Unit of interval. The last step is always saved."""
     initial_load_path: str | None = None
@@ -39,6 +39,14 @@ class Checkpoint:
     """Write in the background; the loop waits only for the copy out of the live tensors."""
     keep_latest_k: NonNegative = 10
     """Keep this many checkpoints, at least 2; 0 keeps all."""
+    best_metric: str | None = None
+    """Also keep the best checkpoint by what its validation measured, under a name of metrics.jsonl, e.g.
+    "validation_loss". Each save then falls on a validation: interval is a multiple of validation.freq."""
+    best_mode: Literal["min", "max"] | None = None
+    """Whether the lowest or the highest value of best_metric is the best. Unset: the lowest loss, the highest of
+    anything else."""
+    export_best: bool = False
+    """At the end export the weights of the best checkpoint instead of the last step's."""
     load_step: Annotated[int, Field(ge=-1)] = -1
     """Resume from this step instead of the newest one (-1)."""
     exclude_from_loading: list[Literal["optimizer", "lr_scheduler", "dataloader", "rng"]] = field(default_factory=list)

@@ -13,6 +13,8 @@ class Data:
     chat_template: str | None = None
     """Makes text of conversations, of any task, instead of the tokenizer's own: chatml, llama2, llama3, alpaca, a file
     that ends in .jinja, or Jinja itself, as checkpoints keep it."""
+    default_system: str | None = None
+    """What the system says in conversations in which it says nothing."""
     train_on: Literal["completion", "all", "last_turn"] = "completion"
     """What is learned: answers, everything, or the last answer of each record."""
     train_on_eos: Literal["turn", "last", "all", "none"] = "turn"
@@ -27,6 +29,13 @@ class Data:
     """
     padding: Literal["right", "left"] = "right"
     """Where a sample that is not full has its padding, which nobody learns or sees."""
+    pad_to: Annotated[str, Field(pattern=r"^(seq_len|batch|multiple:[1-9]\d*)$")] = "seq_len"
+    """How long samples are that are not packed: training.seq_len, the longest of the batch, or that up to a multiple of
+    a number, as "multiple:64"."""
+    group_by_length: bool = False
+    """Steps of samples that are about as long, where they are not packed, in an order drawn anew for each epoch."""
+    shards: Annotated[str, Field(pattern=r"^[1-9]\d*/[1-9]\d*$")] = "1/1"
+    """Train on one of so many equal parts of each source's records, as "2/4" on the second of four."""
     packing_window: Annotated[int, Field(ge=2)] = 100_000
     """Records, in their shuffled order, that are packed together."""
     num_proc: Positive | None = None

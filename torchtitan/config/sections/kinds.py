@@ -11,3 +11,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 DegreeOrRest = Annotated[int, Field(ge=-1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["float32", "bfloat16"]
+PartOfRun = Annotated[float, Field(gt=0, lt=1)]
+InEpochs = Annotated[str, Field(pattern=r"^(epoch|[1-9]\d{0,5}/epoch)$")]
+Cadence = Positive | PartOfRun | InEpochs
+"""How often: every so many steps, after each such share of the run, or so many times in an epoch (cadence.py)."""

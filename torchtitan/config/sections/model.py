@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.kinds import STRICT, Fraction
+from torchtitan.config.sections.kinds import STRICT, Fraction, NonNegative
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -23,6 +23,9 @@ class Model:
     overrides: dict[str, int | float | bool | str | dict[str, int | float | str]] = field(default_factory=dict)
     """Sizes to change in the flavor, by the field names of the family's arguments, e.g. {n_layers = 4} or
     {rope_scaling = {kind = "yarn", factor = 4.0}}; rope_scaling = false leaves the scaling out."""
+    s2_group_size: NonNegative = 0
+    """Experimental. In training, attention inside groups of so many tokens, of half of the heads in groups that are
+    shifted by half of it (LongLoRA, which takes a quarter of training.seq_len); evaluation sees everything. 0: off."""
     attention_backend: Literal["auto", "sdpa", "flex"] = "auto"
     """Attention kernel. auto: flex attention for document masks on a GPU, scaled_dot_product_attention else."""
 

@@ -37,14 +37,24 @@ class Neurocache:
     quarters up, for both."""
     attention_layers: list[int] = field(default_factory=list)
     """Layers that read what was found at the nearest reader at or below them. Empty: from the first reader on, all."""
-    init: Literal["self_attention", "random"] = "self_attention"
+    init: Literal["self_attention", "random", "pca"] = "self_attention"
     """What the attention to the cache begins as: the layer's own, of keys and values as many columns as an entry is
-    wide, or at random."""
+    wide; or at random. pca: an entry keeps the directions of which states of the training documents have most, and the
+    layer's own keys and values are those of what it keeps."""
     compat_head_layout: bool = False
     """Heads of keys and values laid out as the authors' program has them, for adapters that were trained so."""
-    resume_warmup: Literal["replay", "cold"] = "replay"
-    """What a resume does about the caches, which no checkpoint holds: read the last segments of all documents again, or
-    begin with empty ones."""
+    resume_warmup: Literal["replay", "saved", "cold"] = "replay"
+    """What a resume does about the caches: read the last segments of all documents again; find them in the checkpoint
+    (saved), which holds them then, and under another plan read again; or begin with empty ones."""
+    eval_cache_sizes: list[int] = field(default_factory=list)
+    """Validation is also done with caches of so many entries, each as validation_loss_cache_N in metrics.jsonl; 0:
+    without."""
+    track_hits: bool = False
+    """Count how often what was found was followed by what was to be told, and log it with how full caches are and how
+    much they add. Takes 8 bytes for each entry in training."""
+    cache_shard: Literal["none", "tp"] = "none"
+    """tp: each rank of tensor parallel keeps a part of the entries, and what is found is brought together; none: each
+    rank keeps them all."""
     score_block_bytes: Positive = 268435456
     """Scores in memory at a time."""
     beside: str = "none"

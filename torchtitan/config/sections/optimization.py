@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.kinds import STRICT, Fraction, NonNegative, Positive
+from torchtitan.config.sections.kinds import STRICT, Fraction, InEpochs, NonNegative, PartOfRun, Positive
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -36,8 +36,11 @@ class Optimizer:
 
 @dataclass(config=STRICT, kw_only=True)
 class LRScheduler:
-    warmup_steps: NonNegative | None = None
-    """Steps of linear warmup. Unset: 10 % of the total, at least 2."""
+    warmup_steps: NonNegative | PartOfRun | InEpochs | None = None
+    """Steps of warmup, a share of the total such as 0.03, "epoch" or "N/epoch". Unset: 10 % of the total, at least 2.
+    """
+    warmup_type: Literal["linear", "quadratic", "cosine"] = "linear"
+    """Shape of the warmup: of its part q that is done, q, its square, or half a cosine."""
     total_steps: Positive | None = None
     """Length of the schedule. Unset: training.steps. The rate stays at its floor after it."""
     t_max: Positive | None = None

@@ -4,13 +4,14 @@ from dataclasses import field
 
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.kinds import STRICT, NonNegative, Positive
+from torchtitan.config.sections.kinds import STRICT, Cadence, NonNegative, Positive
 
 
 @dataclass(config=STRICT, kw_only=True)
 class Metrics:
-    log_freq: Positive = 10
-    """Log every this many steps (the first and the last step are always logged)."""
+    log_freq: Cadence = 10
+    """Log every this many steps, each such share of the run (0.01), "epoch" or "N/epoch"; always the first and the last
+    step."""
     enable_tensorboard: bool = False
     """Write TensorBoard events, with the tags torchtitan's users know, the job as text and its options as hparams."""
     save_tb_folder: str = "tb"

@@ -1,7 +1,7 @@
 """The run itself: its folder, its ranks, its seed."""
 
 from dataclasses import field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -22,6 +22,10 @@ class Job:
     time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d+:[0-5]\d:[0-5]\d$")] | None = None
     """Longest run, as [days-]hours:minutes:seconds; it stops ahead of it, saved, as on a signal. Unset: none but the
     end of a SLURM allocation."""
+    clean_start: Literal["never", "unsaved", "always"] = "never"
+    """Empty dump_folder before the run: if no checkpoint or export is in it, or always. Only what a run has made goes.
+    With "always" whoever gives the command again (by hand, systemd, Kubernetes) begins anew; only restarts by our
+    launcher and by SLURM go on."""
     print_config: bool = False
     """Print the resolved job as TOML before anything else."""
     max_restarts: NonNegative = 3
@@ -40,6 +44,13 @@ class Comm:
     """Longest time in which no rank gets on, afterwards: then the run has hung. Collectives wait as long, too."""
     trace_buf_size: NonNegative = 20000
     """Entries of torch's flight recorder; 0 turns it off."""
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Memory:
+    limit: Annotated[float, Field(gt=0, le=1)] | Annotated[int, Field(ge=256)] | str | None = None
+    """Most that a rank takes of its GPU's memory: a share of it (0.9), whole MiB (20000), or a text with MiB, GiB, MB
+    or GB ("20GiB"). Unset: all. On a CPU nothing is limited; `torchtitan check` says what the state needs of it."""
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.kinds import STRICT, NonNegative, Positive, Precision
+from torchtitan.config.sections.kinds import STRICT, Cadence, NonNegative, Positive, Precision
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -29,6 +29,12 @@ class DataSource:
     """As training.dataset_path."""
     text_field: str | None = None
     """As training.text_field, which it is where this is unset."""
+    format: str | None = None
+    """As training.format, which it is where this is unset."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """As training.fields, which they are where this and format are unset."""
+    template: dict[str, str] = field(default_factory=dict)
+    """As training.template, which it is where this and format are unset."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """How many samples are from this source, in proportion to the other sources' weights."""
 
@@ -44,6 +50,16 @@ class Training:
     text_field: str = "text"
     """The field that holds the text, token ids or segments in .json, .jsonl, .csv, .parquet, .arrow and Hugging Face
     datasets."""
+    format: str | None = None
+    """The format of records, a key of torchtitan.datasets.formats.FORMATS. Unset: records that have text_field are read
+    by that, others by the format that their fields tell; those that have both are refused where whole records are
+    learned."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """What the fields of format are called in the records, where that differs, e.g. {instruction = "question"}; role
+    and content are those inside messages."""
+    template: dict[str, str] = field(default_factory=dict)
+    """The prompt of instruct records instead of Stanford Alpaca's: format and no_input_format with {instruction},
+    {input} and {system}, system_format, system_prompt, and the separator ahead of the answer."""
     document_mask: bool = False
     """Keep attention inside documents that are packed into one sample."""
     shuffle: bool = True
@@ -66,6 +82,12 @@ class Training:
     the run, into job.dump_folder/data. Unset: the data go round until training.steps."""
     tokens: Positive | None = None
     """Tokens after which the run ends, up to whole samples and without padding, instead of after training.steps."""
+    unfrozen: list[str] = field(default_factory=list)
+    """Which parameters are trained, by their names; * stands for anything in one, e.g. ["layers.3*", "*norm*"]. All
+    others are frozen. Empty: all are trained, or what the adapter says."""
+    neftune_alpha: Annotated[float, Field(ge=0)] = 0.0
+    """In training, noise on the embeddings of words: uniform up to this / sqrt(tokens of the record x their width).
+    With task.kind = "dpo" the first loss is then not ln 2, as the reference is without it. 0: none."""
     loss_chunks: NonNegative = 0
     """Pieces in which the output head and the cross-entropy run, to keep the logits small. 0: as many as keep a
     piece's float32 logits under 512 MiB."""
@@ -98,8 +120,8 @@ class Validation:
     """Samples per data-parallel rank and forward pass."""
     seq_len: Positive | None = None
     """Tokens per sample. Unset: training.seq_len."""
-    freq: Positive = 10
-    """Every this many steps, and after the last."""
+    freq: Cadence = 10
+    """Every this many steps, each such share of the run (0.1), "epoch" or "N/epoch"; and after the last step."""
     samples: NonNegative = 80
     """Samples per validation, over all ranks: always the same ones, under every plan. 0: all there are, of whole
     records (task.kind = "sft")."""
@@ -108,3 +130,8 @@ class Validation:
     so many records. Whole records only (task.kind = "sft")."""
     steps: Positive | None = None
     """Batches of each data-parallel rank instead, as in torchtitan: how many samples that is depends on the plan."""
+    generated: NonNegative = 0
+    """So many prompts of the validation data, always the same ones, are continued at each validation, by the likeliest
+    words, into generated.jsonl in job.dump_folder."""
+    generated_tokens: Positive = 64
+    """Words that each of them is continued by at most."""

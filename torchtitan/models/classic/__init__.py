@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchtitan.models.linears import Sizes, grouped_attention, ungated
+from torchtitan.models.linears import NORMS, Names, Sizes, grouped_attention, ungated
 from torchtitan.models.sizes import check_not_negative, check_positive, check_shares, check_whole_heads
 
 
@@ -66,6 +66,15 @@ class ClassicArgs(ABC):
     def block_linears(self, layer: int) -> Sizes:
         attention = grouped_attention(self.dim, self.n_heads, self.n_heads, self.head_dim)
         return attention | ungated("feed_forward", self.dim, self.ffn_dim)
+
+    def block_others(self, layer: int) -> Names:
+        biased = [*self.block_linears(layer), *(name.removesuffix(".weight") for name in NORMS)]
+        return (*NORMS, *(f"{name}.bias" for name in biased))
+
+    @property
+    @abstractmethod
+    def end_others(self) -> Names:
+        """Outside of the layers, beside the matrices of linears."""
 
     @property
     @abstractmethod

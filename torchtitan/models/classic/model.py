@@ -9,7 +9,8 @@ import torch
 from torchtitan.initialization import Constant, Init, Normal
 from torchtitan.models.classic import ClassicArgs
 from torchtitan.models.decoder import Block, Decoder
-from torchtitan.models.layers import MLP, AttentionKernel, GroupedQueryAttention, LayerNorm
+from torchtitan.models.layers import MLP, AttentionKernel, GroupedQueryAttention
+from torchtitan.models.norms import LayerNorm
 
 
 def norm_of(args: ClassicArgs) -> LayerNorm:

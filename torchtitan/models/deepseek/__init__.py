@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from torchtitan.errors import JobError
 from torchtitan.limits import LimitError
 from torchtitan.models.deepseek.limits import multi_token_limits
-from torchtitan.models.linears import Sizes, gated
-from torchtitan.models.moe import MoEArgs, MoEDecoderArgs
+from torchtitan.models.linears import NORMS, Names, Sizes, gated
+from torchtitan.models.moe import ROUTER, MoEArgs, MoEDecoderArgs
 from torchtitan.models.sizes import check_not_negative, check_positive, check_turned
 
 
@@ -104,6 +104,12 @@ class DeepseekArgs(MoEDecoderArgs):
             found["eh_proj"] = (self.dim, 2 * self.dim)
         dense = layer < self.n_dense_layers
         return found | (gated("feed_forward", self.dim, self.ffn_dim) if dense else self.moe_linears)
+
+    def block_others(self, layer: int) -> Names:
+        compressed = ("attention.q_norm.weight",) if self.q_lora_rank else ()
+        routed = (ROUTER,) if layer >= self.n_dense_layers else ()
+        depth = ("enorm.weight", "hnorm.weight", "norm.weight") if layer >= self.n_layers else ()
+        return (*NORMS, "attention.kv_norm.weight", *compressed, *routed, *depth)
 
     def _matrices(self, moe: int) -> int:
         dense = self.n_dense_layers * 3 * self.dim * self.ffn_dim

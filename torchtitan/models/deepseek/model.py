@@ -14,8 +14,9 @@ from torchtitan.models.buffers import ZeroedBuffers, add_once
 from torchtitan.models.decoder import Block, Decoder, of_layer
 from torchtitan.models.deepseek import DeepseekArgs
 from torchtitan.models.deepseek.multi_token import MultiTokenBlock, labels_of_depth
-from torchtitan.models.layers import AttentionKernel, RMSNorm, Rotary, Shared, attended, rotate
+from torchtitan.models.layers import AttentionKernel, Rotary, Shared, attended, rotate
 from torchtitan.models.moe.layer import MoEBlock
+from torchtitan.models.norms import RMSNorm
 from torchtitan.models.rope import frequencies, yarn, yarn_magnitude
 
 LATENT_NORM_EPS = 1e-6  # in all published models, whatever their other norms have
@@ -58,7 +59,10 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, shared: Shared) -> torch.Tensor:
         """[B, S, D] -> [B, S, D]"""
-        q = self.wq(x if self.wq_a is None else self.q_norm(self.wq_a(x)))
+        latent_q = x if self.wq_a is None else self.q_norm(self.wq_a(x))
+        if self.score_scale != 1:
+            latent_q = latent_q * self.score_scale  # a few times narrower here than the queries of all heads
+        q = self.wq(latent_q)
         # -1 and not the number of heads: under tensor parallelism a rank has only some of them
         q = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim))  # [B, S, H, nope + rope]
         q_plain, q_turned = q.split((self.nope_dim, self.rope_dim), dim=-1)
@@ -68,8 +72,6 @@ class LatentAttention(nn.Module):
         k_plain, v = kv.split((self.nope_dim, self.v_dim), dim=-1)  # [B, S, H, nope], [B, S, H, v]
         q = torch.cat((q_plain, rotate(q_turned, shared.rotation)), dim=-1)
         k = torch.cat((k_plain, k_turned.expand(-1, -1, k_plain.shape[-2], -1)), dim=-1)
-        if self.score_scale != 1:
-            q = q * self.score_scale
         return self.wo(attended(self.kernel, q, k, v, shared))  # [B, S, D]
 
 

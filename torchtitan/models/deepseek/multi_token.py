@@ -15,9 +15,10 @@ Letters of the shapes: B samples, S tokens, D width.
 import torch
 from torch import nn
 
-from torchtitan.models.layers import RMSNorm, Shared
+from torchtitan.models.layers import Shared
 from torchtitan.models.moe import MoEDecoderArgs
 from torchtitan.models.moe.layer import MoEBlock
+from torchtitan.models.norms import RMSNorm
 from torchtitan.parallelisms.steps import Notes, running
 
 IGNORED = -100

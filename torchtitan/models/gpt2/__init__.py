@@ -3,13 +3,17 @@
 from dataclasses import dataclass
 
 from torchtitan.models.classic import ClassicArgs
-from torchtitan.models.linears import HEAD, Sizes
+from torchtitan.models.linears import HEAD, Names, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Args(ClassicArgs):
     vocab_size: int = 50257
     max_seq_len: int = 1024
+
+    @property
+    def end_others(self) -> Names:
+        return ("tok_embeddings.weight", "entrance.positions.weight", "norm.weight", "norm.bias")
 
     @property
     def head_linears(self) -> Sizes:

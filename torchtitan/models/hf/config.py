@@ -5,10 +5,11 @@ A family says which config is which arguments (`ConfigForm`), in its file `hf_co
 """
 
 import json
+import os
 import struct
 import typing
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,10 @@ from torchtitan.errors import JobError
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 NOT_COMPUTED_WITH = ("max_seq_len", "bias_rate", "aux_loss_weight")
 """Of the arguments that families share, those that change nothing in the logits."""
+READ_ANEW = ("rope_scaling", "rope_theta")
+"""Arguments that no tensor's shape depends on, which a job that says so may change in the weights it goes on from."""
+UNTRAINED = "untrained_token_ids"
+"""Of a config.json that `torchtitan convert` wrote: tokens that it has added, which nothing has been learned of yet."""
 LARGEST_HEADER = 100 * 2**20
 """Bytes, of a safetensors file; the format's own limit."""
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
@@ -70,6 +75,15 @@ class ConfigForm:
         differing = self.differing(stored, args)
         return [f"{name} is {getattr(stored, name)!r}, the job's is {getattr(args, name)!r}" for name in differing]
 
+    def of_weights(self, path: str | Path, args: Any, overrides: Collection[str]) -> Any:
+        """`args`, but with those of READ_ANEW that a job overrides as the weights' config.json has them, if they have
+        one: the job reads them otherwise, and means to."""
+        anew = [name for name in READ_ANEW if name in overrides]
+        if not anew or config_beside(Path(path).expanduser()) is None:
+            return args
+        stored = self._read(Path(path).expanduser())
+        return replace(args, **{name: getattr(stored, name) for name in anew})
+
     def differing(self, args: Any, others: Any) -> list[str]:
         """Names of what these two compute with and differ in."""
         names = self.compared or [each.name for each in fields(args) if each.name not in self.not_compared]
@@ -85,7 +99,7 @@ class ConfigForm:
 
 def refuse_special(path: Path) -> None:
     """A pipe, which would be waited for, a device or a folder in the place of a file. JobError."""
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):  # neither of which raises for a name too long
         raise JobError(f"{path.name} is not a regular file")
 
 
@@ -131,6 +145,12 @@ def config_beside(path: Path) -> dict[str, Any] | None:
         if kept is not None:
             return config
     return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
+
+
+def untrained(config: Mapping[str, Any]) -> list[int]:
+    """Tokens that a config.json calls so; whatever else stands there is none."""
+    said = config.get(UNTRAINED)
+    return [each for each in said if type(each) is int] if isinstance(said, list) else []
 
 
 def header_of(file: Path, with_metadata: bool = False) -> dict[str, Any]:

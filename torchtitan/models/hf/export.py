@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import JobError
-from torchtitan.models.hf.config import CONFIG, ConfigForm, read_json
+from torchtitan.models.hf.config import CONFIG, UNTRAINED, ConfigForm, read_json
 
 GENERATION = "generation_config.json"
 OF_THE_SOURCE_ALONE = ("quantization_config", "auto_map", "transformers_version", "_name_or_path", "dtype")
@@ -31,11 +31,12 @@ class Source:
     generation: Mapping[str, Any] = field(default_factory=dict)
 
 
-def source_of(folder: str | Path) -> Source:
-    """JobError where the config cannot be read."""
+def source_of(folder: str | Path, trained: bool = False) -> Source:
+    """JobError where the config cannot be read. `trained`: since then, so that no token of it is new."""
     folder = Path(folder).expanduser()
     generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
-    return Source(read_json(folder / CONFIG), generation)
+    config = read_json(folder / CONFIG)
+    return Source({key: value for key, value in config.items() if not (trained and key == UNTRAINED)}, generation)
 
 
 def beside_weights(

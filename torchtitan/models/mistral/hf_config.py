@@ -3,37 +3,30 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.errors import JobError
-from torchtitan.models.hf.config import (
-    ConfigForm,
-    check_only,
-    decoder_config,
-    decoder_sizes,
-    number_of,
-    rope_kind,
-)
+from torchtitan.models.hf.config import ConfigForm, check_only, decoder_config, decoder_sizes, number_of
+from torchtitan.models.hf.rope import rotary_config, scaling_from_hf
 from torchtitan.models.mistral import MistralArgs
 
 
 def _to_hf(args: MistralArgs, dtype: Any = "float32") -> dict[str, Any]:
     """The fields of transformers' MistralConfig."""
-    return decoder_config(args, dtype) | {
+    own = {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
         "head_dim": args.head_dim,
         "intermediate_size": args.ffn_dim,
         "sliding_window": args.sliding_window or None,
     }
+    return decoder_config(args, dtype) | rotary_config(args) | own
 
 
 def _from_hf(config: Mapping[str, Any]) -> MistralArgs:
     sizes = decoder_sizes(config, 131072, "intermediate_size")
     check_only(config, {"hidden_act": "silu", "attention_bias": False})
-    if rope_kind(config) != "default":
-        raise JobError(f"rotary scaling {rope_kind(config)!r}, but this model has none")
     dim, heads = sizes["dim"], sizes["n_heads"]
     return MistralArgs(
         **sizes,
+        rope_scaling=scaling_from_hf(config),
         # where nothing is said, transformers' own defaults; null is as many as heads, and no window
         n_kv_heads=number_of(config, "num_key_value_heads", 8, null=heads),
         ffn_dim=config["intermediate_size"],

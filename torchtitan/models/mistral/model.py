@@ -13,7 +13,7 @@ class Mistral(Decoder):
     def __init__(self, args: MistralArgs, attention_backend: str = "auto"):
         super().__init__(
             args,
-            Rotary(args.head_dim, args.rope_theta),
+            Rotary(args.head_dim, args.rope_theta, args.rope_scaling),
             lambda layer, kernel: Block(args, GroupedQueryAttention(args, kernel)),
             attention_backend,
             window=args.sliding_window,

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torchtitan.errors import JobError
-from torchtitan.models.linears import Sizes, gated
+from torchtitan.models.linears import ENDS, STACK, Names, Sizes, gated
 from torchtitan.models.sizes import check_not_negative, check_positive
+
+ROUTER = "moe.router.gate.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class MoEArgs:
     @property
     def moe_linears(self) -> Sizes:
         shared = gated("moe.shared_experts", self.dim, self.n_shared_experts * self.expert_dim)
-        return {"moe.experts": (self.expert_dim, self.dim)} | (shared if self.n_shared_experts else {})
+        return {STACK: (self.expert_dim, self.dim)} | (shared if self.n_shared_experts else {})
 
     @property
     def moe_parameters(self) -> int:
@@ -99,6 +101,10 @@ class MoEDecoderArgs(MoEArgs, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "n_layers", "n_heads", "vocab_size", "max_seq_len")
+
+    @property
+    def end_others(self) -> Names:
+        return ENDS
 
     @property
     def expert_layers(self) -> int:

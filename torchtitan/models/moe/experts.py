@@ -18,6 +18,14 @@ _native = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 NATIVE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class Gated(nn.Module):
+    """What stands between an expert's matrices. Without weights: a module, so that it can be compiled by itself."""
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """[R, F], [R, F] -> [R, F]"""
+        return F.silu(gate) * up
+
+
 class Experts(nn.Module):
     """Of every expert e: w2[e] of (silu(w1[e] x) * w3[e] x)."""
 
@@ -26,12 +34,13 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
+        self.gated = Gated()
 
     def forward(self, xs: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """xs [R, D] sorted by expert, sizes [E] integers, the rows of each expert, adding up to R -> [R, D]."""
         ends = sizes.cumsum(0).to(torch.int32)
         gate, up = (self.product(self, name, xs, ends) for name in ("w1", "w3"))
-        return self.product(self, "w2", F.silu(gate) * up, ends)
+        return self.product(self, "w2", self.gated(gate, up), ends)
 
     @staticmethod  # `experts` may be a stand-in with a rank's weights, which the compiler lets bind no methods
     def product(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

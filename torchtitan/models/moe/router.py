@@ -31,6 +31,8 @@ class Router(ZeroedBuffers):
     taken: `load` [E], tokens by expert; `not_finite` [], the tokens whose scores are not; `aux_loss` [], its sum.
     """
 
+    compiled_apart = False  # it may ask other ranks in between
+
     def __init__(self, args: MoEArgs):
         super().__init__()
         self.args = args

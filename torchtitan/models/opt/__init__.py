@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torchtitan.models.classic import ClassicArgs
-from torchtitan.models.linears import HEAD, Sizes
+from torchtitan.models.linears import HEAD, Names, Sizes
 from torchtitan.models.sizes import check_not_negative
 
 
@@ -27,6 +27,11 @@ class OPTArgs(ClassicArgs):
     @property
     def projects(self) -> bool:
         return self.word_dim != self.dim
+
+    @property
+    def end_others(self) -> Names:
+        norm = ("norm.norm.weight", "norm.norm.bias") if self.order == "pre" else ()
+        return ("tok_embeddings.weight", "entrance.positions.weight", *norm)
 
     @property
     def head_linears(self) -> Sizes:

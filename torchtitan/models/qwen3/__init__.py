@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.models.gated import GatedArgs
+from torchtitan.models.linears import NORMS, QK_NORMS, Names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,6 +13,9 @@ class Qwen3Args(GatedArgs):
     norm_eps: float = 1e-6
     rope_theta: float = 1000000.0
     max_seq_len: int = 40960
+
+    def block_others(self, layer: int) -> Names:
+        return NORMS + QK_NORMS
 
     @property
     def _norm_parameters(self) -> int:

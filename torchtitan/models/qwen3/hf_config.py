@@ -3,37 +3,29 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.errors import JobError
-from torchtitan.models.hf.config import (
-    ConfigForm,
-    check_only,
-    decoder_config,
-    decoder_sizes,
-    number_of,
-    rope_kind,
-)
+from torchtitan.models.hf.config import ConfigForm, check_only, decoder_config, decoder_sizes, number_of
+from torchtitan.models.hf.rope import rotary_config, scaling_from_hf
 from torchtitan.models.qwen3 import Qwen3Args
 
 
 def _to_hf(args: Qwen3Args, dtype: Any = "float32") -> dict[str, Any]:
     """The fields of transformers' Qwen3Config."""
-    return decoder_config(args, dtype) | {
+    own = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "head_dim": args.head_dim,
         "intermediate_size": args.ffn_dim,
         "use_sliding_window": False,
-        "rope_scaling": None,
     }
+    return decoder_config(args, dtype) | rotary_config(args) | own
 
 
 def _from_hf(config: Mapping[str, Any]) -> Qwen3Args:
     sizes = decoder_sizes(config, 32768, "intermediate_size")
     check_only(config, {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False})
-    if rope_kind(config) != "default":
-        raise JobError(f"rotary scaling {rope_kind(config)!r}, but this model has none")
     return Qwen3Args(
         **sizes,
+        rope_scaling=scaling_from_hf(config),
         n_kv_heads=number_of(config, "num_key_value_heads", 32, null=sizes["n_heads"]),
         ffn_dim=config["intermediate_size"],
         head_dim=number_of(config, "head_dim", 128, null=128),  # transformers' own default, whatever the width

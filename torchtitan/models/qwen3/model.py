@@ -13,7 +13,7 @@ class Qwen3(Decoder):
     def __init__(self, args: Qwen3Args, attention_backend: str = "auto"):
         super().__init__(
             args,
-            Rotary(args.head_dim, args.rope_theta),
+            Rotary(args.head_dim, args.rope_theta, args.rope_scaling),
             lambda layer, kernel: Block(args, GroupedQueryAttention(args, kernel, qk_norm=True)),
             attention_backend,
         )

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from torchtitan.models.linears import Sizes, grouped_attention
-from torchtitan.models.moe import MoEDecoderArgs
+from torchtitan.models.linears import NORMS, QK_NORMS, Names, Sizes, grouped_attention
+from torchtitan.models.moe import ROUTER, MoEDecoderArgs
+from torchtitan.models.rope_scaling import RopeScaling
 from torchtitan.models.sizes import check_grouped_heads, check_positive, check_turned
 
 
@@ -15,6 +16,7 @@ class Qwen3MoEArgs(MoEDecoderArgs):
     head_dim: int = 128  # of queries, keys and values; n_heads of them need not add up to dim
     vocab_size: int = 151936
     rope_theta: float = 1000000.0
+    rope_scaling: RopeScaling | None = None
     max_seq_len: int = 40960
 
     def __post_init__(self) -> None:
@@ -29,6 +31,9 @@ class Qwen3MoEArgs(MoEDecoderArgs):
 
     def block_linears(self, layer: int) -> Sizes:
         return grouped_attention(self.dim, self.n_heads, self.n_kv_heads, self.head_dim) | self.moe_linears
+
+    def block_others(self, layer: int) -> Names:
+        return (*NORMS, *QK_NORMS, ROUTER)
 
     def _matrices(self, moe: int) -> int:
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)

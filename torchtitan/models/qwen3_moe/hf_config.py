@@ -4,14 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.errors import JobError
-from torchtitan.models.hf.config import (
-    ConfigForm,
-    check_only,
-    decoder_config,
-    decoder_sizes,
-    number_of,
-    rope_kind,
-)
+from torchtitan.models.hf.config import ConfigForm, check_only, decoder_config, decoder_sizes, number_of
+from torchtitan.models.hf.rope import rotary_config, scaling_from_hf
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 
 
@@ -28,7 +22,7 @@ def _to_hf(args: Qwen3MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
     for name, wanted in plain.items():
         if getattr(args, name) != wanted:
             raise JobError(f"{name} = {getattr(args, name)!r}: transformers' Qwen 3 only has {wanted!r}")
-    return decoder_config(args, dtype) | {
+    own = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "head_dim": args.head_dim,
@@ -41,8 +35,8 @@ def _to_hf(args: Qwen3MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
         "mlp_only_layers": [],
         "use_sliding_window": False,
         "router_aux_loss_coef": args.aux_loss_weight,
-        "rope_scaling": None,
     }
+    return decoder_config(args, dtype) | rotary_config(args) | own
 
 
 def _from_hf(config: Mapping[str, Any]) -> Qwen3MoEArgs:
@@ -51,11 +45,10 @@ def _from_hf(config: Mapping[str, Any]) -> Qwen3MoEArgs:
     sizes = decoder_sizes(dict(config) | {"num_experts": n_experts}, 32768, *numbers)
     only = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1}
     check_only(config, only | {"mlp_only_layers": []})
-    if rope_kind(config) != "default":
-        raise JobError(f"rotary scaling {rope_kind(config)!r}, but this model has none")
     width, heads = sizes["dim"], sizes["n_heads"]
     return Qwen3MoEArgs(
         **sizes,
+        rope_scaling=scaling_from_hf(config),
         n_kv_heads=config["num_key_value_heads"],
         head_dim=number_of(config, "head_dim", width // heads, null=width // heads),
         expert_dim=config["moe_intermediate_size"],

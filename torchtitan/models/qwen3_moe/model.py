@@ -14,7 +14,7 @@ class Qwen3MoE(Decoder):
     def __init__(self, args: Qwen3MoEArgs, attention_backend: str = "auto"):
         super().__init__(
             args,
-            Rotary(args.head_dim, args.rope_theta),
+            Rotary(args.head_dim, args.rope_theta, args.rope_scaling),
             lambda layer, kernel: MoEBlock(args, GroupedQueryAttention(args, kernel, qk_norm=True)),
             attention_backend,
         )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torchtitan.models.classic import ClassicArgs
-from torchtitan.models.linears import HEAD, Sizes
+from torchtitan.models.linears import HEAD, Names, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +15,18 @@ class RobertaArgs(ClassicArgs):
     n_types: int = 1  # kinds of tokens, all of which are the first here
     causal: ClassVar = False
     may_be_zero: ClassVar = (*ClassicArgs.may_be_zero, "pad_id")
+
+    @property
+    def end_others(self) -> Names:
+        entrance = ("positions.weight", "types.weight", "norm.weight", "norm.bias")
+        norm = () if self.n_classes else ("norm.norm.weight", "norm.norm.bias")
+        return (
+            "tok_embeddings.weight",
+            *(f"entrance.{name}" for name in entrance),
+            "norm.dense.bias",
+            *norm,
+            "output.bias",
+        )
 
     @property
     def head_linears(self) -> Sizes:

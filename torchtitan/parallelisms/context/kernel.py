@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from torchtitan.errors import JobError
-from torchtitan.parallelisms.degrees import check_dropped
+from torchtitan.parallelisms.degrees import check_dropped, check_shifted
 from torchtitan.parallelisms.statements import stands_behind
 
 
@@ -55,10 +55,19 @@ def drops(kernel: Any) -> bool:
     return getattr(kernel, "drops", False)
 
 
+def knows_heads(kernel: Any) -> bool:
+    """Whether it treats heads differently by their numbers, and so is told in `share` which of as many equal shares of
+    them as tensor parallel has made is here.
+    """
+    return hasattr(kernel, "share")
+
+
 def require_part(kernel: Kernel, method: str) -> None:
     """JobError where the kernel does not say that it can be used by this method of context parallel."""
     if drops(kernel):
         check_dropped(method)
+    elif knows_heads(kernel):
+        check_shifted(method)
     needs = {"ulysses": (), "allgather": ("takes_parts", "plain_attention")}.get(method, ("plain_attention",))
     if needs and not any(says(kernel, statement) for statement in needs):
         raise JobError(

@@ -54,7 +54,7 @@ class ExpertBalance:
     ):
         self.copies = copies
         self.parts, self.rules, self.dims = parts, rules, dims
-        self.stage_group = dims.stage_group(mesh)
+        self.stage_groups = dims.stage_groups(mesh)
         self.pp_group = mesh["pp"].get_group() if dims.pp > 1 else None
         self.loads: list[torch.Tensor] = []  # of the last step, by part
         self.aux_loss: torch.Tensor | None = None  # of the last step and this stage, the mean over tokens
@@ -86,18 +86,23 @@ class ExpertBalance:
         for part in self.parts:
             layers, load = self.rules.take_load(part)
             if layers:
-                dist.all_reduce(load, group=self.stage_group)
+                self._sum(load)
                 if self.moves_biases:
                     self.rules.update_biases(part, load)
             self.loads.append(load)
             aux_loss = self.rules.take_aux_loss(part)
             if aux_loss is not None:
-                dist.all_reduce(aux_loss, group=self.stage_group)
+                self._sum(aux_loss)
                 aux_loss /= self.copies * self.valid_tokens
                 self.aux_loss = aux_loss if self.aux_loss is None else self.aux_loss + aux_loss
             for name, total in part.take_extra_losses().items():  # no pipeline then, so there is one part
-                dist.all_reduce(total, group=self.stage_group)
+                self._sum(total)
                 self.extra_losses[name] = total / self.valid_tokens
+
+    def _sum(self, own: torch.Tensor) -> None:
+        """Over the ranks with other tokens of the same layers, in place, a tensor of any shape."""
+        for group in self.stage_groups:
+            dist.all_reduce(own, group=group)
 
     @torch.no_grad()
     def metrics(self, device: torch.device) -> dict[str, float]:

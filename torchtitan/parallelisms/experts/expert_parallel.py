@@ -2,7 +2,8 @@
 
 The axis borrows ranks that have different tokens: those of dp_shard, cp and, under sequence parallel, tp. What is left
 of them, efsdp = dp_shard * cp * tp / ep, shards the experts as FSDP does the rest. Nothing is dropped: ranks tell each
-other how many tokens come, which the host has to know, so it waits once per layer.
+other how many tokens come, which the host has to know, so it waits once per layer. A layer that is computed again keeps
+to what was told the first time, as to what its router chose (steps.same_notes).
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchtitan.parallelisms.degrees import check_experts
+from torchtitan.parallelisms.pipeline.overlap.exchange import Sizes
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
+from torchtitan.parallelisms.steps import running_notes
 from torchtitan.parallelisms.tensor_parallel import LocalWeights
 
 
@@ -33,11 +36,17 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan
 
 def run_experts(ep: int, group: str, module: nn.Module, xs: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """xs [R, D], this rank's tokens sorted by expert, sizes [E], how many each of all experts gets -> [R, D]."""
-    each = [sizes.numel() // ep] * ep
-    counts = _all_to_all(sizes, each, each, group).view(ep, -1)  # [ep, experts here], tokens from each rank
-    send, receive = torch.stack((sizes.view(ep, -1).sum(1), counts.sum(1))).tolist()  # here the host waits
+    tell, notes = partial(_tell, ep, group, sizes), running_notes()
+    counts, send, receive = tell() if notes is None else notes.once("sizes", tell)
     ys = run_received(module, _Exchange.apply(xs, send, receive, group), counts)
     return _Exchange.apply(ys, receive, send, group)
+
+
+def _tell(ep: int, group: str, sizes: torch.Tensor) -> Sizes:
+    """sizes [E], how many rows each of all experts gets from this rank."""
+    each = [sizes.numel() // ep] * ep
+    counts = _all_to_all(sizes, each, each, group).view(ep, -1)  # [ep, experts here], tokens from each rank
+    return Sizes(counts, *torch.stack((sizes.view(ep, -1).sum(1), counts.sum(1))).tolist())  # here the host waits
 
 
 def run_received(module: nn.Module, received: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -349,12 +350,12 @@ class Pipeline:
                 peer = last if self.rank == first else first
                 mine = grad.to(self.device).contiguous()
                 other = torch.empty_like(mine)
-                exchange = [
-                    dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer),
-                    dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer),
-                ]
-                for work in dist.batch_isend_irecv(exchange):
-                    work.wait()
+                # one after the other and not as a batch, which NCCL carries in the communicator of all pipeline ranks:
+                # the others are not here to make it
+                send = partial(dist.isend, mine, group=self.group, group_dst=peer)
+                receive = partial(dist.irecv, other, group=self.group, group_src=peer)
+                for message in (send, receive) if self.rank == first else (receive, send):
+                    message().wait()
                 grad += other.to(grad.device)
 
     def _parameters(self) -> dict[str, nn.Parameter]:

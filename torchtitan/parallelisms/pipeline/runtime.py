@@ -4,6 +4,7 @@ Everything of torch's that is private or may move is in this file. What ours doe
 * The loss is computed inside the last stage's forward and kept by microbatch, in whatever order they come.
 * Recompute's full backward, or a split one: under FSDP's mixed precision, gradients of a split backward would add up in
   the parameters' type, and here they are handed to FSDP's float32 sum after every microbatch.
+* Gradients of a split backward are laid out as their parameters are.
 * Gradients of replicas are summed in the last local batch of a step only.
 * Buffers of received activations and gradients live from the receive to their use. torch's live as long as the stage,
   one for each microbatch: 8 GiB in the 405B job.
@@ -11,7 +12,7 @@ Everything of torch's that is private or may move is in this file. What ours doe
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -132,6 +133,7 @@ class Stage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id, *args, **kwargs):
         with named(self.stage_index, bwd_chunk_id, "backward of the weights"):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        lay_out_gradients(self.submod.parameters())
         for group in self._fsdp_groups():
             group.post_backward()  # with synchronisation off it only adds to the sum, in the type of the reduction
 
@@ -151,6 +153,17 @@ class Stage(PipelineStage):
     def _fsdp_groups(self) -> list:
         groups = [module._get_fsdp_state()._fsdp_param_group for module in fsdp_modules(self.submod)]
         return [group for group in groups if group is not None]  # a middle part has no parameters beside its blocks'
+
+
+def lay_out_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """As the parameters lie in memory, which autograd sees to. torch's split backward keeps gradients as they come out
+    of their products, perhaps transposed, and fused optimizers read both in the order of memory: on a CPU without a
+    word, so that entries get one another's steps.
+    """
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None and not grad.is_contiguous():
+            parameter.grad = grad.contiguous()
 
 
 def _forget_buffers(infos) -> None:

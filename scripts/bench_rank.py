@@ -1,0 +1,77 @@
+"""A rank of bench_scaling.py: a job's start taken apart, its steps and its memory. It imports nothing of weight at its
+top, so that imports are a phase too. Rank 0 writes what it finds into FILE; times are in seconds, memory in GiB.
+
+    STARTED=SECONDS bench_rank.py FILE [arguments of a job]
+"""
+
+import json
+import os
+import sys
+import time
+
+
+def main(path: str, arguments: list[str]) -> None:
+    phases, last = {}, float(os.environ["STARTED"])
+
+    def note(phase: str) -> None:
+        nonlocal last
+        now = time.time()  # the clock that both processes have
+        phases[phase], last = phases.get(phase, 0.0) + now - last, now
+
+    note("launch")
+    import torch
+
+    note("torch")
+    from torchtitan import distributed
+    from torchtitan.config import manager
+    from torchtitan.leaving import exit_with
+    from torchtitan.ranks import read_ranks
+    from torchtitan.trainer import Trainer
+
+    note("package")
+    torch.set_num_threads(1)
+    before, join = resident("VmRSS"), distributed.init
+
+    def init(*args: object) -> object:
+        note("build")
+        device = join(*args)
+        note("join")
+        return device
+
+    distributed.init = init
+    trainer = Trainer(manager.load(arguments), read_ranks())
+    note("build")
+    batches, steps = iter(trainer.loader), []
+    for _ in range(trainer.config.training.steps):
+        began = time.process_time()
+        trainer.train_step(batches)
+        steps.append(time.process_time() - began)
+        note("first step" if len(steps) == 1 else "later steps")
+    if trainer.ranks.is_main:
+        found = {"phases": phases, "steps": steps[1:], "gib": resident("VmHWM") - before, "peak": products()}
+        with open(path, "w") as file:
+            json.dump(found, file)
+    exit_with(lambda: 0)
+
+
+def resident(name: str) -> float:
+    """GiB of this process: VmRSS now, VmHWM at most."""
+    with open("/proc/self/status") as file:
+        return int(file.read().split(f"{name}:")[1].split()[0]) / 2**20
+
+
+def products() -> float:
+    """GFLOP/s of plain matrix products of a thousand rows and columns, float32, by the CPU time of one thread."""
+    import torch
+
+    a, b = torch.randn(2, 1024, 1024)
+    seconds = []
+    for _ in range(10):
+        began = time.process_time()
+        a @ b
+        seconds.append(time.process_time() - began)
+    return 2 * 1024**3 / sorted(seconds)[5] / 1e9
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

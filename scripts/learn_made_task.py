@@ -1,0 +1,119 @@
+"""Whether fine-tuning teaches what it is shown: the debug model learns a made task and is asked by `torchtitan chat`.
+
+The task is to say three or four letters again, or backwards, in the Alpaca template. Questions that are asked are none
+of those that are learned, and an answer is right if it is so letter by letter. The first step and the last are asked.
+`--quick` makes two steps of a tiny model and asks little, of the last alone.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import product
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LETTERS, LENGTHS, LEARNED = "abcdefgh", (3, 4), 6000
+ORDERS = {"again": 1, "backwards": -1}
+TINY = ("--model.overrides={dim = 64, n_layers = 2, n_heads = 4}",)
+JOB = """\
+extends = "debug_model"
+
+[job]
+dump_folder = "{folder}/run"
+description = "Letters again, or backwards"
+
+[task]
+kind = "sft"
+
+[data]
+chat_template = "alpaca"
+packing = "best_fit"
+
+[training]
+dataset = "text"
+dataset_path = "{folder}/rows.jsonl"
+local_batch_size = {samples}
+seq_len = 128
+steps = {steps}
+mixed_precision_param = "float32"
+
+[optimizer]
+weight_decay = 0.0
+
+[validation]
+enable = false
+
+[checkpoint]
+enable_first_step_checkpoint = true
+interval = {steps}
+
+[metrics]
+log_freq = 20
+plot = false
+"""
+
+
+def questions(asks: int) -> tuple[list[str], list[str], int]:
+    """Those that are asked, those that are learned, and how many there are in all; the same ones every time."""
+    words = [letters for length in LENGTHS for letters in product(LETTERS, repeat=length)]
+    found = [" ".join([order, *letters]) for order in ORDERS for letters in words]
+    random.Random(0).shuffle(found)
+    return found[:asks], found[asks:][:LEARNED], len(found)
+
+
+def answer(question: str) -> str:
+    order, *letters = question.split()
+    return " ".join(letters[:: ORDERS[order]])
+
+
+def write_job(folder: Path, learned: list[str], ranks: int, steps: int) -> Path:
+    """With its records. A step has the same 8 samples on one rank as on two."""
+    rows = [{"messages": [said("user", text), said("assistant", answer(text))]} for text in learned]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "job.toml").write_text(JOB.format(folder=folder, samples=8 // ranks, steps=steps))
+    return folder / "job.toml"
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def share_answered(checkpoint: Path, asked: list[str]) -> float:
+    """By the command that a user would give."""
+    command = [sys.executable, "-m", "torchtitan", "chat", checkpoint, "--apart", "--max_new_tokens=12"]
+    done = subprocess.run(command, cwd=ROOT, input="\n".join(asked), stdout=subprocess.PIPE, text=True, check=True)
+    told = done.stdout.split("\n")[:-1]
+    if len(told) != len(asked):  # a young model writes lines of its own, and whose they are is not to be seen
+        return 0.0
+    return sum(answer(question) == each for question, each in zip(asked, told, strict=True)) / len(asked)
+
+
+def learn(folder: Path, ranks: int, steps: int, quick: bool) -> None:
+    asks, asked_of, sizes = (2, (steps,), TINY) if quick else (200, (1, steps), ())
+    asked, learned, of = questions(asks)
+    job = write_job(folder, learned, ranks, steps)
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "torchtitan.launch", str(ranks), job, *sizes], cwd=ROOT, check=True)
+    seconds = time.perf_counter() - began
+    print(f"{len(learned):,} of {of:,} questions shown, {steps} steps, ranks: {ranks}, {seconds:.0f} s")
+    for step in asked_of:
+        share = share_answered(folder / f"run/checkpoint/step-{step:08d}", asked)
+        print(f"step {step}: {share:.0%} of {asks} others answered", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two steps of a tiny model, two questions")
+    parser.add_argument("--ranks", type=int, choices=(1, 2, 4, 8), default=2)
+    parser.add_argument("--steps", type=int, default=240)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        learn(Path(folder), options.ranks, 2 if options.quick else options.steps, options.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Which layer's states tell best what is to be looked up: of an untrained cache before each layer, how often one of the
+entries that a token finds was followed by what comes next, over held-out documents and over their hard tokens (those
+that cost the model itself more than 3 nats). The table of docs/neurocache.md; a cache is stored where it is best.
+
+Without a run a model is trained on documents that are made: of 64 motifs of 8 letters, half of which repeat one of the
+last 4, half come from the document's own inventory, about 1,000 letters ago, where no segment of 96 sees them.
+`--steps` says for how long, `--quick` makes a few.
+"""
+
+import argparse
+import copy
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from torchtitan import build, build_data, saved_model  # noqa: E402
+from torchtitan.adapters.neurocache.hits import Followed, Hits  # noqa: E402
+from torchtitan.adapters.neurocache.kind import Neurocache  # noqa: E402
+from torchtitan.commands.evaluate import of_documents  # noqa: E402
+from torchtitan.commands.generate import find_checkpoint  # noqa: E402
+from torchtitan.config.sections.adapter import Adapter  # noqa: E402
+from torchtitan.config.sections.neurocache import Neurocache as Cache  # noqa: E402
+from torchtitan.datasets.segments import HeldOutSegments  # noqa: E402
+from torchtitan.initialization import initialize  # noqa: E402
+from torchtitan.loss import SummedCrossEntropy, cross_entropies  # noqa: E402
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+-"
+HARD = 3.0
+ENTRIES = 16384
+
+
+def motifs(seed: int, length: int = 3072) -> str:
+    """A made document."""
+    draws = random.Random(seed)
+    inventory = ["".join(draws.choices(LETTERS, k=8)) for _ in range(64)]
+    told: list[str] = []
+    while len(told) * 8 < length:
+        told.append(draws.choice(told[-4:]) if told and draws.random() < 0.5 else draws.choice(inventory))
+    return "".join(told)
+
+
+def write_motifs(folder: Path, train: int, held_out: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, seeds in (("train", range(train)), ("held_out", range(train, train + held_out))):
+        lines = [json.dumps({"text": motifs(seed)}) for seed in seeds]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+class Noted(Hits):
+    """What was found in the last batch, by the layer before which it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: dict[int, Followed] = {}
+
+    def note(self, reader: int, found: Followed) -> None:
+        self.last[reader] = found
+
+
+@torch.no_grad()
+def hit_rates(model: Any, plan: Any, batches: Iterable[dict[str, torch.Tensor]], topk: int, r: int) -> list[dict]:
+    """Of a plain decoder and batches of documents: a row for each layer, with an untrained compression by `r`."""
+    layers, remembering = model.args.n_layers, copy.deepcopy(model)
+    every = {str(layer): layer for layer in range(layers)}
+    cache = Cache(cache_size=ENTRIES, compression=r, topk=topk, window=1, context=1, cache_dtype="float32")
+    # what the last layer reads changes no state that is looked at
+    cache = dataclasses.replace(cache, retrieval_map=every, attention_layers=[layers - 1], track_hits=True)
+    installed = Neurocache(Adapter(kind="neurocache", neurocache=cache))
+    installed.install(remembering, plan)
+    initialize(remembering, 0, remembering.init_rule, names=installed.fresh)
+    remembering.loss = SummedCrossEntropy(1)
+    remembering.train()
+    remembering.memory.hits = noted = Noted()
+    sums = torch.zeros(layers, 3, 2, dtype=torch.float64)
+    for batch in batches:
+        labels = batch["labels"]
+        logits = model(batch["tokens"], positions=batch["positions"]).flatten(0, 1)
+        hard = (cross_entropies(logits, labels.flatten()) > HARD).view_as(labels)
+        told = {name: batch[name] for name in ("tokens", "positions", "begins", "filled")}
+        remembering(**told, labels=labels)
+        for layer, found in noted.last.items():
+            counted = found.counted
+            pairs = [(found.hit & counted, counted), (found.hit & counted & hard, counted & hard)]
+            pairs.append((found.same & counted[..., None], found.there & counted[..., None]))
+            sums[layer] += torch.tensor([[part.sum(), whole.sum()] for part, whole in pairs])
+        remembering.memory.commit()
+    names = ("hit", "hit_hard", "same")
+    rates = sums[..., 0] / sums[..., 1].clamp(min=1)
+    return [{"layer": n, "compression": r} | dict(zip(names, row, strict=True)) for n, row in enumerate(rates.tolist())]
+
+
+def probe(run: Path, topk: int, compressions: Iterable[int], samples: int) -> list[dict]:
+    """Of a run's newest checkpoint, on the documents of its validation."""
+    config, place = find_checkpoint(run, None, [])
+    config = of_documents(config)
+    model, _ = saved_model.filled_model(config, place, torch.device("cpu"))
+    seq_len, rows = build_data.seq_len_of(config, "validation"), config.validation.local_batch_size
+    documents = build_data.documents(config, "validation")
+    plan, found = build.model_spec(config).plan, []
+    for r in compressions:
+        batches = HeldOutSegments(documents, 0, seq_len=seq_len, rows=rows, rank=0, ranks=1)
+        found += hit_rates(model, plan, islice(batches, max(1, samples // rows)), topk, r)
+    return found
+
+
+def shown(found: list[dict]) -> str:
+    """As a table, a row for each layer."""
+    rs = sorted({row["compression"] for row in found})
+    lines = ["| input of layer | same token | " + " | ".join(f"hit, r = {r} | hard, r = {r}" for r in rs) + " |"]
+    lines.append("|---" * (2 + 2 * len(rs)) + "|")
+    for layer in sorted({row["layer"] for row in found}):
+        rows = [row for row in found if row["layer"] == layer]
+        rates = " | ".join(f"{row['hit']:.3f} | {row['hit_hard']:.3f}" for row in rows)
+        lines.append(f"| {layer} | {rows[0]['same']:.2f} | {rates} |")
+    return "\n".join(lines)
+
+
+def train_on_motifs(folder: Path, steps: int) -> None:
+    write_motifs(folder, 600, 16)
+    settings = {
+        "job.dump_folder": folder / "run",
+        "model.name": "llama3",
+        "model.overrides": "{dim=96, n_layers=4, n_heads=4, n_kv_heads=4, vocab_size=260, multiple_of=32}",
+        "model.tokenizer_path": "bytes",
+        "task.kind": "documents",
+        "training.dataset": "text",
+        "training.dataset_path": folder / "train.jsonl",
+        "training.local_batch_size": 16,
+        "training.seq_len": 96,
+        "training.steps": steps,
+        "training.mixed_precision_param": "float32",
+        "validation.dataset": "text",
+        "validation.dataset_path": folder / "held_out.jsonl",
+        "validation.local_batch_size": 16,
+        "activation_checkpoint.mode": "none",
+        "optimizer.lr": 3e-3,
+        "optimizer.weight_decay": 0.0,
+        "lr_scheduler.decay_type": "cosine",
+        "lr_scheduler.warmup_steps": max(1, steps // 20),
+        "metrics.log_freq": 50,
+        "metrics.plot": "false",
+        "checkpoint.enable": "true",
+        "checkpoint.interval": 500,
+    }
+    command = [sys.executable, "-m", "torchtitan", "train", *(f"--{name}={value}" for name, value in settings.items())]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="?", type=Path, help="a run's folder; without, one on made documents")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--samples", type=int, default=512, help="segments that are looked at")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--folder", type=Path, default=ROOT / "outputs/probe_neurocache")
+    options = parser.parse_args()
+    run = options.run
+    if run is None:
+        train_on_motifs(options.folder.resolve(), 2 if options.quick else options.steps)
+        run = options.folder.resolve() / "run"
+    print(shown(probe(run, 8, (1, 4), 32 if options.quick else options.samples)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""`python -m torchtitan.launch` whose ranks are forks of the launcher, for `run_script` and tests of commands.
+
+A rank of an interpreter of its own imports for three seconds; one forked from a process that has imported what it needs
+begins at once, in an environment, a session and with signals as the other's. What many tests look at is what the job
+then does. That a rank comes to life from nothing is shown by those that start one (`jobs.start`).
+"""
+
+import os
+import runpy
+import signal
+import sys
+from multiprocessing import get_context
+from types import SimpleNamespace
+from typing import Any
+
+from torchtitan import launch
+from torchtitan.launcher import processes
+from torchtitan.leaving import exit_with, stop_signals
+
+
+class Forked:
+    """What the launcher asks of a `subprocess.Popen`. Files that are not meant for the rank stay open in it."""
+
+    def __init__(self, command: list[str], env: dict[str, str], pass_fds: Any, start_new_session: bool) -> None:
+        assert command[:2] == [sys.executable, "-m"] and start_new_session
+        self._process = get_context("fork").Process(target=_be_rank, args=(command[2:], env))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> None:
+        self._process.join()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _be_rank(words: list[str], env: dict[str, str]) -> None:
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for number in (*stop_signals(), signal.SIGCHLD):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    sys.argv = words
+    sys.modules.pop(words[0], None)  # a command of this process may have imported it, and runpy warns of it
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+def fork_ranks() -> None:
+    """From here on this process forks the ranks that it launches."""
+    processes.subprocess = SimpleNamespace(Popen=Forked)  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    while "=" in sys.argv[1]:
+        name, _, os.environ[name] = sys.argv.pop(1).partition("=")
+    fork_ranks()
+    exit_with(lambda: launch.main(sys.argv[1:]))

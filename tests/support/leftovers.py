@@ -1,0 +1,34 @@
+"""What a job that is trained in the tests' own process leaves behind, which the next test shall not meet."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def taken_away() -> Iterator[None]:
+    """A process group that was not there before, and what else stands in the environment: torch's libraries read there
+    how a job wants them. Imports nothing: where there is a group, torch has been imported.
+    """
+    environment, had_world = dict(os.environ), has_world()
+    try:
+        yield
+    finally:
+        if not had_world and has_world():
+            sys.modules["torch.distributed"].destroy_process_group()
+        put_back(environment)
+
+
+def put_back(environment: dict[str, str]) -> None:
+    """No variable is touched that is as it was: threads of libraries may be reading them."""
+    for name in {*environment, *os.environ} - {"PYTEST_CURRENT_TEST"}:  # pytest's own, which changes within a test
+        if name not in environment:
+            del os.environ[name]
+        elif os.environ.get(name) != environment[name]:
+            os.environ[name] = environment[name]
+
+
+def has_world() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()

@@ -1,0 +1,215 @@
+"""`torchtitan bench`: what it measures of which combinations, what it says of those that fail, and what it refuses."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import jobs
+from torchtitan import cli
+from torchtitan.commands import bench
+from torchtitan.config.manager import load, to_toml
+from torchtitan.shipped import jobs as shipped
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def tiny(here):
+    """The file of a tiny job that saves, validates and has an end in epochs, as a list of words."""
+    options = dict(
+        training__global_batch_size=-1,
+        training__epochs=2,
+        checkpoint__enable=True,
+        validation__enable=True,
+        optimizer__lr=1e-3,
+    )
+    config = load(jobs.arguments(here / "run", jobs.write_texts(here / "texts"), **options))
+    (here / "tiny.toml").write_text(to_toml(config))
+    return ["tiny.toml"]
+
+
+def written(path="bench.jsonl"):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_a_combination_that_finds_no_memory_leaves_the_others(tiny, here, capfd):
+    sweep = "{vocab_size = 260},{vocab_size = 4000000000}"  # the last has a matrix of 4 TB, which no machine gives
+    words = ["bench", *tiny, f"--sweep=model.overrides={sweep}", "--steps=2", "--plot=picture.svg"]
+    assert cli.main(words) == 0
+    fits, too_large = written()
+    assert (
+        fits["result"] == "ok"
+        and fits["exit_code"] == 0
+        and fits["options"] == {"model.overrides": "{vocab_size = 260}"}
+    )
+    assert (
+        fits["tokens_per_second"] == pytest.approx(8 * 32 / fits["step_seconds"], rel=0.5) and fits["memory_gib"] > 0.1
+    )
+    assert (too_large["result"], too_large["exit_code"]) == ("out of memory", 8) and "step_seconds" not in too_large
+    head, *lines = capfd.readouterr().out.splitlines()
+    assert head.split() == ["model.overrides", "tokens/s", "s/step", "GiB", "result"]
+    assert lines[0].endswith("  ok") and lines[1].endswith("-  out of memory") and len(lines) == 2
+    assert "<svg" in Path("picture.svg").read_text()
+    assert not (here / "run").exists()
+
+
+def faked(monkeypatch, codes, rows=4):
+    """Instead of starting a job: its exit codes one after another, and what it would have logged."""
+    seen, codes = [], iter(codes)
+
+    def run(words, log, seconds):
+        config = load(words[words.index("--job.config_file") :])
+        seen.append((words, config))
+        if (code := next(codes)) == 0:
+            folder = Path(config.job.dump_folder)
+            values = [
+                dict(loss=1.0, tokens_per_second=10.0**i, step_seconds=1 / 10**i, memory_gib=4 - i) for i in range(rows)
+            ]
+            (folder / "metrics.jsonl").write_text(
+                "".join(json.dumps(row | {"step": i}) + "\n" for i, row in enumerate(values))
+            )
+        log.write(b"something before\nthe reason of it\n\n")
+        return code
+
+    monkeypatch.setattr(bench, "code_of", run)
+    return seen
+
+
+def test_every_combination_is_measured_alike(tiny, monkeypatch, capsys):
+    seen = faked(monkeypatch, [0] * 4)
+    words = ["--sweep=training.seq_len=16,32", "--sweep", "model=llama2/debugmodel,llama3/debugmodel", "--ranks=2"]
+    assert cli.main(["bench", *tiny, *words, "--out=rows.jsonl"]) == 0
+    shapes = [(config.training.seq_len, config.model.name) for _, config in seen]
+    assert shapes == [(16, "llama2"), (16, "llama3"), (32, "llama2"), (32, "llama3")]
+    (first, config), *_ = seen
+    assert first[1:4] == ["-m", "torchtitan.launch", "2"] and (config.training.steps, config.training.epochs) == (
+        4,
+        None,
+    )
+    assert not config.checkpoint.enable and not config.validation.enable and config.optimizer.lr == 1e-3
+    assert len({config.job.dump_folder for _, config in seen}) == 4 and len({c.data.cache_dir for _, c in seen}) == 1
+    row = written("rows.jsonl")[1]
+    assert row["options"] == {"training.seq_len": "16", "model": "llama3/debugmodel"} and row["ranks"] == 2
+    assert (row["tokens_per_second"], row["step_seconds"], row["memory_gib"]) == (
+        100.0,
+        0.01,
+        4,
+    )  # the first is left out
+    assert len(capsys.readouterr().out.splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (8, "out of memory"),
+        (137, "out of memory: killed, as by the system"),
+        (-9, "out of memory: killed, as by the system"),
+        (2, "refused"),
+        (1, "failed: the reason of it"),
+        (None, "too slow: stopped by --timeout"),
+    ],
+    ids=str,
+)
+def test_what_is_said_of_one_that_failed(code, told, tiny, monkeypatch, capsys):
+    faked(monkeypatch, [code])
+    assert cli.main(["bench", *tiny]) == 1
+    assert capsys.readouterr().out.splitlines()[1].split("-  ")[-1] == told
+    assert written()[0]["exit_code"] == code and written()[0]["options"] == {}
+
+
+def test_data_that_end_too_early_are_no_measure(tiny, monkeypatch):
+    faked(monkeypatch, [0], rows=2)
+    assert cli.main(["bench", *tiny]) == 1
+    assert written()[0]["result"] == "failed"
+
+
+def test_one_that_takes_too_long_is_ended():
+    with open("log", "wb") as log:
+        assert bench.code_of([sys.executable, "-c", "import time; time.sleep(60)"], log, 0.2) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sweep=training.seq_len"], "--sweep: given 'training.seq_len'; allowed: section.key=VALUE,VALUE"),
+        (["--sweep=training.seq_len=1,,2"], "given 'training.seq_len=1,,2'"),
+        (["--sweep=seq_len=1"], "given 'seq_len=1'; allowed: section.key="),
+        (["--sweep=training.seq_len=8,8"], "allowed: each option once, with values that differ"),
+        (["--sweep=training.seq_len=8", "--sweep=training.seq_len=9"], "allowed: each option once"),
+        (["--sweep=model=llama3"], "given model=llama3; allowed: FAMILY/FLAVOR"),
+        (["--sweep=training.seq_len=" + ",".join(map(str, range(1, 202)))], "given more than 200 combinations"),
+        (["--sweep=training.seq_lem=8,16"], "did you mean training.seq_len?  (training.seq_lem = 8)"),
+        (["--sweep=training.seq_len=8,-1"], "(training.seq_len = -1)"),
+        (["--sweep=model=llama3/8C"], "(model = llama3/8C)"),
+        (["--ranks=3", "--sweep=parallelism.data_parallel_shard_degree=2"], "nothing was measured"),
+        (
+            ["--sweep=training.steps=10,20"],
+            "--sweep training.steps: given 10; allowed: options of what a step computes; what a measured job leaves "
+            "out is the same in all  (training.steps = 10)",
+        ),
+        (["--sweep=job.dump_folder=a,b"], "--sweep job.dump_folder: given a; allowed: options of what a step computes"),
+        (["--sweep=validation.freq=10,100"], "--sweep validation.freq: given 100; allowed: options of what a step"),
+        (["--sweep=guard.spike=off,stop"], "--sweep guard.spike: given stop; allowed: options of what a step"),
+        (["--plot=a.gif"], "--plot: given 'a.gif'; allowed: names with .svg or .png"),
+        (["--out=none/a.jsonl"], "none/a.jsonl: cannot be written (No such file or directory); give another name"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[-1][:60],
+)
+def test_nonsense_is_refused_before_anything_starts(words, said, tiny, monkeypatch, capsys):
+    seen = faked(monkeypatch, [])
+    assert cli.main(["bench", *tiny, *words]) == 2
+    assert said in " ".join(capsys.readouterr().err.split("\n    ")) and seen == []
+
+
+@pytest.mark.parametrize("words", [["--steps=0"], ["--ranks=0"], ["--timeout=0"], ["--swep=a"], ["--steps=x"]], ids=str)
+def test_wrong_words_of_its_own(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench.parse(words)
+    assert "torchtitan bench: error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [name for name in shipped() if "debug" in name])
+def test_the_measured_part_of_a_sound_job_is_sound(name):
+    options = bench.parse([name])[0]
+    (config,) = bench.judged([{}], [name], options)
+    assert config.training.steps == options.steps + 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--early_stop.patience=2", "--validation.enable"],
+        ["--guard.non_finite=rollback", "--checkpoint.enable"],
+        ["--job.clean_start=always"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_is_left_out_takes_along_what_needs_it(words):
+    said = ["debug_model", *words]
+    (config,) = bench.judged([{}], said, bench.parse(said)[0])
+    assert config.job.clean_start == "never" and config.early_stop.patience is None
+    assert config.guard.non_finite == "stop"
+
+
+def test_a_schedule_in_epochs_comes_back_with_its_adapter():
+    said = ["relora_debug", "--training.epochs=2", "--lr_scheduler.warmup_steps=epoch"]
+    config = bench.only_steps(load(said), 3)
+    assert (config.lr_scheduler.decay_type, config.lr_scheduler.warmup_steps) == ("relora_cosine", None)
+    assert config.lr_scheduler.total_steps == load(said).training.steps
+
+
+def test_an_adapters_base_is_not_loaded(tiny):
+    loaded = [*tiny, "--adapter.kind=lora", "--adapter.save=alone", "--checkpoint.initial_load_path=none"]
+    config = bench.only_steps(load(loaded), 3)
+    assert config.checkpoint.initial_load_path is None and (config.adapter.kind, config.adapter.save) == (
+        "lora",
+        "whole",
+    )
+    assert isinstance(bench.parse([*loaded])[0], argparse.Namespace)

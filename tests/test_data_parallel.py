@@ -1,0 +1,85 @@
+"""What fully_shard is told; that its gradients are right, the table of combinations says."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import test_combinations
+from tests.combinations import Combination
+from tests.support.pool import run_ranks
+from torchtitan.loss import SummedCrossEntropy
+from torchtitan.models.llama.plan import PLAN
+from torchtitan.parallelisms.data_parallel import apply_data_parallel
+
+MICROBATCHES, DISTINCT = 64, 4
+PASSES = {"FSDP 2": dict(dp_shard=2), "DDP 2": dict(dp_replicate=2)}
+"""The second exchanges gradients once, behind the last of them."""
+
+
+def accumulated(where):
+    """How far what a step adds up is from the sum in float64 of the gradients of each microbatch, all computed in
+    bfloat16, relative to it; and how far a sum in bfloat16 is."""
+    row = Combination(ranks=2, **PASSES[where], precision="bfloat16")
+    model, whole = test_combinations.assembled(row), test_combinations.batch()
+    rows = {name: whole[name][:1] for name in ("tokens", "labels", "positions", "document_ids")}
+    batches = [rows | {"tokens": (rows["tokens"] + number) % 100} for number in range(DISTINCT)]
+
+    def gradients():
+        parameters = [parameter for _, parameter in model.named_parameters()]
+        assert all(parameter.grad.dtype == torch.float32 for parameter in parameters)
+        found = torch.cat([parameter.grad.full_tensor().flatten() for parameter in parameters])
+        for parameter in parameters:
+            parameter.grad = None
+        return found
+
+    ones = []
+    for batch in batches:
+        model.forward_backward(batch, 1)
+        ones.append(gradients())
+    exact = sum(one.double() for one in ones) * (MICROBATCHES // DISTINCT)
+    narrow = torch.zeros((), dtype=torch.bfloat16)
+    for number in range(MICROBATCHES):
+        narrow = narrow + ones[number % DISTINCT].bfloat16()
+        model.forward_backward(batches[number % DISTINCT], 1, is_last=number == MICROBATCHES - 1)
+    return [float((found.double() - exact).norm() / exact.norm()) for found in (gradients(), narrow)]
+
+
+@pytest.mark.parametrize("where", PASSES)
+def test_gradients_of_many_microbatches_add_up_in_float32(where):
+    """64 additions round by 2^-24 each, some 5e-7 where all go the same way; in bfloat16 by 2^-9."""
+    summed, narrow = run_ranks(2, accumulated, where)[0]
+    assert summed < 1e-6 and narrow > 1e-3
+
+
+class Divided(TorchDispatchMode):
+    """Sizes of flat tensors that are divided by a number into another."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.name() in ("aten::div.Scalar", "aten::div.Tensor") and args[0].dim() == 1 and args[0].numel() > 1000:
+            self.sizes.append(args[0].numel())
+        return op(*args, **(kwargs or {}))
+
+
+def backward_over_one_rank(tied):
+    """Flat gradients that are divided, and how many units the model has."""
+    model = test_combinations.build_plain(Combination(model="llama3.2" if tied else "llama3"))
+    model.loss, batch = SummedCrossEntropy(num_chunks=2), test_combinations.batch()
+    types = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    apply_data_parallel(model, init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",)), PLAN, **types)
+    loss = model(batch["tokens"], labels=batch["labels"])
+    with Divided() as divided:
+        loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    return divided.sizes, len(model._get_fsdp_state()._state_ctx.all_states)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_over_one_rank_no_gradient_is_divided_by_one(tied):
+    """Into a copy: of experts that no other rank has, 0.7 GB a layer. And the head has a unit, unless it is tied."""
+    units = 1 + 3 + (not tied)
+    assert run_ranks(1, backward_over_one_rank, tied) == [([], units)]

@@ -1,0 +1,138 @@
+"""`torchtitan estimate`: what it says of a foretold need, of ways to need less, and of what is sent."""
+
+from collections import Counter
+
+import pytest
+
+from torchtitan.commands import estimate
+from torchtitan.commands.estimate import GIB
+from torchtitan.config.options import ConfigError
+from torchtitan.memory import prediction
+
+
+def run(capsys, *words):
+    code = estimate.main(list(words))
+    return code, capsys.readouterr().out
+
+
+@pytest.fixture
+def needs(monkeypatch):
+    """20 GiB for each sample and 10 for the state; with full recompute 5 for a sample."""
+
+    def predict(config, world_size, device, traffic=False):
+        each = 5 if config.activation_checkpoint.mode == "full" else 20
+        kinds = {"activations": each * config.training.local_batch_size * GIB, "parameters": 10 * GIB}
+        return [prediction.Prediction(0, 0, "forward and backward", kinds)]
+
+    for module in (prediction, estimate):
+        monkeypatch.setattr(module, "predict", predict)
+    return ["--model.tokenizer_path=bytes", "--training.local_batch_size=4", "--world_size=1", "--device=cpu"]
+
+
+def test_what_fits(needs, capsys):
+    code, out = run(capsys, *needs, "--memory=100GiB")
+    assert code == 0
+    assert out.splitlines() == [
+        "the default job on 1 rank (cpu): 90.00 GiB of tensors at most, in forward and backward",
+        "  activations            80.00 GiB",
+        "  parameters             10.00 GiB",
+        "  together               90.00 GiB",
+        "fits in 100.00 GiB: needs 90.00 GiB",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("memory", "ways"),
+    [
+        (
+            60,
+            [
+                'fits with activation_checkpoint.mode = "full": 30.00 GiB',
+                "fits with training.local_batch_size = 2: 50.00 GiB",
+            ],
+        ),
+        (
+            25,
+            ['fits with activation_checkpoint.mode = "full" and training.local_batch_size = 2: 20.00 GiB'],
+        ),
+        (
+            12,
+            [
+                'least of what was tried, with activation_checkpoint.mode = "full" and training.local_batch_size = 1: '
+                "15.00 GiB; give it more ranks to share the state"
+            ],
+        ),
+    ],
+)
+def test_what_would_make_it_fit(needs, capsys, memory, ways):
+    code, out = run(capsys, *needs, f"--memory={memory}GiB")
+    assert code == 1
+    assert out.splitlines()[-1 - len(ways) :] == [f"does not fit in {memory}.00 GiB: needs 90.00 GiB", *ways]
+
+
+def test_what_would_make_it_fit_may_be_left_out(needs, capsys):
+    code, out = run(capsys, *needs, "--memory=60GiB", "--no-remedies")
+    assert code == 1 and out.splitlines()[-1] == "does not fit in 60.00 GiB: needs 90.00 GiB"
+
+
+def test_on_a_gpu_more_is_taken_than_tensors(needs, capsys):
+    code, out = run(capsys, *needs[:-1], "--device=cuda", "--memory=100GB")
+    assert code == 1
+    assert "does not fit in 93.13 GiB: needs 106.20 GiB, with 18% beside tensors" in out
+
+
+def test_the_jobs_own_limit_is_compared_with(needs, capsys):
+    code, out = run(capsys, *needs[:-1], "--device=cuda", "--memory.limit=60GiB")
+    assert code == 1 and "does not fit in 60.00 GiB: needs 106.20 GiB" in out
+
+
+def test_a_job_with_nothing_left_to_try():
+    assert estimate.ways_out([], 1.0) == [
+        "no recompute and no smaller batch is left to try; give it more ranks to share the state"
+    ]
+
+
+def test_faults_come_first(capsys):
+    with pytest.raises(ConfigError, match="tensor_parallel_degree"):
+        estimate.main(["--parallelism.tensor_parallel_degree=3", "--model.tokenizer_path=none"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--memory", "80"], "given '80'; allowed: a number with one of MB, GB, TB, MiB, GiB, TiB, as 80GiB"),
+        (["--memory=0GiB"], "given '0GiB'; allowed"),
+        (["--world_size=0"], "given '0'; allowed: a whole number >= 1"),
+        (["--outside=0"], "given '0'; allowed: a number above 0"),
+        (["--traffic", "--machine=2.5"], "given '2.5'; allowed: a whole number >= 1"),
+        (["--inside=3"], "--inside: given without --traffic, of which it is; add that"),
+        (["--memry=80GiB"], "no option --memry; did you mean"),
+    ],
+)
+def test_options_that_are_wrong(words, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        estimate.main(words)
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_is_sent_beside_what_is_computed(capsys):
+    """Half of the other ranks are in another machine; the numbers are those of a closed formula."""
+    sent = {("dp_shard", "all_gather", "calls"): 66, ("dp_shard", "all_gather", "bytes"): 90e9}
+    sent |= {("tp", "all_reduce", "calls"): 4, ("tp", "all_reduce", "bytes"): 35e9}
+    groups = {"dp_shard": tuple(range(16)), "tp": (0, 1)}
+    told = prediction.Prediction(0, 0, "clipping", {}, Counter(sent), groups)
+    speeds, _ = estimate.parse(["--traffic"])
+    lines = estimate.traffic(told, 200e12, speeds)
+    assert [line.split()[-3:] for line in lines[1:3]] == [["2.000", "s", "between"], ["0.100", "s", "inside"]]
+    assert lines[-2] == "the most time takes dp_shard, 400% of what computing takes: more than the rank computes"
+    assert lines[-1].startswith("tp takes 20% of it, which comes on top")
+    faster, _ = estimate.parse(["--traffic", "--outside=450", "--machine=4", "--tflops", "200"])
+    assert "20% of what computing takes: there is time" in estimate.traffic(told, 200e12, faster)[-2]
+    faster.inside = 70.0
+    assert "tp, 50% of what computing takes: which comes on top" in estimate.traffic(told, 200e12, faster)[-1]
+
+
+def test_nothing_is_sent_by_one_rank(needs, capsys):
+    code, out = run(capsys, *needs, "--traffic")
+    assert code == 0 and out.splitlines()[-1].startswith("  computes")

@@ -1,0 +1,308 @@
+"""What a run makes of its validations: the best checkpoint, kept and exported; an end before the last step."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from tests.support import jobs, judged
+from tests.support.judged import lines
+from tests.support.pool import RankFailed, run_ranks
+from torchtitan.build import cadence, model_args
+from torchtitan.cadence import cadence_of
+from torchtitan.checkpoint.best import Metric, best_in
+from torchtitan.checkpoint.layout import NothingLoadable, step_of
+from torchtitan.commands import checkpoints
+from torchtitan.commands.generate import find_checkpoint
+from torchtitan.config import manager
+from torchtitan.findings import Findings
+from torchtitan.limits import LimitError
+from torchtitan.ranks import read_ranks
+from torchtitan.trainer import Trainer
+from torchtitan.weights import opened
+
+anywhere = judged.anywhere
+LOSS, ACCURACY = Metric.of("validation_loss", None), Metric.of("validation_accuracy", None)
+
+
+def ends(findings, values):
+    """The number of the validation after which the run ends."""
+    for number, value in enumerate(values, 1):
+        findings.note(number, {findings.metric.name: value})
+        if findings.enough:
+            return number
+    return None
+
+
+@pytest.mark.parametrize(
+    "metric, min_delta, values, end",
+    [
+        (LOSS, 0.0, [5, 4, 3, 2, 1], None),
+        (LOSS, 0.0, [5, 5, 5], 3),
+        (LOSS, 0.0, [5, 6, 4, 6, 3, 9, 3], 7),
+        (LOSS, 0.5, [5, 4.6, 4.4, 4.0, 3.95], 5),  # 4.4 is better than 5 by more than .5, 3.95 than 4.4 is not
+        (LOSS, 0.0, [math.nan, math.nan], 2),
+        (LOSS, 0.0, [5, math.nan, -math.inf], 3),
+        (ACCURACY, 0.0, [0.1, 0.2, 0.2, 0.3, 0.3, 0.2], 6),
+    ],
+)
+def test_enough_is_so_many_validations_without_a_better_one(metric, min_delta, values, end):
+    assert ends(Findings(metric, 2, min_delta), values) == end
+    assert ends(Findings(metric, None, min_delta), values) is None
+    for cut in range(len(values)):  # and with a resume behind each of them
+        first, second = Findings(metric, 2, min_delta), Findings(metric, 2, min_delta)
+        if ends(first, values[:cut]) is None:
+            second.load_state_dict(cut, json.loads(json.dumps(first.state_dict(cut), allow_nan=False)))
+            assert second.lack(cut) == (cut == 0)  # what was not finite was validated too, and does not count twice
+            left = ends(second, values[cut:])
+            assert (left and left + cut) == end
+
+
+def test_what_is_said_and_kept():
+    findings = Findings(LOSS, 1, 0.25)
+    findings.note(4, {"validation_loss": 2.0, "validation_f1": math.nan})
+    counted = {"best": 2.0, "in_vain": 0, "step": 4, "metric": "validation_loss", "highest": False}
+    assert findings.state_dict(4) == {"measured": {"validation_loss": 2.0}, "early_stop": counted}
+    assert findings.state_dict(5) == {"early_stop": counted}  # a later step was not validated
+    findings.note(8, {"validation_loss": 1.9})
+    told = "validation_loss was not better than 2 by more than 0.25 in 1 validation (early_stop.patience)"
+    assert findings.enough == told
+    assert Findings(LOSS).state_dict(0) == {} and not Findings(LOSS).lack(3)
+    fresh = Findings(LOSS, 1)
+    fresh.load_state_dict(7, {})  # a checkpoint of a run that did not look
+    assert fresh.enough == "" and fresh.lack(7)
+    assert Metric.of("validation_loss", "max").highest and not Metric.of("validation_accuracy", "min").highest
+
+
+@pytest.mark.parametrize("other", [ACCURACY, Metric("validation_loss", highest=True)], ids=["name", "direction"])
+def test_another_metric_is_counted_anew(other, caplog):
+    """A loss of 2 would be better than any accuracy, and an accuracy be in vain for ever."""
+    first = Findings(LOSS, 2)
+    for step, loss in ((4, 2.0), (8, 3.0)):
+        first.note(step, {"validation_loss": loss, "validation_accuracy": 0.5})
+    assert first.in_vain == 1
+    for at, best in ((8, 0.5 if other is ACCURACY else 3.0), (9, None)):  # at 9 nothing was measured
+        caplog.clear()
+        second = Findings(other, 2)
+        with caplog.at_level("INFO"):
+            second.load_state_dict(at, first.state_dict(at))
+        assert (second.best, second.in_vain) == (best, 0)
+        told = f"early_stop: the checkpoint has counted by another metric, so {other.name} begins anew"
+        assert caplog.messages == [told]
+    same = Findings(LOSS, 2)
+    caplog.clear()
+    same.load_state_dict(8, first.state_dict(8))
+    assert (same.best, same.in_vain) == (2.0, 1) and not caplog.messages
+
+
+FAULTS = [
+    (
+        ["--checkpoint.best_metric=validation_loss", "--checkpoint.enable"],
+        'checkpoint.best_metric: given "validation_loss"; allowed: nothing without validation.enable; set both, or '
+        "leave it out",
+    ),
+    (
+        ["--checkpoint.best_metric=validation_loss", "--validation.enable", "--checkpoint.interval=10"],
+        'checkpoint.best_metric: given "validation_loss"; allowed: nothing with checkpoint.enable = false; set '
+        "checkpoint.enable = true, or leave it out",
+    ),
+    (
+        ["--checkpoint.best_metric=validation_los", "--checkpoint.enable", "--validation.enable"],
+        'checkpoint.best_metric: given "validation_los"; allowed: "validation_loss"; did you mean "validation_loss"?',
+    ),
+    (
+        ["--checkpoint.best_metric=validation_loss", "--checkpoint.enable", "--validation.enable"]
+        + ["--validation.freq=7", "--checkpoint.interval=24"],
+        "checkpoint.interval: given 24 steps; allowed: a multiple of the 7 steps between validations (validation.freq) "
+        "with checkpoint.best_metric; write 21 or 28",
+    ),
+    (
+        ["--checkpoint.best_metric=validation_loss", "--checkpoint.enable", "--validation.enable"]  # steps of the data
+        + ["--validation.freq=3", "--checkpoint.interval=4", "--task.kind=sft", "--training.epochs=1"],
+        "checkpoint.interval: given 4 steps; allowed: a multiple of the 3 steps between validations (validation.freq) "
+        "with checkpoint.best_metric; write 3 or 6",
+    ),
+    (
+        ["--checkpoint.best_metric=validation_loss", "--checkpoint.enable", "--validation.enable"]
+        + ["--validation.freq=0.05", "--checkpoint.interval=0.03", "--training.steps=100"],
+        "checkpoint.interval: given 3 steps; allowed: a multiple of the 5 steps between validations (validation.freq) "
+        "with checkpoint.best_metric; write 5",
+    ),
+    (
+        ["--checkpoint.best_metric=validation_loss", "--checkpoint.enable", "--validation.enable"]
+        + ["--checkpoint.interval_type=seconds"],
+        'checkpoint.interval_type: given "seconds"; allowed: "steps" with checkpoint.best_metric; each checkpoint '
+        "falls on a validation, and these are counted in steps",
+    ),
+    (
+        ["--checkpoint.best_metric=validation_loss", "--checkpoint.enable", "--validation.enable"]
+        + ["--checkpoint.load_only"],
+        'checkpoint.best_metric: given "validation_loss"; allowed: nothing with checkpoint.load_only, which never '
+        "saves; drop one of the two",
+    ),
+    (
+        ["--checkpoint.best_metric=validation_loss", "--checkpoint.enable", "--validation.enable"]
+        + ["--checkpoint.export_best"],
+        "checkpoint.export_best: given true; allowed: false without checkpoint.last_save_model_only or "
+        "adapter.last_save_in_peft; they say what is exported; set one of them",
+    ),
+    (
+        ["--checkpoint.best_mode=max"],
+        'checkpoint.best_mode: given "max"; allowed: nothing without checkpoint.best_metric; set '
+        "checkpoint.best_metric",
+    ),
+    (
+        ["--early_stop.patience=2"],
+        "early_stop.patience: given 2; allowed: nothing without validation.enable; set both, or leave it out",
+    ),
+    (
+        ["--early_stop.min_delta=0.1"],
+        "early_stop.min_delta: given 0.1; allowed: nothing without early_stop.patience; set both or neither",
+    ),
+    (
+        ["--early_stop.patience=2", "--early_stop.metric=validation_accuracy", "--validation.enable"],
+        'early_stop.metric: given "validation_accuracy"; allowed: "validation_loss"; these are measured in a '
+        "validation of this task",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "words, told", FAULTS, ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else ""
+)
+def test_what_could_not_be_told_is_refused(words, told):
+    assert lines(*words) == [told]
+
+
+def test_a_run_whose_steps_are_known_late_says_it_before_it_starts():
+    job = ["--checkpoint.best_metric=validation_loss", "--checkpoint.enable", "--validation.enable"]
+    job = manager.load([*job, "--training.steps=10", "--checkpoint.interval=0.35", "--validation.freq=0.3"])
+    with pytest.raises(LimitError, match="given 4 steps; allowed: a multiple of the 3 steps between"):
+        cadence(job)  # which the trainer asks for ahead of any process group
+
+
+@pytest.mark.parametrize(
+    "interval, freq, multiple",
+    [("0.1", "0.05", 2), ("epoch", "2/epoch", 2), ("0.15", "0.05", 3), ("0.05", "0.05", 1), ("epoch", "3/epoch", 3)],
+)
+def test_what_is_a_multiple_as_it_is_said_is_one_in_every_run(interval, freq, multiple):
+    """In floats 0.15 / 0.05 is no whole number. The next validation is the last that may take the save."""
+    words = ["--checkpoint.best_metric=validation_loss", "--checkpoint.enable", "--validation.enable"]
+    config = manager.load([*words, f"--checkpoint.interval={interval}", f"--validation.freq={freq}"])
+    config.training.epochs = 3
+    for total in range(1, 400):
+        _, validate, save = cadence_of(config, total)
+        exact = total / 3 if interval == "epoch" else float(interval) * total
+        assert save % validate == 0 and exact - 1e-9 <= save < exact + validate and save <= multiple * validate
+        config.training.steps = total
+        assert cadence(config).save == save  # the run has nothing against it
+    (told,) = lines(*words, "--checkpoint.interval=0.1", "--validation.freq=0.04", "--training.steps=103")
+    assert told.startswith("checkpoint.interval: given 11 steps; allowed: a multiple of the 5 steps")
+    assert not lines(*words, "--checkpoint.interval=0.1", "--validation.freq=0.05", "--training.steps=103")
+
+
+# In a run whose validations find what a test says
+
+
+class Scripted(Trainer):
+    """Rank 0 finds what the script says, the others something better, which does not count."""
+
+    script: dict[int, float]
+    stop_at = 0
+
+    def maybe_validate(self, done):
+        agree = self.feed.agree
+
+        def agreed(*given):
+            self.valid, stopping = agree(*given)
+            return self.valid, stopping
+
+        def evaluate(batches):
+            return {"": torch.tensor((self.script[self.step] if self.ranks.is_main else -1.0) * self.valid)}
+
+        whole = self.model.whole
+        self.feed.agree, self.model.evaluate, self.model.whole = agreed, evaluate, lambda total: total
+        super().maybe_validate(done)
+        self.feed.agree, self.model.whole = agree, whole
+
+    def log(self, *args, **kwargs):
+        super().log(*args, **kwargs)
+        self.stop_requested |= self.step == self.stop_at
+
+
+def scripted(argv, script, stop_at=0):
+    """Whether the run was finished, and its step."""
+    trainer = Scripted(manager.load(argv), read_ranks())
+    trainer.script, trainer.stop_at = dict(script), stop_at
+    finished = trainer.train()
+    trainer.metrics.close()
+    return finished, trainer.step
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return jobs.write_texts(tmp_path_factory.mktemp("texts"))
+
+
+def job(folder, texts, **options):
+    settings = dict(training__steps=12, training__local_batch_size=4, checkpoint__enable=True, checkpoint__interval=2)
+    settings |= dict(validation__enable=True, validation__freq=2, validation__dataset="text", validation__samples=4)
+    settings |= dict(validation__dataset_path=texts, checkpoint__keep_latest_k=2)
+    return jobs.arguments(folder, texts, **settings | options)
+
+
+def saved(folder):
+    return sorted(step_of(path.name) for path in (folder / "checkpoint").glob("step-*"))
+
+
+SCRIPT = [(2, 5.0), (4, 3.0), (6, 4.0), (8, math.nan), (10, 4.0), (12, 3.0)]
+BEST = dict(checkpoint__best_metric="validation_loss", checkpoint__last_save_model_only=True)
+
+
+def test_the_best_checkpoint_stays_beside_the_newest_and_is_exported(texts, tmp_path, capsys):
+    argv = job(tmp_path, texts, **BEST, checkpoint__export_best=True)
+    assert run_ranks(2, scripted, argv, SCRIPT, 9) == [(False, 10)] * 2  # which nobody has validated
+    assert saved(tmp_path) == [4, 8, 10]
+    one = job(tmp_path, texts, **BEST, checkpoint__export_best=True, training__local_batch_size=8)
+    assert run_ranks(1, scripted, one, SCRIPT) == [(True, 12)]  # over a resume, and on other ranks
+    assert saved(tmp_path) == [4, 10, 12]
+    assert checkpoints.main([str(tmp_path)]) == 0
+    assert "the best is step 4, with a validation_loss of 3\na resume takes step 12" in capsys.readouterr().out
+    for folder in (tmp_path, tmp_path / "checkpoint"):
+        assert find_checkpoint(folder, f"{tmp_path}/config.toml", best=True)[1].name == "step-00000004"
+    args = model_args(manager.load(argv))
+    with (
+        opened(str(tmp_path / "model"), "llama3", args) as export,
+        opened(str(tmp_path / "checkpoint/step-00000004"), "llama3", args) as best,
+        opened(str(tmp_path / "checkpoint/step-00000012"), "llama3", args) as last,
+    ):
+        name = "layers.1.attention.wq.weight"
+        assert torch.equal(export.whole(name), best.whole(name)) and not torch.equal(best.whole(name), last.whole(name))
+
+
+def test_where_no_best_one_is(texts, tmp_path, capsys):
+    argv = job(tmp_path / "never", texts, **BEST, checkpoint__export_best=True, training__steps=2)
+    with pytest.raises(RankFailed, match="no checkpoint in it has a validation_loss, which tells the best"):
+        run_ranks(1, scripted, argv, [(2, math.nan)])
+    run_ranks(1, scripted, job(tmp_path / "plain", texts, training__steps=2), [(2, 1.0)])
+    with pytest.raises(NothingLoadable, match="its job has no checkpoint.best_metric"):
+        best_in(tmp_path / "plain" / "checkpoint")
+    assert checkpoints.main([str(tmp_path / "plain")]) == 0
+    assert "the best" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stops", [[], [5]], ids=["straight", "stopped ahead of a validation"])
+def test_a_run_that_learns_no_more_ends_as_one_that_is_done(stops, texts, tmp_path):
+    script = [(2, 5.0), (4, 4.4), (6, 4.2), (8, 4.0), (10, 1.0), (12, 1.0)]
+    early = dict(early_stop__patience=2, early_stop__min_delta=0.5)
+    argv = job(tmp_path, texts, **early, checkpoint__last_save_model_only=True)
+    for stop in stops:
+        assert run_ranks(2, scripted, argv, script, stop) == [(False, stop + 1)] * 2
+    assert run_ranks(2, scripted, argv, script) == [(True, 8)] * 2
+    assert saved(tmp_path)[-1] == 8 and (tmp_path / "model").is_dir()
+    if stops:
+        return
+    assert run_ranks(2, scripted, argv, script) == [(True, 8)] * 2  # started again it is still done
+    more = job(tmp_path, texts, **early | dict(early_stop__patience=3))
+    assert run_ranks(2, scripted, more, script) == [(True, 12)] * 2

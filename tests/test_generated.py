@@ -1,0 +1,211 @@
+"""What a validation makes of prompts: the same words as `torchtitan generate`, under every plan, and training goes on
+as if nobody had asked.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import jobs, judged
+from tests.support.judged import CP, PP, lines
+from tests.support.pool import run_ranks
+from tests.test_expert_jobs import EP, JOB
+from torchtitan import generated
+from torchtitan.commands.generate import sample
+from torchtitan.config import manager
+from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.ranks import read_ranks
+from torchtitan.saved_model import filled_model
+from torchtitan.trainer import Trainer
+
+anywhere = judged.anywhere
+BYTES = build_tokenizer("bytes")
+
+
+# Prompts
+
+
+def batch_of(tokens, labels, documents):
+    named = {"tokens": tokens, "labels": labels, "document_ids": documents}
+    return {name: torch.tensor([row]) for name, row in named.items()}
+
+
+@pytest.mark.parametrize(
+    ("labels", "documents", "prompt", "wanted"),
+    [
+        ([-100, -100, 4, 5, 9, -100], [0, 0, 0, 0, 0, 1], [1, 2, 3], [4, 5]),  # up to the end of the answer
+        ([-100, 3, -100, -100, 6, 9], [0] * 6, [1, 2], [3]),  # the first of two answers
+        ([-100, -100, -100, 5, 9, -100], [0, 0, 1, 1, 1, 2], [3, 4], [5]),  # padding before it
+        ([2, 3, 4, 5, 6, 9], [0] * 6, [1, 2, 3], [4, 5, 6]),  # learned from its beginning
+        ([2, -100, 4, 5, 6, 7], [0, 0, 1, 1, 1, 1], [1], [2]),
+    ],
+)
+def test_what_stands_before_the_first_answer(labels, documents, prompt, wanted):
+    batch = batch_of([1, 2, 3, 4, 5, 6], labels, documents)
+    assert generated.prompt_of(batch, {9}) == (prompt, wanted)
+
+
+def test_a_run_without_them_does_not_take_an_earlier_runs_for_its_own(tmp_path):
+    config = manager.load([f"--job.dump_folder={tmp_path}"])
+    (tmp_path / "generated.jsonl").write_text('{"step": 1}\n')
+    generated.Generated(config, BYTES, True, None).close()
+    assert (tmp_path / "generated.previous.jsonl").read_text() == '{"step": 1}\n'
+    assert (tmp_path / "generated.jsonl").read_text() == ""
+
+
+# Jobs
+
+
+def write_rows(path: Path) -> Path:
+    rows = [{"prompt": f"{chr(97 + i)} is ", "completion": chr(97 + i) * 3 + "!"} for i in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def words(folder, rows, **options):
+    settings = dict(task__kind="sft", training__seq_len=16, training__local_batch_size=4, training__steps=4)
+    settings |= dict(validation__enable=True, validation__split=0.2, validation__samples=0, validation__freq=2)
+    settings |= dict(validation__local_batch_size=2, checkpoint__enable=True, training__global_batch_size=4)
+    settings |= dict(validation__generated=3, validation__generated_tokens=6)
+    return jobs.arguments(folder, rows, **settings | options)
+
+
+def train(argv):
+    """Logged steps; the final state's sha256, of torch's generator too, and whether all modules are in training."""
+    trainer = Trainer(manager.load(argv), read_ranks())
+    trainer.train()
+    trainer.metrics.close()
+    modules = [module.training for part in trainer.model.parts for module in part.modules()]
+    state = jobs.state_hash(trainer), torch.get_rng_state().numpy().tobytes(), all(modules)
+    return jobs.logged_steps(trainer.folder), state
+
+
+def told(folder):
+    return [json.loads(line) for line in (folder / generated.FILE).read_text().splitlines()]
+
+
+def validations(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["validation_loss"] for row in rows if "validation_loss" in row]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("generated")
+    rows = write_rows(folder / "rows.jsonl")
+    ((steps, state),) = run_ranks(1, train, words(folder / "one", rows))
+    return rows, steps, state, folder / "one"
+
+
+def test_words_are_those_of_generate(alone):
+    """Of the checkpoint of the last step, for the prompts of the records that are held out."""
+    rows, _, _, folder = alone
+    config = manager.load(words(folder, rows))
+    model, _ = filled_model(config, folder / "checkpoint/step-00000004", torch.device("cpu"))
+    prompts = generated.prompts_of(config, BYTES)
+    assert [(row["step"], row["number"]) for row in told(folder)] == [(2, 0), (2, 1), (2, 2), (4, 0), (4, 1), (4, 2)]
+    how = dict(max_new_tokens=6, context=16, temperature=0, top_k=0, seed=0)
+    for row, prompt in zip(told(folder)[3:], prompts, strict=True):
+        assert row["prompt"][1:] == " is " and row["wanted"] == row["prompt"][0] * 3 + "!"
+        assert BYTES.decode(prompt.ids) == row["prompt"]
+        assert row["generated"] == BYTES.decode(sample(model, prompt.ids, BYTES, **how))
+
+
+def test_training_goes_on_as_without(alone, tmp_path):
+    """Bit for bit: losses, validations, weights, moments, the generator's state, the modules' mode."""
+    rows, steps, state, folder = alone
+    ((others, other),) = run_ranks(
+        1, train, words(tmp_path, rows, validation__generated=0, validation__generated_tokens=64)
+    )
+    assert [step["loss"] for step in others] == [step["loss"] for step in steps] and other == state and state[-1]
+    assert validations(tmp_path) == validations(folder) and not (tmp_path / generated.FILE).exists()
+
+
+PLANS = {
+    "FSDP 2": dict(parallelism__data_parallel_shard_degree=2, training__local_batch_size=2),
+    "TP 2": dict(parallelism__tensor_parallel_degree=2),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_words_are_the_same_under_every_plan(alone, plan, tmp_path):
+    rows, _, _, folder = alone
+    run_ranks(2, train, words(tmp_path, rows, **PLANS[plan]))
+    assert told(tmp_path) == told(folder)
+
+
+def test_experts_too(alone, tmp_path):
+    """Nothing that is read here counts for the biases of experts."""
+    rows = alone[0]
+    job = JOB | dict(training__steps=2, training__local_batch_size=2, parallelism__data_parallel_shard_degree=-1)
+    ((_, state),) = run_ranks(1, train, words(tmp_path / "one", rows, **job))
+    without = job | dict(validation__generated=0, validation__generated_tokens=64)
+    assert run_ranks(1, train, words(tmp_path / "without", rows, **without))[0][1] == state
+    run_ranks(2, train, words(tmp_path / "two", rows, **job, **EP))
+    assert told(tmp_path / "two") == told(tmp_path / "one")
+
+
+def test_a_run_that_goes_on_drops_what_it_makes_anew(alone, tmp_path):
+    rows, _, _, folder = alone
+    run_ranks(1, train, words(tmp_path, rows, training__steps=2, lr_scheduler__total_steps=4, checkpoint__interval=2))
+    (tmp_path / generated.FILE).open("a").write(json.dumps({"step": 3, "number": 0}) + "\n")
+    run_ranks(1, train, words(tmp_path, rows, lr_scheduler__total_steps=4))
+    assert told(tmp_path) == told(folder)
+    assert json.loads((tmp_path / "generated.redone.jsonl").read_text()) == {"step": 3, "number": 0}
+
+
+# Words
+
+
+class Counting:
+    """The next id is one more; rows that no token has are likelier than all."""
+
+    def __init__(self, size):
+        self.size, self.calls, self.shapes = size, 0, set()
+
+    def __call__(self, tokens, last):
+        self.calls += 1
+        self.shapes.add(tuple(tokens.shape))
+        ids = tokens.gather(1, last[:, None])[:, 0]
+        logits = torch.nn.functional.one_hot((ids + 1) % self.size, self.size + 3).float()
+        logits[:, self.size :] = 2
+        return logits
+
+
+def continued(prompts, **how):
+    model = Counting(50)
+    how = dict(most=4, context=12, multiple=1, vocab_size=50, ends={20}) | how
+    return generated.continued(model, prompts, **how), model
+
+
+def test_each_goes_on_until_its_own_end(monkeypatch):
+    monkeypatch.setattr(generated.distributed, "of_the_first", lambda *values: list(values))
+    answers, model = continued([[1], [17], [5, 6, 19], list(range(30, 40)), list(range(12))], multiple=4)
+    assert answers == [[2, 3, 4, 5], [18, 19], [], [40, 41], []]
+    assert model.shapes == {(5, 12)} and model.calls == 4
+    answers, model = continued([[18]], multiple=4)
+    assert answers == [[19]] and model.shapes == {(1, 8)} and model.calls == 2
+
+
+# Rules
+
+SFT = ["--task.kind=sft", "--validation.enable", "--validation.samples=0"]
+
+
+def test_rules(tmp_path):
+    data = ["--training.dataset=text", f"--training.dataset_path={write_rows(tmp_path / 'rows.jsonl')}"]
+    asked = [*SFT, *data, "--validation.split=0.1", "--validation.generated=2"]
+    assert lines(*asked) == [] and lines("--validation.enable", "--validation.generated=2") == []
+    assert lines("--validation.generated_tokens=3") == [
+        "validation.generated_tokens: given 3; allowed: unset without validation.generated; set both, or leave it out"
+    ]
+    assert lines("--validation.generated=2") == [
+        "validation.generated: given 2; allowed: 0 without validation.enable; turn it on, or leave it out"
+    ]
+    for axis, name in ((PP, "pipeline"), (CP, "context")):
+        (line,) = lines(*asked, f"{axis}2")
+        assert f"allowed: 0 with {name}_parallel_degree = 2, as no rank has all that makes a word; leave it" in line
+    (line,) = lines("--validation.enable", "--validation.generated=2", "--task.kind=documents")
+    assert "allowed: 0 with task.kind = documents, or one of pretrain, sft, dpo, ipo, orpo; leave it out" in line

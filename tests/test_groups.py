@@ -1,0 +1,201 @@
+"""Attention inside groups: against attention written out, how much of it there is, that nothing later is seen, and that
+evaluation is without it.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from tests.support.hf_parity import build, close, tokens_for
+from tests.support.tiny_decoders import LLAMA, MISTRAL, OPT
+from torchtitan import build as jobs
+from torchtitan.config.manager import load
+from torchtitan.errors import JobError
+from torchtitan.models import layers
+from torchtitan.models.cache import Remembering
+from torchtitan.models.groups import ShiftedGroups, attend_in_groups
+from torchtitan.models.layers import AttentionKernel
+from torchtitan.models.llama.model import Llama
+from torchtitan.models.mistral.model import Mistral
+from torchtitan.models.opt.model import OPT as OPTModel
+from torchtitan.parallelisms.context.kernel import Tokens, require_part
+from torchtitan.rules import check
+
+LENGTH, SIZE = 24, 8
+PLACES = torch.arange(LENGTH)
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 9 + [2] * 10, [0] * 24])
+
+
+def inputs(heads, key_heads):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, count, LENGTH, 16) for count in (heads, key_heads, key_heads)]
+    return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+
+
+def visible(heads, documents=None):
+    """[2, H, S, S], pair by pair: the same group of the head's kind, not later, the same document."""
+    made = torch.zeros(2, heads, LENGTH, LENGTH, dtype=torch.bool)
+    for head in range(heads):
+        shift = 0 if head < heads // 2 else SIZE // 2
+        for query in range(LENGTH):
+            for key in range(query + 1):
+                made[:, head, query, key] = math.floor((query + shift) / SIZE) == math.floor((key + shift) / SIZE)
+    return made if documents is None else made & (documents[:, None, :, None] == documents[:, None, None, :])
+
+
+def written_out(q, k, v, mask):
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return ((q @ k.mT) * q.shape[-1] ** -0.5).masked_fill(~mask, -math.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("heads, key_heads", [(4, 4), (6, 2), (4, 1), (6, 3)])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "documents"])
+def test_it_is_attention_inside_groups(heads, key_heads, documents):
+    """Also where query heads of both kinds share a key."""
+    q, k, v = inputs(heads, key_heads)
+    kernel = ShiftedGroups(SIZE, heads)
+    got = kernel(q, k, v, kernel.prepare(Tokens(PLACES, documents)))
+    torch.testing.assert_close(got, written_out(q, k, v, visible(heads, documents)), rtol=1e-10, atol=1e-12)
+
+
+def test_a_token_meets_those_of_its_groups():
+    """Of S tokens in groups of G: S / G triangles of G, and for the other half one fewer and two of G / 2."""
+    masks = [mask[0, 0].sum().item() for mask in ShiftedGroups(SIZE, 4).prepare(Tokens(PLACES, None))]
+
+    def triangle(n):
+        return n * (n + 1) // 2
+
+    assert masks == [3 * triangle(8), 2 * triangle(8) + 2 * triangle(4)] and sum(masks) < triangle(LENGTH)
+    assert ShiftedGroups(LENGTH, 4).prepare(Tokens(PLACES, None))[0] is None  # one group hides nothing
+
+
+def test_flex_attention_skips_what_is_hidden():
+    """Of 16 x 16 blocks of 128 tokens, those of triangles of 4 (of 2 at the ends of the shifted half) are looked at."""
+    masks = ShiftedGroups(512, 4, "flex").prepare(Tokens(torch.arange(2048), None))
+    seen = [256 * (1 - mask.sparsity() / 100) for mask in masks]
+    assert seen == pytest.approx([4 * 10, 3 * 10 + 2 * 3])
+
+
+def test_flex_attention_masks_the_same(monkeypatch):
+    monkeypatch.setattr(layers, "compiled", lambda function: function)  # compiling changes no mask
+    q, k, v = (x.float() for x in inputs(4, 2))
+    for documents in (None, DOCUMENTS):
+        kernel = ShiftedGroups(SIZE, 4, "flex")
+        masks = kernel.prepare(Tokens(PLACES, documents))
+        assert all(isinstance(mask, BlockMask) for mask in masks)
+        with torch.no_grad():
+            got = kernel(q, k, v, masks)
+        torch.testing.assert_close(got, written_out(q, k, v, visible(4, documents)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+def test_parts_of_heads_and_of_queries_are_those_of_the_whole(key_heads):
+    """Of tensor and of context parallel."""
+    q, k, v = inputs(8, key_heads)
+    whole, part = ShiftedGroups(SIZE, 8), ShiftedGroups(SIZE, 8)
+    mask = whole.prepare(Tokens(PLACES, DOCUMENTS))
+    expected = whole(q, k, v, mask)
+    every = [x.repeat_interleave(8 // key_heads, dim=1) for x in (k, v)]
+    for ranks, rank in ((2, 0), (2, 1), (4, 1), (4, 2)):
+        part.share, own = rank, slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
+        got = part(q[:, own], *(x[:, own] for x in every), mask)
+        torch.testing.assert_close(got, expected[:, own], rtol=1e-10, atol=1e-12)
+    some = torch.tensor([1, 9, 12, 23])
+    of_some = whole.prepare(Tokens(some, DOCUMENTS[:, some]), Tokens(PLACES, DOCUMENTS))
+    torch.testing.assert_close(whole(q[:, :, some], k, v, of_some), expected[:, :, some], rtol=1e-10, atol=1e-12)
+
+
+def grouped():
+    model = build(Llama, LLAMA["llama3"], dtype=torch.float64)
+    attend_in_groups(model, SIZE)
+    return model.train()
+
+
+def changed_at(tokens, place):
+    changed = tokens.clone()
+    changed[:, place] = (tokens[:, place] + 1) % LLAMA["llama3"].vocab_size
+    return changed
+
+
+@torch.no_grad()
+def test_no_token_sees_a_later_one():
+    """Of groups that wrap round, the first half group sees the sequence's end."""
+    model, tokens = grouped(), tokens_for(LLAMA["llama3"], 1, LENGTH)
+    logits = model(tokens)
+    for place in range(LENGTH):
+        differs = (model(changed_at(tokens, place)) != logits).any(-1)[0]
+        assert differs[place] and not differs[:place].any()
+
+
+@torch.no_grad()
+def test_groups_that_are_shifted_carry_over_their_borders():
+    """Two layers: the first token is met by its group, and from there half a group further."""
+    model, tokens = grouped(), tokens_for(LLAMA["llama3"], 1, LENGTH)
+    differs = (model(changed_at(tokens, 0)) != model(tokens)).any(-1)[0]
+    assert differs.nonzero().flatten().tolist() == list(range(12))
+
+
+@torch.no_grad()
+def test_evaluation_and_generation_see_everything():
+    plain, model = build(Llama, LLAMA["llama3"], dtype=torch.float64), grouped()
+    tokens = tokens_for(LLAMA["llama3"], 2, LENGTH)
+    assert not close(model(tokens), plain(tokens), 1e-2)
+    assert torch.equal(model.eval()(tokens), plain(tokens))
+    remembering = Remembering(model)
+    for end in (3, 20, 21):
+        logits = remembering(tokens[:1, :end])
+        assert close(logits, plain(tokens[:1, :end])[:, -logits.shape[1] :], 1e-12)
+
+
+def test_a_jobs_model_has_it():
+    config = load(["--model.s2_group_size=8", "--model.attention_backend=sdpa", "--model.tokenizer_path=bytes"])
+    model = jobs.adapted_model(config)[0]
+    (kernel,) = {model.kernel, *(block.attention.kernel for block in model.layers.values())}
+    assert type(kernel) is ShiftedGroups and (kernel.size, kernel.heads, kernel.backend) == (8, 16, "sdpa")
+    assert type(jobs.adapted_model(load(["--model.tokenizer_path=bytes"]))[0].kernel) is AttentionKernel
+
+
+def faults(ranks, *words):
+    found = check(load(["--model.tokenizer_path=bytes", "--training.seq_len=64", *words]), ranks, "cpu")
+    return [line for line in map(str, found) if "s2_group_size" in line]
+
+
+WRONG = [
+    (["--model.s2_group_size=64"], "less than training.seq_len = 64, of which groups are parts; write 16, or 0"),
+    (["--model.s2_group_size=15"], "given 15; allowed: an even number, by half of which groups are shifted; write 14"),
+    (["--model.name=mistral"], "0 for a model with a sliding window (64); write 0, or model.overrides = {sliding_w"),
+    (["--model.name=gpt2", "--model.overrides={attention_dropout = 0.1}"], "a model with attention_dropout (0.1)"),
+    (["--model.name=roberta"], "0 for roberta, whose tokens see those behind them; write 0, or train a decoder"),
+    (["--model.overrides={n_heads = 1, dim = 16}"], "n_heads = 1, an odd number, of which half attend in shifted gro"),
+    (["--task.kind=dpo"], '0 with task.kind = "dpo", which sets answers beside a reference as evaluation sees them'),
+    (["--task.kind=documents"], '0 with task.kind = "documents", which reads again what a cache has kept'),
+]
+
+
+@pytest.mark.parametrize("words, said", WRONG, ids=[words[-1] for words, _ in WRONG])
+def test_what_it_does_not_go_with_is_refused(words, said):
+    size = [] if "s2_group_size" in words[0] else ["--model.s2_group_size=16"]
+    assert [said in line for line in faults(1, *size, *words)] == [True]
+
+
+@pytest.mark.parametrize("method", ["ring", "alltoall", "ulysses"])
+def test_context_parallel_that_attends_by_itself_is_refused(method):
+    said = f'context_parallel_rotate_method: given "{method}"; allowed: "allgather" with model.s2_group_size'
+    require_part(ShiftedGroups(8, 4), "allgather")
+    with pytest.raises(JobError, match=said):
+        require_part(ShiftedGroups(8, 4), method)
+    words = ["--model.s2_group_size=16", "--parallelism.context_parallel_degree=2"]
+    (line,) = faults(2, *words, f"--parallelism.context_parallel_rotate_method={method}")
+    assert said in line and faults(2, *words) == []
+
+
+DROPPING = dataclasses.replace(OPT["words"], attention_dropout=0.1)
+
+
+@pytest.mark.parametrize("model, args", [(Mistral, MISTRAL["window"]), (OPTModel, DROPPING)], ids=["window", "drops"])
+def test_a_model_of_another_attention_is_refused(model, args):
+    with pytest.raises(JobError, match="given 8; allowed: 0 for .*, whose attention .* is not plainly causal"):
+        attend_in_groups(model(args), 8)

@@ -1,0 +1,130 @@
+"""Axolotl's unfrozen_parameters: what its regexes choose of a model of transformers is what the patterns of the job
+choose here, and none of them can take long.
+"""
+
+import random
+import re
+import time
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig
+
+from tests.support.judged import lines
+from torchtitan.importers import axolotl
+from torchtitan.importers.command_line import parse
+from torchtitan.importers.name_regex import RegexError, fits
+from torchtitan.models import CONFIGS, family_of
+from torchtitan.models.linears import parameters
+from torchtitan.models.registry import MODELS
+
+SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+LLAMA = LlamaConfig(num_hidden_layers=50, **SIZES)
+TIED = LlamaConfig(num_hidden_layers=2, tie_word_embeddings=True, **SIZES)
+GPT2 = GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=3, n_head=4)
+EXPERTS = Qwen3MoeConfig(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, **SIZES)
+
+
+def read(config, folder, *regexes, **others):
+    config.save_pretrained(folder / "model")
+    said = {"base_model": str(folder / "model"), "datasets": [{"path": "a.jsonl"}], "learning_rate": 1e-4}
+    (folder / "job.yml").write_text(yaml.safe_dump(said | {"unfrozen_parameters": list(regexes)} | others))
+    return axolotl.read(parse([str(folder / "job.yml")]))
+
+
+CHOSEN = [  # of which model, the regexes, and the patterns that they become
+    (LLAMA, ["^lm_head.weight$"], ["output.weight"]),
+    (LLAMA, ["model.layers.4[4-9]+.*"], [*(f"layers.{layer}.*" for layer in range(44, 50))]),
+    (LLAMA, ["model.layers.\\d+.mlp", "model.norm"],
+     [*(f"layers.*.feed_forward.w{i}.weight" for i in (1, 2, 3)), "norm.weight"]),
+    (LLAMA, ["model.layers.(7|11).self_attn.[qk]_proj", "^model.layers.3."],
+     ["layers.3.*", *(f"layers.{n}.attention.{w}.weight" for w in ("wq", "wk") for n in (7, 11))]),
+    (TIED, ["model.embed_tokens"], ["tok_embeddings.weight"]),
+    (TIED, ["model.layers"], ["layers.*"]),
+    (GPT2, ["transformer.h.1.attn.c_attn.weight"], [f"layers.1.attention.w{x}.weight" for x in "qkv"]),
+    (EXPERTS, ["model.layers.1.mlp.experts", "model.layers.0.mlp.gate"],
+     [*(f"layers.1.moe.experts.w{i}" for i in (1, 2, 3)), "layers.0.moe.router.gate.weight"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config, regexes, expected", CHOSEN, ids=[" ".join(regexes) for _, regexes, _ in CHOSEN])
+def test_the_same_parameters_are_chosen(config, regexes, expected, tmp_path):
+    patterns = read(config, tmp_path, *regexes).values["training.unfrozen"]
+    assert sorted(patterns) == sorted(expected)
+    with torch.device("meta"):
+        theirs = [name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]
+    wanted = {name for name in theirs if any(re.match(each.replace(".", "\\."), name) for each in regexes)}
+    family = family_of(config.model_type)
+    args = CONFIGS[family].args_of(tmp_path / "model")
+    chosen = [name for name in parameters(args) if any(fnmatchcase(name, each) for each in patterns)]
+    found = {each for name in chosen for each in MODELS[family].hf.form(args).hf_names(name)}
+    if config is not EXPERTS:  # whose are stacked in this transformers, and were one by one when Axolotl was
+        assert found == wanted
+
+
+WRONG = [  # the regexes, and what is said of them
+    (["^model.embed_tokens.weight$[:32000]"], "of a matrix all rows are trained, or none: drop [:32000]"),
+    (["model.layers.[1]"], "of a matrix all rows are trained, or none: drop [1]"),
+    (["model.layers.9."], "regexes of how some of these begin: model.embed_tokens.weight, model.layers.*."),
+    (["lm_head", "a" * 201], "regexes without longer than 200 characters"),
+    (["model\\.norm"], "a backslash, except in \\d: a dot stands for itself"),
+    (["((a))"], "a group in a group"),
+    (["(?=a)"], "a group of another kind than (?:)"),
+    (["(a"], "a ( without its )"),
+    (["a)"], "a ) without its ("),
+    (["*a"], "nothing before * to be repeated"),
+    (["a**"], "a repetition of a repetition"),
+    (["^*"], "a ^ that is repeated"),
+    (["a{1000}"], "a repetition of more than 99 times"),
+    (["a{x}"], "a { that does not say how often"),
+    (["[a"], "a class that is none"),
+    (["lm_head"] * 2001, "at most 2000"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("regexes, said", WRONG, ids=[regexes[-1][:30] for regexes, _ in WRONG])
+def test_what_is_refused(regexes, said, tmp_path):
+    faults = read(TIED, tmp_path, *regexes).faults
+    assert len(faults) == 1 and faults[0].key == "unfrozen_parameters" and said in str(faults[0])
+
+
+def test_what_is_refused_of_a_model_or_beside_an_adapter(tmp_path):
+    (fault,) = read(EXPERTS, tmp_path, "model.layers.0.mlp.experts.1.up_proj").faults
+    assert "none, or all, of layers.0.moe.experts.w3; its experts are one parameter here" in str(fault)
+    (fault,) = read(TIED, tmp_path, "lm_head").faults
+    assert "model.embed_tokens.weight" in str(fault), "a tied head has no name of its own"
+    (fault,) = read(TIED, tmp_path, "model.norm", base_model="llama-7b").faults
+    assert "whose config.json is in llama-7b; fetch the model" in str(fault)
+    (fault,) = read(TIED, tmp_path, "model.norm", adapter="lora", lora_target_linear=True).faults
+    assert "nothing with an adapter; lora_modules_to_save" in str(fault)
+
+
+def test_a_regex_fits_what_it_fits_in_python_and_none_takes_long():
+    draw, told = random.Random(0), 0
+    parts = ["a", "b", ".", "(", ")", "|", "*", "+", "?", "[ab]", "[^a]", "[a-c]", "^", "$", "{2}", "{1,2}", "\\d", "1"]
+    for _ in range(3000):
+        regex = "".join(draw.choices(parts, k=draw.randrange(1, 8)))
+        try:
+            begins = fits(regex)
+        except RegexError:
+            continue
+        theirs = re.compile(regex.replace(".", "\\."))
+        told += 1
+        for name in ("", "a", "ab", "aab", "a.b", "1ab", "bc1", "aaaa"):
+            assert begins(name) == bool(theirs.match(name)), (regex, name)
+    assert told > 500
+    assert not fits("a*" * 99 + "$")("a" * 60 + "b"), "re would take longer than anybody waits"
+    assert not fits("(a*)*" * 20 + "b")("a" * 60)
+    start = time.process_time()
+    for slow in ("(" + "x{99}" * 38 + "){99}", "(" + "|".join(["a{99}"] * 30) + "){99}"):
+        assert not any(map(fits(slow), ["model.layers.0.mlp.gate.weight"] * 100))
+    assert time.process_time() - start < 2, "a millisecond for a name; where what fits nothing goes on, 90 of them"
+
+
+def test_the_job_is_one_that_check_takes(tmp_path):
+    made = read(TIED, tmp_path, "model.layers.1.", "model.norm")
+    assert made.values["training.unfrozen"] == ["layers.1.*", "norm.weight"]
+    sizes = "--model.overrides={n_layers=2, tied_embeddings=true}"
+    assert lines(sizes, '--training.unfrozen=["layers.1.*", "norm.weight"]') == []

@@ -1,0 +1,65 @@
+"""A cache lies where the model computes, wherever its weights are; the meta device stands for one of both."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support.remembering import read, remembering, segments
+from torchtitan.loss import SummedCrossEntropy
+from torchtitan.origin import Origin
+
+ELSEWHERE = torch.device("meta")
+
+
+@pytest.mark.parametrize("compression", [1, 4])
+def test_what_is_taken_back_lies_where_the_model_computes(compression):
+    """Without a compression the memory has no weights that could tell, and others may be offloaded."""
+    model, installed = remembering(compression=compression, resume_warmup="saved")
+    model.train()
+    read(model, installed, segments(2))
+    kept = installed.kept([model])
+    assert kept["0.counts"].tolist() == [16, 16]
+    config = SimpleNamespace(training=SimpleNamespace(local_batch_size=2))
+    dims, whole = SimpleNamespace(degrees={}, ep=1), SimpleNamespace(adapter=installed, parts=[model], device=ELSEWHERE)
+    back = Origin(config, dims, whole)._take_back({"degrees": {"ep": 1}}, {n: list(t.shape) for n, t in kept.items()})
+    assert back.keys() == kept.keys()
+    devices = {name: tensor.device for name, tensor in back.items()}
+    assert devices.pop("0.clock").type == "cpu"  # the host's
+    assert set(devices.values()) == {ELSEWHERE}
+
+
+def seen(offloaded):
+    torch.manual_seed(0)
+    model, installed = remembering(dtype=torch.float64, init="pca")
+    weights = model.memory.state_dict()
+    model.eval()
+    if offloaded:
+        model.memory.to(ELSEWHERE)
+    installed.begin_looking([model])
+    model.memory.load_state_dict(weights, assign=True)
+    with torch.no_grad():
+        read(model, installed, segments(2))
+    installed.follow_what_was_seen([model])
+    return model.memory.h_proj.weight
+
+
+def test_states_are_looked_at_where_they_are():
+    assert torch.equal(seen(offloaded=True), seen(offloaded=False))
+
+
+def counted(offloaded):
+    torch.manual_seed(0)
+    model, installed = remembering(track_hits=True)
+    model.loss = SummedCrossEntropy(1)
+    model.train()
+    for batch in segments(3):
+        model(batch, labels=batch.roll(-1)).backward()
+        installed.after_batch([model])
+    if offloaded:
+        model.to(ELSEWHERE)
+    return installed.metrics([model])
+
+
+def test_hits_are_summed_wherever_the_weights_are():
+    assert counted(offloaded=True) == counted(offloaded=False) != {}

@@ -1,0 +1,92 @@
+"""What tokens find is the same on all ranks, and on one: also where each keeps a part of the cache."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.combinations import COMPOSED, Combination
+from tests.support.pool import run_ranks
+from tests.test_combinations import run_row
+from torchtitan.adapters.neurocache import memory
+from torchtitan.adapters.neurocache.lookup import beside, nearest, places_of
+from torchtitan.adapters.neurocache.memory import gathered
+from torchtitan.adapters.neurocache.share import Share
+from torchtitan.adapters.neurocache.sizes import cache_bytes
+from torchtitan.adapters.neurocache.store import Segment, Store
+from torchtitan.config.sections.neurocache import Neurocache as Cache
+from torchtitan.errors import JobError
+from torchtitan.parallelisms.tensor_parallel import Border
+
+CACHE = dict(adapter="neurocache", accumulation=4, precision="float64")
+
+
+def found(row: Combination) -> list[list[int]]:
+    """Of each lookup of an accumulated step the ages of what its tokens found, -1 where nothing was."""
+    seen, nearest = [], memory.nearest
+
+    def watched(*args, **options):
+        hits = nearest(*args, **options)
+        seen.append(hits.ages.where(hits.there, -1).flatten().tolist())
+        return hits
+
+    memory.nearest = watched
+    try:
+        run_row(row)
+    finally:
+        memory.nearest = nearest
+    return seen
+
+
+@pytest.mark.parametrize("adapter", ["neurocache", "neurocache, shared"])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_hits_under_tensor_parallel_are_one_device_s(adapter, sequence_parallel):
+    (alone,) = run_ranks(1, found, Combination(**CACHE))
+    assert len(alone) == 4 and max(alone[0]) == -1 and min(alone[-1]) >= 0
+    split = Combination(**COMPOSED["TP 2"], **CACHE | {"adapter": adapter}, sequence_parallel=sequence_parallel)
+    assert run_ranks(2, found, split) == [alone, alone]
+
+
+def read(size: int, similarity: str, ranks: int) -> tuple[list, list, int]:
+    """Of segments that are stored one after the other, in a store of `size` entries that these ranks share: what is
+    found, what is read of it, and the rank's bytes. Small whole numbers: many scores are equal.
+    """
+    generator = torch.Generator().manual_seed(0)
+    border = Border(init_device_mesh("cpu", (ranks,)), sequence=False) if ranks > 1 else None
+    share, layer, device = Share(border), 3, torch.device("cpu")
+    store = Store(2, size, [layer], {"key": 4}, torch.float32, device, share=share)
+    ages, rows = [], []
+    for segment in range(6):
+        states = torch.randint(-1, 2, (2, 7, 4), generator=generator).float()
+        reach = -(-max(store.reach, 1) // share.ranks) * share.ranks
+        keys = store.kept[layer, "key"][:, : reach // share.ranks]
+        how = dict(similarity=similarity, share=share)
+        hits = beside(nearest(states, keys, store.counts, 5, **how), 2, reach, store.counts)
+        places = places_of(hits, reach, store.counts)
+        read = share.whole(gathered(keys, places // share.ranks), places)
+        ages.append(hits.ages.where(hits.there, -1).tolist())
+        rows.append(read.where(hits.there[..., None], 0).tolist())
+        filled = torch.tensor([7, 1 + segment])
+        begins = torch.tensor([False, segment == 3])
+        counts = store.counts.masked_fill(begins, 0)
+        store.commit(Segment(slice(0, 2), counts, filled, {(layer, "key"): states}, {}))
+    return ages, rows, store.bytes
+
+
+@pytest.mark.parametrize("similarity", ["l2", "dot"])
+@pytest.mark.parametrize("size", [8, 12, 24])
+def test_a_shared_store_finds_what_a_whole_one_does(size, similarity):
+    """Of equal scores the latest, whichever rank has it: partly filled, full and wrapped."""
+    *whole, _ = read(size, similarity, 1)
+    assert len({age for segment in whole[0] for lane in segment for token in lane for age in token}) > 5
+    options = Cache(cache_size=size, cache_shard="tp", cache_dtype="float32", compression=8)
+    for *shared, own_bytes in run_ranks(2, read, size, similarity, 2):
+        assert shared == whole and own_bytes == cache_bytes(options, 32, 4, 2, training=False, tp=2)
+
+
+def test_a_cache_that_ranks_do_not_divide_is_refused():
+    """By a job before it starts; by `torchtitan generate --ranks`, which may have others, here."""
+    share = Share(SimpleNamespace(rank=0, size=3))
+    with pytest.raises(JobError, match='cache_size: given 16; allowed: a multiple of 3 ranks; write 15, or .* "none"'):
+        Store(1, 16, [0], {"key": 1}, torch.float32, torch.device("cpu"), share=share)

@@ -1,0 +1,52 @@
+"""What a file says ends in a time that is given."""
+
+import re
+import signal
+import threading
+import time
+
+import pytest
+
+from torchtitan.commands.patience import TooLong, at_most, unhurried
+
+
+def endless():
+    re.search("(a+)+b", "a" * 60)
+
+
+def test_a_pattern_that_does_not_end_is_ended():
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(TooLong, match="no end after 0.05 s"), at_most(0.05):
+        endless()
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_what_ends_in_its_time_is_left_alone():
+    with at_most(30):
+        pass
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_other_time_does_not_count():
+    with pytest.raises(TooLong), at_most(0.2):
+        with unhurried():
+            time.sleep(0.3)
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 0.2
+        endless()
+    with unhurried():  # without a bound around it
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_another_thread_has_no_bound_and_goes_on():
+    done = []
+
+    def beside():
+        with at_most(0.001), unhurried():
+            time.sleep(0.02)
+            done.append(True)
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    thread.join()
+    assert done

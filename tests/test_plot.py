@@ -1,0 +1,78 @@
+"""`torchtitan plot`: the loss of a run in the terminal, and as a page that needs nothing else."""
+
+import re
+
+import pytest
+
+from tests.test_metrics import png_size, write_run
+from torchtitan import cli
+from torchtitan.commands import plot
+
+
+def test_two_points_are_a_drawing():
+    drawing = plot.drawn([(1, 3.0), (2, 2.0)], [(2, 2.5)], plot.LABEL + 20)
+    lines = drawing.splitlines()
+    assert len(lines) == plot.ROWS + 2
+    assert lines[0] == "  3.000 |o" and lines[plot.ROWS - 1] == "  2.000 |" + " " * 19 + "o"
+    assert lines[-2] == " " * plot.LABEL + f"1{'2':>19}"
+    assert lines[-1].endswith(". loss of a logged step   o smoothed, 1 of them at a time   v validation")
+    (at,) = [number for number, line in enumerate(lines[:-1]) if "v" in line]
+    assert at == 8 and lines[at] == "  2.467 |" + " " * 19 + "v"
+
+
+def test_a_line_falls_from_the_left_to_the_right_and_one_value_is_in_the_middle():
+    lines = plot.drawn([(step, 40.0 - step) for step in range(1, 41)], [], plot.LABEL + 40).splitlines()
+    places = [line.find("o") for line in lines[: plot.ROWS] if "o" in line]
+    assert places == sorted(places) and len(places) > plot.ROWS - 3
+    assert "smoothed, 5 of them at a time" in lines[-1] and "validation" not in lines[-1]
+    lines = plot.drawn([(7, 2.0)], [], 30).splitlines()
+    assert [number for number, line in enumerate(lines[:-1]) if "o" in line] == [plot.ROWS // 2]
+
+
+def test_the_command_draws_what_is_finite_and_a_page_of_its_own(tmp_path, capsys):
+    run = tmp_path / "<run>"
+    run.mkdir()
+    write_run(run / "metrics.jsonl", [3.0, float("nan"), 2.0])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "validation_loss": 2.5}\n{"step": 4, "lo')
+    assert cli.main(["plot", str(run), "--to", str(tmp_path / "a.html")]) == 0
+    out = capsys.readouterr().out
+    assert "3.000 |" in out and "v validation" in out and out.endswith(f"drawn into {tmp_path}/a.html\n")
+    page = (tmp_path / "a.html").read_text()
+    assert page.startswith("<!doctype html>") and page.count("<svg") == 1 and page.endswith("</svg>\n</html>\n")
+    assert "&lt;run&gt;</title>" in page and "<run>" not in page
+    assert not re.search(r"<script|<link|<img|src=|href=\"(?!#)", page)  # nothing is fetched
+    assert cli.main(["plot", str(run / "metrics.jsonl"), "--to", str(tmp_path / "a.png")]) == 0
+    assert png_size(tmp_path / "a.png") == (1500, 1080)
+
+
+def test_what_no_run_writes_is_drawn_as_far_as_it_is_finite(tmp_path, capsys):
+    """Rows of another program, in a folder whose name is a formula for the picture's writer."""
+    run = tmp_path / "$x_{$"
+    run.mkdir()
+    rows = '{"step": 1, "loss": 3}\n{"step": 2, "loss": NaN, "lr": 1e999}\n{"step": 3, "loss": 123456.7, "lr": "low"}\n'
+    (run / "metrics.jsonl").write_text(rows + '{"step": 3, "validation_loss": Infinity}\n')
+    assert cli.main(["plot", str(run), "--to", str(tmp_path / "a.png")]) == 0
+    out = capsys.readouterr().out
+    assert png_size(tmp_path / "a.png") == (1500, 1080) and " v validation" not in out
+    drawing = out.splitlines()[: plot.ROWS]
+    assert drawing[0].startswith("1.2e+05 |") and {line.index("|") for line in drawing} == {plot.LABEL - 1}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["none"], "none: cannot be read (No such file or directory); give the dump_folder of a run that has logged"),
+        (["."], "metrics.jsonl: no loss in it; allowed: what a run has logged; look again after its first logged step"),
+        (["run", "--to=a.gif"], "--to: given 'a.gif'; allowed: names with .html or .svg or .png; rename it"),
+        (["run", "--to=none/a.html"], "none/a.html: cannot be written (No such file or directory); give another name"),
+    ],
+    ids=lambda case: "-".join(case) if isinstance(case, list) else "",
+)
+def test_refusals(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "run").mkdir()
+    write_run(tmp_path / "run" / "metrics.jsonl", [3.0, 2.0])
+    assert cli.main(["plot", *words]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,83 @@
+"""`torchtitan prepare job.toml`: the run starts on what it made, and it says what that is."""
+
+import json
+
+import pytest
+
+from tests.support.jobs import arguments, write_texts
+from tests.test_sft import words, write_rows
+from torchtitan import build, build_data
+from torchtitan.commands import prepare
+from torchtitan.config import manager
+from torchtitan.config.options import ConfigError
+from torchtitan.datasets import preparing
+from torchtitan.datasets.tokens import TokenShards
+from torchtitan.errors import JobError
+
+
+def prepared(argv, capsys):
+    assert prepare.main(argv) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_run_starts_on_it(tmp_path, capsys, monkeypatch):
+    """Also with validation data of its own, and more workers."""
+    rows, others = write_rows(tmp_path / "rows"), write_rows(tmp_path / "others", count=9)
+    own = dict(validation__split=None, validation__dataset="text", validation__dataset_path=others)
+    argv = [word for word in words(tmp_path / "run", rows, **own) if not word.endswith("=None")]
+    (tmp_path / "job.toml").write_text(manager.to_toml(manager.load(argv)))
+    shown = prepared([str(tmp_path / "job.toml"), "--data.num_proc=2"], capsys)
+    monkeypatch.setattr(preparing, "prepare", lambda *args: pytest.fail("tokenized again"))
+    config = manager.load(argv)
+    plan = build.dims(config, 1)
+    steps = build_data.with_steps(config, plan).training.steps
+    assert shown[-1] == f"kept in {tmp_path}/run/data" and f"; {steps} steps of 4, on 1 rank" in shown[-2]
+    (training,) = build_data.data_sources(config, "training")
+    build_data.data_sources(config, "validation")
+    assert isinstance(training.source, TokenShards)
+    made = build_data.filled(config, [training.source])
+    assert shown[-2].startswith(f"samples {made}; ") and [len(line.split()) for line in shown[1:3]] == [12, 12]
+
+
+def test_what_became_of_the_records_is_a_table(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    lengths = [10] * 50 + [60] * 40 + [90] * 10  # with begin, end and a prompt of one byte
+    records = [{"prompt": "a", "completion": "b" * (length - 3)} for length in lengths]
+    rows.write_text("".join(json.dumps(record) + "\n" for record in records))
+    shown = prepared(words(tmp_path / "run", rows, training__seq_len=63), capsys)
+    header, row, advice, samples, _ = shown
+    assert header.split()[:4] == ["records", "whole", "cut", "left"]
+    assert row.split()[2:] == ["100", "90", "0", "10", "60", "90", "90", "90", "2,900", "93.8%"]
+    assert advice.endswith("training.seq_len = 89 would keep 99 % whole") and advice.startswith("training: ")
+    assert samples.startswith("samples ")
+
+
+def test_texts_of_epochs_have_no_records(tmp_path, capsys):
+    argv = arguments(tmp_path / "run", write_texts(tmp_path), training__epochs=1)
+    _, row, samples, _ = prepared([word for word in argv if "training.steps" not in word], capsys)
+    assert row.split()[2:3] == ["120"] and row.endswith("100.0%") and "in a pass; " in samples
+
+
+def test_a_job_for_gpus_is_prepared_anywhere(tmp_path, capsys):
+    argv = words(tmp_path / "run", write_rows(tmp_path), training__dataloader__pin_memory=True)
+    assert "samples " in prepared(argv, capsys)[-2]
+
+
+def test_refusals(tmp_path):
+    texts = write_texts(tmp_path)
+    with pytest.raises(JobError, match="so that nothing is tokenized before; set training.epochs, or"):
+        prepare.main(arguments(tmp_path / "run", texts))
+    with pytest.raises(ConfigError, match="validation.split"):
+        prepare.main(words(tmp_path / "run", texts, validation__enable=False))
+    assert not (tmp_path / "run").exists()
+
+
+def test_where_all_records_are_too_long(tmp_path):
+    rows = write_rows(tmp_path / "rows")
+    argv = words(tmp_path / "run", rows, training__seq_len=64, validation__enable=False)
+    argv = [word for word in argv if not word.startswith("--validation.") or "enable" in word]
+    told = (
+        r"rows.jsonl: no record is left of it \(0 whole, 60 dropped; lengths .*; training.seq_len = \d+ would keep 99 %"
+    )
+    with pytest.raises(JobError, match=told):
+        prepare.main(argv)

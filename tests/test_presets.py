@@ -1,0 +1,107 @@
+"""`torchtitan presets`: what there is, one of them, a copy to change."""
+
+import pytest
+import tomli
+
+from tests.support.presets import write_model, write_records
+from torchtitan import cli
+from torchtitan.config import manager
+from torchtitan.rules import check
+from torchtitan.shipped import jobs
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def presets(*words):
+    return cli.main(["presets", *map(str, words)])
+
+
+def test_all_are_listed_and_some_by_words_of_their_heads(capsys):
+    assert presets("ls") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(jobs())
+    (qlora,) = [line for line in lines if line.startswith("sft_qlora ")]
+    assert "  1 GPU of 24 GB  " in qlora and qlora.endswith("beside its own weights in 4 bits")
+    assert presets("ls", "LORA", "pairs") == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["dpo_lora", "orpo_lora"]
+    assert presets("ls", "nothing", "such") == 2
+    assert "no job's head has nothing and such; there are debug_model, " in capsys.readouterr().err
+
+
+def test_one_is_printed_as_it_is(capsys):
+    assert presets("cat", "sft_lora") == 0
+    assert capsys.readouterr().out == jobs()["sft_lora"].read_text()
+
+
+def test_a_copy_has_the_users_model_and_records_and_can_start(here, capsys):
+    model, records = write_model(here / 'my "model'), write_records(here / "my rows")
+    assert presets("cp", "sft_full", "mine.toml", "--model", model, "--data", records["sft"]) == 0
+    assert "wrote mine.toml; its head says" in capsys.readouterr().out
+    config = manager.load(["--job.config_file", "mine.toml"])
+    assert check(config, 8, "cuda") == []
+    assert config.model.hf_folder == config.model.tokenizer_path == config.checkpoint.initial_load_path == str(model)
+    assert (config.training.dataset_path, config.job.dump_folder) == (str(records["sft"]), "./outputs/mine")
+    text, given = (here / "mine.toml").read_text(), jobs()["sft_full"].read_text()
+    assert len(text.splitlines()) == len(given.splitlines()) and text.split("\n\n")[0] == given.split("\n\n")[0]
+
+
+def test_the_family_is_that_of_the_folder(here, capsys):
+    for model_type, family in (("mistral", "mistral"), ("qwen3", "qwen3"), ("llama", "llama3")):
+        (here / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+        assert presets("cp", "sft_qlora", f"{model_type}.toml", "--model", here) == 0
+        assert tomli.loads((here / f"{model_type}.toml").read_text())["model"]["name"] == family
+    (here / "config.json").write_text('{"model_type": "mamba"}')
+    assert presets("cp", "sft_qlora", "no.toml", "--model", here) == 2
+    assert "a model of another family; allowed: one of llama3, " in capsys.readouterr().err
+    (here / "config.json").write_text("{")
+    assert presets("cp", "sft_qlora", "no.toml", "--model", here) == 2
+    assert "config.json cannot be read as JSON" in capsys.readouterr().err
+    (here / "empty").mkdir()
+    for folder in ("none", "empty", "config.json"):
+        assert presets("cp", "sft_qlora", "no.toml", "--model", folder) == 2
+        told = f"--model: given {folder}; allowed: a folder with a config.json, as Hugging Face's models are; give the"
+        assert told in capsys.readouterr().err
+    assert not (here / "no.toml").exists()
+
+
+@pytest.mark.parametrize("name", jobs())
+def test_every_copy_says_what_the_job_says(name, here):
+    """Also one that extends another, which is not beside the copy."""
+    assert presets("cp", name) == 0
+    copied, shipped = (manager.load(["--job.config_file", file]) for file in (f"{name}.toml", str(jobs()[name])))
+    copied.job.config_file, copied.job.dump_folder = shipped.job.config_file, shipped.job.dump_folder
+    assert copied == shipped
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["cp", "qlora"], "qlora: not a preset; allowed: debug_model, "),
+        (["cat", "sft_qlor"], "did you mean sft_qlora?"),
+        (["cat"], "torchtitan presets cat: given no name"),
+        (["cp", "sft_lora", "a", "b"], "torchtitan presets cp: given sft_lora a b"),
+        (["cp", "debug_model", "a.toml", "--data=x"], "--data: the job debug_model asks for none"),
+        (["cat", "sft_lora", "--model=x"], "--model, --data: allowed with torchtitan presets cp"),
+        (["cp", "sft_lora", "there.toml"], "there.toml: it is there already; give another name, or remove it"),
+        (["cp", "sft_lora", "none/a.toml"], "none/a.toml: cannot be written (No such file or directory)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_what_is_refused(words, said, here, capsys):
+    (here / "there.toml").write_text("mine")
+    assert presets(*words) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in here.iterdir()] == ["there.toml"] and (here / "there.toml").read_text() == "mine"
+
+
+def test_usage(capsys):
+    assert presets("--help") == 0
+    assert "cp NAME [FILE] [--model FOLDER] [--data FILES]" in capsys.readouterr().out
+    for words in ([], ["copy", "sft_lora"], ["ls", "--modl", "x"]):
+        with pytest.raises(SystemExit, match="2"):
+            presets(*words)
+        assert "torchtitan presets: error" in capsys.readouterr().err

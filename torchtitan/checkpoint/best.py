@@ -1,0 +1,82 @@
+"""Which checkpoint is the best by what a validation has measured at its step. They say it themselves, so that nothing
+has to be kept beside them. Needs no torch, and executes nothing that it reads.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtitan.checkpoint import layout
+from torchtitan.checkpoint.layout import CheckpointError, NothingLoadable
+
+MEASURED = "measured"
+"""In the trainer's state: what the validation at this very step has measured, finite numbers by their names in
+metrics.jsonl."""
+LOSS = "validation_loss"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One of these names, and whether the highest value of it is the best."""
+
+    name: str
+    highest: bool
+
+    @classmethod
+    def of(cls, name: str, mode: str | None) -> "Metric":
+        """`mode`: "min", "max", or unset for the lowest loss and the highest of anything else."""
+        return cls(name, highest=not name.endswith("loss") if mode is None else mode == "max")
+
+    def is_better(self, value: float, than: float | None, by: float = 0.0) -> bool:
+        """Whether it lies more than `by` on the better side. What is not finite never does."""
+        if not math.isfinite(value):
+            return False
+        return than is None or (value - than if self.highest else than - value) > by
+
+
+class Best(NamedTuple):
+    folder: Path
+    value: float
+
+
+def best_of(complete: Iterable[Path], metric: Metric) -> Best | None:
+    """The oldest with the best value; None where none was validated, or says so legibly."""
+    best: Best | None = None
+    for folder in sorted(complete):
+        value = _measured(folder).get(metric.name)
+        if isinstance(value, float) and metric.is_better(value, best and best.value):
+            best = Best(folder, value)
+    return best
+
+
+def _measured(folder: Path) -> dict[str, Any]:
+    try:
+        measured = layout.read_state(folder)["trainer"].get(MEASURED)
+    except CheckpointError:
+        return {}
+    return measured if isinstance(measured, dict) else {}
+
+
+def metric_of(trainer: Mapping[str, Any]) -> Metric | None:
+    """By which the job of a checkpoint tells the best, if it does."""
+    job = trainer.get("job")
+    options = job.get("checkpoint") if isinstance(job, dict) else None
+    name = options.get("best_metric") if isinstance(options, dict) else None
+    return Metric.of(name, options.get("best_mode")) if isinstance(name, str) else None
+
+
+def best_in(root: Path, metric: Metric | None = None) -> Best:
+    """Of a folder of checkpoints, by that metric or that of its newest one's job. Raises `NothingLoadable` where there
+    is none.
+    """
+    complete, _ = layout.complete_steps(root)
+    if metric is None and complete:
+        metric = metric_of(layout.read_state(complete[0])["trainer"])
+    if metric is None:
+        raise NothingLoadable(f"{root}: its job has no checkpoint.best_metric, which tells the best; name a step")
+    best = best_of(complete, metric)
+    if best is None:
+        raise NothingLoadable(f"{root}: no checkpoint in it has a {metric.name}, which tells the best; name a step")
+    return best

@@ -1,0 +1,96 @@
+"""`torchtitan plot FOLDER [--to run.html]`: the loss of a run so far, from its metrics.jsonl, drawn in the terminal and
+into a page that needs no other file, or a picture. Needs neither torch nor a service.
+"""
+
+import argparse
+import html
+import shutil
+import tempfile
+from pathlib import Path
+
+from torchtitan.errors import JobError
+from torchtitan.metrics.json_lines import read_records
+from torchtitan.plot import FORMATS, check_format, draw_training_curve, is_finite, smoothed, smoothed_over
+
+METRICS = "metrics.jsonl"
+PAGE = ".html"
+ROWS, LABEL = 16, 9
+"""Of the terminal: how high the drawing is, and how wide what stands before it."""
+RAW, SMOOTHED, HELD_OUT = ".", "o", "v"
+Points = list[tuple[int, float]]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="torchtitan plot", description=__doc__.split(": ")[1], allow_abbrev=False)
+    parser.add_argument("folder", type=Path, help=f"a run's dump_folder, or its {METRICS}")
+    parser.add_argument("--to", type=Path, help=f"a file to draw into: {PAGE}, {' or '.join(FORMATS)}")
+    options = parser.parse_args(argv)
+    if options.to is not None:
+        check_format(options.to, "--to", (PAGE, *FORMATS))
+    path = options.folder / METRICS if options.folder.is_dir() else options.folder
+    losses, held_out = read(path)
+    print(drawn(losses, held_out, shutil.get_terminal_size().columns - 1))
+    if options.to is not None:
+        try:
+            write(path, options.to, title=str(options.folder))
+        except OSError as error:
+            raise JobError(f"{options.to}: cannot be written ({error.strerror}); give another name") from None
+        print(f"drawn into {options.to}")
+    return 0
+
+
+def read(path: Path) -> tuple[Points, Points]:
+    """Steps with their loss, and with that of their validation, of those that are finite. JobError for no run's."""
+    try:
+        records = read_records(path)
+    except OSError as error:
+        remedy = f"give the dump_folder of a run that has logged, or its {METRICS}"
+        raise JobError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
+    losses, held_out = (
+        [(record["step"], record[key]) for record in records if is_finite(record.get(key))]
+        for key in ("loss", "validation_loss")
+    )
+    if not losses:
+        raise JobError(f"{path}: no loss in it; allowed: what a run has logged; look again after its first logged step")
+    return losses, held_out
+
+
+def drawn(losses: Points, held_out: Points, width: int) -> str:
+    """So many characters wide."""
+    columns = max(width - LABEL, 20)
+    values = [value for _, value in [*losses, *held_out]]
+    low, high, first, last = min(values), max(values), losses[0][0], losses[-1][0]
+    grid = [[" "] * columns for _ in range(ROWS)]
+    steps, smooth = [step for step, _ in losses], smoothed([loss for _, loss in losses])
+    for mark, points in ((RAW, losses), (SMOOTHED, zip(steps, smooth, strict=True)), (HELD_OUT, held_out)):
+        for step, value in points:
+            column = round((min(max(step, first), last) - first) / max(last - first, 1) * (columns - 1))
+            row = round((high - value) / (high - low) * (ROWS - 1)) if high > low else ROWS // 2
+            grid[row][column] = mark
+    labels = {0: high, ROWS // 2: high - (high - low) * (ROWS // 2) / (ROWS - 1), ROWS - 1: low}
+    rows = [f"{_number(labels[i]):>{LABEL - 2}} |" if i in labels else " " * (LABEL - 1) + "|" for i in range(ROWS)]
+    rows = [(label + "".join(row)).rstrip() for label, row in zip(rows, grid, strict=True)]
+    meaning = f"{RAW} loss of a logged step   {SMOOTHED} smoothed, {smoothed_over(len(losses))} of them at a time"
+    meaning += f"   {HELD_OUT} validation" * bool(held_out)
+    ends = f"{first:<{columns // 2},}{last:>{columns - columns // 2},}"
+    return "\n".join([*rows, " " * LABEL + ends, f"{'step':>{LABEL - 1}} {meaning}"])
+
+
+def _number(value: float) -> str:
+    """In the width that a label has."""
+    text = f"{value:.3f}"
+    return text if len(text) <= LABEL - 2 else f"{value:.2g}"
+
+
+def write(metrics: Path, target: Path, title: str) -> None:
+    """OSError where it cannot be written."""
+    if target.suffix.lower() != PAGE:
+        draw_training_curve(metrics, target, title)
+        return
+    with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
+        picture = Path(folder, "picture.svg")
+        draw_training_curve(metrics, picture, title)
+        svg = picture.read_text(encoding="utf-8")
+    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+    style = "<style>body { margin: 2em } svg { max-width: 100%; height: auto }</style>"
+    target.write_text(f"{head}\n{style}\n{svg[svg.index('<svg') :]}</html>\n", encoding="utf-8")

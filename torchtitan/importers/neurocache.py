@@ -1,0 +1,287 @@
+"""train_neurocache.py of Neurocache's authors as jobs: a cache of past states, LoRA, or both, beside a frozen model.
+
+What the script did and does not happen here is said in a note. Its map of layers was run as Python; here it is read.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan.adapters.neurocache.released import CONFIG as ADAPTER
+from torchtitan.adapters.neurocache.released import NAMES, options_of
+from torchtitan.adapters.neurocache.released import read as read_adapter
+from torchtitan.adapters.neurocache.sizes import KEY, layers_of
+from torchtitan.config.sections.neurocache import Neurocache
+from torchtitan.errors import JobError
+from torchtitan.importers.command_line import CommandLine
+from torchtitan.importers.folder import family_in, from_folder
+from torchtitan.importers.linears import LINEARS
+from torchtitan.importers.neurocache_flags import FLAGS
+from torchtitan.importers.script import Script
+from torchtitan.models import CONFIGS, SIZES
+from torchtitan.models.hf.config import CONFIG
+
+COUNTS = (
+    *("per_device_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size", "sequence_length"),
+    *("gradient_accumulation_steps", "max_train_steps", "max_eval_steps"),
+)
+SHAPES = {"linear": "linear", "polynomial": "linear", "cosine": "cosine", "cosine_with_restarts": "cosine_restarts"}
+SHAPES |= {"constant": "constant", "constant_with_warmup": "constant"}
+LAST_RATE = 1e-7
+"""At which the script's polynomial schedule ends."""
+PRECISIONS = {"fp16": "float16", "bf16": "bfloat16"}
+PUBLISHED = {f"opt-{size.lower()}": ("opt", size) for size in ("125M", "350M", "1.3B", "2.7B", "6.7B")}
+PUBLISHED |= {f"llama-2-{size.lower()}-hf": ("llama2", size) for size in ("7B", "13B", "70B")}
+PUBLISHED |= {"meta-llama-3-8b": ("llama3", "8B"), "mistral-7b-v0.1": ("mistral", "7B")}
+"""Names of folders: family and size."""
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+OF_OPT = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+MAP = re.compile(r"\{\s*(?:['\"]?\d+['\"]?\s*:\s*\d+\s*,?\s*)+\}")
+PAIR = re.compile(r"(\d+)['\"]?\s*:\s*(\d+)")
+VERSION = re.compile(r":\d+\.\d+\.\d+")
+HUB = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+TRACKERS = ("tensorboard", "wandb", "mlflow", "aim")
+
+
+class _Script(Script):
+    FLAGS = FLAGS
+
+    def __init__(self, line: CommandLine) -> None:
+        super().__init__(line)
+        self.cached, self.low_rank = not self.given["disable_neurocache"], not self.given["disable_lora"]
+
+    def read(self) -> None:
+        missing = [flag for flag in ("model_name_or_path", "dataset_name", "output_dir") if self.given[flag] is None]
+        few = [flag for flag in COUNTS if self.given[flag] is not None and self.given[flag] < 1]
+        for flag in missing:
+            self.refuse(flag, None, "a value", "the script needs it too")
+        for flag in few:
+            self.refuse(flag, self.given[flag], "at least 1")
+        if missing or few:
+            return
+        layers = self.model()
+        self.data()
+        self.batch()
+        self.optimizer()
+        self.precision()
+        if layers is not None:
+            self.adapter(layers)
+        self.output()
+        self.rest()
+
+    def model(self) -> int | None:
+        """The number of its layers; None where it is not known."""
+        given, values, name = self.given, self.values, self.given["model_name_or_path"]
+        values["model.tokenizer_path"] = given["tokenizer_name"] or name
+        published = PUBLISHED.get(Path(name).name.lower())
+        if (Path(name) / CONFIG).is_file():
+            family = family_in(Path(name))
+            if family is None:
+                self.refuse("model_name_or_path", name, f"a model of {', '.join(SIZES)}", "no other family is here")
+                return None
+            values |= from_folder(family, name)
+            return CONFIGS[family].args_of(name).n_layers
+        if published is None:
+            allowed = f"a folder in the form of Hugging Face, or the name of one: {', '.join(PUBLISHED)}"
+            self.refuse("model_name_or_path", name, allowed, "fetch the model to a folder")
+            return None
+        self.note(f"the model's weights and tokenizer have to be in a folder {name} here")
+        values["model.name"], values["model.flavor"] = published
+        values |= {"checkpoint.initial_load_path": name, "checkpoint.initial_load_in_hf": True}
+        return SIZES[published[0]][published[1]].n_layers
+
+    def data(self) -> None:
+        given, values, name = self.given, self.values, self.given["dataset_name"]
+        values |= {"task.kind": "documents", "training.seq_len": given["sequence_length"], "debug.seed": given["seed"]}
+        local = VERSION.sub("", name)
+        if HUB.fullmatch(name) and not Path(local).exists():
+            values |= {"training.dataset": "huggingface", "training.dataset_path": name}
+            values |= {"validation.dataset": "huggingface_validation", "validation.dataset_path": name}
+            for flag in ("train_split", "eval_split"):
+                if given[flag] != FLAGS[flag].default:
+                    remedy = "fetch the splits into folders of their names, as files of text, and name what holds these"
+                    self.refuse(flag, given[flag], FLAGS[flag].default, remedy)
+            return
+        values |= {"training.dataset": "text", "training.dataset_path": f"{local}/{given['train_split']}"}
+        values |= {"validation.dataset": "text", "validation.dataset_path": f"{local}/{given['eval_split']}"}
+        self.note(
+            f"the documents of {name}: .txt or .jsonl files in folders {local}/SPLIT, one document each or a line"
+        )
+        what = f"--validation.dataset_path={local}/{given['test_split']}"
+        self.note(f"behind the run, of --test_split: torchtitan evaluate {given['output_dir']} {what}")
+
+    def batch(self) -> None:
+        given, values, both = self.given, self.values, self.given["per_device_batch_size"]
+        for flag, section in (
+            ("per_device_train_batch_size", "training"),
+            ("per_device_eval_batch_size", "validation"),
+        ):
+            values[f"{section}.local_batch_size"] = both if both and flag not in given else given[flag]
+        passes, ranks = given["gradient_accumulation_steps"], self.line.ranks
+        if ranks is None:
+            self.note("no --num_processes: a batch of one rank; --world-size N says how many there are")
+        values["training.global_batch_size"] = values["training.local_batch_size"] * (ranks or 1) * passes
+        values["training.steps"] = given["max_train_steps"]
+        if passes == 1 and self.cached:
+            self.note("one pass a step: what is stored lags behind the weights, and the authors found it to diverge")
+        self.note("parameters are sharded over the ranks, where the script kept all on each; losses are the same")
+        values |= {"validation.enable": True, "validation.steps": given["max_eval_steps"]}
+        values["validation.freq"] = given["evaluate_every_steps"]
+        self.note("validation is the mean over its tokens, in caches of its own; the script's was of batches, one more")
+
+    def optimizer(self) -> None:
+        given, values, kind = self.given, self.values, self.given["lr_scheduler_type"]
+        values |= {"optimizer.name": "AdamW", "optimizer.lr": given["learning_rate"], "optimizer.beta2": 0.999}
+        values |= {"optimizer.weight_decay": given["weight_decay"], "optimizer.decay_norms_and_biases": False}
+        values["training.max_norm"] = given["max_grad_norm"]
+        warmup = 0 if kind == "constant" else given["num_warmup_steps"]
+        floor = LAST_RATE / given["learning_rate"] if kind == "polynomial" and given["learning_rate"] else 0.0
+        values |= {"lr_scheduler.decay_type": SHAPES[kind], "lr_scheduler.warmup_steps": warmup}
+        values["lr_scheduler.min_lr_factor"] = floor
+        if warmup >= given["max_train_steps"]:
+            values["lr_scheduler.total_steps"] = warmup + 1
+            self.note(f"--num_warmup_steps {warmup} do not end in this run: the schedule is made longer than it")
+        values["activation_checkpoint.mode"] = "none" if given["disable_grad_checkpointing"] else "full"
+
+    def precision(self) -> None:
+        asked = self.line.launched.get("mixed_precision", "no")
+        name = self.given["cache_dtype"] if asked == "no" else PRECISIONS.get(asked)
+        if name is None:
+            self.refuse("mixed_precision", asked, f"no, {', '.join(PRECISIONS)}")
+        elif name == "float16":
+            self.note("bfloat16 for float16, which overflows without a scaler; entries of the cache stay as they are")
+            name = "bfloat16"
+        self.values["training.mixed_precision_param"] = name or "bfloat16"
+
+    def adapter(self, n_layers: int) -> None:
+        given, values = self.given, self.values
+        options = self._released() if given["pretrained_neurocache"] and self.cached else self._options()
+        try:
+            found = Neurocache(**{key: options[key] for key in ("retrieval_map", "attention_layers") if key in options})
+        except ValueError:  # pydantic's
+            self.refuse("pretrained_neurocache", given["pretrained_neurocache"], f"numbers of layers in its {ADAPTER}")
+            return
+        if self._trains():
+            values["adapter.kind"] = "neurocache" if self.cached else "qlora" if given["nf4"] else "lora"
+        if self.cached:
+            values |= {KEY + name: value for name, value in options.items()}
+            values[KEY + "beside"] = "none" if not self.low_rank else "qlora" if given["nf4"] else "lora"
+        elif idle := [flag for flag in (*NAMES.values(), "cache_type", "global_cache") if flag in given]:
+            self.note(f"no effect with --disable_neurocache: --{', --'.join(idle)}")
+        if self.low_rank and "adapter.kind" in values:
+            self._beside(layers_of(found, n_layers).attending)
+
+    def _trains(self) -> bool:
+        """Whether there is an adapter. One that nothing has trained is not measured."""
+        given, begun = self.given, self.given["pretrained_neurocache"] is not None
+        if given["nf4"] and not self.low_rank:
+            self.refuse("nf4", True, "nothing with --disable_lora", "matrices in 4 bits have low-rank ones beside them")
+        if not self.cached and begun:
+            self.note("no effect with --disable_neurocache: --pretrained_neurocache")
+        if not given["only_evaluate"]:
+            if not self.cached and not self.low_rank:
+                remedy = "nothing would be trained; add --only_evaluate to measure the model"
+                self.refuse("disable_lora", True, "nothing with --disable_neurocache", remedy)
+            return True
+        if self.cached and not begun:
+            remedy = (
+                "to measure the model, or --pretrained_neurocache: this cache would be one that nothing has trained"
+            )
+            self.refuse("only_evaluate", True, "--disable_neurocache beside it", remedy)
+        if not self.cached and self.low_rank:
+            self.note("LoRA that nothing has trained adds nothing, and is left out")
+        return self.cached
+
+    def _options(self) -> dict[str, Any]:
+        """Of the cache, as flags say them."""
+        given = self.given
+        options = {ours: given[theirs] for ours, theirs in NAMES.items()}
+        options |= {"ordering": given["cache_type"], "scope": "global" if given["global_cache"] else "lane"}
+        if given["retrieval_map"] is not None and given["cache_layers"] is not None:
+            self.refuse("cache_layers", given["cache_layers"], "nothing beside --retrieval_map", "drop one of the two")
+        if (text := given["retrieval_map"]) is not None:
+            if MAP.fullmatch(text.strip()):
+                options["retrieval_map"] = {reader: int(storing) for reader, storing in PAIR.findall(text)}
+            else:
+                remedy = "it is read, and not run"
+                self.refuse("retrieval_map", text, "numbers of layers such as {18: 18}", remedy)
+        if layers := self._numbers("cache_layers"):
+            options["retrieval_map"] = {str(layer): layer for layer in layers}
+        if layers := self._numbers("attention_layers"):
+            options["attention_layers"] = layers
+        return options
+
+    def _numbers(self, flag: str) -> list[int]:
+        text = self.given[flag]
+        if text is None:
+            return []
+        parts = [part.strip() for part in text.split(",")]
+        if not all(part.isdecimal() for part in parts):
+            self.refuse(flag, text, "numbers of layers such as 18,19,20")
+            return []
+        return [int(part) for part in parts]
+
+    def _released(self) -> Mapping[str, Any]:
+        """Of the cache, as an adapter's folder says them."""
+        given, folder = self.given, self.given["pretrained_neurocache"]
+        try:
+            options = options_of(read_adapter(Path(folder)))
+        except JobError as error:
+            self.refuse("pretrained_neurocache", folder, f"a folder with {ADAPTER}", str(error))
+            return {}
+        flags = (*NAMES.values(), "cache_type", "global_cache", "retrieval_map", "cache_layers", "attention_layers")
+        if idle := [flag for flag in flags if flag in given]:
+            self.note(f"no effect with --pretrained_neurocache, which says them: --{', --'.join(idle)}")
+        self.values["adapter.initial_path"] = folder
+        self.note("heads as in the authors' program; for an adapter of torchtitan's leave compat_head_layout out")
+        return options | {"compat_head_layout": True}
+
+    def _beside(self, layers: list[int]) -> None:
+        """Low-rank matrices, in the layers that read the cache."""
+        given, values = self.given, self.values
+        known = OF_OPT if values["model.name"] == "opt" else MODULES
+        names = [name.strip() for name in given["lora_modules"].split(",")]
+        if known is OF_OPT and "lora_modules" not in given:
+            names = ["fc1", "fc2"]
+            self.note("no --lora_modules: fc1,fc2, as the script's own are none of OPT's")
+        if not set(names) <= set(known):
+            self.refuse("lora_modules", given["lora_modules"], f"some of {', '.join(known)}")
+            return
+        values |= {"adapter.rank": given["lora_r"], "adapter.alpha": given["lora_alpha"]}
+        values |= {"adapter.dropout": given["lora_dropout"], "adapter.layers": layers}
+        values["adapter.target"] = [pattern for name in dict.fromkeys(names) for pattern in LINEARS[name]]
+        if given["nf4"]:
+            self.note("in 4 bits are the matrices that have low-rank ones beside them, and no others")
+
+    def output(self) -> None:
+        given, values = self.given, self.values
+        kept = given["keep_n_checkpoints"]
+        if kept == 1:
+            self.note("--keep_n_checkpoints 1: two are kept, as the last one alone could not be trusted")
+            kept = 2
+        values |= {"job.dump_folder": given["output_dir"], "checkpoint.enable": True}
+        values |= {"checkpoint.interval": given["checkpointing_steps"], "checkpoint.keep_latest_k": kept}
+        values["metrics.log_freq"] = given["logging_steps"]
+        trackers = [name.strip() for name in given["report_to"].split(",")]
+        if not set(trackers) <= set(TRACKERS):
+            self.refuse("report_to", given["report_to"], f"some of {', '.join(TRACKERS)}")
+        elif given["with_tracking"]:
+            values["metrics.trackers"] = trackers
+        if "adapter.kind" in values and not given["only_evaluate"]:
+            self.note(f"the adapter in the authors' files: torchtitan export {given['output_dir']} --to FOLDER")
+
+    def rest(self) -> None:
+        """What is no option of a job."""
+        given = self.given
+        if given["save_and_quit"]:
+            self.refuse("save_and_quit", True, "nothing", "torchtitan export RUN --to FOLDER writes a run's adapter")
+        if given["resume_from_checkpoint"]:
+            why = "states of accelerate are not read; a job that is started again goes on from its own newest"
+            self.refuse("resume_from_checkpoint", given["resume_from_checkpoint"], "nothing", why)
+        if given["only_evaluate"]:
+            rows = self.values["validation.local_batch_size"] * given["max_eval_steps"] * (self.line.ranks or 1)
+            self.meaning.measures = [given["model_name_or_path"], f"--samples={rows}"]
+
+
+read = _Script.meaning_of

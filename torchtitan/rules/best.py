@@ -1,0 +1,68 @@
+"""Rules on what is made of validations: the best checkpoint, and an end before the last step."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from torchtitan.cadence import CadenceError, cadence_of
+from torchtitan.checkpoint.best import LOSS
+from torchtitan.config.options import Fault, hint, show
+from torchtitan.limits import check_measured_saves
+from torchtitan.rules.facts import Facts
+
+OF_CLASSES = ("validation_accuracy", "validation_f1")
+
+
+def _measured(facts: Facts, key: str, name: str) -> Iterator[Fault]:
+    """Of an option that names what a validation measures."""
+    known = (LOSS, *(OF_CLASSES if facts.tells_classes else ()))
+    if not facts.config.validation.enable:
+        yield facts.fault(key, "nothing without validation.enable", "set both, or leave it out")
+    elif name not in known:
+        remedy = hint(name, known, 0.8, quote=True) or "these are measured in a validation of this task"
+        yield facts.fault(key, ", ".join(map(show, known)), remedy)
+
+
+def best_is_measured(facts: Facts) -> Iterator[Fault]:
+    options, key = facts.config.checkpoint, "checkpoint.best_metric"
+    if options.best_metric is None:
+        for name in ("best_mode", "export_best"):
+            if getattr(options, name):
+                yield facts.fault(f"checkpoint.{name}", "nothing without checkpoint.best_metric", f"set {key}")
+        return
+    yield from _measured(facts, key, options.best_metric)
+    if options.load_only:
+        yield facts.fault(key, "nothing with checkpoint.load_only, which never saves", "drop one of the two")
+    if options.export_best and not (options.last_save_model_only or facts.config.adapter.last_save_in_peft):
+        why = "they say what is exported"
+        needed = "checkpoint.last_save_model_only or adapter.last_save_in_peft"
+        yield facts.fault("checkpoint.export_best", f"false without {needed}", f"{why}; set one of them")
+
+
+def saves_are_measured(facts: Facts) -> Iterator[Fault]:
+    """Of shares of steps that are known only with the data, the run says it before it starts."""
+    config = facts.config
+    if config.checkpoint.best_metric is None or not config.validation.enable:
+        return
+    if config.checkpoint.interval_type == "seconds":
+        why = "each checkpoint falls on a validation, and these are counted in steps"
+        yield facts.fault("checkpoint.interval_type", '"steps" with checkpoint.best_metric', why)
+        return
+    said = config.checkpoint.interval, config.validation.freq
+    if all(isinstance(each, int) for each in said):
+        yield from facts.judged(check_measured_saves, *said)
+    elif facts.steps is not None:
+        with suppress(CadenceError):  # which another rule says
+            cadence = cadence_of(config, facts.steps)
+            yield from facts.judged(check_measured_saves, cadence.save, cadence.validate)
+
+
+def early_stop_can_be_told(facts: Facts) -> Iterator[Fault]:
+    options = facts.config.early_stop
+    if options.patience is None:
+        for name in ("min_delta", "metric"):
+            if getattr(options, name):
+                yield facts.fault(f"early_stop.{name}", "nothing without early_stop.patience", "set both or neither")
+    elif options.metric is None and not facts.config.validation.enable:
+        yield facts.fault("early_stop.patience", "nothing without validation.enable", "set both, or leave it out")
+    if options.patience is not None and options.metric is not None:
+        yield from _measured(facts, "early_stop.metric", options.metric)
