@@ -166,8 +166,8 @@ def test_pairs_stay_or_go_together(tmp_path):
         assert signs == [[True, False], [False, True]] * (len(ids) // 2)
         share = {None: 1, 0.3: 0.3 if held_out else 0.7}[split]
         assert len(ids) == 2 * 2 * round(share * len(kept))
-    with pytest.raises(DataError, match="documents, which are no groups of 3; give records of pairs as text"):
-        PackReader([shards], 15, 0, True, Packing(1, 257, together=3 if len(kept) % 3 else 5))
+    with pytest.raises(DataError, match="24 documents, which are no groups of 5; give records of pairs as text"):
+        PackReader([shards], 15, 0, True, Packing(1, 257, together=5))
 
 
 # Jobs
