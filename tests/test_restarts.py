@@ -138,8 +138,7 @@ def test_without_a_budget_the_exit_code_is_the_crashs(tmp_path):
 
 
 def test_a_stop_in_the_pause_ends_the_run(tmp_path):
-    process = supervise(f"ready('train'); {CRASH}", tmp_path, pause=100)
-    ready(process)
+    process = supervise(f"tell('train', 3); {CRASH}", tmp_path, pause=100)
     while "restart 1" not in process.stderr.readline():
         pass
     process.send_signal(signal.SIGTERM)
