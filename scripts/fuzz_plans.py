@@ -3,7 +3,7 @@
     python scripts/fuzz_plans.py --seed 1 --count 50 [--ranks 4]
 
 All families, odd degrees, uneven cuts, every schedule and way of context parallel, recompute, adapters: each plan is
-one that `torchtitan check` lets through, on CPU ranks in float32. Prints the words of each plan that differs or fails,
+one that `torchtitan check` lets through, on CPU ranks in float64. Prints the words of each plan that differs or fails,
 to be given to `torchtitan check`; exit code 1 if there is one. A seed and a number give the same plans everywhere.
 """
 

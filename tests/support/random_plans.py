@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -26,9 +27,13 @@ from torchtitan.parallelisms.pipeline.cut import SCHEDULES, model_modules
 from torchtitan.rules import check
 from torchtitan.stores import draw_stores
 
-TOLERANCE = 1e-5
-"""Of a gradient's largest entry: float32, sums in another order."""
-CANCELLED = 1e-6
+IN_FLOAT64 = {"float32": torch.float64}
+"""Both sides compute so. In float32 one device itself is off by up to 2e-5 of a gradient's largest entry (of A below
+several layers, whose sums cancel), and a plan, which adds up in another order, by as much: where more than that is
+tolerated, a small fault passes for rounding. In float64 rounding is a billion times smaller, and a fault is not."""
+TOLERANCE = 1e-10
+"""Of a gradient's largest entry: sums in another order."""
+CANCELLED = 1e-12
 """Of the whole gradient's norm: less is not looked at. The entries of a router's gate cancel (weights that are
 normalised do not change when all scores grow), and of such a sum nothing but rounding is left."""
 COMMON = dict(dim=48, n_heads=6, vocab_size=264)
@@ -149,6 +154,7 @@ def batch_of(config: JobConfig, samples: int) -> dict[str, torch.Tensor]:
     return batch
 
 
+@patch.dict(build.DTYPES, IN_FLOAT64)
 def on_ranks(words: list[str]) -> tuple[float, dict[str, np.ndarray]]:
     """On every rank of a plan: the loss of a step and the gradients of this rank's parameters, whole."""
     torch._dynamo.reset()
@@ -161,7 +167,7 @@ def on_ranks(words: list[str]) -> tuple[float, dict[str, np.ndarray]]:
     valid = build.objective(config).count(whole)
     mine = {name: tensor[rank :: dims.dp] for name, tensor in whole.items()}
     passes = samples // (size * dims.dp)
-    loss = torch.zeros(())
+    loss = torch.zeros((), dtype=torch.float64)
     for index in range(passes):
         part = {name: tensor[index * size : (index + 1) * size] for name, tensor in mine.items()}
         loss += model.forward_backward(part, valid, is_last=index == passes - 1)
@@ -172,6 +178,7 @@ def on_ranks(words: list[str]) -> tuple[float, dict[str, np.ndarray]]:
 
 
 @cache
+@patch.dict(build.DTYPES, IN_FLOAT64)
 def on_one_device(words: tuple[str, ...], samples: int) -> tuple[float, dict[str, torch.Tensor]]:
     """The plain model, in one pass."""
     config = load(list(words))
