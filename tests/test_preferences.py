@@ -127,6 +127,10 @@ def test_forms_of_text_and_what_is_no_pair(tmp_path):
     document = Reading().document({"prompt": "q", "chosen": "yes", "rejected": "no"}, "", "")
     assert document.content.chosen.content == [Span("q", False), Span("yes")] and document.form == "preference"
     assert document.text == "qyesqno"
+    repeated = Reading().document({"prompt": "q? ", "chosen": "q? yes", "rejected": "q? no"}, "", "")
+    assert repeated.text == "q? yesq? no" and repeated.content.chosen.content == [Span("q? ", False), Span("yes")]
+    echoed = Reading().document({"prompt": "Hi", "chosen": "Hi you", "rejected": "no"}, "", "")
+    assert echoed.content.chosen.content == [Span("Hi", False), Span("Hi you")], "as an answer to it alone does"
     for record, message in (
         ({"prompt": "q", "chosen": None, "rejected": "no"}, "a:1: field 'chosen' holds nothing \\(null\\), beside str"),
         ({"prompt": 5, "chosen": "a", "rejected": "no"}, "holds str, beside int as prompt; allowed: text behind"),

@@ -48,7 +48,10 @@ def preference(record: Record, columns: Mapping[str, str], place: str, short_pla
     answers = {name: record[name] for name in ("chosen", "rejected")}
     befores = [record[name] for name in ("messages", "prompt") if record.get(name) not in (None, "")]
     if befores and all(isinstance(each, str) for each in (befores[0], *answers.values())):
-        pair = [Document([Span(befores[0], False), Span(answer)], short_place) for answer in answers.values()]
+        prompt, texts = befores[0], list(answers.values())
+        if all(text.startswith(prompt) for text in texts):  # it would be read twice, as texts follow it at once
+            texts = [text.removeprefix(prompt) for text in texts]
+        pair = [Document([Span(prompt, False), Span(text)], short_place) for text in texts]
         return Document(Pair(*pair), short_place)
     for name, answer in answers.items():
         is_text = isinstance(answer, str) and bool(befores)
