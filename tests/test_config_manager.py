@@ -6,6 +6,7 @@ import random
 import re
 import types
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -47,6 +48,24 @@ def test_command_line_over_toml_over_defaults(tmp_path):
     assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (9, 64, 8)
     assert (config.optimizer.lr, type(config.optimizer.lr)) == (1.0, float)
     assert config.job.config_file == [file]
+
+
+INSIDE = {"checkpoint.folder", "metrics.save_tb_folder"}
+INSIDE |= {"profiling.save_traces_folder", "profiling.save_memory_snapshot_folder"}
+"""Folders of the run's own."""
+PLACES = {key for key in options() if key.endswith(("_path", "_folder"))} - INSIDE
+PLACES |= {"data.chat_template", "data.cache_dir", "dpo.reference", "parallelism.pipeline_parallel_schedule_csv"}
+
+
+def test_a_home_stands_for_itself_in_the_place_of_any_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    said = "".join(f'{key} = "~/x"\n' for key in sorted(PLACES))
+    write(tmp_path / "base.toml", f'{said}[[training.sources]]\ndataset = "text"\ndataset_path = "~/x"\n')
+    write(tmp_path / "job.toml", 'extends = "~/base.toml"\njob.description = "~/x"\n')
+    config = load(["--job.config_file=~/job.toml"])
+    found = {key: attrgetter(key)(config) for key in PLACES}
+    assert found == dict.fromkeys(PLACES, str(tmp_path / "x")) and len(PLACES) >= 11
+    assert config.training.sources[0].dataset_path == str(tmp_path / "x") and config.job.description == "~/x"
 
 
 def test_a_shipped_job_is_extended_by_its_name_where_no_file_beside_has_it(tmp_path):
@@ -574,6 +593,8 @@ def random_value(random: random.Random, annotation: Any) -> Any:
             words = ("op", "1", "17", "1:00:00", "2-03:00:00", "batch", "2/4", "epoch", "12/epoch")
             of_the_form = [word for word in words if re.match(limits["pattern"], word)]
             return random.choice(of_the_form)
+        if inner is str:
+            return random_value(random, inner)
         low, high = limits.get("ge", limits.get("gt", -1)), limits.get("le", limits.get("lt", 1e6))
         if inner is int:
             whole = limits.get("multiple_of", 1)

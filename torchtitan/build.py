@@ -80,7 +80,7 @@ def model_args(config: JobConfig, weights: str | Path | None = None) -> Any:
 def movable(config: JobConfig) -> JobConfig:
     """The job as it is kept with a run: its tokenizer and its model's sizes are found from any folder."""
     paths = {name: getattr(config.model, name) for name in ("tokenizer_path", "hf_folder")}
-    found: dict[str, Any] = {n: str(Path(p).expanduser().resolve()) for n, p in paths.items() if p and Path(p).exists()}
+    found: dict[str, Any] = {n: str(Path(p).resolve()) for n, p in paths.items() if p and Path(p).exists()}
     template = config.data.chat_template and template_of(config.data.chat_template)  # as the file says it now
     data = dataclasses.replace(config.data, chat_template=template)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **found), data=data)

@@ -301,7 +301,7 @@ def tokenized_before(config: JobConfig, section: Section) -> bool:
 
 def cache_of(config: JobConfig) -> Path:
     """Where what was tokenized is kept."""
-    return Path(config.data.cache_dir or Path(config.job.dump_folder, "data")).expanduser()
+    return Path(config.data.cache_dir or Path(config.job.dump_folder, "data"))
 
 
 def data_sources(config: JobConfig, section: Section) -> list[Weighted]:

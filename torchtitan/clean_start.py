@@ -122,7 +122,7 @@ def _raise(error: OSError) -> None:
 
 def _foreign(config: JobConfig, here: Path) -> Iterator[Path]:
     """What lies at the top, or in a folder of tokenized data, and no run of this job has put there."""
-    cache = Path(config.data.cache_dir or here / "data").expanduser().resolve()
+    cache = Path(config.data.cache_dir or here / "data").resolve()
     options = [config.checkpoint.folder, config.metrics.save_tb_folder]
     options += [config.profiling.save_traces_folder, config.profiling.save_memory_snapshot_folder]
     own = {os.path.normpath(folder).split(os.sep)[0] for folder in options} | OF_TRACKERS
@@ -146,8 +146,8 @@ def _named_inside(said: Any, folder: Path, name: str = "") -> Iterator[str]:
     elif isinstance(said, str) and said and "\0" not in said and name not in NO_PLACES:
         fixed = said[: min((said.index(sign) for sign in "*?[" if sign in said), default=len(said))]
         try:
-            place = Path(said).expanduser()
-            known = [place.resolve()] if fixed == said else [place.resolve(), Path(fixed).expanduser().parent.resolve()]
+            place = Path(said)
+            known = [place.resolve()] if fixed == said else [place.resolve(), Path(fixed).parent.resolve()]
             found = any(each.is_relative_to(folder) and each.exists() for each in known)
             if fixed != said:
                 matches = (Path(match).resolve() for match in glob.iglob(str(place), recursive=True))

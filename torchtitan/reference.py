@@ -116,7 +116,7 @@ def references(
 
 def _name_of(path: str | None) -> str:
     """Of the model at a path, the same however it is spelt; empty for the run's own."""
-    return "" if path is None else str(Path(path).expanduser().absolute())
+    return "" if path is None else str(Path(path).absolute())
 
 
 def _must_be_the_model_of_before(path: Path, before: str, today: str) -> None:

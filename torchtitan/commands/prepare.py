@@ -11,6 +11,7 @@ checksums.
 import argparse
 import os
 import re
+from os.path import expanduser
 from pathlib import Path
 
 from torchtitan.commands.prepare_job import of_a_job, prepare_job
@@ -63,10 +64,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser = argparse.ArgumentParser(prog="torchtitan prepare", description="Tokenize a dataset once.", epilog=JOB)
     parser.add_argument("--dataset", default="text", choices=[name for name in DATASETS if name != "tokens"])
-    parser.add_argument("--dataset_path", help="file, folder or glob; a name for dataset huggingface")
+    parser.add_argument("--dataset_path", type=expanduser, help="file, folder or glob; a name for dataset huggingface")
     parser.add_argument("--text_field", default="text", help="the field with text, ids or segments (default: text)")
-    parser.add_argument("--tokenizer_path", help="a tokenizer's file or folder, or the word bytes")
-    parser.add_argument("--output", help="the folder to make")
+    parser.add_argument("--tokenizer_path", type=expanduser, help="a tokenizer's file or folder, or the word bytes")
+    parser.add_argument("--output", type=expanduser, help="the folder to make")
     parser.add_argument("--workers", type=int, default=cpus, help=f"processes that tokenize (default: {cpus})")
     parser.add_argument("--on_bad_data", default="stop", choices=["stop", "skip"], help="unreadable records")
     parser.add_argument("--verify", metavar="FOLDER", help="check a folder made before, and do nothing else")

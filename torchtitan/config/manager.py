@@ -6,6 +6,7 @@ so all faults of all of them come out at once and each names its place; a wrong 
 later overrides it.
 """
 
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def to_toml(config: JobConfig) -> str:
 def read_layers(argv: list[str]) -> tuple[list[str], list[Layer]]:
     """The files that `argv` names, and the layers in rising precedence: each file after what it extends, `argv`."""
     files, command_line = parse_arguments(argv)
-    files = [job_file(file) for file in files]
+    files = [job_file(expanduser(file)) for file in files]
     read: list[str] = []
     layers = [layer for file in files for layer in _read_file(file, COMMAND_LINE, "job.config_file", (), read)]
     return files, [*layers, command_line]
@@ -99,7 +100,7 @@ def _read_file(name: str, said_by: str, key: str, chain: tuple[Path, ...], read:
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         layers.append(Layer(name, {}, [Fault(name, "extends", show(bases), "a file name or a list of them", "")], {}))
         bases = []
-    for base in bases:
+    for base in map(expanduser, bases):
         beside = str(Path(name).parent / base) if base.strip() else base  # relative to the file that says it
         layers += _read_file(job_file(base, beside), name, "extends", (*chain, path), read)
     layers.append(layer_of(name, walk(table)))

@@ -141,7 +141,7 @@ def describe(annotation: Any) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         limits = [limit for extra in args[1:] for limit in (getattr(extra, "metadata", None) or [extra])]
-        return f"{describe(args[0])} {' and '.join(filter(None, map(_limit, limits)))}"
+        return f"{describe(args[0])} {' and '.join(filter(None, map(_limit, limits)))}".rstrip()
     if origin in (Union, types.UnionType):
         return " or ".join(describe(part) for part in args if part is not type(None))
     if origin is Literal:

@@ -69,7 +69,6 @@ def _changed(path: str | None) -> list[tuple[str, int]]:
     """Each file at a path, and when it was last changed, in nanoseconds: a file may be another one of the same size."""
     if path is None:
         return []
-    path = os.path.expanduser(path)
     found = glob.glob(os.path.join(path, "**"), recursive=True) if os.path.isdir(path) else glob.glob(path)
     return sorted((name, os.stat(name).st_mtime_ns) for name in found if os.path.isfile(name))
 

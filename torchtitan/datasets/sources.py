@@ -229,7 +229,6 @@ def find_files(path: str | None, suffixes: tuple[str, ...]) -> dict[str, Path]:
     allowed = f"a file, a folder or a glob of {', '.join(suffixes)}"
     if not path:
         raise DataError(f"{option} is not set; this dataset needs {allowed}; set {option}")
-    path = os.path.expanduser(path)
     if os.path.isfile(path):
         found = {os.path.basename(path): Path(path)}
     elif os.path.isdir(path):

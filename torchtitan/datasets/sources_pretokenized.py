@@ -33,7 +33,7 @@ class Blocks(Indexed):
     def __init__(self, path: str | None, split: str) -> None:
         if path is None:
             raise DataError(f"a pretokenized dataset needs dataset_path: a folder with {ARGS}, saved by save_to_disk")
-        self.folder = Path(path).expanduser()
+        self.folder = Path(path)
         self.tokenizer, self.length = _read_args(self.folder)
         saved = saved_split(str(self.folder), split)
         files = {} if saved is None else {file.name: file for file in sorted(Path(saved).glob("*.arrow"))}
@@ -70,7 +70,7 @@ class Blocks(Indexed):
             same = build_tokenizer(self.tokenizer).fingerprint == tokenizer.fingerprint
         except (OSError, TokenizerError):
             name = self.tokenizer.rstrip("/").rpartition("/")[2].lower()
-            parts = Path(path).expanduser().absolute().parts  # of a cache: models--google--t5-base/snapshots/...
+            parts = Path(path).absolute().parts  # of a cache: models--google--t5-base/snapshots/...
             same = any(name in (part.lower(), part.lower().rpartition("--")[2]) for part in parts)
         if not same:
             raise DataError(

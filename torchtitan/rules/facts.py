@@ -232,7 +232,7 @@ class Facts:
         if not options.enable or options.initial_load_path is None:
             return []
         try:
-            return untrained(config_beside(Path(options.initial_load_path).expanduser()) or {})
+            return untrained(config_beside(Path(options.initial_load_path)) or {})
         except (OSError, JobError):  # which weights_are_met names
             return []
 

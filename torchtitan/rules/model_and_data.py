@@ -111,7 +111,7 @@ def folder_has_sizes(facts: Facts) -> Iterator[Fault]:
 def _other_family(name: str, folder: str) -> str:
     """A remedy, where the folder holds a model of another family."""
     try:
-        model_type = read_json(Path(folder).expanduser() / CONFIG).get("model_type")
+        model_type = read_json(Path(folder) / CONFIG).get("model_type")
     except JobError:
         return ""
     if model_type in CONFIGS[name].model_types:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.kinds import STRICT, NonNegative, Positive
+from torchtitan.config.sections.kinds import STRICT, NonNegative, Place, Positive
 from torchtitan.config.sections.neurocache import Neurocache
 
 
@@ -59,7 +59,7 @@ class Adapter:
     word "all-linear" stands for all of the layers' own."""
     lr_ratio_b: Annotated[float, Field(gt=0)] = 1.0
     """Learning rate of B over that of A (LoRA+, arXiv:2402.12354, which finds about 16 good)."""
-    initial_path: str | None = None
+    initial_path: Place | None = None
     """A folder in peft's layout that the adapter begins from, beside checkpoint.initial_load_path for the model."""
     save: Literal["whole", "alone"] = "whole"
     """What checkpoints hold: the whole model, or the adapter, what else is trained and the optimizer's state, with a

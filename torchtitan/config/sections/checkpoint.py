@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.kinds import STRICT, Cadence, NonNegative
+from torchtitan.config.sections.kinds import STRICT, Cadence, NonNegative, Place
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -19,7 +19,7 @@ class Checkpoint:
     """Distance between saves: steps, a share of the run such as 0.1, "epoch" or "N/epoch"; or seconds."""
     interval_type: Literal["steps", "seconds"] = "steps"
     """Unit of interval. The last step is always saved."""
-    initial_load_path: str | None = None
+    initial_load_path: Place | None = None
     """Weights to start from when the folder holds no checkpoint of its own: a checkpoint, a folder of them, an export;
     a checkpoint of torchtitan; a folder of Hugging Face or one file of safetensors. Which it is, is found out."""
     initial_load_model_only: bool = True

@@ -5,12 +5,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.kinds import STRICT, Fraction, Positive
+from torchtitan.config.sections.kinds import STRICT, Fraction, Place, Positive
 
 
 @dataclass(config=STRICT, kw_only=True)
 class Data:
-    chat_template: str | None = None
+    chat_template: Place | None = None
     """Makes text of conversations, of any task, instead of the tokenizer's own: chatml, llama2, llama3, alpaca, a file
     that ends in .jinja, or Jinja itself, as checkpoints keep it."""
     default_system: str | None = None
@@ -40,5 +40,5 @@ class Data:
     """Records, in their shuffled order, that are packed together."""
     num_proc: Positive | None = None
     """Processes that tokenize before the run. Unset: training.dataloader.num_workers, at least 1."""
-    cache_dir: str | None = None
+    cache_dir: Place | None = None
     """Folder of what was tokenized before the run. Unset: data, inside job.dump_folder."""

@@ -1,11 +1,14 @@
 """What the sections' fields are made of: strictness, ranges and words that several share."""
 
+import os
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
+Place = Annotated[str, AfterValidator(os.path.expanduser)]
+"""Of a file or a folder. A home's ~ is taken for it here, so that no reader of a path has to."""
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 DegreeOrRest = Annotated[int, Field(ge=-1)]

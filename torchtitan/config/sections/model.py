@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.kinds import STRICT, Fraction, NonNegative
+from torchtitan.config.sections.kinds import STRICT, Fraction, NonNegative, Place
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -15,9 +15,9 @@ class Model:
     """Model family: a key of torchtitan.models.SIZES."""
     flavor: str = "debugmodel"
     """Size within the family; "from_hf" takes it, and all constants, from the config.json in hf_folder."""
-    hf_folder: str | None = None
+    hf_folder: Place | None = None
     """Folder in the form of Hugging Face whose config.json has the sizes of flavor "from_hf"."""
-    tokenizer_path: str = "debug"
+    tokenizer_path: Place = "debug"
     """Tokenizer: a tiktoken .model (Llama 3), a sentencepiece .model (Llama 2), a Hugging Face tokenizer.json (the
     file or its folder), or a word: `bytes`, or `debug`, 2,048 tokens that come with the package."""
     overrides: dict[str, int | float | bool | str | dict[str, int | float | str]] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.kinds import STRICT, DegreeOrRest, NonNegative, Positive
+from torchtitan.config.sections.kinds import STRICT, DegreeOrRest, NonNegative, Place, Positive
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -39,7 +39,7 @@ class Parallelism:
     """Layers of a stage; decides the number of stages per rank."""
     pipeline_parallel_schedule: str = "1F1B"
     """Schedule of the pipeline, by torch's name."""
-    pipeline_parallel_schedule_csv: str | None = None
+    pipeline_parallel_schedule_csv: Place | None = None
     """A schedule of your own, from a CSV file."""
     pipeline_parallel_microbatch_size: Positive = 1
     """Samples in a pipeline microbatch."""

@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.kinds import STRICT, NonNegative, Positive
+from torchtitan.config.sections.kinds import STRICT, NonNegative, Place, Positive
 
 
 @dataclass(config=STRICT, kw_only=True)
 class Job:
     config_file: list[str] = field(default_factory=list)
     """TOML files, merged in order (later ones win). Repeat the option for several."""
-    dump_folder: str = "./outputs"
+    dump_folder: Place = "./outputs"
     """Everything that the run writes goes here. Started again with the same folder, a job with checkpoints resumes."""
     description: str = "default job"
     """Free text, shown at the start and kept in the run's config.toml."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.kinds import STRICT, Cadence, NonNegative, Positive, Precision
+from torchtitan.config.sections.kinds import STRICT, Cadence, NonNegative, Place, Positive, Precision
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -25,7 +25,7 @@ class DataLoader:
 class DataSource:
     dataset: str
     """A key of torchtitan.datasets.DATASETS."""
-    dataset_path: str | None = None
+    dataset_path: Place | None = None
     """As training.dataset_path."""
     text_field: str | None = None
     """As training.text_field, which it is where this is unset."""
@@ -43,7 +43,7 @@ class DataSource:
 class Training:
     dataset: str = "python_stdlib"
     """A key of torchtitan.datasets.DATASETS."""
-    dataset_path: str | None = None
+    dataset_path: Place | None = None
     """File, folder or glob for dataset = "text" and "tokens"; a local copy or another name for a Hugging Face set."""
     sources: list[DataSource] = field(default_factory=list)
     """Several datasets, mixed by weight, instead of dataset and dataset_path, which are short for a list of one."""
@@ -112,7 +112,7 @@ class Validation:
     """Measure the loss on held-out data."""
     dataset: str = "python_stdlib_validation"
     """A key of torchtitan.datasets.DATASETS."""
-    dataset_path: str | None = None
+    dataset_path: Place | None = None
     """As training.dataset_path."""
     sources: list[DataSource] = field(default_factory=list)
     """As training.sources."""

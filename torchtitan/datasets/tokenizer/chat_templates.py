@@ -76,7 +76,7 @@ def template_of(given: str) -> str:
     if not given.endswith(".jinja"):
         raise JobError(f"{given!r} is no template; give {', '.join(NAMED)}, a file that ends in .jinja, or Jinja")
     try:
-        return Path(given).expanduser().read_text(errors="replace")
+        return Path(given).read_text(errors="replace")
     except OSError as error:
         raise JobError(f"{given}: {error.strerror}; give a file that can be read") from None
 

@@ -63,7 +63,7 @@ class ConfigForm:
 
     def args_of(self, folder: str | Path) -> Any:
         """The arguments of a folder's model. JobError, which names the file, for what the model does not have."""
-        folder = Path(folder).expanduser()
+        folder = Path(folder)
         return self.with_held(self._read(folder), folder)
 
     def with_held(self, args: Any, path: Path) -> Any:
@@ -79,9 +79,9 @@ class ConfigForm:
         """`args`, but with those of READ_ANEW that a job overrides as the weights' config.json has them, if they have
         one: the job reads them otherwise, and means to."""
         anew = [name for name in READ_ANEW if name in overrides]
-        if not anew or config_beside(Path(path).expanduser()) is None:
+        if not anew or config_beside(Path(path)) is None:
             return args
-        stored = self._read(Path(path).expanduser())
+        stored = self._read(Path(path))
         return replace(args, **{name: getattr(stored, name) for name in anew})
 
     def differing(self, args: Any, others: Any) -> list[str]:
