@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.support import judged
+from tests.test_pretokenized import save
 from torchtitan import cli
 from torchtitan.commands import importing
 from torchtitan.config.layers import layer_of
@@ -16,13 +17,15 @@ from torchtitan.errors import JobError
 from torchtitan.importers import SOURCES
 from torchtitan.importers.command_line import parse, split
 from torchtitan.importers.relora import read
-from torchtitan.importers.relora_flags import FLAGS, PLAIN, PROJECTING
+from torchtitan.importers.relora_flags import FLAGS
+from torchtitan.importers.relora_optimizer import PLAIN, PROJECTING
 from torchtitan.models import SIZES
 from torchtitan.rules import check
 
 anywhere = judged.anywhere
 LAUNCHED = "torchrun --nproc-per-node 2 torchrun_main.py"
 FULL = f"{LAUNCHED} --model_config configs/llama_250m.json --batch_size 24 --total_batch_size 96 --dtype bf16"
+ONE_PASS = FULL.replace("_size 96", "_size 48")
 RELORA = f"""{FULL} --lr 1e-3 --max_length 512 --use_peft --relora 10 --cycle_length 10 --restart_warmup_steps 5 \\
     --scheduler cosine_restarts --warmup_steps 5 --reset_optimizer_on_relora False --optimizer_magnitude_pruning 0.9 \\
     --num_training_steps 20000 --save_every 5000 --eval_every 5000 --distributed_type fsdp \\
@@ -40,6 +43,7 @@ def refused(line):
 
 def changed(words, before=FULL):
     """What other flags change of the options, and the notes that are new."""
+    before = ONE_PASS if "per_layer" in words else before
     first, then = meaning(before), meaning(f"{before} {words}")
     assert then.faults == [], then.faults
     values = {k: then.values.get(k) for k in first.values.keys() | then.values.keys()}
@@ -122,6 +126,14 @@ CHANGES = [
     ("--optimizer adafactor --beta1 0.9", {"optimizer.options": {"beta1": 0.9}, "optimizer.beta1": None}, ""),
     ("--optimizer adam8bit --single_gpu", {"optimizer.name": "AdamW8bit"}, "one rank"),
     ("--optimizer sgd --activation_checkpointing", {"activation_checkpoint.mode": "full"}, ""),
+    ("--optimizer sgd --beta1 0.9", {"optimizer.options": {"momentum": 0.9}}, ""),
+    ("--optimizer galore_adamw", {"optimizer.eps": 1e-6}, ""),
+    ("--grad_clipping 0.5 --rank 8", {"training.max_norm": 0.5}, "no effect with --optimizer adam: --rank"),
+    ("--optimizer galore_adamw8bit_per_layer --grad_clipping 1", {"training.max_norm": 0.0}, "clips nothing, as there"),
+    ("--optimizer adam8bit --weight_decay 0.1", {"optimizer.name": "AdamW8bit"}, "takes from the weight itself"),
+    ("--name test", {}, "the script did nothing with it"),
+    ("--use_hf_model --streaming_dataset true --dataset c4,en", {}, "one Llama here"),
+    ("--restart_warmup_steps 3", {}, "no effect with --scheduler cosine: --restart_warmup_steps"),
     ("--optimizer adam_zero", {"parallelism.data_parallel_replicate_degree": None}, "sharded by FSDP"),
     ("--scheduler linear", {"lr_scheduler.decay_type": "linear", "lr_scheduler.min_lr_factor": 0.0}, ""),
     ("--warmup_steps 7", {"lr_scheduler.warmup_steps": 7}, ""),
@@ -165,7 +177,9 @@ CHANGES = [
     ("--dtype float32", {"training.dtype": "float32", "training.mixed_precision_param": "float32"}, ""),
     ("--distributed_type fsdp", {"parallelism.data_parallel_shard_degree": None}, ""),
     ("--workers 0", {"training.dataloader.num_workers": 0}, ""),
-    ("--seed 3", {"debug.seed": 3, "training.shuffle": True}, "data shuffled"),
+    ("--seed 3", {"debug.seed": 3, "training.shuffle": None}, ""),
+    ("--seed 3 --dataset_path wiki", {"training.shuffle": None}, "data shuffled"),
+    ("--dataset_path wiki", {"training.shuffle": False}, "seed 0 leaves the data in their order"),
     ("--tags a,b", {"job.tags": ["a", "b"]}, ""),
     ("--comment 'a run'", {"job.description": "a run"}, ""),
     ("--train_ln true", {}, ""),
@@ -193,11 +207,12 @@ def test_flags(words, expected, note):
 @pytest.mark.parametrize("optimizer", [*PLAIN, *PROJECTING])
 def test_jobs_of_galore_s_optimizers_can_start(optimizer):
     """With AdamW's moments, Adafactor's and SGD's, which read other options."""
-    line = f"{FULL} --max_length 64 --tokenizer bytes --warmup_steps 5 --optimizer {optimizer} --num_training_steps 20"
+    line = (
+        f"{ONE_PASS} --max_length 64 --tokenizer bytes --warmup_steps 5 --optimizer {optimizer} --num_training_steps 20"
+    )
     values = meaning(line).values | {"training.dataset": "python_stdlib"}
     config = assemble(layer_of("the line", values.items()).values, ["the line"])
-    accumulated = optimizer.endswith("per_layer")
-    assert [fault.key for fault in check(config, 2, "cpu")] == ["training.global_batch_size"] * accumulated
+    assert check(config, 2, "cpu") == []
 
 
 REFUSED = [
@@ -217,7 +232,6 @@ REFUSED = [
     ("--optimizer lamb", "optimizer", 'one of "adam", "adam_zero", "shampoo"'),
     ("--min_lr_ratio 0", "min_lr_ratio", "more than 0 and at most 1"),
     ("--scheduler cosine_restarts", "restart_warmup_steps", "a number of updates with cosine_restarts"),
-    ("--restart_warmup_steps 3", "restart_warmup_steps", "it belongs to cosine_restarts"),
     ("--adjust_step 3", "adjust_step", "it belongs to cosine_restarts"),
     ("--relora 10 --optimizer_random_pruning 0.5", "reset_optimizer_on_relora", "one kind of reset"),
     ("--relora 10 --optimizer_magnitude_pruning 1.0", "optimizer_magnitude_pruning", "at least 0 and less than 1"),
@@ -230,7 +244,11 @@ REFUSED = [
     ("--use_peft --quantize 4bit --use_double_quant false", "use_double_quant", "scales are always in 8 bits here"),
     ("--wandb_watch true", "wandb_watch", "gradients of single parameters are not logged"),
     ("--megatron_dataset_config a.yaml", "megatron_dataset_config", "Megatron's index is not read"),
-    ("--training_config a.yaml", "training_config", "write what is in the file as flags"),
+    ("--optimizer galore_adamw --proj_quant", "proj_quant", "bases are kept as the parameters are"),
+    ("--optimizer galore_adamw8bit_per_layer", "total_batch_size", "write --optimizer galore_adamw8bit, or a larger"),
+    ("--dataset wikitext", "dataset", "make another one with prepare"),
+    ("--svd_optimizer_on_relora 8", "svd_optimizer_on_relora", "--optimizer_magnitude_pruning 0.9"),
+    ("--keep_first_opt_rows 8", "keep_first_opt_rows", "--optimizer_magnitude_pruning 0.9"),
     ("--model_config configs/llama_8m.json", "model_config", "a file, or llama_SIZE of 9m, 20m"),
     ("--model_name_or_path EleutherAI/pythia-1b", "model_config", "one of --model_config and --model_name_or_path"),
 ]
@@ -248,10 +266,11 @@ OF_THE_SCRIPT = """adam_beta1 adam_beta2 adjust_step autoresume batch_size clip_
     num_training_steps optimizer optimizer_magnitude_pruning optimizer_random_pruning profile quantize relora
     reset_optimizer_on_relora restart_warmup_steps restore_optimizer resume_from save_dir save_every scheduler seed
     skip_batches tags tokenizer total_batch_size train_ln train_scaling training_config use_double_quant use_peft
-    wandb_watch warmed_up_model warmup_steps weight_decay workers"""
-"""Of July 2023 and of its later versions."""
+    wandb_watch warmed_up_model warmup_steps weight_decay workers dataset streaming_dataset use_hf_model
+    svd_optimizer_on_relora keep_first_opt_rows"""
+"""Of July 2023, of its later versions and of its first."""
 OF_GALORE = dict(rank=128, update_proj_gap=50, galore_scale=1.0, proj_type="std", grad_clipping=0.0, beta1=0.0)
-OF_GALORE |= dict(activation_checkpointing=False, single_gpu=False)
+OF_GALORE |= dict(activation_checkpointing=False, single_gpu=False, proj_quant=False, name=None)
 """Of GaLore's script beside them, with its defaults."""
 DEFAULTS = dict(tokenizer="t5-base", max_length=256, lr=1e-4, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999)
 DEFAULTS |= dict(clip_grad_norm=1.0, optimizer="adam", scheduler="cosine", warmup_steps=1000, min_lr_ratio=0.1)
@@ -270,7 +289,33 @@ def test_every_flag_is_looked_at():
     tried = {
         name for words, *_ in (*CHANGES, *REFUSED) for name, _ in parse([*shlex.split(FULL), *shlex.split(words)]).flags
     }
-    assert set(FLAGS) - tried == {"model_revision"}, "which a test of its own has"
+    assert set(FLAGS) - tried == {"model_revision", "training_config"}, "which tests of their own have"
+
+
+def test_a_file_of_flags(tmp_path):
+    """As the script's README starts it; what the line says itself counts."""
+    (tmp_path / "c.yaml").write_text("""
+        model_config: configs/llama_250m.json
+        batch_size: 24
+        total_batch_size: 96
+        dtype: bf16
+        use_peft: true
+        relora: 5320
+        reset_optimizer_on_relora: false
+        warmup_steps: 13_000
+        num_training_steps: 133_000
+        lr: 4e-4
+        save_dir: null
+    """)
+    words = "--use_peft --relora 5320 --reset_optimizer_on_relora False --warmup_steps 13000 --lr 4e-4"
+    line = f"{LAUNCHED} --training_config {tmp_path}/c.yaml"
+    assert meaning(line) == meaning(f"{FULL} {words} --num_training_steps 133000")
+    assert meaning(f"{line} --lr 1").values["optimizer.lr"] == 1.0
+    (tmp_path / "c.yaml").write_text("lora_rr: 3\nbatch_size: [1, 2]")
+    assert {"lora_rr", "batch_size", "model_config"} <= set(refused(line))
+    for path in ("nowhere.yaml", str(tmp_path)):
+        with pytest.raises(JobError, match="cannot be read"):
+            meaning(f"{LAUNCHED} --training_config {path}")
 
 
 def test_flags_may_be_shortened_as_far_as_they_are_one_s():
@@ -325,6 +370,10 @@ def test_a_model_in_a_folder(tmp_path):
     assert "a folder in the form of Hugging Face" in refused(line)["model_name_or_path"]
 
 
+def test_a_tokenizer_without_a_folder():
+    assert not any("has to be in a folder" in note for note in meaning(f"{FULL} --tokenizer bytes").notes)
+
+
 def test_the_tokenizer_that_the_data_name(tmp_path):
     (tmp_path / "args.json").write_text('{"tokenizer": "gpt2", "sequence_length": 512}')
     assert changed(f"--dataset_path {tmp_path}")[0]["model.tokenizer_path"] == "gpt2"
@@ -332,6 +381,12 @@ def test_the_tokenizer_that_the_data_name(tmp_path):
     assert "which" in refused(f"{FULL} --dataset_path {tmp_path} --tokenizer t5-base")["tokenizer"]
     (tmp_path / "args.json").write_text("[")
     assert "model.tokenizer_path" not in changed(f"--dataset_path {tmp_path}")[0]
+
+
+def test_small_held_out_data_are_read_once(tmp_path):
+    """And not round and round, up to the script's 10M tokens."""
+    values = changed(f"--max_length 16 --dataset_path {save(tmp_path / 'data', split='validation')}")[0]
+    assert values["validation.samples"] == 8 and values["validation.steps"] is None
 
 
 def test_ranks_of_a_line():

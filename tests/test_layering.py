@@ -103,7 +103,8 @@ ALLOWED |= {
     "commands.upgrade": JUDGED | {"config.layers", "config.upgrade"},
     "commands.check": JUDGED - {"config.renames"}
     | {"adapters", "bars", "cadence", "config.schema", "config.upgrade", "commands.upgrade", "memory_limit"},
-    "importers": {"errors", "adapters", "config.options", "config.sections", "lr_restarts", "models", "registration"},
+    "importers": {"errors", "adapters", "config.options", "config.sections", "lr_restarts", "models", "registration"}
+    | {"datasets"},
     "commands.importing": JUDGED - {"config.renames"}
     | {"checkpoint", "commands.check", "commands.upgrade", "config.layers", "importers", "launch", "leaving"}
     | {"run_folder"},

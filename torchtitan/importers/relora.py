@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.options import show
+from torchtitan.datasets.sources_pretokenized import Blocks
 from torchtitan.errors import JobError
+from torchtitan.importers.command_line import CommandLine
 from torchtitan.importers.folder import family_in, from_folder
-from torchtitan.importers.relora_flags import FLAGS, PLAIN, PROJECTING
+from torchtitan.importers.relora_flags import FLAGS, with_file
+from torchtitan.importers.relora_optimizer import read_optimizer
 from torchtitan.importers.script import Script
 from torchtitan.lr_restarts import CYCLICAL, JAGGED
 from torchtitan.models import SIZES
@@ -32,11 +35,14 @@ VOCABULARY = 32_100
 class _ReLoRA(Script):
     FLAGS = FLAGS
 
+    def __init__(self, line: CommandLine) -> None:
+        super().__init__(with_file(line))
+
     def read(self) -> None:
         self.data()
         self.model()
         self.batch()
-        self.optimizer()
+        read_optimizer(self)
         self.schedule()
         self.adapter()
         self.reset()
@@ -48,19 +54,21 @@ class _ReLoRA(Script):
     def data(self) -> None:
         given, values = self.given, self.values
         values |= {"training.seq_len": given["max_length"], "training.dataloader.num_workers": given["workers"]}
-        values |= {"debug.seed": given["seed"], "training.shuffle": given["seed"] != 0}
-        self.note(
-            "seed 0 leaves the data in their order, as the script does" if given["seed"] == 0 else "data shuffled"
-        )
         path = given["dataset_path"]
         dataset, tokenizer = "c4", given["tokenizer"]
+        values |= {"debug.seed": given["seed"], "training.shuffle": given["seed"] != 0 or path is None}
         if path is None:
-            self.note("without --dataset_path the script streamed C4: here too, its documents packed and not padded")
+            self.note("without --dataset_path the script streamed C4: here too, its documents packed and not padded,")
+            self.note("and shuffled whatever the seed is")
+            if given["dataset"] != FLAGS["dataset"].default:
+                self.refuse("dataset", given["dataset"], "c4,en", "make another one with prepare, or pretokenize.py")
         else:
+            in_order = "seed 0 leaves the data in their order, as the script does"
+            self.note("data shuffled" if given["seed"] else in_order)
             dataset, values["training.dataset_path"] = "pretokenized", path
             tokenizer = self._tokenizer_of(Path(path))
         values |= {"training.dataset": dataset, "model.tokenizer_path": tokenizer}
-        if not Path(tokenizer).exists():
+        if tokenizer != "bytes" and not Path(tokenizer).exists():
             self.note(f"the tokenizer {tokenizer} has to be in a folder of that name here, see docs/data.md")
 
     def _tokenizer_of(self, folder: Path) -> str:
@@ -90,6 +98,8 @@ class _ReLoRA(Script):
             self.values |= from_folder(name, folder)
         else:
             self.refuse("model_name_or_path", folder, "a folder in the form of Hugging Face", "fetch the model to one")
+        if given["use_hf_model"]:
+            self.note("--use_hf_model: there is one Llama here, which computes what that of transformers does")
         if "model_revision" in given:
             self.note(f"--model_revision {given['model_revision']}: what is in the folder is taken, fetch that one")
 
@@ -152,40 +162,6 @@ class _ReLoRA(Script):
             self.refuse(flag, self.given[flag], "at least 1")
         return not wrong
 
-    def optimizer(self) -> None:
-        given = self.given
-        names = {"lr": "lr", "weight_decay": "weight_decay", "adam_beta1": "beta1", "adam_beta2": "beta2"}
-        self.values |= {f"optimizer.{ours}": given[theirs] for theirs, ours in names.items()}
-        self.values |= {"training.max_norm": given["clip_grad_norm"], "optimizer.name": "Adam"}
-        if given["optimizer"] == "shampoo":
-            self.refuse("optimizer", "shampoo", "adam", "there is no such optimizer here")
-        elif given["optimizer"] == "adam_zero":
-            if given["distributed_type"] == "fsdp":
-                self.refuse("optimizer", "adam_zero", "adam with --distributed_type fsdp", "which shards its state")
-            self.note("adam_zero: the optimizer's state is sharded by FSDP, which shards all else too")
-        elif given["optimizer"] in (*PLAIN, *PROJECTING):
-            self._of_galore(given["optimizer"])
-
-    def _of_galore(self, name: str) -> None:
-        """What GaLore's script of the same name has beside ReLoRA's."""
-        given, values = self.given, self.values
-        values |= {"optimizer.name": PLAIN.get(name, "GaLore"), "training.max_norm": given["grad_clipping"]}
-        options: dict[str, Any] = {}
-        if name in PROJECTING:
-            options = {"rank": given["rank"], "update_gap": given["update_proj_gap"], "scale": given["galore_scale"]}
-            options |= {"side": given["proj_type"], "inner": PROJECTING[name]}
-            self.note("attention and feed-forward are projected, all else steps by the same moments as it is")
-        if name == "sgd" or "adafactor" in name:  # which have no second moment of Adam's
-            del values["optimizer.beta1"], values["optimizer.beta2"]
-            if name == "adafactor" and given["beta1"]:
-                options["beta1"] = given["beta1"]
-            elif name == "galore_adafactor":
-                values["optimizer.beta1"] = given["beta1"]
-        if options:
-            values["optimizer.options"] = options
-        if name.endswith("per_layer"):
-            values["optimizer.early_step_in_backward"] = True
-
     def schedule(self) -> None:
         given, values = self.given, self.values
         kind, warmup, floor = given["scheduler"], given["warmup_steps"], given["min_lr_ratio"]
@@ -197,8 +173,11 @@ class _ReLoRA(Script):
         for flag in ("restart_warmup_steps", "adjust_step"):
             if flag in given and kind == "cosine_restarts":
                 values[f"lr_scheduler.{flag}"] = given[flag]
-            elif flag in given and given[flag]:
-                self.refuse(flag, given[flag], f"nothing with --scheduler {kind}", "it belongs to cosine_restarts")
+        if kind != "cosine_restarts" and given["restart_warmup_steps"]:
+            self.note(f"no effect with --scheduler {kind}: --restart_warmup_steps")
+        if kind != "cosine_restarts" and given["adjust_step"]:
+            remedy = "it belongs to cosine_restarts"
+            self.refuse("adjust_step", given["adjust_step"], f"nothing with --scheduler {kind}", remedy)
         if kind == "cosine_restarts" and given["restart_warmup_steps"] is None:
             self.refuse("restart_warmup_steps", None, "a number of updates with cosine_restarts", "give it")
         cycle = given["cycle_length"]
@@ -323,21 +302,38 @@ class _ReLoRA(Script):
         if given["dataset_path"] is not None:
             values["validation.dataset_path"] = given["dataset_path"]
         local, ranks = given["batch_size"], self.line.ranks
+        held_out = self._held_out()
         if local and ranks and given["max_length"] > 0:
             values["validation.local_batch_size"] = local
-            values["validation.steps"] = max(1, EVALUATED_TOKENS // (local * ranks * given["max_length"]))
+            if held_out is not None and held_out * given["max_length"] < EVALUATED_TOKENS:
+                values["validation.samples"] = held_out
+            else:
+                values["validation.steps"] = max(1, EVALUATED_TOKENS // (local * ranks * given["max_length"]))
         if given["tags"]:
             values["job.tags"] = [tag.strip() for tag in given["tags"].split(",") if tag.strip()]
         if given["comment"]:
             values["job.description"] = given["comment"]
         if given["profile"]:
             values["profiling.enable_profiling"] = True
-        self.note("evaluated on about 10M tokens each time; the script's last one, on 100M, is not made")
+        self.note("evaluated on at most 10M tokens each time; the script's last one, on 100M, is not made")
         self.note("the script logged to Weights & Biases: here metrics.enable_wandb = true does")
+
+    def _held_out(self) -> int | None:
+        """Blocks to evaluate on, of which each is read once; None where they are not here."""
+        try:
+            return len(Blocks(self.given["dataset_path"], "validation"))
+        except (OSError, JobError):  # which check has its own words for
+            return None
 
     def rest(self) -> None:
         """What is no option of a job."""
         given = self.given
+        if given["name"] is not None:
+            self.note("--name: the script did nothing with it; --save_dir says where the run is")
+        for flag in ("svd_optimizer_on_relora", "keep_first_opt_rows"):
+            if given[flag]:
+                why = "--optimizer_magnitude_pruning 0.9 keeps a part of the state, as the script does since then"
+                self.refuse(flag, given[flag], "0", why)
         if not given["train_ln"]:
             self.refuse("train_ln", False, "true", "the norms are always trained")
         if given["wandb_watch"]:
@@ -345,7 +341,6 @@ class _ReLoRA(Script):
         reasons = {
             "skip_batches": "no update of the data can be left out; what is damaged, training.on_bad_data leaves out",
             "megatron_dataset_config": "Megatron's index is not read; give --dataset_path, or make shards with prepare",
-            "training_config": "write what is in the file as flags, or keep the job that this prints",
         }
         for flag, why in reasons.items():
             if given[flag] is not None:

@@ -1,20 +1,19 @@
 """The flags of torchrun_main.py of ReLoRA, with their defaults of July 2023, and those that GaLore's script of the same
-name has beside them. relora.py looks at each in one place.
+name has beside them. relora.py looks at each in one place. A file of them is read as flags.
 """
 
-from torchtitan.importers.flags import Flag
+from dataclasses import replace
 
-PLAIN = {"sgd": "SGD", "adafactor": "Adafactor", "adam8bit": "AdamW8bit"}
-PROJECTING = {
-    "galore_adamw": "adamw",
-    "galore_adafactor": "adafactor",
-    "galore_adamw8bit": "adamw_8bit",
-    "galore_adamw8bit_per_layer": "adamw_8bit",
-}
-"""Names of optimizers in GaLore's script: the optimizers that they are here, and the moments of what is projected."""
+from torchtitan.importers import yaml_file
+from torchtitan.importers.command_line import CommandLine
+from torchtitan.importers.flags import Flag
+from torchtitan.importers.relora_optimizer import PLAIN, PROJECTING
 
 FLAGS: dict[str, Flag] = {
     "dataset_path": Flag(str),
+    "dataset": Flag(str, "c4,en"),  # which the first versions had instead, with the next two
+    "streaming_dataset": Flag(bool, True),
+    "use_hf_model": Flag(bool, False),
     "tokenizer": Flag(str, "t5-base"),
     "model_config": Flag(str),
     "model_name_or_path": Flag(str),
@@ -33,10 +32,12 @@ FLAGS: dict[str, Flag] = {
     "update_proj_gap": Flag(int, 50),
     "galore_scale": Flag(float, 1.0),
     "proj_type": Flag(str, "std", ("std", "reverse_std", "left", "right", "full")),
+    "proj_quant": Flag(bool, False),
     "grad_clipping": Flag(float, 0.0),
     "beta1": Flag(float, 0.0),
     "activation_checkpointing": Flag(bool, False),
     "single_gpu": Flag(bool, False),
+    "name": Flag(str),
     "scheduler": Flag(str, "cosine", ("cosine", "linear", "cosine_restarts")),
     "warmup_steps": Flag(int, 1000),
     "restart_warmup_steps": Flag(int),
@@ -52,6 +53,8 @@ FLAGS: dict[str, Flag] = {
     "reset_optimizer_on_relora": Flag(bool, True),
     "optimizer_random_pruning": Flag(float, 0.0),
     "optimizer_magnitude_pruning": Flag(float, 0.0),
+    "svd_optimizer_on_relora": Flag(int, 0),  # which the first versions had instead, and the next one
+    "keep_first_opt_rows": Flag(int, 0),
     "continue_from": Flag(str),
     "warmed_up_model": Flag(str),
     "continue_from_peft": Flag(str),
@@ -80,3 +83,13 @@ FLAGS: dict[str, Flag] = {
     "megatron_dataset_config": Flag(str),
     "training_config": Flag(str),
 }
+
+
+def with_file(line: CommandLine) -> CommandLine:
+    """The line with the flags of its --training_config, a table of YAML, ahead of its own. JobError."""
+    path = next((value for name, value in reversed(line.flags) if name == "training_config" and value), None)
+    if path is None:
+        return line
+    found = {name: value for name, value in yaml_file.read(path).items() if value is not None}
+    own = [flag for flag in line.flags if flag[0] != "training_config"]
+    return replace(line, flags=[*((name, str(value)) for name, value in found.items()), *own])
