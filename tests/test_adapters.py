@@ -12,11 +12,12 @@ import torch
 from tests.support.jobs import arguments, full, train, write_texts
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
-from tests.support.scale_adapter import INITIAL, ScaleAdapter
+from tests.support.scale_adapter import INITIAL, SCALE, ScaleAdapter
 from torchtitan import adapters, build
 from torchtitan.checkpoint import load_model_for_inference
 from torchtitan.config import manager
 from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.errors import JobError
 from torchtitan.models import SIZES
 from torchtitan.models.registry import MODELS
 from torchtitan.ranks import read_ranks
@@ -28,12 +29,12 @@ SCALES = {f"layers.{layer}.ffn_norm.scale" for layer in range(4)}
 
 def known() -> None:
     """A rank has not read what the test registers."""
-    adapters.ADAPTERS["scale"] = "tests.support.scale_adapter:ScaleAdapter"
+    adapters.ADAPTERS["scale"] = SCALE
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    monkeypatch.setitem(adapters.ADAPTERS, "scale", "tests.support.scale_adapter:ScaleAdapter")
+    monkeypatch.setitem(adapters.ADAPTERS, "scale", SCALE)
 
 
 def trained(argv: list[str]) -> tuple[list[dict], str]:
@@ -179,6 +180,30 @@ def test_faults():
     assert kind.startswith('adapter.kind: given "scael"; allowed: one of "none", ') and kind.endswith('mean "scale"?')
     (idle,) = lines('--adapter.train_fully=["norm.*"]')
     assert idle.startswith('adapter.train_fully: given ["norm.*"]; allowed: nothing with adapter.kind = "none"')
+
+
+def test_what_a_kind_does_not_read_is_refused():
+    scale = ("--adapter.kind=scale", "--checkpoint.enable")
+    assert lines(*scale, '--adapter.train_fully=["norm.*"]') == []
+    idle = lines(*scale, "--adapter.alpha=3", '--adapter.target=["*none*"]', "--adapter.last_save_in_peft")
+    allowed = 'allowed: nothing with adapter.kind = "scale"; leave it out'
+    assert idle == [
+        f"adapter.alpha: given 3.0; {allowed}",
+        f'adapter.target: given ["*none*"]; {allowed}',
+        f"adapter.last_save_in_peft: given true; {allowed}",
+    ]
+
+
+def test_an_adapter_without_a_layout_of_its_own_is_neither_read_nor_written(tmp_path):
+    with torch.device("meta"):
+        model = MODELS["llama3"].build(SIZES["llama3"]["debugmodel"])
+    adapter = ScaleAdapter(Options(kind="scale"))
+    adapter.install(model, MODELS["llama3"].plan)
+    form = MODELS["llama3"].hf.form(model.args)
+    with pytest.raises(JobError, match="'scale' has no layout of its own; write the whole model"):
+        adapter.write_folder(tmp_path / "adapter", form, {}, "")
+    with pytest.raises(JobError, match="'scale' has no layout of its own"):
+        adapter.read_folder(tmp_path, form)
 
 
 def test_the_registry_names_adapters():

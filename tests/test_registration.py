@@ -17,6 +17,7 @@ from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.rules import check
 
 LIGHT = """
+from torchtitan.adapters import AdapterSpec
 from torchtitan.config.options import Option
 from torchtitan.datasets import DATASETS
 from torchtitan.datasets.tokenizer import build_tokenizer
@@ -30,7 +31,7 @@ FAMILY = Family(sizes=LLAMA3, config=CONFIG, spec="acme_titan.heavy:SPEC")
 HALVED = OptimizerSpec(
     make="acme_titan.heavy:halved", options={"half": Option(float, 0.0, "Half the momentum.")}, state=lambda options: 1
 )
-ADAPTER = "acme_titan.heavy:Adapter"
+ADAPTER = AdapterSpec(make="acme_titan.heavy:Adapter")
 TASK = Task("acme_titan.heavy:NextToken")
 
 

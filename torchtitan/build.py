@@ -171,7 +171,7 @@ def adapter(config: JobConfig) -> Adapter | None:
     options = config.adapter
     if config.training.unfrozen:
         return Unfrozen(config.training.unfrozen)
-    return None if options.kind == NONE else resolve_name(ADAPTERS[options.kind])(options, config.debug.seed)
+    return None if options.kind == NONE else resolve_name(ADAPTERS[options.kind].make)(options, config.debug.seed)
 
 
 def adapted_model(config: JobConfig) -> tuple[nn.Module, ParallelPlan, Adapter | None]:

@@ -3,12 +3,14 @@
 import torch
 from torch import nn
 
+from torchtitan.adapters import AdapterSpec
 from torchtitan.adapters.interface import Adapter
 from torchtitan.initialization import Constant, Init
 from torchtitan.models.norms import RMSNorm
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
 
 INITIAL = 1.25
+SCALE = AdapterSpec(make="tests.support.scale_adapter:ScaleAdapter")
 
 
 class ScaledNorm(RMSNorm):

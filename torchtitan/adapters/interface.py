@@ -26,7 +26,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtitan.adapters import peft_folder
 from torchtitan.adapters.flops import in_part, weights_met
 from torchtitan.adapters.targets import without_numbers
 from torchtitan.config.sections.adapter import Adapter as Options
@@ -125,16 +124,16 @@ class Adapter:
 
     def read_folder(self, folder: Path, form: Form) -> dict[str, torch.Tensor]:
         """Whole tensors, by our names and of `shapes`, of a folder in the layout in which such adapters are passed on.
-        JobError where it holds another.
+        JobError where it holds another, or there is no such layout.
         """
-        return peft_folder.load(folder, self.options, form, self.shapes)
+        raise JobError(f"adapter.kind = {self.options.kind!r} has no layout of its own that could be read")
 
     def write_folder(self, folder: Path, form: Form, whole: Mapping[str, torch.Tensor], base: str) -> None:
         """The inverse, of `whole_tensors`; `base`: where the model is. OSError; JobError where that is not all that was
-        trained.
+        trained, or there is no such layout.
         """
         self.refuse_what_has_no_place()
-        peft_folder.save(folder, {name: whole[name] for name in self.shapes}, self.options, form, base)
+        raise JobError(f"adapter.kind = {self.options.kind!r} has no layout of its own; {self.other_form}")
 
     def refuse_what_has_no_place(self) -> None:
         """JobError where whoever reads such a folder would compute something else than what was trained."""

@@ -7,6 +7,7 @@ B [experts, rank, out] of their own. A kind is a pair of classes, for linears an
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from torchtitan.adapters import peft_folder
 from torchtitan.adapters.interface import Adapter
 from torchtitan.adapters.targets import layer_of, misfits, targets
 from torchtitan.config.sections.adapter import Adapter as Options
@@ -24,6 +26,7 @@ from torchtitan.deferred import Deferred, Value
 from torchtitan.errors import JobError
 from torchtitan.initialization import Constant, Init, Uniform, local_part
 from torchtitan.models.dropout import Dropout
+from torchtitan.models.hf.names import Form
 from torchtitan.models.layers import autocast_dtype
 from torchtitan.models.moe.experts import Experts
 from torchtitan.parallelisms.plan import ParallelPlan
@@ -173,6 +176,13 @@ class LowRank(Adapter):
         head, embedding = (getattr(model, name, None) for name in ("output", "tok_embeddings"))
         self.unties = isinstance(head, LowRankLinear) and embedding is not None and head.weight is embedding.weight
         return plan
+
+    def read_folder(self, folder: Path, form: Form) -> dict[str, torch.Tensor]:
+        return peft_folder.load(folder, self.options, form, self.shapes)
+
+    def write_folder(self, folder: Path, form: Form, whole: Mapping[str, torch.Tensor], base: str) -> None:
+        self.refuse_what_has_no_place()
+        peft_folder.save(folder, {name: whole[name] for name in self.shapes}, self.options, form, base)
 
     def merged(self, parts: Sequence[nn.Module], original: Mapping[str, Deferred] | None = None) -> dict[str, Value]:
         if self.unties:

@@ -5,7 +5,7 @@ from dataclasses import fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from torchtitan.adapters import ADAPTERS, NONE, peft_config
+from torchtitan.adapters import ADAPTERS, BY_RULES, NONE, OF_EVERY_KIND, peft_config
 from torchtitan.adapters.targets import PACKING, layer_of, misfits, of_linears, targets, without_numbers
 from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.adapter import Adapter, Relora
@@ -18,6 +18,8 @@ from torchtitan.rules.facts import Facts
 def adapter_fits_the_model(facts: Facts) -> Iterator[Fault]:
     options = of_linears(facts.config.adapter)
     if options is None or options.kind not in ADAPTERS or facts.args is None or not (found := linears(facts.args)):
+        return
+    if "target" not in ADAPTERS[options.kind].reads:
         return
     for key, allowed, remedy in misfits(found, options):
         yield facts.fault(key, allowed, remedy)
@@ -239,11 +241,15 @@ def _ramps_are_there(facts: Facts) -> Iterator[Fault]:
         yield facts.fault(f"lr_scheduler.{name}", "at least 1 with adapter.relora.reset", f"give it, {why}")
 
 
-def adapter_options_have_an_adapter(facts: Facts) -> Iterator[Fault]:
-    """Options of an adapter that are set and would do nothing, as there is none."""
+def options_of_adapters_are_read(facts: Facts) -> Iterator[Fault]:
+    """Options that are set and would do nothing, as there is no adapter, or one that does not read them."""
     given, default = facts.config.adapter, Adapter()
-    if given.kind != NONE:
+    if given.kind == NONE:
+        read, remedy = ("kind",), "set a kind, or leave it out"
+    elif given.kind in ADAPTERS:
+        read, remedy = (*OF_EVERY_KIND, *BY_RULES, *ADAPTERS[given.kind].reads), "leave it out"
+    else:
         return
     for name in (each.name for each in fields(Adapter)):
-        if getattr(given, name) != getattr(default, name):
-            yield facts.fault(f"adapter.{name}", f'nothing with adapter.kind = "{NONE}"', "set a kind, or leave it out")
+        if name not in read and getattr(given, name) != getattr(default, name):
+            yield facts.fault(f"adapter.{name}", f'nothing with adapter.kind = "{given.kind}"', remedy)

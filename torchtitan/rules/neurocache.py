@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
+from torchtitan.adapters import OF_LOW_RANK
 from torchtitan.adapters.neurocache import released
 from torchtitan.adapters.neurocache.sizes import KEY, apart, layers_of, misfits_of
 from torchtitan.adapters.targets import Misfit, of_linears
@@ -18,7 +19,6 @@ from torchtitan.tasks import TASKS
 KIND = "neurocache"
 FAMILIES = ("llama2", "llama3", "llama3.1", "llama3.2", "mistral", "opt")
 BESIDE = ("none", "lora", "dora", "qlora", "lora_int8")
-OF_LOW_RANK = ("rank", "alpha", "dropout", "rslora", "target", "layers", "lr_ratio_b")
 
 
 def cache_fits_the_model(facts: Facts) -> Iterator[Fault]:

@@ -44,7 +44,7 @@ class Neurocache(Adapter):
         beside = of_linears(options)
         self.beside: Adapter | None = None
         if beside is not None:
-            self.beside = resolve_name(ADAPTERS[beside.kind])(beside, seed)
+            self.beside = resolve_name(ADAPTERS[beside.kind].make)(beside, seed)
 
     def install(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
         plan = super().install(model, plan)
