@@ -13,9 +13,10 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from torchtitan.datasets import DATASETS, sources_text
+from tests.support import judged
+from torchtitan.datasets import DATASETS, Dataset, sources_text
 from torchtitan.datasets.sources import LISTED_FILES, DataError, Document, Indexed, Stream
-from torchtitan.datasets.sources_text import PIECE, TextFile, text
+from torchtitan.datasets.sources_text import KINDS, PIECE, TextFile, text, text_files
 
 TEXTS = ["first", "zweites Dokument: äöü", "", "三番目", "last\nwith two lines"]
 
@@ -331,6 +332,32 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, name, package):
         DataError, match=f"reading it needs {package}; install it with: pip install 'torchtitan-toml.dat"
     ):
         text(str(tmp_path), "text")  # as it is opened, so that `torchtitan check` says it
+
+
+# What others add
+
+
+def test_a_kind_of_file_is_a_line_in_a_table(tmp_path, monkeypatch):
+    write(tmp_path / "a.note", b"noted")
+    assert "nothing is there; a file, a folder or a glob of .txt, " in refusal(tmp_path)
+    monkeypatch.setitem(KINDS, ".note", lambda file, name, reading: [TextFile(file, name)])
+    assert documents(tmp_path) == ["noted"]
+
+
+def test_how_records_are_read_is_said_to_those_that_have_them(tmp_path, monkeypatch):
+    write(tmp_path / "a.jsonl", lines(field="output"))
+    words = ["--training.dataset=mine", f"--training.dataset_path={tmp_path}", "--training.text_field=output"]
+    monkeypatch.setitem(DATASETS, "mine", Dataset(text))
+    assert judged.lines(*words) == []
+    as_records = [*words[:2], "--training.format=prompt_completion", "--training.fields={prompt = 'id'}"]
+    form, fields = judged.lines(*as_records)
+    assert form == (
+        'training.format: given "prompt_completion"; allowed: unset where no source has '
+        "records of several fields; drop it, or read text or huggingface"
+    )
+    assert fields.startswith("training.fields: ")
+    monkeypatch.setitem(DATASETS, "mine", Dataset(text, text_files))
+    assert judged.lines(*as_records) == []
 
 
 # The Python library

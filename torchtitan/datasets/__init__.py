@@ -1,8 +1,9 @@
-"""Where text comes from. Adding a dataset: a function (dataset_path, text_field) -> Source, and a line here."""
+"""Where text comes from. Adding a dataset: a file that makes a Source, and a line here."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from torchtitan.datasets import (
     sources_huggingface,
@@ -18,38 +19,61 @@ from torchtitan.datasets.sources import DataError, Source
 from torchtitan.errors import JobError
 from torchtitan.registration import Registry
 
-_own: dict[str, Callable[[str | None, str], Source]] = {
-    "python_stdlib": sources_python.python_stdlib,
-    "python_stdlib_validation": sources_python.python_stdlib_validation,
-    "text": sources_text.text,
-    "sentiment": sources_sentiment.sentiment,
-    "sentiment_validation": sources_sentiment.sentiment_validation,
-    "tokens": tokens.tokens,
-    "pretokenized": sources_pretokenized.pretokenized,
-    "pretokenized_validation": sources_pretokenized.pretokenized_validation,
-    "huggingface": sources_huggingface.huggingface,
-    "huggingface_validation": sources_huggingface.huggingface_validation,
-    "c4": sources_huggingface.c4,
-    "c4_validation": sources_huggingface.c4_validation,
-    "c4_test": sources_huggingface.c4_test,
+
+class Dataset(NamedTuple):
+    """What a dataset's name stands for: functions that look at names and sizes, no more. An entry point may lead to the
+    first of them alone.
+    """
+
+    of_field: Callable[[str | None, str], Source]
+    """(dataset_path, text_field): of documents that are said by one field, or by nothing."""
+    of_records: Callable[[str | None, Reading], Source] | None = None
+    """Of records of several fields, in whatever way the job reads them (training.format)."""
+    of_classes: Callable[[str | None, Fields], Source] | None = None
+    """Of records with classes, from local files."""
+
+    def __call__(self, path: str | None, text_field: str) -> Source:
+        return self.of_field(path, text_field)
+
+
+def _hub(name: str, split: str, of_field: Callable[[str | None, str], Source]) -> Dataset:
+    return Dataset(
+        of_field,
+        lambda path, reading: sources_huggingface.named(name, path, split, reading),
+        partial(saved, split=split),
+    )
+
+
+def _made(of_field: Callable[..., Source]) -> Dataset:
+    return Dataset(of_field, of_classes=lambda path, fields: of_field(path, fields.text, fields))
+
+
+_own = {
+    "python_stdlib": Dataset(sources_python.python_stdlib),
+    "python_stdlib_validation": Dataset(sources_python.python_stdlib_validation),
+    "text": Dataset(sources_text.text, sources_text.text_files, labelled_files),
+    "sentiment": _made(sources_sentiment.sentiment),
+    "sentiment_validation": _made(sources_sentiment.sentiment_validation),
+    "tokens": Dataset(tokens.tokens),
+    "pretokenized": Dataset(sources_pretokenized.pretokenized),
+    "pretokenized_validation": Dataset(sources_pretokenized.pretokenized_validation),
+    "huggingface": _hub("huggingface", "train", sources_huggingface.huggingface),
+    "huggingface_validation": _hub("huggingface_validation", "validation", sources_huggingface.huggingface_validation),
+    "c4": Dataset(sources_huggingface.c4),
+    "c4_validation": Dataset(sources_huggingface.c4_validation),
+    "c4_test": Dataset(sources_huggingface.c4_test),
 }
-RECORDS: dict[str, Callable[[str | None, Reading], Source]] = {
-    "text": sources_text.text_files,
-    "huggingface": lambda path, reading: sources_huggingface.named("huggingface", path, "train", reading),
-    "huggingface_validation": lambda path, reading: sources_huggingface.named(
-        "huggingface_validation", path, "validation", reading
-    ),
-}
-"""Of those, what has records of several fields."""
-LABELLED: dict[str, Callable[[str | None, Fields], Source]] = {
-    "text": labelled_files,
-    "huggingface": partial(saved, split="train"),
-    "huggingface_validation": partial(saved, split="validation"),
-    "sentiment": lambda path, fields: sources_sentiment.sentiment(path, fields.text, fields),
-    "sentiment_validation": lambda path, fields: sources_sentiment.sentiment_validation(path, fields.text, fields),
-}
-"""Of those, what has records with classes, from local files."""
-DATASETS: Registry[Callable[[str | None, str], Source]] = Registry("torchtitan.datasets", _own, Callable)
+DATASETS: Registry[Dataset] = Registry(
+    "torchtitan.datasets",
+    _own,
+    Callable,
+    lambda found: found if isinstance(found, Dataset) else Dataset(found),
+)
+
+
+def has_records(dataset: str) -> bool:
+    """Whether that is a dataset whose records can be of several fields."""
+    return dataset in DATASETS and DATASETS[dataset].of_records is not None
 
 
 def open_source(dataset: str, dataset_path: str | None, reading: Reading, fields: Fields | None = None) -> Source:
@@ -58,10 +82,12 @@ def open_source(dataset: str, dataset_path: str | None, reading: Reading, fields
     """
     if dataset not in DATASETS:
         raise JobError(f"dataset is {dataset!r}; allowed: {', '.join(DATASETS)}")
+    known = DATASETS[dataset]
     if fields is not None:
-        if dataset not in LABELLED:
-            raise DataError(f"dataset {dataset!r} has no classes; allowed: {', '.join(LABELLED)}")
-        return LABELLED[dataset](dataset_path, replace(fields, text=reading.text_field))
-    if dataset in RECORDS:
-        return RECORDS[dataset](dataset_path, reading)
-    return DATASETS[dataset](dataset_path, reading.text_field)
+        if known.of_classes is None:
+            allowed = ", ".join(name for name, each in _own.items() if each.of_classes is not None)
+            raise DataError(f"dataset {dataset!r} has no classes; allowed: {allowed}")
+        return known.of_classes(dataset_path, replace(fields, text=reading.text_field))
+    if known.of_records is not None:
+        return known.of_records(dataset_path, reading)
+    return known(dataset_path, reading.text_field)

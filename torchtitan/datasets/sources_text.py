@@ -6,7 +6,7 @@ where they are needed. Compressed files, parquet and csv are streams. A folder t
 
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -35,7 +35,18 @@ from torchtitan.datasets.sources import (
 from torchtitan.datasets.sources_json import JsonArray, parse_line
 from torchtitan.datasets.sources_tables import BESIDE_ARROW, ArrowFile, CsvFile, cells, columns_of, row_document
 
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet", ".arrow", ".csv", ".tsv")
+KINDS: dict[str, Callable[[Path, str, Reading], list[Part]]] = {
+    ".txt": lambda file, name, reading: [TextFile(file, name)],
+    ".jsonl": lambda *of: [JsonLines(*of)],
+    ".jsonl.gz": lambda file, name, reading: [CompressedJsonLines(file, reading)],
+    ".jsonl.zst": lambda file, name, reading: [CompressedJsonLines(file, reading)],
+    ".json": lambda *of: [JsonArray(*of) if _first_sign(of[0]) == b"[" else JsonLines(*of)],
+    ".parquet": lambda *of: _row_groups(*of),
+    ".arrow": lambda *of: [ArrowFile(*of)],
+    ".csv": lambda *of: [CsvFile(*of)],
+    ".tsv": lambda *of: [CsvFile(*of)],
+}
+"""By what a file's name ends with: (file, its name in messages, reading) -> its parts."""
 PIECE = 256 * 1024
 """A text file longer than this is cut into documents of about this many bytes."""
 LINE_END_WITHIN = 64 * 1024
@@ -46,7 +57,7 @@ def text(path: str | None, text_field: str) -> Source:
 
 
 def text_files(path: str | None, reading: Reading) -> Source:
-    files = find_files(path, SUFFIXES)
+    files = find_files(path, tuple(KINDS))
     if any(name.lower().endswith(".arrow") for name in files):
         files = {name: file for name, file in files.items() if file.name not in BESIDE_ARROW}
     if os.path.isfile(os.path.join(path or "", "dataset_dict.json")):
@@ -62,18 +73,7 @@ def text_files(path: str | None, reading: Reading) -> Source:
 
 
 def _parts(file: Path, name: str, reading: Reading) -> list[Part]:
-    """Of one file, by what its name ends with."""
-    suffix = file.suffix.lower()
-    if suffix == ".txt":
-        return [TextFile(file, name)]
-    if suffix in (".jsonl", ".json"):
-        is_array = suffix == ".json" and _first_sign(file) == b"["
-        return [JsonArray(file, name, reading) if is_array else JsonLines(file, name, reading)]
-    if suffix == ".parquet":
-        return _row_groups(file, name, reading)
-    if suffix == ".arrow":
-        return [ArrowFile(file, name, reading)]
-    return [CsvFile(file, name, reading) if suffix in (".csv", ".tsv") else CompressedJsonLines(file, reading)]
+    return next(parts for ending, parts in KINDS.items() if file.name.lower().endswith(ending))(file, name, reading)
 
 
 def _first_sign(file: Path) -> bytes:

@@ -245,9 +245,11 @@ def options_of_adapters_are_read(facts: Facts) -> Iterator[Fault]:
     """Options that are set and would do nothing, as there is no adapter, or one that does not read them."""
     given, default = facts.config.adapter, Adapter()
     if given.kind == NONE:
-        read, remedy = ("kind",), "set a kind, or leave it out"
+        read: tuple[str, ...] = ("kind",)
+        remedy = "set a kind, or leave it out"
     elif given.kind in ADAPTERS:
-        read, remedy = (*OF_EVERY_KIND, *BY_RULES, *ADAPTERS[given.kind].reads), "leave it out"
+        read = (*OF_EVERY_KIND, *BY_RULES, *ADAPTERS[given.kind].reads)
+        remedy = "leave it out"
     else:
         return
     for name in (each.name for each in fields(Adapter)):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from torchtitan.config.options import Fault, options, show
-from torchtitan.datasets import RECORDS
+from torchtitan.datasets import has_records
 from torchtitan.limits import LimitError
 from torchtitan.rules.facts import Facts
 from torchtitan.tasks import TASKS
@@ -21,19 +21,19 @@ def records_are_read_as_said(facts: Facts) -> Iterator[Fault]:
             name = error.option.rpartition(".")[2]
             key = f"{place}.{name}" if "[" in place and _said(facts, place, name) else f"training.{name}"
             yield facts.fault(key, error.allowed, error.remedy, error.given)
-    known = () if facts.tells_classes else RECORDS
+    read = {place: not facts.tells_classes and has_records(each.dataset) for place, each in facts.sources.items()}
     for place, source in facts.sources.items():
-        for name in HOW if "[" in place and source.dataset not in known else ():
+        for name in HOW if "[" in place and not read[place] else ():
             if _said(facts, place, name):
                 yield facts.fault(f"{place}.{name}", _unset(facts, show(source.dataset)), "drop it")
-    readers = [source for source in facts.sources.values() if source.dataset in known]
+    readers = [source for place, source in facts.sources.items() if read[place]]
     for name in HOW:
         said = getattr(facts.config.training, name)
         if said and not any(getattr(source, name) == said for source in readers):
             remedy = "drop it, or read text or huggingface"
-            yield facts.fault(f"training.{name}", _unset(facts, "that of any source"), remedy)
+            yield facts.fault(f"training.{name}", _unset(facts), remedy)
     if facts.config.data.default_system is not None and not readers:
-        yield facts.fault("data.default_system", _unset(facts, "that of any source"), "drop it")
+        yield facts.fault("data.default_system", _unset(facts), "drop it")
 
 
 def prompts_are_text(facts: Facts) -> Iterator[Fault]:
@@ -100,9 +100,11 @@ def samples_may_differ_in_length(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("data.pad_to", allowed, f'write "multiple:{math.lcm(multiple, needed)}"')
 
 
-def _unset(facts: Facts, dataset: str) -> str:
+def _unset(facts: Facts, dataset: str = "") -> str:
     if facts.tells_classes:
         return f"unset with task.kind = {facts.config.task.kind}, whose fields [task] names"
+    if not dataset:
+        return "unset where no source has records of several fields"
     return f"unset with dataset {dataset}, which has no records of several fields"
 
 
