@@ -6,7 +6,9 @@ combinations.
 import json
 import math
 import os
+import re
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ from torchtitan.initialization import initialize
 from torchtitan.lr_scheduling import build_lr_schedulers
 from torchtitan.lr_shapes import LRSchedule
 from torchtitan.models import SIZES
-from torchtitan.models.linears import linears, parameters
+from torchtitan.models.linears import linears, parameters, split_side
 from torchtitan.models.registry import MODELS
 from torchtitan.optimizers.build import build_optimizers
 
@@ -303,6 +305,20 @@ def test_names_and_sizes_are_known_without_the_model(family):
             model = MODELS[family].build(args)
         assert {name: sizes_of(module) for name, module in candidates(model)} == linears(args), flavor
         assert {name for name, _ in model.named_parameters(remove_duplicate=False)} == set(parameters(args)), flavor
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_what_tensor_parallel_splits_is_known_without_the_model(family):
+    args, plan = SIZES[family]["debugmodel"], MODELS[family].plan
+
+    def side(name: str) -> int | None:
+        inside = re.sub(r"^layers\.\d+\.", "", name)
+        if name in (plan.embedding, plan.head[1]) or any(fnmatchcase(inside, each) for each in plan.column):
+            return 0
+        return 1 if any(fnmatchcase(inside, each) for each in plan.row) else None
+
+    names = [*linears(args), "tok_embeddings"]
+    assert {name: split_side(name) for name in names} == {name: side(name) for name in names}
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "roberta", "deepseek"])

@@ -28,6 +28,7 @@ def checkpoint(folder: Path, words: list[str], step: int = 60, ranks: int = 1, *
     facts = Facts(load(["--model.tokenizer_path=bytes", *words]), ranks, "cpu")
     samples = facts.config.training.global_batch_size
     kept = kept_job(facts.config, vars(facts.args), samples if samples > 0 else facts.samples)
+    kept["degrees"] = {"dp_shard": facts.shard, "cp": facts.cp, "tp": facts.tp}
     trainer = {"step": step, "tokens": 1} | {key: value for key, value in kept.items() if key not in left_out}
     state = json.dumps({"step": step, "trainer": trainer, "ranks": [], "optimizer": {}}).encode()
     target = folder / layout.step_name(step)
@@ -225,3 +226,21 @@ def test_a_link_in_the_place_of_the_job_is_replaced_and_not_followed(tmp_path):
     assert not (tmp_path / "run" / "config.toml").is_symlink()
     assert (tmp_path / "run" / "config.toml").read_text() == "step = 5"
     assert len(list((tmp_path / "run" / "starts").iterdir())) == 2
+
+
+def test_moments_of_flipped_sides_are_refused_under_another_plan(tmp_path):
+    """They are of the matrices' other sides there; a side that both plans leave whole is the same on both."""
+    words = [*JOB, f"--job.dump_folder={tmp_path}", "--optimizer.name=GaLore", "--training.global_batch_size=16"]
+    flipped, right = (
+        [*words, f'--optimizer.options={{rank = 8, on_conflict = "flip"{side}}}'] for side in ("", ', side = "right"')
+    )
+    checkpoint(tmp_path / "checkpoint", flipped, ranks=2)
+    assert not lines(*flipped, ranks=2) and not lines(*flipped, '--checkpoint.exclude_from_loading=["optimizer"]')
+    (line,) = lines(*flipped)
+    assert line == (
+        'optimizer.options: given on_conflict = "flip"; allowed: a plan that shards '
+        "layers.*.feed_forward.w2.weight by the sides of step-00000060 (dp_shard 2, cp 1, tp 1); take that plan, or "
+        'begin the moments anew by checkpoint.exclude_from_loading = ["optimizer"]'
+    )
+    checkpoint(tmp_path / "checkpoint", right, step=61, ranks=2)
+    assert not lines(*right)

@@ -122,6 +122,22 @@ def test_sides_that_are_sharded_can_be_refused():
     assert not lines(*GALORE, '--optimizer.options={rank = 8, on_conflict = "error", side = "right"}', ranks=2)
 
 
+def test_sides_that_tensor_parallel_splits_can_be_refused():
+    """Of square and tall matrices columns become short: wo, of which a rank has some, not wq, of which it has rows."""
+    options = '--optimizer.options={rank = 8, on_conflict = "error", targets = [%s]}'
+    split = [*GALORE, "--parallelism.tensor_parallel_degree=2"]
+    (line,) = lines(*split, options % '"*.wo.*", "*.wq.*"', ranks=2)
+    assert line == (
+        'optimizer.options: given on_conflict = "error"; allowed: on_conflict = "gather" or "flip" for '
+        "layers.*.attention.wo.weight; as each rank has a part of the side that becomes short; or leave these out of "
+        "targets"
+    )
+    assert not lines(*split, options % '"*.wq.*", "*.w2.*"', ranks=2)
+    low = ["--adapter.kind=lora", "--adapter.rank=16", options.replace("targets", 'side = "reverse_std", targets')]
+    (line,) = lines(*split, *low[:2], low[2] % '"*attention.w[qo].*"', ranks=2)
+    assert "for layers.*.attention.wo.lora_A, layers.*.attention.wq.lora_B; as each" in line
+
+
 def test_an_adapter_of_more_than_the_rank_is_projected():
     assert not lines(*GALORE, "--adapter.kind=lora", "--adapter.rank=8", "--optimizer.options={rank = 2}")
     assert not lines("--optimizer.name=APOLLO", '--optimizer.options={rank = 1, per = "tensor", scale = 11.3}')

@@ -14,6 +14,8 @@ QK_NORMS: Names = ("attention.q_norm.weight", "attention.k_norm.weight")
 ENDS: Names = ("tok_embeddings.weight", "norm.weight")
 """What families have in a block, and outside of the blocks, beside linears."""
 STACK = "moe.experts"
+SPLIT = dict.fromkeys(("wq", "wk", "wv", "wkv_b", "w1", "w3", "tok_embeddings", HEAD), 0) | {"wo": 1, "w2": 1}
+"""Last part of a linear's name -> which of (outputs, inputs) tensor parallel splits."""
 
 
 def linears(args: Any) -> Sizes:
@@ -24,6 +26,14 @@ def linears(args: Any) -> Sizes:
     for layer in range(args.n_layers + getattr(args, "n_mtp_layers", 0)):
         found |= {f"layers.{layer}.{name}": sizes for name, sizes in args.block_linears(layer).items()}
     return found | getattr(args, "head_linears", {HEAD: (args.vocab_size, args.dim)})
+
+
+def split_side(name: str) -> int | None:
+    """Which of (outputs, inputs) of the linear tensor parallel splits; None where every rank has it whole, as what
+    stands beside experts, or where a family has another name for it.
+    """
+    *around, own = name.split(".")
+    return None if "moe" in around else SPLIT.get(own)
 
 
 def parameters(args: Any) -> list[str]:

@@ -22,7 +22,7 @@ from torchtitan.optimizers import bases, moments
 from torchtitan.optimizers.by_parameter import ByParameter, add, gradient_of, plain_change
 from torchtitan.optimizers.layout import Layout, by_owners
 from torchtitan.optimizers.moments import Moments, Options, State
-from torchtitan.optimizers.patterns import sides
+from torchtitan.optimizers.patterns import sides, under_plan
 from torchtitan.optimizers.projection import Projection, limited
 
 logger = logging.getLogger(__name__)
@@ -73,15 +73,13 @@ class GaLore(ByParameter):
     def _sides(self, name: str, parameter: torch.Tensor) -> tuple[str, ...]:
         """Those to be projected; none for what steps by plain moments."""
         found, layout = sides(name, tuple(parameter.shape), self.options), Layout.of(parameter)
-        if len(found) != 1 or not layout.is_cut(AXIS[found[0]]):
-            return found
-        if self.options["on_conflict"] == "error":
+        cut = [side for side, dim in AXIS.items() if layout.is_cut(dim)] if found else []
+        if self.options["on_conflict"] == "error" and (conflict := set(found).intersection(cut)):
             raise JobError(
                 f'optimizer.options: given on_conflict = "error"; allowed: "gather" or "flip" for {name}, whose '
-                f"{found[0]} side is cut over ranks; write one of these, or another side"
+                f"{min(conflict)} side is cut over ranks; write one of these, or another side"
             )
-        other = "left" if found[0] == "right" else "right"
-        return (other,) if self.options["on_conflict"] == "flip" and not layout.is_cut(AXIS[other]) else found
+        return under_plan(found, cut, self.options["on_conflict"])
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]

@@ -1,6 +1,6 @@
 """Which parameters an optimizer for matrices takes, by name. No torch: `torchtitan check` asks it too."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -26,6 +26,16 @@ def sides(name: str, shape: tuple[int, ...], options: Mapping[str, Any]) -> tupl
         return (side,)
     tall = shape[0] >= shape[1]
     return ("right",) if tall == (side == "std") else ("left",)
+
+
+def under_plan(found: tuple[str, ...], cut: Collection[str], on_conflict: str) -> tuple[str, ...]:
+    """Of the sides that `sides` found for a matrix, those that are projected where ranks share out the sides `cut` of
+    it: with "flip" the other one, if every rank has that whole.
+    """
+    if on_conflict != "flip" or len(found) != 1 or found[0] not in cut:
+        return found
+    other = "left" if found[0] == "right" else "right"
+    return found if other in cut else (other,)
 
 
 def projected_shape(name: str, shape: tuple[int, ...], options: Mapping[str, Any]) -> tuple[int, ...]:

@@ -116,6 +116,7 @@ from torchtitan.rules.resume import (
     adapter_is_of_this_model,
     changes_that_can_be_allowed,
     checkpoints_are_still_there,
+    moments_are_of_this_plan,
     same_job_as_the_checkpoint,
 )
 from torchtitan.rules.task import (
@@ -285,5 +286,6 @@ RULES: list[Rule] = [
     same_job_as_the_checkpoint,
     adapter_is_of_this_model,
     checkpoints_are_still_there,
+    moments_are_of_this_plan,
     *WITHOUT_EFFECT,
 ]

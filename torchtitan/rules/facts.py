@@ -25,7 +25,7 @@ from torchtitan.limits import LimitError
 from torchtitan.lr_shapes import LRSchedule, schedule_of
 from torchtitan.models import changed, sizes_of
 from torchtitan.models.hf.config import config_beside, untrained
-from torchtitan.models.linears import HEAD, linears
+from torchtitan.models.linears import HEAD, linears, split_side
 from torchtitan.parallelisms import degrees
 from torchtitan.parallelisms.degrees import lenders, shards_of_ranks
 from torchtitan.parallelisms.pipeline.actions import ScheduleTableError, Table, load_schedule_csv
@@ -224,6 +224,17 @@ class Facts:
         low = {f"{name}.lora_A": (adapter.rank, inputs) for name, (_, inputs) in chosen.items()}
         low |= {f"{name}.lora_B": (outputs, adapter.rank) for name, (outputs, _) in chosen.items()}
         return low | (beside if adapter.train_dense_rest else {})
+
+    def cut_sides(self, name: str, shards: int, tp: int) -> set[str]:
+        """Of one of the `matrices`, the sides that so many ranks of FSDP and of tensor parallel share out: "left" its
+        rows, "right" its columns.
+        """
+        linear, _, own = name.rpartition(".")
+        split = None if tp == 1 else split_side(linear)
+        if own == "lora_A" and split == 0 or own == "lora_B" and split == 1:
+            split = None  # which every rank has whole
+        by_tensor = set() if split is None else {("left", "right")[split]}
+        return by_tensor | {"left"} if shards > 1 else by_tensor
 
     @cached_property
     def untrained_tokens(self) -> list[int]:

@@ -47,10 +47,15 @@ def optimizer_projects_something(facts: Facts) -> Iterator[Fault]:
         longest = max(map(min, chosen.values()))
         remedy = "lower it, or write another optimizer.name: with such a rank nothing is saved"
         yield facts.fault(OPTIONS, f"rank below {longest}, the longest short side of its matrices", remedy, given=rank)
-    cut = [name for name, found in projected.items() if "left" in found]
-    if options.get("on_conflict") == "error" and cut and (facts.fsdp_shards or 1) > 1:
+    if options.get("on_conflict") != "error":
+        return
+    shards, tp = facts.fsdp_shards or 1, facts.tp
+    cut = [name for name, found in projected.items() if facts.cut_sides(name, shards, tp).intersection(found)]
+    if cut:
         given, names = 'on_conflict = "error"', ", ".join(without_numbers(cut))
         remedy = 'as FSDP shards rows; write side = "right" too'
+        if tp > 1:
+            remedy = "as each rank has a part of the side that becomes short; or leave these out of targets"
         yield facts.fault(OPTIONS, f'on_conflict = "gather" or "flip" for {names}', remedy, given=given)
 
 

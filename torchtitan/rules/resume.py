@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from torchtitan.adapters import NONE
+from torchtitan.adapters.targets import without_numbers
 from torchtitan.checkpoint import base
 from torchtitan.checkpoint.layout import (
     CheckpointError,
@@ -16,7 +18,9 @@ from torchtitan.checkpoint.layout import (
 )
 from torchtitan.config.changes import TRAINED, changes, kept_job, refusable, refused, remedy
 from torchtitan.config.options import Fault, hint, options, show
+from torchtitan.optimizers.patterns import sides, under_plan
 from torchtitan.rules.facts import Facts
+from torchtitan.rules.optimizers import options_of_the_optimizer
 from torchtitan.run_folder import missing_checkpoints
 
 QUICKLY_READ = 2**28
@@ -34,23 +38,58 @@ def changes_that_can_be_allowed(facts: Facts) -> Iterator[Fault]:
 def same_job_as_the_checkpoint(facts: Facts) -> Iterator[Fault]:
     """What the newest checkpoint, or that of load_step, was made by. Where it cannot be read, loading says why."""
     options = facts.config.checkpoint
-    if not options.enable or facts.begins_anew or facts.args is None or facts.samples is None:
+    if facts.args is None or facts.samples is None or (found := _wanted(facts)) is None:
         return
-    try:
-        complete, _ = complete_steps(Path(facts.config.job.dump_folder, options.folder))
-        wanted = [path for path in complete if options.load_step in (-1, step_of(path.name))]
-        kept = read_state(wanted[0])["trainer"] if wanted else {}
-    except (OSError, ValueError):  # CheckpointError, and names that no folder can have
-        return
+    folder, kept = found
     samples = facts.config.training.global_batch_size
     now = kept_job(facts.config, asdict(facts.args), samples if samples > 0 else facts.samples)
-    found = changes(kept, now)
-    for change in refused(found, options.allow_config_change):
-        yield facts.fault(change.key, f"{change.before}, as in {wanted[0].name}", remedy(change), given=change.now)
-    others = [each.key for each in found if each.key in TRAINED and each.key in options.allow_config_change]
+    changed = changes(kept, now)
+    for change in refused(changed, options.allow_config_change):
+        yield facts.fault(change.key, f"{change.before}, as in {folder.name}", remedy(change), given=change.now)
+    others = [each.key for each in changed if each.key in TRAINED and each.key in options.allow_config_change]
     if others and "optimizer" not in options.exclude_from_loading:
-        why = f"{wanted[0].name} has the optimizer of what was trained then: it begins anew"
+        why = f"{folder.name} has the optimizer of what was trained then: it begins anew"
         yield facts.fault("checkpoint.exclude_from_loading", f'"optimizer" among them, with another {others[0]}', why)
+
+
+def _wanted(facts: Facts) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint that the job would go on from, the newest or that of load_step, and what it keeps of its job."""
+    options = facts.config.checkpoint
+    if not options.enable or facts.begins_anew:
+        return None
+    try:
+        complete, _ = complete_steps(Path(facts.config.job.dump_folder, options.folder))
+        wanted = next((path for path in complete if options.load_step in (-1, step_of(path.name))), None)
+        return None if wanted is None else (wanted, read_state(wanted)["trainer"])
+    except (OSError, ValueError):  # CheckpointError, and names that no folder can have
+        return None
+
+
+def moments_are_of_this_plan(facts: Facts) -> Iterator[Fault]:
+    """With on_conflict = "flip" GaLore's are of the sides that the plan leaves whole: another may leave others."""
+    options, exclude = options_of_the_optimizer(facts), facts.config.checkpoint.exclude_from_loading
+    if not options or options.get("on_conflict") != "flip" or "optimizer" in exclude or facts.fsdp_shards is None:
+        return
+    if (found := _wanted(facts)) is None:
+        return
+    folder, kept = found
+    degrees = kept.get("degrees")
+    named = degrees.items() if isinstance(degrees, dict) else ()
+    saved = {axis: degree for axis, degree in named if isinstance(degree, int)}
+    if not {"dp_shard", "cp", "tp"} <= saved.keys():
+        return
+    shard, cp, tp = (saved[axis] for axis in ("dp_shard", "cp", "tp"))
+    turned = []
+    for name, shape in facts.matrices.items():
+        own = sides(name, shape, options)
+        cut = facts.cut_sides(name, facts.fsdp_shards, facts.tp), facts.cut_sides(name, shard * cp, tp)
+        now, then = (under_plan(own, each, "flip") for each in cut)
+        turned += [name] if now != then else []
+    if turned:
+        plan = f"dp_shard {shard}, cp {cp}, tp {tp}"
+        allowed = f"a plan that shards {', '.join(without_numbers(turned))} by the sides of {folder.name} ({plan})"
+        remedy = 'take that plan, or begin the moments anew by checkpoint.exclude_from_loading = ["optimizer"]'
+        yield facts.fault("optimizer.options", allowed, remedy, given='on_conflict = "flip"')
 
 
 def adapter_is_of_this_model(facts: Facts) -> Iterator[Fault]:
