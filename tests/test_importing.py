@@ -387,6 +387,9 @@ def test_small_held_out_data_are_read_once(tmp_path):
     """And not round and round, up to the script's 10M tokens."""
     values = changed(f"--max_length 16 --dataset_path {save(tmp_path / 'data', split='validation')}")[0]
     assert values["validation.samples"] == 8 and values["validation.steps"] is None
+    data = save(tmp_path / "more", [[number % 250] * 16 for number in range(1030)])
+    values = changed(f"--max_length 16 --dataset_path {data}")[0]
+    assert values["validation.samples"] == 1024, "whole rounds of its lanes: none twice"
 
 
 def test_ranks_of_a_line():

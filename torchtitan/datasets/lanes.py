@@ -41,7 +41,7 @@ class Place(NamedTuple):
 class IndexedLanes:
     def __init__(self, source: Indexed, seed: int, shuffle: bool) -> None:
         self.source, self.seed, self.shuffle = source, seed, shuffle
-        self.count = _lanes_for(len(source))
+        self.count = lanes_for(len(source))
 
     def reader(self, places: dict[int, Place]) -> "IndexedReader":
         """Reads on from these places; the lanes that it will be asked for are the keys."""
@@ -93,7 +93,7 @@ class StreamLanes:
     def __init__(self, source: Stream, seed: int, shuffle: bool, stop: bool) -> None:
         self.source, self.seed, self.shuffle = source, seed, shuffle
         self.own_parts = _even(source.parts)
-        self.count = MAX_LANES if self.own_parts else _lanes_for(self._records(MAX_LANES * LEAST_DOCUMENTS, stop))
+        self.count = MAX_LANES if self.own_parts else lanes_for(self._records(MAX_LANES * LEAST_DOCUMENTS, stop))
 
     def reader(self, places: dict[int, Place]) -> "StreamReader":
         return StreamReader(self, dict(places))
@@ -222,7 +222,7 @@ def no_text(source: str, lane: int, lanes: int) -> DataError:
     )
 
 
-def _lanes_for(documents: int) -> int:
+def lanes_for(documents: int) -> int:
     """The largest power of two that leaves every lane LEAST_DOCUMENTS."""
     return 1 << (min(max(documents // LEAST_DOCUMENTS, 1), MAX_LANES).bit_length() - 1)
 

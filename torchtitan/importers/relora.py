@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.options import show
+from torchtitan.datasets.lanes import lanes_for
 from torchtitan.datasets.sources_pretokenized import Blocks
 from torchtitan.errors import JobError
 from torchtitan.importers.command_line import CommandLine
@@ -319,11 +320,12 @@ class _ReLoRA(Script):
         self.note("the script logged to Weights & Biases: here metrics.enable_wandb = true does")
 
     def _held_out(self) -> int | None:
-        """Blocks to evaluate on, of which each is read once; None where they are not here."""
+        """Blocks to evaluate on, as many as are read before one is read twice; None where they are not here."""
         try:
-            return len(Blocks(self.given["dataset_path"], "validation"))
+            blocks = len(Blocks(self.given["dataset_path"], "validation"))
         except (OSError, JobError):  # which check has its own words for
             return None
+        return blocks - blocks % lanes_for(blocks)
 
     def rest(self) -> None:
         """What is no option of a job."""
