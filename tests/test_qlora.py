@@ -229,6 +229,19 @@ def test_faults(words, said):
     assert said in fault and "adapter.target" in fault
 
 
+def test_ranks_that_cut_blocks_are_refused():
+    """Of 11008 inputs, 172 blocks; eight bits are by row and have none."""
+    llama = ["--model.name=llama2", "--model.flavor=7B", "--adapter.rank=8"]
+    eight, four = ("--parallelism.tensor_parallel_degree=" + degree for degree in "84")
+    (fault,) = lines("--adapter.kind=qlora", *llama, eight)
+    assert fault == (
+        "tensor_parallel_degree: given 8, which does not divide blocks of layers.*.feed_forward.w2 172; allowed: what "
+        "divides it and blocks of layers.*.attention.wo 64: 1, 2, 4; write one of these"
+    )
+    assert not lines("--adapter.kind=qlora", *llama, four) and not lines("--adapter.kind=lora_int8", *llama, eight)
+    assert not lines("--adapter.kind=qlora", '--adapter.target=["*attention*"]', *llama, eight)
+
+
 @pytest.mark.parametrize("kind", ["qlora", "lora_int8"])
 def test_loading_needs_little_more_than_what_is_kept(kind, tmp_path):
     """However many layers there are, the matrices pass by one after the other: beside what the model keeps there is

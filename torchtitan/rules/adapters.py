@@ -6,12 +6,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from torchtitan.adapters import ADAPTERS, BY_RULES, NONE, OF_EVERY_KIND, peft_config
-from torchtitan.adapters.targets import PACKING, layer_of, misfits, of_linears, targets, without_numbers
+from torchtitan.adapters.targets import PACKING, block_of, layer_of, misfits, of_linears, targets, without_numbers
 from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.adapter import Adapter, Relora
 from torchtitan.errors import JobError
 from torchtitan.lr_restarts import CYCLICAL, JAGGED
-from torchtitan.models.linears import HEAD, linears, parameters
+from torchtitan.models.linears import HEAD, linears, parameters, split_side
+from torchtitan.parallelisms import degrees
 from torchtitan.rules.facts import Facts
 
 
@@ -29,6 +30,18 @@ def adapter_fits_the_model(facts: Facts) -> Iterator[Fault]:
     if options.relora.every is not None and facts.args.tied_embeddings and HEAD in targets(found, options):
         why = "a restart would fold the head's adapter into the embedding too: leave output out of adapter.target"
         yield facts.fault("adapter.relora.every", "unset with an adapter beside a tied head", why)
+
+
+def packs_divide_over_tensor_parallel(facts: Facts) -> Iterator[Fault]:
+    """Of inputs that are split each rank has whole blocks, as many as the others."""
+    options = of_linears(facts.config.adapter)
+    if facts.tp == 1 or options is None or options.kind != "qlora" or facts.args is None:
+        return
+    found = linears(facts.args)
+    split = {name: found[name][1] for name in targets(found, options) if split_side(name) == 1}
+    blocks = {name: inputs // block_of(inputs) for name, inputs in split.items() if block_of(inputs)}
+    of_all_layers = {f"blocks of {without_numbers([name])[0]}": number for name, number in blocks.items()}
+    yield from facts.judged(degrees.check_split, facts.tp, of_all_layers)
 
 
 def trained_whole(facts: Facts) -> tuple[str, list[str], str] | None:
