@@ -21,9 +21,11 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import connection, get_context, set_start_method
+from multiprocessing import connection, forkserver, get_context, set_start_method
 from pathlib import Path
 from typing import Any
+
+from tests.support.leftovers import put_back
 
 # Imported once for all ranks: what most of them would import themselves, which takes longer than their tests.
 PRELOAD = [
@@ -37,11 +39,12 @@ PRELOAD = [
     "tests.test_combinations",
     "tests.support.pool",
 ]
-COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-DEFAULT_LIMIT = 180.0
+COLLECTIVE_TIMEOUT = timedelta(seconds=300)
+DEFAULT_LIMIT = 600.0
 
 _context = get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
+_environment = dict(os.environ)
 _pools: dict[int, "RankPool"] = {}
 
 
@@ -71,11 +74,24 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit: 
         raise
 
 
+def _fork(target: Callable[..., None], *args: Any) -> Any:
+    """A process that runs `target(*args)`. What it finds in the environment is from before the tests: the fork server
+    keeps that of its start, which may be in the midst of a test that has changed it for itself."""
+    environment = dict(os.environ)
+    put_back(_environment)
+    try:
+        forkserver.ensure_running()
+    finally:
+        put_back(environment)
+    process = _context.Process(target=target, args=args)
+    process.start()
+    return process
+
+
 def run_alone(function: Callable[..., Any], *args: Any, limit: float = DEFAULT_LIMIT) -> Any:
     """Run `function(*args)` in a fresh process without a process group, for what changes a process for good."""
     ours, theirs = _context.Pipe()
-    process = _context.Process(target=_answer_alone, args=(theirs, function.__module__, function.__qualname__, args))
-    process.start()
+    process = _fork(_answer_alone, theirs, function.__module__, function.__qualname__, args)
     theirs.close()
     try:
         ok, answer = ours.recv() if ours.poll(limit) else (False, f"no answer within {limit:.0f} s")
@@ -95,8 +111,7 @@ def run_script(folder: Path, path: Path, *words: str, limit: float = DEFAULT_LIM
     """
     with tempfile.TemporaryDirectory() as streams:
         files = [os.path.join(streams, name) for name in ("out", "err")]
-        process = _context.Process(target=_be_script, args=(files, str(folder), str(path), *words))
-        process.start()
+        process = _fork(_be_script, files, str(folder), str(path), *words)
         process.join(limit)
         code = process.exitcode
         process.kill()
@@ -122,8 +137,7 @@ class RankPool:
         self.processes = []
         for rank in range(world_size):
             ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(rank, world_size, self.folder, theirs))
-            process.start()
+            process = _fork(_serve, rank, world_size, self.folder, theirs)
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -147,7 +161,7 @@ class RankPool:
                 try:
                     answers[rank] = pipe.recv()
                 except EOFError:
-                    self.processes[rank].join(5)
+                    self.processes[rank].join(60)
                     code = self.processes[rank].exitcode
                     kind = RankCrashed if code is not None and code < 0 else kind
                     answers[rank] = (False, f"process ended with exit code {code}\n{self.stack_of(rank)}")
