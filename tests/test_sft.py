@@ -161,9 +161,8 @@ def test_a_first_rank_that_crashes_is_one_message_and_the_end_of_all(tmp_path):
     rows = write_rows(tmp_path / "rows")
     argv = words(tmp_path / "run", rows, optimizer__name="Fails", training__local_batch_size=1, job__max_restarts=0)
     process = jobs.start(argv, ranks=2, OMP_NUM_THREADS="1", PYTHONPATH=f"{site}:{jobs.ROOT}")
-    jobs.wait_for_step(tmp_path / "run", 2, process)
-    others = jobs.children(process.pid)
-    code, _, err = jobs.finish(process, 60)
+    others = jobs.started_ranks(process, 2)
+    code, _, err = jobs.finish(process, 290)
     assert code == 1 and err.count("Traceback") == err.count("IndexError: no such row") == 1
     assert not any(Path(f"/proc/{pid}").exists() for pid in others)
 

@@ -4,7 +4,6 @@ bit-equal to a run that was never stopped."""
 import logging
 import os
 import signal
-import time
 from contextlib import suppress
 
 import pytest
@@ -182,8 +181,11 @@ def test_a_rank_is_asked_and_then_the_launcher(texts, tmp_path):
     more = dict(training__local_batch_size=4, training__steps=100000, validation__enable=False)
     process = jobs.start(jobs.arguments(tmp_path, texts, **(options(texts) | more)), ranks=2)
     jobs.wait_for_step(tmp_path, 3, process)
-    os.kill(jobs.children(process.pid)[1], signal.SIGUSR1)
+    ranks = jobs.children(process.pid)
+    os.kill(ranks[0], signal.SIGSTOP)  # the other cannot end before the launcher has been asked
+    os.kill(ranks[1], signal.SIGUSR1)
     process.send_signal(signal.SIGINT)
+    os.kill(ranks[0], signal.SIGCONT)
     code, out, err = jobs.finish(process)
     assert (code, err) == (130, "")
     last = jobs.logged_steps(tmp_path)[-1]["step"]
@@ -193,8 +195,6 @@ def test_a_rank_is_asked_and_then_the_launcher(texts, tmp_path):
 def test_a_rank_that_is_stopped_in_its_start_takes_the_others_with_it(texts, tmp_path):
     """The others wait for it in a library, where no handler runs."""
     process = jobs.start(jobs.arguments(tmp_path, texts, **options(texts)), ranks=2)
-    while len(ranks := jobs.children(process.pid)) < 2:
-        time.sleep(0.01)
-    os.kill(ranks[1], signal.SIGTERM)
-    code, out, err = jobs.finish(process, 60)
+    os.kill(jobs.started_ranks(process, 2)[1], signal.SIGTERM)
+    code, out, err = jobs.finish(process)
     assert (code, err) == (143, "")

@@ -87,7 +87,9 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def logged_steps(folder: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """Those whose row is whole, while the job may be writing another."""
+    text = (folder / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     return [row for row in rows if "loss" in row]
 
 
@@ -112,20 +114,40 @@ def run(argv: list[str], ranks: int = 1, **environment: str) -> tuple[int | None
     return run_script(ROOT, ROOT / "tests/support/forked_job.py", *given, str(ranks), *argv)
 
 
-def finish(process: subprocess.Popen, seconds: float = 240) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=seconds)
+def finish(process: subprocess.Popen, seconds: float = 600) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()  # its ranks die with it
+        raise
     return process.returncode, out, err
 
 
-def wait_for_step(folder: Path, step: int, process, seconds: float = 240) -> None:
+def wait_for_step(folder: Path, step: int, process, seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline:
+        ended = process.poll() is not None  # asked first: what it has logged until then counts
         if (folder / "metrics.jsonl").exists() and len(logged_steps(folder)) >= step:
             return
+        if ended:
+            break
         time.sleep(0.05)
+    process.kill()
     raise AssertionError(f"step {step} was not reached: {process.communicate()}")
 
 
 def children(pid: int) -> list[int]:
-    found = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Of these in turn too; none of a process that has ended meanwhile."""
+    try:
+        found = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
     return found + [grandchild for child in found for grandchild in children(child)]
+
+
+def started_ranks(process: subprocess.Popen, count: int) -> list[int]:
+    """The ranks of a job, as soon as it has as many."""
+    while len(found := children(process.pid)) < count:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    return found
