@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import sys
 import time
 from collections.abc import Callable
 
@@ -36,15 +37,18 @@ def terminal(monkeypatch) -> Callable[[Callable[[], object]], str]:
     return seen
 
 
-def use_both() -> None:
+def use_both(awaited: str | None = None) -> None:
+    """For a moment, or until the screen shows what is awaited of the thread that draws there."""
     with progress_bar("reading", 100) as progress:
         progress.update(100)
     with waiting("first step"):
-        time.sleep(0.05)
+        until = time.monotonic() + (0.05 if awaited is None else 60)
+        while time.monotonic() < until and (awaited is None or awaited not in sys.stderr.getvalue()):
+            time.sleep(0.01)
 
 
 def test_on_a_terminal(terminal):
-    said = terminal(use_both)
+    said = terminal(lambda: use_both("first step"))
     assert "reading: " in said and "first step 00:00" in said
     assert said.endswith("\r")  # they go when they are done
 

@@ -18,7 +18,7 @@ from torchtitan.rules import check
 
 
 def run(script: str, *words: str) -> list[str]:
-    code, out, err = run_script(ROOT, ROOT / script, *words, limit=240)
+    code, out, err = run_script(ROOT, ROOT / script, *words)
     assert code == 0, err
     return out.splitlines()
 

@@ -137,7 +137,7 @@ def test_an_error_names_its_place_and_stops_the_others(phase, tmp_path):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(100)
+        process.join(300)
     assert not any(process.is_alive() for process in processes)
     ends = [(tmp_path / str(rank)).read_text().split("\n", 1) for rank in range(4)]
     text = ends[2][1]
@@ -145,7 +145,7 @@ def test_an_error_names_its_place_and_stops_the_others(phase, tmp_path):
     assert "in segment layers.3.experts" in text and "of pipeline stage 1, microbatch" in text and phase in text
     for rank in (0, 1, 3):
         assert "no error" not in ends[rank][1]
-        assert float(ends[rank][0]) - float(ends[2][0]) < 20
+        assert float(ends[rank][0]) - float(ends[2][0]) < 200  # and not gloo's half an hour
 
 
 # Memory

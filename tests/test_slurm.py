@@ -34,8 +34,14 @@ def task(index):
     return subprocess.Popen(sys.argv[1 + len(options):], env=environment)
 with open(os.environ["SEEN"], "a") as seen:
     print("srun", *options, file=seen)
-tasks = [task(index) for index in range(count)]
-signal.signal(signal.SIGUSR1, lambda *_: [each.send_signal(signal.SIGUSR1) for each in tasks])
+tasks, early = [], []
+def pass_on(*_):
+    early.append(1) if len(tasks) < count else [each.send_signal(signal.SIGUSR1) for each in tasks]
+signal.signal(signal.SIGUSR1, pass_on)
+for index in range(count):
+    tasks.append(task(index))
+if early:
+    pass_on()
 sys.exit(max(128 - code if code < 0 else code for code in [each.wait() for each in tasks]))
 """
 SCONTROL = """
@@ -175,13 +181,14 @@ def test_as_many_ranks_as_gpus(visible, count, monkeypatch):
 def test_without_srun_there_is_a_remedy(cluster, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     process = launch("1", "--training.steps=3")
-    assert process.communicate(timeout=30)[1].startswith("SLURM_JOB_ID: given 77, an allocation of SLURM, and there is")
+    told = process.communicate(timeout=120)[1]
+    assert told.startswith("SLURM_JOB_ID: given 77, an allocation of SLURM, and there is")
     assert process.returncode == 2
 
 
 def test_a_refused_job_is_told_once_and_keeps_its_code(cluster, tmp_path):
     process = launch("1", *jobs.arguments(tmp_path / "run", jobs.write_texts(tmp_path), training__seq_len=-3))
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (2, ""), err
     assert err.count("training.seq_len") == 1
     asked = cluster.read_text().splitlines()[0]
@@ -195,7 +202,7 @@ def asked(number, frame):
     sys.exit(138)
 signal.signal(signal.SIGUSR1, asked)
 os.write(1, f"ready {os.environ.get('SLURM_CPUS_PER_TASK')} {os.environ.get('SLURM_JOB_END_TIME')}\\n".encode())
-time.sleep(60)
+time.sleep(600)
 """
 FRONT = """
 import sys
@@ -213,7 +220,7 @@ def test_a_signal_reaches_the_launchers_as_one_that_srun_survives(number, cluste
     for _ in range(2):
         assert process.stdout.readline() == f"ready None {int(time.mktime((2030, 1, 2, 3, 4, 5, 0, 0, -1)))}\n"
     process.send_signal(number)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     assert sorted(out.splitlines()) == ["0 got 10", "1 got 10"] and process.returncode == 128 + number
 
 
@@ -236,10 +243,11 @@ def batch(cluster, tmp_path, monkeypatch):
     script = shutil.copy(jobs.ROOT / "scripts/multinode_trainer.slurm", tmp_path / "slurm_script")
     process = subprocess.Popen(["bash", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     while not (tmp_path / "started").exists():
+        assert process.poll() is None
         time.sleep(0.02)
     yield process
     (tmp_path / "done").write_text("1")
-    process.wait(10)
+    process.wait(60)
 
 
 def finish(process: subprocess.Popen, folder: Path, code: int | None = None) -> tuple[int, str, list[str]]:
@@ -247,7 +255,7 @@ def finish(process: subprocess.Popen, folder: Path, code: int | None = None) -> 
     if code is not None:
         (folder / "done.new").write_text(str(code))
         (folder / "done.new").rename(folder / "done")
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=120)
     seen = folder / "seen"
     return process.returncode, out, seen.read_text().splitlines() if seen.exists() else []
 
