@@ -359,7 +359,7 @@ def test_torchrun_starts_ranks_too(tmp_path):
     argv = jobs.arguments(tmp_path / "run", texts, training__local_batch_size=4, training__steps=2)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*torchrun, "-m", "torchtitan.train", *argv], cwd=jobs.ROOT, capture_output=True, text=True, timeout=240
+        [*torchrun, "-m", "torchtitan.train", *argv], cwd=jobs.ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert len(jobs.logged_steps(tmp_path / "run")) == 2 and list((tmp_path / "run").glob("run.lock*")) == []

@@ -44,6 +44,16 @@ def test_a_failing_rank_is_named_and_the_next_test_gets_fresh_ranks():
     assert run_ranks(2, sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)]
 
 
+def leave_the_world():
+    dist.destroy_process_group()
+
+
+def test_a_test_that_leaves_the_world_fails_and_not_the_next_one():
+    with pytest.raises(RankFailed, match="the world is left"):
+        run_ranks(2, leave_the_world)
+    assert run_ranks(2, sum_of_ranks, 0) == [(0, 1.0), (1, 1.0)]
+
+
 def leave_a_world() -> tuple[bool, list[str], bool]:
     """Whether there is one while a test has it and behind it, and what else the environment then says."""
     os.environ.pop("TORCH_GLOO_LAZY_INIT", None)

@@ -131,7 +131,7 @@ def stopped_after(argv: list[str], step: int) -> None:
 
     trainer.log = log_and_stop
     assert not trainer.train()
-    trainer.close()
+    trainer.metrics.close()
 
 
 SPEC = """

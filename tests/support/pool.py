@@ -232,14 +232,17 @@ def _answer_alone(*question: Any) -> None:
 
 def _answer(pipe: connection.Connection, module: str, name: str, args: tuple[Any, ...]) -> None:
     import torch
+    import torch.distributed as dist
 
     random.seed(0)
     torch.manual_seed(0)
+    world = dist.group.WORLD
     try:
         function: Any = importlib.import_module(module)
         for part in name.split("."):
             function = getattr(function, part)
         answer = (True, function(*args))
+        assert world in (None, dist.group.WORLD), "the world is left, in which the next test would be"
     except BaseException:
         answer = (False, traceback.format_exc())
     pipe.send(answer)
