@@ -239,6 +239,29 @@ def test_a_record_that_may_be_meant_in_two_ways_is_refused(tmp_path, suffix):
     ):
         read(whole=True)
     assert read() == read(form="completion", whole=True) == "a: b" and read(form="alpaca", whole=True).endswith("\nb")
+    with pytest.raises(DataError, match="'chosen', which format preference .* choose another task.kind"):
+        read(whole=True, pairs=True)
+
+
+UNCLEAR = [  # records of which one at a time is learned, and what is said of them
+    ({"text": "a: b", "chosen": "b", "rejected": "c"}, "'chosen' and 'rejected'; learn it with task.kind dpo, ipo or"),
+    ({"instruction": "a", "output": "b", "system": ""}, r"'system', which the .* to { system = \"system\" }$"),
+]
+
+
+@pytest.mark.parametrize("record, message", UNCLEAR)
+def test_what_is_unclear_of_others(record, message):
+    with pytest.raises(DataError, match=message):
+        Reading(whole=True).document(record, "", "")
+
+
+def test_pairs_are_pairs_whatever_else_they_have():
+    reading = Reading(whole=True, pairs=True, fields={"chosen": "good"})
+    assert reading.document({"text": "a: b", "prompt": "a", "good": "b", "rejected": "c"}, "", "").text == "abac"
+    with pytest.raises(LimitError, match="'alpaca'; allowed: preference, or unset, as pairs"):
+        Reading(whole=True, pairs=True, form="alpaca")
+    with pytest.raises(LimitError, match="training.template: .* unset with format preference, which has no prompt"):
+        Reading(whole=True, pairs=True, template={"separator": " "})
 
 
 def test_sets_of_the_hub_are_read_so_too(tmp_path):

@@ -307,9 +307,10 @@ def cache_of(config: JobConfig) -> Path:
 def data_sources(config: JobConfig, section: Section) -> list[Weighted]:
     """Opened; what has an end, or is read in whole records, is tokenized before, so that all its lengths are known."""
     training, found, first = config.training, [], tokenized_before(config, section)
+    task = TASKS[config.task.kind]
     folder = cache_of(config)
     for wanted in sources_of(config, section).values():
-        reading = reading_of(wanted, config.data.default_system, TASKS[config.task.kind].packs)
+        reading = reading_of(wanted, config.data.default_system, task.packs, task.together > 1)
         source = open_source(wanted.dataset, wanted.dataset_path, reading, fields(config))
         if first and not isinstance(source, TokenShards):
             source = prepared(

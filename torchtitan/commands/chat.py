@@ -123,7 +123,8 @@ def form_of(config: JobConfig, tokenizer: Tokenizer) -> str:
 def first_reading(config: JobConfig) -> Reading:
     """Of the job's first source, whose prompt questions are put in."""
     first = next(iter(sources_of(config, "training").values()))
-    return reading_of(first, config.data.default_system, TASKS[config.task.kind].packs)
+    task = TASKS[config.task.kind]
+    return reading_of(first, config.data.default_system, task.packs, task.together > 1)
 
 
 def lines(typed: bool) -> Iterator[str]:

@@ -12,6 +12,8 @@ from torchtitan.datasets.records import document_of
 from torchtitan.datasets.sources import REMEDY, Chat, DataError, Document, Pair
 from torchtitan.limits import LimitError
 
+PAIRS = "preference"
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -19,7 +21,8 @@ class Reading:
     format whose fields it has. `fields`: what a format's fields are called in the records, where that differs; also
     role and content, inside messages. `template`: what is said of the prompt of instruct records. `system`: what the
     system says in conversations in which it says nothing. `whole`: records are learned from, one by one, so that one
-    which has the field `text` and those of a format has to be said to be of the one or the other.
+    which has the field `text` and those of a format has to be said to be of the one or the other. `pairs`: all of them
+    are pairs of answers.
     """
 
     text_field: str = "text"
@@ -28,26 +31,30 @@ class Reading:
     template: Mapping[str, str] = field(default_factory=dict)
     system: str | None = None
     whole: bool = False
+    pairs: bool = False
     prompt: Prompt = field(init=False, default=ALPACA)
 
     def __post_init__(self) -> None:
         """LimitError for what is not known, or would do nothing."""
-        if self.form is None and self.template:
+        if self.form is None and self.template and not self.pairs:
             object.__setattr__(self, "form", "alpaca")
         if self.form is not None and self.form not in FORMATS:
             raise LimitError("training.format", repr(self.form), f"one of {', '.join(FORMATS)}", "correct it")
-        known = FORMATS.get(self.form or "", Format(()))
+        if self.pairs and self.form not in (None, PAIRS):
+            allowed = f"{PAIRS}, or unset, as pairs of answers are learned"
+            raise LimitError("training.format", repr(self.form), allowed, "drop it, or choose another task.kind")
+        known = FORMATS.get(self._asked or "", Format(()))
         for name in self.fields:
             if name not in (*known.fields, *known.more):
-                allowed = f"fields of format {self.form}: {', '.join((*known.fields, *known.more))}"
-                allowed = allowed if self.form else "unset without training.format"
+                allowed = f"fields of format {self._asked}: {', '.join((*known.fields, *known.more))}"
+                allowed = allowed if self._asked else "unset without training.format"
                 raise LimitError("training.fields", repr(name), allowed, "correct it, or drop it")
         for name in self.template:
             if known.parts == ("separator",) and name in Prompt.__annotations__ and name not in known.parts:
                 allowed = f"separator alone with format {self.form}, whose prompt is in the record"
                 raise LimitError("training.template", repr(name), allowed, 'drop it, or set format = "alpaca"')
             if not known.parts:
-                allowed = f"unset with format {self.form}, which has no prompt of its own"
+                allowed = f"unset with format {self._asked}, which has no prompt of its own"
                 raise LimitError("training.template", repr(name), allowed, "drop it")
         object.__setattr__(self, "prompt", Prompt.of(self.template))
 
@@ -58,19 +65,36 @@ class Reading:
         said |= {"default_system": self.system}
         return {"text_field": self.text_field} | {name: value for name, value in said.items() if value}
 
+    @property
+    def _asked(self) -> str | None:
+        """The format of all records, where it is known."""
+        return PAIRS if self.pairs else self.form
+
     def form_of(self, fields: Collection[str]) -> str | None:
         """Of a record with such fields; None: it has none of a known form, or it is read by its text field."""
-        return self.form or (None if self.text_field in fields else format_of(fields))
+        return self._asked or (None if self.text_field in fields else format_of(fields))
 
     def unclear(self, fields: Collection[str]) -> str:
         """Why such a record might be read in two ways, in words that end in a remedy; empty where it is clear. Sets of
-        instructions often have the whole text of a record beside its parts, and all of it would be trained."""
+        instructions often have the whole text of a record beside its parts, and all of it would be trained; and what
+        their system says has no place in Stanford Alpaca's prompt."""
         form = format_of(fields)
-        if not self.whole or self.form or self.text_field != "text" or "text" not in fields or form is None:
+        if not self.whole or self._asked or self.text_field != "text" or form is None:
             return ""
-        parts = " and ".join(map(repr, FORMATS[form].fields))
-        remedy = f'"{form}", or to "completion", which trains all of the text'
-        return f"has the field 'text' and, of format {form}, {parts}; set training.format to {remedy}"
+        if "text" in fields:
+            parts = " and ".join(map(repr, FORMATS[form].fields))
+            learned = (
+                "learn it with task.kind dpo, ipo or orpo" if form == PAIRS else f'set training.format to "{form}"'
+            )
+            remedy = f'{learned}, or set training.format to "completion", which trains all of the text'
+            return f"has the field 'text' and, of format {form}, {parts}; {remedy}"
+        if form == "alpaca" and "system" in fields:
+            remedy = (
+                'set training.format to "alpaca", which leaves it out, and to have it said ahead of the prompt also '
+            )
+            remedy += 'training.fields to { system = "system" }'
+            return f"has the field 'system', which the prompt of format alpaca has no place for; {remedy}"
+        return ""
 
     def lacks(self, fields: Collection[str]) -> str:
         """What a record with such fields has not, in words; empty where it can be read."""
@@ -81,6 +105,8 @@ class Reading:
         return f"{gone[0]!r}, which format {form} needs" if gone else ""
 
     def remedy(self) -> str:
+        if self.pairs:
+            return "set training.fields, or choose another task.kind"
         return "set training.fields" if self.form else "set training.text_field"
 
     def columns(self, fields: Collection[str]) -> list[str]:
@@ -108,7 +134,7 @@ class Reading:
             formats = ", ".join(
                 f"{name} ({' and '.join(known.fields)})" for name, known in FORMATS.items() if known.by_fields
             )
-            more = "" if self.form else f", or give records of a known format: {formats}"
+            more = "" if self._asked else f", or give records of a known format: {formats}"
             raise DataError(f"{place}: no field {lack}; the fields there are: {there}; {self.remedy()}{more}")
         if unclear := self.unclear(record):
             raise DataError(f"{place}: {unclear}")
@@ -176,6 +202,6 @@ class Reading:
         return Document(prompt, "the question")
 
 
-def reading_of(source: Any, system: str | None, whole: bool) -> Reading:
+def reading_of(source: Any, system: str | None, whole: bool, pairs: bool) -> Reading:
     """Of one of a job's sources. LimitError, in words of the job's short form."""
-    return Reading(source.text_field, source.format, source.fields, source.template, system, whole)
+    return Reading(source.text_field, source.format, source.fields, source.template, system, whole, pairs)

@@ -285,7 +285,9 @@ class Facts:
 
     def reading(self, source: DataSource) -> Reading:
         """LimitError."""
-        return reading_of(source, self.config.data.default_system, self.packs)
+        kind = self.config.task.kind
+        pairs = kind in TASKS and TASKS[kind].together > 1
+        return reading_of(source, self.config.data.default_system, self.packs, pairs)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | OSError | TokenizerError:
