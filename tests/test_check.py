@@ -39,7 +39,7 @@ def test_ok_with_a_summary(capsys):
         "the default job: OK",
         "  model     llama3 debugmodel, 6,163,712 parameters",
         "  ranks     4 ranks (cpu): 2 shards (FSDP) x 2 replicas",
-        "  state     0.05 GiB a rank (parameters, gradients, two moments in float32)",
+        "  state     47.0 MiB a rank (parameters, gradients, two moments in float32)",
         "  data      python_stdlib, 64 samples of 256 tokens a step, in 2 forward passes",
         "  tokens    16,384 a step, 1,638,400 in 100 steps",
         "  schedule  peak 0.0008, warmup 10, linear decay 90 to floor 8e-05; total 100 steps",
@@ -129,7 +129,7 @@ def test_a_plan_in_the_summary(capsys):
         "  ranks     16 ranks (cpu): 2 shards (FSDP) x context parallel 2 (allgather) x tensor parallel 2 with "
         "sequence parallel x pipeline parallel 2",
         "  pipeline  Interleaved1F1B, 4 stages of 1, 2, 2, 1 layers, 4 microbatches of 1 sample",
-        "  state     0.01 GiB a rank on average (parameters, gradients, two moments in float32)",
+        "  state     5.9 MiB a rank on average (parameters, gradients, two moments in float32)",
     ]
 
 

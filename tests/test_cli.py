@@ -202,6 +202,15 @@ def test_a_reader_that_goes_away_is_no_traceback(argv):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.parametrize("argv", [["--help"], ["check", "--help-config"]])
+def test_a_full_disk_behind_stdout_is_a_line(argv):
+    words = [sys.executable, "-m", "torchtitan", *argv]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, cwd=REPOSITORY, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    told = "stdout: cannot be written (No space left on device); make room, or have it elsewhere\n"
+    assert (done.returncode, done.stderr) == (1, told)
+
+
 def test_lone_surrogates_and_control_characters_in_arguments_are_printed_safely(tmp_path):
     odd = os.fsdecode(b"\xff\x1b[2J")
     done = torchtitan(

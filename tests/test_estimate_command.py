@@ -5,9 +5,10 @@ from collections import Counter
 import pytest
 
 from torchtitan.commands import estimate
-from torchtitan.commands.estimate import GIB
 from torchtitan.config.options import ConfigError
 from torchtitan.memory import prediction
+
+GIB = 2**30
 
 
 def run(capsys, *words):

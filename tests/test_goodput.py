@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from tests.support import jobs
 from tests.support.pool import run_ranks
 from torchtitan import introduction
+from torchtitan.config.manager import load
 from torchtitan.metrics import Goodput
 from torchtitan.metrics.goodput import CAUSE_OF, CAUSES, GPU_HOURS_PER_FAILURE
 from torchtitan.plot import draw_training_curve
@@ -143,3 +144,16 @@ def test_a_restart_is_marked_in_the_picture(tmp_path, monkeypatch):
     for axes in drawn[0].axes:
         marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
         assert marks == [2, 3]
+
+
+def test_a_picture_that_cannot_be_drawn_ends_nothing(tmp_path, monkeypatch, caplog):
+    def full(*words):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "metrics.jsonl").write_text("")
+    monkeypatch.setattr(introduction, "draw_training_curve", full)
+    words = [f"--job.dump_folder={tmp_path}", "--model.tokenizer_path=bytes"]
+    metrics = Mock(path=tmp_path / "metrics.jsonl")
+    introduction.conclude(load(words), Mock(is_main=True), metrics, Mock(best_interval=lambda ranks: None), {}, 1)
+    assert "training.png cannot be drawn: [Errno 28]" in caplog.text
+    metrics.summary.assert_called_once_with({})

@@ -146,19 +146,28 @@ def test_a_killed_rank_is_named_and_its_peers_end():
     assert gone(pids[0])
 
 
-def test_a_crash_below_python_says_where_it_was():
-    program = """
-import resource
-from torchtitan.launcher.answers import answer
-answer(ranks.launcher)
+CRASHES_BELOW_PYTHON = """
+import os, resource, signal
+from torchtitan import train
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-def crash():
+def crash(*job, **options):
     os.kill(os.getpid(), signal.SIGSEGV)
-ready('train'); crash() if ranks.rank else wait()
+train.load_job = crash
 """
+
+
+def test_a_crash_below_python_says_where_it_was():
+    program = CRASHES_BELOW_PYTHON + "ready('train'); train.main([]) if ranks.rank else wait()"
     code, _, err = end(start(program, follow=0.1))
     assert code == 128 + signal.SIGSEGV and err.startswith("Fatal Python error: Segmentation fault")
     assert " in crash\n" in err and err.endswith("rank 1 was ended by SIGSEGV\n")
+
+
+def test_so_does_one_of_a_rank_that_torchrun_started():
+    command = [sys.executable, "-c", CRASHES_BELOW_PYTHON + "train.main([])"]
+    env = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    done = subprocess.run(command, cwd=jobs.ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGSEGV and " in crash\n" in done.stderr
 
 
 def test_ranks_that_have_done_all_that_matters_are_waited_for():

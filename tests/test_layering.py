@@ -142,7 +142,7 @@ ALLOWED |= {
     "generated": BUILD | {"build", "build_data"},
     "trainer": ABOVE | {"preflight", "generated", "reference"},
     "train": ABOVE | {"launch", "trainer"},
-    "launch": JUDGED | {"checkpoint", "clean_start", "launcher", "leaving"},
+    "launch": JUDGED | {"checkpoint", "clean_start", "launcher", "leaving", "run_folder"},
     "commands.job_of": ABOVE,
     "commands.resizing": ABOVE | {"commands.job_of"},
     "commands.convert": ABOVE | {"commands.job_of", "commands.resizing"},

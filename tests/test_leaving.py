@@ -49,6 +49,13 @@ def test_what_is_done_at_the_end(end, code, out):
     assert done.stderr.startswith("errors\n") and ("TypeError: ours" in done.stderr) == (code == 1)
 
 
+def test_streams_that_are_closed_from_the_start():
+    program = "import sys\nfrom torchtitan.leaving import exit_with\nexit_with(lambda: sys.stdout.isatty() or 4)"
+    command = ["sh", "-c", '"$0" -c "$1" >&-', sys.executable, program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (4, "")
+
+
 def test_nobody_reads_what_is_printed():
     program = "from torchtitan.leaving import exit_with\nexit_with(lambda: print('x') or 4)"
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

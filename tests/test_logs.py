@@ -59,6 +59,15 @@ def test_a_file_that_cannot_be_written_ends_nothing(tmp_path, capsys):
     assert said.out == "hello\n" and said.err == ""
 
 
+def test_lines_that_nobody_takes_end_nothing_and_are_told_of_once(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout", Full())
+    set_up_logging(Ranks())
+    logger.info("hello")
+    logger.info("hello again")
+    told = "the run's lines cannot be written (No space left on device); it goes on without\n"
+    assert capsys.readouterr().err == told
+
+
 def test_paths_are_said_from_where_the_run_was_started(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     set_up_logging(Ranks())

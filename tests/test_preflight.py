@@ -94,8 +94,8 @@ def test_options_that_differ_are_told_one_by_one():
 def test_space_for_two_checkpoints():
     assert space(20, 10) == []
     (told,) = space(2**30 - 1, 2**29)
-    assert (
-        told == "1.00 GiB are free in job.dump_folder and two checkpoints take 1.00: make room or give another folder"
+    assert told == (
+        "1.00 GiB are free in job.dump_folder and two checkpoints take 1.00 GiB: make room or give another folder"
     )
 
 
@@ -163,7 +163,7 @@ def argv(tmp_path_factory):
         ("code", r"  code +\w{16}  rank 0 \(.+\)\n  code +another +rank 1 \("),
         ("sum", r"  a sum along dp_shard is wrong on rank 1 \("),
         ("blind", r"  job.dump_folder is not the folder of rank 0 on rank 1 \(.+\): all have to share it"),
-        ("space", r"  0.00 GiB are free in job.dump_folder and two checkpoints take"),
+        ("space", r"  9 bytes are free in job.dump_folder and two checkpoints take"),
     ],
 )
 def test_all_ranks_start_or_none_does(plant, told, argv):

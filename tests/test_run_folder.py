@@ -87,6 +87,20 @@ def test_a_link_to_nowhere_is_no_folder_to_be_made(run):
     assert line.startswith("job.dump_folder") and "which is not there" in line
 
 
+@pytest.mark.parametrize("name", ["config.toml", "last_checkpoint", "metrics.jsonl", "training.png"])
+def test_a_folder_in_the_place_of_a_runs_file_is_told_before_any_rank_exists(run, name):
+    (run / name).mkdir()
+    (line,) = judge(run)
+    assert line.startswith("job.dump_folder") and f"{run / name} is a folder, where a run has a file; move it" in line
+
+
+@pytest.mark.parametrize("name", ["starts", "logs", "hangs"])
+def test_what_is_in_the_place_of_a_runs_folder_is_told_before_any_rank_exists(run, name):
+    (run / name).symlink_to(run / "nowhere")
+    (line,) = judge(run)
+    assert line.startswith("job.dump_folder") and f"{run / name} is no folder, where a run has one; move it" in line
+
+
 def test_the_trainer_notes_what_it_has_saved(texts, tmp_path):
     run_ranks(1, jobs.train, saving(tmp_path, texts))
     assert (tmp_path / "last_checkpoint").read_text() == "step-00000004\n"

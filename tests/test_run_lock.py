@@ -46,6 +46,16 @@ def test_a_folder_is_one_runs_and_free_again_afterwards(tmp_path):
     assert locks(tmp_path / "new") == [] and acquires(tmp_path / "new")
 
 
+def test_what_is_no_file_is_passed_over(tmp_path, monkeypatch):
+    """A name that is taken, and that nobody is at work behind: it was tried again and again."""
+    tries = iter([1, 2])
+    monkeypatch.setattr(lock, "_refuse_if_owned", lambda found, here: next(tries))
+    (tmp_path / "run.lock.1").mkdir()
+    (tmp_path / "run.lock.2").symlink_to(tmp_path / "nowhere")
+    with held(tmp_path, HERE):
+        assert locks(tmp_path) == ["run.lock.1", "run.lock.2", "run.lock.3"]
+
+
 DEAD = {
     "its process is gone": dict(pid=2**22 + 1),
     "its number is another process's now": dict(started=HERE.started + 1),

@@ -206,7 +206,7 @@ def test_space_is_looked_at_before_anything_is_written(tmp_path, monkeypatch):
     usage = [Usage(0, 0, size)]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage[0])
     monkeypatch.setattr(saving, "_write", None)
-    with pytest.raises(CheckpointError, match="GiB free and a checkpoint needs .*checkpoint.keep_latest_k"):
+    with pytest.raises(CheckpointError, match="KiB free and a checkpoint needs .*checkpoint.keep_latest_k"):
         job.train(2)
     assert saved_steps(tmp_path) == ["step-00000002"]
     monkeypatch.undo()

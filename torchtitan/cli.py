@@ -39,7 +39,7 @@ COMMANDS = {
 }
 USAGE = "usage: torchtitan COMMAND [--help] [arguments]\n\n" + "\n".join(f"  {c:13}{t}" for c, t in COMMANDS.items())
 USAGE += "\n\n  --version  of this package and of torch"
-REFUSED, INTERRUPTED, OUTPUT_CLOSED = 2, 130, 141
+CRASHED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 
 
 def run() -> NoReturn:
@@ -100,9 +100,23 @@ def guarded(run: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         return OUTPUT_CLOSED
+    except OSError as error:
+        if not _output_is_lost():
+            raise
+        print(f"stdout: cannot be written ({error.strerror}); make room, or have it elsewhere", file=sys.stderr)
+        return CRASHED
     except JobError as error:
         if os.environ.get("TORCHTITAN_TRACEBACK") == "1":
             traceback.print_exc()
         else:
             print(f"{folded(error)}\n(TORCHTITAN_TRACEBACK=1 shows where this was raised)", file=sys.stderr)
         return REFUSED
+
+
+def _output_is_lost() -> bool:
+    """Whether what is printed cannot be written (a full disk)."""
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False

@@ -15,6 +15,14 @@ class JobError(ValueError):
     """
 
 
+def in_units(size: float) -> str:
+    """So many bytes, in the unit that tells something."""
+    for unit, digits, power in (("GiB", 2, 30), ("MiB", 1, 20), ("KiB", 1, 10)):
+        if size >= 0.1 * 2**power:
+            return f"{size / 2**power:.{digits}f} {unit}"
+    return f"{size:.0f} bytes"
+
+
 def folded(text: object) -> str:
     """What is said to a user, lines that are too long continued on further ones; a long path stays in one piece."""
     fold = textwrap.TextWrapper(

@@ -19,6 +19,7 @@ from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.plot import draw_training_curve
 from torchtitan.ranks import Ranks, Restart, heeded
+from torchtitan.run_folder import PICTURE
 
 logger = logging.getLogger(__name__)
 
@@ -120,11 +121,14 @@ def conclude(
     has ended ahead of its steps, as one that is done.
     """
     if config.metrics.plot and metrics.path.exists():
-        picture = Path(config.job.dump_folder) / "training.png"
+        picture = Path(config.job.dump_folder) / PICTURE
         data = " + ".join(source.dataset for source in sources_of(config, "training").values())
-        if ranks.is_main:
-            draw_training_curve(metrics.path, picture, f"{config.model.name} {config.model.flavor} on {data}")
-        places = places | {"picture": picture}
+        try:
+            if ranks.is_main:
+                draw_training_curve(metrics.path, picture, f"{config.model.name} {config.model.flavor} on {data}")
+            places = places | {"picture": picture}
+        except OSError as error:  # a full disk; all else is written by now
+            logger.warning("%s cannot be drawn: %s", picture, error)
     logger.info("\n%s", metrics.summary(places))
     logger.info("time        %s", goodput.summary())
     best = goodput.best_interval(ranks.world_size)

@@ -32,6 +32,7 @@ from torchtitan.launcher.watching import Watch
 from torchtitan.leaving import CRASHED, REFUSED, exit_with
 from torchtitan.ranks import Restart, count_ranks, likely_device, read_nodes, set_default, slurm_job
 from torchtitan.rules import check, with_faults_of_the_rest
+from torchtitan.run_folder import HANGS
 
 AUTO = "auto"
 """As many ranks as this machine has GPUs."""
@@ -175,7 +176,7 @@ def started(
     command = [*program, *arguments]
     limits = Limits(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
     ranks = Processes(command, num_ranks, restart, nodes, listener)
-    return Watch(ranks, queue, limits, Path(config.job.dump_folder) / "hangs", others)
+    return Watch(ranks, queue, limits, Path(config.job.dump_folder) / HANGS, others)
 
 
 def load_job(argv: list[str], world_size: int, explain: bool = True) -> JobConfig | None:

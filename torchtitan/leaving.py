@@ -53,6 +53,9 @@ def exit_with(command: Callable[[], int | None]) -> NoReturn:
 
     Call it before anything else is registered with atexit: the first one registered is the last to run.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     codes: list[int] = []
     atexit.register(_leave, codes)
     try:

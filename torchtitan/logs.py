@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from torchtitan.bars import set_aside
@@ -15,9 +16,21 @@ TIME = "%(asctime)s "
 class Lines(logging.StreamHandler):
     """On a terminal, beside a progress bar and not through it."""
 
+    lost = False
+
     def emit(self, record: logging.LogRecord) -> None:
         with set_aside():
             super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Of lines that nobody reads any more, or on a disk that is full; the run goes on without them."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.lost:
+            self.lost = True
+            with suppress(OSError):
+                print(f"the run's lines cannot be written ({error.strerror}); it goes on without", file=sys.stderr)
 
 
 COLOUR = re.compile(r"\033\[[0-9;]*m")

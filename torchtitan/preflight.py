@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan import distributed
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.options import show
-from torchtitan.errors import JobError
+from torchtitan.errors import JobError, in_units
 from torchtitan.feed import PeerStopped
 from torchtitan.initialization import local_part
 from torchtitan.parallelisms.parallel_model import ParallelModel
@@ -263,7 +263,7 @@ def differences(jobs: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list
 def space(free: int, needed: int) -> list[str]:
     if free >= 2 * needed:
         return []
-    told = f"{free / 2**30:.2f} GiB are free in job.dump_folder and two checkpoints take {2 * needed / 2**30:.2f}"
+    told = f"{in_units(free)} are free in job.dump_folder and two checkpoints take {in_units(2 * needed)}"
     return [f"{told}: make room or give another folder"]
 
 

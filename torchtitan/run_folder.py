@@ -3,6 +3,7 @@ last, from which a folder of checkpoints that has been emptied is told from one 
 """
 
 import logging
+import os
 import re
 from pathlib import Path
 
@@ -17,9 +18,12 @@ LOGS = "logs"
 """A file for each rank, of runs that are asked for them."""
 EXPORTS = {"model", "model_hf", "adapter"}
 """The weights that a run has ended with."""
+HANGS = "hangs"
+"""Stacks of all ranks."""
 REFERENCE = "reference.safetensors"
-FILES = {"metrics.jsonl", "generated.jsonl", "training.png", REFERENCE}
-OWN = {JOB, STARTS, LAST, IMPORTED, LOGS, "data", "hangs"} | FILES | EXPORTS
+PICTURE = "training.png"
+FILES = {"metrics.jsonl", "generated.jsonl", PICTURE, REFERENCE}
+OWN = {JOB, STARTS, LAST, IMPORTED, LOGS, "data", HANGS} | FILES | EXPORTS
 """Names at the top of the folder that no option says."""
 _EARLIER = re.compile(r"(metrics|generated)\.(previous(-[0-9]+)?|redone)\.jsonl")
 _START = re.compile(r"([0-9]{4,})-from-step-[0-9]{8,}\.toml")
@@ -38,6 +42,17 @@ def is_of_a_run(folder: Path) -> bool:
     """Whether `keep_job` has been at work in it."""
     starts = folder / STARTS
     return starts.is_dir() and not starts.is_symlink() and any(_START.fullmatch(p.name) for p in starts.iterdir())
+
+
+def out_of_place(folder: Path) -> str | None:
+    """What is a folder where a run has a file, or the other way round; None if nothing is."""
+    for name in sorted({JOB, LAST} | FILES):
+        if (folder / name).is_dir():
+            return f"{folder / name} is a folder, where a run has a file"
+    for name in (STARTS, LOGS, HANGS):
+        if os.path.lexists(folder / name) and not (folder / name).is_dir():
+            return f"{folder / name} is no folder, where a run has one"
+    return None
 
 
 def is_of_every_run(name: str) -> bool:

@@ -4,6 +4,7 @@ A rank checks its job before it imports torch, so that under torchrun too a typo
 one late import of the trainer.
 """
 
+import faulthandler
 import logging
 import signal
 import sys
@@ -47,6 +48,7 @@ PATIENCE_SECONDS = 3
 def main(argv: list[str]) -> int:
     if not started_as_rank():
         return launch(1, argv)
+    faulthandler.enable()  # a crash below Python says where each thread stood
     ranks = read_ranks()
     if ranks.launcher is not None:
         die_with(ranks.launcher.pid)

@@ -25,6 +25,7 @@ from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.layout import MANIFEST, MODEL, STATE, CheckpointError, FileEntry, Manifest, TensorEntry
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.deferred import Deferred, Value
+from torchtitan.errors import in_units
 from torchtitan.initialization import clean_name
 
 logger = logging.getLogger(__name__)
@@ -165,8 +166,8 @@ def _look_for_space(root: Path, needed: int) -> None:
     needed = needed * 11 // 10  # headers, state, and what others write meanwhile
     if needed and root.is_dir() and (free := shutil.disk_usage(root).free) < needed:
         raise CheckpointError(
-            f"{root} has {free / 2**30:.2f} GiB free and a checkpoint needs {needed / 2**30:.2f}: make room, or keep "
-            "fewer (checkpoint.keep_latest_k)"
+            f"{root} has {in_units(free)} free and a checkpoint needs {in_units(needed)}: make room, or keep fewer "
+            "(checkpoint.keep_latest_k)"
         )
 
 

@@ -18,7 +18,7 @@ from torchtitan.config.manager import load, said_by, to_toml
 from torchtitan.config.options import ConfigError, Fault, help_text, show
 from torchtitan.config.schema import job_schema
 from torchtitan.config.upgrade import ERAS
-from torchtitan.errors import JobError, folded
+from torchtitan.errors import JobError, folded, in_units
 from torchtitan.memory_limit import amount_of, in_words
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED, Held
@@ -191,9 +191,7 @@ def _state(facts: Facts) -> list[str]:
     if facts.config.adapter.kind == NONE and not facts.config.training.unfrozen:
         state, kept = _bytes_of_a_rank(facts)
         each = "on average (parameters" if facts.pp > 1 else "(parameters"
-        lines = [
-            f"  state     {state / 2**30:.2f} GiB a rank {each}, gradients, {kept} in {facts.config.training.dtype})"
-        ]
+        lines = [f"  state     {in_units(state)} a rank {each}, gradients, {kept} in {facts.config.training.dtype})"]
     if limit is not None:
         amount = amount_of(limit)
         told = ""

@@ -15,13 +15,13 @@ from torchtitan.commands.check import fewest_ranks
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError, hint
+from torchtitan.errors import in_units
 from torchtitan.memory.prediction import BESIDE, Prediction, Remedy, flops_of_a_rank, predict, remedies, worst
 from torchtitan.memory_limit import amount_of
 from torchtitan.ranks import likely_device
 from torchtitan.rules import Device, check
 
-GIB = 2**30
-UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
+UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 TO_BE_FETCHED = (
     *("model.tokenizer_path", "training.dataset", "training.sources", "validation.", "data."),
     *("checkpoint.", "job.", "metrics.", "profiling.", "adapter.initial_path"),
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         found = predict(config, world_size, options.device, options.traffic)
     name = " + ".join(config.job.config_file) or "the default job"
     most, ranks = worst(found), f"{world_size} rank{'s' if world_size > 1 else ''} ({options.device})"
-    print(f"{name} on {ranks}: {gib(most.peak)} of tensors at most, in {most.moment}")
+    print(f"{name} on {ranks}: {in_units(most.peak)} of tensors at most, in {most.moment}")
     print("\n".join(table(found)))
     if options.traffic:
         print("\n".join(traffic(most, flops_of_a_rank(config, world_size), options)))
@@ -133,15 +133,11 @@ def allowed(config: JobConfig, device: str) -> float | None:
     return float(share) * torch.cuda.get_device_properties(0).total_memory
 
 
-def gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"
-
-
 def table(found: list[Prediction]) -> list[str]:
     """Kinds of tensors at the highest moment, the largest first; of a pipeline, for two of its ranks."""
     kinds = sorted({kind for each in found for kind in each.kinds}, key=lambda kind: -worst(found).kinds.get(kind, 0))
-    rows = [(kind, [gib(each.kinds.get(kind, 0)) for each in found]) for kind in kinds]
-    rows.append(("together", [gib(each.peak) for each in found]))
+    rows = [(kind, [in_units(each.kinds.get(kind, 0)) for each in found]) for kind in kinds]
+    rows.append(("together", [in_units(each.peak) for each in found]))
     if len(found) > 1:
         rows.insert(0, ("pipeline rank", [str(each.pipeline_rank) for each in found]))
     return [f"  {kind:20}{''.join(f'{size:>12}' for size in sizes)}" for kind, sizes in rows]
@@ -162,7 +158,7 @@ def traffic(of_rank: Prediction, flops: float, speeds: argparse.Namespace) -> li
         took = size / 1e9 / (speeds.inside if near else speeds.outside)
         seconds[axis] += took
         place = "inside" if near else "between"
-        lines.append(f"  {axis:13}{kind:15}{calls:8,} calls{gib(size):>12}{took:9.3f} s {place}")
+        lines.append(f"  {axis:13}{kind:15}{calls:8,} calls{in_units(size):>12}{took:9.3f} s {place}")
     computed = flops / 1e12 / speeds.tflops
     lines.append(f"  {'computes':28}{flops / 1e12:8,.1f} TFLOP{'':12}{computed:9.3f} s at {speeds.tflops:g} TFLOP/s")
     if seconds:
@@ -181,7 +177,8 @@ def verdict(most: Prediction, memory: float, device: Device) -> tuple[str, bool]
     beside = f", with {BESIDE[device]:.0%} beside tensors for allocator, libraries and communicators" * bool(
         BESIDE[device]
     )
-    return f"{'fits' if fits else 'does not fit'} in {gib(memory)}: needs {gib(most.needed(device))}{beside}", fits
+    told = f"{'fits' if fits else 'does not fit'} in {in_units(memory)}: needs {in_units(most.needed(device))}"
+    return told + beside, fits
 
 
 def ways_out(found: list[Remedy], memory: float) -> list[str]:
@@ -193,7 +190,7 @@ def ways_out(found: list[Remedy], memory: float) -> list[str]:
         words = " and ".join(
             f"{name} = {value if isinstance(value, int) else repr(value)}" for name, value in changes.items()
         )
-        lines.append(f"fits with {words.replace(chr(39), chr(34))}: {gib(needed)}")
+        lines.append(f"fits with {words.replace(chr(39), chr(34))}: {in_units(needed)}")
     if found[0][1] > memory:
         lines = [f"least of what was tried, {lines[0].removeprefix('fits ')}; give it more ranks to share the state"]
     return lines

@@ -1,5 +1,4 @@
-"""The rank's side of a hang: its stacks and the log of its collectives, when the launcher asks; and of a crash below
-Python, which a signal ends it for: its stacks on its way out.
+"""The rank's side of a hang: its stacks and the log of its collectives, when the launcher asks.
 
 Stacks come by a signal that is handled in C, so also while a thread holds Python's lock; the log of the collectives
 (torch's flight recorder) by a thread that sleeps in a pipe until then. Neither costs anything before.
@@ -19,7 +18,6 @@ STACKS = signal.SIGUSR2
 
 def answer(launcher: Launcher) -> None:
     """From here on this rank answers."""
-    faulthandler.enable()
     # stays open as long as the process lives
     faulthandler.register(STACKS, file=open(launcher.stacks, "w"), all_threads=True)  # noqa: SIM115
     thread = threading.Thread(target=_write_collectives, args=(launcher,), name="answers", daemon=True)

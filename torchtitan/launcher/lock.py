@@ -7,6 +7,7 @@ mounts without them are common. Whether an owner is dead is known on its own mac
 and, for a job of SLURM, from its restart count and from SLURM; else it is taken to live.
 """
 
+import itertools
 import json
 import os
 import random
@@ -137,7 +138,8 @@ def _acquire(folder: Path, here: Owner) -> Path:
         if None in before.values() and time.monotonic() < patience:
             time.sleep(0.05)
             continue
-        mine = folder / f"run.lock.{max(before, default=0) + 1}"
+        names = (folder / f"run.lock.{number}" for number in itertools.count(max(before, default=0) + 1))
+        mine = next(name for name in names if not os.path.lexists(name))  # a folder or link of this name stays
         try:
             _write(mine, here)
         except FileExistsError:  # somebody was faster; who, is seen next time

@@ -18,7 +18,7 @@ from torchtitan.models import CONFIGS, FROM_HF
 from torchtitan.models.hf.config import CONFIG
 from torchtitan.rules.facts import Facts
 from torchtitan.rules.task import PAIRS
-from torchtitan.run_folder import OWN
+from torchtitan.run_folder import OWN, out_of_place
 from torchtitan.trackers import TRACKERS
 
 
@@ -185,6 +185,9 @@ def folders(facts: Facts) -> Iterator[Fault]:
         allowed, why = fault
         yield facts.fault(key, allowed, f"{why}; name another folder")
         return
+    if in_the_way := out_of_place(Path(dump)):
+        remedy = f"{in_the_way}; move it away, or name another folder"
+        yield facts.fault(key, "a run's folder, or a new one", remedy)
     folder = config.checkpoint.folder
     if config.checkpoint.enable and "\0" not in folder and (fault := unwritable(Path(dump, folder))):
         allowed, why = fault
