@@ -14,6 +14,8 @@ from torchtitan.clean_start import clean
 from torchtitan.config.manager import load
 from torchtitan.errors import JobError
 from torchtitan.rules import check
+from torchtitan.trackers import TRACKERS
+from torchtitan.trackers.interface import Tracker
 
 TOKENIZED = "0123456789abcdef"
 
@@ -127,6 +129,16 @@ def test_what_options_name_is_a_runs(run):
     for name in ("metrics.previous-2.jsonl", "metrics.redone.jsonl", ".config.toml.tmp", "wandb_run_id"):
         (run / name).write_text("x")
     assert clean(job(run, "always", *(f"--{key}={name}" for key, name in names.items()))) and listed(run) == []
+
+
+def test_what_a_tracker_leaves_is_a_runs(run, monkeypatch):
+    ledger = type("Ledger", (Tracker,), dict(name="Ledger", package="ledgers", leaves=("ledger.csv",)))
+    for name in ("ledger.csv", "ledgers_run_id"):
+        (run / name).write_text("x")
+    words = ("always", "--metrics.trackers=ledger")
+    assert f"{run / 'ledger.csv'} is nothing that a run of this job makes" in refused(job(run, "always"), run)
+    monkeypatch.setitem(TRACKERS, "ledger", ledger)
+    assert clean(job(run, *words)) and listed(run) == []
 
 
 def test_another_disk_in_it_is_left_alone(run, monkeypatch):

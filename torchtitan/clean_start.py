@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint import layout
-from torchtitan.config.job import JobConfig, as_dict
+from torchtitan.config.job import JobConfig, as_dict, trackers_of
 from torchtitan.errors import JobError
 from torchtitan.launcher.lock import is_lock
 from torchtitan.run_folder import EXPORTS, IMPORTED, STARTS, is_of_a_run, is_of_every_run
-from torchtitan.trackers import TRACKERS
+from torchtitan.trackers import left_by
 
 KEY = "job.clean_start"
 NO_PLACES = ("job.dump_folder", "job.description", "job.tags", "data.cache_dir")
 """Options whose texts name no file, or only what the run itself has made."""
-OF_TRACKERS = {"wandb", ".aim", *(f"{name}_run_id" for name in TRACKERS)}
 _TOKENIZED = re.compile(r"\.lock|[0-9a-f]{16}")
 """What lies in a folder of tokenized data."""
 
@@ -125,7 +124,7 @@ def _foreign(config: JobConfig, here: Path) -> Iterator[Path]:
     cache = Path(config.data.cache_dir or here / "data").resolve()
     options = [config.checkpoint.folder, config.metrics.save_tb_folder]
     options += [config.profiling.save_traces_folder, config.profiling.save_memory_snapshot_folder]
-    own = {os.path.normpath(folder).split(os.sep)[0] for folder in options} | OF_TRACKERS
+    own = {os.path.normpath(folder).split(os.sep)[0] for folder in options} | left_by(trackers_of(config).values())
     if here in cache.parents:
         own.add(cache.relative_to(here).parts[0])
     for path in sorted(here.iterdir()):

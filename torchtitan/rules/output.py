@@ -19,7 +19,7 @@ from torchtitan.models.hf.config import CONFIG
 from torchtitan.rules.facts import Facts
 from torchtitan.rules.task import PAIRS
 from torchtitan.run_folder import OWN, out_of_place
-from torchtitan.trackers import TRACKERS
+from torchtitan.trackers import TRACKERS, left_by
 
 
 def trackers(facts: Facts) -> Iterator[Fault]:
@@ -161,7 +161,7 @@ def export_has_a_form(facts: Facts) -> Iterator[Fault]:
             yield facts.fault("checkpoint.last_save_in_hf", "false with this model", str(error))
 
 
-USED_BY_THE_RUN = {".", *OWN, *(f"{name}_run_id" for name in TRACKERS)}
+USED_BY_THE_RUN = {".", *OWN, *left_by()}
 
 
 def folders(facts: Facts) -> Iterator[Fault]:

@@ -6,9 +6,11 @@ throughput(tps) is per device, and tflops and mfu(%) count attention in full, ma
 mfu_full(%) cannot be confused.
 """
 
+from collections.abc import Iterable
+
 from torchtitan.registration import Registry
 from torchtitan.trackers.aim import Aim
-from torchtitan.trackers.interface import Tracker
+from torchtitan.trackers.interface import ID_FILE, Tracker
 from torchtitan.trackers.mlflow import MLflow
 from torchtitan.trackers.tensorboard import TensorBoard
 from torchtitan.trackers.wandb import WeightsAndBiases
@@ -18,3 +20,9 @@ TRACKERS: Registry[type[Tracker]] = Registry(
     {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow, "aim": Aim},
     type,
 )
+
+
+def left_by(named: Iterable[str] = ()) -> set[str]:
+    """What our trackers, and those of these names, put at the top of a job's folder."""
+    kinds = [TRACKERS[name] for name in {*TRACKERS.data, *named} if name in TRACKERS]
+    return {left for kind in kinds for left in (ID_FILE.format(kind.package), *kind.leaves)}

@@ -11,6 +11,7 @@ class Aim(Tracker):
     or what AIM_REPO names (a folder, or a server's aim://HOST:PORT) for the runs of several jobs."""
 
     name, package = "Aim", "aim"
+    leaves = (".aim",)
 
     def __init__(self, run: Run) -> None:
         import aim

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+ID_FILE = "{}_run_id"
 Scalar = bool | int | float | str
 
 
@@ -31,7 +32,7 @@ class Run:
         self._id_file(tracker).write_text(number)
 
     def _id_file(self, tracker: str) -> Path:
-        return self.folder / f"{tracker}_run_id"
+        return self.folder / ID_FILE.format(tracker)
 
     @property
     def tags(self) -> list[str]:
@@ -73,6 +74,8 @@ class Tracker(ABC):
     """As people call it."""
     package: ClassVar[str]
     """What it needs to have installed."""
+    leaves: ClassVar[tuple[str, ...]] = ()
+    """What it puts at the top of the job's folder, beside the id that `keep_id` keeps for its package."""
     of_every_rank: ClassVar[bool] = False
     """Whether metrics.save_for_all_ranks means it too."""
 

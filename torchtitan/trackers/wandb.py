@@ -12,6 +12,7 @@ class WeightsAndBiases(Tracker):
     settings (WANDB_PROJECT and others)."""
 
     name, package = "Weights & Biases", "wandb"
+    leaves = ("wandb",)
 
     def __init__(self, run: Run) -> None:
         import wandb
