@@ -298,7 +298,10 @@ def test_a_tokenizer_that_is_not_there():
     assert (fault.file, fault.key, fault.given) == ("the job", "model.tokenizer_path", '"no.model"')
     assert "No such file" in fault.remedy and "huggingface.co" not in fault.remedy
     (fault,) = check(load(["--model.tokenizer_path=no.model", "--model.flavor=8B"]), 1, "cpu")
-    assert "huggingface.co/meta-llama" in fault.remedy
+    assert "huggingface.co/meta-llama, after the licence is accepted" in fault.remedy
+    words = ["--model.tokenizer_path=no.model", "--model.name=qwen3_moe", "--model.flavor=30B-A3B"]
+    (fault,) = check(load(words), 1, "cpu")
+    assert fault.remedy.endswith("huggingface.co/Qwen")
 
 
 def test_a_vocabulary_larger_than_the_model():

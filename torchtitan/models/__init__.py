@@ -39,9 +39,14 @@ def _config(family: Family) -> ConfigForm:
     return family.config
 
 
+def _home(family: Family) -> str:
+    return family.home
+
+
 SIZES: Registry[Mapping[str, Any]] = Registry(GROUP, {k: _sizes(v) for k, v in FAMILIES.items()}, Family, _sizes)
 CONFIGS: Registry[ConfigForm] = Registry(GROUP, {k: _config(v) for k, v in FAMILIES.items()}, Family, _config)
 """What each family says of config.json; of families that share one, the first is that of a folder without a job."""
+HOMES: Registry[str] = Registry(GROUP, {k: _home(v) for k, v in FAMILIES.items()}, Family, _home)
 FROM_HF = "from_hf"
 """The flavor whose sizes stand in a folder's config.json."""
 

@@ -19,3 +19,5 @@ class Family:
     """What it says of config.json."""
     spec: str
     """Its ModelSpec, "module:attribute", which may import torch."""
+    home: str = ""
+    """Who publishes it on huggingface.co: said to who has no tokenizer yet."""

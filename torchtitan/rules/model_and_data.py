@@ -18,7 +18,7 @@ from torchtitan.errors import JobError
 from torchtitan.limits import LimitError, check_persistence, check_prefetch
 from torchtitan.lr_restarts import CYCLICAL, JAGGED
 from torchtitan.lr_shapes import CONSTANT, DECAYS
-from torchtitan.models import CONFIGS, FROM_HF, SIZES, family_of
+from torchtitan.models import CONFIGS, FROM_HF, HOMES, SIZES, family_of
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.rules.facts import Facts
@@ -78,18 +78,6 @@ def positions_are_learned(facts: Facts) -> Iterator[Fault]:
             yield facts.fault(key, f"at most the {known} positions that the model learns", remedy)
 
 
-HOMES = {
-    "gpt2": "openai-community",
-    "llama": "meta-llama",
-    "deepseek": "deepseek-ai",
-    "mistral": "mistralai",
-    "opt": "facebook",
-    "qwen3": "Qwen",
-    "roberta": "FacebookAI",
-}
-"""Of model families, on Hugging Face."""
-
-
 def folder_has_sizes(facts: Facts) -> Iterator[Fault]:
     model, key = facts.config.model, "model.hf_folder"
     if model.flavor != FROM_HF:
@@ -124,10 +112,10 @@ def tokenizer_fits(facts: Facts) -> Iterator[Fault]:
     key = "model.tokenizer_path"
     if isinstance(facts.tokenizer, Exception):
         remedy = str(facts.tokenizer)
-        if facts.config.model.flavor != "debugmodel" and "No such file" in remedy:
-            family = facts.config.model.name.rstrip(".123")
-            remedy += f"; its own is in the models of huggingface.co/{HOMES.get(family, '')}"
-            remedy += ", after the licence is accepted" * (family == "llama")
+        home = HOMES.get(facts.config.model.name, "")
+        if home and facts.config.model.flavor != "debugmodel" and "No such file" in remedy:
+            remedy += f"; its own is in the models of huggingface.co/{home}"
+            remedy += ", after the licence is accepted" * (home == "meta-llama")
         yield facts.fault(key, "a tokenizer", remedy)
     elif facts.args and facts.tokenizer.vocab_size > facts.args.vocab_size:
         yield facts.fault(

@@ -278,6 +278,7 @@ def decoder_config(args: Any, dtype: Any) -> dict[str, Any]:
         "max_position_embeddings": args.max_seq_len,
         "rope_theta": args.rope_theta,
         "tie_word_embeddings": args.tied_embeddings,
+        "pad_token_id": None,  # the embedding of a token that transformers takes for a pad would learn nothing there
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": str(dtype).removeprefix("torch."),

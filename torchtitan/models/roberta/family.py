@@ -4,4 +4,4 @@ from torchtitan.models.family import Family
 from torchtitan.models.roberta import ROBERTA
 from torchtitan.models.roberta.hf_config import CONFIG
 
-FAMILY = Family(sizes=ROBERTA, config=CONFIG, spec="torchtitan.models.roberta.spec:SPEC")
+FAMILY = Family(sizes=ROBERTA, config=CONFIG, spec="torchtitan.models.roberta.spec:SPEC", home="FacebookAI")
