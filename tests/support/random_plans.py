@@ -121,7 +121,7 @@ def _proposed(chooser: random.Random, most_ranks: int) -> tuple[int, list[str]]:
         settings["parallelism.fsdp_reshard_after_forward"] = choose(("default", "never"))
         settings["parallelism.fsdp_prefetch"] = choose((0, 0, 2))
     if chooser.random() < 0.2:
-        settings |= {"adapter.kind": "lora", "adapter.rank": 2}
+        settings |= {"adapter.kind": choose(("lora", "dora", "qlora", "lora_int8")), "adapter.rank": 2}
     return ranks, [f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in settings.items()]
 
 
