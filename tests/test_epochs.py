@@ -1,9 +1,11 @@
 """Data that end: exact steps, every sample once in a pass, and an end that all ranks reach together."""
 
 import json
+import os
 import shutil
 import threading
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -132,14 +134,21 @@ def test_text_is_tokenized_once(data, tmp_path, monkeypatch):
     assert len(calls) == 2
 
 
+def write_again(path: Path, content: bytes) -> None:
+    """A second later by its time of change, which some file systems keep in hundredths and others in seconds."""
+    written = path.stat().st_mtime_ns
+    path.write_bytes(content)
+    os.utime(path, ns=(written, written + 10**9))
+
+
 def test_changed_text_is_tokenized_again(tmp_path):
     path = write(tmp_path / "a.jsonl", ["abc" * 9])
     first = made({"texts": path}, tmp_path / "data")
     state = first.fingerprint
-    path.write_bytes(path.read_bytes())  # written again as it was: another folder, the same data
+    write_again(path, path.read_bytes())  # as it was: another folder, the same data
     again = made({"texts": path}, tmp_path / "data")
     assert again.folder != first.folder and again.fingerprint == state
-    path.write_bytes(path.read_bytes().replace(b"a", b"x"))  # of the same size
+    write_again(path, path.read_bytes().replace(b"a", b"x"))  # of the same size
     assert made({"texts": path}, tmp_path / "data").fingerprint != state
 
 
@@ -149,7 +158,7 @@ def test_a_folder_of_files_is_known_by_all_of_them(tmp_path):
     data = {"texts": tmp_path}
     first = made(data, tmp_path / ".data")
     assert made(data, tmp_path / ".data").folder == first.folder
-    (tmp_path / "b.jsonl").write_bytes((tmp_path / "b.jsonl").read_bytes())
+    write_again(tmp_path / "b.jsonl", (tmp_path / "b.jsonl").read_bytes())
     assert made(data, tmp_path / ".data").folder != first.folder
 
 

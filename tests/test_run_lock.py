@@ -154,7 +154,7 @@ def test_of_several_starters_one_at_a_time_is_inside(tmp_path):
     for starter in starters:
         starter.stdin.write("go\n")
         starter.stdin.flush()
-    ended = [starter.communicate(timeout=60) for starter in starters]
+    ended = [starter.communicate(timeout=300) for starter in starters]
     assert [starter.returncode for starter in starters] == [0, 0, 0], ended
     assert "in\n" in "".join(out for out, _ in ended) and locks(tmp_path) == []
 
