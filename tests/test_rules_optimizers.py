@@ -54,6 +54,8 @@ def test_accepted():
     assert not lines("--optimizer.name=AdamWBF16", "--training.dtype=bfloat16")
     assert not lines("--optimizer.name=Muon", "--adapter.kind=lora", "--adapter.rank=8")
     assert not lines("--optimizer.name=Muon", "--model.name=deepseek")
+    beside = ["--adapter.kind=lora", "--adapter.rank=8", '--adapter.train_fully=["output.weight"]']
+    assert not lines("--optimizer.name=Muon", '--optimizer.options={targets = ["output.weight"]}', *beside)
 
 
 GALORE = ["--optimizer.name=GaLore", "--model.flavor=debugmodel"]

@@ -220,10 +220,12 @@ class Facts:
             chosen_by = self.config.training.unfrozen or ["*"]
             return {name: shape for name, shape in whole.items() if any(fnmatchcase(name, each) for each in chosen_by)}
         chosen = {name: found[name] for name in targets(found, adapter) if f"{name}.weight" in whole}
-        beside = {name: shape for name, shape in whole.items() if name.removesuffix(".weight") not in chosen}
         low = {f"{name}.lora_A": (adapter.rank, inputs) for name, (_, inputs) in chosen.items()}
         low |= {f"{name}.lora_B": (outputs, adapter.rank) for name, (outputs, _) in chosen.items()}
-        return low | (beside if adapter.train_dense_rest else {})
+        beside = [name for name in whole if any(fnmatchcase(name, each) for each in adapter.train_fully)]
+        if adapter.train_dense_rest:
+            beside = [name for name in whole if name.removesuffix(".weight") not in chosen]
+        return low | {name: whole[name] for name in beside}
 
     def cut_sides(self, name: str, shards: int, tp: int) -> set[str]:
         """Of one of the `matrices`, the sides that so many ranks of FSDP and of tensor parallel share out: "left" its
