@@ -145,6 +145,7 @@ def test_a_run_is_exported_and_another_begins_from_it(tmp_path, capsys):
     run_ranks(1, losses, arguments(tmp_path / "first", texts, **how))
     assert cli.main(["export", str(tmp_path / "first"), "--to", str(tmp_path / "adapter")]) == 0
     assert (tmp_path / "adapter" / CONFIG).is_file()
+    assert capsys.readouterr().out.endswith("the adapter of step-00000002, in the layout of the authors' library\n")
     assert cli.main(["export", str(tmp_path / "first"), "--to", str(tmp_path / "merged"), "--merge"]) != 0
     assert "without a cache" in capsys.readouterr().err
     begun = how | dict(training__steps=1, adapter__initial_path=tmp_path / "adapter")

@@ -51,6 +51,8 @@ class Adapter:
     """
 
     name = "adapter"
+    layout = "peft's layout"
+    """In which such adapters are passed on, as a folder."""
     other_form = "write the whole model (torchtitan export --merge)"
     """What keeps all that was trained, where the adapter's own layout does not."""
 

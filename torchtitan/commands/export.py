@@ -5,8 +5,8 @@ the model that it was trained beside: a matrix at a time, added up in float32, r
 the weights that were packed, which have to be those that the run has. What was written is read again and compared with
 what the run has, its loss on held-out samples and the tokens that it would go on with; if they differ, the directory is
 called DIRECTORY.unverified and the exit code is 1. The run's model is gone when the other is read, so that one is in
-memory. Without --merge the adapter is written alone, in peft's layout, and refused where that is not all that was
-trained.
+memory. Without --merge the adapter is written alone, in the layout in which such are passed on (most of them peft's),
+and refused where that is not all that was trained.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     model, adapter = saved_model.filled_model(config, step_folder, torch.device("cpu"))
     assert adapter is not None
     build.save_peft(config, target, adapter, adapter.whole_tensors([model]))
-    print(f"{target}: the adapter of {step_folder.name}, in peft's layout")
+    print(f"{target}: the adapter of {step_folder.name}, in {adapter.layout}")
     return 0
 
 

@@ -37,6 +37,7 @@ PCA_SEGMENTS = 256
 
 
 class Neurocache(Adapter):
+    layout = "the layout of the authors' library"
     other_form = "keep the run's checkpoints, which have all of it"
 
     def __init__(self, options: Options, seed: int = 0):
