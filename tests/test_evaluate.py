@@ -182,10 +182,18 @@ def test_what_is_no_option(home, capsys, argv):
         cli.main(["evaluate", str(home / "model"), *argv])
 
 
-@pytest.mark.parametrize("kind", ["dpo", "pretrain"])
-def test_a_split_that_holds_out_no_documents(home, capsys, kind):
-    assert cli.main(["evaluate", str(home / "model"), *split_words(home, kind)]) == 2
-    assert f"validation.split: given 2; allowed: unset with task.kind = {kind}" in capsys.readouterr().err
+def test_a_split_that_holds_out_no_documents(home, capsys):
+    assert cli.main(["evaluate", str(home / "model"), *split_words(home, "pretrain")]) == 2
+    assert "validation.split: given 2; allowed: unset with task.kind = pretrain" in capsys.readouterr().err
+
+
+def test_pairs_of_answers_are_no_documents(home, tmp_path, capsys):
+    """Held out by a split, or in a file of their own: it is said where they have been measured."""
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"}) + "\n")
+    for more in (split_words(home, "dpo"), words(tmp_path, "--task.kind=dpo")):
+        assert cli.main(["evaluate", str(home / "model"), *more]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "pairs of answers are no documents" in said and "reward_accuracy" in said
 
 
 def test_a_model_of_classes_is_refused(home, capsys):

@@ -31,12 +31,19 @@ from torchtitan.commands.generate import best_option, find_checkpoint
 from torchtitan.commands.job_of import refuse_strangers
 from torchtitan.config.job import JobConfig, Validation, describe_sources
 from torchtitan.datasets.segments import Documents, HeldOutSegments
+from torchtitan.datasets.sources import PairFound
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.distributed import device_type
 from torchtitan.errors import JobError
 from torchtitan.models.decoder import Decoder
 from torchtitan.plot import check_format
 from torchtitan.tasks import TASKS
+
+NO_TEXT = (
+    "pairs of answers are no documents, so they have no perplexity; the run's metrics.jsonl has their validation_loss, "
+    "and of training reward_accuracy and reward_margin; give documents by --validation.dataset and "
+    "--validation.dataset_path"
+)
 
 
 def main(argv: list[str]) -> int:
@@ -107,7 +114,9 @@ def of_documents(config: JobConfig) -> JobConfig:
     if part.split is None:
         kind = dataclasses.replace(config.task, kind="documents")
         return dataclasses.replace(config, task=kind, validation=part)
-    if not task.packs or task.together > 1:
+    if task.together > 1:
+        raise JobError(f"validation.split: given {part.split:g}; {NO_TEXT}")
+    if not task.packs:
         raise JobError(
             f"validation.split: given {part.split:g}; allowed: unset with task.kind = {config.task.kind}, which holds "
             "out no documents; give some by --validation.dataset and --validation.dataset_path"
@@ -121,7 +130,11 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
     if getattr(args, "n_classes", 0) or not getattr(args, "causal", True):
         raise JobError(f"{config.model.name} does not tell the next token, which is what is measured; give a decoder")
     tokenizer, seq_len = build.tokenizer(config), build_data.seq_len_of(config, "validation")
-    documents = build_data.documents(config, "validation")
+    try:
+        documents = build_data.documents(config, "validation")
+    except PairFound as error:
+        where = str(error).partition(": ")[0]
+        raise JobError(f"{where}: {NO_TEXT}") from None
     rows = config.validation.local_batch_size
     batches = HeldOutSegments(documents, samples, seq_len=seq_len, rows=rows, rank=0, ranks=1)
     check_caches(config, sizes, seq_len)

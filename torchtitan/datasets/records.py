@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchtitan.datasets.learned import ANSWERS, TrainOn
-from torchtitan.datasets.sources import REMEDY, BadRecord, Chat, DataError, Document, Labelled, Pair, Span
+from torchtitan.datasets.sources import REMEDY, BadRecord, Chat, DataError, Document, Labelled, Pair, PairFound, Span
 from torchtitan.datasets.templates import chat_spans, prompt_spans
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError
 
@@ -81,7 +81,7 @@ def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = ANSWERS
     beside them does. BadRecord for a document that the template or the tokenizer fails on, DataError where they do not
     fit each other."""
     if isinstance(document.content, Pair):
-        raise DataError(
+        raise PairFound(
             f"{document.place}: a pair of answers, which only task.kind dpo, ipo and orpo learn; choose one of these, "
             "or give other data"
         )

@@ -36,6 +36,10 @@ class Unreachable(DataError):
     """Data that may be good and cannot be had now. Never skipped: what is left out would depend on the network."""
 
 
+class PairFound(DataError):
+    """Of a pair of answers, where text is read."""
+
+
 class BadRecord(DataError):
     """Of a document that was read and has no tokens: its template or the tokenizer fails on it, and not on others."""
 
