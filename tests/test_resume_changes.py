@@ -11,10 +11,12 @@ from tests.support.pool import RankFailed, run_ranks
 from tests.test_checkpoint_layout import manifest_of
 from torchtitan import run_folder
 from torchtitan.checkpoint import folders, layout
+from torchtitan.commands import estimate
 from torchtitan.config.changes import KINDS, changes, kept_job, kind_of, refusable
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import load
 from torchtitan.config.options import options, sections
+from torchtitan.memory.prediction import Prediction
 from torchtitan.rules import Facts
 
 anywhere = judged.anywhere
@@ -133,6 +135,13 @@ def test_a_folder_of_sizes_is_the_same_from_anywhere(tmp_path, monkeypatch):
     assert [lines(*of, f"--model.hf_folder={name}") for name in ("one", "./same")] == [[], []]
     (line,) = lines(*of, "--model.hf_folder=other")
     assert line.startswith("model.overrides: given n_layers = 3; allowed: n_layers = 2")
+
+
+def test_an_estimate_is_of_the_job_whatever_its_folder_has(run, monkeypatch, capsys):
+    words = [*JOB, "--training.global_batch_size=16", "--model.tokenizer_path=bytes", f"--job.dump_folder={run}"]
+    assert "global_batch_size" in judge(run, ["--training.global_batch_size=16"])[0]
+    monkeypatch.setattr(estimate, "predict", lambda *job: [Prediction(0, 0, "forward", {"parameters": 1.0})])
+    assert estimate.main(["--device=cpu", *words]) == 0 and "of tensors at most" in capsys.readouterr().out
 
 
 def test_the_step_asked_for_is_compared_and_no_other(run):

@@ -216,6 +216,37 @@ def test_wandb_continues_its_run(tmp_path, monkeypatch):
         assert calls[calls_before:] == [options, ({"lr": 1.0}, 3), "finish"]
 
 
+def test_wandb_keeps_the_first_of_steps_that_are_done_again(tmp_path, monkeypatch):
+    kept = {}
+
+    class Run:
+        id = "run1"
+
+        def __init__(self, **options):
+            pass
+
+        def log(self, values, step):
+            if step > max(kept, default=0):  # as wandb: steps only grow, and what comes late is ignored
+                kept[step] = values
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=Run))
+    tracker = WeightsAndBiases(a_run(tmp_path))
+    for step, loss in ((1, 4.0), (2, 3.0), (2, 3.5), (3, 2.0)):
+        tracker.log({"loss": loss}, step)
+    assert kept == {1: {"loss": 4.0}, 2: {"loss": 3.0}, 3: {"loss": 2.0}}
+
+
+def test_a_user_without_a_home_has_no_key_of_wandb(monkeypatch):
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert "run wandb login once" in str(WeightsAndBiases.obstacle())
+
+
 class Recorder:
     """A stand-in for a package: it keeps what is called."""
 

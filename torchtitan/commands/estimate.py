@@ -7,6 +7,7 @@ no data.
 import argparse
 import re
 from collections import Counter
+from dataclasses import replace
 
 import torch
 
@@ -43,6 +44,8 @@ FITS, TOO_LARGE = 0, 1
 def main(argv: list[str]) -> int:
     options, rest = parse(argv)
     config = manager.load(rest)
+    # nothing is gone on from: what else a run in the same folder has been is of no concern
+    config = replace(config, job=replace(config.job, clean_start="always"))
     world_size = options.world_size or fewest_ranks(config)
     faults = [fault for fault in check(config, world_size, options.device) if not fault.key.startswith(TO_BE_FETCHED)]
     if faults:

@@ -46,8 +46,8 @@ class WeightsAndBiases(Tracker):
 def _can_log_in() -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE", "online") != "online":
         return True
-    netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
     try:
+        netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
         return "wandb" in netrc.read_text()
-    except OSError:
+    except (OSError, RuntimeError, ValueError):  # not there, of a user without a home, no text
         return False
