@@ -21,6 +21,7 @@ from torchtitan.limits import LimitError
 from torchtitan.loss import SummedCrossEntropy
 from torchtitan.models import SIZES
 from torchtitan.models.llama.plan import PLAN
+from torchtitan.models.norms import RMSNorm
 from torchtitan.models.registry import MODELS
 from torchtitan.parallelisms import tensor_parallel
 from torchtitan.parallelisms.context.kernel import counted
@@ -101,7 +102,7 @@ def test_initial_weights_are_those_of_one_rank(world_size, model):
 
 class Squeezed(nn.Module):
     """A region as in latent attention: what is whole on all ranks, and normed, stands between and beside split
-    matrices, and is used by all heads.
+    matrices, and is used by all heads, which are normed together.
     """
 
     def __init__(self):
@@ -110,12 +111,15 @@ class Squeezed(nn.Module):
         self.inner_norm = nn.LayerNorm(4)
         self.widen = nn.Linear(4, 8)
         self.gate = nn.Linear(WIDTH, 8, bias=False)
+        self.all_heads = RMSNorm(8)
         self.out = nn.Linear(8, WIDTH)
 
     def forward(self, x, scale):
         narrow, shared = self.squeeze(x).split((4, 2), dim=-1)
         heads = self.widen(self.inner_norm(narrow)) * F.silu(self.gate(x))
-        heads = heads.unflatten(-1, (-1, 2)) * shared[..., None, :].cumsum(1) * scale  # [B, S, heads, 2]
+        heads = (
+            self.all_heads(heads).unflatten(-1, (-1, 2)) * shared[..., None, :].cumsum(1) * scale
+        )  # [B, S, heads, 2]
         return self.out(heads.flatten(-2))
 
 
@@ -147,6 +151,7 @@ OTHER = ParallelPlan(
     column=("mix.widen", "mix.gate"),
     row=("mix.out",),
     replicated=("mix.squeeze", "mix.inner_norm"),
+    across=("mix.all_heads",),
     sequence=("before",),
 )
 FROZEN = ("blocks.0.mix.gate.weight", "blocks.1.before.weight", "blocks.1.mix.out.bias", "last_norm.bias")
@@ -490,6 +495,16 @@ REFUSALS = {
     "a norm without its head": ({"output": None}, {}, "only one of norm and output.*cut the model elsewhere"),
     "no such module": ({}, dict(row=("attention.wx",)), "no module of .* is called 'layers.*.attention.wx'"),
     "no such end": ({}, dict(embedding="embed"), "no module of .* is called 'embed'"),
+    "a norm for a matrix": (
+        {},
+        dict(column=("attention_norm",)),
+        "layers.0.attention_norm: a RMSNorm among the linears of column.*RMS norm of .* stands in across",
+    ),
+    "another norm of split features": (
+        {"layers.0.attention_norm": nn.LayerNorm(48)},
+        dict(across=("attention_norm",)),
+        "layers.0.attention_norm: a LayerNorm in across, which is for RMS norms",
+    ),
     "left out": ({}, dict(row=("attention.wo",)), r"layers.0.feed_forward.w2.weight: no pattern .* add its module"),
 }
 

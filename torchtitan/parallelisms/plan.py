@@ -28,6 +28,7 @@ class ParallelPlan:
     column: tuple[str, ...] = ()  # linears split by output; below a module with `head_dim` in whole heads of that width
     row: tuple[str, ...] = ()  # linears split by input
     replicated: tuple[str, ...] = ()  # inside a region, but whole on every rank, as its output is for all heads
+    across: tuple[str, ...] = ()  # inside a region, RMS norms of split features, such as of all heads at once
     sequence: tuple[str, ...] = ()  # outside the regions, on the tokens of this rank: norms
     indexed: tuple[str, ...] = ()  # outside too, with a further input of integers for all tokens: dropout and its keys
     with_block: tuple[tuple[str, str], ...] = ()  # a module of the model, and the block that a pipeline keeps it with

@@ -70,6 +70,10 @@ def apply_tensor_parallel(
         _split(name, module, mesh, "row", _Row, laid, border=border)
     for name, module in _matching(model, plan, plan.replicated):
         _split(name, module, mesh, "replicated", _Whole, defaultdict(lambda: (Replicate(), Partial())))
+    for name, module in _matching(model, plan, plan.across):
+        if not isinstance(module, nn.RMSNorm):
+            raise ValueError(f"{name}: a {type(module).__name__} in across, which is for RMS norms; correct the plan")
+        _split(name, module, mesh, "across", _Across, BY_OUTPUT, border=border)
     norms = [(name, m) for name, m in _matching(model, plan, plan.sequence) if not _is_split(m)]  # by expert parallel
     for name, module in norms if norm is None else [*norms, *_leaves(model, plan.head[0])]:
         laid = defaultdict(lambda: (Replicate(), tokens_gradient))
@@ -114,6 +118,11 @@ def require_even_split(model: nn.Module, tp: int, plan: ParallelPlan) -> None:
     for patterns, side in ((plan.column, "out_features"), (plan.row, "in_features")):
         for pattern in patterns:
             for name, module in match_blocks(model, plan, pattern):
+                if not hasattr(module, side):
+                    raise ValueError(
+                        f"{name}: a {type(module).__name__} among the linears of column and row in the plan; an RMS "
+                        f"norm of features that are split stands in across, what is whole on all ranks in replicated"
+                    )
                 unit = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", 1)
                 what = "heads" if unit > 1 else side
                 check_split(tp, {f"{what} of {name}": getattr(module, side) // unit})
@@ -183,6 +192,17 @@ class _Leave(torch.autograd.Function):
         return (_all_gather(grad, size, group) if sequence else grad), None, None, None
 
 
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.group = group
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_reduce(grad, ctx.group), None
+
+
 class Border:
     """Between the tokens of a rank and a region of split matrices."""
 
@@ -197,6 +217,10 @@ class Border:
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """[B, S, D], a rank's share of a sum, -> [B, S / tp, D], the sum."""
         return _Leave.apply(x, self.sequence, self.size, self.group)
+
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, whole on each, with partial sums as gradient."""
+        return _Sum.apply(x, self.group)
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         """[B, n, ...] of each rank -> [B, tp n, ...] of all, one rank's behind the other's; without gradients."""
@@ -246,6 +270,18 @@ class _Row:
 class _Whole:
     def forward(self, *inputs: Any, **options: Any) -> Any:
         return self.plain.forward(LocalWeights(self), *inputs, **options)
+
+
+class _Across:
+    """An RMS norm of whose features a rank has some: the ranks' squares are added up."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, N / tp] -> [B, S, N / tp]"""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = self.border.summed(wide.square().sum(-1, keepdim=True))  # [..., 1]
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        r = (squares / (self.border.size * x.shape[-1]) + eps).rsqrt()
+        return (wide * r * self.weight.to_local()).to(x.dtype)
 
 
 class _Indexed(_Whole):
