@@ -133,6 +133,13 @@ HERE = [  # what is given, beside what, and all that it changes
     ({"val_set_size": 0.1}, FULL, {"validation.split": 0.1, "validation.samples": 0, "validation.enable": True}),
     ({"dataset_prepared_path": "p"}, FULL, {"data.cache_dir": "p"}),
     ({"dataset_processes": 3}, FULL, {"data.num_proc": 3}),
+    ({"dataset_num_proc": 3}, FULL, {"data.num_proc": 3}),
+    ({"sample_packing_group_size": 50}, FULL, {"data.packing_window": 50}),
+    ({"chat_template": "jinja", "chat_template_jinja": "{{ x }}"}, FULL, {"data.chat_template": "{{ x }}"}),
+    ({"chat_template_jinja": "mine.jinja"}, FULL, {"data.chat_template": "mine.jinja"}),
+    ({"use_tensorboard": True}, FULL, {"metrics.enable_tensorboard": True}),
+    ({"eval_strategy": "no"}, HELD, {"validation.enable": None}),
+    ({"rl_beta": 0.3}, FULL | {"rl": "ipo"}, {"dpo.beta": 0.3}),
     ({"sequence_len": 512}, FULL, {"training.seq_len": 512}),
     ({"sample_packing": True}, FULL, {"data.packing": "best_fit"}),
     ({"pad_to_sequence_len": False}, FULL, {"data.pad_to": "batch"}),
@@ -419,6 +426,7 @@ WRONG = [  # what is given, beside what, of which option what is said
     ("save_steps", 2.5, FULL, "a share below 1"),
     ("save_strategy", "best", FULL, "no, steps or epoch"),
     ("evaluation_strategy", "often", HELD, "no, steps or epoch"),
+    ("eval_strategy", "often", HELD, "no, steps or epoch"),
     ("save_safetensors", False, FULL, "never pickled"),
     ("resume_from_checkpoint", "checkpoint-100", FULL, "checkpoints of other trainers"),
     ("fsdp", ["hybrid"], FULL, "full_shard"),
@@ -432,7 +440,11 @@ WRONG = [  # what is given, beside what, of which option what is said
     ("lora_modules_to_save", [["lm_head"]], LORA, "a list of texts"),
     ("lora_rr", 3, FULL, "did you mean lora_r?"),
     ("max_steps", float("inf"), FULL, "a whole number"),
-    ("rl", "kto", FULL, "dpo, ipo, orpo"),
+    ("rl", "simpo", FULL, "dpo, ipo, orpo"),
+    ("rl", "kto", FULL, "KTO begins from a mean"),
+    ("rl_beta", 0.1, FULL, "nothing without rl"),
+    ("chat_template", "jinja", FULL, "tokenizer_default, chatml"),
+    ("chat_template_jinja", "{{ x }}", FULL | {"chat_template": "chatml"}, "nothing beside chat_template: chatml"),
     ("rl", "kto_pair", FULL, "KTO begins from a mean over all pairs of a step"),
     ("dpo_beta", 0.1, FULL, "nothing without rl"),
     ("orpo_alpha", 0.1, FULL | {"rl": "dpo"}, "nothing without rl: orpo"),
@@ -501,6 +513,13 @@ def test_what_an_entry_of_datasets_cannot_say(key):
     assert any(said in str(fault) for fault in meaning(FULL | {"datasets": [entry]}).faults)
     if key not in ("path", "type", "conversation", "split", "data_files", "feild"):
         assert any(said in str(fault) for fault in meaning(FULL | {"datasets": [{"path": "a", "type": entry}]}).faults)
+
+
+@pytest.mark.parametrize("kind", ["sharegpt", "completion", "input_output", "chat_template"])
+def test_fields_of_instructions_are_not_of_other_types(kind):
+    entry = {"path": "a.jsonl", "type": kind, "field_output": "reply"}
+    (fault,) = meaning(FULL | {"datasets": [entry]}).faults
+    assert fault.key == "datasets[0].field_output" and f"nothing beside type: {kind}" in fault.allowed
 
 
 ITS_OWN = {"format": "{instruction} {input} ", "no_input_format": "{instruction} ", "system_format": "{system}"}

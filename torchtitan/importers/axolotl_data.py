@@ -21,7 +21,7 @@ LOADERS = ("json", "csv", "parquet", "arrow", "text")
 """What stands in path beside data_files."""
 TEMPLATES = {"chatml": "chatml", "llama2": "llama2", "llama-2": "llama2", "llama3": "llama3", "llama-3": "llama3"}
 TEMPLATES |= {"alpaca": "alpaca"}
-OWN = ("tokenizer", "tokenizer_default")
+OWN, JINJA = ("tokenizer", "tokenizer_default"), "jinja"
 FIELDS = {f"field_{name}": name for name in ("instruction", "input", "output", "system")}
 INSIDE = {"message_field_role": "role", "message_field_content": "content"}
 REWRITE = "write the records as prompt and completion, or as messages"
@@ -98,12 +98,21 @@ class Data:
         if kind in PREFERENCES:
             self.values["task.kind"] = kind
         elif kind is not None:
-            why = "KTO begins from a mean over all pairs of a step" if kind == "kto_pair" else "no other is here yet"
+            why = (
+                "KTO begins from a mean over all pairs of a step"
+                if kind in ("kto", "kto_pair")
+                else "no other is here yet"
+            )
             self.refuse("rl", kind, f"one of {', '.join(PREFERENCES)}", why)
         beside = self.given["lora_model_dir"] or self.given["peft_adapter"]
         if kind in ("dpo", "ipo") and beside and self.given["base_model"] is not None:
             self.values["dpo.reference"] = self.given["base_model"]  # without the adapter that is learned on
-        options = {"dpo_beta": "dpo.beta", "dpo_label_smoothing": "dpo.label_smoothing", "orpo_alpha": "dpo.beta"}
+        options = {
+            "rl_beta": "dpo.beta",
+            "dpo_beta": "dpo.beta",
+            "dpo_label_smoothing": "dpo.label_smoothing",
+            "orpo_alpha": "dpo.beta",
+        }
         for name, option in options.items():
             if self.given[name] and (kind is None or (name == "orpo_alpha" and kind != "orpo")):
                 wanted = "orpo" if name == "orpo_alpha" else "dpo"
@@ -159,7 +168,12 @@ class Data:
         form, held = READ.get(kind.removesuffix(ROLES), ("", ""))
         if kind.endswith(ROLES):
             inside = {"content": "value"} | inside
-        if template or fields:
+        if (template or fields) and kind not in ("", "alpaca"):
+            for key in [key for key in entry if key in PROMPT or key in FIELDS]:
+                self.refuse(
+                    f"{name}.{key}", entry[key], f"nothing beside type: {kind}", "it is of instructions: drop it"
+                )
+        elif template or fields:
             form, held, inside = "alpaca", "", {}
         elif inside and not form or kind == "chat_template" and field is not None:
             form, held, field = "chat", "messages", field or "messages"
@@ -212,7 +226,11 @@ class Data:
                 self.note(f"{section}: with epochs every source is read once in each, as Axolotl joins them")
 
     def _template(self) -> None:
-        name = self.given["chat_template"]
+        name, own = self.given["chat_template"], self.given["chat_template_jinja"]
+        if own is not None and name in (None, JINJA):
+            name = own
+        elif own is not None:
+            self.refuse("chat_template_jinja", own, f"nothing beside chat_template: {name}", "drop one of the two")
         if name is not None:
             self._templates.append(name)
         wanted = {TEMPLATES.get(each, each) for each in self._templates if each not in OWN}
@@ -223,7 +241,7 @@ class Data:
             own = each.removeprefix("path:")
             if each.startswith("tokenizer_default_fallback_"):
                 self.note("chat_template: the tokenizer's own; without one write data.chat_template")
-            elif each in TEMPLATES.values() or own.endswith(".jinja") or "{%" in own:
+            elif each in TEMPLATES.values() or own.endswith(".jinja") or "{%" in own or "{{" in own:
                 self.values["data.chat_template"] = own
             else:
                 known = ", ".join(dict.fromkeys(TEMPLATES.values()))

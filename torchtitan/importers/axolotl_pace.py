@@ -26,7 +26,8 @@ class Pace:
 
     def cadence(self) -> None:
         given, values, last = self.given, self.values, self.steps
-        strategies = {name: (given[name] or "").lower() for name in ("evaluation_strategy", "save_strategy")}
+        evaluation = "evaluation_strategy" if given["eval_strategy"] is None else "eval_strategy"
+        strategies = {name: (given[name] or "").lower() for name in (evaluation, "save_strategy")}
         for name, said in strategies.items():
             if said not in ("", "no", "steps", "epoch"):
                 self.refuse(name, given[name], "no, steps or epoch")
@@ -41,10 +42,8 @@ class Pace:
             if given["eval_steps"] or given["evals_per_epoch"]:
                 self.note("no data to validate on, so no effect: eval_steps, evals_per_epoch")
             return
-        tested = self._every(
-            "eval_steps", given["evals_per_epoch"], "evals_per_epoch", strategies["evaluation_strategy"]
-        )
-        if strategies["evaluation_strategy"] == "no":
+        tested = self._every("eval_steps", given["evals_per_epoch"], "evals_per_epoch", strategies[evaluation])
+        if strategies[evaluation] == "no":
             for key in [key for key in values if key.startswith("validation.")]:
                 del values[key]
         elif tested:
