@@ -352,6 +352,15 @@ def test_an_older_position_in_prepared_shards_goes_on(data):
     assert [row for batch in islice(loader(**data["prepared"], state=older), 3) for row in rows(batch)] == whole[6:]
 
 
+def test_a_state_from_before_a_home_was_taken_for_its_sign_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = write_documents(tmp_path / "a.jsonl")
+    state = loader(path).state_dict()
+    assert state["fingerprint"]["dataset_path"] == str(path)
+    state["fingerprint"]["dataset_path"] = "~/a.jsonl"
+    loader(path, state=state)
+
+
 def test_same_size_but_other_text_is_noticed_where_it_matters(tmp_path):
     path = write_documents(tmp_path / "a.jsonl", count=8)
     first = loader(path, local_batch_size=1)

@@ -70,7 +70,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=expanduser, help="the folder to make")
     parser.add_argument("--workers", type=int, default=cpus, help=f"processes that tokenize (default: {cpus})")
     parser.add_argument("--on_bad_data", default="stop", choices=["stop", "skip"], help="unreadable records")
-    parser.add_argument("--verify", metavar="FOLDER", help="check a folder made before, and do nothing else")
+    parser.add_argument(
+        "--verify", type=expanduser, metavar="FOLDER", help="check a folder made before, and do nothing else"
+    )
     options = parser.parse_args(argv)
     if not options.verify and not (options.tokenizer_path and options.output):
         parser.error("--tokenizer_path and --output are needed")

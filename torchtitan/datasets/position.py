@@ -1,5 +1,6 @@
 """The position in the data as a checkpoint keeps it: for no particular number of ranks, and only for the same data."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,6 +106,8 @@ def _differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> li
         if name == CONTENTS and name not in old:
             continue
         a, b = old.get(name, "nothing"), new.get(name, "nothing")
+        if name == "dataset_path" and isinstance(a, str):
+            a = os.path.expanduser(a)  # a state from before a home's ~ was taken for it where a job is read
         if isinstance(a, dict) and isinstance(b, dict):
             found += _differences(a, b, f"{path}{name}: ")
         elif a != b:
