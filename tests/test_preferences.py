@@ -131,6 +131,8 @@ def test_forms_of_text_and_what_is_no_pair(tmp_path):
     assert repeated.text == "q? yesq? no" and repeated.content.chosen.content == [Span("q? ", False), Span("yes")]
     echoed = Reading().document({"prompt": "Hi", "chosen": "Hi you", "rejected": "no"}, "", "")
     assert echoed.content.chosen.content == [Span("Hi", False), Span("Hi you")], "as an answer to it alone does"
+    same = Reading().document({"prompt": "Hi", "chosen": "Hi", "rejected": "Hi you"}, "", "")
+    assert same.content.chosen.content == [Span("Hi", False), Span("Hi")], "and as the prompt itself does"
     for record, message in (
         ({"prompt": "q", "chosen": None, "rejected": "no"}, "a:1: field 'chosen' holds nothing \\(null\\), beside str"),
         ({"prompt": 5, "chosen": "a", "rejected": "no"}, "holds str, beside int as prompt; allowed: text behind"),

@@ -354,3 +354,9 @@ def test_the_matrix_needs_its_place():
     for text in ("a", "<!-- matrix -->", "<!-- /matrix -->"):
         with pytest.raises(ValueError, match="needs the lines"):
             feature_matrix.written_into(text, "new")
+
+
+def test_the_changelog_says_a_change_once():
+    """Also where it was wrapped in two widths: two changes that meet leave both."""
+    entries = [" ".join(entry.split()) for entry in re.split(r"^\* ", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)]
+    assert sorted(entries) == sorted(set(entries))

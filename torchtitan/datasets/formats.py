@@ -49,7 +49,7 @@ def preference(record: Record, columns: Mapping[str, str], place: str, short_pla
     befores = [record[name] for name in ("messages", "prompt") if record.get(name) not in (None, "")]
     if befores and all(isinstance(each, str) for each in (befores[0], *answers.values())):
         prompt, texts = befores[0], list(answers.values())
-        if all(text.startswith(prompt) for text in texts):  # it would be read twice, as texts follow it at once
+        if all(text.startswith(prompt) and text != prompt for text in texts):  # it would be read twice
             texts = [text.removeprefix(prompt) for text in texts]
         pair = [Document([Span(prompt, False), Span(text)], short_place) for text in texts]
         return Document(Pair(*pair), short_place)
