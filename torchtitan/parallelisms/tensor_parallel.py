@@ -46,8 +46,7 @@ def apply_tensor_parallel(
     loss_parallel: bool = True,
 ) -> None:
     """Split `model`, whole or a pipeline part, in place over `mesh`, the axis tp. JobError where it does not divide,
-    JobError where a parameter is in none of the plan's patterns.
-
+    ValueError where a parameter is in none of the plan's patterns.
     With `loss_parallel` the head's logits are a DTensor split by vocabulary, which loss.py takes; else plain and whole.
     """
     embedding, norm, head = (match_end(model, name) for name in (plan.embedding, *plan.head))
@@ -65,15 +64,12 @@ def apply_tensor_parallel(
 
     for name, module in _matching(model, plan, plan.column):
         _split(name, module, mesh, "column", _Column, BY_OUTPUT)
+    _split_across(model, mesh, plan, border)
     for name, module in _matching(model, plan, plan.row):
         laid = {"weight": (Shard(1), Shard(1)), "bias": (Replicate(), tokens_gradient)}
         _split(name, module, mesh, "row", _Row, laid, border=border)
     for name, module in _matching(model, plan, plan.replicated):
         _split(name, module, mesh, "replicated", _Whole, defaultdict(lambda: (Replicate(), Partial())))
-    for name, module in _matching(model, plan, plan.across):
-        if not isinstance(module, nn.RMSNorm):
-            raise ValueError(f"{name}: a {type(module).__name__} in across, which is for RMS norms; correct the plan")
-        _split(name, module, mesh, "across", _Across, BY_OUTPUT, border=border)
     norms = [(name, m) for name, m in _matching(model, plan, plan.sequence) if not _is_split(m)]  # by expert parallel
     for name, module in norms if norm is None else [*norms, *_leaves(model, plan.head[0])]:
         laid = defaultdict(lambda: (Replicate(), tokens_gradient))
@@ -101,6 +97,14 @@ def apply_tensor_parallel(
                 f"{name}: no pattern of the tensor-parallel plan covers this parameter; "
                 f"add its module to column, row, replicated or sequence"
             )
+
+
+def _split_across(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, border: "Border") -> None:
+    """Norms of features of which each rank has some."""
+    for name, module in _matching(model, plan, plan.across):
+        if not isinstance(module, nn.RMSNorm):
+            raise ValueError(f"{name}: a {type(module).__name__} in across, which is for RMS norms; correct the plan")
+        _split(name, module, mesh, "across", _Across, BY_OUTPUT, border=border)
 
 
 def _split_beside(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, border: "Border") -> None:
@@ -219,7 +223,7 @@ class Border:
         return _Leave.apply(x, self.sequence, self.size, self.group)
 
     def summed(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, whole on each, with partial sums as gradient."""
+        """[B, S, 1] -> [B, S, 1], the sum over the ranks, whole on each, with partial sums as gradient."""
         return _Sum.apply(x, self.group)
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
