@@ -105,6 +105,19 @@ def test_a_lock_that_is_just_being_written_is_waited_for(tmp_path, monkeypatch):
     assert not acquires(tmp_path)
 
 
+def test_a_name_that_went_to_another_while_it_was_written_is_the_others(tmp_path, monkeypatch):
+    """Of who stood still for so long that its file was taken for torn, and who then wrote into what was gone."""
+    write = lock._write
+
+    def late(path, owner):
+        write(path, owner)
+        path.unlink()
+        forge(tmp_path, pid=os.getppid(), started=lock.start_of(os.getppid()))
+
+    monkeypatch.setattr(lock, "_write", late)
+    assert not acquires(tmp_path) and json.loads((tmp_path / "run.lock.1").read_text())["pid"] == os.getppid()
+
+
 def test_other_files_are_not_touched(tmp_path):
     (tmp_path / "elsewhere").write_text("kept")
     for name in ("run.lock", "run.lock.x", "run.lock.01", "my.run.lock.1"):

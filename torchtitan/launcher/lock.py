@@ -144,7 +144,10 @@ def _acquire(folder: Path, here: Owner) -> Path:
             _write(mine, here)
         except FileExistsError:  # somebody was faster; who, is seen next time
             continue
-        others = {number: owner for number, owner in _read(folder).items() if number != _number(mine)}
+        others = _read(folder)
+        own = others.pop(_number(mine) or 0, None)
+        if own not in (here, None):  # while this process stood still its file was taken for torn, and its name again
+            continue
         if not any(owner is not None and lives(owner, here) for owner in others.values()) and mine.exists():
             for number in others:
                 (folder / f"run.lock.{number}").unlink(missing_ok=True)
