@@ -392,6 +392,14 @@ def test_small_held_out_data_are_read_once(tmp_path):
     assert values["validation.samples"] == 1024, "whole rounds of its lanes: none twice"
 
 
+def test_a_home_is_taken_for_its_sign_as_by_a_shell(tmp_path, monkeypatch):
+    """Also where the importer itself looks at what lies there."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save(tmp_path / "data", split="validation")
+    values = changed("--max_length 16 --dataset_path ~/data")[0]
+    assert values["training.dataset_path"] == str(tmp_path / "data") and values["validation.samples"] == 8
+
+
 def test_ranks_of_a_line():
     for words, ranks in {
         "torchrun --nnodes=2 --nproc-per-node=4 a/torchrun_main.py": 8,

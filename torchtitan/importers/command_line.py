@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from os.path import expanduser
 
 from torchtitan.errors import JobError
 
@@ -34,11 +35,12 @@ class CommandLine:
 
 
 def split(words: Sequence[str]) -> list[str]:
-    """The words of a line that was given as one, its line ends escaped or not, or as many. JobError for open quotes."""
+    """The words of a line that was given as one, its line ends escaped or not, or as many; a home's ~ is taken for it,
+    as the shell does that the line was for. JobError for open quotes."""
     if len(words) != 1:
         return list(words)
     try:
-        return shlex.split(words[0].replace("\\\n", " "), comments=True)
+        return list(map(expanduser, shlex.split(words[0].replace("\\\n", " "), comments=True)))
     except ValueError as error:
         raise JobError(f"the command line cannot be split into words: {error}; quote it as a shell needs it") from None
 
