@@ -17,7 +17,7 @@ from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from torchtitan import build, build_data, reference, trainer
 from torchtitan.config import manager
-from torchtitan.datasets import open_source
+from torchtitan.datasets import open_source, preparing
 from torchtitan.datasets.learned import Recipe, TrainOn
 from torchtitan.datasets.packs import Packing, PackReader
 from torchtitan.datasets.preparing import prepared
@@ -174,6 +174,22 @@ def test_pairs_stay_or_go_together(tmp_path):
         assert len(ids) == 2 * 2 * round(share * len(kept))
     with pytest.raises(DataError, match="24 documents, which are no groups of 5; give records of pairs as text"):
         PackReader([shards], 15, 0, True, Packing(1, 257, together=5))
+
+
+def test_pairs_that_an_earlier_program_read_otherwise_are_tokenized_anew(tmp_path, monkeypatch):
+    def folders(together):
+        recipe = Recipe(TrainOn("last_turn"), together=together)
+        source = open_source("text", str(path), Reading())
+        return prepared(source, str(path), "bytes", tmp_path / "data", 1, True, recipe).folder
+
+    path = tmp_path / "rows.jsonl"
+    for together, record in ((2, {"prompt": "q", "chosen": "yes", "rejected": "no"}), (1, {"text": "alone"})):
+        path.write_text(json.dumps(record))
+        before = folders(together)
+        assert folders(together) == before
+        with monkeypatch.context() as patch:
+            patch.setattr(preparing, "PAIRS_READ", 1)
+            assert (folders(together) == before) == (together == 1)
 
 
 # Jobs

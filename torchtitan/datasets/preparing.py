@@ -31,6 +31,9 @@ CHUNKS_AHEAD = 4
 CHUNK_CHARACTERS = 2**20
 Encoded = Made | BadRecord
 WHOLE = Recipe()
+PAIRS_READ = 2
+"""Another number whenever the same records of pairs become other tokens, as texts that repeat their prompt did: what
+was made before is then made anew, also in a folder that jobs share."""
 
 
 def prepared(
@@ -51,6 +54,7 @@ def prepared(
     tokenizer = build_tokenizer(tokenizer_path, chat_template)
     about = [source.name, origin, tokenizer.fingerprint, tokenizer.chat_template, stop, _changed(dataset_path)]
     about += [] if recipe == WHOLE else [asdict(recipe)]
+    about += [{"pairs": PAIRS_READ}] if recipe.together > 1 else []
     shards = folder / hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
