@@ -35,7 +35,6 @@ from bench_timing import ROOT, heading, throw_lines_away
 from bench_trainer import MemoryMap, arguments, megabytes_of_state, saves_in_turn, shuffled, trainer_of, write_shards
 
 from torchtitan import build, launch
-from torchtitan.commands.estimate import GIB
 from torchtitan.commands.generate import sample
 from torchtitan.config import manager
 from torchtitan.datasets import open_source
@@ -47,6 +46,7 @@ from torchtitan.launcher.lock import held, this_process
 from torchtitan.launcher.stops import SignalQueue
 from torchtitan.leaving import exit_with
 from torchtitan.memory.prediction import flops_of_a_rank, predict, worst
+from torchtitan.metrics.device import GIB
 from torchtitan.models.cache import Remembering
 from torchtitan.shipped import TOKENIZER
 

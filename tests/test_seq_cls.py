@@ -205,7 +205,7 @@ def test_what_classes_ask_of_a_job(anywhere):
         'whole record; write "truncate"',
     ]
     (fault,) = lines(*ROBERTA[:3], TWO)
-    assert "dataset 'python_stdlib' has no classes; allowed: text, huggingface" in fault
+    assert "'python_stdlib' has no classes; allowed: text, sentiment, sentiment_validation, huggingface" in fault
     (fault,) = lines(*ROBERTA, TWO, "--task.label_field=stars")
     assert "sentiment, sentence 0: field 'stars' is not there" in fault
     (fault,) = lines("--model.name=llama3", *ROBERTA[1:])
