@@ -1,7 +1,7 @@
 """What composes with what, as Markdown tables of the rows that tests/combinations*.py hold equal to one device.
 
 Prints them; with --write, puts the whole matrix between the two `matrix` marks of docs/combinations.md, and the pairs
-of parallelisms between those of README.md.
+of parallelisms between those of docs/features.md.
 """
 
 import sys
@@ -17,7 +17,7 @@ from tests.combinations_optimizers import optimizers  # noqa: E402
 
 ROWS = table() + optimizers()
 BEGIN, END = "<!-- matrix -->", "<!-- /matrix -->"
-PAGE, README = ROOT / "docs/combinations.md", ROOT / "README.md"
+PAGE, FEATURES = ROOT / "docs/combinations.md", ROOT / "docs/features.md"
 AXES = {"pp": "PP", "cp": "CP", "tp": "TP"}
 LAYOUT = ("ranks", "dp_replicate", "dp_shard", *AXES)
 """Fields that make a row; every other field of a combination is a column."""
@@ -97,7 +97,7 @@ def written_into(text: str, block: str) -> str:
 
 
 if __name__ == "__main__":
-    tables = {PAGE: matrix(ROWS), README: pairs(ROWS)}
+    tables = {PAGE: matrix(ROWS), FEATURES: pairs(ROWS)}
     for page, content in tables.items():
         if "--write" in sys.argv[1:]:
             page.write_text(written_into(page.read_text(), content))

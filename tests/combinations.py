@@ -1,7 +1,7 @@
 """The table of combinations: every plan here trains equal to one device.
 
 Each row is run on gloo ranks by test_combinations.py, which compares loss and every gradient with the plain model.
-The README's feature matrix is made from it.
+docs/features.md and docs/combinations.md are made from it.
 """
 
 from dataclasses import dataclass
@@ -522,7 +522,7 @@ def roberta() -> list[Combination]:
 
 
 def other_models() -> list[Combination]:
-    """What the project's own tasks are not: tensors of whole samples, pairs. Not of the README's table:
+    """What the project's own tasks are not: tensors of whole samples, pairs. Not in the table of docs/features.md:
     tests/support/other_families.py.
     """
     classes = dict(model="classifier", precision="float64", loss_chunks=2)

@@ -167,24 +167,32 @@ def test_the_commands_of_a_page_run(page, workplace):
             tomli.loads(out)
 
 
-def test_the_readme_names_what_the_debug_run_leaves(workplace):
+def test_the_first_page_lists_the_files_of_the_debug_run(workplace):
     train = ["train", "--job.config_file", "train_configs/debug_model.toml"]
     ((code, _, err),) = run_alone(run_all, str(workplace), [train])
     assert code == 0, err
     folder = workplace / "outputs/debug"
     left = {path.name for path in folder.iterdir()}
-    named = re.findall(r"^\| `([^`]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs/getting_started.md").read_text()
+    named = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     assert left - {"checkpoint"} <= set(named) and {"metrics.jsonl", "config.toml"} <= left
-    (keys,) = re.findall(
-        r"one object a logged step: (.*?) where the device", (ROOT / "README.md").read_text(), re.DOTALL
-    )
+    (keys,) = re.findall(r"one object a logged step: (.*?) where the device", page, re.DOTALL)
     record = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
     assert set(re.findall(r"`(\w+)`", keys)) - {"mfu"} == record.keys() - {"mfu", "mfu_full", "marked"}
 
 
-def test_the_readme_names_the_steps_of_the_debug_job():
+def test_the_first_page_names_the_steps_of_the_debug_job():
     job = tomli.loads((ROOT / "train_configs/debug_model.toml").read_text())
-    assert f"checkpoint/step-{job['training']['steps']:08d}" in (ROOT / "README.md").read_text()
+    assert f"checkpoint/step-{job['training']['steps']:08d}" in (ROOT / "docs/getting_started.md").read_text()
+
+
+def test_the_readme_stays_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_index_links_every_page():
+    index = (ROOT / "docs/README.md").read_text()
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"]({page.name})" not in index] == ["README.md"]
 
 
 # What is only looked at
@@ -310,7 +318,7 @@ def test_wrong_names_and_links_would_be_noticed(tmp_path):
 def test_exit_codes():
     codes = {
         int(code)
-        for row in re.findall(r"^\| ([\d, ]+) \|", PAGES[0].read_text(), re.MULTILINE)
+        for row in re.findall(r"^\| ([\d, ]+) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
         for code in row.split(",")
     }
     others = {leaving.CRASH_LOOP, leaving.HUNG, leaving.OUT_OF_MEMORY, leaving.DIFFERING}
@@ -321,7 +329,7 @@ def test_exit_codes():
 
 
 @pytest.mark.parametrize(
-    ("page", "made"), [(feature_matrix.PAGE, feature_matrix.matrix), (feature_matrix.README, feature_matrix.pairs)]
+    ("page", "made"), [(feature_matrix.PAGE, feature_matrix.matrix), (feature_matrix.FEATURES, feature_matrix.pairs)]
 )
 def test_the_tables_are_those_of_the_rows(page, made):
     text = page.read_text()

@@ -80,7 +80,7 @@ def wait_for_the_one_that_speaks(ranks: Ranks, times: int = 1) -> None:
 
 
 def run(config: JobConfig, ranks: Ranks) -> int:
-    """Train the job on this rank; the process's exit code (README, "Exit codes")."""
+    """Train the job on this rank; the process's exit code (docs/troubleshooting.md)."""
     requests = Requests()
     trainer = None
 
