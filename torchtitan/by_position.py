@@ -1,5 +1,5 @@
-"""The loss of a model by the place of its tokens in their documents, which are read from beginning to end: what a model
-makes of what stands far back shows there alone.
+"""The loss of a model by the position of its tokens in their documents, which are read in order. It shows how much a
+model gains from distant context.
 """
 
 import math
@@ -12,12 +12,12 @@ from torch import nn
 from torchtitan.loss import IGNORE_INDEX, Objective, cross_entropies
 
 BORDERS = (1, 4, 16)
-"""Of the classes of places, in segments: up to one, up to four, up to sixteen, and beyond."""
+"""Upper bounds of the position classes, in segments; a last class holds all later positions."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one class of places, or of all: tokens that count, and the sum of their losses in nats."""
+    """Number of tokens with a loss, and the sum of their losses in nats, for one class of positions or for all."""
 
     tokens: int
     nats: float
@@ -32,8 +32,9 @@ class Measured:
 
 
 class LossByPlace(Objective):
-    """The sum of the losses of tokens, as SummedCrossEntropy has it; `nats` and `tokens`, float64 [classes], have grown
-    by those of each class of `places` [B, S].
+    """Summed cross-entropy that also accumulates losses and token counts by class of position.
+
+    `nats` and `tokens` are float64 [classes]; the batch gives each token's class as `places` [B, S].
     """
 
     targets = ("labels", "places")
@@ -49,8 +50,8 @@ class LossByPlace(Objective):
     def rows(self, hidden: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         return hidden.flatten(0, 1), batch["labels"].flatten(), batch["places"].flatten()  # [B S, D], [B S], [B S]
 
-    def loss_of(self, head: nn.Module, hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        labels, places = others
+    def loss_of(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+        labels, places = targets
         losses = cross_entropies(head(hidden), labels)
         self.nats.index_add_(0, places, losses.double())
         self.tokens.index_add_(0, places, (labels != IGNORE_INDEX).double())
@@ -58,7 +59,7 @@ class LossByPlace(Objective):
 
 
 def names_of(seq_len: int) -> list[str]:
-    """Of the classes, by the tokens ahead."""
+    """Return the names of the position classes, as ranges of tokens."""
     ends = [border * seq_len for border in BORDERS]
     return [f"{first:,}-{last:,}" for first, last in zip([0, *ends], ends, strict=False)] + [f"{ends[-1]:,}-"]
 
@@ -67,17 +68,17 @@ def names_of(seq_len: int) -> list[str]:
 def measure(
     model: nn.Module, batches: Iterable[Mapping[str, torch.Tensor]], seq_len: int, num_chunks: int
 ) -> list[Measured]:
-    """Of each class of places, of a model in evaluation on one device and batches [B, S] of datasets/segments.py."""
+    """Measure each class of positions with a model in evaluation mode, on batches [B, S] of datasets/segments.py."""
     device = next(model.parameters()).device
     objective = LossByPlace(num_chunks, len(BORDERS) + 1, device)
     before, model.loss = model.loss, objective
     ends = torch.tensor([border * seq_len for border in BORDERS], device=device)
     try:
-        for whole in batches:
-            batch = {name: tensor.to(device) for name, tensor in whole.items()}
-            ahead = batch["offsets"][:, None] + torch.arange(batch["tokens"].shape[1], device=device)
-            told = {name: batch[name] for name in ("tokens", "labels", "begins", "filled")}
-            model(**told, places=torch.bucketize(ahead, ends, right=True))
+        for host_batch in batches:
+            batch = {name: tensor.to(device) for name, tensor in host_batch.items()}
+            positions = batch["offsets"][:, None] + torch.arange(batch["tokens"].shape[1], device=device)
+            inputs = {name: batch[name] for name in ("tokens", "labels", "begins", "filled")}
+            model(**inputs, places=torch.bucketize(positions, ends, right=True))
             if model.memory is not None:
                 model.memory.commit()
     finally:

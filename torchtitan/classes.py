@@ -1,5 +1,5 @@
-"""Telling classes apart: the loss of a record is that of its class, which is the label of the one token that speaks for
-it; in evaluation it is also counted which class was told for which.
+"""Classification: the cross-entropy of a record's class, which is the label of one token of the record. In evaluation
+the confusion matrix is counted too.
 """
 
 from collections.abc import Mapping
@@ -12,42 +12,43 @@ from torchtitan.loss import IGNORE_INDEX, SummedCrossEntropy, summed_cross_entro
 
 
 class ClassCrossEntropy(SummedCrossEntropy):
-    """Of classes, logits [B, S, C], at the tokens that have a label in labels [B, S]."""
+    """Cross-entropy of class logits [B, S, C] at the tokens that have a label in labels [B, S]."""
 
     def __init__(self, num_chunks: int = 1):
         super().__init__(num_chunks)
-        self.told: torch.Tensor | None = None  # [C C], records of each class (rows) for each that was told
+        self.confusion: torch.Tensor | None = None  # [C C], flattened: true class by predicted class
 
-    def loss_of(self, head: nn.Module, hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    def loss_of(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
         logits = head(hidden)
         if not self.training:
-            self._count(logits, *others)
-        return summed_cross_entropy(logits, *others)
+            self._count(logits, *targets)
+        return summed_cross_entropy(logits, *targets)
 
     @torch.compiler.disable
     @torch.no_grad()
     def _count(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits  # tensor parallel has split them
+        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits  # sharded by tensor parallel
         valid, classes = labels != IGNORE_INDEX, logits.shape[-1]
         pairs = labels[valid] * classes + logits[valid].argmax(-1)
         counts = torch.bincount(pairs, minlength=classes**2)
-        self.told = counts if self.told is None else self.told + counts
+        self.confusion = counts if self.confusion is None else self.confusion + counts
 
     def take_counts(self) -> torch.Tensor | None:
-        """Of what was evaluated here since the last call, [C C]; None of nothing."""
-        told, self.told = self.told, None
-        return told
+        """Return and reset the confusion matrix [C C] since the last call; None if nothing was evaluated."""
+        confusion, self.confusion = self.confusion, None
+        return confusion
 
 
-def measures(told: torch.Tensor) -> Mapping[str, float]:
-    """[C C] records of each class (rows) for each that was told -> the share that is right, and F1: the harmonic mean
-    of precision and recall, of class 1 where there are two, else the mean over the classes.
+def measures(confusion: torch.Tensor) -> Mapping[str, float]:
+    """Return accuracy and F1 of a confusion matrix [C C], true class by predicted class.
+
+    F1 is that of class 1 if there are two classes, and the mean over the classes otherwise.
     """
-    classes = round(told.numel() ** 0.5)
-    table = told.double().view(classes, classes)
-    right, wanted, given = table.diagonal(), table.sum(1), table.sum(0)
-    f1 = 2 * right / (wanted + given).clamp(min=1)
+    classes = round(confusion.numel() ** 0.5)
+    table = confusion.double().view(classes, classes)
+    correct, actual, predicted = table.diagonal(), table.sum(1), table.sum(0)
+    f1 = 2 * correct / (actual + predicted).clamp(min=1)
     return {
-        "accuracy": (right.sum() / table.sum().clamp(min=1)).item(),
+        "accuracy": (correct.sum() / table.sum().clamp(min=1)).item(),
         "f1": (f1[1] if classes == 2 else f1.mean()).item(),
     }

@@ -1,4 +1,4 @@
-"""A tensor that is made when its value is asked for, so that of many one at a time is on the device."""
+"""A tensor that is computed when it is read, so that only one of many is on the device at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import torch
 
 @dataclass(frozen=True)
 class Deferred:
-    """In place of a live tensor where one is written. `make`: its value, of `shape`; each call makes it again."""
+    """A stand-in for a tensor in a save. `make` computes its value, of `shape`, at each call."""
 
     shape: tuple[int, ...]
     make: Callable[[], torch.Tensor]
 
     def detach(self) -> torch.Tensor:
-        """Its value, of `shape`."""
+        """Compute the value, of `shape`."""
         return self.make()
 
 

@@ -1,10 +1,10 @@
-"""Initial weights as a function of (seed, parameter name, global shape), and of nothing else.
+"""Initial weights as a function of (seed, parameter name, global shape) only.
 
-Rows (the first dimension) are drawn in blocks of about 65536 elements, each block from a generator of its own, seeded
-by a hash of seed, name and block number; where a row is larger than that and is itself a matrix (an expert), its own
-rows are. A rank draws only the blocks that its shard overlaps, so no rank ever holds a full tensor of a large model,
-and one rank or a thousand start from the same bits. Drawing is always done on the CPU in float32: a GPU, another dtype
-or another mesh starts from the same values too (up to the cast).
+Rows (the first dimension) are drawn in blocks of about 65536 elements. Each block has its own generator, seeded by a
+hash of seed, name and block number. If a row is larger and itself a matrix (an expert), its rows are drawn this way.
+A rank draws only the blocks that its shard overlaps, so no rank ever holds a full tensor of a large model, and any
+number of ranks starts from the same bits. Values are drawn on the CPU in float32, so another device, dtype or mesh
+starts from the same values too (up to the cast).
 """
 
 import hashlib
@@ -25,7 +25,7 @@ WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal with mean 0, cut off (not clamped) at 3 `std`; `std` is that before the cut, as in trunc_normal_."""
+    """Normal with mean 0, truncated (not clamped) at 3 `std`; `std` is that before truncation, as in trunc_normal_."""
 
     std: float
 
@@ -46,7 +46,7 @@ Init = Normal | Uniform | Constant
 
 
 def clean_name(name: str) -> str:
-    """A parameter's or module's name without the path components that wrappers (recompute, compile, FSDP) add."""
+    """Remove the path components that wrappers (recompute, compile, FSDP) add to the name of a parameter or module."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
@@ -58,16 +58,15 @@ def initialize(
     drawn_as: Mapping[str, str] | None = None,
     names: Collection[str] | None = None,
 ) -> None:
-    """Fill every parameter in place, or those of these clean `names`, plain tensors and DTensors alike. `rule` is asked
-    with the clean name, after the module that owns the parameter: one whose class has `own_init` may give an Init for
-    its own name of it, or None.
+    """Fill all parameters in place, plain tensors or DTensors, or only those with these clean `names`.
 
-    A tensor with several names (tied weights) is drawn once, under its first name. `drawn_as` gives that name to a copy
-    that a pipeline made of it: name -> name under which it is drawn.
+    A module whose class defines `own_init(name)` may return an Init for its parameter; otherwise `rule` is called with
+    the clean name. A tensor with several names (tied weights) is drawn once, under its first name. `drawn_as` maps the
+    name of a copy that a pipeline made to the name under which it is drawn.
     """
     for wrapped_name, parameter in model.named_parameters():
         assert not parameter.is_meta, f"{wrapped_name} has no storage yet: call to_empty before initialize"
-        if not parameter.is_floating_point():  # packed: see stores.py
+        if not parameter.is_floating_point():  # quantized: see stores.py
             continue
         name = clean_name(wrapped_name)
         if names is not None and name not in names:
@@ -77,14 +76,14 @@ def initialize(
 
 
 def _own_init(model: nn.Module, name: str) -> Init | None:
-    path, _, own = name.rpartition(".")
+    path, _, local_name = name.rpartition(".")
     owner = model.get_submodule(path)
-    return owner.own_init(own) if hasattr(type(owner), "own_init") else None
+    return owner.own_init(local_name) if hasattr(type(owner), "own_init") else None
 
 
 @torch.no_grad()
 def draw(parameter: torch.Tensor, init: Init, key: str) -> None:
-    """Fill this rank's part of a tensor, in place; random values follow from `key` and the global shape alone."""
+    """Fill this rank's part of a tensor in place. Values depend only on `key` and the global shape."""
     local, shape, offset = local_part(parameter)
     if isinstance(init, Constant):
         local.fill_(init.value)
@@ -93,7 +92,7 @@ def draw(parameter: torch.Tensor, init: Init, key: str) -> None:
 
 
 def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
-    """This rank's tensor, the global shape, and where in it this rank's tensor begins."""
+    """Return this rank's tensor, the global shape, and the offset of the rank's tensor in it."""
     if not isinstance(parameter, DTensor):
         return parameter, tuple(parameter.shape), (0,) * parameter.dim()
     shape = tuple(parameter.shape)
@@ -116,9 +115,9 @@ def _draw(
         start = block * rows_per_block
         stop = min(start + rows_per_block, shape[0])
         values = _values((stop - start, *row_shape), init, f"{key}/{block}")
-        mine = slice(max(first, start), min(last, stop))
-        local[mine.start - first : mine.stop - first].copy_(
-            values[(slice(mine.start - start, mine.stop - start), *within_row)]
+        rows = slice(max(first, start), min(last, stop))
+        local[rows.start - first : rows.stop - first].copy_(
+            values[(slice(rows.start - start, rows.stop - start), *within_row)]
         )
 
 
@@ -132,7 +131,7 @@ def _values(shape: tuple[int, ...], init: Normal | Uniform, key: str) -> torch.T
 
 
 def _truncated_normal(values: torch.Tensor, std: float, generator: torch.Generator) -> torch.Tensor:
-    """By the inverse of the normal's distribution function: erfinv of what is uniform between its values at +-3."""
+    """Fill `values` (any shape) by inverting the normal distribution function between -3 and 3 standard deviations."""
     edge = math.erf(TRUNCATE_AT / math.sqrt(2))
     values.uniform_(-edge, edge, generator=generator)
     limit = TRUNCATE_AT * std  # erfinv's rounding at the edge

@@ -1,34 +1,34 @@
-"""What options ask of one another, each said once: parts of a run and the rules judge by the same functions. No torch.
+"""Constraints between options, used by the rules and by the parts of a run alike. No torch.
 
-Each raises a LimitError, with the words of a fault, for values that do not fit. Of the degrees of parallelism:
-parallelisms/degrees.py.
+Each function raises a LimitError for values that do not fit. parallelisms/degrees.py has the constraints of the
+degrees of parallelism.
 """
 
 from torchtitan.errors import JobError
 
 
 class LimitError(JobError):
-    """Options that do not fit each other, in the job's words."""
+    """Options that contradict each other, by their names in the job."""
 
     def __init__(self, option: str, given: object, allowed: str, remedy: str) -> None:
         self.option, self.given, self.allowed, self.remedy = option, str(given), allowed, remedy
         super().__init__(f"{option}: given {given}; allowed: {allowed}; {remedy}")
 
 
-def check_global_batch(asked: int, local_batch_size: int, dp: int) -> None:
-    """Whole forward passes over all data-parallel ranks; -1 for one."""
+def check_global_batch(global_batch_size: int, local_batch_size: int, dp: int) -> None:
+    """Check that the global batch is a whole number of forward passes over all data-parallel ranks; -1 means one."""
     key, samples = "training.global_batch_size", local_batch_size * dp
-    if asked == 0:
-        raise LimitError(key, asked, "at least 1, or -1 for one forward pass a step", "write -1")
-    if asked > 0 and asked % samples:
+    if global_batch_size == 0:
+        raise LimitError(key, global_batch_size, "at least 1, or -1 for one forward pass a step", "write -1")
+    if global_batch_size > 0 and global_batch_size % samples:
         allowed = f"a multiple of local_batch_size {local_batch_size} x {dp} data-parallel ranks = {samples}"
-        below = asked // samples * samples
+        below = global_batch_size // samples * samples
         remedy = f"write {below} or {below + samples}" if below else f"write {samples} or fewer samples a rank"
-        raise LimitError(key, asked, allowed, remedy)
+        raise LimitError(key, global_batch_size, allowed, remedy)
 
 
 def check_measured_saves(interval: int, freq: int) -> None:
-    """Both in steps: each checkpoint falls on a validation, which says how good it is."""
+    """Check that each checkpoint falls on a validation, which measures it. Both are in steps."""
     if interval % freq:
         below = interval // freq * freq
         allowed = f"a multiple of the {freq} steps between validations (validation.freq) with checkpoint.best_metric"
@@ -58,12 +58,12 @@ def check_pinned(pin_memory: bool | None, device: str) -> None:
 
 def check_snapshots(enabled: bool, device: str) -> None:
     if enabled and device != "cuda":
-        why = "it records CUDA's allocator"
-        raise LimitError("profiling.enable_memory_snapshot", "true", "false without a GPU", why)
+        remedy = "leave it out: it records CUDA's allocator"
+        raise LimitError("profiling.enable_memory_snapshot", "true", "false without a GPU", remedy)
 
 
 def check_window(freq: int, active: int, warmup: int) -> None:
-    """Of the profiler: the steps between two traces have room for one."""
+    """Check that a trace of the profiler fits between two of them."""
     window = warmup + active
     if freq < window:
         allowed = f"at least profiler_warmup {warmup} + profiler_active {active} = {window}"

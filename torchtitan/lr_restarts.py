@@ -1,7 +1,7 @@
-"""The learning rate of runs whose adapters begin anew every so often (ReLoRA, arXiv:2307.05695). Imports no torch.
+"""Learning-rate schedules for adapters with periodic restarts (ReLoRA, arXiv:2307.05695). No torch.
 
-Both curves begin at 0, c / w in the warmup, unlike the others of lr_shapes.py. Letters: c the 0-based step, N steps in
-all, w of warmup, q of a cycle, r of the warmup behind a restart, m the floor.
+Both curves start at 0, with c / w in the warmup, unlike those of lr_shapes.py. Notation: c is the 0-based step, N the
+total number of steps, w the warmup, q the length of a cycle, r the warmup after a restart, m the floor.
 """
 
 from math import cos, pi
@@ -11,14 +11,14 @@ JAGGED, CYCLICAL = "relora_cosine", "relora_cyclical"
 
 
 class Ramps(NamedTuple):
-    """On a curve that knows nothing of restarts, as Axolotl has them (February 2024): what it is multiplied with."""
+    """Factors around restarts for a schedule without any, as in Axolotl (February 2024)."""
 
     every: int
     warmup: int
     anneal: int = 1
 
     def scale(self, c: int) -> float:
-        """1, but from a thousandth up behind each restart and, with anneal > 1, down ahead of it."""
+        """Return 1, except for a ramp up from 0.001 after each restart and, with anneal > 1, a ramp down before it."""
         since, share = c % self.every, 1.0
         if c < self.every - self.warmup:
             return 1.0
@@ -29,23 +29,25 @@ class Ramps(NamedTuple):
         return share * 0.999 + 0.001
 
 
-def jagged(c: int, total: int, warmup: int, cycle: int, again: int, floor: float, adjust: int = 0) -> float:
-    """One cosine over the whole run, cut to 0 at every multiple of `cycle`, from where a straight line over `again`
-    steps meets it again. `adjust` moves the cuts: a run that goes on from a step that is no multiple has them where
-    the first one had.
+def jagged(c: int, total: int, warmup: int, cycle: int, rewarmup: int, floor: float, adjust: int = 0) -> float:
+    """Return one cosine over the run that drops to 0 at every multiple of `cycle` and rises back linearly.
+
+    The rise takes `rewarmup` steps. `adjust` shifts the drops, so that a run that continues from a step that is no
+    multiple of `cycle` has them where the first run had.
     """
     if c < warmup:
         return c / max(1, warmup)
-    place = c + adjust
-    restarts, since = divmod(place, cycle)
-    if since < again and place >= cycle:
-        return since / max(1, again) * _cosine(restarts * cycle + again, total, warmup, floor)
-    return _cosine(place, total, warmup, floor)
+    step = c + adjust
+    restarts, since = divmod(step, cycle)
+    if since < rewarmup and step >= cycle:
+        return since / max(1, rewarmup) * _cosine(restarts * cycle + rewarmup, total, warmup, floor)
+    return _cosine(step, total, warmup, floor)
 
 
 def cyclical(c: int, warmup: int, cycle: int, floor: float) -> float:
-    """A cosine from peak to floor in each cycle, behind a warmup of its own; the first two steps of later cycles hardly
-    move a weight.
+    """Return a cosine from peak to floor in each cycle, after a warmup of each cycle.
+
+    The first two steps of later cycles have a rate of 1e-7 of the peak.
     """
     since = c % cycle
     if since < warmup:

@@ -1,5 +1,5 @@
-"""The shape of the learning rate: pure functions step -> multiplier of the peak. Imports no torch, so that a job can be
-checked at once.
+"""Learning-rate schedules as pure functions from the step to a multiplier of the peak rate. No torch, so that a job is
+checked quickly.
 
 Steps are 0-based. With T total steps, W of warmup, S stable and D of decay (W + S + D = T) the multiplier is
 g((s + 1) / W) in the warmup, where g rises from 0 to 1, and m + (1 - m) f(p) after it, where m is the floor,
@@ -19,7 +19,7 @@ from torchtitan.lr_restarts import CYCLICAL, JAGGED, Ramps, cyclical, jagged
 from torchtitan.registration import Registry
 
 # f(p, cycles) for 0 < p < 1.
-_own: dict[str, Callable[[float, int], float]] = {
+_decays: dict[str, Callable[[float, int], float]] = {
     "linear": lambda p, cycles: 1 - p,
     "sqrt": lambda p, cycles: 1 - sqrt(p),
     "cosine": lambda p, cycles: (1 + cos(pi * p)) / 2,
@@ -27,7 +27,7 @@ _own: dict[str, Callable[[float, int], float]] = {
 }
 CONSTANT = "constant"
 """The type that does not decay."""
-DECAYS: Registry[Callable[[float, int], float]] = Registry("torchtitan.schedules", _own, Callable)
+DECAYS: Registry[Callable[[float, int], float]] = Registry("torchtitan.schedules", _decays, Callable)
 
 
 WARMUPS: dict[str, Callable[[float], float]] = {
@@ -39,7 +39,7 @@ WARMUPS: dict[str, Callable[[float], float]] = {
 
 
 class ScheduleError(JobError):
-    """A schedule that makes no sense, in the words of the job's [lr_scheduler] section."""
+    """An invalid schedule, reported by the option of the [lr_scheduler] section that causes it."""
 
     def __init__(self, key: str, given: str, allowed: str, remedy: str) -> None:
         self.key, self.given, self.allowed, self.remedy = key, given, allowed, remedy
@@ -47,8 +47,10 @@ class ScheduleError(JobError):
 
 
 def resolve_warmup(warmup_steps: int | None, total_steps: int) -> int:
-    """Steps of warmup: as asked for, else a tenth of the total and at least 2, short of the last step, which is the
-    floor's. ScheduleError if what is asked for leaves no step after it."""
+    """Return the number of warmup steps: `warmup_steps`, or a tenth of the total, at least 2.
+
+    The last step always has the floor. Raises ScheduleError if no step is left after the warmup.
+    """
     if warmup_steps is None:
         return min(max(2, total_steps // 10), total_steps - 1)
     if warmup_steps >= total_steps:
@@ -63,8 +65,9 @@ def resolve_warmup(warmup_steps: int | None, total_steps: int) -> int:
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """The schedule of a job; fields as in the [lr_scheduler] section, and the ramps of an adapter's restarts. Raises
-    ScheduleError.
+    """The schedule of a job: the fields of the [lr_scheduler] section, and the ramps around an adapter's restarts.
+
+    Raises ScheduleError.
     """
 
     total_steps: int
@@ -80,8 +83,8 @@ class LRSchedule:
     ramps: Ramps | None = None
 
     def __post_init__(self) -> None:
-        if self.decay_type not in (known := (*DECAYS, CONSTANT, JAGGED, CYCLICAL)):
-            allowed = f"must be one of {', '.join(known)}"
+        if self.decay_type not in (names := (*DECAYS, CONSTANT, JAGGED, CYCLICAL)):
+            allowed = f"must be one of {', '.join(names)}"
             raise ScheduleError("lr_scheduler.decay_type", repr(self.decay_type), allowed, "choose one of these")
         if self.decay_steps > self.total_steps - self.warmup:
             raise ScheduleError(
@@ -132,7 +135,7 @@ class LRSchedule:
         return max(1, round(self.decay_ratio * self.total_steps)) if self.decay_ratio else 0  # 0 alone: never
 
     def multiplier(self, step: int) -> float:
-        """Of the peak learning rate, at a 0-based step of any size."""
+        """Return the multiplier of the peak learning rate at a 0-based step of any size."""
         return self._curve(step) * (1.0 if self.ramps is None else self.ramps.scale(step))
 
     def _curve(self, step: int) -> float:
@@ -149,13 +152,13 @@ class LRSchedule:
         return self.min_lr_factor + (1 - self.min_lr_factor) * shape
 
     def _with_restarts(self, step: int) -> float:
-        cycle, again = self.cycle_length or self.total_steps, self.restart_warmup_steps or 0
+        cycle, rewarmup = self.cycle_length or self.total_steps, self.restart_warmup_steps or 0
         if self.decay_type == CYCLICAL:
             return cyclical(step, self.warmup, cycle, self.min_lr_factor)
-        return jagged(step, self.total_steps, self.warmup, cycle, again, self.min_lr_factor, self.adjust_step)
+        return jagged(step, self.total_steps, self.warmup, cycle, rewarmup, self.min_lr_factor, self.adjust_step)
 
     def describe(self, peak: float) -> str:
-        """The schedule in one line."""
+        """Describe the schedule in one line."""
         rising = f"{self.warmup_type} " * (self.warmup_type != "linear")
         parts = [f"peak {peak:g}", f"{rising}warmup {self.warmup}"]
         if self.restarts:
@@ -175,17 +178,20 @@ class LRSchedule:
 
 
 def schedule_of(section: Any, training: Any, steps: int, relora: Any, start: int = 0) -> LRSchedule:
-    """Of a job's [lr_scheduler], [training] and [adapter.relora], of so many steps in all, from `start` on. Raises
-    ScheduleError. A share that is warmup is one of the schedule's length."""
+    """Build the schedule of a job from its [lr_scheduler], [training] and [adapter.relora] sections.
+
+    `steps` is the number of steps of the run, `start` the step at which the schedule starts. A fractional warmup is a
+    share of the schedule's length. Raises ScheduleError.
+    """
     length = section.total_steps or steps - start
     if section.t_max is not None:
-        whole = {"epoch": training.epochs, "token": training.tokens}.get(section.t_max_unit)
-        length = ceil(Fraction(section.t_max * steps, whole)) if whole else section.t_max
+        run_length = {"epoch": training.epochs, "token": training.tokens}.get(section.t_max_unit)
+        length = ceil(Fraction(section.t_max * steps, run_length)) if run_length else section.t_max
     period = relora.reset_period
     ramps = Ramps(period, relora.warmup_steps, relora.anneal_steps) if period and relora.warmup_steps else None
-    given = {name: value for name, value in asdict(section).items() if not name.startswith("t_max")}
+    fields = {name: value for name, value in asdict(section).items() if not name.startswith("t_max")}
     if section.warmup_steps is not None:
-        whole = steps if isinstance(section.warmup_steps, str) else length
-        given["warmup_steps"] = steps_of(section.warmup_steps, whole, training.epochs)
-    own = {"total_steps": length, "cycle_length": section.cycle_length or period, "ramps": ramps}
-    return LRSchedule(**given | own)
+        reference = steps if isinstance(section.warmup_steps, str) else length
+        fields["warmup_steps"] = steps_of(section.warmup_steps, reference, training.epochs)
+    fields |= {"total_steps": length, "cycle_length": section.cycle_length or period, "ramps": ramps}
+    return LRSchedule(**fields)

@@ -1,5 +1,5 @@
-"""Parameters that a model keeps in another form than the one in which they are drawn, saved and published: a matrix
-packed into few bits. Who fills a model asks for such names here and writes through a store.
+"""Parameters that a model keeps in another form than they are initialized, saved and published in, such as quantized
+matrices. Code that fills a model writes them through a store.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -12,39 +12,39 @@ from torchtitan.initialization import Init, clean_name, draw
 
 
 class Store(Protocol):
-    """Of one parameter of the plain model."""
+    """Access to one parameter of the plain model."""
 
     packed: tuple[str, ...]
-    """The names, in the module, of what it is kept in."""
+    """Names, in the module, of the tensors that represent it."""
     shape: tuple[int, ...]
-    """Of the plain parameter, whole."""
+    """Global shape of the plain parameter."""
 
     def empty(self) -> torch.Tensor:
-        """A tensor to be filled: of the plain parameter's shape, laid out over the ranks as what it is kept in."""
+        """Return an uninitialized tensor of the plain parameter's shape, sharded as its stored form."""
 
     def write(self, values: torch.Tensor) -> None:
-        """Take what was filled in, of the shape that `empty` gave."""
+        """Store values of the shape that `empty` returns."""
 
     def read(self) -> torch.Tensor:
-        """The plain parameter as it is computed with, of the shape that `empty` gives and laid out so."""
+        """Return the plain parameter as used in forward, with the shape and sharding of `empty`."""
 
     def holds(self, values: torch.Tensor) -> bool:
-        """Whether these, of a model on one device and of `shape`, are what `write` was given."""
+        """Return whether the stored form is that of these values of `shape`, for a model on one device."""
 
 
 def stores(part: nn.Module) -> Iterator[tuple[str, Store]]:
-    """Plain parameters of a model, or of a part of it, that are kept otherwise: their clean names, what writes them.
+    """Yield the clean name and the store of every plain parameter that a model part keeps in another form.
 
-    A module that has such says so by `stores()`: its own name of the plain parameter -> Store.
+    Modules declare them by a method `stores()`, a mapping from the plain parameter's name in the module to its Store.
     """
     for name, module in part.named_modules():
         if hasattr(type(module), "stores"):
-            for own, store in module.stores().items():
-                yield f"{clean_name(name)}.{own}", store
+            for local_name, store in module.stores().items():
+                yield f"{clean_name(name)}.{local_name}", store
 
 
 def draw_stores(part: nn.Module, seed: int, rule: Callable[[str], Init], names: Collection[str] | None = None) -> None:
-    """What initialize() leaves to this: the initial values that the plain parameters would have, as they are kept."""
+    """Initialize the parameters that `initialize` skips, with the values that the plain parameters would have."""
     for name, store in stores(part):
         if names is not None and name not in names:
             continue
@@ -54,5 +54,5 @@ def draw_stores(part: nn.Module, seed: int, rule: Callable[[str], Init], names: 
 
 
 def packed_names(part: nn.Module) -> set[str]:
-    """Clean names of the parameters that are another one in its kept form."""
-    return {f"{name.rpartition('.')[0]}.{own}" for name, store in stores(part) for own in store.packed}
+    """Return the clean names of the tensors that represent another parameter."""
+    return {f"{name.rpartition('.')[0]}.{packed}" for name, store in stores(part) for packed in store.packed}
