@@ -127,7 +127,15 @@ CHANGES = [
     ("--optimizer adam8bit --single_gpu", {"optimizer.name": "AdamW8bit"}, "one rank"),
     ("--optimizer sgd --activation_checkpointing", {"activation_checkpoint.mode": "full"}, ""),
     ("--optimizer sgd --beta1 0.9", {"optimizer.options": {"momentum": 0.9}}, ""),
-    ("--optimizer galore_adamw", {"optimizer.eps": 1e-6}, ""),
+    (
+        "--optimizer galore_adamw",
+        {
+            "optimizer.eps": 1e-6,
+            "optimizer.options": dict(rank=128, update_gap=50, scale=1.0, side="std", inner="adamw")
+            | {"formula": "galore_torch"},
+        },
+        "",
+    ),
     ("--grad_clipping 0.5 --rank 8", {"training.max_norm": 0.5}, "no effect with --optimizer adam: --rank"),
     ("--optimizer galore_adamw8bit_per_layer --grad_clipping 1", {"training.max_norm": 0.0}, "clips nothing, as there"),
     ("--optimizer adam8bit --weight_decay 0.1", {"optimizer.name": "AdamW8bit"}, "takes from the weight itself"),
