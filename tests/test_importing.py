@@ -51,6 +51,18 @@ def changed(words, before=FULL):
     return {key: value for key, value in values.items() if first.values.get(key) != value}, notes
 
 
+def test_what_differs_of_restarts_is_said():
+    """How A and B begin, and which of their moments' entries are kept, with the option that does as the script."""
+    notes = " ".join(meaning(RELORA).notes)
+    assert "in its last version A began at zero too, so that neither learned before the first restart" in notes
+    assert "keep the same entries; the script pruned each moment by itself" in notes
+    assert 'adapter.relora.mask = "independent" does the same' in notes
+    whole, alone = (" ".join(meaning(f"{FULL} {words}").notes) for words in ("--lr 1e-3", "--use_peft"))
+    zero = " ".join(meaning(f"{FULL} --relora 10").notes)
+    assert "A begins" not in whole + alone and "A begins" in zero
+    assert "pruned each moment" not in whole + alone + zero
+
+
 def test_the_fifth_regime():
     job = meaning(RELORA)
     assert job.faults == []
@@ -148,7 +160,7 @@ CHANGES = [
     (
         "--scheduler cosine_restarts --restart_warmup_steps 3 --adjust_step 2 --cycle_length 50",
         {"lr_scheduler.restart_warmup_steps": 3, "lr_scheduler.adjust_step": 2, "lr_scheduler.cycle_length": 50},
-        "",
+        "as by the script of July 2023; its later version leaves out the first of these cuts",
     ),
     ("--min_lr_ratio 0.2", {"lr_scheduler.min_lr_factor": 0.2}, ""),
     ("--cycle_length 500", {"lr_scheduler.cycle_length": 500}, ""),
@@ -195,7 +207,8 @@ CHANGES = [
     ("--keep_checkpoints 1", {"checkpoint.keep_latest_k": 2}, "two are kept"),
     ("--autoresume true", {}, "goes on from the newest checkpoint"),
     ("--profile true", {"profiling.enable_profiling": True}, ""),
-    ("--use_peft --quantize 4bit", {"adapter.kind": "qlora"}, ""),
+    ("--use_peft --quantize 4bit", {"adapter.kind": "qlora"}, "A begins at random and B at zero"),
+    ("--relora 10 --train_scaling", {"adapter.train_scaling": True}, "begin again at 1 after a restart"),
     ("--use_peft --quantize 8bit", {"adapter.kind": "lora_int8"}, "weights alone are in 8 bits"),
     ("--use_peft --quantize 4bit --train_scaling", {"adapter.kind": "qlora", "adapter.train_scaling": True}, ""),
     ("--wandb_watch False", {}, ""),

@@ -174,6 +174,11 @@ class _ReLoRA(Script):
         for flag in ("restart_warmup_steps", "adjust_step"):
             if flag in given and kind == "cosine_restarts":
                 values[f"lr_scheduler.{flag}"] = given[flag]
+        if kind == "cosine_restarts" and given["adjust_step"]:
+            self.note(
+                f"--adjust_step {given['adjust_step']}: the rate is cut where the step and it are a multiple of the"
+            )
+            self.note("cycle, as by the script of July 2023; its later version leaves out the first of these cuts")
         if kind != "cosine_restarts" and given["restart_warmup_steps"]:
             self.note(f"no effect with --scheduler {kind}: --restart_warmup_steps")
         if kind != "cosine_restarts" and given["adjust_step"]:
@@ -205,8 +210,15 @@ class _ReLoRA(Script):
             self.note("nothing needs the full matrices, so the script drops them and trains B A alone")
         values |= {"adapter.kind": "lora", "adapter.rank": given["lora_r"], "adapter.train_dense_rest": True}
         values["adapter.dropout"] = DROPOUT
+        if "adapter.lora_only" not in values:
+            self.note(
+                "A begins at random and B at zero, as in the script's first versions, and again after each restart;"
+            )
+            self.note("in its last version A began at zero too, so that neither learned before the first restart")
         if given["train_scaling"]:
             values["adapter.train_scaling"] = True
+            if given["relora"] is not None:
+                self.note("learned scales begin again at 1 after a restart: the script set them to 0, where they stay")
         else:
             values["adapter.alpha"] = given["lora_alpha"]
         if given["quantize"]:
@@ -248,6 +260,12 @@ class _ReLoRA(Script):
             self.note("reset to zero: all of the moments, where the script left a thousandth of them")
         for mode, ratio in chosen.items():
             values |= {"adapter.relora.reset": mode, "adapter.relora.prune_ratio": ratio}
+            self.note(
+                "both moments of A, and those of B, keep the same entries; the script pruned each moment by itself,"
+            )
+            self.note(
+                'after which steps may divide by nearly nothing: adapter.relora.mask = "independent" does the same'
+            )
         if not chosen and not given["reset_optimizer_on_relora"]:
             values["adapter.relora.reset"] = "none"
 
