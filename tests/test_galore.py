@@ -478,7 +478,7 @@ def steps_of_galore_torch(weight, gradients, lr, eps, decay, basis=None, scale=1
 
 @pytest.mark.parametrize("size", [1.0, 1e-4, 1e-5, 1e-6])
 def test_the_formula_of_galore_torch_over_20_steps(size):
-    """Of gradients of that size, with the library's eps, of a projected matrix and of what is not projected."""
+    """Of gradients of that size, with the library's eps, for a projected and a plain parameter."""
     model = Matrix(9, 6, bias=9)
     begun = [p.detach().clone() for p in (model.weight, model.bias)]
     options = dict(rank=3, update_gap=10**6, scale=0.25, targets=["*"], basis="svd", formula="galore_torch")

@@ -51,16 +51,18 @@ def changed(words, before=FULL):
     return {key: value for key, value in values.items() if first.values.get(key) != value}, notes
 
 
-def test_what_differs_of_restarts_is_said():
-    """How A and B begin, and which of their moments' entries are kept, with the option that does as the script."""
+def test_the_head_says_how_restarts_differ_from_the_script():
+    """Initial A and B, and the entries of their moments that survive, with the option that follows the script."""
     notes = " ".join(meaning(RELORA).notes)
-    assert "in its last version A began at zero too, so that neither learned before the first restart" in notes
-    assert "keep the same entries; the script pruned each moment by itself" in notes
-    assert 'adapter.relora.mask = "independent" does the same' in notes
-    whole, alone = (" ".join(meaning(f"{FULL} {words}").notes) for words in ("--lr 1e-3", "--use_peft"))
+    assert (
+        "A begins at random and B at zero, at first and after each restart; in the script's last version A was" in notes
+    )
+    assert "keep the same entries, and so do B's; the script pruned each by itself" in notes
+    assert 'adapter.relora.mask = "independent" does that too' in notes
+    full_rank, lora_only = (" ".join(meaning(f"{FULL} {flags}").notes) for flags in ("--lr 1e-3", "--use_peft"))
     zero = " ".join(meaning(f"{FULL} --relora 10").notes)
-    assert "A begins" not in whole + alone and "A begins" in zero
-    assert "pruned each moment" not in whole + alone + zero
+    assert "A begins" not in full_rank + lora_only and "A begins" in zero
+    assert "pruned each" not in full_rank + lora_only + zero
 
 
 def test_the_fifth_regime():

@@ -178,7 +178,7 @@ OF_THE_SCRIPT = {
 
 
 def test_default_files_are_read_where_the_script_reads_them(tmp_path, monkeypatch):
-    """In config/ of the folder in which the line is run; the head of the job says so."""
+    """In config/ of the current folder; the head of the job says so."""
     monkeypatch.chdir(tmp_path)
     galore, lora = LINE, LINE.replace("galore", "lora")
     job = meaning()
@@ -201,8 +201,8 @@ def test_default_files_are_read_where_the_script_reads_them(tmp_path, monkeypatc
     assert tuned.values["adapter.target"] == ["*attention.wq"] and tuned.faults == []
     both = meaning(line=LINE.replace("galore", "lora+galore8bit"))
     assert (both.values["adapter.rank"], "NO GALORE HERE: its rank 32" in " ".join(both.notes)) == (4, True)
-    named = meaning("--galore_config '{\"rank\": 8}'")
-    assert named.values["optimizer.options"]["rank"] == 8 and "is read" not in " ".join(named.notes)
+    explicit = meaning("--galore_config '{\"rank\": 8}'")
+    assert explicit.values["optimizer.options"]["rank"] == 8 and "is read" not in " ".join(explicit.notes)
     (tmp_path / "config/galore_config.json").write_text("{")
     (fault,) = meaning().faults
     assert fault.key == "--galore_config" and "config/galore_config.json" in str(fault)

@@ -73,24 +73,26 @@ def test_no_random_word_is_the_pad():
     assert torch.equal(before["tokens"][~pads], after["tokens"][~pads])
     assert torch.equal(before["labels"], after["labels"])
     few = hidden({"tokens": torch.full((512, 256), 5), "labels": torch.full((512, 256), 5)}, masking=without_pad(8))
-    seen = torch.bincount(few["tokens"][few["labels"] != IGNORE_INDEX], minlength=8)
-    random = seen[[0, 1, 2, 4, 6]] / seen.sum()  # neither the pad, nor the mask, nor the token itself
-    assert seen[PAD] == 0 and random.tolist() == pytest.approx([0.1 / 7] * 5, abs=0.004)
+    counts = torch.bincount(few["tokens"][few["labels"] != IGNORE_INDEX], minlength=8)
+    random = counts[[0, 1, 2, 4, 6]] / counts.sum()  # neither the pad, nor the mask, nor the token itself
+    assert counts[PAD] == 0 and random.tolist() == pytest.approx([0.1 / 7] * 5, abs=0.004)
 
 
 def test_the_embedding_of_the_pad_gets_the_gradient_that_transformers_gives_it():
-    """Whose `padding_idx` gives none to what is read, but some to the head, which has the same matrix."""
+    """Its `padding_idx` gives none to the input, but some to the head, which has the same matrix."""
     args = ROBERTA["words"]
     masking = Masking(0, 0.5, args.vocab_size - 1, args.vocab_size, (), args.pad_id)
     model = build(Roberta, args)
-    theirs = twin(RobertaForMaskedLM, RobertaConfig, model, HF, tied=("lm_head.decoder.weight", "lm_head.decoder.bias"))
-    assert theirs.config.pad_token_id == args.pad_id
+    reference = twin(
+        RobertaForMaskedLM, RobertaConfig, model, HF, tied=("lm_head.decoder.weight", "lm_head.decoder.bias")
+    )
+    assert reference.config.pad_token_id == args.pad_id
     tokens = torch.randint(4, args.vocab_size - 1, (32, 64), generator=torch.Generator().manual_seed(0))
     shown = masking.hide({"tokens": tokens, "labels": tokens.clone()}, torch.arange(32), 0)
     gradients = []
     for logits, weight in (
         (model(shown["tokens"]), model.tok_embeddings.weight),
-        (theirs(shown["tokens"]).logits, theirs.roberta.embeddings.word_embeddings.weight),
+        (reference(shown["tokens"]).logits, reference.roberta.embeddings.word_embeddings.weight),
     ):
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), shown["labels"].flatten()).backward()
         gradients.append(weight.grad)

@@ -51,5 +51,5 @@ class Masking:
         drawn = scrambled(keys + STRIDES[2]) % self.vocab_size
         if self.pad_id is None or self.vocab_size < 2:
             return drawn
-        again = scrambled(keys - STRIDES[2]) % (self.vocab_size - 1)
-        return torch.where(drawn == self.pad_id, again + (again >= self.pad_id), drawn)
+        other_id = scrambled(keys - STRIDES[2]) % (self.vocab_size - 1)
+        return torch.where(drawn == self.pad_id, other_id + (other_id >= self.pad_id), drawn)

@@ -54,9 +54,9 @@ GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"
 SPELT = {"lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets", "galore_scale": "scale"}
 """Of a JSON config's keys, as libraries call them and as the script did."""
 OF_A_MODE = "target_modules_"
-"""In the script's own file the targets of each mode have a key of this name with the mode behind it."""
+"""Prefix of a mode: the script's own file has a key of targets for each mode."""
 DEFAULT_FILES = {"lora_config": "config/lora_config.json", "galore_config": "config/galore_config.json"}
-"""Files that the script reads where a line does not name others, from the folder in which the line is run."""
+"""Files that the script reads where a line does not name others, relative to the folder where the line runs."""
 HEADS = {"roberta": ["output.*", "norm.dense.*"], "gpt2": ["output.*"]}
 """Parameters of the heads of classes."""
 TEST_TOKENS = 1000
@@ -93,8 +93,10 @@ class _Script(Script):
         given, values = self.given, self.values
         if given["model"] == "roberta":
             values["task.kind"] = "masked_lm"
-            self.note("masked words are learned (task.mask_share of all, by the tokenizer's mask token), for which the")
-            self.note("script had no working path")
+            self.note(
+                "masked words are learned (task.mask_share of all, by the tokenizer's mask token); the script had no"
+            )
+            self.note("working path for them")
         values |= {"training.dataset": "c4", "training.dataset_path": "allenai/c4:realnewslike"}
         if given["model"].startswith("llama"):
             self.note("with more tokens than the model (100, of no text) set model.overrides = {vocab_size = 32100}")

@@ -176,9 +176,9 @@ class _ReLoRA(Script):
                 values[f"lr_scheduler.{flag}"] = given[flag]
         if kind == "cosine_restarts" and given["adjust_step"]:
             self.note(
-                f"--adjust_step {given['adjust_step']}: the rate is cut where the step and it are a multiple of the"
+                "--adjust_step: the rate is cut where the step and it together are a multiple of the cycle, as by"
             )
-            self.note("cycle, as by the script of July 2023; its later version leaves out the first of these cuts")
+            self.note("the script of July 2023; its later version leaves out the first of these cuts")
         if kind != "cosine_restarts" and given["restart_warmup_steps"]:
             self.note(f"no effect with --scheduler {kind}: --restart_warmup_steps")
         if kind != "cosine_restarts" and given["adjust_step"]:
@@ -212,9 +212,9 @@ class _ReLoRA(Script):
         values["adapter.dropout"] = DROPOUT
         if "adapter.lora_only" not in values:
             self.note(
-                "A begins at random and B at zero, as in the script's first versions, and again after each restart;"
+                "A begins at random and B at zero, at first and after each restart; in the script's last version A"
             )
-            self.note("in its last version A began at zero too, so that neither learned before the first restart")
+            self.note("was zero too at first, so that neither learned anything before the first restart")
         if given["train_scaling"]:
             values["adapter.train_scaling"] = True
             if given["relora"] is not None:
@@ -260,12 +260,8 @@ class _ReLoRA(Script):
             self.note("reset to zero: all of the moments, where the script left a thousandth of them")
         for mode, ratio in chosen.items():
             values |= {"adapter.relora.reset": mode, "adapter.relora.prune_ratio": ratio}
-            self.note(
-                "both moments of A, and those of B, keep the same entries; the script pruned each moment by itself,"
-            )
-            self.note(
-                'after which steps may divide by nearly nothing: adapter.relora.mask = "independent" does the same'
-            )
+            self.note("the two moments of A keep the same entries, and so do B's; the script pruned each by itself, so")
+            self.note('that steps may divide by nearly nothing: adapter.relora.mask = "independent" does that too')
         if not chosen and not given["reset_optimizer_on_relora"]:
             values["adapter.relora.reset"] = "none"
 

@@ -219,9 +219,8 @@ class GaLore(ByParameter):
 
     def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
         kept, rate = 1 - group["lr"] * group["weight_decay"], group["lr"]
-        share = (
-            kept if self.options["formula"] == "galore_torch" else 1.0
-        )  # of a change: decay may follow or precede it
+        decays_last = self.options["formula"] == "galore_torch"
+        share = kept if decays_last else 1.0  # the factor that weight decay leaves of the change
         gradient = gradient_of(parameter)
         if not self.sides[parameter]:
             add(parameter, plain_change(self.inner, parameter, state, group), kept, share)

@@ -44,9 +44,9 @@ class Reading(nn.Module):
     `context` - 1 before it found.
 
     `scrambled`: compute what the authors' program computes, for adapters that were trained with it. It reads the keys
-    [N, K, E] of a token's entries as [K, N, E] without a transpose, and likewise the values, before it joins those of
-    the `context` tokens; tokens before the first one of a segment are the first one again; and what is not there is
-    an entry like any other, with the row that the memory gives it.
+    [N, K, E] of a token's entries as [K, N, E] without a transpose, and likewise the values, and joins the `context`
+    tokens after that. The first token of a segment replaces the ones before it. Missing entries are not masked: they
+    have the row that the memory gives them.
     """
 
     def __init__(self, width: int, heads: int, head_dim: int, context: int, scrambled: bool):
@@ -82,12 +82,13 @@ class Reading(nn.Module):
         split = (F.linear(rows, w.to(q.dtype)).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))
         return self._attend(q, *(heads.transpose(2, 3) for heads in split), there)
 
-    def scrambled_heads(self, q: torch.Tensor, found: Retrieved) -> torch.Tensor:
+    def scrambled_heads(self, q: torch.Tensor, retrieved: Retrieved) -> torch.Tensor:
         """q [B, S, H, E] -> [B, S, H, E], with the heads of keys and values as the authors' program has them."""
-        rows = found.rows.unflatten(2, (self.context if found.joined else 1, -1)).to(q.dtype)  # [B, S, c or 1, N, C]
+        parts = self.context if retrieved.joined else 1
+        rows = retrieved.rows.unflatten(2, (parts, -1)).to(q.dtype)  # [B, S, c or 1, N, C]
         sizes = -1, rows.shape[3], self.head_dim  # K, N, E: the layout of the numbers is N, K, E
         read = [F.linear(rows, w.to(q.dtype)).flatten(3).unflatten(3, sizes) for w in (self.wk, self.wv)]
-        if not found.joined:
+        if not retrieved.joined:
             read = [
                 torch.cat([of_earlier_token(heads, by, repeat=True) for by in range(self.context)], dim=2)
                 for heads in read
@@ -95,11 +96,13 @@ class Reading(nn.Module):
         k, v = (heads.transpose(2, 3).flatten(3, 4) for heads in read)  # [B, S, K, c N, E]
         return self._attend(q, k, v, None)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
-        """q [B, S, H, E], k and v [B, S, K, n, E], of which those `there` are read (None: all) -> [B, S, H, E]."""
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """q [B, S, H, E], k and v [B, S, K, n, E], `mask` [B, S, 1, n] True for the entries to read (None: all) ->
+        [B, S, H, E].
+        """
         repeats = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
-        weights = self._weights((k @ q[..., None]).squeeze(-1), there)
+        weights = self._weights((k @ q[..., None]).squeeze(-1), mask)
         return (weights.to(v.dtype)[..., None, :] @ v).squeeze(-2)
 
     def _weights(self, scores: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:

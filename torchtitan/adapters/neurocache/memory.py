@@ -251,8 +251,8 @@ class Memory(nn.Module):
         return Retrieved(rows, found.there, joined)
 
     def _empty_row(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the row, [C] or [], that the authors' program reads where there is no entry. It compresses zeros in
-        training.
+        """Return the row, [C] or [], that the authors' program reads in a place without an entry. It compresses
+        zeros in training.
         """
         if self.training and self.h_norm is not None:
             return self.h_norm(rows.new_zeros(rows.shape[-1]))

@@ -43,8 +43,8 @@ class Neurocache:
     layer's own keys and values are those of what it keeps."""
     compat_head_layout: bool = False
     """Read what was found as the authors' program does, for adapters that were trained with it: the keys and values of
-    a token's entries are laid out by heads without a transpose, those of the context are joined after that, and a place
-    without an entry is read as zeros. Not with tensor parallel."""
+    a token's entries are laid out by heads without a transpose, the tokens of the context are joined after that, and a
+    place without an entry is read as zeros. Not with tensor parallel."""
     resume_warmup: Literal["replay", "saved", "cold"] = "replay"
     """What a resume does about the caches: read the last segments of all documents again; find them in the checkpoint
     (saved), which holds them then, and under another plan read again; or begin with empty ones."""
