@@ -407,6 +407,10 @@ def remembering() -> list[Combination]:
     rows += [Combination(**COMPOSED["TP 2"], **shared, precision="float64", model="opt", recompute="full")]
     rows += [Combination(**COMPOSED["CP 2 x TP 2"], **shared)]
     rows += [Combination(**COMPOSED["TP 2"], **cache | {"adapter": "neurocache, one for all"}, precision="float64")]
+    authors = cache | {"adapter": "neurocache, authors' heads"}
+    layouts = [LAYOUTS["FSDP 2"], COMPOSED["CP 2"], COMPOSED["PP 2"]]
+    rows += [Combination(**layout, **authors, precision="float64", recompute="full") for layout in layouts]
+    rows += [Combination(**authors, compile="block")]
     return rows + remembering_beside()
 
 

@@ -456,3 +456,57 @@ def test_steps_are_those_of_galore_torch(inner, side, shape):
     expected = theirs.recorded()[f"galore/{inner}/{side}/{shape[0]}x{shape[1]}"]
     assert (model.weight.detach() - expected).abs().max() < 1e-8
     assert (expected - theirs.normal(*shape, seed=0)).abs().max() > 1e-3
+
+
+def steps_of_galore_torch(weight, gradients, lr, eps, decay, basis=None, scale=1.0):
+    """AdamW of GaLore's library, a number after the other; of a matrix in the directions of the rows of `basis`."""
+    low = [gradient if basis is None else gradient @ basis.T for gradient in gradients]
+    shape, weight = low[0].shape, weight.clone()
+    first, second = [0.0] * low[0].numel(), [0.0] * low[0].numel()
+    for step, gradient in enumerate(low, start=1):
+        rate = lr * math.sqrt(1 - 0.999**step) / (1 - 0.9**step)
+        direction = []
+        for place, number in enumerate(gradient.flatten().tolist()):
+            first[place] = 0.9 * first[place] + 0.1 * number
+            second[place] = 0.999 * second[place] + 0.001 * number * number
+            direction.append(first[place] / (math.sqrt(second[place]) + eps))
+        change = torch.tensor(direction, dtype=torch.float64).view(shape)
+        weight = weight - rate * (change if basis is None else scale * (change @ basis))
+        weight = weight - lr * decay * weight
+    return weight
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e-5, 1e-6])
+def test_the_formula_of_galore_torch_over_20_steps(size):
+    """Of gradients of that size, with the library's eps, for a projected and a plain parameter."""
+    model = Matrix(9, 6, bias=9)
+    begun = [p.detach().clone() for p in (model.weight, model.bias)]
+    options = dict(rank=3, update_gap=10**6, scale=0.25, targets=["*"], basis="svd", formula="galore_torch")
+    settings = dict(lr=0.01, weight_decay=0.1, shared=ADAM | dict(eps=1e-6))
+    (optimizer,) = build_optimizers([model], name="GaLore", options=options, **settings)
+    gradients = {
+        p: [size * random(*p.shape, seed=step, dtype=torch.float64) for step in range(20)] for p in model.parameters()
+    }
+    stepped(model, optimizer, 20, lambda step, p: gradients[p][step])
+    basis = torch.linalg.svd(gradients[model.weight][0])[2][:3]
+    expected = (
+        steps_of_galore_torch(begun[0], gradients[model.weight], 0.01, 1e-6, 0.1, basis, 0.25),
+        steps_of_galore_torch(begun[1], gradients[model.bias], 0.01, 1e-6, 0.1),
+    )
+    for parameter, start, weight in zip((model.weight, model.bias), begun, expected, strict=True):
+        assert (parameter.detach() - weight).abs().max() < 1e-9 * (weight - start).abs().max()
+
+
+def test_eps_ahead_of_the_correction_shortens_early_steps_of_small_gradients():
+    """By 1 / sqrt(1 - 0.999) = 31.6 times eps beside the gradient instead of one, in the first step."""
+    for size in (1e-4, 1e-5, 1e-6):
+        moved = []
+        for formula in ("torch", "galore_torch"):
+            model = Matrix(9, 6)
+            start = model.weight.detach().clone()
+            settings = dict(lr=0.01, weight_decay=0.0, shared=ADAM | dict(eps=1e-6))
+            options = dict(rank=8, formula=formula, targets=["*"], scale=1.0)
+            (optimizer,) = build_optimizers([model], name="GaLore", options=options, **settings)
+            stepped(model, optimizer, 1, lambda step, p, size=size: torch.full(p.shape, size, dtype=torch.float64))
+            moved.append((start - model.weight.detach()).mean().item())
+        assert moved[0] / moved[1] == pytest.approx((size + 1e-6 / 0.001**0.5) / (size + 1e-6), rel=1e-6)

@@ -51,6 +51,20 @@ def changed(words, before=FULL):
     return {key: value for key, value in values.items() if first.values.get(key) != value}, notes
 
 
+def test_the_head_says_how_restarts_differ_from_the_script():
+    """Initial A and B, and the entries of their moments that survive, with the option that follows the script."""
+    notes = " ".join(meaning(RELORA).notes)
+    assert (
+        "A begins at random and B at zero, at first and after each restart; in the script's last version A was" in notes
+    )
+    assert "keep the same entries, and so do B's; the script pruned each by itself" in notes
+    assert 'adapter.relora.mask = "independent" does that too' in notes
+    full_rank, lora_only = (" ".join(meaning(f"{FULL} {flags}").notes) for flags in ("--lr 1e-3", "--use_peft"))
+    zero = " ".join(meaning(f"{FULL} --relora 10").notes)
+    assert "A begins" not in full_rank + lora_only and "A begins" in zero
+    assert "pruned each" not in full_rank + lora_only + zero
+
+
 def test_the_fifth_regime():
     job = meaning(RELORA)
     assert job.faults == []
@@ -127,7 +141,15 @@ CHANGES = [
     ("--optimizer adam8bit --single_gpu", {"optimizer.name": "AdamW8bit"}, "one rank"),
     ("--optimizer sgd --activation_checkpointing", {"activation_checkpoint.mode": "full"}, ""),
     ("--optimizer sgd --beta1 0.9", {"optimizer.options": {"momentum": 0.9}}, ""),
-    ("--optimizer galore_adamw", {"optimizer.eps": 1e-6}, ""),
+    (
+        "--optimizer galore_adamw",
+        {
+            "optimizer.eps": 1e-6,
+            "optimizer.options": dict(rank=128, update_gap=50, scale=1.0, side="std", inner="adamw")
+            | {"formula": "galore_torch"},
+        },
+        "",
+    ),
     ("--grad_clipping 0.5 --rank 8", {"training.max_norm": 0.5}, "no effect with --optimizer adam: --rank"),
     ("--optimizer galore_adamw8bit_per_layer --grad_clipping 1", {"training.max_norm": 0.0}, "clips nothing, as there"),
     ("--optimizer adam8bit --weight_decay 0.1", {"optimizer.name": "AdamW8bit"}, "takes from the weight itself"),
@@ -140,7 +162,7 @@ CHANGES = [
     (
         "--scheduler cosine_restarts --restart_warmup_steps 3 --adjust_step 2 --cycle_length 50",
         {"lr_scheduler.restart_warmup_steps": 3, "lr_scheduler.adjust_step": 2, "lr_scheduler.cycle_length": 50},
-        "",
+        "as by the script of July 2023; its later version leaves out the first of these cuts",
     ),
     ("--min_lr_ratio 0.2", {"lr_scheduler.min_lr_factor": 0.2}, ""),
     ("--cycle_length 500", {"lr_scheduler.cycle_length": 500}, ""),
@@ -187,7 +209,8 @@ CHANGES = [
     ("--keep_checkpoints 1", {"checkpoint.keep_latest_k": 2}, "two are kept"),
     ("--autoresume true", {}, "goes on from the newest checkpoint"),
     ("--profile true", {"profiling.enable_profiling": True}, ""),
-    ("--use_peft --quantize 4bit", {"adapter.kind": "qlora"}, ""),
+    ("--use_peft --quantize 4bit", {"adapter.kind": "qlora"}, "A begins at random and B at zero"),
+    ("--relora 10 --train_scaling", {"adapter.train_scaling": True}, "begin again at 1 after a restart"),
     ("--use_peft --quantize 8bit", {"adapter.kind": "lora_int8"}, "weights alone are in 8 bits"),
     ("--use_peft --quantize 4bit --train_scaling", {"adapter.kind": "qlora", "adapter.train_scaling": True}, ""),
     ("--wandb_watch False", {}, ""),

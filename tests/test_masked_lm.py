@@ -4,13 +4,21 @@ import json
 
 import pytest
 import torch
+from transformers import RobertaConfig, RobertaForMaskedLM
 
 from tests.support import jobs, judged
+from tests.support.hf_parity import build, twin
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
+from tests.support.tiny_decoders import ROBERTA
 from torchtitan import cli
+from torchtitan.build import tokenizer
+from torchtitan.build_data import masking
+from torchtitan.config.manager import load
 from torchtitan.loss import IGNORE_INDEX
 from torchtitan.masking import HELD_OUT, Masking
+from torchtitan.models.roberta.hf import HF
+from torchtitan.models.roberta.model import Roberta
 
 anywhere = judged.anywhere
 MASK, WORDS = 99, 100
@@ -46,6 +54,54 @@ def test_how_many_are_hidden_and_by_what():
     assert by_mask == pytest.approx(0.8 + 0.1 / WORDS, abs=0.035)
     assert same == pytest.approx(0.1 + 0.1 / WORDS, abs=0.025)
     assert len(seen.unique()) > 80, "words of the whole vocabulary"
+
+
+PAD = 3
+
+
+def without_pad(vocab_size=WORDS):
+    return Masking(3, 0.15, vocab_size - 1, vocab_size, (0, 1), pad_id=PAD)
+
+
+def test_no_random_word_is_the_pad():
+    """All other draws stay as they are, and the ids but for the pad are equally likely."""
+    plain = batch(samples=512)
+    plain["tokens"][plain["tokens"] == PAD] = 5
+    before, after = hidden(plain), hidden(plain, masking=without_pad())
+    pads = before["tokens"] == PAD
+    assert pads.sum() > 5 and not (after["tokens"] == PAD).any()
+    assert torch.equal(before["tokens"][~pads], after["tokens"][~pads])
+    assert torch.equal(before["labels"], after["labels"])
+    few = hidden({"tokens": torch.full((512, 256), 5), "labels": torch.full((512, 256), 5)}, masking=without_pad(8))
+    counts = torch.bincount(few["tokens"][few["labels"] != IGNORE_INDEX], minlength=8)
+    random = counts[[0, 1, 2, 4, 6]] / counts.sum()  # neither the pad, nor the mask, nor the token itself
+    assert counts[PAD] == 0 and random.tolist() == pytest.approx([0.1 / 7] * 5, abs=0.004)
+
+
+def test_the_embedding_of_the_pad_gets_the_gradient_that_transformers_gives_it():
+    """Its `padding_idx` gives none to the input, but some to the head, which has the same matrix."""
+    args = ROBERTA["words"]
+    masking = Masking(0, 0.5, args.vocab_size - 1, args.vocab_size, (), args.pad_id)
+    model = build(Roberta, args)
+    reference = twin(
+        RobertaForMaskedLM, RobertaConfig, model, HF, tied=("lm_head.decoder.weight", "lm_head.decoder.bias")
+    )
+    assert reference.config.pad_token_id == args.pad_id
+    tokens = torch.randint(4, args.vocab_size - 1, (32, 64), generator=torch.Generator().manual_seed(0))
+    shown = masking.hide({"tokens": tokens, "labels": tokens.clone()}, torch.arange(32), 0)
+    gradients = []
+    for logits, weight in (
+        (model(shown["tokens"]), model.tok_embeddings.weight),
+        (reference(shown["tokens"]).logits, reference.roberta.embeddings.word_embeddings.weight),
+    ):
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), shown["labels"].flatten()).backward()
+        gradients.append(weight.grad)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
+
+
+def test_a_job_s_pad_is_that_of_its_model():
+    config = load([*JOB, f"--task.mask_token={SPECIAL}", "--model.tokenizer_path=debug"])
+    assert masking(config, tokenizer(config)).pad_id == 1
 
 
 def test_a_draw_is_the_samples_own():
@@ -115,17 +171,17 @@ def test_a_resume_hides_what_was_hidden(alone, tmp_path):
     assert curve(tmp_path / "run")[0] == expected[0]
 
 
-ROBERTA = ("--model.name=roberta", "--training.seq_len=64", "--task.kind=masked_lm")
+JOB = ("--model.name=roberta", "--training.seq_len=64", "--task.kind=masked_lm")
 
 
 def test_what_hidden_words_ask_of_a_job():
     debug = {"tokenizer": "debug"}
-    assert lines(*ROBERTA, f"--task.mask_token={SPECIAL}", **debug) == []
-    (fault,) = lines(*ROBERTA, **debug)
+    assert lines(*JOB, f"--task.mask_token={SPECIAL}", **debug) == []
+    (fault,) = lines(*JOB, **debug)
     assert fault.startswith(
         "task.mask_token: given nothing; allowed: a special token that hides words: none of <mask>, [MASK]"
     )
-    (fault,) = lines(*ROBERTA, "--task.mask_token=<no>", **debug)
+    (fault,) = lines(*JOB, "--task.mask_token=<no>", **debug)
     assert "'<no>' is none of the special tokens of the tokenizer" in fault
     faults = lines("--task.kind=masked_lm", f"--task.mask_token={SPECIAL}", **debug)
     assert faults == [

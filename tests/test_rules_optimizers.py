@@ -76,6 +76,10 @@ NOT_PROJECTED = {
         ['--optimizer.options={rank = 8, inner = "adafactor", state_on_refresh = "rotate"}'],
         'optimizer.options: given state_on_refresh = "rotate"; allowed: keep or reset with inner = "adafactor"; ',
     ),
+    "a formula of one kind of moments": (
+        ['--optimizer.options={rank = 8, formula = "galore_torch", inner = "adamw_8bit"}'],
+        'optimizer.options: given formula = "galore_torch"; allowed: "torch" with inner = "adamw_8bit"; leave it out, ',
+    ),
     "what is not read": (
         ['--optimizer.options={rank = 8, inner = "adafactor"}', "--optimizer.beta2=0.9"],
         'optimizer.beta2: given beta2 = 0.9; allowed: its default with inner = "adafactor", which does not read it',

@@ -78,7 +78,10 @@ def masking(config: JobConfig, vocabulary: Tokenizer) -> Masking:
     ends = [id_ for id_ in (vocabulary.bos_id, vocabulary.eos_id) if id_ is not None]
     apart = {*vocabulary.special_tokens.values(), *ends}
     mask_id = vocabulary.special_tokens[mask_token(vocabulary.special_tokens, config.task.mask_token)]
-    return Masking(config.debug.seed, config.task.mask_share, mask_id, vocabulary.vocab_size, tuple(sorted(apart)))
+    pad_id = getattr(model_args(config), "pad_id", None)
+    return Masking(
+        config.debug.seed, config.task.mask_share, mask_id, vocabulary.vocab_size, tuple(sorted(apart)), pad_id
+    )
 
 
 def fields(config: JobConfig) -> Fields | None:

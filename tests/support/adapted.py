@@ -63,6 +63,10 @@ ROWS = {
         Neurocache,
         Options(kind="neurocache", neurocache=Cache(cache_size=40, cache_shard="tp", **_CACHE)),
     ),
+    "neurocache, authors' heads": (
+        Neurocache,
+        Options(kind="neurocache", neurocache=Cache(cache_size=40, compat_head_layout=True, context=3, **_CACHE)),
+    ),
     "neurocache, one for all": (
         Neurocache,
         Options(kind="neurocache", neurocache=Cache(cache_size=40, cache_shard="tp", scope="global", **_CACHE)),

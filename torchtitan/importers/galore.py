@@ -17,6 +17,7 @@ from torchtitan.errors import JobError
 from torchtitan.importers.flags import Flag
 from torchtitan.importers.linears import LINEARS
 from torchtitan.importers.meaning import is_finite
+from torchtitan.importers.relora_optimizer import OF_THE_LIBRARY
 from torchtitan.importers.script import Script
 from torchtitan.models import FROM_HF
 from torchtitan.models.hf.config import read_json
@@ -52,6 +53,10 @@ LORA = {"r": 8, "alpha": 8, "dropout": 0.1}
 GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
 SPELT = {"lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets", "galore_scale": "scale"}
 """Of a JSON config's keys, as libraries call them and as the script did."""
+OF_A_MODE = "target_modules_"
+"""Prefix of a mode: the script's own file has a key of targets for each mode."""
+DEFAULT_FILES = {"lora_config": "config/lora_config.json", "galore_config": "config/galore_config.json"}
+"""Files that the script reads where a line does not name others, relative to the folder where the line runs."""
 HEADS = {"roberta": ["output.*", "norm.dense.*"], "gpt2": ["output.*"]}
 """Parameters of the heads of classes."""
 TEST_TOKENS = 1000
@@ -87,8 +92,11 @@ class _Script(Script):
     def pretraining(self) -> None:
         given, values = self.given, self.values
         if given["model"] == "roberta":
-            why = "the script has no working path for masked words"
-            self.refuse("model", "roberta", "another one with --mode pretraining", why)
+            values["task.kind"] = "masked_lm"
+            self.note(
+                "masked words are learned (task.mask_share of all, by the tokenizer's mask token); the script had no"
+            )
+            self.note("working path for them")
         values |= {"training.dataset": "c4", "training.dataset_path": "allenai/c4:realnewslike"}
         if given["model"].startswith("llama"):
             self.note("with more tokens than the model (100, of no text) set model.overrides = {vocab_size = 32100}")
@@ -141,8 +149,8 @@ class _Script(Script):
     def optimizer(self) -> None:
         given, values, kind = self.given, self.values, self.given["optimizer"]
         targets = ["q_proj", "v_proj"] if self.pretrains else ["query", "value"]
-        lora = self._config("lora_config", LORA | {"targets": targets})
-        galore = self._config("galore_config", GALORE)
+        lora = self._config("lora_config", LORA | {"targets": targets}, "lora" in kind)
+        galore = self._config("galore_config", GALORE, "galore" in kind)
         values |= {"optimizer.name": "AdamW", "optimizer.lr": given["lr"], "optimizer.beta2": 0.999}
         values |= {"optimizer.weight_decay": given["weight_decay"], "lr_scheduler.decay_type": "cosine"}
         values |= {"lr_scheduler.warmup_steps": 0, "lr_scheduler.min_lr_factor": 0.0}
@@ -186,6 +194,9 @@ class _Script(Script):
             "side": config["proj_type"],
             "inner": "adamw_8bit" if "8bit" in kind else "adamw",
         }
+        if "8bit" not in kind:
+            values["optimizer.eps"], formula = OF_THE_LIBRARY
+            values["optimizer.options"] |= formula
         if lora_rank is not None:
             values["optimizer.options"]["targets"] = ["*lora_A", "*lora_B"]
             self.note("the adapters' matrices are projected, and nothing else")
@@ -193,25 +204,45 @@ class _Script(Script):
         self.note("GaLore projects attention and feed-forward; embedding and head step as norms do, by the moments as")
         self.note("they are: the script projected the former and never trained the latter")
 
-    def _config(self, flag: str, default: dict[str, Any]) -> dict[str, Any]:
-        """A JSON object, in the flag itself or in the file that it names, over the script's defaults."""
-        given = self.given[flag]
-        if given is None:
+    def _config(self, flag: str, default: dict[str, Any], needed: bool) -> dict[str, Any]:
+        """Read a JSON object from the flag itself or from the file that it names, over the script's published values.
+        Without the flag, read the script's default file if it exists.
+        """
+        value = self.given[flag]
+        if value is None:
+            value = self._default_file(flag, needed)
+        if value is None:
             return default
         try:
-            said = json.loads(given) if given.lstrip().startswith("{") else read_json(Path(given))
+            entries = json.loads(value) if value.lstrip().startswith("{") else read_json(Path(value))
         except (JobError, ValueError, RecursionError) as error:
-            self.refuse(flag, given, "a JSON object, or a file that holds one", str(error))
+            self.refuse(flag, value, "a JSON object, or a file that holds one", str(error))
             return default
-        said = {SPELT.get(name, name): value for name, value in said.items()}
-        for name, value in said.items():
+        for name, entry in self._in_one_spelling(entries).items():
             if name not in default:
                 self.refuse(flag, name, f"the keys {', '.join(default)}", hint(name, default))
-            elif not _fits(value, default[name]):
-                self.refuse(flag, f"{name} = {show(value)}", f"{name} such as {show(default[name])}")
+            elif not _fits(entry, default[name]):
+                self.refuse(flag, f"{name} = {show(entry)}", f"{name} such as {show(default[name])}")
             else:
-                default = default | {name: value}
+                default = default | {name: entry}
         return default
+
+    def _default_file(self, flag: str, needed: bool) -> str | None:
+        """Return the path of the file that the script reads without the flag; None if it is missing or not `needed`."""
+        path = DEFAULT_FILES[flag]
+        if not needed:
+            return None
+        if Path(path).exists():
+            self.note(f"no --{flag}: {path} is read, which is the script's default")
+            return path
+        self.note(f"no --{flag}, and its default {path} is not here: the published values of that file are taken")
+        return None
+
+    def _in_one_spelling(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Rename the entries of a config to our names, and drop the targets of the other mode."""
+        other = {OF_A_MODE + mode for mode in FLAGS["mode"].choices if mode != self.given["mode"]}
+        names = SPELT | {OF_A_MODE + self.given["mode"]: "targets"}
+        return {names.get(name, name): value for name, value in entries.items() if name not in other}
 
     def precision(self) -> None:
         given, values = self.given, self.values

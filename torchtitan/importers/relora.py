@@ -174,6 +174,11 @@ class _ReLoRA(Script):
         for flag in ("restart_warmup_steps", "adjust_step"):
             if flag in given and kind == "cosine_restarts":
                 values[f"lr_scheduler.{flag}"] = given[flag]
+        if kind == "cosine_restarts" and given["adjust_step"]:
+            self.note(
+                "--adjust_step: the rate is cut where the step and it together are a multiple of the cycle, as by"
+            )
+            self.note("the script of July 2023; its later version leaves out the first of these cuts")
         if kind != "cosine_restarts" and given["restart_warmup_steps"]:
             self.note(f"no effect with --scheduler {kind}: --restart_warmup_steps")
         if kind != "cosine_restarts" and given["adjust_step"]:
@@ -205,8 +210,15 @@ class _ReLoRA(Script):
             self.note("nothing needs the full matrices, so the script drops them and trains B A alone")
         values |= {"adapter.kind": "lora", "adapter.rank": given["lora_r"], "adapter.train_dense_rest": True}
         values["adapter.dropout"] = DROPOUT
+        if "adapter.lora_only" not in values:
+            self.note(
+                "A begins at random and B at zero, at first and after each restart; in the script's last version A"
+            )
+            self.note("was zero too at first, so that neither learned anything before the first restart")
         if given["train_scaling"]:
             values["adapter.train_scaling"] = True
+            if given["relora"] is not None:
+                self.note("learned scales begin again at 1 after a restart: the script set them to 0, where they stay")
         else:
             values["adapter.alpha"] = given["lora_alpha"]
         if given["quantize"]:
@@ -248,6 +260,8 @@ class _ReLoRA(Script):
             self.note("reset to zero: all of the moments, where the script left a thousandth of them")
         for mode, ratio in chosen.items():
             values |= {"adapter.relora.reset": mode, "adapter.relora.prune_ratio": ratio}
+            self.note("the two moments of A keep the same entries, and so do B's; the script pruned each by itself, so")
+            self.note('that steps may divide by nearly nothing: adapter.relora.mask = "independent" does that too')
         if not chosen and not given["reset_optimizer_on_relora"]:
             values["adapter.relora.reset"] = "none"
 

@@ -15,8 +15,8 @@ PROJECTING = {
 OF_PROJECTIONS = ("rank", "update_proj_gap", "galore_scale", "proj_type", "proj_quant")
 BY_BETA1 = ("sgd", "adafactor", "galore_adafactor")
 """Optimizers of GaLore's script that look at its --beta1."""
-EPS = 1e-6
-"""Of GaLore's own AdamW, which no flag sets."""
+OF_THE_LIBRARY: tuple[float, dict[str, str]] = 1e-6, {"formula": "galore_torch"}
+"""Default eps and formula of the AdamW of GaLore's library, which scripts leave as they are: eps and options here."""
 
 
 def read_optimizer(script: Script) -> None:
@@ -43,13 +43,14 @@ def _of_galore(script: Script, name: str) -> None:
     given, values = script.given, script.values
     values |= {"optimizer.name": PLAIN.get(name, "GaLore"), "training.max_norm": given["grad_clipping"]}
     options: dict[str, Any] = {}
-    if name == "galore_adamw":
-        values["optimizer.eps"] = EPS
     if name == "adam8bit" and given["weight_decay"]:
         script.note("adam8bit: weight decay is added to the gradient there, and takes from the weight itself here")
     if name in PROJECTING:
         options = {"rank": given["rank"], "update_gap": given["update_proj_gap"], "scale": given["galore_scale"]}
         options |= {"side": given["proj_type"], "inner": PROJECTING[name]}
+        if name == "galore_adamw":
+            values["optimizer.eps"], formula = OF_THE_LIBRARY
+            options |= formula
         script.note("attention and feed-forward are projected, all else steps by the same moments as it is")
         if given["proj_quant"]:
             why = "bases are kept as the parameters are; options.adaptive_gap is what else of Q-GaLore is here"

@@ -28,6 +28,8 @@ def _by_shape(options: Mapping[str, Any]) -> None:
 def _one_sided(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     if options["residual"] == "fira" and options["side"] == "full":
         yield "residual", '"none" with side = "full"', "its factors are those of rows or of columns"
+    if options["formula"] != "torch" and options["inner"] != "adamw":
+        yield "formula", '"torch" with inner = "{}"'.format(options["inner"]), 'leave it out, or write inner = "adamw"'
     if options["inner"] != "adafactor":
         return
     if options["state_on_refresh"] == "rotate":
@@ -104,6 +106,11 @@ _own = {
             ),
             "targets": TARGETS,
             "inner": Option(Literal["adamw", "adamw_8bit", "adafactor"], "adamw", "The moments, of all parameters."),
+            "formula": Option(
+                Literal["torch", "galore_torch"],
+                "torch",
+                "AdamW's: torch.optim's, or with eps before the bias correction and weight decay last.",
+            ),
             "basis": Option(Literal["gram", "svd", "rsvd", "power"], "gram", "How directions are found."),
             "state_on_refresh": Option(Literal["keep", "rotate", "reset"], "keep", "The moments, with a new basis."),
             "on_conflict": Option(

@@ -55,7 +55,7 @@ class GaLore(ByParameter):
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, **options: Any) -> None:
         self.options = options
-        self.inner = INNER[options["inner"]]
+        self.inner = moments.Adam(eps_first=True) if options["formula"] == "galore_torch" else INNER[options["inner"]]
         inner = {key: options[key] for key in ("beta1", "beta2", "eps")}
         super().__init__(groups, lr=lr, **inner, tiny=1e-30, clip=1.0)
         named = [(name, p) for group in self.param_groups for name, p in _named(group)]
@@ -219,9 +219,11 @@ class GaLore(ByParameter):
 
     def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
         kept, rate = 1 - group["lr"] * group["weight_decay"], group["lr"]
+        decays_last = self.options["formula"] == "galore_torch"
+        share = kept if decays_last else 1.0  # the factor that weight decay leaves of the change
         gradient = gradient_of(parameter)
         if not self.sides[parameter]:
-            add(parameter, plain_change(self.inner, parameter, state, group), kept)
+            add(parameter, plain_change(self.inner, parameter, state, group), kept, share)
         elif not state["fitted"]:  # it has had no gradient yet, or none that is finite
             add(parameter, torch.zeros_like(gradient), kept)
         elif self.options["residual"] == "fira":
@@ -231,12 +233,12 @@ class GaLore(ByParameter):
             direction = -self.inner.change(low, projection.low, state, group, 1.0)
             rest = (gradient - projection.up(low)) * projection.factors(direction, low)
             rest = limited(rest, projection.layout, state, "rest_norm")
-            add(parameter, projection.up(direction) + rest, kept, -rate * self.options["scale"])
+            add(parameter, projection.up(direction) + rest, kept, -rate * self.options["scale"] * share)
         else:
             projection = self.projection(parameter, state)
             state["updates"] += 1
             change = self.inner.change(projection.down(gradient), projection.low, state, group, rate)
-            add(parameter, projection.up(change), kept, self.options["scale"])
+            add(parameter, projection.up(change), kept, self.options["scale"] * share)
 
 
 def _named(group: Options) -> Iterable[tuple[str, torch.Tensor]]:

@@ -32,13 +32,15 @@ class Adam:
     """Two moments in the type of the parameter, or those of large tensors `packed` in 8 bits (blocks.py).
 
     Operation by operation what torch.optim.AdamW does behind its weight decay, so that in float32 the bits are its own.
+    `eps_first`: add eps to the root of the second moment before its bias correction, as GaLore's library and the former
+    AdamW of transformers do. Early steps are then shorter where gradients are small.
     """
 
     KEYS = (("exp_avg", True), ("exp_avg_sq", False))
     """Each with whether it has a sign."""
 
-    def __init__(self, packed: bool = False):
-        self.packed = packed
+    def __init__(self, packed: bool = False, eps_first: bool = False):
+        self.packed, self.eps_first = packed, eps_first
 
     def packs(self, layout: Layout) -> bool:
         return self.packed and layout.numel >= SMALLEST
@@ -74,7 +76,11 @@ class Adam:
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         self.write(state, layout, [first, second])  # the change is of the moments as they were before they were packed
-        denominator = (second.sqrt() / (1 - beta2 ** state["step"]) ** 0.5).add_(group["eps"])
+        correction = (1 - beta2 ** state["step"]) ** 0.5
+        if self.eps_first:
+            denominator = second.sqrt().add_(group["eps"]).div_(correction)
+        else:
+            denominator = (second.sqrt() / correction).add_(group["eps"])
         return (first * (-rate / (1 - beta1 ** state["step"]))).div_(denominator)
 
 

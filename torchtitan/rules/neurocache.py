@@ -41,6 +41,9 @@ def cache_fits_the_model(facts: Facts) -> Iterator[Fault]:
         for each in misfits_of(replace(options, cache_size=size), args.n_layers, args.dim, longest):
             wrong.append(each._replace(key=KEY + "eval_cache_sizes"))
     yield from (facts.fault(*each) for each in wrong)
+    if options.compat_head_layout and facts.tp > 1:
+        remedy = "each rank has some of the heads, and this layout mixes the numbers of all: use another parallelism"
+        yield facts.fault(KEY + "compat_head_layout", "false with tensor parallel", remedy)
     if wrong or facts.pp == 1:
         return
     layers, first = layers_of(options, args.n_layers), 0

@@ -28,10 +28,14 @@ class Retrieved(NamedTuple):
     joined: bool = False  # whether what the tokens before found is among it
 
 
-def of_earlier_token(x: torch.Tensor, by: int) -> torch.Tensor:
-    """x [B, S, ...] -> at each token what the one `by` before it has; zeros, or False, where there is none."""
+def of_earlier_token(x: torch.Tensor, by: int, repeat: bool = False) -> torch.Tensor:
+    """x [B, S, ...] -> at each token what the one `by` before it has. Where no such token exists: zeros, or False; with
+    `repeat` the value of the first token.
+    """
     if not by:
         return x
+    if repeat:
+        return x[:, (torch.arange(x.shape[1], device=x.device) - by).clamp(min=0)]
     return F.pad(x[:, :-by], (*(0, 0) * (x.dim() - 2), by, 0)) if by < x.shape[1] else torch.zeros_like(x)
 
 
@@ -39,8 +43,10 @@ class Reading(nn.Module):
     """Attention to entries [B, S, N, C] with matrices `wk` and `wv` [K E, C]; each token reads what it and the
     `context` - 1 before it found.
 
-    `scrambled`: with the heads of keys and values laid out as in the authors' program, whose [N, H, E] of an entry's
-    keys are read as [H, N, E]: for adapters that were trained so.
+    `scrambled`: compute what the authors' program computes, for adapters that were trained with it. It reads the keys
+    [N, K, E] of a token's entries as [K, N, E] without a transpose, and likewise the values, and joins the `context`
+    tokens after that. The first token of a segment replaces the ones before it. Missing entries are not masked: they
+    have the row that the memory gives them.
     """
 
     def __init__(self, width: int, heads: int, head_dim: int, context: int, scrambled: bool):
@@ -51,11 +57,12 @@ class Reading(nn.Module):
 
     def forward(self, q: torch.Tensor, found: Retrieved) -> torch.Tensor:
         """q [B, S, H, E] -> [B, S, H, E], zeros for a token for which there is nothing to read."""
+        if self.scrambled:
+            return self.scrambled_heads(q, found)
         context = 1 if found.joined else self.context
         reads = [of_earlier_token(found.rows, by) for by in range(context)]
         there = torch.cat([of_earlier_token(found.there, by) for by in range(context)], dim=-1)  # [B, S, c N]
-        attend = self.written_out if self.scrambled else self.absorbed
-        return attend(q, reads, there[..., None, :])
+        return self.absorbed(q, reads, there[..., None, :])
 
     def absorbed(self, q: torch.Tensor, reads: list[torch.Tensor], there: torch.Tensor) -> torch.Tensor:
         """q [B, S, H, E], for each of c tokens its entries [B, S, N, C], which of all are there [B, S, 1, c N] ->
@@ -70,23 +77,39 @@ class Reading(nn.Module):
         return torch.einsum("bskgc,kec->bskge", read.unflatten(2, (len(wv), -1)), wv).flatten(2, 3)
 
     def written_out(self, q: torch.Tensor, reads: list[torch.Tensor], there: torch.Tensor) -> torch.Tensor:
-        """As `absorbed`, by keys and values of each entry: the same, but for the layout of heads, [B, S, H, E]."""
+        """Compute what `absorbed` does, [B, S, H, E], by keys and values of each entry, for tests and benchmarks."""
         rows = torch.cat(reads, dim=2).to(q.dtype)  # [B, S, c N, C]
-        k, v = (self._heads(F.linear(rows, w.to(q.dtype))) for w in (self.wk, self.wv))  # [B, S, K, c N, E]
+        split = (F.linear(rows, w.to(q.dtype)).unflatten(-1, (-1, self.head_dim)) for w in (self.wk, self.wv))
+        return self._attend(q, *(heads.transpose(2, 3) for heads in split), there)
+
+    def scrambled_heads(self, q: torch.Tensor, retrieved: Retrieved) -> torch.Tensor:
+        """q [B, S, H, E] -> [B, S, H, E], with the heads of keys and values as the authors' program has them."""
+        parts = self.context if retrieved.joined else 1
+        rows = retrieved.rows.unflatten(2, (parts, -1)).to(q.dtype)  # [B, S, c or 1, N, C]
+        sizes = -1, rows.shape[3], self.head_dim  # K, N, E: the layout of the numbers is N, K, E
+        read = [F.linear(rows, w.to(q.dtype)).flatten(3).unflatten(3, sizes) for w in (self.wk, self.wv)]
+        if not retrieved.joined:
+            read = [
+                torch.cat([of_earlier_token(heads, by, repeat=True) for by in range(self.context)], dim=2)
+                for heads in read
+            ]
+        k, v = (heads.transpose(2, 3).flatten(3, 4) for heads in read)  # [B, S, K, c N, E]
+        return self._attend(q, k, v, None)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """q [B, S, H, E], k and v [B, S, K, n, E], `mask` [B, S, 1, n] True for the entries to read (None: all) ->
+        [B, S, H, E].
+        """
         repeats = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
-        weights = self._weights((k @ q[..., None]).squeeze(-1), there)
+        weights = self._weights((k @ q[..., None]).squeeze(-1), mask)
         return (weights.to(v.dtype)[..., None, :] @ v).squeeze(-2)
 
-    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
-        """[B, S, N, K E] -> [B, S, K, N, E]"""
-        if self.scrambled:
-            return projected.flatten(2).view(*projected.shape[:2], -1, projected.shape[2], self.head_dim)
-        return projected.unflatten(-1, (-1, self.head_dim)).transpose(2, 3)
-
-    def _weights(self, scores: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-        """Softmax of scores [B, S, H, n] over what is there [B, S, 1, n], 0 where nothing is."""
+    def _weights(self, scores: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
+        """Softmax of scores [B, S, H, n] over what is there [B, S, 1, n] (None: all), 0 where nothing is."""
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.head_dim**-0.5
+        if there is None:
+            return wide.softmax(-1)
         return wide.masked_fill(~there, torch.finfo(wide.dtype).min).softmax(-1).masked_fill(~there, 0.0)
 
     def own_init(self, name: str) -> Init:

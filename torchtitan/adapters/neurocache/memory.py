@@ -245,7 +245,18 @@ class Memory(nn.Module):
             rows = self._reencoded(store.kept[layer, "state"][now.lanes, :kept], own, queries.dtype)
         else:
             rows = gathered(keys, own).to(queries.dtype)
-        return Retrieved(store.share.whole(rows, places), found.there, joined)
+        rows = store.share.whole(rows, places)
+        if options.compat_head_layout:
+            rows = rows.where(found.there[..., None], self._empty_row(rows))
+        return Retrieved(rows, found.there, joined)
+
+    def _empty_row(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the row, [C] or [], that the authors' program reads in a place without an entry. It compresses
+        zeros in training.
+        """
+        if self.training and self.h_norm is not None:
+            return self.h_norm(rows.new_zeros(rows.shape[-1]))
+        return rows.new_zeros(())
 
     def _with_earlier(self, layer: int, found: Found, kernel: nn.Module) -> tuple[Found, bool]:
         """What tokens before these found too, where these are not a whole segment; and whether it is there."""
@@ -257,7 +268,8 @@ class Memory(nn.Module):
             whole = Found(*(torch.cat(pair, dim=1) for pair in zip(self.tail[layer], whole, strict=True)))
         if self.decodes:
             self.tail[layer] = Found(*(each[:, -(context - 1) :] for each in whole))
-        seen = [torch.cat([of_earlier_token(each, by) for by in range(context)], dim=-1) for each in whole]
+        repeat = self.options.compat_head_layout
+        seen = [torch.cat([of_earlier_token(each, by, repeat) for by in range(context)], dim=-1) for each in whole]
         if part:
             return Found(*(kernel.layout.share(each, kernel.rank) for each in seen)), True
         return Found(*(each[:, -found.ages.shape[1] :] for each in seen)), True

@@ -42,7 +42,9 @@ class Neurocache:
     wide; or at random. pca: an entry keeps the directions of which states of the training documents have most, and the
     layer's own keys and values are those of what it keeps."""
     compat_head_layout: bool = False
-    """Heads of keys and values laid out as the authors' program has them, for adapters that were trained so."""
+    """Read what was found as the authors' program does, for adapters that were trained with it: the keys and values of
+    a token's entries are laid out by heads without a transpose, the tokens of the context are joined after that, and a
+    place without an entry is read as zeros. Not with tensor parallel."""
     resume_warmup: Literal["replay", "saved", "cold"] = "replay"
     """What a resume does about the caches: read the last segments of all documents again; find them in the checkpoint
     (saved), which holds them then, and under another plan read again; or begin with empty ones."""

@@ -62,4 +62,4 @@ class LRScheduler:
     restart_warmup_steps: NonNegative | None = None
     """Steps in which relora_cosine comes back to its curve after each cut."""
     adjust_step: NonNegative = 0
-    """Moves the cuts of relora_cosine that many steps ahead."""
+    """Moves the cuts of relora_cosine that many steps ahead, the first one too."""
