@@ -26,17 +26,17 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def job(launch, **said):
+def job(launch, **options):
     """The job of an Axolotl file that is launched so, and its head."""
     with open("job.yml", "w") as file:
-        yaml.safe_dump(FILE | ADAPTER | said, file)
+        yaml.safe_dump(FILE | ADAPTER | options, file)
     text, config, _ = translate(parse(split([f"{launch} train.py job.yml"])), None)
     return config, " ".join(re.findall("^# (.*)", text, re.MULTILINE))
 
 
-def refusal(launch, **said):
+def refusal(launch, **options):
     with pytest.raises(ConfigError) as error:
-        job(launch, **said)
+        job(launch, **options)
     return str(error.value)
 
 
@@ -68,7 +68,6 @@ def test_the_launchers_own_options_are_all_known():
                 assert launcher_options.takes_value(name, option) == takes_value, f"{name} {option}"
 
 
-QUIET = ("mixed_precision", "gradient_clipping", "zero_stage", "use_deepspeed", "dynamo_mode", "dynamo_backend")
 ALLOWED = {"mixed_precision": "no", "zero_stage": "2", "dynamo_mode": "default", "dynamo_backend": "no"}
 ALLOWED |= {"fsdp_sharding_strategy": "FULL_SHARD", "offload_optimizer_device": "none", "offload_param_device": "none"}
 ALLOWED |= {"deepspeed_config_file": "z3.json", "gradient_accumulation_steps": "1", "num_gpus": "2"}
@@ -81,12 +80,12 @@ def test_each_is_taken_over_noted_or_refused(launcher, name, here):
     (here / "accelerate.yaml").write_text("num_processes: 2")
     fate, dashes = OPTIONS[launcher][name], "-" if len(name) == 1 else "--"
     value = {"config_file": "accelerate.yaml"}.get(name, ALLOWED.get(name, VALUES[fate.kind]))
-    words = {"accelerate": "accelerate launch", "torchrun": "torchrun --nnodes 1"}.get(launcher, launcher)
-    line = f"{words} {dashes}{name} {value}"
+    command = {"accelerate": "accelerate launch", "torchrun": "torchrun --nnodes 1"}.get(launcher, launcher)
+    line = f"{command} {dashes}{name} {value}"
     if fate.reason:
         assert fate.reason in refusal(line) and name in refusal(line)
         return
-    plain, _ = job(words)
+    plain, _ = job(command)
     config, head = job(line)
     if fate.note:
         assert f"--{name}" in head and (config == plain)
@@ -94,6 +93,9 @@ def test_each_is_taken_over_noted_or_refused(launcher, name, here):
         assert config != plain
 
 
+SHARDED = "accelerate launch --num_processes 2"
+REGATHERED = "parallelism.fsdp_reshard_after_forward"
+REPLICATED = "parallelism.data_parallel_replicate_degree"
 MAPPED = [
     ("accelerate launch --dynamo_backend inductor", "compile.enable", True),
     ("accelerate launch --dynamo_backend AOT_EAGER", "compile.backend", "aot_eager"),
@@ -101,22 +103,22 @@ MAPPED = [
     ("accelerate launch --use_deepspeed --offload_param_device cpu", "training.enable_cpu_offload", True),
     ("accelerate launch --use_fsdp --fsdp_offload_params true", "training.enable_cpu_offload", True),
     ("accelerate launch --use_fsdp --fsdp_activation_checkpointing True", "activation_checkpoint.mode", "full"),
-    ("accelerate launch --num_processes 2", "parallelism.data_parallel_replicate_degree", 2),
-    ("accelerate launch --num_processes 2 --use_deepspeed", "parallelism.fsdp_reshard_after_forward", "never"),
-    ("accelerate launch --use_deepspeed --zero_stage 3 --num_processes 2", "parallelism.fsdp_reshard_after_forward", "always"),
-    ("accelerate launch --use_deepspeed --zero_stage 0 --num_processes 2", "parallelism.data_parallel_replicate_degree", 2),
-    ("accelerate launch --deepspeed_config_file z3.json --num_processes 2", "parallelism.fsdp_reshard_after_forward", "always"),
-    ("accelerate launch --use_fsdp --num_processes 2", "parallelism.fsdp_reshard_after_forward", "always"),
-    ("accelerate launch --use_fsdp --fsdp_sharding_strategy 2 --num_processes 2", "parallelism.fsdp_reshard_after_forward", "never"),
-    ("accelerate launch --use_fsdp --fsdp_reshard_after_forward false --num_processes 2", "parallelism.fsdp_reshard_after_forward", "never"),
-    ("accelerate launch --use_parallelism_config --parallelism_config_tp_size 2 --num_processes 2", "parallelism.tensor_parallel_degree", 2),
+    (SHARDED, REPLICATED, 2),
+    ("accelerate launch --num_processes 2 --use_deepspeed", REGATHERED, "never"),
+    (f"{SHARDED} --use_deepspeed --zero_stage 3", REGATHERED, "always"),
+    (f"{SHARDED} --use_deepspeed --zero_stage 0", REPLICATED, 2),
+    (f"{SHARDED} --deepspeed_config_file z3.json", REGATHERED, "always"),
+    (f"{SHARDED} --use_fsdp", REGATHERED, "always"),
+    (f"{SHARDED} --use_fsdp --fsdp_sharding_strategy 2", REGATHERED, "never"),
+    (f"{SHARDED} --use_fsdp --fsdp_reshard_after_forward false", REGATHERED, "never"),
+    (f"{SHARDED} --use_parallelism_config --parallelism_config_tp_size 2", "parallelism.tensor_parallel_degree", 2),
     ("deepspeed --num_gpus 4", "training.global_batch_size", 4),
     ("deepspeed --num_nodes 2 --num_gpus 4", "training.global_batch_size", 8),
     ("python -m torch.distributed.run --nproc-per-node 3", "training.global_batch_size", 3),
     ("python -m accelerate.commands.launch --num_processes 3", "training.global_batch_size", 3),
     ("accelerate-launch --num_processes=3", "training.global_batch_size", 3),
     ("CUDA_VISIBLE_DEVICES=0 nohup torchrun --standalone --nproc_per_node 3", "training.global_batch_size", 3),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("launch, option, value", MAPPED)
@@ -129,7 +131,7 @@ REFUSED = [
     ("accelerate launch --mixed_precisoin bf16", "mixed_precisoin", "mixed_precision"),
     ("accelerate launch --zero_stage 4", "zero_stage", "0, 1, 2 or 3"),
     ("accelerate launch --gradient_clipping 0.5", "gradient_clipping", "1, as the job has it"),
-    ("accelerate launch --num_processes 2 --gradient_accumulation_steps 4", "gradient_accumulation_steps", "1, as the job"),
+    ("accelerate launch --num_processes 2 --gradient_accumulation_steps 4", "gradient_accumulation_steps", "1, as"),
     ("accelerate launch --offload_param_device nvme", "offload_param_device", "nothing is moved to disks"),
     ("accelerate launch --dynamo_backend onnxrt", "dynamo_backend", "inductor"),
     ("accelerate launch --dynamo_mode max-autotune", "dynamo_mode", "default"),
@@ -139,28 +141,28 @@ REFUSED = [
     ("accelerate launch --max_restarts many", "max_restarts", "a whole number"),
     ("torchrun --nproc_per_nod 2", "nproc_per_nod", "nproc_per_node"),
     ("deepspeed --autotuning run", "autotuning", "torchtitan bench"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize("launch, name, said", REFUSED)
-def test_what_is_refused(launch, name, said):
+@pytest.mark.parametrize("launch, name, message", REFUSED)
+def test_what_is_refused(launch, name, message):
     text = refusal(launch)
-    assert name in text and said in text
+    assert name in text and message in text
 
 
 def test_a_file_of_accelerate_config(here):
     """Its options are those of the line, whose own count before them; nothing in it is dropped either."""
-    config = {"compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "DEEPSPEED"}
-    config |= {"deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "none", "zero3_init_flag": True}}
-    config |= {"downcast_bf16": "no", "main_training_function": "main", "mixed_precision": "bf16", "num_machines": 1}
-    config |= {"machine_rank": 0, "num_processes": 4, "same_network": True, "tpu_env": [], "use_cpu": False}
-    (here / "accelerate.yaml").write_text(yaml.safe_dump(config))
-    made, head = job("accelerate launch --config_file accelerate.yaml")
-    assert made.training.mixed_precision_param == "bfloat16" and made.training.global_batch_size == 4
-    assert made.parallelism.fsdp_reshard_after_forward == "always" and "--zero3_init_flag" in head
-    made, _ = job("accelerate launch --config_file accelerate.yaml --num_processes 2 --mixed_precision no")
-    assert made.training.mixed_precision_param == "float32" and made.training.global_batch_size == 2
-    (here / "accelerate.yaml").write_text(yaml.safe_dump(config | {"nothing": 1}))
+    settings = {"compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "DEEPSPEED"}
+    settings |= {"deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "none", "zero3_init_flag": True}}
+    settings |= {"downcast_bf16": "no", "main_training_function": "main", "mixed_precision": "bf16", "num_machines": 1}
+    settings |= {"machine_rank": 0, "num_processes": 4, "same_network": True, "tpu_env": [], "use_cpu": False}
+    (here / "accelerate.yaml").write_text(yaml.safe_dump(settings))
+    config, head = job("accelerate launch --config_file accelerate.yaml")
+    assert config.training.mixed_precision_param == "bfloat16" and config.training.global_batch_size == 4
+    assert config.parallelism.fsdp_reshard_after_forward == "always" and "--zero3_init_flag" in head
+    config, _ = job("accelerate launch --config_file accelerate.yaml --num_processes 2 --mixed_precision no")
+    assert config.training.mixed_precision_param == "float32" and config.training.global_batch_size == 2
+    (here / "accelerate.yaml").write_text(yaml.safe_dump(settings | {"nothing": 1}))
     assert "nothing" in refusal("accelerate launch --config_file accelerate.yaml")
     with pytest.raises(JobError, match="nowhere.yaml"):
         job("accelerate launch --config_file nowhere.yaml")
@@ -170,7 +172,9 @@ def test_a_script_that_does_not_ask_accelerate():
     """ReLoRA's script makes no Accelerator, so that what accelerate sets up has no effect in it."""
     script = "torchrun_main.py --model_config configs/llama_250m.json --batch_size 24 --total_batch_size 48"
     with pytest.raises(ConfigError, match="mixed_precision .*its own flags say precision") as error:
-        translate(parse(split([f"accelerate launch --num_processes 2 --mixed_precision bf16 --use_fsdp {script}"])), None)
+        translate(
+            parse(split([f"accelerate launch --num_processes 2 --mixed_precision bf16 --use_fsdp {script}"])), None
+        )
     assert "use_fsdp" in str(error.value)
     text, *_ = translate(parse(split([f"accelerate launch --num_processes 2 --main_process_port 1 {script}"])), None)
     assert "--main_process_port" in text

@@ -63,8 +63,8 @@ def parse(words: Sequence[str]) -> CommandLine:
             f"no script (a word that ends in .py) and no file of options (.yml, .json) in: "
             f"{shlex.join(words)[:200] or 'nothing'}; give the line whole"
         )
-    ahead = [*words[:first], *words[begin:place]] if launcher else words[:place]
-    unread = tuple(word for word in ahead if not (ASSIGNMENT.fullmatch(word) or HARMLESS.fullmatch(word)))
+    others = [*words[:first], *words[begin:place]] if launcher else words[:place]
+    unread = tuple(word for word in others if not (ASSIGNMENT.fullmatch(word) or HARMLESS.fullmatch(word)))
     script = words[place].replace("\\", "/").rpartition("/")[2]
     behind = place + 1
     if script.endswith(".py") and words[behind : behind + 1] and words[behind].endswith(CONFIGS):

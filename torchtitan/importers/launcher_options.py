@@ -13,7 +13,9 @@ MACHINES = "start torchtitan train on every machine, see docs/jobs.md"
 NO_TPU = "there are no TPUs here"
 NO_MEGATRON = "no model of Megatron-LM is built; parallelism.* shards the model"
 NO_FP8 = "products are in bfloat16 or float32"
-NO_SEQUENCE_PARALLEL = "DeepSpeed's sequence parallelism is not here; parallelism.context_parallel_degree shards sequences"
+NO_SEQUENCE_PARALLEL = (
+    "DeepSpeed's sequence parallelism is not here; parallelism.context_parallel_degree shards sequences"
+)
 NO_DISK = "nothing is moved to disks"
 
 
@@ -150,7 +152,14 @@ OPTIONS: dict[str, dict[str, Fate]] = {
 MODULES = {"torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun"}
 MODULES |= {"accelerate.commands.launch": "accelerate", "deepspeed.launcher.runner": "deepspeed"}
 """Launchers by the module that python -m runs."""
-OF_FILES = ("compute_environment", "main_training_function", "tpu_env", "tpu_use_cluster", "fp8_config", "mpirun_config")
+OF_FILES = (
+    "compute_environment",
+    "main_training_function",
+    "tpu_env",
+    "tpu_use_cluster",
+    "fp8_config",
+    "mpirun_config",
+)
 """Keys of a file of `accelerate config` that stand for no option."""
 KINDS_OF_FILES = {"DEEPSPEED": "use_deepspeed", "FSDP": "use_fsdp", "MEGATRON_LM": "use_megatron_lm", "XLA": "tpu"}
 """Options by what such a file has as distributed_type."""

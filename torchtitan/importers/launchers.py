@@ -43,7 +43,9 @@ def sharding(line: CommandLine) -> set[str]:
     if "use_fsdp" in options:
         regather = options.get("fsdp_reshard_after_forward", "true").lower()
         strategy = options.get("fsdp_sharding_strategy", regather)
-        strategy = {**dict.fromkeys(YES, "full_shard"), "false": "shard_grad_op"}.get(strategy.lower(), strategy.lower())
+        strategy = {**dict.fromkeys(YES, "full_shard"), "false": "shard_grad_op"}.get(
+            strategy.lower(), strategy.lower()
+        )
         return {SHARDING[strategy]} if strategy in SHARDING else set()
     return set()
 
@@ -57,8 +59,8 @@ class _Launch:
 
     def read(self) -> None:
         if self.line.unread:
-            words = " ".join(self.line.unread)
-            self.note(f"ahead of the launcher, not read: {words}; --world-size N says how many ranks there are")
+            unread = " ".join(self.line.unread)
+            self.note(f"ahead of the launcher, not read: {unread}; --world-size N says how many ranks there are")
         if not self.line.launcher:
             return
         if "use_parallelism_config" in self.line.launched:
@@ -88,8 +90,8 @@ class _Launch:
             if value is not False:
                 self._refuse(name, value, "nothing", fate.reason)
         elif name in SETUP and not self.is_accelerated and text not in NO[:3]:
-            why = f"{self.line.script} does not ask accelerate for it: its own flags say precision and sharding"
-            self._refuse(name, value, f"nothing ahead of {self.line.script}", why)
+            reason = f"{self.line.script} does not ask accelerate for it: its own flags say precision and sharding"
+            self._refuse(name, value, f"nothing ahead of {self.line.script}", reason)
         elif name in PARALLELISM and "use_parallelism_config" not in self.line.launched:
             self.note(f"{self.name} --{name}: no effect without --use_parallelism_config")
         elif fate.note == START or (fate.note == MACHINES and not self._has_machines()):
@@ -107,18 +109,21 @@ class _Launch:
 
     def _precision(self) -> None:
         """bf16 counts where the script says nothing of it; the Trainer's own option counts before it."""
-        asked, computed = self.options.get("mixed_precision", "no"), self.values.get("training.mixed_precision_param")
-        if asked in NO or "mixed_precision" in self.meaning.launched:
+        requested, computed = (
+            self.options.get("mixed_precision", "no"),
+            self.values.get("training.mixed_precision_param"),
+        )
+        if requested in NO or "mixed_precision" in self.meaning.launched:
             return
         if computed == "bfloat16":
-            if asked != "bf16":
-                self.note(f"{self.name} --mixed_precision {asked}: bf16 of the file counts before it")
-        elif asked == "bf16":
+            if requested != "bf16":
+                self.note(f"{self.name} --mixed_precision {requested}: bf16 of the file counts before it")
+        elif requested == "bf16":
             self.values["training.mixed_precision_param"] = "bfloat16"
-            self.note(f"{self.name} --mixed_precision bf16: the file does not say bf16, and computes in it all the same")
+            self.note(f"{self.name} --mixed_precision bf16: it computes in bfloat16, though the file does not say bf16")
         else:
-            why = "float16 overflows without a scaler; bf16 needs none"
-            self._refuse("mixed_precision", asked, "no or bf16", why)
+            reason = "float16 overflows without a scaler; bf16 needs none"
+            self._refuse("mixed_precision", requested, "no or bf16", reason)
 
     def _compile(self) -> None:
         backend = str(self.options.get("dynamo_backend", "no")).lower()
@@ -143,14 +148,17 @@ class _Launch:
                 self.note(f"{self.name} --{name} cpu: parameters and optimizer are kept on the host together")
             elif device not in NO:
                 self._refuse(name, device, "none or cpu", "nothing is moved to disks")
-        same = {"gradient_accumulation_steps": self._passes(), "gradient_clipping": self.values.get("training.max_norm", MAX_NORM)}
-        for name, ours in same.items():
-            said = self.options.get(name)
-            if said is not None and ours is not None and said != ours:
-                self._refuse(name, said, f"{ours:g}, as the job has it", "say it once, to the script")
+        same = {
+            "gradient_accumulation_steps": self._passes(),
+            "gradient_clipping": self.values.get("training.max_norm", MAX_NORM),
+        }
+        for name, job_value in same.items():
+            value = self.options.get(name)
+            if value is not None and job_value is not None and value != job_value:
+                self._refuse(name, value, f"{job_value:g}, as the job has it", "say it once, to the script")
         if self.options.get("parallelism_config_sp_size", 1) != 1:
-            why = "parallelism.context_parallel_degree shards sequences"
-            self._refuse("parallelism_config_sp_size", self.options["parallelism_config_sp_size"], "1", why)
+            reason = "parallelism.context_parallel_degree shards sequences"
+            self._refuse("parallelism_config_sp_size", self.options["parallelism_config_sp_size"], "1", reason)
 
     def _passes(self) -> int | None:
         local, whole = (self.values.get(f"training.{name}_batch_size") for name in ("local", "global"))
@@ -160,8 +168,8 @@ class _Launch:
         strategy = str(self.options.get("fsdp_sharding_strategy", "full_shard")).lower()
         if strategy not in SHARDING and strategy not in (*YES, *NO):
             allowed = "FULL_SHARD, SHARD_GRAD_OP or NO_SHARD"
-            why = "parallelism.data_parallel_replicate_degree of the job makes it hybrid"
-            self._refuse("fsdp_sharding_strategy", self.options["fsdp_sharding_strategy"], allowed, why)
+            reason = "parallelism.data_parallel_replicate_degree of the job makes it hybrid"
+            self._refuse("fsdp_sharding_strategy", self.options["fsdp_sharding_strategy"], allowed, reason)
         if self._is_on("fsdp_offload_params"):
             self.values["training.enable_cpu_offload"] = True
         if self._is_on("fsdp_activation_checkpointing"):
