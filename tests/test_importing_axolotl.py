@@ -594,6 +594,25 @@ def test_prompts_of_ones_own(said, wanted, here):
     assert {name: getattr(source, name) for name in wanted} == wanted
 
 
+def test_several_datasets_are_joined_as_axolotl_concatenates_them():
+    """With a number of steps too, and the note says so; one dataset needs neither."""
+    several = {"datasets": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}
+    job = meaning(FULL | several)
+    assert job.values["training.mixing"] == "sizes" and job.values["training.steps"] == 100
+    assert [note for note in job.notes if "every record equally often" in note] == [
+        "training: the 2 sources are read as one, every record equally often, as Axolotl joins them"
+    ]
+    assert "training.mixing" not in meaning(FULL).values
+    assert any("every record equally often" in note for note in meaning(FULL | {"max_steps": None} | several).notes)
+    held_out = meaning(FULL | {"test_datasets": several["datasets"]})
+    assert "training.mixing" not in held_out.values
+    assert any("validation: the 2 sources are read as one" in note for note in held_out.notes)
+    texts = {"datasets": None, "pretraining_dataset": [{"path": "json", "data_files": ["a.txt", "b.txt"]}]}
+    assert any("equal shares of the samples" in note for note in meaning(FULL | texts).notes)
+    (fault,) = meaning(FULL | texts | {"pretraining_dataset": ["a.txt", "b.txt"]}).faults
+    assert fault.key == "pretraining_dataset" and "reads the first alone" in str(fault)
+
+
 def test_each_of_the_181_options_is_tried():
     assert [len(part.split()) for part in (MUST, NICE, NOWHERE)] == [127, 29, 25] and len(set(OPTIONS)) == 181
     tried = (

@@ -12,7 +12,7 @@ from tests.support import jobs
 from tests.support.pool import run_ranks
 from tests.test_loader import global_samples, in_turn, loader, rows
 from tests.test_records import make_shards, records, write
-from torchtitan import build_data
+from torchtitan import build, build_data
 from torchtitan.config import manager
 from torchtitan.config.job import describe_sources
 from torchtitan.config.options import ConfigError
@@ -286,3 +286,44 @@ def test_the_field_of_an_entry_is_its_own(tmp_path):
     config = manager.load([f'--training.sources=[{tables[0]}}}, {tables[1]}, text_field = "body"}}]'])
     found = [next(weighted.source.documents()).text[0] for weighted in build_data.data_sources(config, "training")]
     assert found == ["a", "b"]
+
+
+def test_sources_are_joined_by_size(tmp_path):
+    """A job of 480 records beside 32 meets each of them equally often, where weights would draw half from the few."""
+
+    def segments(name, count):
+        values = [[{"text": name, "label": False}, {"text": str(i), "label": True}] for i in range(count)]
+        return write(tmp_path / f"{name}.jsonl", values)
+
+    large, small = segments("l", 480), segments("s", 32)
+    path = toml(tmp_path / "job.toml", "training", [("text", large, 1), ("text", small, 1)])
+    words = [f"--job.config_file={path}", f"--job.dump_folder={tmp_path}", "--task.kind=sft", "--training.seq_len=16"]
+    words += ["--model.tokenizer_path=bytes", "--training.local_batch_size=64", "--data.packing=off"]
+    shares = {}
+    for mixing in ("weights", "sizes"):
+        config = manager.load([*words, f"--training.mixing={mixing}"])
+        assert not [fault for fault in check(config, 1, "cpu") if "mixing" in fault.key]
+        plan, vocabulary = build.dims(config, 1), build.tokenizer(config)
+        batches = islice(build_data.training_loader(config, vocabulary, 0, plan), 8)
+        records = [tuple(ids) for batch in batches for ids in batch["tokens"].tolist()]
+        shares[mixing] = sum(ids[1] == ord("s") for ids in records) / len(records)
+        if mixing == "sizes":
+            assert len(set(records)) == len(records) == 512
+            assert "0.5" not in describe_sources(config, "training")
+    assert shares == {"weights": 0.5, "sizes": 32 / 512}
+    path = toml(tmp_path / "job.toml", "training", [("text", large, 3), ("text", small, 1)])
+    (fault,) = (str(f) for f in check(manager.load([*words, "--training.mixing=sizes"]), 1, "cpu") if "weight" in f.key)
+    assert 'training.sources[0].weight: given 3.0; allowed: 1 with training.mixing = "sizes"' in fault
+
+
+def test_texts_that_are_joined_are_tokenized_before(tmp_path):
+    """Samples are then blocks of all texts, each met once in a pass."""
+    large = write(tmp_path / "large.jsonl", ["l" * 30 for _ in range(60)])
+    small = write(tmp_path / "small.jsonl", ["s" * 30 for _ in range(10)])
+    path = toml(tmp_path / "job.toml", "training", [("text", large, 1), ("text", small, 1)])
+    words = [f"--job.config_file={path}", f"--job.dump_folder={tmp_path}", "--training.seq_len=31"]
+    config = manager.load([*words, "--model.tokenizer_path=bytes", "--training.mixing=sizes"])
+    plan, vocabulary = build.dims(config, 1), build.tokenizer(config)
+    batches = islice(build_data.training_loader(config, vocabulary, 0, plan), 9)
+    letters = [letter for batch in batches for row in batch["tokens"].tolist() for letter in row]
+    assert letters.count(ord("s")) / letters.count(ord("l")) == pytest.approx(10 / 60, rel=0.15)

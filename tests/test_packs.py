@@ -194,6 +194,20 @@ def test_weights_mix_packs_of_each_source(folders):
         assert sum(of_a) == 3
 
 
+def test_sources_that_are_joined_are_one_source_without_an_end(folders):
+    """Every record once in a pass whatever the sizes of the sources, as in epochs, of which there are always more."""
+    options = dict(joined=True, local_batch_size=1)
+    in_epochs = [row for batch in packed(folders, epochs=3, local_batch_size=1) for row in rows(batch)]
+    endless = [row for batch in islice(packed(folders, **options), len(in_epochs) + 5) for row in rows(batch)]
+    assert endless[: len(in_epochs)] == in_epochs and len(endless) == len(in_epochs) + 5
+    both = documents(folders["a"]) + documents(folders["b"])
+    assert len(documents(folders["a"])) != len(documents(folders["b"]))
+    one_pass = read_back(in_epochs[: len(in_epochs) // 3], both)
+    assert sorted(one_pass) == sorted(ids for ids, _ in both)
+    with pytest.raises(JobError, match="weight: in epochs in the checkpoint, 1.0 now"):
+        packed(folders, state=merge_states([packed(folders, **options).state_dict()]))
+
+
 def test_what_is_held_out_is_a_share_of_each_source(folders):
     assert held_out_of([100, 50, 3], 0.1) == [10, 5, 0] and sum(held_out_of([100, 50, 3], 20)) == 20
     every = {name: [ids for ids, _ in documents(folders[name])] for name in "ab"}

@@ -131,10 +131,42 @@ def test_refusals(job, capsys, tmp_path):
         preview.main([*job, "--training.dataset_path", str(tmp_path / "no")])
 
 
+TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+REFUSED = {
+    "no JSON": ("{", [], r"a\.jsonl:\d: .*JSON"),
+    "another field": ('{"body": "a"}', [], r"a\.jsonl:\d: no field 'text'; the fields there are: 'body'"),
+    "no text": ('{"text": ""}', [], "no text in 8 epochs"),
+    "no template": (json.dumps({"messages": TALK}), [], r"a\.jsonl:1: .*no chat template; give one with data\.chat_"),
+    "template": (
+        json.dumps({"messages": TALK}),
+        ["--data.chat_template={{ raise_exception('never') }}"],
+        r"a\.jsonl:1: the chat template refuses this conversation: never",
+    ),
+    "pairs": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', [], r"a\.jsonl:1: a pair of answers, which only task"),
+    "too long": (
+        json.dumps({"prompt": "a", "completion": "b" * 99}),
+        ["--task.kind=sft", "--training.seq_len=32"],
+        r"a\.jsonl:1: 102 tokens, but a sample .* has room for 33; raise training\.seq_len",
+    ),
+    "nothing learned": (
+        json.dumps({"text": [{"text": "a", "label": False}]}),
+        ["--task.kind=sft"],
+        "8 of 8 records have nothing that is trained",
+    ),
+}
+
+
+@pytest.mark.parametrize("line, options, message", REFUSED.values(), ids=REFUSED)
+def test_data_that_are_refused(line, options, message, job, tmp_path):
+    """The reason is that of the trainer, whether data are read before the first batch or in it."""
+    (tmp_path / "a.jsonl").write_text((line + "\n") * 8)
+    with pytest.raises(JobError, match=message):
+        preview.main([*job, *options, f"--job.dump_folder={tmp_path}/run"])
+
+
 def test_a_record_of_a_pack_begins_in_it(tmp_path, capsys):
     """Also under a template that writes no token ahead of it."""
-    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
-    (tmp_path / "a.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 4)
+    (tmp_path / "a.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 4)
     template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
     words = ["--task.kind=sft", "--model.tokenizer_path=bytes", "--training.dataset=text", "--training.seq_len=24"]
     words += [f"--training.dataset_path={tmp_path}/a.jsonl", f"--data.chat_template={template}"]

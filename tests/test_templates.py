@@ -11,11 +11,12 @@ from tests.support.jobs import ROOT
 from tests.test_loader import global_samples, loader
 from torchtitan.commands import prepare, preview
 from torchtitan.datasets import templates
+from torchtitan.datasets.learned import TrainOn
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.packing import IGNORE
 from torchtitan.datasets.reading import Reading
-from torchtitan.datasets.records import document_of, encode
-from torchtitan.datasets.sources import DataError
+from torchtitan.datasets.records import _encode_rendered, document_of, encode
+from torchtitan.datasets.sources import DataError, Span
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.errors import JobError
@@ -113,6 +114,63 @@ def test_a_template_without_marks_trains_the_same(name, folders, tmp_path):
     assert "generation %" not in plain.chat_template
     for chat in CHATS:
         assert ours(plain, messages(chat)) == ours(marked, messages(chat))
+
+
+BLANKS = [
+    [("user", "Hi"), ("assistant", "  two blanks"), ("user", "\n\nlines \n"), ("assistant", "\n\n a list:\n\n- 1 \n")],
+    [("system", " "), ("user", "é\u2003x"), ("assistant", " \U0001f600 yes\t"), ("assistant", "\nand"), ("user", "ok")],
+    *CHATS,
+]
+
+
+def gpt2_split(folder, template):
+    """With GPT-2's pattern, which keeps a run of blanks together across the border of an answer."""
+    made = folder_with(folder, template)
+    opened = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
+    opened.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    opened.save(str(made / "tokenizer.json"))
+    return made
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_ids_are_the_same_whatever_is_trained(name, tmp_path):
+    """Those of transformers for every train_on, and its masks where the answers are trained."""
+    untrimmed = TEMPLATES[name].replace(" | trim", "")
+    folder = str(gpt2_split(tmp_path / "marked", untrimmed))
+    both = [build_tokenizer(folder), build_tokenizer(str(gpt2_split(tmp_path / "plain", unmarked(untrimmed))))]
+    chats = [messages(chat) for chat in BLANKS]
+    for chat, (ids, mask) in zip(chats, theirs(folder, chats), strict=True):
+        for tokenizer in both:
+            assert ours(tokenizer, chat) == (ids, mask)
+            for what in ("completion", "all", "last_turn"):
+                for ends in ("turn", "last", "all", "none"):
+                    encoded = encode(tokenizer, document_of(chat, "messages", "", ""), TrainOn(what, ends))
+                    assert encoded.ids.tolist() == ids and (what != "all" or ends != "turn" or encoded.trained.all())
+
+
+OPENED = {"bytes": "bytes", "tiktoken": "tiktoken.model", "sentencepiece": "sentencepiece.model"}
+
+
+@pytest.mark.parametrize("kind", OPENED)
+def test_other_kinds_of_tokenizers_know_where_their_tokens_are(kind):
+    """A text in two spans has the ids of the whole, and those are trained that have a character of the second."""
+    path = OPENED[kind]
+    tokenizer = build_tokenizer(path if kind == "bytes" else ROOT / "tests/assets/tokenizer" / path)
+    for first, second in (
+        ("assistant:", " four é\U0001f600"),
+        ("a \n", "\n  b"),
+        ("\U0001f600", "x\u2003 y"),
+        ("fo", "ur"),
+    ):
+        ids, _ = tokenizer.encode_with_ranges(first + second, [])
+        assert ids == tokenizer.encode(first + second)
+        spans = [Span(first, False), Span(second, True)]
+        encoded = _encode_rendered(tokenizer, spans)
+        assert encoded.ids.tolist() == ids and encoded.trained.any()
+        untouched = tokenizer.decode(encoded.ids[~encoded.trained])
+        assert first.startswith(untouched.replace("\ufffd", ""))
+        if kind == "bytes":
+            assert encoded.trained.tolist() == [False] * len(first.encode()) + [True] * len(second.encode())
 
 
 def test_what_people_say_never_is_a_special_token(folders):

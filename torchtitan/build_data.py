@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from torchtitan.build import global_batch_size, model_args, objective, taken
-from torchtitan.config.job import JobConfig, sources_of
+from torchtitan.config.job import JobConfig, joins_sources, sources_of
 from torchtitan.datasets import open_source
 from torchtitan.datasets.epochs import end_of, samples_in, steps_for
 from torchtitan.datasets.held_out import HeldOut
@@ -299,7 +299,8 @@ def documents_fingerprint(config: JobConfig, vocabulary: Tokenizer) -> dict[str,
 def tokenized_before(config: JobConfig, section: Section) -> bool:
     """Whether a section's text is tokenized before the run."""
     task = TASKS[config.task.kind]
-    return task.packs or task.in_lanes or (section == "training" and config.training.epochs is not None)
+    joined = joins_sources(config) and (config.training.epochs is not None or len(config.training.sources) > 1)
+    return task.packs or task.in_lanes or (section == "training" and joined)
 
 
 def cache_of(config: JobConfig) -> Path:
@@ -359,6 +360,7 @@ def _loader(
         **taken(workers, build_loader) | ({"pin_memory": on_gpu} if workers.pin_memory is None else {}),
         state=state,
         epochs=epochs,
+        joined=section == "training" and joins_sources(config),
         tokens=config.training.tokens if section == "training" else None,
         together=TASKS[config.task.kind].together,
         packing=packing(config, section, vocabulary.eos_id),

@@ -16,7 +16,7 @@ from torchtitan.config.layers import layer_of
 from torchtitan.config.manager import assemble
 from torchtitan.config.options import ConfigError, hint, show
 from torchtitan.errors import JobError
-from torchtitan.importers import SOURCES
+from torchtitan.importers import SOURCES, launchers
 from torchtitan.importers.command_line import CommandLine, parse, split
 from torchtitan.launch import launch
 from torchtitan.leaving import REFUSED
@@ -95,6 +95,7 @@ def translate(line: CommandLine, source: str | None) -> Translation:
             f"{name or line.script}: not one that is read; allowed: {known}; {near or 'say whose it is, --from'}"
         )
     meaning = resolve_name(SOURCES[name].reader)(line)
+    launchers.add(line, meaning, SOURCES[name].asks_accelerate)
     layer = layer_of(meaning.said_by, meaning.values.items())
     if faults := [*meaning.faults, *layer.all_faults()]:
         raise ConfigError(faults)

@@ -74,12 +74,16 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def first_batch(config: JobConfig, tokenizer: Tokenizer, samples: int) -> Batch:
-    """The first global samples. They are the same for any number of ranks, so one rank is asked for all of them."""
+    """Return the first global samples. They are the same for any number of ranks, so one rank is asked for all of them.
+
+    Raises DataError for data that the trainer would refuse, with the same message."""
     training = dataclasses.replace(config.training, local_batch_size=samples, dataloader=DataLoader(pin_memory=False))
     alone = build.on_one_rank(dataclasses.replace(config, training=training))
     batches = iter(training_loader(alone, tokenizer, 0, build.dims(alone, 1)))
     device = torch.device("cpu")
-    taken, _ = feed(alone, tokenizer, build.dims(alone, 1), 0, device, draws=False).take(batches, 1, step=0)
+    taken, error = feed(alone, tokenizer, build.dims(alone, 1), 0, device, draws=False).take(batches, 1, step=0)
+    if error is not None:
+        raise error
     return taken[0]
 
 

@@ -49,6 +49,7 @@ KINDS: dict[str, Kind] = {
     "training.fields": "told",
     "training.template": "told",
     "training.sources": "told",
+    "training.mixing": "told",
     "training.shuffle": "told",
     "training.seq_len": "told",
     "training.on_bad_data": "told",

@@ -77,13 +77,18 @@ def _as_training(source: DataSource, training: Training) -> DataSource:
     return replace(source, **{name: getattr(source, name) or getattr(training, name) for name in names})
 
 
+def joins_sources(config: JobConfig) -> bool:
+    """Whether the training sources are read as one, so that their weights have no meaning."""
+    return config.training.epochs is not None or config.training.mixing == "sizes"
+
+
 def describe_sources(config: JobConfig, section: Literal["training", "validation"]) -> str:
-    """In words: the datasets with their paths and, of several, how large a share of the samples each has."""
+    """Describe the datasets with their paths and, where several are mixed by weight, the share of each."""
     sources = list(sources_of(config, section).values())
     whole = sum(source.weight for source in sources)
     names = [s.dataset + (f" ({s.dataset_path})" if s.dataset_path else "") for s in sources]
-    if len(sources) == 1:
-        return names[0]
+    if len(sources) == 1 or (section == "training" and joins_sources(config)):
+        return " + ".join(names)
     return " + ".join(f"{s.weight / whole:.3g} {name}" for s, name in zip(sources, names, strict=True))
 
 

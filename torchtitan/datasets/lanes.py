@@ -8,6 +8,8 @@ for the others.
 * A Stream of few parts: one pass over the parts in shuffled order, documents dealt one by one; a reader keeps what
   comes for those of its lanes that are behind. Documents are shuffled within blocks of BLOCK.
 * A Stream of many parts of even size (the shards of a big dataset): each lane has parts of its own.
+
+Without shuffling there is one lane, as several would pack documents that are not neighbours into one sample.
 """
 
 from collections import deque
@@ -41,7 +43,7 @@ class Place(NamedTuple):
 class IndexedLanes:
     def __init__(self, source: Indexed, seed: int, shuffle: bool) -> None:
         self.source, self.seed, self.shuffle = source, seed, shuffle
-        self.count = lanes_for(len(source))
+        self.count = lanes_for(len(source)) if shuffle else 1
 
     def reader(self, places: dict[int, Place]) -> "IndexedReader":
         """Reads on from these places; the lanes that it will be asked for are the keys."""
@@ -53,13 +55,7 @@ class IndexedLanes:
             yield n % self.count, attempt(self.source.get, index)
 
     def order(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        if self.shuffle:
-            return permute(positions, len(self.source), key(self.seed, epoch))
-        # Dealt anew in every round: with a fixed deal, data that alternates (question, answer) would give each lane
-        # documents of one kind, and the lanes of the short ones would run epochs ahead.
-        turn, place = np.divmod(positions, self.count)
-        dealt = turn * self.count + permute(place, self.count, key(self.seed, turn))
-        return np.where((turn + 1) * self.count <= len(self.source), dealt, positions)
+        return permute(positions, len(self.source), key(self.seed, epoch)) if self.shuffle else positions
 
 
 class IndexedReader:
@@ -92,8 +88,9 @@ class StreamLanes:
 
     def __init__(self, source: Stream, seed: int, shuffle: bool, stop: bool) -> None:
         self.source, self.seed, self.shuffle = source, seed, shuffle
-        self.own_parts = _even(source.parts)
-        self.count = MAX_LANES if self.own_parts else lanes_for(self._records(MAX_LANES * LEAST_DOCUMENTS, stop))
+        self.own_parts = shuffle and _even(source.parts)
+        documents = 0 if self.own_parts else self._records(MAX_LANES * LEAST_DOCUMENTS, stop)
+        self.count = MAX_LANES if self.own_parts else lanes_for(documents) if shuffle else 1
 
     def reader(self, places: dict[int, Place]) -> "StreamReader":
         return StreamReader(self, dict(places))
@@ -104,7 +101,9 @@ class StreamLanes:
                 yield lane if self.own_parts else self.lane_of(place), item
 
     def lane_of(self, place: Place) -> int:
-        # Dealt anew in every round and part, as in IndexedLanes.order; parts of a few documents reach all lanes too.
+        # Dealt anew in every round and part: with a fixed deal, data that alternates (question, answer) would give each
+        # lane documents of one kind, and the lanes of the short ones would run epochs ahead. Parts of a few documents
+        # reach all lanes too.
         turn, place_in_turn = divmod(place.ordinal, self.count)
         return _deal(self.seed, place.part, turn, self.count)[place_in_turn]
 

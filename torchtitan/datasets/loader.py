@@ -194,6 +194,7 @@ def build_loader(
     prefetch_factor: int | None,
     state: dict[str, Any] | None = None,
     epochs: int | None = None,
+    joined: bool = False,
     tokens: int | None = None,
     together: int = 1,
     packing: Packing | None = None,
@@ -202,7 +203,8 @@ def build_loader(
     """The loader of one data-parallel rank. `state` is a merged state_dict to go on from. `together`: neighbouring
     samples that one rank gets, in one batch.
 
-    Several sources are mixed by their weights, see mixing.py, and have no end. With `epochs`, all are prepared shards
+    Several sources are mixed by their weights, see mixing.py, and have no end. With `joined`, all are prepared shards
+    and are read as one, each record or block once in a pass, pass after pass. With `epochs`, all are prepared shards
     and the batches end after so many passes over all of them, with `tokens` after the samples that these fill, on every
     rank after the same whole step, see epochs.py. With `packing`, all are prepared shards too, and samples are whole
     documents of theirs, see packs.py; what ends is then met in passes over all of them. `labels`: see targets.py.
@@ -216,12 +218,13 @@ def build_loader(
     mixture = Mixture([weight for _, _, weight in sources], counts, seed)
     texts = np.repeat([not isinstance(source, TokenShards) for source in opened], counts)
     settings = {"seed": seed, "shuffle": shuffle, "seq_len": seq_len}
-    in_passes = epochs is not None or (tokens is not None and packing is not None)
+    in_passes = joined or epochs is not None or (tokens is not None and packing is not None)
     settings |= _fingerprint(sources, in_passes, tokenizer, packing)
     start = resume(state, np.flatnonzero(texts).tolist(), mixture.taken, settings)
     step = local_batch_size * dp_size if global_batch_size == -1 else global_batch_size
     shards = [source for source in opened if isinstance(source, TokenShards)]
-    assert epochs is None or len(shards) == len(opened), "the trainer prepares what is to end"
+    is_one = joined and len(sources) > 1
+    assert not (is_one or epochs) or len(shards) == len(opened), "the trainer prepares what is to end, or is joined"
     end = end_of(shards, seq_len, epochs, tokens, seed, shuffle, packing)
     steps = None if end is None else steps_for(max(0, end - start.samples), step)
     batches = steps and steps * (step // (local_batch_size * dp_size))
@@ -231,14 +234,16 @@ def build_loader(
         pieces: LanePieces | BlockPieces = BlockPieces(shards, share, form, seed, shuffle, end)
     else:
         pieces = LanePieces(opened, mixture, share, form, start.cursors, seed, shuffle, stop, end)
-        _say_how_often_text_is_read(pieces, dp_rank, dp_size, sum(counts))
+        most = MAX_LANES if shuffle else 1
+        _say_how_often_text_is_read(pieces, dp_rank, dp_size, sum(counts), most)
     return Loader(
         pieces, start, num_workers, pin_memory, persistent_workers=persistent_workers, prefetch_factor=prefetch_factor
     )
 
 
-def _say_how_often_text_is_read(pieces: LanePieces, dp_rank: int, dp_size: int, lanes: int) -> None:
-    if dp_size > MAX_LANES and dp_rank == 0:
+def _say_how_often_text_is_read(pieces: LanePieces, dp_rank: int, dp_size: int, lanes: int, most: int) -> None:
+    """Warn where more than `most` ranks read the same documents."""
+    if dp_size > most and dp_rank == 0:
         times = max(1, round(len(pieces.own_lanes) * dp_size / lanes))
         logger.warning(LANES_ARE_SHARED, dp_size, lanes, times)
 

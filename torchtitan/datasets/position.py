@@ -68,6 +68,12 @@ def resume(
             'checkpoint.exclude_from_loading = ["dataloader"]'
         )
     check_same_data(state, fingerprint)
+    if state["lanes"] > len(lanes) and fingerprint.get("shuffle") is False:
+        raise JobError(
+            f"the checkpoint's run read its text in {state['lanes']} lanes although training.shuffle = false, so not "
+            "in the stored order, which is kept now; finish with the program that began it, or begin the data anew "
+            'with checkpoint.exclude_from_loading = ["dataloader"]'
+        )
     if state["lanes"] != len(lanes):
         _refuse([f"lanes: {state['lanes']} in the checkpoint, {len(lanes)} now"])
     cursors = {int(lane): Cursor.from_list(cursor) for lane, cursor in state["cursors"].items()}

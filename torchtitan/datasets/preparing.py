@@ -35,6 +35,9 @@ PAIRS_READ = 2
 """Another number whenever the same records of pairs become other tokens, as texts that repeat their prompt did: what
 was made before is then made anew, also in a folder that jobs share."""
 
+CONVERSATIONS_READ = 2
+"""The same for conversations, which were tokenized in pieces, an answer apart from its header, in version 1."""
+
 
 def prepared(
     source: Source,
@@ -54,6 +57,7 @@ def prepared(
     tokenizer = build_tokenizer(tokenizer_path, chat_template)
     about = [source.name, origin, tokenizer.fingerprint, tokenizer.chat_template, stop, _changed(dataset_path)]
     about += [] if recipe == WHOLE else [asdict(recipe)]
+    about += [{"conversations": CONVERSATIONS_READ}] if tokenizer.chat_template is not None else []
     about += [{"pairs": PAIRS_READ}] if recipe.together > 1 else []
     shards = folder / hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     try:

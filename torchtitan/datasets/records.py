@@ -1,12 +1,13 @@
 """From the value of a record's field to a document, and from a document to tokens and which of them are trained.
 
 Spans meet where training begins or ends, and there a token ends too: a prompt then has the ids that it has when the
-model is asked, and no token is half trained. To map a mask by the offsets of characters onto the ids of the whole text
-would give neither. Neighbours that are both trained, or both not, are joined before, so no other border leaves a mark.
+model is asked, and no token is half trained. Neighbours that are both trained, or both not, are joined before, so no
+other border leaves a mark. Conversations are the exception: their ids are those of the text that the template makes, as
+transformers' apply_chat_template has them, and the offsets of characters say which tokens are trained.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,6 +95,8 @@ def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = ANSWERS
     elif train_on != ANSWERS:
         document = document._replace(content=train_on.choose(document.spans, closed=is_chat))
     try:
+        if is_chat:
+            return _encode_rendered(tokenizer, document.spans)
         pieces = list(_pieces(tokenizer, document))
     except TokenizerError as error:
         raise BadRecord(f"{document.place}: {error}; {REMEDY}") from None
@@ -104,6 +107,37 @@ def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = ANSWERS
         pieces = [(tokenizer.begin, first), *pieces, ([tokenizer.eos_id], last and train_on.ends != "none")]
     ids = np.concatenate([np.array(piece, dtype=np.int64) for piece, _ in pieces])
     return Tokens(ids, np.repeat([flag for _, flag in pieces], [len(piece) for piece, _ in pieces]))
+
+
+def _encode_rendered(tokenizer: Tokenizer, spans: Sequence[Span]) -> Tokens:
+    """Encode a conversation as its template renders it: text between two special tokens as a whole, so that ids do not
+    depend on what is trained. A token is trained if any of its characters is."""
+    if all(isinstance(span.content, str) and not span.content.strip() for span in spans):
+        return NO_TOKENS
+    ids: list[int] = []
+    trained: list[bool] = []
+    for is_text, group in groupby(spans, key=lambda span: isinstance(span.content, str)):
+        run = list(group)
+        flags = [span.trained for span in run]
+        if not is_text or all(flags) or not any(flags):
+            contents = ["".join(str(span.content) for span in run)] if is_text else [span.content for span in run]
+            for content, flag in zip(contents, flags, strict=False):
+                piece = tokenizer.encode(content) if isinstance(content, str) else list(content)
+                ids += piece
+                trained += [flag] * len(piece)
+            continue
+        texts = [str(span.content) for span in run]
+        stops = list(accumulate(map(len, texts)))
+        ranges = [
+            (stop - len(text), stop) for text, stop, flag in zip(texts, stops, flags, strict=True) if text and flag
+        ]
+        piece, chosen = tokenizer.encode_with_ranges("".join(texts), ranges)
+        learned = [False] * len(piece)
+        for first, last in chosen:
+            learned[first:last] = [True] * (last - first)
+        ids += piece
+        trained += learned
+    return Tokens(np.array(ids, dtype=np.int64), np.array(trained, dtype=bool))
 
 
 def prompt_ids(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], place: str) -> list[int]:

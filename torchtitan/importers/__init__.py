@@ -11,7 +11,8 @@ from torchtitan.registration import Registry
 class Source(NamedTuple):
     """`script`: the name of the file that its command lines run, or None where any may with these `flags`, or with a
     file of options that ends in one of `files`. `reader`: "module:function", of the command line
-    (command_line.CommandLine) the job that it means (meaning.Meaning).
+    (command_line.CommandLine) the job that it means (meaning.Meaning). `asks_accelerate`: whether the script takes
+    precision, sharding and compilation from accelerate launch.
     """
 
     script: str | None
@@ -19,6 +20,7 @@ class Source(NamedTuple):
     what: str
     flags: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    asks_accelerate: bool = False
 
     def __str__(self) -> str:
         if self.files:
@@ -42,10 +44,17 @@ _own = {
         ("mode", "optimizer", "model"),
     ),
     "axolotl": Source(
-        None, "torchtitan.importers.axolotl:read", "fine-tuning, and what launches it", files=(".yaml", ".yml")
+        None,
+        "torchtitan.importers.axolotl:read",
+        "fine-tuning, and what launches it",
+        files=(".yaml", ".yml"),
+        asks_accelerate=True,
     ),
     "neurocache": Source(
-        "train_neurocache.py", "torchtitan.importers.neurocache:read", "a cache of past states beside a frozen decoder"
+        "train_neurocache.py",
+        "torchtitan.importers.neurocache:read",
+        "a cache of past states beside a frozen decoder",
+        asks_accelerate=True,
     ),
     "deepspeed": Source(None, "torchtitan.importers.deepspeed:read", "DeepSpeed's ZeRO stages", files=(".json",)),
 }

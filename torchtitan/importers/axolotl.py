@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.errors import JobError
-from torchtitan.importers import deepspeed
+from torchtitan.importers import deepspeed, launchers
 from torchtitan.importers.axolotl_data import Data
 from torchtitan.importers.axolotl_pace import Pace
 from torchtitan.importers.axolotl_tokens import Tokens
@@ -342,7 +342,7 @@ class _Axolotl:
 
     def plan(self) -> None:
         given, values, ranks = self.given, self.values, self.line.ranks
-        path = given["deepspeed"]
+        path = given["deepspeed"] or launchers.deepspeed_file(self.line)
         if path is not None:
             beside = Path(self.line.config or "").parent / path
             deepspeed.add(Path(path) if os.path.isfile(path) else beside, ranks, self.meaning)
@@ -361,6 +361,9 @@ class _Axolotl:
             self.note(f"of fsdp_config, what a job need not say: {', '.join(sorted(config))}")
         if ranks == 1:
             return  # nothing is sharded
+        if words and launchers.sharding(self.line) - words:
+            self.note("the file's fsdp counts before the sharding that accelerate launch was given")
+        words = words or launchers.sharding(self.line)
         if "shard_grad_op" in words or config.get("reshard_after_forward") is False:
             values["parallelism.fsdp_reshard_after_forward"] = "never"
         elif "full_shard" in words:

@@ -46,7 +46,11 @@ class Data:
 
     def _pretraining(self) -> None:
         said = self.given["pretraining_dataset"]
-        sources = self._sources("pretraining_dataset", said if isinstance(said, list) else [said])
+        entries = said if isinstance(said, list) else [said]
+        if len(entries) > 1:
+            why = "Axolotl reads the first alone; a job may have several training.sources with weights"
+            self.refuse("pretraining_dataset", f"{len(entries)} entries", "one entry", why)
+        sources = self._sources("pretraining_dataset", entries[:1])
         self._write("training", sources)
         for name in ("datasets", "test_datasets", "val_set_size", "dataset_shard_num"):
             if self.given[name]:
@@ -222,8 +226,12 @@ class Data:
             self.values |= {f"{section}.{key}": value for key, value in sources[0].items()}
         elif sources:
             self.values[f"{section}.sources"] = sources
-            if len(sources) > 1:
-                self.note(f"{section}: with epochs every source is read once in each, as Axolotl joins them")
+        if len(sources) > 1 and self.given["pretraining_dataset"] is not None:
+            self.note(f"{section}: the {len(sources)} sources have equal shares of the samples; weight changes that")
+        elif len(sources) > 1:
+            self.values |= {"training.mixing": "sizes"} if section == "training" else {}
+            joined = "are read as one, every record equally often, as Axolotl joins them"
+            self.note(f"{section}: the {len(sources)} sources {joined}")
 
     def _template(self) -> None:
         name, own = self.given["chat_template"], self.given["chat_template_jinja"]

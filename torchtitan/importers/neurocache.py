@@ -146,6 +146,7 @@ class _Script(Script):
 
     def precision(self) -> None:
         asked = self.line.launched.get("mixed_precision", "no")
+        self.meaning.launched.add("mixed_precision")
         name = self.given["cache_dtype"] if asked == "no" else PRECISIONS.get(asked)
         if name is None:
             self.refuse("mixed_precision", asked, f"no, {', '.join(PRECISIONS)}")

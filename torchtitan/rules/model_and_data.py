@@ -172,9 +172,12 @@ def epochs_take_all(facts: Facts) -> Iterator[Fault]:
     training, validation = facts.config.training, facts.config.validation
     end = "training.epochs" if training.epochs is not None else "training.tokens" * facts.packs
     in_passes = training.epochs is not None or (facts.packs and training.tokens is not None)
-    for number, source in enumerate(training.sources if in_passes else []):
+    joined = training.mixing == "sizes" and not in_passes
+    for number, source in enumerate(training.sources if in_passes or joined else []):
         if source.weight != 1:
+            end = 'training.mixing = "sizes"' if joined else end
             remedy = f"leave it out, or set training.steps instead of {end}"
+            remedy = 'leave it out, or set training.mixing = "weights"' if joined else remedy
             yield facts.fault(f"training.sources[{number}].weight", f"1 with {end}", remedy)
     for number, source in enumerate(validation.sources if facts.packs else []):
         if source.weight != 1:

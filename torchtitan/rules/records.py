@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from torchtitan.config.job import joins_sources
 from torchtitan.config.options import Fault, options, show
 from torchtitan.datasets import has_records
 from torchtitan.limits import LimitError
@@ -75,12 +76,15 @@ def samples_may_differ_in_length(facts: Facts) -> Iterator[Fault]:
     for key, said in (("data.pad_to", data.pad_to != "seq_len"), ("data.group_by_length", data.group_by_length)):
         if said and packed:
             yield facts.fault(key, f"unset with data.packing = {data.packing}", 'set data.packing = "off"')
+    if data.group_by_length and not config.training.shuffle:
+        allowed = "unset with training.shuffle = false, which keeps the stored order"
+        yield facts.fault("data.group_by_length", allowed, "drop one of the two")
     if data.group_by_length and config.training.global_batch_size < 1:
         allowed = "with training.global_batch_size, as the order is of steps and must not be one of the ranks"
         yield facts.fault("data.group_by_length", allowed, "say it")
-    if data.group_by_length and len(config.training.sources) > 1 and config.training.epochs is None:
+    if data.group_by_length and len(config.training.sources) > 1 and not joins_sources(config):
         allowed = "with training.epochs, as sources that are mixed by weight have no steps of their own"
-        yield facts.fault("data.group_by_length", allowed, "set training.epochs, or drop it")
+        yield facts.fault("data.group_by_length", allowed, 'set training.mixing = "sizes", or drop it')
     shard, shards = map(int, data.shards.split("/"))
     if shard > shards:
         yield facts.fault("data.shards", f"at most {shards}/{shards}", "correct it")

@@ -47,6 +47,9 @@ class Training:
     """File, folder or glob for dataset = "text" and "tokens"; a local copy or another name for a Hugging Face set."""
     sources: list[DataSource] = field(default_factory=list)
     """Several datasets, mixed by weight, instead of dataset and dataset_path, which are short for a list of one."""
+    mixing: Literal["weights", "sizes"] = "weights"
+    """How samples are drawn from several sources: by their weights, or by their sizes, as if they were one source. With
+    sizes, text is tokenized before the run. With training.epochs sources are always joined by size."""
     text_field: str = "text"
     """The field that holds the text, token ids or segments in .json, .jsonl, .csv, .parquet, .arrow and Hugging Face
     datasets."""
@@ -63,7 +66,8 @@ class Training:
     document_mask: bool = False
     """Keep attention inside documents that are packed into one sample."""
     shuffle: bool = True
-    """Shuffle documents, by debug.seed and the epoch."""
+    """Shuffle documents, by debug.seed and the epoch. False keeps the stored order; of text, every rank then tokenizes
+    every document."""
     on_bad_data: Literal["stop", "skip"] = "stop"
     """What to do with a record that cannot be read: stop with its place named, or skip and count it."""
     local_batch_size: Positive = 8

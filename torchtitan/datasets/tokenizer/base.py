@@ -2,7 +2,8 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -12,6 +13,7 @@ from torchtitan.errors import JobError
 
 # The largest vocabularies in use take 40 MB as JSON. What is larger is another kind of file (weights, data).
 MAX_BYTES = 128 * 2**20
+Range = tuple[int, int]
 GUARD = "\n"
 """A text that takes the added blank upon itself, and of tokens that join with nothing after them."""
 
@@ -64,6 +66,20 @@ class Tokenizer(ABC):
         alone, guard, guarded = (self.encode(text) for text in ("a", GUARD, f"{GUARD}a"))
         return guarded[: len(guard)] == guard and guarded[len(guard) :] != alone
 
+    def encode_with_ranges(self, text: str, ranges: Sequence[Range]) -> tuple[list[int], list[Range]]:
+        """Return the ids of the text and, for each range of its characters, the range of the tokens that have one of
+        them. Ranges are (begin, end) and not empty."""
+        return self._encode_with_ranges(_without_lone_surrogates(text), ranges)
+
+    def _encode_with_ranges(self, text: str, ranges: Sequence[Range]) -> tuple[list[int], list[Range]]:
+        ids = self._encode(text)
+        return ids, tokens_in(ranges, self._offsets(text, ids))
+
+    def _offsets(self, text: str, ids: list[int]) -> list[Range]:
+        """Return the characters of each token, by decoding ever longer beginnings; for tokenizers without offsets."""
+        ends = [len(self.decode(ids[: count + 1]).rstrip("\ufffd")) for count in range(len(ids))]
+        return list(zip([0, *ends], ends, strict=False))
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids. Special tokens are left out; ids outside the vocabulary (a model may have spare rows) and
         bytes that are not UTF-8 show as U+FFFD."""
@@ -98,6 +114,29 @@ def read_content(path: Path) -> bytes:
     if not content.strip():
         raise TokenizerError(path, "the file is empty", "fetch it again")
     return content
+
+
+def tokens_in(ranges: Sequence[Range], offsets: Sequence[Range]) -> list[Range]:
+    """Return for each range of characters the tokens that have one of them, by the offsets of all tokens. White space
+    that offsets leave out ahead of a token belongs to it."""
+    ends = [end for _, end in offsets]
+    found = []
+    for begin, end in ranges:
+        first, last = bisect_right(ends, begin), bisect_left(ends, end)
+        while last + 1 < len(ends) and offsets[last + 1][0] < end:  # bytes of the same last character
+            last += 1
+        found.append((first, min(last + 1, len(ends))))
+    return found
+
+
+def offsets_of_bytes(text: str, lengths: Iterable[int]) -> list[Range]:
+    """Return the range of characters of each token, by the number of bytes that it stands for."""
+    character_of = [number for number, letter in enumerate(text) for _ in letter.encode()]
+    offsets, first = [], 0
+    for length in lengths:
+        offsets.append((character_of[first], character_of[first + length - 1] + 1))
+        first += length
+    return offsets
 
 
 def sha256(content: bytes) -> str:

@@ -3,7 +3,7 @@
 from types import MappingProxyType
 
 from torchtitan.datasets.tokenizer import hf_files
-from torchtitan.datasets.tokenizer.base import Tokenizer, sha256
+from torchtitan.datasets.tokenizer.base import Range, Tokenizer, offsets_of_bytes, sha256
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
@@ -23,6 +23,9 @@ class ByteTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def _offsets(self, text: str, ids: list[int]) -> list[Range]:
+        return offsets_of_bytes(text, [1] * len(ids))
 
     def _decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")

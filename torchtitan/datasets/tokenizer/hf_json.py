@@ -3,11 +3,12 @@ document stands in the tokenizer_config.json beside it, if there is one; else th
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtitan.datasets.tokenizer import hf_files
-from torchtitan.datasets.tokenizer.base import Tokenizer, TokenizerError, read_content, sha256
+from torchtitan.datasets.tokenizer.base import Range, Tokenizer, TokenizerError, read_content, sha256, tokens_in
 from torchtitan.datasets.tokenizer.patterns import check_patterns
 
 # <|endoftext|> both begins and ends a document in the GPT-2 family.
@@ -64,8 +65,23 @@ class HuggingFaceTokenizer(Tokenizer):
         return written | found
 
     def _encode(self, text: str) -> list[int]:
+        return self._encoding_of(text).ids
+
+    def _encode_with_ranges(self, text: str, ranges: Sequence[Range]) -> tuple[list[int], list[Range]]:
+        encoding = self._encoding_of(text)
+        found = []
+        for begin, end in ranges:  # a list of all offsets takes as long as a third of the encoding
+            first, last = encoding.char_to_token(begin), encoding.char_to_token(end - 1)
+            if first is None or last is None:  # white space that offsets leave out
+                return encoding.ids, tokens_in(ranges, encoding.offsets)
+            while (characters := encoding.token_to_chars(last + 1)) and characters[0] < end:
+                last += 1
+            found.append((first, last + 1))
+        return encoding.ids, found
+
+    def _encoding_of(self, text: str) -> Any:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self._tokenizer.encode(text, add_special_tokens=False)
         except BaseException as error:
             raise _translated(error, self._path, text) from None
 

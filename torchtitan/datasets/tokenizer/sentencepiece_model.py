@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.datasets.tokenizer import hf_files
-from torchtitan.datasets.tokenizer.base import Tokenizer, TokenizerError, sha256
+from torchtitan.datasets.tokenizer.base import Range, Tokenizer, TokenizerError, sha256
 from torchtitan.errors import JobError
 
 
@@ -68,6 +68,10 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
+
+    def _offsets(self, text: str, ids: list[int]) -> list[Range]:
+        pieces = self._processor.encode(text, out_type="immutable_proto").pieces
+        return [(piece.begin, piece.end) for piece in pieces]
 
     def _decode(self, ids: list[int]) -> str:
         return self._processor.decode(ids)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchtitan.datasets.tokenizer import hf_files
-from torchtitan.datasets.tokenizer.base import Tokenizer, TokenizerError, sha256
+from torchtitan.datasets.tokenizer.base import Range, Tokenizer, TokenizerError, offsets_of_bytes, sha256
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -63,6 +63,9 @@ class TiktokenTokenizer(Tokenizer):
         if len(text) <= RUN:
             return self._encoding.encode_ordinary(text)
         return [i for piece in _pieces(text) for i in self._encoding.encode_ordinary(piece)]
+
+    def _offsets(self, text: str, ids: list[int]) -> list[Range]:
+        return offsets_of_bytes(text, map(len, self._encoding.decode_tokens_bytes(ids)))
 
     def _decode(self, ids: list[int]) -> str:
         return self._encoding.decode([i for i in ids if i < self._num_ranks])
