@@ -142,19 +142,19 @@ def _find_the_first(queue: SignalQueue, other: Other, lost: Message, end: End | 
     or the exit code of a run that ends instead. `end`: how the newest start of the ranks ended here."""
     if end is not None and end.asked:
         return end.code
-    complete = end is not None and end.done
-    if complete:
+    complete_code = end.code if end is not None and end.done else None
+    if complete_code is not None:
         seconds = min(seconds, DONE_SECONDS)
     if end is None or not seconds or lost["code"] in STOPPED:
         say(lost["text"], sys.stderr)
-        return end.code if end is not None and complete else lost["code"]
+        return lost["code"] if complete_code is None else complete_code
     stop = other.rejoin(queue, seconds, _report)
     if stop is not None:
         return 128 + stop
     if other.sockets:
         return None
-    if complete:
+    if complete_code is not None:
         say(f"{lost['text']}, after everything was saved", sys.stderr)
-        return end.code
+        return complete_code
     say(f"{lost['text']} for {seconds:.0f} s (job.rejoin_seconds); {_THE_END}", sys.stderr)
     return CRASHED
