@@ -1,20 +1,38 @@
 """What ranks tell one another for a save and a load, beside the tensors' files: thousands of them must be able to."""
 
-import inspect
 import json
-import pickle
 import random
 from collections import Counter
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint import utils as torchs
+from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.api import CheckpointException, _is_wrapped_exception, _wrap_exception
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 
 from tests.support.checkpoint_job import Job, TinyModel, rank
 from tests.support.pool import run_ranks
-from torchtitan.checkpoint import CheckpointError, agreement, layout
+from torchtitan import distributed
+from torchtitan.checkpoint import CheckpointError, agreement, layout, plan_exchange
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -23,22 +41,18 @@ SMALL = 1500
 
 
 class Counted:
-    """torch.distributed for one module, counting the bytes of what this rank gives, by function."""
+    """torchtitan.distributed for one module, counting the bytes of what this rank gives, by function."""
 
     def __init__(self):
         self.given = Counter()
 
     def __getattr__(self, name):
-        function = getattr(dist, name)
-        if name not in ("gather_object", "all_gather_object", "broadcast_object_list", "all_reduce"):
-            return function
+        function = getattr(distributed, name)
 
-        def call(*args, **kwargs):
-            given = inspect.signature(function).bind(*args, **kwargs).arguments
-            value = given.get("obj", given.get("object_list", given.get("tensor")))
-            size = value.nbytes if isinstance(value, torch.Tensor) else len(pickle.dumps(value))
-            self.given[name] += size if name != "broadcast_object_list" or rank() == 0 else 0
-            return function(*args, **kwargs)
+        def call(value, *args):
+            if not name.startswith(("broadcast", "scatter")) or rank() == 0:
+                self.given[name] += len(json.dumps(value))
+            return function(value, *args)
 
         return call
 
@@ -50,8 +64,8 @@ def told(folder: Path, layers: int) -> list[tuple[Counter, Counter]]:
     with pytest.MonkeyPatch.context() as patch:
         for action in (lambda: job.train(1), lambda: job.train(1), job.checkpointer.load):
             ours, theirs = Counted(), Counted()
-            patch.setattr(agreement, "dist", ours)
-            patch.setattr(torchs, "dist", theirs)
+            patch.setattr(agreement, "distributed", ours)
+            patch.setattr(plan_exchange, "distributed", theirs)
             action()
             found.append((ours.given, theirs.given))
     return found
@@ -61,17 +75,71 @@ def test_what_a_rank_tells_does_not_grow_with_model_or_state(tmp_path):
     for told_by_rank in run_ranks(2, told, tmp_path / "small", 2), run_ranks(2, told, tmp_path / "large", 20):
         for saves in told_by_rank:
             for ours, _ in saves[:2]:
-                assert "all_gather_object" not in ours
-                assert 0 < ours["gather_object"] < SMALL
-                assert ours["broadcast_object_list"] < SMALL
+                assert "all_gather_json" not in ours
+                assert 0 < ours["gather_json"] < SMALL
+                assert ours["broadcast_json"] < SMALL
             load, _ = saves[2]
-            assert "gather_object" not in load and load["broadcast_object_list"] < SMALL
+            assert "gather_json" not in load and load["broadcast_json"] < SMALL
+
+
+def without_pickles(folder: Path) -> tuple[int, str]:
+    """A save, a load, and a load that fails on all ranks, where nothing that ranks send may be a pickle."""
+
+    def refuse(*args):
+        raise AssertionError("a pickle is sent")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_object_to_tensor", "_tensor_to_object"):
+            patch.setattr(distributed_c10d, name, refuse)
+        job = Job(folder, "fsdp")
+        job.train(2)
+        step = Job(folder, "fsdp").checkpointer.load()
+        Job(folder, "fsdp").train(1)
+        return step, of_another_width(folder)
+
+
+def test_ranks_send_no_pickles(tmp_path):
+    for step, text in run_ranks(2, without_pickles, tmp_path):
+        assert step == 2 and "does not fit" in text
+
+
+def test_what_is_planned_arrives_as_it_was():
+    """Of a shard, of a whole tensor, of each kind of error; nothing else is sent."""
+    size = torch.Size([8, 2])
+    chunk = ChunkStorageMetadata(torch.Size([4, 0]), torch.Size([4, 2]))
+    tensor = TensorProperties(torch.bfloat16, requires_grad=True)
+    index = MetadataIndex("model.w", torch.Size([4, 0]), 1)
+    write = WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, tensor, size))
+    read = ReadItem(LoadItemType.TENSOR, index, chunk.offsets, MetadataIndex("model.w"), torch.Size([0, 0]), size)
+    result = WriteResult(index, 32, _StorageInfo("__1_0.distcp", 64, 32))
+    for value in (
+        *(None, [], SavePlan([write], _StoragePrefix("__1_")), SavePlan([], usable=False), LoadPlan([read])),
+        [result, result],
+    ):
+        arrived = plan_exchange.decode(json.loads(json.dumps(plan_exchange.encode(value))))
+        assert arrived == value
+    arrived = plan_exchange.decode(json.loads(json.dumps(plan_exchange.encode(SavePlan([write])))))
+    assert isinstance(arrived.items[0].tensor_data.size, torch.Size) and arrived.items[0].index.index == 1
+    entry = TensorStorageMetadata(tensor, size, [chunk])
+    arrived = plan_exchange.decode(json.loads(json.dumps(plan_exchange.encode(Metadata({"model.w": entry})))))
+    found = arrived.state_dict_metadata["model.w"]
+    assert (found.size, found.properties.dtype) == (size, torch.bfloat16)
+    failure = _wrap_exception(OSError(28, "No space left on device"))
+    for value in (failure, CheckpointException("write", {1: failure})):
+        arrived = plan_exchange.decode(json.loads(json.dumps(plan_exchange.encode(value))))
+        error, trace = arrived if value is failure else arrived.failures[1]
+        assert str(error) == "OSError: [Errno 28] No space left on device" and _is_wrapped_exception((error, trace))
+    for value in (object(), BytesIO(), SavePlan([WriteItem(index, WriteItemType.BYTE_IO)])):
+        with pytest.raises(TypeError):
+            plan_exchange.encode(value)
+    with pytest.raises(CheckpointError, match='a rank has sent "torch.load" as the type of a tensor'):
+        plan_exchange._dtype("torch.load")
 
 
 def test_a_plan_is_told_once(tmp_path):
     for first, second, _ in run_ranks(2, told, tmp_path, 20):
         # what is left is what has been written, of which the index is made
-        assert first[1]["gather_object"] > 2 * second[1]["gather_object"], (first[1], second[1])
+        assert first[1]["gather_json"] > 2 * second[1]["gather_json"], (first[1], second[1])
 
 
 def saved(folder: Path) -> None:

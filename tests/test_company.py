@@ -2,23 +2,30 @@
 
 import json
 import os
+import re
 import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.support import jobs
+from tests.support.proxy import Proxy
 from tests.test_launcher import RANK, end, gone, nothing_is_left, started
 from tests.test_nodes import free_port
 from tests.test_restarts import ATTEMPT, CRASH, in_the_folder
 from torchtitan.errors import JobError
-from torchtitan.launcher import company, restarts
-from torchtitan.launcher.company import First, Line, Other
+from torchtitan.launcher import company, door, restarts, secret
+from torchtitan.launcher.company import First, Other
+from torchtitan.launcher.connection import Line
 from torchtitan.launcher.ends import End, read_end, together
 from torchtitan.launcher.hangs import Evidence
 from torchtitan.launcher.nodes import Nodes
@@ -45,8 +52,9 @@ watching.FOLLOW_SECONDS, watching.LOOK_SECONDS = {follow}, 0.2
 restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS = {pause}, 0.5
 program, folder, index, port = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 queue, nodes = SignalQueue(), Nodes(2, index, "127.0.0.1", port)
-company = Other(nodes, 1) if index else First(nodes, 1)
-assert company.meet(queue, 100) is None
+secret_file = folder / "launch.secret"
+company = Other(nodes, 1, secret_file) if index else First(nodes, 1)
+assert (company.meet(queue, 100) if index else company.meet(queue, 100, secret_file)) is None
 def watched(restart, port, listener=None):
     ranks = Processes([sys.executable, "-c", program], 1, restart, replace(nodes, port=port), listener)
     return Watch(ranks, queue, Limits(100, {limit}), folder / "hangs", company)
@@ -56,24 +64,32 @@ def start(restart):
     nodes, listener = company.begin(restart)
     return watched(restart, nodes.port, listener)
 if index:
-    sys.exit(follow(lambda port, restart: watched(restart, port), queue, company))
-code = supervise(start, queue, {budget}, newest, company)
+    sys.exit(follow(lambda port, restart: watched(restart, port), queue, company, {rejoin}))
+code = supervise(start, queue, {budget}, newest, company, {rejoin})
 company.dismiss(code)
 sys.exit(code)
 """
 
 
 def machines(
-    program: str, folder, budget: int = 3, pause: float = 0.01, follow: float = 0.2, limit: float = 100
+    program: str,
+    folder,
+    budget: int = 3,
+    pause: float = 0.01,
+    follow: float = 0.2,
+    limit: float = 100,
+    rejoin: float = 0,
+    ports: tuple[int, int] | None = None,
 ) -> list[subprocess.Popen]:
-    """A launcher over a rank that runs `program`, twice."""
+    """A launcher over a rank that runs `program`, twice. `ports`: where the first listens, and the other looks for
+    it."""
     program = RANK + ATTEMPT.format(folder=str(folder)) + program
-    launcher = MACHINE.format(budget=budget, pause=pause, follow=follow, limit=limit)
-    port = str(free_port())
+    launcher = MACHINE.format(budget=budget, pause=pause, follow=follow, limit=limit, rejoin=rejoin)
+    ports = ports or (free_port(),) * 2
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=jobs.ROOT, start_new_session=True)
     found = []
     for index in range(2):
-        command = [sys.executable, "-c", launcher, program, str(folder), str(index), port]
+        command = [sys.executable, "-c", launcher, program, str(folder), str(index), str(ports[index])]
         found.append(subprocess.Popen(command, **pipes))
     started.extend(found)
     return found
@@ -151,7 +167,7 @@ def test_collected_is_once_when_all_machines_that_are_at_work_have_just_said_tha
     first.nodes = Nodes(3, 0, "127.0.0.1", 1)
 
     def orders(index: int) -> list[str]:
-        first._heed({"kind": "hung", "seconds": 5.0}, index)
+        first._heed({"kind": "hung", "attempt": 0, "seconds": 5.0}, index)
         return [order["kind"] for order in first.look()]
 
     assert [orders(1), orders(0)] == [[], []]
@@ -180,10 +196,10 @@ def test_a_stop_in_the_pause_ends_the_run_on_all_machines(asked, tmp_path):
 
 
 @pytest.mark.parametrize("here", [True, False])
-def test_a_stop_while_the_ends_come_in_ends_the_run(here, queue, monkeypatch):
+def test_a_stop_while_the_ends_come_in_ends_the_run(here, queue, monkeypatch, tmp_path):
     """Asked for when this machine's ranks have crashed and the other's are not known to have ended."""
     monkeypatch.setattr(restarts, "FIRST_PAUSE_SECONDS", 0.01)
-    first, other = met(queue)
+    first, other = met(queue, tmp_path)
 
     def crashed(code: int) -> End:
         os.kill(os.getpid(), signal.SIGUSR1) if here else other.tell("stop", number=signal.SIGUSR1)
@@ -208,8 +224,8 @@ def test_a_machine_that_is_gone_ends_the_run(tmp_path):
     found[1].kill()
     code, _, err = end(found[0])
     host = socket.gethostname()
-    assert code == 1 and err == f"machine 1 ({host}) gone; not started again without it\n"
-    assert all(map(gone, pids))
+    assert err == f"machine 1 ({host}) gone; {restarts._THE_END}\n"
+    assert code == 1 and all(map(gone, pids))
 
 
 def test_without_the_first_machine_the_others_end(tmp_path):
@@ -240,6 +256,33 @@ def queue(monkeypatch):
     made.close()
 
 
+NO_SIGNALS = SimpleNamespace(wait=lambda seconds, also=(): select.select(also, [], [], seconds) and [])
+"""The queue of a launcher that is a thread of the test."""
+
+
+def both(first: Callable, *others: Callable) -> list:
+    """What they return or raise: the first in this thread, which gets the signals, the others beside it."""
+
+    def outcome(action: Callable):
+        try:
+            return action()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(max(1, len(others))) as pool:
+        waiting = [pool.submit(outcome, other) for other in others]
+        return [outcome(first), *(future.result(60) for future in waiting)]
+
+
+def greeted(first: First, path: Path, hello: dict) -> Line:
+    """The connection of a machine that knows the secret, once that has been proved, and its greeting."""
+    while not path.exists():
+        time.sleep(0.01)
+    line = door.connect(Nodes(2, 1, "127.0.0.1", first.nodes.port), path, NO_SIGNALS, may_refuse=False)
+    line.send({"kind": "here", "index": 1, "host": "b", "ranks": 2, "count": 2} | hello)
+    return line
+
+
 @pytest.mark.parametrize(
     ("hello", "told"),
     [
@@ -251,87 +294,417 @@ def queue(monkeypatch):
     ],
     ids=str,
 )
-def test_who_cannot_take_part_is_told_by_name(hello, told, queue):
-    first = First(Nodes(2, 0, "127.0.0.1", free_port()), 2)
-    line = Line(socket.create_connection(("127.0.0.1", first.nodes.port)))
-    line.send({"kind": "here", "index": 1, "host": "b", "ranks": 2, "count": 2} | hello)
-    with pytest.raises(JobError) as error:
-        first.meet(queue, 1 if "did not come" in told else 20)
-    assert str(error.value).startswith(told)
+def test_who_cannot_take_part_is_told_by_name(hello, told, queue, tmp_path):
+    first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 2), tmp_path / "launch.secret"
+    seconds = 1 if "did not come" in told else 20
+    error, line = both(lambda: first.meet(queue, seconds, path), lambda: greeted(first, path, hello))
+    assert isinstance(error, JobError) and str(error).startswith(told), error
     first.dismiss(2)
-    assert line.receive() in ([{"kind": "leave", "code": 2}], [])
+    assert line.receive() in ([{"kind": "leave", "code": 2}], []) and not path.exists()
 
 
-def test_one_node_rank_on_two_machines_is_refused(queue):
-    first = First(Nodes(3, 0, "127.0.0.1", free_port()), 2)
-    others = [Other(Nodes(3, 1, "127.0.0.1", first.nodes.port), 2) for _ in range(2)]
-    for other in others:
-        other.meet(queue, 20)
-    with pytest.raises(JobError, match="NODE_RANK: given 1 on both .* and .*; allowed: on each machine another"):
-        first.meet(queue, 20)
+def test_one_node_rank_on_two_machines_is_refused(queue, tmp_path):
+    first, path = First(Nodes(3, 0, "127.0.0.1", free_port()), 2), tmp_path / "launch.secret"
+    others = [Other(Nodes(3, 1, "127.0.0.1", first.nodes.port), 2, path) for _ in range(2)]
+    meetings = [lambda other=other: other.meet(NO_SIGNALS, 20) for other in others]
+    error, *met = both(lambda: first.meet(queue, 20, path), *meetings)
+    assert re.match("NODE_RANK: given 1 on both .* and .*; allowed: on each machine another", str(error))
     first.dismiss(2)
-    assert [other.next_order(queue)["code"] for other in others] == [2, 2]
+    assert met == [None, None] and [other.next_order(queue, print)["code"] for other in others] == [2, 2]
 
 
-def test_a_stranger_at_the_door_is_sent_away_and_the_others_come_in(queue):
-    first = First(Nodes(2, 0, "127.0.0.1", free_port()), 1)
-    strangers = [socket.create_connection(("127.0.0.1", first.nodes.port)) for _ in range(3)]
-    strangers[0].sendall(b"\x16\x03\x01\n[1, 2]\n")
-    strangers[1].sendall(b'{"kind": ["here"]}\n')
-    other = Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1)
-    other.meet(queue, 20)
-    assert first.meet(queue, 20) is None and set(first.hosts) == {0, 1}
-    first.dismiss(0)
-
-
-def met(queue) -> tuple[First, Other]:
-    """The launchers of two machines, in one process."""
-    first = First(Nodes(2, 0, "127.0.0.1", free_port()), 1)
-    other = Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1)
-    other.meet(queue, 20)
-    assert first.meet(queue, 20) is None
+def met(queue, folder: Path, port: int = 0) -> tuple[First, Other]:
+    """The launchers of two machines, in one process. `port`: where the other looks for the first."""
+    first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 1), folder / "launch.secret"
+    other = Other(Nodes(2, 1, "127.0.0.1", port or first.nodes.port), 1, path)
+    assert both(lambda: first.meet(queue, 20, path), lambda: other.meet(NO_SIGNALS, 20)) == [None, None]
     return first, other
 
 
 @pytest.mark.parametrize("told", ["stop", "nothing"])
-def test_who_has_come_is_heard_while_others_are_waited_for(told, queue):
+def test_who_has_come_is_heard_while_others_are_waited_for(told, queue, tmp_path):
     """A stop, also in one breath with the greeting; and that it is gone."""
-    first = First(Nodes(3, 0, "127.0.0.1", free_port()), 2)
-    line = Line(socket.create_connection(("127.0.0.1", first.nodes.port)))
-    said = [{"kind": "here", "index": 1, "host": "b", "ranks": 2, "count": 3}, {"kind": "stop", "number": 2}]
-    line.connection.sendall(b"".join(json.dumps(each).encode() + b"\n" for each in said[: 1 + (told == "stop")]))
+    first, path = First(Nodes(3, 0, "127.0.0.1", free_port()), 2), tmp_path / "launch.secret"
+
+    def come() -> None:
+        line = greeted(first, path, {"count": 3})
+        line.send({"kind": "stop", "number": 2}) if told == "stop" else line.close()
+
+    met, _ = both(lambda: first.meet(queue, 20, path), come)
     if told == "stop":
-        assert first.meet(queue, 20) == 2
+        assert met == 2
     else:
-        line.close()
-        with pytest.raises(JobError, match=r"machine 1 \(b\) gone before all had come; start all machines again"):
-            first.meet(queue, 20)
+        assert str(met) == "machine 1 (b) gone before all had come; start all machines again"
     first.dismiss(2)
 
 
-def test_what_comes_in_one_breath_with_an_order_is_heard_later(queue):
-    first, other = met(queue)
+def test_a_first_machine_that_refuses_its_job_sends_the_others_home(queue, tmp_path, monkeypatch):
+    """It has no secret then, as it leaves no folder behind."""
+    monkeypatch.setattr(company, "LATE_SECONDS", 20)
+    first = First(Nodes(2, 0, "127.0.0.1", free_port()), 1)
+    other = Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, tmp_path / "launch.secret")
+    assert both(lambda: first.dismiss(2), lambda: other.meet(NO_SIGNALS, 20)) == [None, None]
+    assert other.next_order(queue, print)["code"] == 2
+
+
+# Strangers
+
+
+def challenge(connection: socket.socket) -> dict:
+    return json.loads(connection.makefile().readline())
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the first machine has closed the connection."""
+    connection.settimeout(30)
+    try:
+        while connection.recv(4096):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+SENT = {
+    "nested": b"[" * 200_000 + b"\n",
+    "endless": b"x" * 200_000,
+    "tls": b"\x16\x03\x01\n[1, 2]\n",
+    "no text": b'{"kind": ["here"]}\n',
+    "another machine": b'{"kind": "here", "index": 1, "host": "b", "ranks": 1, "count": 2}\n',
+    "a proof of nothing": b'{"kind": "proof", "nonce": 3, "proof": null}\n',
+    "a wrong proof": json.dumps({"kind": "proof", "nonce": "0" * 64, "proof": "\u00e9" * 64}).encode() + b"\n",
+}
+
+
+@pytest.mark.parametrize("sent", SENT.values(), ids=SENT)
+def test_a_stranger_is_sent_away_and_the_others_come_in(sent, queue, tmp_path):
+    """Whatever it sends. It is not admitted as a machine, which would learn the store's port."""
+    first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
+    other = Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, path)
+    stranger = socket.create_connection(("127.0.0.1", first.nodes.port))
+
+    def come() -> tuple:
+        refused = False
+        try:
+            stranger.sendall(sent)
+        except OSError:
+            refused = True
+        return ended(stranger) or refused, other.meet(NO_SIGNALS, 20)
+
+    assert both(lambda: first.meet(queue, 60, path), come) == [None, (True, None)]
+    assert set(first.hosts) == {0, 1} and first.hosts[1] == socket.gethostname()
+    first.dismiss(0)
+
+
+def test_a_deeply_nested_message_ends_its_connection_and_nothing_else():
+    local, remote = socket.socketpair(socket.AF_UNIX)
+    line = Line(local)
+    remote.sendall(b"[" * 100_000 + b"\n")
+    assert line.receive() == [] and not line.open
+
+
+def test_a_recorded_conversation_proves_nothing(queue, tmp_path):
+    """Neither of another machine, nor of the first one."""
+    first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
+    path.write_bytes(secret.create(path))
+    first._door.key = path.read_bytes()
+    nonces = []
+
+    def answer(nonce: str) -> socket.socket:
+        peer = socket.create_connection(("127.0.0.1", first.nodes.port))
+        first._door.greet()
+        nonces.append(challenge(peer)["nonce"])
+        proof = secret.proof(path.read_bytes(), "other machine", nonces[0], nonce)
+        peer.sendall(json.dumps({"kind": "proof", "nonce": nonce, "proof": proof}).encode() + b"\n")
+        first._door.greet()
+        return peer
+
+    genuine, replayed = answer("1" * 64), answer("1" * 64)
+    assert challenge(genuine)["kind"] == "welcome" and challenge(replayed)["kind"] == "stranger"
+    assert nonces[0] != nonces[1] and first._door.strangers == 1
+    # its own proof sent back to it proves nothing either: the role is in it
+    mirrored = secret.proof(path.read_bytes(), "first machine", nonces[1], "2" * 64)
+    assert not secret.is_proof(mirrored, path.read_bytes(), "other machine", nonces[1], "2" * 64)
+    first.dismiss(0)
+
+
+def test_who_pretends_to_be_the_first_machine_is_not_followed(tmp_path, monkeypatch):
+    monkeypatch.setattr(company, "FOLDER_SECONDS", 0.5)
+    path = tmp_path / "launch.secret"
+    secret.create(path)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pretend() -> None:
+        listener.settimeout(3)
+        try:
+            while True:
+                peer, _ = listener.accept()
+                peer.sendall(json.dumps({"kind": "challenge", "nonce": "0" * 64}).encode() + b"\n")
+                peer.sendall(json.dumps({"kind": "welcome", "proof": "0" * 64}).encode() + b"\n")
+        except TimeoutError:
+            return
+
+    other = Other(Nodes(2, 1, "127.0.0.1", listener.getsockname()[1]), 1, path)
+    _, error = both(pretend, lambda: other.meet(NO_SIGNALS, 20))
+    assert re.match("job.dump_folder: not the folder of the first machine .127.0.0.1.: it does not know", str(error))
+    assert other.line is None
+
+
+def test_strangers_are_few_and_have_little_time(queue, tmp_path, monkeypatch):
+    """A hundred silent connections keep no machine out."""
+    monkeypatch.setattr(door, "MOST_VISITORS", 8)
+    monkeypatch.setattr(door, "GREETING_SECONDS", 2)
+    first, path = First(Nodes(3, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
+    strangers = [socket.create_connection(("127.0.0.1", first.nodes.port)) for _ in range(100)]
+    other = Other(Nodes(3, 1, "127.0.0.1", first.nodes.port), 1, path)
+    most = []
+
+    def wait(seconds, also=()):
+        most.append(len(also))
+        return NO_SIGNALS.wait(seconds, also)
+
+    watched = SimpleNamespace(wait=wait)
+    error, met = both(lambda: first.meet(watched, 6, path), lambda: other.meet(NO_SIGNALS, 20))
+    assert met is None and "of which 2 did not come" in str(error)
+    assert max(most) <= 8 + 2 and most[-1] == 2  # the listener and the machine
+    assert all(map(ended, strangers))
+    first.dismiss(2)
+
+
+def test_the_secret_is_in_a_file_of_its_owner_alone_and_new_at_every_launch(tmp_path):
+    path = tmp_path / "launch.secret"
+    before = secret.create(path)
+    assert path.stat().st_mode & 0o777 == 0o600 and secret.read(path) == before and len(before) == 64
+    assert secret.create(path) != before
+    path.chmod(0o644)
+    with pytest.raises(JobError, match="with mode 0644, so that other users may know it; allowed: 0600"):
+        secret.read(path)
+    path.unlink()
+    assert secret.read(path) is None
+    path.symlink_to("/dev/zero")
+    assert secret.read(path) is None
+    assert secret.create(path) and not path.is_symlink()  # the link is replaced and not followed
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    assert secret.read(path) is None  # and is not waited for
+    with pytest.raises(JobError, match=r"job.dump_folder: .* cannot be written \(No such file or directory\)"):
+        secret.create(tmp_path / "none" / "launch.secret")
+
+
+def test_a_file_system_without_permissions_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(secret, "_OTHERS", 0o777)  # as if its files were open to all
+    with pytest.raises(JobError, match="would be open to other users .* keeps the permissions of files"):
+        secret.create(tmp_path / "launch.secret")
+    assert not (tmp_path / "launch.secret").exists()
+
+
+@pytest.mark.parametrize("content", ["nothing", "another"])
+def test_a_folder_that_is_not_shared_is_told_on_both_machines(content, queue, tmp_path, monkeypatch):
+    monkeypatch.setattr(company, "FOLDER_SECONDS", 0.5)
+    first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "b" / "launch.secret"
+    path.parent.mkdir()
+    if content == "another":
+        secret.create(path)
+    other = Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, path)
+    at_first, at_other = both(
+        lambda: first.meet(queue, 5, tmp_path / "launch.secret"), lambda: other.meet(NO_SIGNALS, 60)
+    )
+    problem = "it does not know" if content == "another" else ""
+    assert str(at_other).startswith(f"job.dump_folder: not the folder of the first machine (127.0.0.1): {problem}")
+    assert "allowed: one folder that all machines share" in str(at_other)
+    hint = "could not prove that they belong to this run: give a job.dump_folder that all machines share"
+    assert "of which 1 did not come" in str(at_first) and (hint in str(at_first)) == (content == "another")
+    first.dismiss(2)
+
+
+# Orders
+
+
+def test_what_comes_in_one_breath_with_an_order_is_heard_later(queue, tmp_path):
+    first, other = met(queue, tmp_path)
     stop = {"kind": "stop", "number": 2}
-    orders = [{"kind": "start", "port": 5, "restart": None}, stop]
+    orders = [{"kind": "start", "attempt": 1, "port": 5, "restart": None}, stop]
     first.lines[1].connection.sendall(b"".join(json.dumps(order).encode() + b"\n" for order in orders))
-    assert [other.next_order(queue), other.look(), other.look()] == [orders[0], [stop], []]
+    assert [other.next_order(queue, print), other.look(), other.look()] == [orders[0], [stop], []]
     first.dismiss(0)
 
 
-def test_a_stop_that_crosses_a_start_stops_what_was_started(queue):
-    first, other = met(queue)
-    first.lines[1].send({"kind": "start", "port": 5, "restart": None})
+def test_a_stop_that_crosses_a_start_stops_what_was_started(queue, tmp_path):
+    first, other = met(queue, tmp_path)
+    first.lines[1].send({"kind": "start", "attempt": 1, "port": 5, "restart": None})
     os.kill(os.getpid(), signal.SIGTERM)
-    assert other.next_order(queue)["kind"] == "start"
+    assert other.next_order(queue, print)["kind"] == "start"
     stop = {"kind": "stop", "number": signal.SIGTERM}
-    assert other.look() == [stop] and heard(first) == [stop]
+    assert other.look() == [stop] and heard(first) == [stop | {"attempt": 0}]
     first.dismiss(0)
 
 
-def test_a_first_machine_that_does_not_come_is_told(queue):
-    other = Other(Nodes(2, 1, "127.0.0.1", port := free_port()), 1)
+def test_a_first_machine_that_does_not_come_is_told(queue, tmp_path):
+    other = Other(Nodes(2, 1, "127.0.0.1", port := free_port()), 1, tmp_path / "launch.secret")
     with pytest.raises(JobError, match=f"HEAD_ADDR, HEAD_PORT: given 127.0.0.1, {port}, where no launcher answers"):
         other.meet(queue, 0.1)
+
+
+# A network that is cut
+
+
+def networked(folder: Path, program: str, **options) -> tuple[Proxy, list[subprocess.Popen]]:
+    """Two launchers, and what is between them."""
+    proxy = Proxy(free_port(), free_port())
+    return proxy, machines(program, folder, ports=(proxy.target_port, proxy.port), **options)
+
+
+TWICE = (
+    "tell('train', 8)\nif number == 0:\n  save(5)\n  say('ready', ranks.rank, os.getpid()); wait()\n"
+    "say('again', number)\ntell('end', 9)"
+)
+
+
+@pytest.mark.parametrize("noticed_by", ["both", "the other"])
+def test_a_network_that_comes_back_is_a_restart_from_what_is_saved(noticed_by, tmp_path):
+    """Also where one machine knows of the cut seconds before the first one does."""
+    proxy, found = networked(tmp_path, TWICE, rejoin=100)
+    try:
+        pids = [ready(process) for process in found]
+        proxy.cut(only_caller_sees=noticed_by == "the other")
+        assert "is gone; trying for up to 100 s to reach it again (job.rejoin_seconds)" in found[1].stderr.readline()
+        assert gone(pids[1])  # its ranks have ended before it looks for the first machine
+        assert gone(pids[0]) or noticed_by == "the other"
+        proxy.heal()
+        deadline = time.monotonic() + 60
+        while noticed_by == "the other" and proxy.accepted < 4 and time.monotonic() < deadline:
+            time.sleep(0.05)  # it comes again and again to a launcher that knows of nothing and has its ranks at work
+        assert noticed_by == "both" or not gone(pids[0], 0.1)
+        proxy.reset_held()
+        first, other = ends(found)
+    finally:
+        proxy.close()
+    host = socket.gethostname()
+    assert (first[0], other[0]) == (0, 0), (first, other)
+    waits, back, restart = first[2].splitlines()
+    assert waits == f"machine 1 ({host}) gone; waiting for a new connection for up to 100 s (job.rejoin_seconds)"
+    assert re.fullmatch(rf"machine 1 \({host}\) back after \d+ s", back)
+    assert restart.startswith(
+        f"restart 1 of 3 in 0.01 s: machine 1 ({host}) is gone after step 7; going on from step 5"
+    )
+    assert re.search(r"the first machine \(127.0.0.1, port \d+\) is back after \d+ s", other[2])
+    assert first[1].endswith("again 1\n") and other[1].endswith("again 1\n") and all(map(gone, pids))
+
+
+def test_a_network_that_does_not_come_back_ends_the_run_on_both_machines(tmp_path):
+    proxy, found = networked(tmp_path, TWICE, rejoin=2)
+    try:
+        pids = [ready(process) for process in found]
+        proxy.cut()
+        first, other = ends(found)
+    finally:
+        proxy.close()
+    assert (first[0], other[0]) == (1, 1) and all(map(gone, pids))
+    assert first[2].splitlines()[-1] == (
+        f"machine 1 ({socket.gethostname()}) gone for 2 s (job.rejoin_seconds); {restarts._THE_END}"
+    )
+    assert other[2].splitlines()[-1] == (
+        f"the first machine (127.0.0.1) is gone for 2 s (job.rejoin_seconds); {restarts._THE_END}"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_while_the_network_is_cut_is_served_at_once(number, tmp_path):
+    proxy, found = networked(tmp_path, TWICE, rejoin=1000)
+    try:
+        for process in found:
+            ready(process)
+        proxy.cut()
+        for process in found:
+            assert "job.rejoin_seconds" in process.stderr.readline()
+            process.send_signal(number)
+        assert [code for code, _, _ in ends(found)] == [128 + number] * 2
+    finally:
+        proxy.close()
+
+
+def test_a_launcher_that_is_started_again_joins_the_run(tmp_path):
+    proxy, found = networked(tmp_path, TWICE, rejoin=100)
+    try:
+        for process in found:
+            ready(process)
+        found[1].kill()
+        assert "gone; waiting" in found[0].stderr.readline()
+        restarted = subprocess.Popen(
+            found[1].args, cwd=jobs.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        started.append(restarted)
+        first, other = ends([found[0], restarted])
+    finally:
+        proxy.close()
+    assert (first[0], other[0]) == (0, 0) and other[1] == "again 1\n", (first, other)
+
+
+def test_a_machine_that_knows_of_the_cut_before_the_first_takes_its_old_place(queue, tmp_path):
+    """Of three machines one is gone for all to see; another connects again while its old connection seems sound."""
+    first, path = First(Nodes(3, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
+    others = [Other(Nodes(3, index, "127.0.0.1", first.nodes.port), 1, path) for index in (1, 2)]
+    meetings = [lambda other=other: other.meet(NO_SIGNALS, 20) for other in others]
+    assert both(lambda: first.meet(queue, 20, path), *meetings) == [None] * 3
+    first.begin(None)[1].close()
+    for other in others:
+        assert other.next_order(queue, print)["attempt"] == 1
+    old = others[1].line
+    others[0].line.close()
+    assert select.select(first.sockets, [], [], 60)[0] and [each["kind"] for each in first.look()] == ["follow"]
+    texts = []
+    back = [lambda other=other: other.rejoin(NO_SIGNALS, 60, texts.append) for other in others]
+    assert both(lambda: first.rejoin(queue, 60, texts.append), *back[::-1]) == [None] * 3
+    assert first.gone == [] and set(first.lines) == {1, 2} and old.open
+    # a late message about the old start is not taken as one about the new start
+    first.begin(None)[1].close()
+    others[0].tell("end", **End(CRASHED, "of the first start").plain())
+    assert others[0].next_order(queue, print)["attempt"] == 2
+    others[0].tell("end", **End(0, "of the second", done=True).plain())
+    others[1].line.close()
+    outcomes = first.gather(End(0, done=True), queue)
+    assert sorted(end.cause for end in outcomes if end.code == 0) == ["", "of the second"]
+    assert [end.cause for end in outcomes if end.code] == [f"machine 2 ({socket.gethostname()}) is gone"]
+    first.dismiss(0)
+
+
+def test_machines_that_are_there_hear_who_is_waited_for(queue, tmp_path, monkeypatch):
+    """And go on waiting, however long that takes."""
+    first, other = met(queue, tmp_path)
+    for text in ("waiting for machine 2", "still"):
+        first.lines[1].send({"kind": "waiting", "text": text})
+    threading.Timer(1.5, first.lines[1].send, [{"kind": "leave", "code": 3}]).start()
+    texts = []
+    first.lines[1].send({"kind": "waiting", "text": "1"})
+    threading.Timer(0.8, first.lines[1].send, [{"kind": "waiting", "text": "2"}]).start()
+    assert other.next_order(queue, texts.append, patience=1.2)["code"] == 3
+    assert texts == ["waiting for machine 2", "still", "1", "2"]
+    first.dismiss(0)
+
+
+def test_progress_is_said_while_a_machine_is_waited_for(queue, tmp_path, monkeypatch):
+    monkeypatch.setattr(company, "REPORT_SECONDS", 0.4)
+    first, other = met(queue, tmp_path)
+    first.attempt = other.attempt = 1
+    other.line.close()
+    assert select.select(first.sockets, [], [], 60)[0] and first.look()
+    texts, heard = [], []
+    assert first.rejoin(queue, 2, texts.append) is None and first.gone
+    assert re.fullmatch(r"waiting for machine 1 \(.*\): \d+ of 2 s", texts[1])
+    assert other.rejoin(queue, 2, heard.append) is None and not other.sockets
+    assert re.fullmatch(r"trying to reach the first machine \(.*\): \d+ of 2 s \(Connection refused\)", heard[1])
+    first.dismiss(1)
+
+
+def test_a_connection_whose_other_end_is_silent_is_closed_by_the_kernel():
+    """Also while data wait to be acknowledged, which keepalive alone does not end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        line = Line(socket.create_connection(listener.getsockname()))
+        options = (socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE)
+        assert [line.connection.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [30_000, 10]
+        line.close()
 
 
 # What an end is
@@ -363,9 +736,9 @@ def test_of_several_ends_the_one_that_explains_most_counts(found, code, cause):
     assert together(found[::-1]).code == code
 
 
-def test_a_silent_machine_is_not_waited_for_for_ever(queue, monkeypatch):
+def test_a_silent_machine_is_not_waited_for_for_ever(queue, monkeypatch, tmp_path):
     monkeypatch.setattr(company, "QUIET_SECONDS", 0.1)
-    first, other = met(queue)
+    first, other = met(queue, tmp_path)
     end = together(first.gather(End(0, done=True), queue))
     assert end.code == 1 and first.gone == [f"machine 1 ({socket.gethostname()})"]
     assert heard(other)[-1] == {"kind": "follow"}

@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.support.pool import run_alone
+from tests.support.pool import run_alone, run_ranks
 from torchtitan import distributed
 from torchtitan.ranks import Ranks
 
@@ -47,3 +49,41 @@ def with_a_users_setting() -> dict[str, object]:
 def test_a_users_setting_stays():
     found = run_alone(with_a_users_setting)
     assert (found["lazy"], found["dumped to"]) == ("0", "/elsewhere/")
+
+
+# Plain values and tensors of ranks
+
+
+def exchanged() -> tuple:
+    rank = dist.get_rank()
+    value = {"of": rank, "text": "\u00e9" * 10**rank, "list": [1.5, None, True], "nested": {"a": [rank] * 3}}
+    decided = distributed.broadcast_json(value if rank == 0 else object())  # the others' is not looked at
+    dealt = distributed.scatter_json([["x" * 10**each] for each in range(3)] if rank == 0 else None)
+    return distributed.gather_json(value), distributed.all_gather_json(value), decided, dealt
+
+
+def test_plain_values_arrive_as_they_are():
+    values = [
+        {"of": rank, "text": "\u00e9" * 10**rank, "list": [1.5, None, True], "nested": {"a": [rank] * 3}}
+        for rank in range(3)
+    ]
+    first, *others = run_ranks(3, exchanged)
+    assert first == (values, values, values[0], ["x"])
+    assert others == [(None, values, values[0], ["x" * 10**rank]) for rank in (1, 2)]
+
+
+def gathered_tensors() -> dict[str, torch.Tensor]:
+    rank = dist.get_rank()
+    tensors = {f"of {rank}": torch.arange(6.0).view(2, 3).t() + rank, "of all": torch.tensor(rank)}
+    if rank == 2:
+        tensors |= {"bfloat16": torch.ones(3).bfloat16() / 3, "empty": torch.empty(0, 4), "scalar": torch.tensor(0.1)}
+    return distributed.gather_tensors(tensors)
+
+
+def test_tensors_of_any_kind_come_to_the_first_rank_and_those_of_several_from_the_lowest():
+    first, *others = run_ranks(3, gathered_tensors)
+    expected = {f"of {rank}": torch.arange(6.0).view(2, 3).t() + rank for rank in range(3)}
+    expected |= {"bfloat16": torch.ones(3).bfloat16() / 3, "empty": torch.empty(0, 4), "scalar": torch.tensor(0.1)}
+    expected |= {"of all": torch.tensor(0)}
+    assert others == [{}, {}] and first.keys() == expected.keys()
+    assert all(torch.equal(first[name], expected[name]) and first[name].dtype == expected[name].dtype for name in first)

@@ -50,7 +50,8 @@ ALLOWED = {
     "stores": {"initialization"},
     "deferred": set(),
     "distributed": {"memory_limit", "numa", "ranks"},
-    "models": {"stores", "deferred", "initialization", "keyed", "limits", "parallelisms", "registration"},
+    "models": {"distributed", "stores", "deferred", "initialization", "keyed", "limits", "parallelisms"}
+    | {"registration"},
     "parallelisms": {"failures", "stores", "initialization", "distributed", "limits"},
     "adapters": {"stores", "deferred", "config.sections", "initialization", "models", "parallelisms", "registration"},
     "datasets": {"distributed", "leaving", "limits", "registration", "shipped"},
@@ -292,6 +293,21 @@ def test_nothing_that_is_read_is_executed(path):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             assert called not in ("eval", "exec", "pickle.load", "pickle.loads", "torch.load"), called
+
+
+PICKLING = {
+    *("gather_object", "all_gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+}
+"""Collectives of torch that unpickle what other ranks have sent, which can run code."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_ranks_exchange_no_pickles(path):
+    """torchtitan.distributed has gather_json, all_gather_json and broadcast_json instead."""
+    name_of = {ast.Attribute: "attr", ast.Name: "id", ast.alias: "name"}
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if type(node) in name_of]
+    assert not {getattr(node, name_of[type(node)]) for node in nodes} & PICKLING
 
 
 # Whoever takes or gives tensors says of which shape

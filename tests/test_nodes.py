@@ -14,6 +14,7 @@ import pytest
 
 from tests.support import jobs
 from tests.support.pool import run_alone, run_ranks
+from tests.support.proxy import Proxy
 from tests.test_launcher import LOOPBACK, gone, listening
 from torchtitan import distributed
 from torchtitan.config.manager import load
@@ -22,6 +23,7 @@ from torchtitan.launcher import nodes
 from torchtitan.launcher.nodes import Nodes
 from torchtitan.progress import Progress
 from torchtitan.ranks import Launcher, Ranks, environment_of
+from torchtitan.run_folder import SECRET
 from torchtitan.trainer import Trainer
 
 
@@ -164,6 +166,35 @@ def test_a_rank_that_is_killed_on_one_machine_is_a_restart_of_both_to_the_same_b
     assert (code_0, code_1) == (0, 0) and all(map(gone, ranks)), (err_0, err_1)
     assert out_0.count("preflight  2 ranks on 1 host agree; sum along dp_shard ") == 2  # of both starts
     assert "restart 1 of 3" in err_0 and err_1 == "rank 1 was ended by SIGKILL\n"
+    rows = jobs.logged_steps(tmp_path / "run")
+    straight = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "straight", texts, **options))[0][0]
+    assert [row["step"] for row in rows] == list(range(1, 51))
+    assert [row["loss"] for row in rows] == [row["loss"] for row in straight]
+
+
+def test_a_run_goes_on_to_the_same_bits_after_the_network_was_cut(tmp_path):
+    """Its secret is gone with it."""
+    texts, proxy = jobs.write_texts(tmp_path), Proxy(free_port(), free_port())
+    options = dict(training__local_batch_size=4, training__steps=50, checkpoint__enable=True, checkpoint__interval=10)
+    options |= dict(optimizer__lr=1e-3, model__overrides=jobs.SHALLOW)
+    argv = jobs.arguments(tmp_path / "run", texts, **options)
+    where = [
+        dict(NNODES="2", NODE_RANK=str(index), HEAD_ADDR="127.0.0.1", HEAD_PORT=str(port))
+        for index, port in enumerate((proxy.target_port, proxy.port))
+    ]
+    machines = [jobs.start(argv, ranks=1, **each) for each in where]
+    try:
+        jobs.wait_for_step(tmp_path / "run", 11, machines[0])
+        assert (tmp_path / "run" / SECRET).stat().st_mode & 0o777 == 0o600
+        proxy.cut()
+        assert "trying for up to 900 s" in machines[1].stderr.readline()
+        proxy.heal()
+        (code_0, _, err_0), (code_1, _, err_1) = (jobs.finish(machine) for machine in machines)
+    finally:
+        proxy.close()
+    assert (code_0, code_1) == (0, 0), (err_0, err_1)
+    assert "gone; waiting for a new connection for up to 900 s" in err_0 and "restart 1 of 3" in err_0
+    assert not (tmp_path / "run" / SECRET).exists()
     rows = jobs.logged_steps(tmp_path / "run")
     straight = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "straight", texts, **options))[0][0]
     assert [row["step"] for row in rows] == list(range(1, 51))

@@ -3,9 +3,10 @@
 There is always a process group, of one rank if need be, so nothing downstream asks whether there is one.
 """
 
+import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,91 @@ def begin_sum(*values: int) -> Callable[[], list[int]]:
         return tensor.tolist()
 
     return finish
+
+
+# Plain values of ranks, as JSON: torch's collectives of objects unpickle what they receive, which can run code
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
+    """Return the values of all ranks on rank 0, None on the others. Values are what JSON knows: keys are strings, and
+    tuples arrive as lists. Each takes as many bytes on the way as the largest."""
+    buffer = _padded_json(value, group)
+    received = [torch.empty_like(buffer) for _ in range(dist.get_world_size(group))] if dist.get_rank() == 0 else None
+    dist.gather(buffer, received, dst=0, group=group)
+    return None if received is None else [_parse(buffer) for buffer in received]
+
+
+def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks on every rank, as `gather_json` does on rank 0."""
+    buffer = _padded_json(value, group)
+    received = [torch.empty_like(buffer) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, buffer, group=group)
+    return [_parse(buffer) for buffer in received]
+
+
+def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Return rank 0's value, a plain one, on every rank; the other ranks' values are ignored."""
+    data = json.dumps(value).encode() if dist.get_rank() == 0 else b""
+    length = torch.tensor([len(data)])
+    dist.broadcast(length, src=0, group=group)
+    buffer = torch.empty(int(length), dtype=torch.uint8)
+    if data:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    dist.broadcast(buffer, src=0, group=group)
+    return value if data else json.loads(buffer.numpy().tobytes())
+
+
+def scatter_json(values: list[Any] | None, group: dist.ProcessGroup | None = None) -> Any:
+    """Return one of rank 0's plain values to each rank, in the order of the ranks."""
+    longest, buffers = torch.tensor([0]), None
+    if values is not None:
+        framed = [_framed(value) for value in values]
+        longest = torch.tensor([max(map(len, framed))])
+        buffers = [torch.zeros(int(longest), dtype=torch.uint8) for _ in framed]
+        for buffer, content in zip(buffers, framed, strict=True):
+            buffer[: len(content)] = torch.frombuffer(content, dtype=torch.uint8)
+    dist.broadcast(longest, src=0, group=group)
+    received = torch.empty(int(longest), dtype=torch.uint8)
+    dist.scatter(received, buffers, src=0, group=group)
+    return _parse(received)
+
+
+def gather_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of all ranks on rank 0, on the CPU, of any shape, and an empty dict on the others. Of a name
+    that several ranks have, the lowest rank's."""
+    rank = dist.get_rank()
+    shares = all_gather_json({name: [list(t.shape), str(t.dtype)] for name, t in tensors.items()})
+    result = {}
+    for name in sorted({name for share in shares for name in share}):
+        holder = next(number for number, share in enumerate(shares) if name in share)
+        if rank == holder:
+            value = tensors[name].detach().cpu().contiguous()
+            if rank == 0:
+                result[name] = value
+            else:
+                dist.send(value.reshape(-1).view(torch.uint8), 0)
+        elif rank == 0:
+            shape, dtype = shares[holder][name]
+            result[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+            dist.recv(result[name].view(-1).view(torch.uint8), holder)
+    return result
+
+
+def _padded_json(value: Any, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """[8 + n] uint8: the length of the text, the text, and zeros up to the longest of all ranks."""
+    content = _framed(value)
+    longest = torch.tensor([len(content)])
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
+    buffer = torch.zeros(int(longest), dtype=torch.uint8)
+    buffer[: len(content)] = torch.frombuffer(content, dtype=torch.uint8)
+    return buffer
+
+
+def _framed(value: Any) -> bytearray:
+    data = json.dumps(value).encode()
+    return bytearray(len(data).to_bytes(8, "little") + data)
+
+
+def _parse(buffer: torch.Tensor) -> Any:
+    raw = buffer.numpy().tobytes()
+    return json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])

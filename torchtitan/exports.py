@@ -2,14 +2,11 @@
 
 import logging
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from torchtitan import build, distributed
 from torchtitan.adapters.interface import Adapter
 from torchtitan.checkpoint import Checkpointer, CheckpointError, folders, load_weights
-from torchtitan.checkpoint.best import best_in
+from torchtitan.checkpoint.best import Best, best_in
 from torchtitan.config.job import JobConfig
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.deferred import Value
@@ -46,7 +43,11 @@ class Exports:
         root, metric = checkpointer.folder, checkpointer.best
         assert metric is not None  # the rules ask for it
         checkpointer.finish()
-        best = checkpointer.main_peers.decide(lambda: best_in(root, metric))
+        best = checkpointer.main_peers.decide(
+            lambda: best_in(root, metric),
+            lambda best: [str(best.folder), best.value],
+            lambda fields: Best(Path(fields[0]), fields[1]),
+        )
         step = load_weights(best.folder, model.parts, build.left_out_of_checkpoints(self.config, model))
         logger.info("exporting step %d, whose %s %.4g is the best of the checkpoints", step, metric.name, best.value)
         return step
@@ -74,13 +75,8 @@ class Exports:
 
     def _write_adapter(self, model: ParallelModel) -> None:
         adapter: Adapter = model.adapter
-        mine = adapter.whole_tensors(model.parts)
-        of_all: list[Any] | None = [mine]
-        if self.ranks.world_size > 1:  # of a pipeline each rank has its layers'
-            of_all = [None] * self.ranks.world_size if self.ranks.is_main else None
-            dist.gather_object(mine, of_all)
-        if of_all is not None:
-            whole = {name: tensor for part in of_all for name, tensor in part.items()}
+        whole = distributed.gather_tensors(adapter.whole_tensors(model.parts))  # of a pipeline a rank has its layers'
+        if self.ranks.is_main:
             try:
                 build.save_peft(self.config, self.folder / "adapter", adapter, whole)
             except OSError as error:

@@ -19,6 +19,7 @@ from torchtitan.clean_start import clean
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
+from torchtitan.config.sections.run import Job
 from torchtitan.errors import JobError, folded
 from torchtitan.launcher import slurm
 from torchtitan.launcher.company import LATE_SECONDS, First, Other
@@ -32,7 +33,7 @@ from torchtitan.launcher.watching import Watch
 from torchtitan.leaving import CRASHED, REFUSED, exit_with
 from torchtitan.ranks import Restart, count_ranks, likely_device, read_nodes, set_default, slurm_job
 from torchtitan.rules import check, with_faults_of_the_rest
-from torchtitan.run_folder import HANGS
+from torchtitan.run_folder import HANGS, SECRET
 
 AUTO = "auto"
 """As many ranks as this machine has GPUs."""
@@ -103,8 +104,15 @@ def lead(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue)
         with held(Path(config.job.dump_folder), this_process(*slurm_job())):
             if told := clean(config, slurm_job()[1]):
                 print(told, flush=True)
-            stopped = company.meet(queue, config.comm.init_timeout_seconds)
-            code = 128 + stopped if stopped else run(config, arguments, num_ranks, queue, company)
+            try:
+                secret_file = Path(config.job.dump_folder) / SECRET
+                stopped = company.meet(queue, config.comm.init_timeout_seconds, secret_file)
+                code = 128 + stopped if stopped else run(config, arguments, num_ranks, queue, company)
+            except JobError as error:
+                print(folded(error), file=sys.stderr)
+                code = REFUSED
+            finally:
+                company.dismiss(code)  # here too, as the secret is deleted while the folder is still held
         return code
     except JobError as error:
         print(folded(error), file=sys.stderr)
@@ -122,8 +130,6 @@ def run(
     company: First,
     program: Sequence[str] = PROGRAM,
 ) -> int:
-    options = config.checkpoint
-
     def start(restart: Restart | None) -> Watch:
         nodes, listener = company.begin(restart)
         watch = started(config, arguments, num_ranks, queue, company, restart, nodes, listener, program)
@@ -132,19 +138,24 @@ def run(
         return watch
 
     def newest() -> int:
-        path, _ = newest_complete(Path(config.job.dump_folder) / options.folder)
+        path, _ = newest_complete(Path(config.job.dump_folder) / config.checkpoint.folder)
         step = None if path is None else step_of(path.name)
         return -1 if step is None else step
 
-    saves = options.enable and not options.load_only
-    return supervise(start, queue, config.job.max_restarts if saves else 0, newest, company)
+    return supervise(start, queue, _restarts(config), newest, company, config.job.rejoin_seconds)
+
+
+def _restarts(config: JobConfig) -> int:
+    """How often ranks are started again without a new checkpoint in between: never in a run that saves none."""
+    return config.job.max_restarts if config.checkpoint.enable and not config.checkpoint.load_only else 0
 
 
 def follow_the_first(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue) -> int:
     """On every other machine, which says to the first what it has against the job."""
     stay_on_the_way_to(nodes)
-    other = Other(nodes, num_ranks)
     config, faults = judge(arguments, nodes.count * num_ranks)
+    folder = _folder_of(arguments) if config is None else config.job.dump_folder
+    other = Other(nodes, num_ranks, Path(folder).expanduser() / SECRET)
     if config is None:
         try:
             other.meet(queue, LATE_SECONDS, faults)
@@ -158,7 +169,15 @@ def follow_the_first(nodes: Nodes, num_ranks: int, arguments: list[str], queue: 
     def start(port: int, restart: Restart | None) -> Watch:
         return started(config, arguments, num_ranks, queue, other, restart, replace(nodes, port=port), None)
 
-    return follow(start, queue, other)
+    return follow(start, queue, other, config.job.rejoin_seconds if _restarts(config) else 0)
+
+
+def _folder_of(arguments: list[str]) -> str:
+    """job.dump_folder of a job that is refused, maybe for this very option: as far as it can be read."""
+    folder: object = Job().dump_folder
+    for layer in manager.read_layers(arguments)[1]:
+        folder = layer.values.get("job.dump_folder", folder)
+    return str(folder)
 
 
 def started(

@@ -89,7 +89,7 @@ def check(
     if saves:
         # the launcher would take a longer wait for a hang
         facts.sees_folder = _sees(folder, ranks, min(FOLDER_SECONDS, config.comm.init_timeout_seconds / 2))
-    found = _collect(facts, ranks)
+    found = _collect(facts)
     faults, warnings = judge(found) if found else ([], [])
     if saves and found and folder.is_dir():
         replicas = max(1, config.parallelism.data_parallel_replicate_degree)
@@ -100,7 +100,7 @@ def check(
         )
     (other_jobs,) = distributed.sum_over_ranks(bool(found) and len({each.same["job"] for each in found}) > 1)
     if other_jobs:
-        faults += differences(_gathered(job, ranks), [each.host for each in found])
+        faults += differences(distributed.gather_json(job) or [], [each.host for each in found])
     _refuse(faults, ranks)
     for warning in warnings:
         logger.warning("preflight: %s", warning)
@@ -114,7 +114,7 @@ def check_data(config: JobConfig, ranks: Ranks, fingerprint: Mapping[str, Any]) 
     """All ranks call this together, once they have found their data."""
     if not wanted(config, ranks):
         return
-    found = _collect(Facts(socket.gethostname(), {"data": _digest(dict(fingerprint))}), ranks)
+    found = _collect(Facts(socket.gethostname(), {"data": _digest(dict(fingerprint))}))
     _refuse(judge(found)[0] if found else [], ranks)
 
 
@@ -162,17 +162,17 @@ def _wait(device: torch.device) -> None:
 
 def _sees(folder: Path, ranks: Ranks, patience: float) -> bool:
     """Whether a file that rank 0 makes in the folder is there for this rank too, after `patience` seconds at most."""
-    name: list[Any] = [""]
+    name = ""
     if ranks.is_main:
         with suppress(OSError):  # where it cannot write is told by whoever saves
             folder.mkdir(parents=True, exist_ok=True)
             made = f".preflight-{uuid.uuid4().hex}"
             (folder / made).touch()
-            name = [made]
-    dist.broadcast_object_list(name)
+            name = made
+    name = distributed.broadcast_json(name)
     began, said = time.monotonic(), False
     while True:
-        seen = not name[0] or (folder / name[0]).exists()
+        seen = not name or (folder / name).exists()
         waited = time.monotonic() - began
         blind, over = distributed.sum_over_ranks(not seen, ranks.is_main and waited > patience)
         if not blind or over:
@@ -182,21 +182,15 @@ def _sees(folder: Path, ranks: Ranks, patience: float) -> bool:
             told = "preflight  %d of %d ranks do not see yet what rank 0 has made in %s; NFS may take %.0f s to show it"
             logger.info(told, blind, ranks.world_size, folder, patience)
         time.sleep(0.1)
-    if ranks.is_main and name[0]:
+    if ranks.is_main and name:
         with suppress(OSError):
-            (folder / name[0]).unlink()
+            (folder / name).unlink()
     return seen
 
 
-def _collect(facts: Facts, ranks: Ranks) -> list[Facts]:
+def _collect(facts: Facts) -> list[Facts]:
     """Of all ranks, on rank 0; nothing on the others."""
-    return [Facts(**each) for each in _gathered(vars(facts), ranks)]
-
-
-def _gathered(value: dict[str, Any], ranks: Ranks) -> list[dict[str, Any]]:
-    found: list[Any] | None = [None] * ranks.world_size if ranks.is_main else None
-    dist.gather_object(value, found)
-    return found or []
+    return [Facts(**each) for each in distributed.gather_json(vars(facts)) or ()]
 
 
 def _code() -> str:

@@ -20,10 +20,12 @@ EXPORTS = {"model", "model_hf", "adapter"}
 """The weights that a run has ended with."""
 HANGS = "hangs"
 """Stacks of all ranks."""
+SECRET = "launch.secret"
+"""By which the launchers of several machines know each other while the run lasts."""
 REFERENCE = "reference.safetensors"
 PICTURE = "training.png"
 FILES = {"metrics.jsonl", "generated.jsonl", PICTURE, REFERENCE}
-OWN = {JOB, STARTS, LAST, IMPORTED, LOGS, "data", HANGS} | FILES | EXPORTS
+OWN = {JOB, STARTS, LAST, IMPORTED, LOGS, "data", HANGS, SECRET} | FILES | EXPORTS
 """Names at the top of the folder that no option says."""
 _EARLIER = re.compile(r"(metrics|generated)\.(previous(-[0-9]+)?|redone)\.jsonl")
 _START = re.compile(r"([0-9]{4,})-from-step-[0-9]{8,}\.toml")

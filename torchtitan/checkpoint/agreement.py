@@ -12,12 +12,20 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from torchtitan.checkpoint.layout import CheckpointError
+from torchtitan import distributed
+from torchtitan.checkpoint.layout import CannotSave, CheckpointError, NotFinite, NothingLoadable
 
 TIMEOUT = timedelta(minutes=30)
 """A rank waits here while another writes or checks its files, which takes longer than any step."""
 
+KINDS = (CheckpointError, CannotSave, NotFinite, NothingLoadable)
+"""What rank 0 may raise for all, by the number that tells the others which."""
+
 T = TypeVar("T")
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 class Peers:
@@ -40,14 +48,10 @@ class Peers:
         return self.rank == 0
 
     def collect(self, value: T) -> list[T] | None:
-        """The values of all ranks, on rank 0; None on the others. What reaches it is as large as if all values were as
-        large as the largest.
+        """The values of all ranks, on rank 0; None on the others. They travel as JSON. What reaches rank 0 is as large
+        as if all values were as large as the largest.
         """
-        if self.group is None:
-            return [value]
-        values: list[Any] | None = [None] * self.size if self.is_main else None
-        dist.gather_object(value, values, group=self.group, dst=0)
-        return values
+        return [value] if self.group is None else distributed.gather_json(value, self.group)
 
     def agree(self, doing: str, action: Callable[[], T]) -> T:
         """Run `action` on every rank; its result, or one `CheckpointError` on all that says who failed."""
@@ -68,28 +72,30 @@ class Peers:
         told = "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items())
         raise CheckpointError(f"{doing} failed on {told}") from cause
 
-    def decide(self, action: Callable[[], T]) -> T:
-        """What `action` gives on rank 0, on all ranks; or its error, as a `CheckpointError`, on all ranks."""
-        answer: tuple[Any, CheckpointError | None] = None, None
+    def decide(
+        self, action: Callable[[], T], encode: Callable[[T], Any] = _as_it_is, decode: Callable[[Any], T] = _as_it_is
+    ) -> T:
+        """What `action` gives on rank 0, on all ranks; or its error, as a `CheckpointError`, on all ranks. A result
+        that is not what JSON knows is encoded on rank 0 and decoded on the others."""
+        result, refusal = None, None
+        text: Any = None
         if self.is_main:
             try:
-                answer = action(), None
+                result = action()
+                text = encode(result)
             except CheckpointError as error:
-                answer = None, error
+                refusal = error
             except Exception as error:
-                answer = None, CheckpointError(f"{describe(error)} (on rank 0)")
-        result, refusal = self.tell(answer)
-        if refusal is not None:
-            raise refusal
-        return result
+                refusal = CheckpointError(f"{describe(error)} (on rank 0)")
+        kind = KINDS.index(type(refusal)) if type(refusal) in KINDS else 0
+        failed, text, kind = self.tell((refusal is not None, text if refusal is None else str(refusal), kind))
+        if failed:
+            raise refusal or KINDS[kind](text)
+        return cast(T, result) if self.is_main else decode(text)
 
     def tell(self, value: T | None) -> T:
-        """Rank 0's value, on all ranks."""
-        if self.group is not None:
-            values = [value]
-            dist.broadcast_object_list(values, src=0, group=self.group)
-            (value,) = values
-        return cast(T, value)
+        """Rank 0's value, on all ranks. It travels as JSON."""
+        return cast(T, value if self.group is None else distributed.broadcast_json(value, self.group))
 
     def maximum(self, *values: int) -> list[int]:
         """Element by element over all ranks; a small message."""

@@ -31,7 +31,7 @@ from torchtitan.checkpoint.layout import (
     NothingLoadable,
     Refused,
 )
-from torchtitan.checkpoint.loading import Source, Wanted, load_tensors, open_checkpoint, resolve
+from torchtitan.checkpoint.loading import Source, Wanted, claim, complete_steps, load_tensors, open_checkpoint, resolve
 from torchtitan.checkpoint.saving import Care, Snapshot
 from torchtitan.deferred import Value
 
@@ -126,7 +126,7 @@ class Checkpointer:
         if self.load_only:
             return
         try:
-            self.place = self.main_peers.decide(lambda: folders.Place.claim(self.folder))
+            self.place = claim(self.folder, self.main_peers)
 
             def look() -> None:
                 self.place.check()
@@ -276,7 +276,7 @@ class Checkpointer:
         A damaged one is passed over for the next older one, which is said. One that is whole and does not fit the
         job is refused with `CheckpointError`, as is a folder whose checkpoints are all damaged (`NothingLoadable`).
         """
-        complete, refused = self.main_peers.decide(lambda: layout.complete_steps(self.folder))
+        complete, refused = complete_steps(self.folder, self.main_peers)
         if not complete and not refused and self.load_step < 0:
             return None
         if self.load_step >= 0:

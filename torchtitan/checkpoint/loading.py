@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torchtitan.checkpoint import layout, storage, tensors
+from torchtitan.checkpoint import folders, layout, storage, tensors
 from torchtitan.checkpoint.agreement import Peers
-from torchtitan.checkpoint.layout import MODEL, CheckpointError, Manifest, TensorEntry
+from torchtitan.checkpoint.layout import MODEL, CheckpointError, Manifest, Refused, TensorEntry
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.stores import Store, packed_names, stores
 
@@ -125,10 +125,13 @@ def _compare(
     wanted = {name: saved[name] for name in compress(names, marks[: len(names)])}
     if not misfit and len(wanted) == len(saved):
         return None, {saved[name].dtype for name in compress(names, marks[len(names) :])}
-    others = peers.collect({name: entry for name, entry in own.items() if saved.get(name) != entry})
+    odd_entries = {name: [entry.dtype, entry.shape] for name, entry in own.items() if saved.get(name) != entry}
+    others = peers.collect(odd_entries)
     if others is not None:
-        wanted |= tensors.united(others)
-    return peers.tell(tensors.differences(wanted, saved, cast))
+        wanted |= tensors.united([{name: TensorEntry(*entry) for name, entry in plain.items()} for plain in others])
+    reason, casts = tensors.differences(wanted, saved, cast)
+    reason, names = peers.tell((reason, sorted(casts)))
+    return reason, set(names)
 
 
 def load_model_for_inference(path: Path, model: nn.Module, left_out: Collection[str] = ()) -> int:
@@ -157,4 +160,18 @@ def load_weights(path: Path, parts: Sequence[nn.Module], left_out: Collection[st
 
 def resolve(path: Path, peers: Peers) -> Path:
     """`layout.resolve`, by rank 0 for all."""
-    return peers.decide(lambda: layout.resolve(path))
+    return peers.decide(lambda: layout.resolve(path), str, Path)
+
+
+def complete_steps(root: Path, peers: Peers) -> tuple[list[Path], list[Refused]]:
+    """`layout.complete_steps`, by rank 0 for all."""
+    return peers.decide(
+        lambda: layout.complete_steps(root),
+        lambda both: [list(map(str, both[0])), [[str(old.folder), old.reason] for old in both[1]]],
+        lambda plain: (list(map(Path, plain[0])), [Refused(Path(folder), reason) for folder, reason in plain[1]]),
+    )
+
+
+def claim(root: Path, peers: Peers) -> folders.Place:
+    """`folders.Place.claim`, by rank 0 for all."""
+    return folders.Place(root, peers.decide(lambda: folders.Place.claim(root).nonce))

@@ -42,7 +42,11 @@ def retain(
         return complete[:cut], [folder for folder in complete[cut:] if folder not in stays]
 
     try:
-        staying, surplus = peers.decide(sort)
+        staying, surplus = peers.decide(
+            sort,
+            lambda both: [list(map(str, paths)) for paths in both],
+            lambda names: (list(map(Path, names[0])), list(map(Path, names[1]))),
+        )
         if surplus and known_good is not None:
             surplus = _without_the_needed(staying, surplus, known_good, peers)
         if peers.is_main:

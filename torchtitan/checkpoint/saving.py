@@ -12,7 +12,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -114,14 +114,19 @@ def save(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers,
 
 
 def _save_once(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers, care: Care) -> int:
-    temporary = peers.decide(lambda: _open(snapshot, target, rewound_to, care))
+    temporary = peers.decide(
+        lambda: _open(snapshot, target, rewound_to, care),
+        lambda folder: folder and str(folder),
+        lambda name: name and Path(name),
+    )
     if temporary is None:
         return 0
     try:
         share, entries = peers.agree("writing a checkpoint", lambda: _write(snapshot, temporary, peers))
         if care.verify:
             peers.agree("reading a checkpoint back", lambda: _read_back(temporary, share))
-        shares = peers.collect(share)
+        plain = peers.collect(asdict(share))
+        shares = None if plain is None else [_share(fields) for fields in plain]
         peers.agree("finishing a checkpoint", lambda: _commit(snapshot, temporary, target, shares, entries))
     except CheckpointError:
         storage.forget_plans(peers)
@@ -140,6 +145,11 @@ class _Share:
     files: dict[str, FileEntry]
     rank: dict[str, Any]
     optimizer_values: dict[str, Any]
+
+
+def _share(fields: dict[str, Any]) -> _Share:
+    """The inverse of `asdict`."""
+    return _Share(**fields | {"files": {name: FileEntry(**entry) for name, entry in fields["files"].items()}})
 
 
 def _open(snapshot: Snapshot, target: Path, rewound_to: int | None, care: Care) -> Path | None:
@@ -194,7 +204,9 @@ def _write(snapshot: Snapshot, temporary: Path, peers: Peers) -> tuple[_Share, d
         folders.write_file(temporary / names[-1], layout.dump_json(own))
     for_all = {key: value for key, value in snapshot.rank.items() if key not in own}
     files = {name: _entry(temporary / name) for name in names}
-    return _Share(files, for_all, snapshot.optimizer_values), entries
+    share = _Share(files, for_all, snapshot.optimizer_values)
+    layout.dump_json(asdict(share))  # what JSON does not know fails here, on all ranks together
+    return share, entries
 
 
 def _read_back(temporary: Path, share: _Share) -> None:

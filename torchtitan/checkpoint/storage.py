@@ -1,8 +1,8 @@
 """Tensors to files and back by torch.distributed.checkpoint (DCP), with what it leaves open closed.
 
 Notable: DCP reads its `.metadata` by plain `pickle`, which runs whatever a stranger put there; records.py reads it
-instead. DCP's error type is no `Exception`; it is caught here and nowhere else. Only tensors are ever written, so no
-entry needs unpickling.
+instead. What ranks tell each other of a save or a load goes as JSON (plan_exchange.py). DCP's error type is no
+`Exception`; it is caught here and nowhere else. Only tensors are ever written, so no entry needs unpickling.
 """
 
 import warnings
@@ -19,13 +19,15 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import ReadItem, SavePlanner
 
 from torchtitan.bars import progress_bar
-from torchtitan.checkpoint import records
+from torchtitan.checkpoint import plan_exchange, records
 from torchtitan.checkpoint.agreement import Peers, describe
 from torchtitan.checkpoint.layout import METADATA, CheckpointError, Manifest, TensorEntry, read_bytes
 from torchtitan.initialization import local_part
 
 # a single process is an ordinary case here
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+plan_exchange.install()
 
 Tensors = dict[str, torch.Tensor]
 

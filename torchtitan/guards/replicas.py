@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan import distributed
 from torchtitan.initialization import clean_name, local_part
 
 Place = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -62,9 +63,8 @@ class Replicas:
             for key in distinct[least != most].tolist()
         }
         if unlike:
-            known: list[dict[int, str]] = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(known, {key: names[key] for key in unlike if key in names})
-            raise ReplicasDiffer(told(unlike, {key: name for each in known for key, name in each.items()}))
+            known = distributed.all_gather_json([[key, names[key]] for key in unlike if key in names])
+            raise ReplicasDiffer(told(unlike, {key: name for each in known for key, name in each}))
 
 
 def held(

@@ -1,7 +1,8 @@
 """Several machines as one world: a launcher on each, all ranks in one store of torch's.
 
 Launchers and store listen where HEAD_ADDR says and nowhere else, and so do gloo and NCCL, on the interface by which a
-machine reaches that address. None of them asks for a password: a trusted network is theirs.
+machine reaches that address. Launchers ask each other for a proof (door.py); store, gloo and NCCL do not, so the
+network has to be trusted.
 """
 
 import fcntl

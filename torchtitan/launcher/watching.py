@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TextIO
 
 from torchtitan.launcher import hangs
-from torchtitan.launcher.company import First, Message, Other
+from torchtitan.launcher.company import First, Other
+from torchtitan.launcher.connection import Message
 from torchtitan.launcher.ends import End
 from torchtitan.launcher.hangs import Evidence, Limits, Watchdog
 from torchtitan.launcher.processes import Ended, Processes

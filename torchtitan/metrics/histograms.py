@@ -1,11 +1,13 @@
 """Histograms of a model's weights and gradients, whatever the plan: of whole tensors, one at a time on each rank."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from torchtitan import distributed
 from torchtitan.trackers.interface import Histogram
 
 BUCKETS = 64
@@ -28,9 +30,8 @@ def of_all_ranks(found: dict[str, Histogram]) -> dict[str, Histogram]:
     """On the first rank those of all parts of a pipeline; on the others nothing."""
     if dist.get_world_size() == 1:
         return found
-    gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(found, gathered)
-    return {tag: each for part in gathered or () for tag, each in part.items()}
+    gathered = distributed.gather_json({tag: asdict(histogram) for tag, histogram in found.items()})
+    return {tag: Histogram(**fields) for part in gathered or () for tag, fields in part.items()}
 
 
 def histogram(tensor: torch.Tensor) -> Histogram:

@@ -31,6 +31,9 @@ class Job:
     max_restarts: NonNegative = 3
     """With checkpoints, all ranks are started again after a crash or a hang, this many times without a new checkpoint
     in between (then exit code 5)."""
+    rejoin_seconds: NonNegative = 900
+    """Longest wait for the network between machines to come back, in a run that may be started again. Meanwhile no rank
+    runs; then all start again from the newest checkpoint. 0: the run ends at once."""
     preflight: bool | None = None
     """Before training, look whether every rank answers, has the same code, torch, job, tokenizer, data and folder, and
     how fast each axis of the mesh is; a difference is refused in one message. Unset: with several machines."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from torchtitan import distributed
 from torchtitan.bars import progress_bar
 from torchtitan.deferred import Value
 from torchtitan.errors import JobError
@@ -107,10 +108,8 @@ class _Gathered:
             named.pop("output.weight", None)
         self.state, self.form, self.dtype = named, form, dtype
         self.rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        shares: list[Any] = [({name: tuple(value.shape) for name, value in named.items()}, write)]
-        if ranks > 1:
-            mine, shares = shares[0], [None] * ranks
-            dist.all_gather_object(shares, mine)
+        share = {name: list(value.shape) for name, value in named.items()}, write
+        shares = distributed.all_gather_json(share) if ranks > 1 else [share]
         self.writer = next((rank for rank, (_, writes) in enumerate(shares) if writes), 0)
         self.shapes = {name: shape for share, _ in shares for name, shape in share.items()}
         self.holders = {name: [r for r, (share, _) in enumerate(shares) if name in share] for name in self.shapes}

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from torchtitan import distributed
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 
 
@@ -132,9 +133,7 @@ class ExpertBalance:
     def not_finite(self) -> list[str]:
         """Layers whose routers have seen scores that are not finite, on any rank. All ranks call it."""
         mine = [layer for part in self.parts for layer in self.rules.not_finite(part)]
-        everywhere: list[list[str] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, mine)
-        return sorted({layer for layers in everywhere for layer in layers or ()}, key=_number)
+        return sorted({layer for layers in distributed.all_gather_json(mine) for layer in layers}, key=_number)
 
 
 class _Sum:
