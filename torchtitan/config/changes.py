@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.options import options, show
+from torchtitan.tasks import TASKS
 
 Kind = Literal["refused", "told", "quiet"]
 
@@ -72,6 +73,12 @@ KINDS: dict[str, Kind] = {
 TRAINED = ("training.unfrozen", "adapter.train_fully", "adapter.train_dense_rest")
 """Which parameters an optimizer has a state of: a checkpoint has none for what was frozen in its run."""
 SIZES, SAMPLES = "model.overrides", "training.global_batch_size"
+ROWS_PER_SAMPLE = "rows_per_sample"
+"""Of what a checkpoint keeps; absent from checkpoints whose batch sizes counted each answer of a pair."""
+BATCH_SIZES = (
+    *("training.local_batch_size", SAMPLES, "validation.local_batch_size", "validation.samples"),
+    "parallelism.pipeline_parallel_microbatch_size",
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,8 @@ class Change:
     key: str
     before: str
     now: str
+    note: str = ""
+    """Further advice for whoever has to bring the option back."""
 
     @property
     def kind(self) -> Kind:
@@ -103,8 +112,12 @@ def refusable() -> list[str]:
 
 
 def kept_job(config: JobConfig, sizes: Mapping[str, Any], samples: int) -> dict[str, Any]:
-    """What a checkpoint keeps of its job, JSON-able: its options, every size of its model, the samples of a step."""
-    return {"job": as_dict(config), "sizes": dict(sizes), "samples": samples}
+    """What a checkpoint keeps of its job, JSON-able: its options, every size of its model, the samples of a step, and
+    how many rows a sample has.
+    """
+    kept = {"job": as_dict(config), "sizes": dict(sizes), "samples": samples}
+    kind = config.task.kind
+    return kept | {ROWS_PER_SAMPLE: TASKS[kind].together if kind in TASKS else 1}
 
 
 def changes(kept: Mapping[str, Any], now: Mapping[str, Any], model_only: bool = False) -> list[Change]:
@@ -113,8 +126,13 @@ def changes(kept: Mapping[str, Any], now: Mapping[str, Any], model_only: bool = 
     """
     if not isinstance(kept.get("job"), dict):
         return []
+    kept, note = _counted_in_samples(kept, now[ROWS_PER_SAMPLE])
     found = list(_changed_sizes(kept, now))
-    return found if model_only else found + [change for change in _changed_options(kept, now) if change.kind != "quiet"]
+    return (
+        found
+        if model_only
+        else found + [change for change in _changed_options(kept, now, note) if change.kind != "quiet"]
+    )
 
 
 def refused(found: list[Change], allowed: list[str]) -> list[Change]:
@@ -125,8 +143,8 @@ def refused(found: list[Change], allowed: list[str]) -> list[Change]:
 def remedy(change: Change) -> str:
     anew = ', beside checkpoint.exclude_from_loading = ["optimizer"]' if change.key in TRAINED else ""
     return (
-        f'bring it back, or allow the change by checkpoint.allow_config_change = ["{change.key}"]{anew}, or start anew '
-        "in another job.dump_folder"
+        f'{change.note}bring it back, or allow the change by checkpoint.allow_config_change = ["{change.key}"]{anew}, '
+        "or start anew in another job.dump_folder"
     )
 
 
@@ -137,7 +155,26 @@ def _changed_sizes(kept: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
             yield Change(SIZES, f"{name} = {show(before[name])}", f"{name} = {show(now['sizes'][name])}")
 
 
-def _changed_options(kept: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+def _counted_in_samples(kept: Mapping[str, Any], per_sample: int) -> tuple[Mapping[str, Any], str]:
+    """A checkpoint's job with its batch sizes in samples, also if it was kept when they counted the rows of pairs; then
+    with advice on what to write.
+    """
+    if ROWS_PER_SAMPLE in kept or per_sample == 1:
+        return kept, ""
+    job = {section: dict(told) if isinstance(told, dict) else told for section, told in kept["job"].items()}
+    written = {}
+    for key in BATCH_SIZES:
+        section, name = key.split(".")
+        size = job[section].get(name) if isinstance(job.get(section), dict) else None
+        if isinstance(size, int) and size > 0:
+            written[key] = job[section][name] = -(-size // per_sample)
+    samples = kept.get("samples")
+    kept = {**kept, "job": job, "samples": samples // per_sample if isinstance(samples, int) else samples}
+    sizes = " and ".join(f"{key} = {written[key]}" for key in BATCH_SIZES[:2] if key in written)
+    return kept, f"the checkpoint's job counted answers, and batch sizes count pairs now: write {sizes}; else "
+
+
+def _changed_options(kept: Mapping[str, Any], now: Mapping[str, Any], note: str) -> Iterator[Change]:
     for key, option in options().items():
         if key == SIZES:
             continue
@@ -145,7 +182,7 @@ def _changed_options(kept: Mapping[str, Any], now: Mapping[str, Any]) -> Iterato
         if key == SAMPLES:
             before, today = kept.get("samples"), now["samples"]
         if before != today:
-            yield Change(key, show(before), show(today))
+            yield Change(key, show(before), show(today), note * (key == SAMPLES))
 
 
 def _value(job: Mapping[str, Any], key: str, default: Any) -> Any:
