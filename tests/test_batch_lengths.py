@@ -171,5 +171,5 @@ def test_classes_take_a_length_without_more_words(anywhere):
 
 @pytest.mark.parametrize("before, now, told", [(1, 100, '"off"'), (100, 1, '"best_fit" and data.packing_window = 100')])
 def test_a_run_whose_samples_were_packed_otherwise_is_told_how_to_go_on(before, now, told):
-    with pytest.raises(JobError, match="the checkpoint's samples are those of data.packing = " + told):
+    with pytest.raises(JobError, match="the checkpoint's samples were packed with data.packing = " + told):
         check_same_data({"fingerprint": {"packing": {"window": before}}}, {"packing": {"window": now}})

@@ -39,7 +39,7 @@ def sample_count(config: JobConfig, samples: int) -> str:
 
 
 def notice(config: JobConfig) -> str:
-    """What whoever wrote the job when batch sizes counted answers has to know; nothing for tasks without pairs."""
+    """Warn authors of jobs from when batch sizes counted answers; empty for tasks without pairs."""
     if rows_per_sample(config) == 1:
         return ""
     return "batch sizes count pairs, not answers: a job that was written when they counted answers needs half of each"
@@ -49,7 +49,7 @@ def notice(config: JobConfig) -> str:
 
 
 def is_packed(config: JobConfig) -> bool:
-    """Whether several records share a sample. By default they do where tokens are learned; a class is one record's."""
+    """Whether several records share a sample: by default if tokens are learned, not if classes are."""
     task = TASKS[config.task.kind]
     if not task.packs or task.together > 1:
         return False
@@ -57,7 +57,7 @@ def is_packed(config: JobConfig) -> bool:
 
 
 def sequence_needs(config: JobConfig, split: bool) -> dict[str, int]:
-    """What the length of a sequence has to be a multiple of, in words. `split`: whether sequence parallel cuts it."""
+    """Divisors that the length of a sequence needs, by their reasons. `split`: whether sequence parallel cuts it."""
     asked = config.parallelism
     headtail = asked.context_parallel_load_balancer == "headtail"
     levelled = degrees.is_levelled(asked.context_parallel_rotate_method, headtail)
@@ -82,7 +82,7 @@ def fixed_by(config: JobConfig) -> list[str]:
 
 
 def keeps_full_length(config: JobConfig, has_experts: bool) -> str:
-    """Why samples that are not packed are padded to training.seq_len, as a clause; empty where they need not be."""
+    """The reason why unpacked samples are padded to training.seq_len, as a clause; empty if they are not."""
     if config.data.pad_to is not None:
         return "as data.pad_to says" if config.data.pad_to == "seq_len" else ""
     if options := fixed_by(config):
@@ -93,7 +93,7 @@ def keeps_full_length(config: JobConfig, has_experts: bool) -> str:
 
 
 def padding_multiple(config: JobConfig, device: str, has_experts: bool) -> int:
-    """What the length of a batch is rounded up to, from its longest sample; 0 where it is always training.seq_len."""
+    """The multiple that the length of a batch is rounded up to; 0 if all batches have training.seq_len tokens."""
     pad_to = config.data.pad_to
     if not TASKS[config.task.kind].packs or is_packed(config) or keeps_full_length(config, has_experts):
         return 0
@@ -103,8 +103,8 @@ def padding_multiple(config: JobConfig, device: str, has_experts: bool) -> int:
 
 
 def padding_in_words(config: JobConfig, share: float, longest: int, has_experts: bool) -> str:
-    """What share of the tokens is padding where all samples have training.seq_len tokens, and what spares it.
-    `longest`: tokens of the longest sample.
+    """Describe the padding of samples that all have training.seq_len tokens, and how to avoid it. `share`: padding as a
+    fraction of all tokens; `longest`: tokens of the longest sample.
     """
     needed = math.lcm(ROUNDING["cpu"], *sequence_needs(config, split_by_tensor_parallel(config)).values())
     length = -(-longest // needed) * needed

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -261,15 +261,11 @@ def validation_loader(config: JobConfig, vocabulary: Tokenizer, dp_rank: int, pl
     return _loader(config, "validation", vocabulary, dp_rank, plan, batch, seq_len, None)
 
 
-def pass_loaders(
-    config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims
-) -> Iterator[Loader | SegmentLoader]:
-    """Of all whole records of the job, once: those that are trained on, and those that are validated on."""
-    once = dataclasses.replace(config.training, epochs=1, shuffle=False, global_batch_size=-1)
-    in_order = dataclasses.replace(config.data, group_by_length=False)
-    yield training_loader(dataclasses.replace(config, training=once, data=in_order), vocabulary, dp_rank, plan)
-    if config.validation.enable:
-        yield validation_loader(config, vocabulary, dp_rank, plan)
+def pairs_in_a_pass(config: JobConfig) -> int:
+    """Of whole records, how many samples a pass over the training data has."""
+    sources = [each.source for each in data_sources(config, "training")]
+    read = _samples_in(config, "training", [each for each in sources if isinstance(each, TokenShards)], epochs=1)
+    return read // rows_per_sample(config)
 
 
 def held_out(

@@ -74,7 +74,7 @@ TRAINED = ("training.unfrozen", "adapter.train_fully", "adapter.train_dense_rest
 """Which parameters an optimizer has a state of: a checkpoint has none for what was frozen in its run."""
 SIZES, SAMPLES = "model.overrides", "training.global_batch_size"
 ROWS_PER_SAMPLE = "rows_per_sample"
-"""Of what a checkpoint keeps; absent from checkpoints whose batch sizes counted each answer of a pair."""
+"""A key of `kept_job`; checkpoints without it have batch sizes that counted each answer of a pair."""
 BATCH_SIZES = (
     *("training.local_batch_size", SAMPLES, "validation.local_batch_size", "validation.samples"),
     "parallelism.pipeline_parallel_microbatch_size",
@@ -112,12 +112,12 @@ def refusable() -> list[str]:
 
 
 def kept_job(config: JobConfig, sizes: Mapping[str, Any], samples: int) -> dict[str, Any]:
-    """What a checkpoint keeps of its job, JSON-able: its options, every size of its model, the samples of a step, and
-    how many rows a sample has.
+    """The part of a job that a checkpoint saves, JSON-able: its options, every size of its model, the samples of a
+    step, and how many rows a sample has.
     """
-    kept = {"job": as_dict(config), "sizes": dict(sizes), "samples": samples}
+    parts = {"job": as_dict(config), "sizes": dict(sizes), "samples": samples}
     kind = config.task.kind
-    return kept | {ROWS_PER_SAMPLE: TASKS[kind].together if kind in TASKS else 1}
+    return parts | {ROWS_PER_SAMPLE: TASKS[kind].together if kind in TASKS else 1}
 
 
 def changes(kept: Mapping[str, Any], now: Mapping[str, Any], model_only: bool = False) -> list[Change]:
@@ -156,22 +156,22 @@ def _changed_sizes(kept: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
 
 
 def _counted_in_samples(kept: Mapping[str, Any], per_sample: int) -> tuple[Mapping[str, Any], str]:
-    """A checkpoint's job with its batch sizes in samples, also if it was kept when they counted the rows of pairs; then
-    with advice on what to write.
+    """Convert the batch sizes of a checkpoint's job from rows of pairs to pairs, if they counted rows; with advice for
+    whoever has to change the job.
     """
     if ROWS_PER_SAMPLE in kept or per_sample == 1:
         return kept, ""
-    job = {section: dict(told) if isinstance(told, dict) else told for section, told in kept["job"].items()}
-    written = {}
+    job = {name: dict(section) if isinstance(section, dict) else section for name, section in kept["job"].items()}
+    sizes = {}
     for key in BATCH_SIZES:
         section, name = key.split(".")
         size = job[section].get(name) if isinstance(job.get(section), dict) else None
         if isinstance(size, int) and size > 0:
-            written[key] = job[section][name] = -(-size // per_sample)
+            sizes[key] = job[section][name] = -(-size // per_sample)
     samples = kept.get("samples")
     kept = {**kept, "job": job, "samples": samples // per_sample if isinstance(samples, int) else samples}
-    sizes = " and ".join(f"{key} = {written[key]}" for key in BATCH_SIZES[:2] if key in written)
-    return kept, f"the checkpoint's job counted answers, and batch sizes count pairs now: write {sizes}; else "
+    advice = " and ".join(f"{key} = {sizes[key]}" for key in BATCH_SIZES[:2] if key in sizes)
+    return kept, f"the checkpoint's job counted answers, and batch sizes count pairs now: write {advice}; else "
 
 
 def _changed_options(kept: Mapping[str, Any], now: Mapping[str, Any], note: str) -> Iterator[Change]:

@@ -92,12 +92,12 @@ def check_same_data(state: dict[str, Any], fingerprint: dict[str, Any]) -> None:
 
 
 def _packing_of(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """What brings back the packing of a state's samples, where it is another one now."""
-    windows = [each["packing"].get("window") if "packing" in each else None for each in (before, now)]
+    """Name the options that restore the packing of a saved state, if it differs."""
+    windows = [data["packing"].get("window") if "packing" in data else None for data in (before, now)]
     if None in windows or windows[0] == windows[1]:
         return ""
     window = f'data.packing = "best_fit" and data.packing_window = {windows[0]}'
-    return "; the checkpoint's samples are those of " + ('data.packing = "off"' if windows[0] == 1 else window)
+    return "; the checkpoint's samples were packed with " + ('data.packing = "off"' if windows[0] == 1 else window)
 
 
 def _refuse(different: list[str], advice: str = "") -> None:
