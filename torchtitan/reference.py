@@ -86,7 +86,7 @@ class References:
         digests = np.frombuffer(b"".join(self.known), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
         values = np.fromiter(self.known.values(), dtype=np.float32, count=len(self.known))
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".unfinished")
+        unfinished = path.with_name(path.name + ".tmp")
         save_file({"digests": digests, "values": values}, unfinished, metadata)
         unfinished.rename(path)
 
