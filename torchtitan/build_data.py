@@ -198,7 +198,8 @@ def filled(config: JobConfig, sources: Sequence[TokenShards]) -> str:
     if how is None:
         return f"{_samples_in(config, 'training', sources, epochs=1):,} in a pass"
     packs = PackReader(sources, training.seq_len, config.debug.seed, training.shuffle, how)
-    count = sample_count(config, packs.samples(1) // rows_per_sample(config)) + " in a pass"
+    samples, has_pairs = packs.samples(1) // rows_per_sample(config), rows_per_sample(config) > 1
+    count = (sample_count(config, samples) if has_pairs else f"{samples:,}") + " in a pass"
     if is_packed(config):
         return f"{count}, {100 * packs.efficiency:.1f} % full"
     if how.multiple:
