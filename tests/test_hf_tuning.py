@@ -129,7 +129,7 @@ def test_pairs(home, tmp_path):
 
     _, losses, norms = trained_there(home, loss_of)
     options = dict(task__kind="dpo", dpo__beta=BETA, dpo__reference=home / "base", training__seq_len=64)
-    options |= dict(training__local_batch_size=4, training__global_batch_size=2 * ROWS)
+    options |= dict(training__local_batch_size=2, training__global_batch_size=ROWS)
     steps = trained_here(home, tmp_path, "pairs.jsonl", **options)
     assert losses[-1] < 0.5 * losses[0]
     assert [step["loss"] for step in steps] == pytest.approx(losses, rel=1e-6, abs=1e-6)

@@ -26,6 +26,7 @@ ALLOWED = {
     "config.sections": set(),
     "config.job": {"config.sections"},
     "tasks": {"registration"},
+    "batch_shape": {"config.job", "parallelisms", "tasks"},
     "cadence": set(),
     "limits": set(),
     "memory_limit": {"limits"},
@@ -65,7 +66,7 @@ ALLOWED = {
     "plot": {"metrics"},
     "profiling": {"limits"},
     "config.options": {"config.job"},
-    "config.changes": {"config.job", "config.options"},
+    "config.changes": {"config.job", "config.options", "tasks"},
     "config.renames": {"config.job", "config.options"},
     "config.old_models": set(),
     "config.upgrade": {"config.old_models", "config.renames"},
@@ -86,7 +87,17 @@ ALLOWED = {
         "datasets",
         "checkpoint",
     }
-    | {"optimizers", "config.changes", "config.old_models", "run_folder", "adapters", "trackers", "tasks", "limits"},
+    | {
+        "batch_shape",
+        "optimizers",
+        "config.changes",
+        "config.old_models",
+        "run_folder",
+        "adapters",
+        "trackers",
+        "tasks",
+        "limits",
+    },
     "run_folder": {"checkpoint"},
     "clean_start": {"checkpoint", "config.job", "launcher", "run_folder", "trackers"},
     "time_limit": set(),
@@ -103,7 +114,16 @@ JUDGED |= {"ranks", "rules", "optimizers"}
 ALLOWED |= {
     "commands.upgrade": JUDGED | {"config.layers", "config.upgrade"},
     "commands.check": JUDGED - {"config.renames"}
-    | {"adapters", "bars", "cadence", "config.schema", "config.upgrade", "commands.upgrade", "memory_limit"},
+    | {
+        "adapters",
+        "bars",
+        "batch_shape",
+        "cadence",
+        "config.schema",
+        "config.upgrade",
+        "commands.upgrade",
+        "memory_limit",
+    },
     "importers": {"errors", "adapters", "config.options", "config.sections", "lr_restarts", "models", "registration"}
     | {"datasets"},
     "commands.importing": JUDGED - {"config.renames"}
@@ -139,7 +159,8 @@ ALLOWED |= {
     },
     "memory": BUILD | {"build", "build_data", "feed", "rules"},
     "commands.estimate": JUDGED - {"config.renames"} | {"bars", "commands.check", "memory", "memory_limit"},
-    "reference": BUILD | {"build", "build_data", "config.options", "feed", "preferences"},
+    "reference_pairs": BUILD | {"build", "build_data", "feed"},
+    "reference": BUILD | {"build", "build_data", "config.options", "feed", "preferences", "reference_pairs"},
     "generated": BUILD | {"build", "build_data"},
     "trainer": ABOVE | {"preflight", "generated", "reference"},
     "train": ABOVE | {"launch", "trainer"},

@@ -207,9 +207,10 @@ def write_pairs(path):
 
 
 def words(folder, rows, **options):
-    settings = dict(task__kind="dpo", training__seq_len=24, training__local_batch_size=4, training__steps=8)
+    settings = dict(task__kind="dpo", training__seq_len=24, training__local_batch_size=2, training__global_batch_size=4)
+    settings |= dict(training__steps=8)
     settings |= dict(validation__enable=True, validation__split=0.2, validation__samples=0, validation__freq=4)
-    settings |= dict(validation__local_batch_size=2, optimizer__lr=3e-3, checkpoint__enable=True)
+    settings |= dict(validation__local_batch_size=1, optimizer__lr=3e-3, checkpoint__enable=True)
     return jobs.arguments(folder, rows, **settings | options)
 
 
@@ -241,14 +242,14 @@ PLANS = {
     "FSDP 2": dict(parallelism__data_parallel_shard_degree=2),
     "FSDP 2, padded to each batch": dict(parallelism__data_parallel_shard_degree=2, data__pad_to="batch"),
     "TP 2": dict(parallelism__tensor_parallel_degree=2),
-    "PP 2": dict(parallelism__pipeline_parallel_degree=2, parallelism__pipeline_parallel_microbatch_size=2),
+    "PP 2": dict(parallelism__pipeline_parallel_degree=2, parallelism__pipeline_parallel_microbatch_size=1),
 }
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_prefers_alike(alone, plan, tmp_path):
     rows, steps, folder = alone
-    options = PLANS[plan] | (dict(validation__local_batch_size=4) if "PP" in plan else {})
+    options = PLANS[plan] | (dict(validation__local_batch_size=2) if "PP" in plan else {})
     got, _ = run_ranks(2, jobs.train, words(tmp_path, rows, **options))[0]
     for name in ("loss", "reward_margin", "reward_chosen"):
         # differences of log-probabilities of some ten, of which float32 keeps seven digits, through Adam's division
@@ -266,8 +267,10 @@ def test_the_reference_is_the_model_at_the_start_and_a_resume_keeps_it(alone, tm
     kept = load_file(tmp_path / FILE)
     known = References(kept["digests"], kept["values"])
     seen = 0
-    for loader in build_data.pass_loaders(config, BYTES, 0, build.dims(config, 1)):
-        for batch in loader:
+    plan = build.dims(config, 1)
+    part = build_data.held_out(config, BYTES, 0, plan, build.objective(config))
+    for batches in (islice(build_data.training_loader(config, BYTES, 0, plan), 8), part):
+        for batch in batches:
             with torch.no_grad():
                 logits = plain(batch["tokens"], positions=batch["positions"], document_ids=batch["document_ids"])
             told = known.add(batch)["reference"]
@@ -277,7 +280,7 @@ def test_the_reference_is_the_model_at_the_start_and_a_resume_keeps_it(alone, tm
                 own = logs.gather(-1, labels[here][:, None]).sum()
                 assert told[row].item() == pytest.approx(own.item(), rel=1e-5)
                 seen += 1
-    assert seen == 80 and len(kept["values"]) <= seen
+    assert seen == 4 * 8 + 16 and len(kept["values"]) <= seen  # of 4 steps, and of validation
     run_ranks(1, jobs.train, words(tmp_path, rows, lr_scheduler__total_steps=8))
     assert [step["loss"] for step in jobs.logged_steps(tmp_path)] == [step["loss"] for step in steps]
     other = {name: tensor + 1 for name, tensor in batch.items()}
@@ -301,7 +304,7 @@ OTHERS = {  # ranks, options, the form of what is another model
     "a folder of Hugging Face": (1, {}, "hf"),
     "a run, beside an adapter": (1, dict(adapter__kind="lora", adapter__rank=2), "run"),
     "FSDP 2": (2, dict(parallelism__data_parallel_shard_degree=2), "hf"),
-    "PP 2": (2, PLANS["PP 2"] | dict(validation__local_batch_size=4), "hf"),
+    "PP 2": (2, PLANS["PP 2"] | dict(validation__local_batch_size=2), "hf"),
 }
 
 
@@ -408,12 +411,12 @@ def test_what_is_no_reference(alone, tmp_path):
     (line,) = lines("--dpo.reference=x")
     assert line.endswith('allowed: unset with task.kind = pretrain; set task.kind = "dpo", or drop it')
     assert 'dpo.reference: given "x"; allowed: unset with task.kind = orpo, which has no reference; drop it' in lines(
-        "--task.kind=orpo", "--training.local_batch_size=2", "--dpo.reference=x"
+        "--task.kind=orpo", "--dpo.reference=x"
     )
 
 
 def test_rules():
-    pairs = ["--task.kind=ipo", "--training.local_batch_size=2"]
+    pairs = ["--task.kind=ipo", "--training.local_batch_size=1"]
     assert lines(*pairs, "--data.train_on=all", "--data.too_long=split", "--dpo.label_smoothing=0.1") == [
         'data.train_on: given "all"; allowed: unset with task.kind = ipo, which learns last answers; drop it',
         'data.too_long: given "split"; allowed: not split with task.kind = ipo; drop or truncate them',

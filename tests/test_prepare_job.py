@@ -31,7 +31,7 @@ def test_the_run_starts_on_it(tmp_path, capsys, monkeypatch):
     config = manager.load(argv)
     plan = build.dims(config, 1)
     steps = build_data.with_steps(config, plan).training.steps
-    assert shown[-1] == f"kept in {tmp_path}/run/data" and f"; {steps} steps of 4, on 1 rank" in shown[-2]
+    assert shown[-1] == f"kept in {tmp_path}/run/data" and f"; {steps} steps of 4 samples, on 1 rank" in shown[-2]
     (training,) = build_data.data_sources(config, "training")
     build_data.data_sources(config, "validation")
     assert isinstance(training.source, TokenShards)

@@ -32,9 +32,9 @@ DEEPER = SIZES.replace("n_layers=2", "n_layers=4")
 
 def words(folder, model, **options):
     settings = dict(model__name=model, model__overrides=SIZES, model__tokenizer_path="debug", task__kind="seq_cls")
-    settings |= dict(training__dataset="sentiment", training__seq_len=64, training__local_batch_size=16)
-    settings |= dict(training__global_batch_size=16, validation__enable=True, validation__samples=0)
-    settings |= dict(validation__dataset="sentiment_validation", validation__local_batch_size=16)
+    settings |= dict(training__dataset="sentiment", training__seq_len=64, training__local_batch_size=96)
+    settings |= dict(training__global_batch_size=96, validation__enable=True, validation__samples=0)
+    settings |= dict(validation__dataset="sentiment_validation", validation__local_batch_size=96)
     settings |= dict(training__steps=75, validation__freq=75, optimizer__lr=3e-3, lr_scheduler__warmup_steps=10)
     return [word for word in jobs.arguments(folder, "", **settings | options) if not word.endswith("dataset_path=")]
 
@@ -96,10 +96,10 @@ def test_a_head_of_its_own_is_said_where_the_source_had_another():
 
 QUICK = dict(training__steps=3, validation__freq=3, lr_scheduler__warmup_steps=1, model__overrides=DEEPER)
 PLANS = {
-    "FSDP": dict(parallelism__data_parallel_shard_degree=2, training__local_batch_size=8),
+    "FSDP": dict(parallelism__data_parallel_shard_degree=2, training__local_batch_size=48),
     "TP": dict(parallelism__tensor_parallel_degree=2),
     "CP": dict(parallelism__context_parallel_degree=2),
-    "PP": dict(parallelism__pipeline_parallel_degree=2, parallelism__pipeline_parallel_microbatch_size=8),
+    "PP": dict(parallelism__pipeline_parallel_degree=2, parallelism__pipeline_parallel_microbatch_size=48),
 }
 
 

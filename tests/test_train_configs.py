@@ -130,8 +130,7 @@ def test_two_steps_of_fine_tuning(path, given, tmp_path):
     """All that the job does but for lengths and counts: from the folder's weights to validation, a checkpoint and what
     is written at the end. Each record is a sample; 18 or 19 of 20 are learned, the rest is held out.
     """
-    pairs = "po_" in path.stem
-    sizes = dict(training__seq_len=SEQ_LEN, training__epochs=1, training__global_batch_size=20 if pairs else 10)
+    sizes = dict(training__seq_len=SEQ_LEN, training__epochs=1, training__global_batch_size=10)
     sizes |= dict(job__dump_folder=tmp_path, metrics__log_freq=1, data__num_proc=1, metrics__plot=False)
     own = [f"--{name.replace('__', '.')}={str(value).lower()}" for name, value in sizes.items()]
     argv = ["--job.config_file", str(path), *given[path.stem], *own]

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.adapters import ADAPTERS, NONE
 from torchtitan.adapters.interface import Adapter
 from torchtitan.adapters.unfrozen import Unfrozen
+from torchtitan.batch_shape import batch_rows, microbatch_rows, rows_per_sample
 from torchtitan.cadence import Cadence, cadence_of
 from torchtitan.checkpoint import Checkpointer, base
 from torchtitan.checkpoint.best import Metric
@@ -112,6 +113,10 @@ def own_head(config: JobConfig) -> frozenset[str]:
     return model_spec(config).hf.form(model_args(config)).head
 
 
+def has_experts(config: JobConfig) -> bool:
+    return getattr(model_args(config), "expert_layers", 0) > 0
+
+
 def model_spec(config: JobConfig) -> ModelSpec:
     return MODELS[config.model.name]
 
@@ -154,14 +159,13 @@ def loss_chunks(config: JobConfig) -> int:
     """As many as keep the logits small that a rank makes at once, of its tokens and its share of the vocabulary."""
     training, held_out, degrees = config.training, config.validation, config.parallelism
 
-    def tokens(local_batch_size: int, seq_len: int) -> int:
-        in_pipeline = degrees.pipeline_parallel_degree > 1
-        samples = degrees.pipeline_parallel_microbatch_size if in_pipeline else local_batch_size
-        return samples * seq_len // degrees.context_parallel_degree
+    def tokens(of_batch: int, seq_len: int) -> int:
+        at_once = microbatch_rows(config) if degrees.pipeline_parallel_degree > 1 else of_batch
+        return at_once * seq_len // degrees.context_parallel_degree
 
-    most = tokens(training.local_batch_size, training.seq_len)
+    most = tokens(batch_rows(config), training.seq_len)
     if held_out.enable:
-        most = max(most, tokens(held_out.local_batch_size, held_out.seq_len or training.seq_len))
+        most = max(most, tokens(batch_rows(config, "validation"), held_out.seq_len or training.seq_len))
     shards = 1 if degrees.disable_loss_parallel else degrees.tensor_parallel_degree
     return auto_chunks(most, model_args(config).vocab_size // shards)
 
@@ -216,8 +220,8 @@ def pipeline_options(config: JobConfig) -> PipelineOptions:
     degrees = config.parallelism
     return PipelineOptions(
         hidden_dim=model_args(config).dim,
-        local_batch_size=config.training.local_batch_size,
-        **taken(degrees, PipelineOptions, "pipeline_parallel_"),
+        local_batch_size=batch_rows(config),
+        **taken(degrees, PipelineOptions, "pipeline_parallel_") | {"microbatch_size": microbatch_rows(config)},
         csv=degrees.pipeline_parallel_schedule_csv,
         first_less=degrees.pipeline_parallel_first_stage_less_layers,
         last_less=degrees.pipeline_parallel_last_stage_less_layers,
@@ -274,15 +278,23 @@ def lr_schedulers(config: JobConfig, built: Optimizers) -> LRSchedulers:
 
 
 def global_batch_size(config: JobConfig, plan: ParallelDims) -> int:
-    """Samples of one optimizer step over all ranks."""
+    """Samples (or pairs) of one optimizer step over all ranks."""
     asked = config.training.global_batch_size
     return asked if asked > 0 else config.training.local_batch_size * plan.dp
 
 
+def global_rows(config: JobConfig, plan: ParallelDims) -> int:
+    """Rows of one optimizer step over all ranks."""
+    return global_batch_size(config, plan) * rows_per_sample(config)
+
+
 def as_reference(config: JobConfig) -> JobConfig:
     """The job of the other model that is asked of pairs: no adapter, and nothing drawn."""
-    training = dataclasses.replace(config.training, neftune_alpha=0)
-    return dataclasses.replace(config, adapter=type(config.adapter)(), training=training)
+    return dataclasses.replace(without_noise(config), adapter=type(config.adapter)())
+
+
+def without_noise(config: JobConfig) -> JobConfig:
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, neftune_alpha=0))
 
 
 def as_restarted(config: JobConfig) -> JobConfig:

@@ -2,13 +2,22 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from torchtitan.build import global_batch_size, model_args, objective, taken
+from torchtitan.batch_shape import (
+    Section,
+    batch_rows,
+    is_packed,
+    padding_in_words,
+    padding_multiple,
+    rows_per_sample,
+    sample_count,
+)
+from torchtitan.build import global_batch_size, global_rows, has_experts, model_args, objective, taken
 from torchtitan.config.job import JobConfig, joins_sources, sources_of
 from torchtitan.datasets import open_source
 from torchtitan.datasets.epochs import end_of, samples_in, steps_for
@@ -33,7 +42,6 @@ from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.tasks import TASKS, mask_token
 
 logger = logging.getLogger(__name__)
-Section = Literal["training", "validation"]
 
 
 def feed(
@@ -65,11 +73,11 @@ def _of_lanes(config: JobConfig, plan: ParallelDims) -> tuple[str, ...]:
 
 def batch_without_values(config: JobConfig, plan: ParallelDims, draws: bool) -> Batch:
     """What the model of a rank reads of a batch to train on, on the CPU and all zeros."""
-    rows, length = config.training.local_batch_size, config.training.seq_len
+    length = config.training.seq_len
     drawn_by = ["keys"] * draws + ["lengths"] * (config.training.neftune_alpha > 0)
     names = names_read(objective(config), documents_apart(config), (*_of_lanes(config, plan), *drawn_by))
     of_rows = {"begins": torch.bool, "reference": torch.float32} | dict.fromkeys(("lanes", "filled"), torch.int64)
-    shapes = {name: (rows,) if name in of_rows else (rows, length) for name in names}
+    shapes = {name: (batch_rows(config),) if name in of_rows else (batch_rows(config), length) for name in names}
     return {name: torch.zeros(shape, dtype=of_rows.get(name, torch.int64)) for name, shape in shapes.items()}
 
 
@@ -109,8 +117,8 @@ def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
     """How the task's samples are made of whole records; None where they are cut from all text."""
     if not TASKS[config.task.kind].packs:
         return None
-    together = TASKS[config.task.kind].together
-    window = config.data.packing_window if config.data.packing == "best_fit" and together == 1 else 1
+    together = rows_per_sample(config)
+    window = config.data.packing_window if is_packed(config) else 1
     held_out, left = section == "validation", config.data.padding == "left"
     shard, shards = map(int, config.data.shards.split("/"))
     return Packing(
@@ -121,15 +129,14 @@ def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
         left,
         together,
         multiple=multiple_of(config),
-        group=config.training.global_batch_size if config.data.group_by_length and not held_out else 0,
+        group=config.training.global_batch_size * together if config.data.group_by_length and not held_out else 0,
         shard=(1, 1) if held_out else (shard, shards),
     )
 
 
 def multiple_of(config: JobConfig) -> int:
     """What the lengths of batches are multiples of, where they are not all of one length; else 0."""
-    pad_to = config.data.pad_to
-    return 1 if pad_to == "batch" else int(pad_to.partition(":")[2] or 0)
+    return padding_multiple(config, device_type(), has_experts(config))
 
 
 def recipe(config: JobConfig, section: Section) -> Recipe:
@@ -166,7 +173,7 @@ def with_steps(config: JobConfig, plan: ParallelDims, taken: int = 0, step: int 
     end = end_of(sources, training.seq_len, training.epochs, training.tokens, seed, training.shuffle, how)
     if end is None:
         return config
-    steps = step + steps_for(max(0, end - taken), global_batch_size(config, plan))
+    steps = step + steps_for(max(0, end - taken), global_rows(config, plan))
     return dataclasses.replace(config, training=dataclasses.replace(training, steps=steps))
 
 
@@ -187,12 +194,22 @@ def _tell(config: JobConfig, sources: Sequence[TokenShards]) -> None:
 
 
 def filled(config: JobConfig, sources: Sequence[TokenShards]) -> str:
-    """How many samples a pass over the training data has, and how full these are, in words."""
+    """How many samples a pass over the training data has, in words; of packs how full they are, else what of their
+    tokens is padding, and what would spare it.
+    """
     training, how = config.training, packing(config, "training", pad_id=0)
     if how is None:
         return f"{_samples_in(config, 'training', sources, epochs=1):,} in a pass"
     packs = PackReader(sources, training.seq_len, config.debug.seed, training.shuffle, how)
-    return f"{packs.samples(1):,} in a pass, {100 * packs.efficiency:.1f} % full"
+    samples, has_pairs = packs.samples(1) // rows_per_sample(config), rows_per_sample(config) > 1
+    count = (sample_count(config, samples) if has_pairs else f"{samples:,}") + " in a pass"
+    if is_packed(config):
+        return f"{count}, {100 * packs.efficiency:.1f} % full"
+    if how.multiple:
+        rounded = f", rounded up to a multiple of {how.multiple}" if how.multiple > 1 else ""
+        return f"{count}, each batch padded to its longest sample{rounded}"
+    longest = int(packs.lengths[packs.numbers].max()) - 1
+    return f"{count}; {padding_in_words(config, 1 - packs.efficiency, longest, has_experts(config))}"
 
 
 def batches_of_a_step(config: JobConfig, plan: ParallelDims) -> int:
@@ -207,7 +224,7 @@ def training_loader(
         return SegmentLoader(
             documents(config, "training"),
             seq_len=config.training.seq_len,
-            rows=config.training.local_batch_size,
+            rows=batch_rows(config),
             rank=dp_rank,
             ranks=plan.dp,
             seed=config.debug.seed,
@@ -215,7 +232,7 @@ def training_loader(
             fingerprint=documents_fingerprint(config, vocabulary),
             state=state,
         )
-    batch = global_batch_size(config, plan)
+    batch = global_rows(config, plan)
     return _loader(config, "training", vocabulary, dp_rank, plan, batch, config.training.seq_len, state)
 
 
@@ -236,27 +253,23 @@ def look_ahead(
     """
     if not is_fresh or not model.adapter.looks_at:
         return
-    how = dict(seq_len=config.training.seq_len, rows=config.training.local_batch_size, rank=dp_rank, ranks=plan.dp)
+    how = dict(seq_len=config.training.seq_len, rows=batch_rows(config), rank=dp_rank, ranks=plan.dp)
     seen = HeldOutSegments(documents(config, "training"), model.adapter.looks_at, **how)
     model.look_at(reads.to_device(batch) for batch in seen)
 
 
 def validation_loader(config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims) -> Loader:
     """Always the same batches: its own data set, from the start."""
-    batch = config.validation.local_batch_size * plan.dp
+    batch = batch_rows(config, "validation") * plan.dp
     seq_len = seq_len_of(config, "validation")
     return _loader(config, "validation", vocabulary, dp_rank, plan, batch, seq_len, None)
 
 
-def pass_loaders(
-    config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims
-) -> Iterator[Loader | SegmentLoader]:
-    """Of all whole records of the job, once: those that are trained on, and those that are validated on."""
-    once = dataclasses.replace(config.training, epochs=1, shuffle=False, global_batch_size=-1)
-    in_order = dataclasses.replace(config.data, group_by_length=False)
-    yield training_loader(dataclasses.replace(config, training=once, data=in_order), vocabulary, dp_rank, plan)
-    if config.validation.enable:
-        yield validation_loader(config, vocabulary, dp_rank, plan)
+def pairs_in_a_pass(config: JobConfig) -> int:
+    """Of whole records, how many samples a pass over the training data has."""
+    sources = [each.source for each in data_sources(config, "training")]
+    read = _samples_in(config, "training", [each for each in sources if isinstance(each, TokenShards)], epochs=1)
+    return read // rows_per_sample(config)
 
 
 def held_out(
@@ -266,9 +279,15 @@ def held_out(
     part = config.validation
     if not part.enable:
         return None
-    samples = part.samples if part.steps is None else part.steps * part.local_batch_size * plan.dp
+    in_a_batch = batch_rows(config, "validation") * plan.dp
+    samples = part.samples * rows_per_sample(config) if part.steps is None else part.steps * in_a_batch
     if TASKS[config.task.kind].in_lanes:
-        how = dict(seq_len=seq_len_of(config, "validation"), rows=part.local_batch_size, rank=dp_rank, ranks=plan.dp)
+        how = dict(
+            seq_len=seq_len_of(config, "validation"),
+            rows=batch_rows(config, "validation"),
+            rank=dp_rank,
+            ranks=plan.dp,
+        )
         return HeldOutSegments(documents(config, "validation"), samples, **how)
     if TASKS[config.task.kind].packs:
         opened = [weighted.source for weighted in data_sources(config, "validation")]
@@ -349,7 +368,7 @@ def _loader(
         sources=data_sources(config, section),
         tokenizer=vocabulary,
         seq_len=seq_len,
-        local_batch_size=getattr(config, section).local_batch_size,
+        local_batch_size=batch_rows(config, section),
         global_batch_size=batch,
         dp_rank=dp_rank,
         dp_size=plan.dp,

@@ -23,7 +23,6 @@ from torchtitan.loss import IGNORE_INDEX, Batch
 from torchtitan.metrics.json_lines import JsonLines
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.progress import Progress
-from torchtitan.tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +92,8 @@ class Generated:
 
 def prompts_of(config: JobConfig, vocabulary: Tokenizer) -> list[Prompt]:
     """Of the first samples that are validated on, or of pairs, whatever the plan. Fewer where there are fewer."""
-    together = TASKS[config.task.kind].together
     training = dataclasses.replace(config.training, dataloader=DataLoader(pin_memory=False))  # a few, read once, here
-    part = dataclasses.replace(config.validation, local_batch_size=together)
+    part = dataclasses.replace(config.validation, local_batch_size=1)
     alone = build.on_one_rank(dataclasses.replace(config, training=training, validation=part))
     loader = validation_loader(alone, vocabulary, 0, build.dims(alone, 1))
     found = [prompt_of(batch, turn_ends(vocabulary)) for batch in islice(loader, config.validation.generated)]

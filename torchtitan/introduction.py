@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from torchtitan import build
+from torchtitan.batch_shape import notice, padding_multiple, sample_count
 from torchtitan.config.job import JobConfig, describe_sources, sources_of
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.lr_scheduling import LRSchedulers
@@ -41,15 +42,17 @@ def introduce(
     logger.info("%s%s", config.job.description, tags)
     logger.info("model      %s %s: %s", config.model.name, config.model.flavor, sizes)
     logger.info(
-        "plan       %s on %s, %s; %d sample%s of %d tokens a step%s",
+        "plan       %s on %s, %s; %s of %s%d tokens a step%s",
         dims.describe(),
         device.type,
         describe_precision(config),
-        samples,
-        "s" * (samples != 1),
+        sample_count(config, samples),
+        "up to " * (padding_multiple(config, device.type, build.has_experts(config)) > 0),
         training.seq_len,
         f" (accumulated over {passes} passes)" if passes > 1 else "",
     )
+    if said := notice(config):
+        logger.info("pairs      %s", said)
     if model.adapter is not None:
         logger.info("adapter    %s", model.adapter.describe())
         for warning in model.adapter.warnings(passes):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan import build
+from torchtitan.batch_shape import batch_rows
 from torchtitan.checkpoint import Checkpointer, CheckpointError, base
 from torchtitan.checkpoint.counters import SCHEDULE_START, counters_of
 from torchtitan.checkpoint.kept import Kept
@@ -76,8 +77,7 @@ class Origin:
     def _take_back(self, trainer: dict[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, Any] | None:
         if trainer.get("degrees") != self.dims.degrees | {"ep": self.dims.ep}:
             return None
-        rows = self.config.training.local_batch_size
-        return self.model.adapter.take_back(self.model.parts, shapes, rows, self.model.device)
+        return self.model.adapter.take_back(self.model.parts, shapes, batch_rows(self.config), self.model.device)
 
     def _start_from(self, path: str, checkpointer: Checkpointer) -> None:
         """Take the weights of another job or program; an adapter's own stay as they were drawn."""

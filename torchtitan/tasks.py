@@ -12,13 +12,14 @@ from torchtitan.registration import Registry
 class Task:
     """`objective`: "module:attribute" of an Objective (loss.py), made with the number of pieces in which it runs.
 
-    `together`: neighbouring samples of a batch that one loss is made of, such as 2 for pairs: rows 2i and 2i + 1. They
-    stay in one microbatch. `of_tokens`: whether the loss is a sum over tokens, or over samples each of which one token
-    speaks for; then ranks that hold parts of a sequence (context parallel) add up to it. `packs`: whether samples are
-    made of whole records, apart from each other, instead of all text end to end. `in_lanes`: whether each row of a
-    batch reads a document from beginning to end, a segment a batch, and then the next one. `labels`: what a token's
-    label is: the next token, itself where it has been hidden ("same"), or its record's class, which one token of it has
-    ("classes"). `section`: of the job, whose options the objective is made with, too.
+    `together`: neighbouring rows of a batch that one loss is made of, such as 2 for pairs: rows 2i and 2i + 1. Batch
+    sizes of a job count them as one, and they stay in one microbatch. `of_tokens`: whether the loss is a sum over
+    tokens, or over samples each of which one token speaks for; then ranks that hold parts of a sequence (context
+    parallel) add up to it. `packs`: whether samples are made of whole records, apart from each other, instead of all
+    text end to end. `in_lanes`: whether each row of a batch reads a document from beginning to end, a segment a batch,
+    and then the next one. `labels`: what a token's label is: the next token, itself where it has been hidden ("same"),
+    or its record's class, which one token of it has ("classes"). `section`: of the job, whose options the objective is
+    made with, too.
     """
 
     objective: str

@@ -117,8 +117,8 @@ class Trainer:
         self.loader = training_loader(config, self.tokenizer, self.dp_rank, self.dims, self.data_state)
         recall(self.loader, self.model, self.feed)
         look_ahead(config, self.dims, self.dp_rank, self.model, self.feed, self.origin.adapter_is_fresh)
-        self.began_at = self.step
-        self.feed.references = references(config, self.ranks, self.model, self.feed, self.step, self.progress)
+        self.began_at, state = self.step, self.data_state
+        self.feed.references = references(config, self.ranks, self.model, self.feed, self.step, self.progress, state)
         self.position = self.loader.position()  # after `step`: what a step that fails has fetched is fetched again
         self.ahead = Ahead(self.feed, self.accumulation, config.training.steps)
         preflight.check_data(config, self.ranks, self.position.fingerprint)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torchtitan.adapters import NONE
 from torchtitan.bars import waiting
+from torchtitan.batch_shape import notice, rows_per_sample, sample_count
 from torchtitan.cadence import cadence_of
 from torchtitan.commands.upgrade import translate
 from torchtitan.config.job import JobConfig, describe_sources
@@ -163,9 +164,11 @@ def summary(facts: Facts) -> str:
     """What a job without faults would do, in a few lines."""
     config, training = facts.config, facts.config.training
     samples = training.global_batch_size if training.global_batch_size > 0 else facts.samples
-    tokens = samples * training.seq_len
+    tokens = samples * rows_per_sample(config) * training.seq_len
     passes = samples // facts.samples
     accumulation = f"in {passes} forward passes" if passes > 1 else "in one forward pass"
+    most = "up to " * (facts.padding_multiple > 0)
+    step = f"{sample_count(config, samples or 0)} of {most}{training.seq_len} tokens a step"
     data, active = describe_sources(config, "training"), getattr(facts.args, "num_active_parameters", None)
     parameters = f"{facts.args.num_parameters:,} parameters" + f", {active or 0:,} of them for a token" * bool(active)
     ranks = f"{facts.world_size} rank{'s' if facts.world_size > 1 else ''} ({facts.device})"
@@ -175,8 +178,9 @@ def summary(facts: Facts) -> str:
             f"  ranks     {ranks}: {_plan(facts)}",
             *_pipeline(facts),
             *_state(facts),
-            f"  data      {data}, {samples} samples of {training.seq_len} tokens a step, {accumulation}",
-            f"  tokens    {tokens:,} a step, {_length(facts, tokens)}",
+            f"  data      {data}, {step}, {accumulation}",
+            *[f"  pairs     {said}" for said in [notice(config)] if said],
+            f"  tokens    {most}{tokens:,} a step, {_length(facts, tokens)}",
             *_schedule(facts),
             *_cadence(facts),
         ]
@@ -273,7 +277,7 @@ def _pipeline(facts: Facts) -> list[str]:
     counts = ", ".join(map(str, layers)) if len(layers) <= 8 else f"{min(layers)} to {max(layers)}"
     size = degrees.pipeline_parallel_microbatch_size
     microbatches = f"{facts.microbatches} microbatch{'es' if facts.microbatches > 1 else ''}"
-    samples = f"{size} sample{'s' if size > 1 else ''}"
+    samples = sample_count(facts.config, size)
     return [f"  pipeline  {name}, {len(layers)} stages of {counts} layers, {microbatches} of {samples}"]
 
 

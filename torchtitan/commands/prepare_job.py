@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtitan import build
-from torchtitan.build_data import Section, cache_of, data_sources, filled, tokenized_before, with_steps
+from torchtitan.batch_shape import Section, sample_count
+from torchtitan.build_data import cache_of, data_sources, filled, tokenized_before, with_steps
 from torchtitan.commands.check import fewest_ranks
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
@@ -71,7 +72,8 @@ def prepared(config: JobConfig, ranks: int) -> list[str]:
         made = filled(config, [source for source in sources if isinstance(source, TokenShards)])
         steps = with_steps(config, build.dims(config, ranks)).training.steps
         batch = build.global_batch_size(config, build.dims(config, ranks))
-        lines.append(f"samples {made}; {steps:,} steps of {batch:,}, on {ranks} rank{'s' if ranks > 1 else ''}")
+        of_ranks = f"on {ranks} rank{'s' if ranks > 1 else ''}"
+        lines.append(f"samples {made}; {steps:,} steps of {sample_count(config, batch)}, {of_ranks}")
     return [*lines, f"kept in {cache_of(config)}"]
 
 

@@ -45,7 +45,9 @@ def main(argv: list[str]) -> int:
         packs=TASKS[config.task.kind].packs,
     )
     lines = [
-        line for i in range(options.samples) for line in view.sample(i, {k: v[i].tolist() for k, v in batch.items()})
+        line
+        for i in range(len(batch["tokens"]))
+        for line in view.sample(i, {k: v[i].tolist() for k, v in batch.items()})
     ]
     encoding = sys.stdout.encoding or "utf-8"
     print("\n".join([about(config), *lines]).encode(encoding, "replace").decode(encoding))

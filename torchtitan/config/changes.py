@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.options import options, show
+from torchtitan.tasks import TASKS
 
 Kind = Literal["refused", "told", "quiet"]
 
@@ -73,6 +74,12 @@ KINDS: dict[str, Kind] = {
 TRAINED = ("training.unfrozen", "adapter.train_fully", "adapter.train_dense_rest")
 """Which parameters an optimizer has a state of: a checkpoint has none for what was frozen in its run."""
 SIZES, SAMPLES = "model.overrides", "training.global_batch_size"
+ROWS_PER_SAMPLE = "rows_per_sample"
+"""A key of `kept_job`; checkpoints without it have batch sizes that counted each answer of a pair."""
+BATCH_SIZES = (
+    *("training.local_batch_size", SAMPLES, "validation.local_batch_size", "validation.samples"),
+    "parallelism.pipeline_parallel_microbatch_size",
+)
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,8 @@ class Change:
     key: str
     before: str
     now: str
+    note: str = ""
+    """Further advice for whoever has to bring the option back."""
 
     @property
     def kind(self) -> Kind:
@@ -104,8 +113,12 @@ def refusable() -> list[str]:
 
 
 def kept_job(config: JobConfig, sizes: Mapping[str, Any], samples: int) -> dict[str, Any]:
-    """What a checkpoint keeps of its job, JSON-able: its options, every size of its model, the samples of a step."""
-    return {"job": as_dict(config), "sizes": dict(sizes), "samples": samples}
+    """The part of a job that a checkpoint saves, JSON-able: its options, every size of its model, the samples of a
+    step, and how many rows a sample has.
+    """
+    parts = {"job": as_dict(config), "sizes": dict(sizes), "samples": samples}
+    kind = config.task.kind
+    return parts | {ROWS_PER_SAMPLE: TASKS[kind].together if kind in TASKS else 1}
 
 
 def changes(kept: Mapping[str, Any], now: Mapping[str, Any], model_only: bool = False) -> list[Change]:
@@ -114,8 +127,13 @@ def changes(kept: Mapping[str, Any], now: Mapping[str, Any], model_only: bool = 
     """
     if not isinstance(kept.get("job"), dict):
         return []
+    kept, note = _counted_in_samples(kept, now[ROWS_PER_SAMPLE])
     found = list(_changed_sizes(kept, now))
-    return found if model_only else found + [change for change in _changed_options(kept, now) if change.kind != "quiet"]
+    return (
+        found
+        if model_only
+        else found + [change for change in _changed_options(kept, now, note) if change.kind != "quiet"]
+    )
 
 
 def refused(found: list[Change], allowed: list[str]) -> list[Change]:
@@ -126,8 +144,8 @@ def refused(found: list[Change], allowed: list[str]) -> list[Change]:
 def remedy(change: Change) -> str:
     anew = ', beside checkpoint.exclude_from_loading = ["optimizer"]' if change.key in TRAINED else ""
     return (
-        f'bring it back, or allow the change by checkpoint.allow_config_change = ["{change.key}"]{anew}, or start anew '
-        "in another job.dump_folder"
+        f'{change.note}bring it back, or allow the change by checkpoint.allow_config_change = ["{change.key}"]{anew}, '
+        "or start anew in another job.dump_folder"
     )
 
 
@@ -138,7 +156,26 @@ def _changed_sizes(kept: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
             yield Change(SIZES, f"{name} = {show(before[name])}", f"{name} = {show(now['sizes'][name])}")
 
 
-def _changed_options(kept: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+def _counted_in_samples(kept: Mapping[str, Any], per_sample: int) -> tuple[Mapping[str, Any], str]:
+    """Convert the batch sizes of a checkpoint's job from rows of pairs to pairs, if they counted rows; with advice for
+    whoever has to change the job.
+    """
+    if ROWS_PER_SAMPLE in kept or per_sample == 1:
+        return kept, ""
+    job = {name: dict(section) if isinstance(section, dict) else section for name, section in kept["job"].items()}
+    sizes = {}
+    for key in BATCH_SIZES:
+        section, name = key.split(".")
+        size = job[section].get(name) if isinstance(job.get(section), dict) else None
+        if isinstance(size, int) and size > 0:
+            sizes[key] = job[section][name] = -(-size // per_sample)
+    samples = kept.get("samples")
+    kept = {**kept, "job": job, "samples": samples // per_sample if isinstance(samples, int) else samples}
+    advice = " and ".join(f"{key} = {sizes[key]}" for key in BATCH_SIZES[:2] if key in sizes)
+    return kept, f"the checkpoint's job counted answers, and batch sizes count pairs now: write {advice}; else "
+
+
+def _changed_options(kept: Mapping[str, Any], now: Mapping[str, Any], note: str) -> Iterator[Change]:
     for key, option in options().items():
         if key == SIZES:
             continue
@@ -146,7 +183,7 @@ def _changed_options(kept: Mapping[str, Any], now: Mapping[str, Any]) -> Iterato
         if key == SAMPLES:
             before, today = kept.get("samples"), now["samples"]
         if before != today:
-            yield Change(key, show(before), show(today))
+            yield Change(key, show(before), show(today), note * (key == SAMPLES))
 
 
 def _value(job: Mapping[str, Any], key: str, default: Any) -> Any:

@@ -126,14 +126,10 @@ class Loader:
                 yield self._shortened({"positions": self._positions, **dict(zip(NAMES, batch, strict=False))})
 
     def _shortened(self, batch: Batch) -> Batch:
-        """Up to the longest of its samples, of which each is one document with padding behind it."""
         packing = self._pieces.form.packing
         if packing is None or not packing.multiple:
             return batch
-        documents = batch["document_ids"]
-        longest = int((documents == documents[:, :1]).sum(1).max())
-        width = -(-longest // packing.multiple) * packing.multiple
-        short = {name: tensor[:, :width].contiguous() for name, tensor in batch.items()}
+        short = cut_to_longest(batch, packing.multiple)
         return {name: tensor.pin_memory() for name, tensor in short.items()} if self._pin_memory else short
 
     def _put_together(self, pieces: list[Piece]) -> Sequence[torch.Tensor]:
@@ -239,6 +235,14 @@ def build_loader(
     return Loader(
         pieces, start, num_workers, pin_memory, persistent_workers=persistent_workers, prefetch_factor=prefetch_factor
     )
+
+
+def cut_to_longest(batch: Batch, multiple: int) -> Batch:
+    """Tensors [B, S] up to the longest sample, rounded up; each sample is one document with padding after it."""
+    documents = batch["document_ids"]
+    longest = int((documents == documents[:, :1]).sum(1).max())
+    width = -(-longest // multiple) * multiple
+    return {name: tensor[:, :width].contiguous() for name, tensor in batch.items()}
 
 
 def _say_how_often_text_is_read(pieces: LanePieces, dp_rank: int, dp_size: int, lanes: int, most: int) -> None:

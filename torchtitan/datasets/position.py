@@ -94,15 +94,25 @@ def check_same_data(state: dict[str, Any], fingerprint: dict[str, Any]) -> None:
     # states from before there were templates say nothing of them
     before = state["fingerprint"]
     known = {name: said for name, said in fingerprint.items() if name != "chat_template" or name in before}
-    _refuse(_differences(before, known))
+    _refuse(_differences(before, known), _packing_of(before, known))
 
 
-def _refuse(different: list[str]) -> None:
+def _packing_of(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Name the options that restore the packing of a saved state, if it differs."""
+    windows = [data["packing"].get("window") if "packing" in data else None for data in (before, now)]
+    if None in windows or windows[0] == windows[1]:
+        return ""
+    window = f'data.packing = "best_fit" and data.packing_window = {windows[0]}'
+    return "; the checkpoint's samples were packed with " + ('data.packing = "off"' if windows[0] == 1 else window)
+
+
+def _refuse(different: list[str], advice: str = "") -> None:
     if different:
         shown = "; ".join(different[:10]) + (f"; and {len(different) - 10} more" if len(different) > 10 else "")
         raise JobError(
-            f"the data are not those of the checkpoint, so its position means nothing in them: {shown}. Bring back the "
-            'old data and settings, or begin the data anew with checkpoint.exclude_from_loading = ["dataloader"]'
+            f"the data are not those of the checkpoint, so its position means nothing in them: {shown}{advice}. Bring "
+            "back the old data and settings, or begin the data anew with "
+            'checkpoint.exclude_from_loading = ["dataloader"]'
         )
 
 

@@ -83,8 +83,8 @@ class Data:
     def _lengths(self) -> None:
         """How samples that are not packed are padded and ordered, and which part of them is read."""
         given, values, packed = self.given, self.values, bool(self.given["sample_packing"])
-        if given["pad_to_sequence_len"] is False and not packed:
-            values["data.pad_to"] = "batch"
+        if given["pad_to_sequence_len"] is not None and not packed:
+            values["data.pad_to"] = "seq_len" if given["pad_to_sequence_len"] else "batch"
         if given["group_by_length"] and packed:
             self.note("group_by_length: samples are packed, so that all are of one length")
         elif given["group_by_length"]:

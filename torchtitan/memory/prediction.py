@@ -100,8 +100,8 @@ def flops_of_a_rank(config: JobConfig, world_size: int) -> float:
     flops = build.model_spec(config).flops_per_token(args, seq_len)
     if build.adapter(config) is not None:
         flops = build.adapted_model(config)[2].flops_per_token(flops, args.num_matmul_parameters, seq_len)
-    samples = build.global_batch_size(config, build.dims(config, world_size))
-    return flops.causal * samples * seq_len / world_size
+    rows = build.global_rows(config, build.dims(config, world_size))
+    return flops.causal * rows * seq_len / world_size
 
 
 def worst(predictions: list[Prediction]) -> Prediction:

@@ -20,6 +20,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan import build
+from torchtitan.batch_shape import batch_rows, microbatch_rows
 from torchtitan.build_data import batch_without_values, batches_of_a_step
 from torchtitan.config.job import JobConfig
 from torchtitan.memory.live import ACTIVATIONS, BACKWARD, Answers, Bytes, Live
@@ -226,10 +227,9 @@ def _attend_as_on_a_gpu(parts: list[nn.Module]) -> None:
 
 def _rows_of_experts(config: JobConfig) -> int:
     """Of one forward of a rank, before they travel."""
-    degrees, samples = config.parallelism, config.training.local_batch_size
-    if degrees.pipeline_parallel_degree > 1:
-        samples = degrees.pipeline_parallel_microbatch_size
-    tokens = samples * config.training.seq_len // (degrees.context_parallel_degree * degrees.tensor_parallel_degree)
+    degrees = config.parallelism
+    at_once = microbatch_rows(config) if degrees.pipeline_parallel_degree > 1 else batch_rows(config)
+    tokens = at_once * config.training.seq_len // (degrees.context_parallel_degree * degrees.tensor_parallel_degree)
     return tokens * getattr(build.model_args(config), "top_k", 0)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torchtitan.adapters import NONE
 from torchtitan.adapters.targets import targets
+from torchtitan.batch_shape import padding_multiple, rows_per_sample, sequence_needs, split_by_tensor_parallel
 from torchtitan.checkpoint.counters import schedule_start
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.config.options import Fault, option_at, show
@@ -26,7 +27,6 @@ from torchtitan.lr_shapes import LRSchedule, schedule_of
 from torchtitan.models import changed, sizes_of
 from torchtitan.models.hf.config import config_beside, untrained
 from torchtitan.models.linears import HEAD, linears, split_side
-from torchtitan.parallelisms import degrees
 from torchtitan.parallelisms.degrees import lenders, shards_of_ranks
 from torchtitan.parallelisms.pipeline.actions import ScheduleTableError, Table, load_schedule_csv
 from torchtitan.rules.sizes import wrong_overrides
@@ -120,10 +120,7 @@ class Facts:
 
     def needs_of_a_sequence(self, split: bool) -> dict[str, int]:
         """What its length has to be a multiple of, in words. `split`: whether sequence parallel cuts it, too."""
-        asked = self.config.parallelism
-        headtail = asked.context_parallel_load_balancer == "headtail"
-        levelled = degrees.is_levelled(asked.context_parallel_rotate_method, headtail)
-        return degrees.needs_of_a_sequence(self.cp, self.tp, levelled=levelled, sequence_parallel=split)
+        return sequence_needs(self.config, split)
 
     @cached_property
     def microbatches(self) -> int | None:
@@ -146,7 +143,7 @@ class Facts:
 
     @property
     def sequence_parallel(self) -> bool:
-        return self.tp > 1 and not self.config.parallelism.disable_sequence_parallel
+        return split_by_tensor_parallel(self.config)
 
     @property
     def compiles_model(self) -> bool:
@@ -154,13 +151,13 @@ class Facts:
 
     @cached_property
     def samples(self) -> int | None:
-        """Samples of a forward pass over all data-parallel ranks."""
+        """Samples (or pairs) of a forward pass over all data-parallel ranks."""
         dp = self.shard and self.shard * self.replicas
         return dp and dp * self.config.training.local_batch_size
 
     @property
     def step_samples(self) -> int | None:
-        """Samples of an optimizer step over all ranks."""
+        """Samples (or pairs) of an optimizer step over all ranks."""
         asked = self.config.training.global_batch_size
         return asked if asked > 0 else self.samples
 
@@ -255,6 +252,11 @@ class Facts:
         return getattr(self.args, "expert_layers", 0)
 
     @property
+    def padding_multiple(self) -> int:
+        """What the lengths of batches are rounded up to; 0 where all are training.seq_len."""
+        return padding_multiple(self.config, self.device, self.expert_layers > 0)
+
+    @property
     def experts(self) -> int:
         """Of a layer; 0 where no layer of the model has any."""
         return self.args.n_experts if self.expert_layers else 0
@@ -302,6 +304,7 @@ class Facts:
     def steps(self) -> int | None:
         """Optimizer steps; None where the data that end them are not tokenized yet, or wrong."""
         training, batch = self.config.training, self.step_samples
+        batch = batch and batch * rows_per_sample(self.config)
         if training.epochs is None and training.tokens is None:
             return training.steps
         if self.packs:

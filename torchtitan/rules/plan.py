@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Iterator
 
+from torchtitan.batch_shape import rows_per_sample
 from torchtitan.config.options import Fault
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.limits import LimitError, check_global_batch
@@ -76,10 +77,10 @@ def needs_shards(facts: Facts) -> Iterator[Fault]:
 def batch_fits_the_memory(facts: Facts) -> Iterator[Fault]:
     """Of what is far beyond it: the ids of a batch alone, their labels, positions and documents."""
     training = facts.config.training
-    bytes_of_a_sample = 4 * 8 * training.seq_len
+    bytes_of_a_sample = 4 * 8 * training.seq_len * rows_per_sample(facts.config)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
     if training.local_batch_size * bytes_of_a_sample > memory:
         key = "local_batch_size" if training.local_batch_size > 1 else "seq_len"
         allowed = f"a batch whose ids fit into this machine's {memory / 2**30:.0f} GiB"
-        most = int(memory // bytes_of_a_sample) if key == "local_batch_size" else int(memory // 32)
+        most = int(memory // (bytes_of_a_sample if key == "local_batch_size" else bytes_of_a_sample / training.seq_len))
         yield facts.fault(f"training.{key}", allowed, f"write much less than {most:,}")

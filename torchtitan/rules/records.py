@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterator
 
+from torchtitan.batch_shape import fixed_by, is_packed
 from torchtitan.config.job import joins_sources
 from torchtitan.config.options import Fault, options, show
 from torchtitan.datasets import has_records
 from torchtitan.limits import LimitError
 from torchtitan.rules.facts import Facts
-from torchtitan.tasks import TASKS
 
 HOW = ("format", "fields", "template")
 
@@ -71,11 +71,10 @@ def samples_may_differ_in_length(facts: Facts) -> Iterator[Fault]:
     config, data = facts.config, facts.config.data
     if not facts.packs:
         return
-    together = TASKS[config.task.kind].together
-    packed = data.packing == "best_fit" and together == 1
-    for key, said in (("data.pad_to", data.pad_to != "seq_len"), ("data.group_by_length", data.group_by_length)):
-        if said and packed:
-            yield facts.fault(key, f"unset with data.packing = {data.packing}", 'set data.packing = "off"')
+    uneven = data.pad_to not in (None, "seq_len")
+    for key, said in (("data.pad_to", uneven), ("data.group_by_length", data.group_by_length)):
+        if said and is_packed(config):
+            yield facts.fault(key, "unset with data.packing = best_fit", 'set data.packing = "off"')
     if data.group_by_length and not config.training.shuffle:
         allowed = "unset with training.shuffle = false, which keeps the stored order"
         yield facts.fault("data.group_by_length", allowed, "drop one of the two")
@@ -88,15 +87,13 @@ def samples_may_differ_in_length(facts: Facts) -> Iterator[Fault]:
     shard, shards = map(int, data.shards.split("/"))
     if shard > shards:
         yield facts.fault("data.shards", f"at most {shards}/{shards}", "correct it")
-    if data.pad_to == "seq_len":
+    if not uneven:
         return
+    assert data.pad_to is not None
     if data.padding == "left":
         yield facts.fault("data.pad_to", 'seq_len with data.padding = "left"', "drop one of the two")
-    fixed = {"parallelism.pipeline_parallel_degree": facts.pp > 1, "compile.enable": config.compile.enable}
-    fixed |= {"parallelism.expert_parallel_degree": facts.ep > 1}
-    for key, is_on in fixed.items():
-        if is_on:
-            yield facts.fault("data.pad_to", f"seq_len with {key}, which wants all batches of one shape", "drop it")
+    for key in fixed_by(config):
+        yield facts.fault("data.pad_to", f"seq_len with {key}, which wants all batches of one shape", "drop it")
     needs = facts.needs_of_a_sequence(split=bool(facts.sequence_parallel))
     multiple, needed = int(data.pad_to.partition(":")[2] or 1), math.lcm(*needs.values())
     if multiple % needed:

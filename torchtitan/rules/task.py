@@ -12,21 +12,6 @@ from torchtitan.rules.facts import Facts
 from torchtitan.tasks import TASKS, mask_token
 
 
-def samples_stay_together(facts: Facts) -> Iterator[Fault]:
-    """What one loss is made of is in one batch, and in one microbatch of a pipeline."""
-    kind = facts.config.task.kind
-    together = TASKS[kind].together if kind in TASKS else 1
-    keys = ["training.local_batch_size"]
-    keys += ["validation.local_batch_size"] * facts.config.validation.enable
-    keys += ["parallelism.pipeline_parallel_microbatch_size"] * (facts.pp > 1)
-    for key in keys:
-        section, name = key.split(".")
-        size = getattr(getattr(facts.config, section), name)
-        if size % together:
-            allowed = f"a multiple of {together} with task.kind = {kind}, whose losses are of {together} samples each"
-            yield facts.fault(key, allowed, f"write {size + together - size % together}")
-
-
 def sequence_is_whole(facts: Facts) -> Iterator[Fault]:
     kind = facts.config.task.kind
     if facts.cp > 1 and kind in TASKS and not TASKS[kind].of_tokens:
@@ -118,6 +103,9 @@ def options_are_of_the_task(facts: Facts) -> Iterator[Fault]:
 
 OF_ANY_TASK = ("data.chat_template", "data.default_system", "data.num_proc", "data.cache_dir")
 
+FORMER_DEFAULTS = {"data.packing": "best_fit", "data.pad_to": "seq_len"}
+"""Jobs kept by earlier runs have them written out."""
+
 
 def whole_records_are_asked_for(facts: Facts) -> Iterator[Fault]:
     """What says how records become samples, in a job whose samples are cut from all text."""
@@ -126,7 +114,8 @@ def whole_records_are_asked_for(facts: Facts) -> Iterator[Fault]:
     config, remedy = facts.config, 'set task.kind = "sft", or drop it'
     for key, option in options().items():
         section, _, name = key.partition(".")
-        if section == "data" and key not in OF_ANY_TASK and getattr(config.data, name) != option.default:
+        value = getattr(config.data, name) if section == "data" else None
+        if section == "data" and key not in OF_ANY_TASK and value not in (option.default, FORMER_DEFAULTS.get(key)):
             yield facts.fault(key, f"{option.default!r} with task.kind = {config.task.kind}", remedy)
     if config.validation.split is not None:
         yield facts.fault("validation.split", f"unset with task.kind = {config.task.kind}", remedy)

@@ -24,14 +24,16 @@ class Data:
     """What becomes of a record that training.seq_len has no room for. Conversations are never cut."""
     max_empty_ratio: Fraction = 0.01
     """Refuse a source with a larger share of records of which nothing is learned; the others leave them out."""
-    packing: Literal["best_fit", "off"] = "best_fit"
-    """Records share samples where they fit, apart from each other, or each is one sample, padded to training.seq_len.
-    """
+    packing: Literal["best_fit", "off"] | None = None
+    """best_fit: records share samples of training.seq_len tokens where they fit, apart from each other. off: each is a
+    sample. Unset: off where classes are learned (task.kind = "seq_cls"), so that batch sizes count records, else
+    best_fit. Pairs of answers are never packed."""
     padding: Literal["right", "left"] = "right"
     """Where a sample that is not full has its padding, which nobody learns or sees."""
-    pad_to: Annotated[str, Field(pattern=r"^(seq_len|batch|multiple:[1-9]\d*)$")] = "seq_len"
-    """How long samples are that are not packed: training.seq_len, the longest of the batch, or that up to a multiple of
-    a number, as "multiple:64"."""
+    pad_to: Annotated[str, Field(pattern=r"^(seq_len|batch|multiple:[1-9]\d*)$")] | None = None
+    """Length of samples that are not packed: training.seq_len, the longest of the batch, or that rounded up to a
+    multiple of a number, as "multiple:64". Unset: rounded up to a multiple of 8 on a CPU and 64 on a GPU; seq_len with
+    pipelines, compiled blocks, experts or padding on the left, and the start says what share of the tokens it is."""
     group_by_length: bool = False
     """Steps of samples that are about as long, where they are not packed, in an order drawn anew for each epoch."""
     shards: Annotated[str, Field(pattern=r"^[1-9]\d*/[1-9]\d*$")] = "1/1"

@@ -42,7 +42,7 @@ class Parallelism:
     pipeline_parallel_schedule_csv: Place | None = None
     """A schedule of your own, from a CSV file."""
     pipeline_parallel_microbatch_size: Positive = 1
-    """Samples in a pipeline microbatch."""
+    """Samples (or pairs) in a pipeline microbatch."""
     pipeline_parallel_expert_parallel_overlap: bool = False
     """Overlap expert parallelism's all-to-alls of one microbatch with the computation of another: made for DualPipeV,
     whose pairs it interleaves; in other schedules gradients of weights fill the gaps."""

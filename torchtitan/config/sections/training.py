@@ -71,10 +71,10 @@ class Training:
     on_bad_data: Literal["stop", "skip"] = "stop"
     """What to do with a record that cannot be read: stop with its place named, or skip and count it."""
     local_batch_size: Positive = 8
-    """Samples per data-parallel rank and forward pass."""
+    """Samples per data-parallel rank and forward pass; pairs, where pairs of answers are learned."""
     global_batch_size: Annotated[int, Field(ge=-1)] = -1
-    """Samples per optimizer step over all ranks; gradients are accumulated to reach it. -1: local_batch_size times
-    the data-parallel degree."""
+    """Samples (or pairs) per optimizer step over all ranks; gradients are accumulated to reach it. -1: local_batch_size
+    times the data-parallel degree."""
     seq_len: Positive = 2048
     """Tokens per sample."""
     max_norm: Annotated[float, Field(ge=0)] = 1.0
@@ -121,14 +121,14 @@ class Validation:
     sources: list[DataSource] = field(default_factory=list)
     """As training.sources."""
     local_batch_size: Positive = 8
-    """Samples per data-parallel rank and forward pass."""
+    """Samples (or pairs) per data-parallel rank and forward pass."""
     seq_len: Positive | None = None
     """Tokens per sample. Unset: training.seq_len."""
     freq: Cadence = 10
     """Every this many steps, each such share of the run (0.1), "epoch" or "N/epoch"; and after the last step."""
     samples: NonNegative = 80
-    """Samples per validation, over all ranks: always the same ones, under every plan. 0: all there are, of whole
-    records (task.kind = "sft")."""
+    """Samples (or pairs) per validation, over all ranks: always the same ones, under every plan. 0: all there are, of
+    whole records (task.kind = "sft")."""
     split: Annotated[float, Field(gt=0)] | None = None
     """Validate on a part of the training data that is held out for it: below 1 a share of each source's records, else
     so many records. Whole records only (task.kind = "sft")."""

@@ -1,0 +1,175 @@
+"""Samples that are not packed are padded to the longest of their batch by default, where the plan allows it: with the
+loss of samples that are padded to training.seq_len.
+"""
+
+import dataclasses
+import json
+import logging
+
+import pytest
+
+from tests.support import jobs, judged
+from tests.support.judged import CP, EP, MOE, PP, TP, lines
+from tests.support.pool import run_ranks
+from tests.test_preferences import BYTES, measures, words, write_pairs
+from tests.test_seq_cls import DEEPER, ROBERTA, TWO, validations
+from tests.test_seq_cls import words as class_words
+from torchtitan import build, build_data
+from torchtitan.batch_shape import is_packed
+from torchtitan.config.manager import load
+from torchtitan.datasets.position import check_same_data
+from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.errors import JobError
+from torchtitan.rules import Facts
+
+anywhere = judged.anywhere
+OFF = ("--task.kind=sft", "--data.packing=off")
+CLASSES = ("--model.name=roberta", "--task.kind=seq_cls", "--model.overrides={n_classes = 2}")
+MULTIPLES = [
+    (("--task.kind=dpo",), "cpu", 8),
+    (("--task.kind=orpo",), "cuda", 64),
+    (CLASSES, "cpu", 8),
+    (OFF, "cuda", 64),
+    ((*OFF, TP + "3"), "cpu", 24),
+    ((*OFF, TP + "3", "--parallelism.disable_sequence_parallel"), "cpu", 8),
+    ((*CLASSES, CP + "8"), "cpu", 16),
+    ((*OFF, "--data.pad_to=seq_len"), "cpu", 0),
+    ((*OFF, "--data.pad_to=batch"), "cuda", 1),
+    ((*OFF, "--data.pad_to=multiple:12"), "cuda", 12),
+    (("--task.kind=sft",), "cpu", 0),
+    ((*CLASSES, "--data.packing=best_fit"), "cpu", 0),
+    ((), "cpu", 0),
+    (("--task.kind=dpo", PP + "2"), "cpu", 0),
+    ((*OFF, "--compile.enable"), "cuda", 0),
+    ((*OFF, "--data.padding=left"), "cpu", 0),
+    ((*OFF, MOE), "cpu", 0),
+    ((*OFF, MOE, EP + "2"), "cpu", 0),
+]
+
+
+@pytest.mark.parametrize("words, device, multiple", MULTIPLES, ids=map(str, range(len(MULTIPLES))))
+def test_what_lengths_are_rounded_up_to(words, device, multiple):
+    assert Facts(load(["--model.tokenizer_path=bytes", *words]), 8, device).padding_multiple == multiple
+
+
+def lengths(batches):
+    """Of each batch its length, and that of its longest sample."""
+    for batch in batches:
+        documents = batch["document_ids"]
+        yield documents.shape[1], int((documents == documents[:, :1]).sum(1).max())
+
+
+@pytest.mark.parametrize("kind", ["dpo", "seq_cls"])
+def test_batches_are_as_long_as_their_longest_sample_needs(tmp_path, kind):
+    if kind == "dpo":
+        config, vocabulary = load(words(tmp_path, write_pairs(tmp_path / "rows.jsonl"), training__seq_len=40)), BYTES
+        config = dataclasses.replace(config, training=dataclasses.replace(config.training, epochs=1))
+    else:
+        config, vocabulary = load(class_words(tmp_path, "gpt2", training__epochs=1)), build_tokenizer("debug")
+    plan = build.dims(config, 1)
+    for make in (build_data.training_loader, build_data.validation_loader):
+        seen = list(lengths(make(config, vocabulary, 0, plan)))
+        assert all(width == -(-longest // 8) * 8 for width, longest in seen)
+        assert max(width for width, _ in seen) < config.training.seq_len and len(seen) > 1
+
+
+QUICK = dict(training__steps=3, validation__freq=3, lr_scheduler__warmup_steps=1, model__overrides=DEEPER)
+PLANS = {
+    "one rank": (1, {}),
+    "FSDP 2": (2, dict(parallelism__data_parallel_shard_degree=2, training__local_batch_size=2)),
+    "TP 2": (2, dict(parallelism__tensor_parallel_degree=2)),
+    "CP 2": (2, dict(parallelism__context_parallel_degree=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory):
+    """Curve and validations of each task, with every sample padded to training.seq_len."""
+    folder = tmp_path_factory.mktemp("padded")
+    rows = write_pairs(folder / "rows.jsonl")
+    full = dict(data__pad_to="seq_len")
+    ((pairs, _),) = run_ranks(1, jobs.train, words(folder / "dpo", rows, **full))
+    class_job = class_words(folder / "classes", "roberta", **QUICK | full | FEW)
+    ((classes, _),) = run_ranks(1, jobs.train, class_job)
+    return rows, pairs, measures(folder / "dpo"), classes, validations(folder / "classes")
+
+
+FEW = dict(training__local_batch_size=4, training__global_batch_size=4)
+
+
+@pytest.mark.parametrize("plan", ["one rank", "FSDP 2", "TP 2"])
+def test_pairs_learn_what_they_learn_padded_to_the_full_length(padded, plan, tmp_path):
+    rows, steps, validated, _, _ = padded
+    ranks, options = PLANS[plan]
+    got, _ = run_ranks(ranks, jobs.train, words(tmp_path, rows, **options))[0]
+    for name in ("loss", "reward_margin", "grad_norm"):
+        assert [step[name] for step in got] == pytest.approx([step[name] for step in steps], rel=1e-3, abs=1e-4)
+    assert measures(tmp_path) == pytest.approx(validated, rel=1e-3)
+    read = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert max(row.get("tokens", 0) for row in read) < 8 * 8 * 24  # 8 steps of 8 answers of up to 24 tokens
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_classes_learn_what_they_learn_padded_to_the_full_length(padded, plan, tmp_path):
+    _, _, _, steps, validated = padded
+    ranks, options = PLANS[plan]
+    argv = class_words(tmp_path, "roberta", **QUICK | FEW | options)
+    got, _ = run_ranks(ranks, jobs.train, argv)[0]
+    assert [step["loss"] for step in got] == pytest.approx([step["loss"] for step in steps], rel=1e-4)
+    for here, wanted in zip(validations(tmp_path), validated, strict=True):
+        assert here == pytest.approx(wanted, rel=1e-4)
+
+
+TOLD = {
+    (): "32 pairs (64 answers) in a pass, each batch padded to its longest sample, rounded up to a multiple of 8",
+    ("--data.pad_to=batch",): "each batch padded to its longest sample",
+    (PP + "2",): (
+        "% of the tokens are padding up to training.seq_len, as parallelism.pipeline_parallel_degree wants all batches "
+        "of one shape; write training.seq_len = 24, which the longest needs"
+    ),
+    ("--compile.enable",): "as compile.enable wants all batches of one shape; write training.seq_len = 24, which the "
+    "longest needs or leave compile.enable out",
+    ("--data.pad_to=seq_len",): "as data.pad_to says; write training.seq_len = 24, which the longest needs or leave "
+    "data.pad_to out",
+}
+
+
+@pytest.mark.parametrize("options", TOLD, ids=str)
+def test_the_start_says_what_is_padding_and_what_spares_it(tmp_path, caplog, options):
+    caplog.set_level(logging.INFO)
+    config = load([*words(tmp_path, write_pairs(tmp_path / "rows.jsonl"), training__seq_len=40), *options])
+    build_data.with_steps(config, build.dims(config, 2 if PP + "2" in options else 1))
+    (line,) = (record.getMessage() for record in caplog.records if record.getMessage().startswith("samples"))
+    assert TOLD[options] in line
+
+
+def test_the_share_of_padding_is_counted(tmp_path):
+    """Of every row seq_len + 1 tokens are read, of which the last one is a label alone."""
+    config = load([*words(tmp_path, write_pairs(tmp_path / "rows.jsonl")), "--data.pad_to=seq_len"])
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, epochs=1))
+    sources = [each.source for each in build_data.data_sources(config, "training")]
+    seen = list(build_data.training_loader(config, BYTES, 0, build.dims(config, 1)))
+    real = sum(int((d == d[:, :1]).sum()) for d in (batch["document_ids"] for batch in seen))
+    share = 1 - real / (64 * 25)
+    assert f"{100 * share:.1f} % of the tokens are padding" in build_data.filled(config, sources)
+
+
+def test_a_batch_of_classes_has_as_many_records_as_its_size_says(tmp_path):
+    config = load(class_words(tmp_path, "roberta"))
+    assert not is_packed(config)
+    batch = next(iter(build_data.training_loader(config, build_tokenizer("debug"), 0, build.dims(config, 1))))
+    assert int((batch["labels"] != -100).sum()) == 96
+
+
+def test_classes_take_a_length_without_more_words(anywhere):
+    assert lines(*ROBERTA, TWO, "--data.pad_to=batch") == []
+    (line,) = lines(*ROBERTA, TWO, "--data.pad_to=batch", "--data.packing=best_fit")
+    assert line.startswith('data.pad_to: given "batch"; allowed: unset with data.packing = best_fit')
+    kept = ["--data.packing=best_fit", "--data.pad_to=seq_len"]  # as a job of an earlier version has them written out
+    assert lines(*ROBERTA, TWO, *kept) == [] and lines(*kept) == []
+
+
+@pytest.mark.parametrize("before, now, told", [(1, 100, '"off"'), (100, 1, '"best_fit" and data.packing_window = 100')])
+def test_a_run_whose_samples_were_packed_otherwise_is_told_how_to_go_on(before, now, told):
+    with pytest.raises(JobError, match="the checkpoint's samples were packed with data.packing = " + told):
+        check_same_data({"fingerprint": {"packing": {"window": before}}}, {"packing": {"window": now}})

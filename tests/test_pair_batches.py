@@ -1,0 +1,126 @@
+"""Batch sizes of tasks with pairs count pairs, as those of trl and Axolotl do. Jobs and checkpoints from when they
+counted answers are told so, and a resumed run reads on where it was.
+"""
+
+import dataclasses
+import hashlib
+import json
+
+import pytest
+import torch
+
+from tests.support import jobs
+from tests.support.judged import PP, lines
+from tests.support.pool import RankFailed, run_ranks
+from tests.test_preferences import BYTES, words, write_pairs
+from torchtitan import build, build_data, cli
+from torchtitan.checkpoint import layout
+from torchtitan.config.changes import ROWS_PER_SAMPLE
+from torchtitan.config.manager import load
+from torchtitan.preferences import Preference
+
+KINDS = ("dpo", "ipo", "orpo")
+
+
+def job(folder, **options):
+    settings = dict(training__local_batch_size=3, training__global_batch_size=6, validation__local_batch_size=3)
+    return load(words(folder, write_pairs(folder / "rows.jsonl"), **settings | options))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_has_as_many_pairs_as_its_size_says(tmp_path, kind):
+    """40 records, of which 8 are held out; each has two answers, two rows of a batch."""
+    config = job(tmp_path, task__kind=kind, training__epochs=1)
+    plan = build.dims(config, 1)
+    batches = list(build_data.training_loader(config, BYTES, 0, plan))
+    assert [len(batch["tokens"]) for batch in batches] == [6] * 12
+    assert sum(Preference().count(batch) for batch in batches) == 32
+    assert build_data.with_steps(config, plan).training.steps == 6  # 32 pairs, 6 a step
+
+
+@pytest.mark.parametrize("samples, pairs", [(0, 8), (5, 5), (80, 8)])
+def test_validation_counts_pairs(tmp_path, samples, pairs):
+    config = job(tmp_path, validation__samples=samples)
+    plan = build.dims(config, 1)
+    held_out = build_data.held_out(config, BYTES, 0, plan, build.objective(config))
+    assert sum(Preference().count(batch) for batch in held_out) == pairs
+
+
+def test_one_pair_is_a_batch_and_a_microbatch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one = ["--task.kind=dpo", "--training.local_batch_size=1"]
+    assert lines(*one) == [] and lines(one[0], PP + "2", "--training.local_batch_size=3") == []
+    config = load([one[0], "--training.local_batch_size=3"])
+    pipeline = build.pipeline_options(config)
+    assert (pipeline.local_batch_size, pipeline.microbatch_size, pipeline.microbatches) == (6, 2, 3)
+
+
+def test_check_and_preview_speak_of_pairs(tmp_path, capsys):
+    rows = write_pairs(tmp_path / "rows.jsonl")
+    argv = words(tmp_path / "run", rows)
+    assert cli.main(["check", *argv, "--no-memory"]) == 0
+    said = capsys.readouterr().out
+    assert "4 pairs (8 answers) of up to 24 tokens a step, in 2 forward passes" in said
+    assert "batch sizes count pairs, not answers: a job that was written when they counted answers needs half" in said
+    assert cli.main(["preview", *argv, "--samples", "3"]) == 0
+    assert capsys.readouterr().out.count("\nsample ") == 6
+    assert cli.main(["prepare", *argv]) == 0
+    assert "32 pairs (64 answers) in a pass" in capsys.readouterr().out
+
+
+# Jobs and checkpoints from when they counted answers
+
+
+def as_it_was(step_folder):
+    """Rewrite a checkpoint as a program would have saved it that counted answers."""
+    state, manifest = layout.read_state(step_folder), layout.read_manifest(step_folder)
+    trainer = state["trainer"]
+    assert trainer.pop(ROWS_PER_SAMPLE) == 2
+    trainer["samples"] *= 2
+    for section in ("training", "validation"):
+        trainer["job"][section]["local_batch_size"] *= 2
+    trainer["job"]["training"]["global_batch_size"] *= 2
+    (step_folder / layout.STATE).write_text(text := json.dumps(state))
+    entry = layout.FileEntry(len(text), hashlib.sha256(text.encode()).hexdigest())
+    manifest = dataclasses.replace(manifest, files={**manifest.files, layout.STATE: entry})
+    (step_folder / layout.MANIFEST).write_text(layout.manifest_text(manifest))
+
+
+@pytest.fixture
+def before(tmp_path):
+    """A run of 4 of 8 steps, its checkpoint as of old; and the losses of an uninterrupted run."""
+    rows = write_pairs(tmp_path / "rows.jsonl")
+    ((steps, _),) = run_ranks(1, jobs.train, words(tmp_path / "whole", rows))
+    half = dict(training__steps=4, lr_scheduler__total_steps=8)
+    run_ranks(1, jobs.train, words(tmp_path / "run", rows, **half))
+    as_it_was(tmp_path / "run/checkpoint/step-00000004")
+    return rows, steps, tmp_path / "run"
+
+
+def test_a_run_that_counted_answers_goes_on_with_half_of_the_sizes(before):
+    rows, steps, folder = before
+    run_ranks(1, jobs.train, words(folder, rows, lr_scheduler__total_steps=8))
+    assert [step["loss"] for step in jobs.logged_steps(folder)] == [step["loss"] for step in steps]
+
+
+def test_a_run_that_counted_answers_does_not_go_on_with_twice_as_many(before, monkeypatch):
+    rows, _, folder = before
+    old = dict(training__local_batch_size=4, training__global_batch_size=8, lr_scheduler__total_steps=8)
+    told = (
+        "batch sizes count pairs now: write training.local_batch_size = 2 and training.global_batch_size = 4; else "
+        "bring it back"
+    )
+    with pytest.raises(RankFailed, match=told):
+        run_ranks(1, jobs.train, words(folder, rows, **old))
+    argv = [word for word in words(folder, rows, **old) if "tokenizer_path" not in word]
+    (line,) = (line for line in lines(*argv) if "global_batch_size" in line)
+    assert "training.global_batch_size: given 8; allowed: 4, as in step-00000004" in line and told in line
+
+
+def test_what_is_kept_says_what_it_counts(tmp_path):
+    config = job(tmp_path)
+    kept = build.job_of_checkpoint(config, build.dims(config, 1))
+    assert (kept["samples"], kept[ROWS_PER_SAMPLE]) == (6, 2)
+    plain = dataclasses.replace(config, task=type(config.task)())
+    assert build.job_of_checkpoint(plain, build.dims(plain, 1))[ROWS_PER_SAMPLE] == 1
+    assert torch.is_tensor(build_data.batch_without_values(config, build.dims(config, 1), False)["tokens"])
