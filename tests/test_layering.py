@@ -126,6 +126,7 @@ ALLOWED |= {
     "exports": BUILD | {"build"},
     "origin": BUILD | {"build"},
     "introduction": BUILD | {"build", "plot"},
+    "validation": {"datasets", "distributed", "feed", "parallelisms", "progress"},
     "preflight": {
         "errors",
         "config.job",
@@ -140,7 +141,7 @@ ALLOWED |= {
     "commands.estimate": JUDGED - {"config.renames"} | {"bars", "commands.check", "memory", "memory_limit"},
     "reference": BUILD | {"build", "build_data", "config.options", "feed", "preferences"},
     "generated": BUILD | {"build", "build_data"},
-    "trainer": ABOVE | {"preflight", "generated", "reference"},
+    "trainer": ABOVE | {"preflight", "generated", "reference", "validation"},
     "train": ABOVE | {"launch", "trainer"},
     "launch": JUDGED | {"checkpoint", "clean_start", "launcher", "leaving", "run_folder"},
     "commands.job_of": ABOVE,

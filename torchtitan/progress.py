@@ -16,10 +16,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-PHASES = ("start", "load", "first", "data", "train", "validate", "save", "end")
+PHASES = ("start", "load", "first", "data", "train", "validate", "save", "export", "end")
 """In the order in which a step goes through them. start: nothing told yet (imports, process group, model); first: what
-is done for the first time and may compile, the first step and the first validation; data: waiting for them; end: all
-that matters is done and saved."""
+is done for the first time and may compile, the first step and the first validation; data: waiting for them; export:
+training is complete and saved, and its result is written for other programs; end: all that matters is done and saved.
+"""
+TRAINED = ("export", "end")
+"""Phases in which no training is left to do."""
 WITHOUT_STATE = ("start", "load")
 """Phases in which there is nothing to save."""
 _ROW = struct.Struct("=qqd")

@@ -28,6 +28,7 @@ from torchtitan.exports import Exports
 from torchtitan.feed import Ahead, Batch, PeerStopped
 from torchtitan.generated import Generated
 from torchtitan.guards import BadStep, NonFiniteError, ReplicasDiffer, RollBack
+from torchtitan.imported import collect_garbage
 from torchtitan.introduction import conclude, introduce, look_back
 from torchtitan.metrics import Goodput
 from torchtitan.metrics.device import describe_memory
@@ -37,6 +38,7 @@ from torchtitan.origin import Origin
 from torchtitan.progress import Progress
 from torchtitan.ranks import Ranks
 from torchtitan.reference import references
+from torchtitan.validation import measure
 
 logger = logging.getLogger(__name__)
 
@@ -208,16 +210,19 @@ class Trainer:
                         raise
                     self.maybe_save(self.done or self.stopping)
                     self.profiler.step()
-                    self.collect_garbage()
+                    collect_garbage(self.step, self.config.training.gc_freq, self.config.training.gc_debug)
                     if first:
                         distributed.set_timeout(self.config.comm.train_timeout_seconds + self.patience)
                         first = False
         finally:
             gc.enable()
-        self.goodput.enter("end")  # the launcher is told later: it would not wait for a long export
+        self.goodput.enter("end")
         if self.checkpointer:
             self.checkpointer.finish()
+        if self.done and self.held_out is not None and self.findings.step != self.step:
+            self.validate(stop=False)  # a stop in the last step is saved first
         if self.done:
+            self.enter("export", self.step)
             self.exports.write(self.model, self.checkpointer, self.step)
         self.enter("end", self.step)
         return self.done
@@ -335,21 +340,18 @@ class Trainer:
         self.guards.refuse_to_save(self.step, self.loss, self.grad_norm, self.checkpointer.not_finite)
 
     def maybe_validate(self, done: bool) -> None:
-        if self.held_out is None or not (done or self.step % self.validate_every == 0):
-            return
+        if self.held_out is not None and (done or self.step % self.validate_every == 0):
+            self.validate(self.stop_requested)
+
+    def validate(self, stop: bool) -> None:
+        """Evaluate the held-out data, unless a rank calls this with `stop`."""
         self.enter("validate" if self.validated else "first", self.step)
-        # all before the first forward, which communicates
-        batches, failure = self.feed.take(iter(self.held_out), self.held_out.batches)
-        valid, self.stopping = self.feed.agree(batches, failure, self.stop_requested, "validation data")
-        if self.stopping:
+        measured = measure(self.model, self.feed, self.held_out, self.progress, self.step, stop)
+        self.stopping = measured is None
+        if measured is None:
             return
-        told_of = partial(self.progress.through, batches, "validate", self.step)
-        totals = self.model.evaluate(lambda: map(self.feed.to_device, told_of()))
         self.validated = True
-        losses = {way: (self.model.whole(total) / valid).item() for way, total in totals.items()}
-        found = {f"loss{way}": loss for way, loss in losses.items()} | self.feed.measured(self.model.parts)
-        told = dict(zip(found, distributed.of_the_first(*found.values()), strict=True))  # so that all ranks judge alike
-        self.findings.note(self.step, self.metrics.record_validation(self.step, told.pop("loss"), told))
+        self.findings.note(self.step, self.metrics.record_validation(self.step, measured.pop("loss"), measured))
         self.generated.write(self.model, self.step, self.progress)
 
     def maybe_save(self, done: bool) -> None:
@@ -371,19 +373,17 @@ class Trainer:
         except (CheckpointError, NonFiniteError, ReplicasDiffer) as error:
             logger.error("step %d could not be saved before the end: %s", self.step, error)
 
-    def collect_garbage(self) -> None:
-        options = self.config.training
-        if options.gc_debug:
-            logger.info("garbage collection after step %d: %d objects were unreachable", self.step, gc.collect())
-        elif self.step % options.gc_freq == 0:
-            gc.collect(1)
-
     def memory(self) -> str:
         """Who has it on this rank, for a run that ran out of it."""
         return describe_memory(self.device, [each for _, each in self.model.named_parameters()], self.optimizers)
 
     def close(self) -> None:
-        """End the run: say how it went and where things are, draw the picture, leave the world."""
+        """Report, and leave the process group."""
+        self.report()
+        distributed.close()
+
+    def report(self) -> None:
+        """Close what is written to, say how the run went and where things are, draw the picture."""
         self.metrics.record_event(self.step, "goodput", self.goodput.row())
         self.metrics.close()
         for each in (self.loader, self.held_out, self.generated):
@@ -397,4 +397,3 @@ class Trainer:
         if self.exports.weights is not None:
             places["weights"] = self.exports.weights
         conclude(self.config, self.ranks, self.metrics, self.goodput, places, self.step, self.findings.enough)
-        distributed.close()

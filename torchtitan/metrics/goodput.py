@@ -24,6 +24,7 @@ CAUSE_OF = {
     "train": "train",
     "validate": "validation",
     "save": "save",
+    "export": "end",
     "end": "end",
 }
 """By the phase that a rank tells (progress.py)."""
