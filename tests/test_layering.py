@@ -68,9 +68,9 @@ ALLOWED = {
     "config.renames": {"config.job", "config.options"},
     "config.old_models": set(),
     "config.upgrade": {"config.old_models", "config.renames"},
-    "config.layers": {"config.job", "config.options", "config.renames", "ranks"},
+    "config.layers": {"cadence", "config.job", "config.options", "config.renames", "ranks"},
     "config.command_line": {"config.layers", "config.options", "config.renames", "shipped"},
-    "config.manager": {"config.command_line", "config.job", "config.layers", "config.options", "shipped"},
+    "config.manager": {"cadence", "config.command_line", "config.job", "config.layers", "config.options", "shipped"},
     "config.schema": {"config.job"},
     "rules": {
         "cadence",

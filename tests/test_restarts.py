@@ -140,8 +140,8 @@ def test_what_fails_when_all_is_saved_is_not_started_again(tmp_path):
 def test_a_rank_that_dies_in_the_export_is_not_started_again(tmp_path):
     code, out, err = end(supervise(f"tell('export', 3); {CRASH}", tmp_path))
     assert code == 10 and err == (
-        "training is complete, but the export failed: rank 1 was ended by SIGKILL; to export its newest checkpoint, run "
-        f"`torchtitan export {tmp_path} --to NEW_FOLDER --merge`, or start the same job again\n"
+        "training is complete, but the export failed: rank 1 was ended by SIGKILL; to export its newest checkpoint, "
+        f"run `torchtitan export {tmp_path} --to NEW_FOLDER --merge`, or start the same job again\n"
     )
 
 
@@ -410,8 +410,8 @@ def test_a_failed_export_says_that_training_is_complete_and_has_a_code_of_its_ow
     assert code == 10 and (tmp_path / "checkpoint" / "step-00000002").is_dir()
     again = rf"torchtitan export {tmp_path} --to NEW_FOLDER --merge --dtype bfloat16"
     assert re.search(
-        rf"training is complete \(step 2\), but the export failed: {reason}; everything is saved: run `{again}`, or start "
-        "the same job again, which then only exports",
+        rf"training is complete \(step 2\), but the export failed: {reason}; everything is saved: run `{again}`, or "
+        "start the same job again, which then only exports",
         printed,
     )
     assert ("Traceback" in printed) == (error == "bug")

@@ -36,7 +36,7 @@ class Exports:
             self.beside = build.beside_hf_weights(config, vocabulary)
 
     def write(self, model: ParallelModel, checkpointer: Checkpointer | None, step: int) -> None:
-        """Write what the job asks for. Every rank calls it after the last step is saved. Raises ExportError."""
+        """Write the exports of the job. Every rank calls it after the last step is saved. Raises ExportError."""
         try:
             self._write_all(model, checkpointer, step)
         except Exception as error:
@@ -53,10 +53,10 @@ class Exports:
         if not saved:
             return "nothing was saved that could be exported again, as checkpoint.enable is off or load_only is set"
         options = self.config.checkpoint
-        words = ["torchtitan", "export", str(self.folder), "--to", "NEW_FOLDER"]
-        words += ["--merge", "--dtype", options.export_dtype] if options.last_save_model_only else []
-        words += ["--best"] if options.export_best else []
-        return f"everything is saved: run `{shlex.join(words)}`, or start the same job again, which then only exports"
+        command = ["torchtitan", "export", str(self.folder), "--to", "NEW_FOLDER"]
+        command += ["--merge", "--dtype", options.export_dtype] if options.last_save_model_only else []
+        command += ["--best"] if options.export_best else []
+        return f"everything is saved: run `{shlex.join(command)}`, or start the same job again, which then only exports"
 
     def _write_all(self, model: ParallelModel, checkpointer: Checkpointer | None, step: int) -> None:
         if self.config.checkpoint.export_best and checkpointer is not None:

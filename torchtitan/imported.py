@@ -1,5 +1,5 @@
-"""Garbage collections at chosen moments: none in imports, where what is made stays and there is a lot of it, and on all
-ranks after the same step.
+"""Garbage collection at chosen moments: never during imports, whose many objects stay, and after the same step on all
+ranks.
 """
 
 import gc

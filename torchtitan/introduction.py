@@ -33,8 +33,11 @@ def introduce(
     schedulers: LRSchedulers,
     sizes: str,
     limited: str = "",
+    end: str = "",
 ) -> None:
-    """Log them. `sizes`: the model's, in words; `limited`: how much memory there is for it, where that is."""
+    """Log them. `sizes`: the model's, in words; `limited`: how much memory there is for it, where that is; `end`: the
+    text of `describe_end`.
+    """
     training, samples = config.training, build.global_batch_size(config, dims)
     passes = samples // (training.local_batch_size * dims.dp)
     tags = f" [{', '.join(config.job.tags)}]" if config.job.tags else ""
@@ -54,8 +57,6 @@ def introduce(
         logger.info("adapter    %s", model.adapter.describe())
         for warning in model.adapter.warnings(passes):
             logger.warning("adapter    %s", warning)
-    end = "" if training.epochs is None else f"; epochs: {training.epochs}, which take {training.steps} steps"
-    end = end if training.tokens is None else f"; {training.tokens:,} tokens, which take {training.steps} steps"
     data = describe_sources(config, "training")
     logger.info("data       %s, tokenizer of %d%s", data, vocabulary.vocab_size, end)
     if config.metrics.log_lr_schedule:

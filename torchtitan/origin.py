@@ -74,7 +74,7 @@ class Origin:
         return resumed
 
     def _take_back(self, trainer: dict[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, Any] | None:
-        if trainer.get("degrees") != self.dims.degrees | {"ep": self.dims.ep}:
+        if trainer.get("degrees") != self.dims.all_degrees:
             return None
         rows = self.config.training.local_batch_size
         return self.model.adapter.take_back(self.model.parts, shapes, rows, self.model.device)

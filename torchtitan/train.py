@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,10 @@ def run(config: JobConfig, ranks: Ranks) -> int:
 
 def not_exported(error: Exception, trainer: Any, ranks: Ranks) -> int:
     """Report a run that is complete except for its export. The launcher does not start it again."""
-    trainer.report()
+    with suppress(OSError):
+        trainer.report()
+    if not ranks.is_main:
+        wait_for_the_one_that_speaks(ranks)
     on_all = isinstance(error.__cause__, CheckpointError)
     if not on_all or ranks.local_rank == 0:
         ours = error.__cause__ if not isinstance(error.__cause__, JobError | OSError) else None

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from torchtitan import build, build_watching, distributed, preflight, run_folder
+from torchtitan import build, build_data, build_watching, distributed, preflight, run_folder
 from torchtitan.bars import waiting
-from torchtitan.build_data import batches_of_a_step, feed, held_out, look_ahead, recall, training_loader, with_steps
+from torchtitan.build_data import batches_of_a_step, feed, held_out, look_ahead, recall, training_loader
+from torchtitan.cadence import describe_end, with_end
 from torchtitan.checkpoint import CheckpointError, RandomState, base, set_rng_state
 from torchtitan.checkpoint.counters import SCHEDULE_START
 from torchtitan.config.job import JobConfig
@@ -52,7 +53,9 @@ class Trainer:
         self.restart = ranks.launcher.restart if ranks.launcher else None
         if self.restart and self.restart.saved:
             config = build.as_restarted(config)
-        config = with_steps(config, self.dims)  # may take long, so no process group waits for it
+        self.job = config  # as written, before its end is known
+        self.of_data = build_data.last_step_of_data(config, self.dims)  # before any process group, as it may take long
+        config = with_end(config, self.of_data)
         self.validate_every = build.cadence(config).validate
         self.config, self.ranks = config, ranks
         self.progress = Progress(ranks.launcher.progress if ranks.launcher else None, ranks.local_rank)
@@ -92,8 +95,8 @@ class Trainer:
         self.random: RandomState | None = None  # before the step under way: what it has drawn is drawn again
         self.data_state: dict[str, Any] | None = None
         self.begin()
-        sizes = self.metrics.header()
-        introduce(self.config, self.dims, self.device, self.model, self.tokenizer, self.schedulers, sizes, limited)
+        sizes, end = self.metrics.header(), describe_end(self.job.training, self.of_data)
+        introduce(self.config, self.dims, self.device, self.model, self.tokenizer, self.schedulers, sizes, limited, end)
 
     def begin(self) -> None:
         """Take up what there is of a run, its data where it left them, and open what is written down."""
@@ -114,7 +117,8 @@ class Trainer:
         if self.checkpointer is not None:
             self.checkpointer.prepare()
         if self.data_state is not None:  # a last step that was filled up, or steps of another size, shift the end
-            self.config = with_steps(self.config, self.dims, self.data_state["samples"], self.step)
+            self.of_data = build_data.last_step_of_data(self.job, self.dims, self.data_state["samples"], self.step)
+            self.config = with_end(self.job, self.of_data)
         config = self.config
         self.loader = training_loader(config, self.tokenizer, self.dp_rank, self.dims, self.data_state)
         recall(self.loader, self.model, self.feed)
@@ -131,7 +135,7 @@ class Trainer:
         )
         self.profiler = build_watching.profiler(config, self.device, self.ranks, self.step)
         if self.ranks.is_main:
-            run_folder.keep_job(self.folder, to_toml(build.movable(config)), self.step)
+            run_folder.keep_job(self.folder, to_toml(build.movable(self.job)), self.step)
         if config.job.tags:
             self.metrics.record_event(self.step, "tags", {"tags": ", ".join(config.job.tags)})
         came_from = self.checkpointer.loaded_from if self.resumed_from is not None else None
@@ -151,13 +155,9 @@ class Trainer:
             state
             | self.findings.state_dict(self.step)
             | self.model.hooks.state_dict()
-            | {"degrees": self.degrees}
+            | {"degrees": self.dims.all_degrees}
             | build.job_of_checkpoint(self.config, self.dims)
         )
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        return self.dims.degrees | {"ep": self.dims.ep}
 
     def rank_state(self) -> dict[str, Any]:
         random = self.random or RandomState()
@@ -175,8 +175,8 @@ class Trainer:
         self.guards.steps.load_state_dict(trainer.get(self.guards.steps.name, {}))
         if ranks and all("dataloader" in state for state in ranks):
             self.data_state = merge_states([state["dataloader"] for state in ranks])
-        saved = self.degrees | trainer.get("degrees", {})  # what an old checkpoint does not say is taken as it is here
-        same_plan = len(ranks) == self.ranks.world_size and saved == self.degrees
+        saved = self.dims.all_degrees | trainer.get("degrees", {})  # an old checkpoint may lack some
+        same_plan = len(ranks) == self.ranks.world_size and saved == self.dims.all_degrees
         if same_plan and "rng" in ranks[self.ranks.rank]:
             set_rng_state(ranks[self.ranks.rank]["rng"])
         else:  # another plan: nobody's generator is ours, but do not repeat the numbers of step 0 either
@@ -303,7 +303,7 @@ class Trainer:
                 self.guards.refuse_non_finite("loss", loss, self.step)
             extra |= self.model.extra_metrics() | self.guards.steps.counts() | self.optimizers.measured()
             if (epochs := self.config.training.epochs) is not None:
-                extra["epoch"] = self.step * epochs / self.config.training.steps
+                extra["epoch"] = self.step * epochs / (self.of_data or 1)
         self.metrics.record(
             self.step,
             loss=loss,
@@ -383,7 +383,7 @@ class Trainer:
         distributed.close()
 
     def report(self) -> None:
-        """Close what is written to, say how the run went and where things are, draw the picture."""
+        """Close the outputs, log a summary and the paths of the results, draw the picture."""
         self.metrics.record_event(self.step, "goodput", self.goodput.row())
         self.metrics.close()
         for each in (self.loader, self.held_out, self.generated):

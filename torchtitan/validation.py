@@ -13,14 +13,15 @@ from torchtitan.progress import Progress
 def measure(
     model: ParallelModel,
     feed: Feed,
-    held_out: HeldOut | HeldOutSegments,
+    held_out: HeldOut | HeldOutSegments | None,
     progress: Progress,
     step: int,
     stop: bool,
 ) -> dict[str, float] | None:
-    """Return the loss and what else the task measures, the same numbers on all ranks, which all call it; None if a rank
-    called it with `stop`. Raises DataError, or PeerStopped on the ranks that have data while another has none.
+    """Return the loss and the other metrics of the task, the same numbers on all ranks; None if any rank called it with
+    `stop`. All ranks call it. Raises DataError, or PeerStopped on the ranks that have data while another has none.
     """
+    assert held_out is not None, "the caller checks this"
     # all before the first forward, which communicates
     batches, failure = feed.take(iter(held_out), held_out.batches)
     valid_tokens, stopping = feed.agree(batches, failure, stop, "validation data")

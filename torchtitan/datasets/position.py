@@ -86,7 +86,7 @@ def resume(
 
 def check_same_data(state: dict[str, Any], fingerprint: dict[str, Any]) -> None:
     """Raise JobError unless the state belongs to the data with this fingerprint."""
-    # A checkpoint is JSON, which returns tuples as lists: compare both in the form in which JSON returns them.
+    # A checkpoint is JSON, which returns tuples as lists: compare both after a round trip.
     before, fingerprint = json.loads(json.dumps([state["fingerprint"], fingerprint]))
     # states from before there were templates say nothing of them
     known = {name: said for name, said in fingerprint.items() if name != "chat_template" or name in before}

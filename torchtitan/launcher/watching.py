@@ -174,8 +174,8 @@ class Watch:
         first = failed[0]
         if first.exit_code not in EXPLAINED and first.doing.phase == "export" and self.all_in(*TRAINED):
             if self.followed_at is None:
-                again = f"torchtitan export {shlex.quote(str(self.folder.parent))} --to NEW_FOLDER --merge"
-                remedy = f"to export its newest checkpoint, run `{again}`, or start the same job again"
+                command = f"torchtitan export {shlex.quote(str(self.folder.parent))} --to NEW_FOLDER --merge"
+                remedy = f"to export its newest checkpoint, run `{command}`, or start the same job again"
                 say(f"training is complete, but the export failed: {first}; {remedy}", sys.stderr)
             return NOT_EXPORTED
         alone = first.exit_code in SAID_BY_THE_FIRST and self.processes.first not in {

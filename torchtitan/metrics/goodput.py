@@ -108,7 +108,7 @@ class Goodput:
     def best_interval(self, world_size: int) -> float | None:
         """Seconds between saves by which the least time is lost, by the rule of Young and Daly: the root of twice the
         time between failures and the time for which a save holds up the run. None before the first save, and for a run
-        of less than an hour, whose save times say little and which loses little.
+        of less than an hour.
 
         Failures are this run's, or else as many as others have met on so many devices.
         """
