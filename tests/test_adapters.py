@@ -3,7 +3,9 @@ folded back. That every plan gives one device's gradients is in the table of com
 """
 
 import json
+import logging
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -269,11 +271,65 @@ def test_a_checkpoint_of_the_adapter_alone_is_little_more_than_its_numbers(tmp_p
 
 
 def test_whole_and_alone_are_told_apart(tmp_path, texts, base):
-    options = LORA | dict(training__steps=1, checkpoint__initial_load_path=base[0] / "model")
+    options = LORA | dict(training__steps=1, checkpoint__initial_load_path=base[0] / "model", adapter__save="whole")
     run_ranks(1, trained, arguments(tmp_path, texts, **options))
     options |= dict(checkpoint__allow_config_change='["adapter.save"]', adapter__save="alone")
     with pytest.raises(AssertionError, match=r"it holds a whole model, the job an adapter alone: write adapter.save"):
         run_ranks(1, trained, arguments(tmp_path, texts, **options))
+
+
+STARTS = {
+    "": "whole",
+    "checkpoint": "whole",  # the newest of a folder that retention empties
+    "checkpoint/step-00000004": "alone",
+    "model": "alone",
+    "model_hf": "alone",
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_adapter_is_saved_alone_where_the_run_starts_from_a_folder_that_stays(start, tmp_path, texts, base):
+    options = LORA | dict(training__steps=2, checkpoint__interval=1)
+    if start:
+        options |= dict(checkpoint__initial_load_path=base[0] / start)
+        options |= dict(checkpoint__initial_load_in_hf=start == "model_hf")
+    argv = arguments(tmp_path, texts, **options)
+    ((_, state, lines),) = run_ranks(1, trained_and_said, argv)
+    held = json.loads((tmp_path / "checkpoint/step-00000002/manifest.json").read_text())["tensors"]
+    alone = all(".lora_" in name for name in held if name.startswith("model."))
+    assert alone == (STARTS[start] == "alone")
+    (line,) = [line for line in lines if line.startswith("saves ")]
+    assert f"adapter.save = {STARTS[start]}" in line
+    assert manager.load([str(tmp_path / "config.toml")]).adapter.save == STARTS[start]
+    shutil.rmtree(tmp_path / "checkpoint/step-00000002")
+    assert check(manager.load(argv), 1, "cpu") == []
+    ((rows, again, _),) = run_ranks(1, trained_and_said, argv)
+    assert [row["step"] for row in rows] == [1, 2] and again == state
+
+
+def test_a_run_that_saved_the_whole_model_by_default_goes_on_so(tmp_path, texts, base):
+    """As runs did before there was another default."""
+    options = LORA | dict(checkpoint__interval=2, checkpoint__initial_load_path=base[0] / "model")
+    run_ranks(1, trained, arguments(tmp_path, texts, **options, training__steps=2, adapter__save="whole"))
+    rows, _ = run_ranks(1, trained, arguments(tmp_path, texts, **options, training__steps=4))[0]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for step in (2, 4):
+        manifest = tmp_path / f"checkpoint/step-{step:08d}/manifest.json"
+        assert "model.output.weight" in json.loads(manifest.read_text())["tensors"]
+
+
+def trained_and_said(argv: list[str]) -> tuple[list[dict], str, list[str]]:
+    """Rows, state, and the lines that the run logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("torchtitan")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        return *trained(argv), lines
+    finally:
+        logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize("ranks, degree", [(1, {}), (2, {}), (2, {"parallelism__pipeline_parallel_degree": 2})])

@@ -55,6 +55,8 @@ def introduce(
     )
     if model.adapter is not None:
         logger.info("adapter    %s", model.adapter.describe())
+        if config.checkpoint.enable and not config.checkpoint.load_only:
+            logger.info("saves      %s", describe_adapter_save(config))
         for warning in model.adapter.warnings(passes):
             logger.warning("adapter    %s", warning)
     data = describe_sources(config, "training")
@@ -73,6 +75,13 @@ def introduce(
     if not config.checkpoint.enable or config.checkpoint.load_only:
         off = "checkpoint.load_only is set" if config.checkpoint.enable else "checkpoint.enable is off"
         logger.warning("nothing will be saved: %s; what this run learns is lost with its end", off)
+
+
+def describe_adapter_save(config: JobConfig) -> str:
+    if not build.saves_adapter_alone(config):
+        return "checkpoints hold the whole model (adapter.save = whole)"
+    place = config.checkpoint.initial_load_path
+    return f"checkpoints hold the adapter alone (adapter.save = alone); the model in {place} has to stay there"
 
 
 def describe_precision(config: JobConfig) -> str:

@@ -53,7 +53,7 @@ class Trainer:
         self.restart = ranks.launcher.restart if ranks.launcher else None
         if self.restart and self.restart.saved:
             config = build.as_restarted(config)
-        self.job = config  # as written, before its end is known
+        self.job = config = build.with_adapter_save(config)  # as written, before its end is known
         self.of_data = build_data.last_step_of_data(config, self.dims)  # before any process group, as it may take long
         config = with_end(config, self.of_data)
         self.validate_every = build.cadence(config).validate

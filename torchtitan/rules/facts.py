@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torchtitan.adapters import NONE
 from torchtitan.adapters.targets import targets
 from torchtitan.cadence import with_end
+from torchtitan.checkpoint.base import adapter_save
 from torchtitan.checkpoint.counters import schedule_start
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.config.options import Fault, option_at, show
@@ -328,6 +329,11 @@ class Facts:
             return steps_for(samples_in(sources, training.seq_len, training.epochs or 1), batch)
         except (OSError, JobError):
             return None
+
+    @cached_property
+    def adapter_save(self) -> Literal["whole", "alone"]:
+        """What checkpoints hold; see there."""
+        return adapter_save(self.config.adapter, self.config.checkpoint, self.config.job.dump_folder)
 
     @property
     def begins_anew(self) -> bool:

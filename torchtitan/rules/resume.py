@@ -96,7 +96,7 @@ def adapter_is_of_this_model(facts: Facts) -> Iterator[Fault]:
     """The newest checkpoint, where it holds an adapter alone; of a base that takes long to read, loading says it."""
     options, adapter = facts.config.checkpoint, facts.config.adapter
     anew = facts.begins_anew or not options.enable
-    if anew or options.initial_load_path is None or adapter.kind == NONE or adapter.save != "alone":
+    if anew or options.initial_load_path is None or adapter.kind == NONE or facts.adapter_save != "alone":
         return
     try:
         newest, _ = newest_complete(Path(facts.config.job.dump_folder, options.folder))
