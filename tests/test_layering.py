@@ -126,6 +126,7 @@ ALLOWED |= {
     "exports": BUILD | {"build"},
     "origin": BUILD | {"build"},
     "introduction": BUILD | {"build", "plot"},
+    "step_progress": {"metrics", "progress"},
     "validation": {"datasets", "distributed", "feed", "parallelisms", "progress"},
     "preflight": {
         "errors",
@@ -141,7 +142,7 @@ ALLOWED |= {
     "commands.estimate": JUDGED - {"config.renames"} | {"bars", "commands.check", "memory", "memory_limit"},
     "reference": BUILD | {"build", "build_data", "config.options", "feed", "preferences"},
     "generated": BUILD | {"build", "build_data"},
-    "trainer": ABOVE | {"preflight", "generated", "reference", "validation"},
+    "trainer": ABOVE | {"preflight", "generated", "reference", "step_progress", "validation"},
     "train": ABOVE | {"launch", "trainer"},
     "launch": JUDGED | {"checkpoint", "clean_start", "launcher", "leaving", "run_folder"},
     "commands.job_of": ABOVE,

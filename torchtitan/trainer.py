@@ -8,7 +8,6 @@ import gc
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 
 from torchtitan import build, build_data, build_watching, distributed, preflight, run_folder
-from torchtitan.bars import waiting
 from torchtitan.build_data import batches_of_a_step, feed, held_out, look_ahead, recall, training_loader
 from torchtitan.cadence import describe_end, with_end
 from torchtitan.checkpoint import CheckpointError, RandomState, base, set_rng_state
@@ -39,6 +37,7 @@ from torchtitan.origin import Origin
 from torchtitan.progress import Progress
 from torchtitan.ranks import Ranks
 from torchtitan.reference import references
+from torchtitan.step_progress import StepProgress
 from torchtitan.validation import measure
 
 logger = logging.getLogger(__name__)
@@ -94,6 +93,9 @@ class Trainer:
         self.between_steps = True  # the state is that after `step`, whole, on all ranks
         self.random: RandomState | None = None  # before the step under way: what it has drawn is drawn again
         self.data_state: dict[str, Any] | None = None
+        self.step_progress = StepProgress(
+            ranks.logs, self.progress, self.dims.dp, lambda: (self.step, self.config.training.steps, self.tokens)
+        )
         self.begin()
         sizes, end = self.metrics.header(), describe_end(self.job.training, self.of_data)
         introduce(self.config, self.dims, self.device, self.model, self.tokenizer, self.schedulers, sizes, limited, end)
@@ -190,14 +192,13 @@ class Trainer:
         self.metrics.start()
         gc.disable()  # a collection on one rank makes all others wait: do it on all together, every gc_freq steps
         try:
-            with self.profiler:
+            with self.profiler, self.step_progress:
                 if self.resumed_from and self.findings.lack(self.step):
                     self.maybe_validate(False)
                 while self.step < self.config.training.steps and not self.done and not self.stopping:
                     try:
                         self.enter("first" if first else "data", self.step + 1)
-                        with waiting(f"step {self.step + 1}, which may compile") if first else nullcontext():
-                            self.train_step(batches)
+                        self.train_step(batches)
                         self.guards.compare(self.step)
                         if not self.stopping:  # who asked gives us time to save, not more
                             self.maybe_validate(self.done)
@@ -243,7 +244,7 @@ class Trainer:
         early = self.config.optimizer.early_step_in_backward
         loss, norm = torch.zeros((), device=self.device), None
         self.between_steps = not early
-        for index, batch in enumerate(microbatches):
+        for index, batch in self.step_progress.through(microbatches):
             loss += self.model.forward_backward(batch, valid_tokens, is_last=index == len(microbatches) - 1)
         if not early:  # there, gradients are gone by now
             norm = self.model.clip_gradients(self.config.training.max_norm)
