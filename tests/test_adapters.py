@@ -103,7 +103,7 @@ def test_an_initial_load_fills_the_base_and_leaves_the_adapter_fresh(tmp_path, t
 
 def test_a_dora_starts_from_weights_and_from_another_dora(tmp_path, texts, base):
     """Its magnitudes are those of the base's rows, or those that the other one has trained."""
-    options = LORA | dict(adapter__kind="dora", training__steps=2)
+    options = LORA | dict(adapter__kind="dora", training__steps=2, adapter__save="whole")
     first = arguments(tmp_path / "a", texts, **options, checkpoint__initial_load_path=base[0] / "model")
     begun, trained_, _, _ = run_ranks(1, weights_after, first)[0]
     rows = torch.from_numpy(begun["layers.0.attention.wq.weight"]).norm(dim=1)
@@ -305,6 +305,14 @@ def test_the_adapter_is_saved_alone_where_the_run_starts_from_a_folder_that_stay
     assert check(manager.load(argv), 1, "cpu") == []
     ((rows, again, _),) = run_ranks(1, trained_and_said, argv)
     assert [row["step"] for row in rows] == [1, 2] and again == state
+
+
+def test_a_job_that_starts_from_an_adapter_alone_is_told_what_to_do(tmp_path, texts, base):
+    options = LORA | dict(training__steps=1)
+    run_ranks(1, trained, arguments(tmp_path / "a", texts, **options, checkpoint__initial_load_path=base[0] / "model"))
+    second = arguments(tmp_path / "b", texts, **options, checkpoint__initial_load_path=tmp_path / "a" / "checkpoint")
+    with pytest.raises(AssertionError, match="holds an adapter alone, and its model is in .*model: merge the two by"):
+        run_ranks(1, trained, second)
 
 
 def test_a_run_that_saved_the_whole_model_by_default_goes_on_so(tmp_path, texts, base):

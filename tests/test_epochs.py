@@ -176,7 +176,7 @@ def test_a_folder_that_cannot_hold_the_tokens(data, tmp_path):
 
 
 def arguments(folder, path, **options):
-    return jobs.arguments(folder, path, training__epochs=2, training__steps=1, **options)
+    return jobs.arguments(folder, path, training__epochs=2, **options)
 
 
 def steps_by_the_text(path):

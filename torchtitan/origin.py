@@ -86,6 +86,7 @@ class Origin:
         self.model.initialize(head | adapter.fresh if adapter else head)
         kind, place = find_weights(Path(path))
         if kind == "ours":
+            base.refuse_adapter_alone(place)
             checkpointer.initial_load(place, options.initial_load_model_only, options.initial_load_counters)
             logger.info("started from %s", path)
         else:

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan.checkpoint.kinds import Kind, find_weights
-from torchtitan.checkpoint.layout import MANIFEST, METADATA, CheckpointError, complete_steps, read_state, sha256_of
+from torchtitan.checkpoint.layout import (
+    MANIFEST,
+    METADATA,
+    CheckpointError,
+    complete_steps,
+    read_manifest,
+    read_state,
+    sha256_of,
+)
 
 KEY = "base"
 """In the trainer's state."""
@@ -72,6 +80,17 @@ def refuse_another(saved: dict[str, Any], here: dict[str, str]) -> None:
             f"it holds an adapter to the model that was in {given.get('path')} (sha256 "
             f"{str(given.get('sha256'))[:12]}), but {here['path']} holds another (sha256 {here['sha256'][:12]}); give "
             f"the first as checkpoint.initial_load_path"
+        )
+
+
+def refuse_adapter_alone(folder: Path) -> None:
+    """CheckpointError if a checkpoint of ours holds no model that another job could start from."""
+    given = read_state(folder)["trainer"].get(KEY)
+    if isinstance(given, dict) and read_manifest(folder).kind == "full":
+        raise CheckpointError(
+            f"{folder} holds an adapter alone, and its model is in {given.get('path')}: merge the two by `torchtitan "
+            f'export {folder} --to NEW_FOLDER --merge` and start from that folder, or write adapter.save = "whole" in '
+            "the first job"
         )
 
 
