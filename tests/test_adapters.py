@@ -3,7 +3,9 @@ folded back. That every plan gives one device's gradients is in the table of com
 """
 
 import json
+import logging
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -101,7 +103,7 @@ def test_an_initial_load_fills_the_base_and_leaves_the_adapter_fresh(tmp_path, t
 
 def test_a_dora_starts_from_weights_and_from_another_dora(tmp_path, texts, base):
     """Its magnitudes are those of the base's rows, or those that the other one has trained."""
-    options = LORA | dict(adapter__kind="dora", training__steps=2)
+    options = LORA | dict(adapter__kind="dora", training__steps=2, adapter__save="whole")
     first = arguments(tmp_path / "a", texts, **options, checkpoint__initial_load_path=base[0] / "model")
     begun, trained_, _, _ = run_ranks(1, weights_after, first)[0]
     rows = torch.from_numpy(begun["layers.0.attention.wq.weight"]).norm(dim=1)
@@ -269,11 +271,73 @@ def test_a_checkpoint_of_the_adapter_alone_is_little_more_than_its_numbers(tmp_p
 
 
 def test_whole_and_alone_are_told_apart(tmp_path, texts, base):
-    options = LORA | dict(training__steps=1, checkpoint__initial_load_path=base[0] / "model")
+    options = LORA | dict(training__steps=1, checkpoint__initial_load_path=base[0] / "model", adapter__save="whole")
     run_ranks(1, trained, arguments(tmp_path, texts, **options))
     options |= dict(checkpoint__allow_config_change='["adapter.save"]', adapter__save="alone")
     with pytest.raises(AssertionError, match=r"it holds a whole model, the job an adapter alone: write adapter.save"):
         run_ranks(1, trained, arguments(tmp_path, texts, **options))
+
+
+STARTS = {
+    "": "whole",
+    "checkpoint": "whole",  # the newest of a folder that retention empties
+    "checkpoint/step-00000004": "alone",
+    "model": "alone",
+    "model_hf": "alone",
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_adapter_is_saved_alone_where_the_run_starts_from_a_folder_that_stays(start, tmp_path, texts, base):
+    options = LORA | dict(training__steps=2, checkpoint__interval=1)
+    if start:
+        options |= dict(checkpoint__initial_load_path=base[0] / start)
+        options |= dict(checkpoint__initial_load_in_hf=start == "model_hf")
+    argv = arguments(tmp_path, texts, **options)
+    ((_, state, lines),) = run_ranks(1, trained_and_said, argv)
+    held = json.loads((tmp_path / "checkpoint/step-00000002/manifest.json").read_text())["tensors"]
+    alone = all(".lora_" in name for name in held if name.startswith("model."))
+    assert alone == (STARTS[start] == "alone")
+    (line,) = [line for line in lines if line.startswith("saves ")]
+    assert f"adapter.save = {STARTS[start]}" in line
+    assert manager.load([str(tmp_path / "config.toml")]).adapter.save == STARTS[start]
+    shutil.rmtree(tmp_path / "checkpoint/step-00000002")
+    assert check(manager.load(argv), 1, "cpu") == []
+    ((rows, again, _),) = run_ranks(1, trained_and_said, argv)
+    assert [row["step"] for row in rows] == [1, 2] and again == state
+
+
+def test_a_job_that_starts_from_an_adapter_alone_is_told_what_to_do(tmp_path, texts, base):
+    options = LORA | dict(training__steps=1)
+    run_ranks(1, trained, arguments(tmp_path / "a", texts, **options, checkpoint__initial_load_path=base[0] / "model"))
+    second = arguments(tmp_path / "b", texts, **options, checkpoint__initial_load_path=tmp_path / "a" / "checkpoint")
+    with pytest.raises(AssertionError, match="holds an adapter alone, and its model is in .*model: merge the two by"):
+        run_ranks(1, trained, second)
+
+
+def test_a_run_that_saved_the_whole_model_by_default_goes_on_so(tmp_path, texts, base):
+    """As runs did before there was another default."""
+    options = LORA | dict(checkpoint__interval=2, checkpoint__initial_load_path=base[0] / "model")
+    run_ranks(1, trained, arguments(tmp_path, texts, **options, training__steps=2, adapter__save="whole"))
+    rows, _ = run_ranks(1, trained, arguments(tmp_path, texts, **options, training__steps=4))[0]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for step in (2, 4):
+        manifest = tmp_path / f"checkpoint/step-{step:08d}/manifest.json"
+        assert "model.output.weight" in json.loads(manifest.read_text())["tensors"]
+
+
+def trained_and_said(argv: list[str]) -> tuple[list[dict], str, list[str]]:
+    """Rows, state, and the lines that the run logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("torchtitan")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        return *trained(argv), lines
+    finally:
+        logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize("ranks, degree", [(1, {}), (2, {}), (2, {"parallelism__pipeline_parallel_degree": 2})])

@@ -1,6 +1,7 @@
 """Data that end: exact steps, every sample once in a pass, and an end that all ranks reach together."""
 
 import json
+import logging
 import os
 import shutil
 import threading
@@ -16,8 +17,11 @@ from tests.test_loader import TOKENIZER, global_samples, in_turn, loader, rows
 from tests.test_mixing import toml
 from tests.test_records import make_shards, records, write
 from torchtitan import build, build_data
+from torchtitan.build_data import last_step_of_data
+from torchtitan.cadence import NO_LIMIT, with_end
 from torchtitan.commands import check, preview
 from torchtitan.config import manager
+from torchtitan.config.manager import load
 from torchtitan.datasets import open_source, preparing
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.packing import IGNORE
@@ -172,7 +176,7 @@ def test_a_folder_that_cannot_hold_the_tokens(data, tmp_path):
 
 
 def arguments(folder, path, **options):
-    return jobs.arguments(folder, path, training__epochs=2, training__steps=1, **options)
+    return jobs.arguments(folder, path, training__epochs=2, **options)
 
 
 def steps_by_the_text(path):
@@ -330,3 +334,59 @@ def test_lengths_that_mean_nothing(words, said):
     config = manager.load(["--model.tokenizer_path=bytes", *(f"--lr_scheduler.{word}" for word in words)])
     (fault,) = judge(config, 1, "cpu")
     assert str(fault).removeprefix("the job: ").startswith(said)
+
+
+def test_steps_and_epochs_end_a_run_with_whichever_comes_first(texts_and_steps, tmp_path, caplog):
+    """`all_steps` of two epochs: one step of a smoke run, all where the epochs come first, both in one file."""
+    options, all_steps = texts_and_steps
+    for limit, steps, said in (
+        (1, 1, f"; training.steps = 1 ends the run, before epochs: 2, which take {all_steps} steps"),
+        (1000, all_steps, f"; epochs: 2, which take {all_steps} steps and end the run before training.steps = 1000"),
+        (None, all_steps, f"; epochs: 2, which take {all_steps} steps"),
+    ):
+        job = tmp_path / f"{limit}.toml"
+        job.write_text("[training]\nepochs = 2\n" + (f"steps = {limit}\n" if limit else ""))
+        folder = tmp_path / f"run-{limit}"
+        rows, lines, kept = run_ranks(1, told_and_trained, [f"--job.config_file={job}", *options(folder)])[0]
+        assert [row["step"] for row in rows] == list(range(1, steps + 1))
+        (line,) = [line for line in lines if line.startswith("data ")]
+        assert line.endswith(said)
+        assert rows[-1]["epoch"] == pytest.approx(2 * steps / all_steps)
+        # linear from 0.01 to a tenth of it, over the steps that are made: at the end of the run the rate is the floor
+        assert rows[-1]["lr"] == pytest.approx(1e-3)
+        assert (kept.training.epochs, kept.training.steps) == (2, NO_LIMIT if limit is None else limit)
+
+
+def told_and_trained(argv):
+    """Rows, lines at the start, and the job as it is kept with the run."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("torchtitan").addHandler(handler)
+    logging.getLogger("torchtitan").setLevel(logging.INFO)
+    try:
+        rows, _ = jobs.train(argv)
+    finally:
+        logging.getLogger("torchtitan").removeHandler(handler)
+    return rows, lines, load([str(Path(load(argv).job.dump_folder, "config.toml"))])
+
+
+@pytest.fixture
+def texts_and_steps(tmp_path):
+    path = jobs.write_texts(tmp_path / "texts", documents=24)
+
+    def options(folder):
+        words = jobs.arguments(folder, path, model__overrides=jobs.SHALLOW, training__steps=1)
+        return [word for word in words if "training.steps" not in word]
+
+    config = load([*options(tmp_path / "counted"), "--training.epochs=2"])
+    return options, last_step_of_data(config, build.dims(config, 1))
+
+
+def test_what_is_said_in_epochs_means_these_where_training_steps_ends_the_run():
+    words = ["--training.epochs=3", "--training.steps=4", "--validation.freq=epoch", "--lr_scheduler.t_max=2"]
+    config = with_end(load(words), of_data=30)
+    assert (config.training.steps, config.validation.freq, config.checkpoint.interval) == (4, 10, 500)
+    assert (config.lr_scheduler.t_max, config.lr_scheduler.t_max_unit) == (20, "step")
+    whole = with_end(load(words), of_data=3)
+    assert (whole.training.steps, whole.validation.freq, whole.lr_scheduler.t_max) == (3, "epoch", 2)

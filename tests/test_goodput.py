@@ -118,6 +118,21 @@ def test_the_best_interval_is_that_of_young_and_daly(clock):
     assert goodput.best_interval(5000) == pytest.approx(math.sqrt(2 * 10_004 / 4 * 2))
 
 
+@pytest.mark.parametrize("train_seconds, advised", [(3500, False), (3600, True)])
+def test_only_a_run_of_an_hour_or_more_is_advised_how_often_to_save(train_seconds, advised, clock, tmp_path, caplog):
+    goodput = Goodput(clock=clock)
+    clock.spend(goodput, "train", train_seconds)
+    clock.spend(goodput, "save", 4)
+    goodput.saves = 2
+    words = [f"--job.dump_folder={tmp_path}", "--model.tokenizer_path=bytes", "--training.steps=100"]
+    with caplog.at_level("INFO"):
+        ranks = Mock(is_main=True, world_size=5000)
+        introduction.conclude(load(words), ranks, Mock(path=tmp_path / "metrics.jsonl"), goodput, {}, 100)
+    assert ("Young" in caplog.text) == advised
+    if advised:  # sqrt(2 x 36000 s x 2 s) = 379 s, at 36 s a step
+        assert "saves       best every 6:19, or 11 steps, by as many failures as others report" in caplog.text
+
+
 def test_a_run_accounts_for_itself_over_its_starts(tmp_path):
     texts = jobs.write_texts(tmp_path / "texts")
     options = dict(checkpoint__enable=True, checkpoint__interval=2, lr_scheduler__total_steps=6)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ import pytest
 from tests.support import jobs
 from tests.support.pool import run_alone, run_ranks
 from tests.test_launcher import RANK, end, gone, nothing_is_left, ready, started
-from torchtitan import train
+from torchtitan import exports, train
 from torchtitan.config import manager
 from torchtitan.failures import kind_of
 from torchtitan.launcher import hangs
@@ -135,6 +135,14 @@ def test_a_run_that_went_back_is_told_once_it_has_saved_by_itself(tmp_path):
 def test_what_fails_when_all_is_saved_is_not_started_again(tmp_path):
     code, out, err = end(supervise("tell('end', 3); sys.exit(1)", tmp_path))
     assert code == 1 and "restart" not in err
+
+
+def test_a_rank_that_dies_in_the_export_is_not_started_again(tmp_path):
+    code, out, err = end(supervise(f"tell('export', 3); {CRASH}", tmp_path))
+    assert code == 10 and err == (
+        "training is complete, but the export failed: rank 1 was ended by SIGKILL; to export its newest checkpoint, "
+        f"run `torchtitan export {tmp_path} --to NEW_FOLDER --merge`, or start the same job again\n"
+    )
 
 
 @pytest.mark.parametrize("code", sorted(EXPLAINED))
@@ -375,6 +383,39 @@ def test_a_run_without_memory_says_who_has_it(texts, tmp_path):
     code, told = run_alone(out_of_memory, jobs.arguments(tmp_path, texts))  # which takes signals for itself
     assert code == 8 and "ERROR: out of memory: no more\n  parameters      0.00 GiB\n  gradients " in told
     assert "  optimizer " in told and "  at most " in told
+
+
+def failing_export(argv, error: str):
+    """Exit code and lines of a run whose weights cannot be written, for `error`."""
+
+    def fail(*args: object) -> None:
+        raise {"bug": KeyError("tok_embeddings"), "disk": OSError(28, "No space left on device")}[error]
+
+    exports.Exports._write_weights = fail
+    lines, out = io.StringIO(), io.StringIO()
+    with redirect_stderr(lines), redirect_stdout(out):
+        ranks = read_ranks()
+        set_up_logging(ranks, False)
+        code = train.run(manager.load(argv), ranks)
+    return code, lines.getvalue() + out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "error, reason", [("bug", "KeyError: 'tok_embeddings'"), ("disk", r"\[Errno 28\] No space left on device")]
+)
+def test_a_failed_export_says_that_training_is_complete_and_has_a_code_of_its_own(error, reason, texts, tmp_path):
+    options = dict(checkpoint__enable=True, checkpoint__last_save_model_only=True, checkpoint__export_dtype="bfloat16")
+    argv = jobs.arguments(tmp_path, texts, training__steps=2, **options)
+    code, printed = run_alone(failing_export, argv, error)
+    assert code == 10 and (tmp_path / "checkpoint" / "step-00000002").is_dir()
+    again = rf"torchtitan export {tmp_path} --to NEW_FOLDER --merge --dtype bfloat16"
+    assert re.search(
+        rf"training is complete \(step 2\), but the export failed: {reason}; everything is saved: run `{again}`, or "
+        "start the same job again, which then only exports",
+        printed,
+    )
+    assert ("Traceback" in printed) == (error == "bug")
+    assert "step 2/2, loss" in printed  # the lines at the end of every run
 
 
 def resumed(argv, saved: bool):

@@ -31,7 +31,8 @@ INPUT_AND_OUTPUT = [
     ),
     (
         ["--profiling.enable_memory_snapshot"],
-        "profiling.enable_memory_snapshot: given true; allowed: false without a GPU; leave it out: it records CUDA's allocator",
+        "profiling.enable_memory_snapshot: given true; allowed: false without a GPU; leave it out: it records CUDA's "
+        "allocator",
     ),
     (
         ["--model.attention_backend=flex"],

@@ -19,6 +19,8 @@ from torchtitan.ranks import read_ranks
 from torchtitan.trainer import NonFiniteError, Trainer
 
 BAD_STEP = 5
+KILLED = "a kill ahead of the last validation"
+STOPS_IN_THE_LAST_STEP = ("a stop in the last step", KILLED)
 
 
 class Stumbles(Trainer):
@@ -33,7 +35,14 @@ class Stumbles(Trainer):
         if self.step == BAD_STEP - 1 and self.what == "gradient" and not hasattr(self.model, "clipped"):
             self.model.clipped = self.model.clip_gradients
             self.model.clip_gradients = lambda max_norm: self.model.clipped(max_norm) * float("nan")
+        if self.step == self.config.training.steps - 1 and self.what in STOPS_IN_THE_LAST_STEP:
+            self.stop_requested = self.ranks.rank == 1
         return super().fetch(batches)
+
+    def validate(self, stop):
+        if self.what == KILLED and self.done:
+            raise KeyboardInterrupt
+        return super().validate(stop)
 
     def maybe_validate(self, done):
         if self.step == BAD_STEP - 1 and self.ranks.rank == 1:
@@ -49,7 +58,7 @@ def stumble(argv, what):
     raised = None
     try:
         trainer.train()
-    except (DataError, PeerStopped, NonFiniteError) as error:
+    except (DataError, PeerStopped, NonFiniteError, KeyboardInterrupt) as error:
         raised = type(error).__name__
     trainer.metrics.close()
     return raised, trainer.step
@@ -76,7 +85,8 @@ def options(texts, **more):
 
 @pytest.fixture(scope="module")
 def straight(texts, tmp_path_factory):
-    return run_ranks(2, jobs.train, jobs.arguments(tmp_path_factory.mktemp("straight"), texts, **options(texts)))[0]
+    folder = tmp_path_factory.mktemp("straight")
+    return *run_ranks(2, jobs.train, jobs.arguments(folder, texts, **options(texts)))[0], validations(folder)
 
 
 ENDS = {
@@ -96,6 +106,26 @@ def test_what_was_whole_is_saved_and_goes_on_bit_equal(what, straight, texts, tm
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert [row["loss"] for row in rows] == [row["loss"] for row in straight[0]]
     assert state == straight[1]
+
+
+def validations(folder):
+    return [row for row in read_records(folder / "metrics.jsonl") if "validation_loss" in row]
+
+
+def test_a_stop_in_the_last_step_saves_first_and_validates_then(straight, texts, tmp_path):
+    argv = jobs.arguments(tmp_path, texts, **options(texts))
+    assert run_ranks(2, stumble, argv, "a stop in the last step") == [(None, 8)] * 2
+    assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == ["step-00000008"]
+    assert [row["step"] for row in straight[2]] == [4, 8]
+    assert validations(tmp_path) == straight[2]
+
+
+def test_a_run_that_was_killed_before_its_last_validation_makes_it_up(straight, texts, tmp_path):
+    argv = jobs.arguments(tmp_path, texts, **options(texts))
+    assert run_ranks(2, stumble, argv, KILLED) == [("KeyboardInterrupt", 8)] * 2
+    assert [row["step"] for row in validations(tmp_path)] == [4]
+    run_ranks(2, jobs.train, argv)
+    assert validations(tmp_path) == straight[2]
 
 
 def drawn(argv, what):

@@ -18,7 +18,7 @@ def progress_bar(what: str, total: int | None, unit: str = "B", shown: bool = Tr
         total=total,
         unit=unit,
         unit_scale=True,
-        disable=not (shown and _is_watched()),
+        disable=not (shown and is_watched()),
         delay=DELAY_SECONDS,
         leave=False,
         dynamic_ncols=True,
@@ -28,7 +28,7 @@ def progress_bar(what: str, total: int | None, unit: str = "B", shown: bool = Tr
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """For work of which no part can be counted: the time that it has taken so far."""
-    if not _is_watched():
+    if not is_watched():
         yield
         return
     done = threading.Event()
@@ -61,5 +61,6 @@ def set_aside() -> Iterator[None]:
         yield
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
+    """Return True on the first rank of a run that writes to a terminal."""
     return sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"

@@ -353,6 +353,12 @@ def saves_adapter_alone(config: JobConfig) -> bool:
     return config.adapter.kind != NONE and config.adapter.save == "alone"
 
 
+def with_adapter_save(config: JobConfig) -> JobConfig:
+    """Return the job with adapter.save set, which it may leave open."""
+    save = base.adapter_save(config.adapter, config.checkpoint, config.job.dump_folder)
+    return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, save=save))
+
+
 def left_out_of_checkpoints(config: JobConfig, built: ParallelModel) -> Collection[str]:
     """Parameters that they only refer to."""
     return built.adapter.frozen if built.adapter and saves_adapter_alone(config) else ()

@@ -1,6 +1,5 @@
 """Config -> data: sources, loaders, what the model reads of them, and the number of steps that epochs take."""
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from torchtitan.batch_shape import (
     sample_count,
 )
 from torchtitan.build import global_batch_size, global_rows, has_experts, model_args, objective, taken
+from torchtitan.cadence import with_end
 from torchtitan.config.job import JobConfig, joins_sources, sources_of
 from torchtitan.datasets import open_source
 from torchtitan.datasets.epochs import end_of, samples_in, steps_for
@@ -154,13 +154,13 @@ def seq_len_of(config: JobConfig, section: Section) -> int:
     return own or config.training.seq_len
 
 
-def with_steps(config: JobConfig, plan: ParallelDims, taken: int = 0, step: int = 0) -> JobConfig:
-    """With training.epochs or training.tokens: the job with the number of steps that they take, when at `step` so many
-    samples have been taken. Text is tokenized for epochs, and for a task of whole records, unless it has been.
+def last_step_of_data(config: JobConfig, plan: ParallelDims, taken: int = 0, step: int = 0) -> int | None:
+    """Return the step with which training.epochs or training.tokens end, when at `step` so many samples have been
+    taken; None if neither is set. Text is tokenized for epochs, and for a task of whole records, unless it has been.
     """
     training, packs = config.training, TASKS[config.task.kind].packs
     if training.epochs is None and training.tokens is None and not packs:
-        return config
+        return None
     sources: list[TokenShards] = []
     if packs or training.epochs is not None:
         opened = [weighted.source for weighted in data_sources(config, "training")]
@@ -171,10 +171,12 @@ def with_steps(config: JobConfig, plan: ParallelDims, taken: int = 0, step: int 
         _tell(config, sources)
     how, seed = packing(config, "training", pad_id=0), config.debug.seed
     end = end_of(sources, training.seq_len, training.epochs, training.tokens, seed, training.shuffle, how)
-    if end is None:
-        return config
-    steps = step + steps_for(max(0, end - taken), global_rows(config, plan))
-    return dataclasses.replace(config, training=dataclasses.replace(training, steps=steps))
+    return None if end is None else step + steps_for(max(0, end - taken), global_rows(config, plan))
+
+
+def with_steps(config: JobConfig, plan: ParallelDims, taken: int = 0, step: int = 0) -> JobConfig:
+    """Return the job with the number of steps that its run has; arguments as for `last_step_of_data`."""
+    return with_end(config, last_step_of_data(config, plan, taken, step))
 
 
 def _samples_in(config: JobConfig, section: Section, sources: Sequence[TokenShards], epochs: int) -> int:

@@ -2,6 +2,7 @@
 torch.
 """
 
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from torchtitan.errors import JobError
 Said = int | float | str
 SPEAKERS = ("metrics.log_freq", "validation.freq", "checkpoint.interval", "lr_scheduler.warmup_steps")
 """The options that say it."""
+NO_LIMIT = 2**62
+"""The value of training.steps in a job that training.epochs or training.tokens alone end."""
 
 
 class CadenceError(JobError):
@@ -64,6 +67,40 @@ class Cadence(NamedTuple):
             unit = checkpoint.interval_type.removesuffix("s")
             parts.append(("a checkpoint", self.save, checkpoint.interval, unit))
         return ", ".join(f"{what} every {_counted(number, unit)}{_asked(said)}" for what, number, said, unit in parts)
+
+
+def with_end(config: Any, of_data: int | None) -> Any:
+    """Return the job with the number of steps that its run has. `of_data`: the step with which training.epochs or
+    training.tokens end, None without them. Where training.steps comes first, options in epochs or tokens are
+    converted to steps, because the run no longer has that many epochs or tokens.
+    """
+    training = config.training
+    if of_data is None:
+        return config
+    if training.steps >= of_data:
+        return replace(config, training=replace(training, steps=of_data))
+    schedule, epochs = config.lr_scheduler, training.epochs
+    units = {"epoch": epochs, "token": training.tokens}.get(schedule.t_max_unit)
+    if schedule.t_max is not None and units:
+        schedule = replace(schedule, t_max=ceil(Fraction(schedule.t_max * of_data, units)), t_max_unit="step")
+    config = replace(config, lr_scheduler=schedule)
+    for section, name in (key.split(".") for key in SPEAKERS):
+        options = getattr(config, section)
+        if isinstance(value := getattr(options, name), str) and epochs is not None:
+            in_steps = steps_of(value, of_data, epochs)
+            config = replace(config, **{section: replace(options, **{name: in_steps})})
+    return config
+
+
+def describe_end(training: Any, of_data: int | None) -> str:
+    """Describe the end of the run. `training`: the section as it was written; `of_data` as in `with_end`."""
+    if of_data is None:
+        return ""
+    length = f"epochs: {training.epochs}" if training.tokens is None else f"{training.tokens:,} tokens"
+    if training.steps < of_data:
+        return f"; training.steps = {training.steps} ends the run, before {length}, which take {of_data} steps"
+    limit = "" if training.steps == NO_LIMIT else f" and end the run before training.steps = {training.steps}"
+    return f"; {length}, which take {of_data} steps{limit}"
 
 
 def _counted(number: int, unit: str) -> str:

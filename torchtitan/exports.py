@@ -1,6 +1,7 @@
 """What a run leaves for other programs at its end, beside its last checkpoint."""
 
 import logging
+import shlex
 from pathlib import Path
 
 from torchtitan import build, distributed
@@ -10,6 +11,8 @@ from torchtitan.checkpoint.best import Best, best_in
 from torchtitan.config.job import JobConfig
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.deferred import Value
+from torchtitan.errors import JobError
+from torchtitan.failures import ExportError, kind_of
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.ranks import Ranks
 
@@ -30,7 +33,29 @@ class Exports:
             self.beside = build.beside_hf_weights(config, vocabulary)
 
     def write(self, model: ParallelModel, checkpointer: Checkpointer | None, step: int) -> None:
-        """After the last step. Every rank calls it."""
+        """Write the exports of the job. Every rank calls it after the last step is saved. Raises ExportError."""
+        try:
+            self._write_all(model, checkpointer, step)
+        except Exception as error:
+            if kind_of(error) == "peer":  # the rank that failed has said why
+                raise
+            by_user = isinstance(error, JobError | OSError)
+            reason = str(error) if by_user else f"{type(error).__name__}: {error}"
+            remedy = self._remedy(saved=checkpointer is not None and not checkpointer.load_only)
+            message = f"training is complete (step {step}), but the export failed: {reason}; {remedy}"
+            raise ExportError(message) from error
+
+    def _remedy(self, saved: bool) -> str:
+        """How to export again. `saved`: whether the last step is in a checkpoint."""
+        if not saved:
+            return "nothing was saved that could be exported again, as checkpoint.enable is off or load_only is set"
+        options = self.config.checkpoint
+        command = ["torchtitan", "export", str(self.folder), "--to", "NEW_FOLDER"]
+        command += ["--merge", "--dtype", options.export_dtype] if options.last_save_model_only else []
+        command += ["--best"] if options.export_best else []
+        return f"everything is saved: run `{shlex.join(command)}`, or start the same job again, which then only exports"
+
+    def _write_all(self, model: ParallelModel, checkpointer: Checkpointer | None, step: int) -> None:
         if self.config.checkpoint.export_best and checkpointer is not None:
             step = self._take_best(model, checkpointer)
         if self.config.adapter.last_save_in_peft:

@@ -8,6 +8,11 @@ _LOST = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Broken pip
 _NO_MEMORY = re.compile(r"can't allocate memory|std::bad_alloc")
 
 
+class ExportError(RuntimeError):
+    """Training is complete; only its result could not be written for other programs. The message says how to do it
+    again, and the cause is the exception that the export raised."""
+
+
 def kind_of(error: BaseException) -> Literal["memory", "peer"] | None:
     """memory: the device or the machine has none left; peer: another rank is gone, which has said why itself."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

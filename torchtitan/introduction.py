@@ -34,8 +34,11 @@ def introduce(
     schedulers: LRSchedulers,
     sizes: str,
     limited: str = "",
+    end: str = "",
 ) -> None:
-    """Log them. `sizes`: the model's, in words; `limited`: how much memory there is for it, where that is."""
+    """Log them. `sizes`: the model's, in words; `limited`: how much memory there is for it, where that is; `end`: the
+    text of `describe_end`.
+    """
     training, samples = config.training, build.global_batch_size(config, dims)
     passes = samples // (training.local_batch_size * dims.dp)
     tags = f" [{', '.join(config.job.tags)}]" if config.job.tags else ""
@@ -55,10 +58,10 @@ def introduce(
         logger.info("pairs      %s", said)
     if model.adapter is not None:
         logger.info("adapter    %s", model.adapter.describe())
+        if config.checkpoint.enable and not config.checkpoint.load_only:
+            logger.info("saves      %s", describe_adapter_save(config))
         for warning in model.adapter.warnings(passes):
             logger.warning("adapter    %s", warning)
-    end = "" if training.epochs is None else f"; epochs: {training.epochs}, which take {training.steps} steps"
-    end = end if training.tokens is None else f"; {training.tokens:,} tokens, which take {training.steps} steps"
     data = describe_sources(config, "training")
     logger.info("data       %s, tokenizer of %d%s", data, vocabulary.vocab_size, end)
     if config.metrics.log_lr_schedule:
@@ -75,6 +78,13 @@ def introduce(
     if not config.checkpoint.enable or config.checkpoint.load_only:
         off = "checkpoint.load_only is set" if config.checkpoint.enable else "checkpoint.enable is off"
         logger.warning("nothing will be saved: %s; what this run learns is lost with its end", off)
+
+
+def describe_adapter_save(config: JobConfig) -> str:
+    if not build.saves_adapter_alone(config):
+        return "checkpoints hold the whole model (adapter.save = whole)"
+    place = config.checkpoint.initial_load_path
+    return f"checkpoints hold the adapter alone (adapter.save = alone); the model in {place} has to stay there"
 
 
 def describe_precision(config: JobConfig) -> str:

@@ -17,12 +17,14 @@ from typing import NoReturn
 
 CRASHED = 1
 REFUSED, NOT_LOADED, NON_FINITE, CRASH_LOOP, HUNG, NOT_SAVED, OUT_OF_MEMORY, DIFFERING = 2, 3, 4, 5, 6, 7, 8, 9
+NOT_EXPORTED = 10
+"""Training is complete and saved, but the export after the last step failed."""
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Ctrl-C, a scheduler, a terminal that is closed, a scheduler's notice: each asks to stop, saved, and ends in 128 + its
 number."""
 STOPPED = {128 + number for number in STOP_SIGNALS}
-EXPLAINED = {REFUSED, NOT_LOADED, NON_FINITE, NOT_SAVED} | STOPPED
+EXPLAINED = {REFUSED, NOT_LOADED, NON_FINITE, NOT_SAVED, NOT_EXPORTED} | STOPPED
 """Exit codes of a rank that has said what there is to say, and that would come again if it was started again."""
 SAID_BY_THE_FIRST = {NOT_LOADED, NON_FINITE, NOT_SAVED}
 """Those that all ranks end with, of which a machine's first alone has said why."""

@@ -75,7 +75,7 @@ class Origin:
         return resumed
 
     def _take_back(self, trainer: dict[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, Any] | None:
-        if trainer.get("degrees") != self.dims.degrees | {"ep": self.dims.ep}:
+        if trainer.get("degrees") != self.dims.all_degrees:
             return None
         return self.model.adapter.take_back(self.model.parts, shapes, batch_rows(self.config), self.model.device)
 
@@ -86,6 +86,7 @@ class Origin:
         self.model.initialize(head | adapter.fresh if adapter else head)
         kind, place = find_weights(Path(path))
         if kind == "ours":
+            base.refuse_adapter_alone(place)
             checkpointer.initial_load(place, options.initial_load_model_only, options.initial_load_counters)
             logger.info("started from %s", path)
         else:

@@ -16,10 +16,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-PHASES = ("start", "load", "first", "data", "train", "validate", "save", "end")
+PHASES = ("start", "load", "first", "data", "train", "validate", "save", "export", "end")
 """In the order in which a step goes through them. start: nothing told yet (imports, process group, model); first: what
-is done for the first time and may compile, the first step and the first validation; data: waiting for them; end: all
-that matters is done and saved."""
+is done for the first time and may compile, the first step and the first validation; data: waiting for them; export:
+training is complete and saved, and its result is written for other programs; end: all that matters is done and saved.
+"""
+TRAINED = ("export", "end")
+"""Phases in which no training is left to do."""
 WITHOUT_STATE = ("start", "load")
 """Phases in which there is nothing to save."""
 _ROW = struct.Struct("=qqd")
@@ -50,6 +53,11 @@ class Progress:
     def enter(self, phase: str, step: int = 0) -> None:
         _ROW.pack_into(self._memory, self._offset, PHASES.index(phase), step, time.monotonic())
 
+    @property
+    def doing(self) -> Doing:
+        """What was told last."""
+        return _read(self._memory, self._offset)
+
     def through(self, items: Iterable[T], phase: str, step: int) -> Iterator[T]:
         """The items, and ahead of each that this phase goes on."""
         for item in items:
@@ -65,8 +73,12 @@ class ProgressTable:
         self._memory = mmap.mmap(file.descriptor, 0)
 
     def __getitem__(self, row: int) -> Doing:
-        phase, step, since = _ROW.unpack_from(self._memory, _ROW_BYTES * row)
-        return Doing(PHASES[phase], step, since)
+        return _read(self._memory, _ROW_BYTES * row)
+
+
+def _read(memory: Any, offset: int) -> Doing:
+    phase, step, since = _ROW.unpack_from(memory, offset)
+    return Doing(PHASES[phase], step, since)
 
 
 class SharedFile:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan import distributed
+from torchtitan.adapters import NONE
 from torchtitan.adapters.interface import Adapter
 from torchtitan.build import adapted_model, base_reference, dims, model, model_args, peft_tensors, saves_adapter_alone
 from torchtitan.checkpoint import base, load_model_for_inference, read_state
@@ -47,6 +48,8 @@ def _fill(built: nn.Module, config: JobConfig, step_folder: Path, installed: Ada
             beside.begin_from([built], peft_tensors(config, beside))
         return
     alone = saves_adapter_alone(config)
+    if config.adapter.kind != NONE and config.adapter.save is None:  # a job that says nothing, beside a checkpoint
+        alone = base.KEY in read_state(step_folder)["trainer"]
     if alone:
         base.refuse_another(read_state(step_folder)["trainer"], base_reference(config))
         fill_base(config, built, installed)

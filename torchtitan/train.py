@@ -10,14 +10,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from torchtitan.checkpoint import CannotSave, CheckpointError
 from torchtitan.clean_start import clean
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.errors import JobError, folded
-from torchtitan.failures import kind_of
+from torchtitan.failures import ExportError, kind_of
 from torchtitan.imported import lasting
 from torchtitan.launch import launch, load_job
 from torchtitan.launcher.answers import answer
@@ -28,6 +30,7 @@ from torchtitan.leaving import (
     DIFFERING,
     INTERRUPTED,
     NON_FINITE,
+    NOT_EXPORTED,
     NOT_LOADED,
     NOT_SAVED,
     OUT_OF_MEMORY,
@@ -110,6 +113,8 @@ def run(config: JobConfig, ranks: Ranks) -> int:
     except training.PeerStopped:
         wait_for_the_one_that_speaks(ranks, times=2)
         return REFUSED
+    except ExportError as error:
+        return not_exported(error, trainer, ranks)
     except (JobError, training.BadStep, training.ReplicasDiffer) as error:
         if not ranks.is_main:
             # what went wrong on all ranks is said by the first alone: its end ends this wait
@@ -137,6 +142,19 @@ def run(config: JobConfig, ranks: Ranks) -> int:
         return 128 + signal.SIGTERM
     # also if another rank was asked, perhaps on another machine: a run that is not finished must not look so
     return 0 if finished else 128 + (requests.first or signal.SIGTERM)
+
+
+def not_exported(error: Exception, trainer: Any, ranks: Ranks) -> int:
+    """Report a run that is complete except for its export. The launcher does not start it again."""
+    with suppress(OSError):
+        trainer.report()
+    if not ranks.is_main:
+        wait_for_the_one_that_speaks(ranks)
+    on_all = isinstance(error.__cause__, CheckpointError)
+    if not on_all or ranks.local_rank == 0:
+        ours = error.__cause__ if not isinstance(error.__cause__, JobError | OSError) else None
+        logger.error("%s", error, exc_info=ours)
+    return NOT_EXPORTED
 
 
 def quietly(command: Callable[[list[str]], int], argv: list[str]) -> int:

@@ -8,16 +8,15 @@ import gc
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchtitan import build, build_watching, distributed, preflight, run_folder
-from torchtitan.bars import waiting
-from torchtitan.build_data import batches_of_a_step, feed, held_out, look_ahead, recall, training_loader, with_steps
+from torchtitan import build, build_data, build_watching, distributed, preflight, run_folder
+from torchtitan.build_data import batches_of_a_step, feed, held_out, look_ahead, recall, training_loader
+from torchtitan.cadence import describe_end, with_end
 from torchtitan.checkpoint import CheckpointError, RandomState, base, set_rng_state
 from torchtitan.checkpoint.counters import SCHEDULE_START
 from torchtitan.config.job import JobConfig
@@ -28,6 +27,7 @@ from torchtitan.exports import Exports
 from torchtitan.feed import Ahead, Batch, PeerStopped
 from torchtitan.generated import Generated
 from torchtitan.guards import BadStep, NonFiniteError, ReplicasDiffer, RollBack
+from torchtitan.imported import collect_garbage
 from torchtitan.introduction import conclude, introduce, look_back
 from torchtitan.metrics import Goodput
 from torchtitan.metrics.device import describe_memory
@@ -37,6 +37,8 @@ from torchtitan.origin import Origin
 from torchtitan.progress import Progress
 from torchtitan.ranks import Ranks
 from torchtitan.reference import references
+from torchtitan.step_progress import StepProgress
+from torchtitan.validation import measure
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,9 @@ class Trainer:
         self.restart = ranks.launcher.restart if ranks.launcher else None
         if self.restart and self.restart.saved:
             config = build.as_restarted(config)
-        config = with_steps(config, self.dims)  # may take long, so no process group waits for it
+        self.job = config = build.with_adapter_save(config)  # as written, before its end is known
+        self.of_data = build_data.last_step_of_data(config, self.dims)  # before any process group, as it may take long
+        config = with_end(config, self.of_data)
         self.validate_every = build.cadence(config).validate
         self.config, self.ranks = config, ranks
         self.progress = Progress(ranks.launcher.progress if ranks.launcher else None, ranks.local_rank)
@@ -89,9 +93,12 @@ class Trainer:
         self.between_steps = True  # the state is that after `step`, whole, on all ranks
         self.random: RandomState | None = None  # before the step under way: what it has drawn is drawn again
         self.data_state: dict[str, Any] | None = None
+        self.step_progress = StepProgress(
+            ranks.logs, self.progress, self.dims.dp, lambda: (self.step, self.config.training.steps, self.tokens)
+        )
         self.begin()
-        sizes = self.metrics.header()
-        introduce(self.config, self.dims, self.device, self.model, self.tokenizer, self.schedulers, sizes, limited)
+        sizes, end = self.metrics.header(), describe_end(self.job.training, self.of_data)
+        introduce(self.config, self.dims, self.device, self.model, self.tokenizer, self.schedulers, sizes, limited, end)
 
     def begin(self) -> None:
         """Take up what there is of a run, its data where it left them, and open what is written down."""
@@ -112,7 +119,8 @@ class Trainer:
         if self.checkpointer is not None:
             self.checkpointer.prepare()
         if self.data_state is not None:  # a last step that was filled up, or steps of another size, shift the end
-            self.config = with_steps(self.config, self.dims, self.data_state["samples"], self.step)
+            self.of_data = build_data.last_step_of_data(self.job, self.dims, self.data_state["samples"], self.step)
+            self.config = with_end(self.job, self.of_data)
         config = self.config
         self.loader = training_loader(config, self.tokenizer, self.dp_rank, self.dims, self.data_state)
         recall(self.loader, self.model, self.feed)
@@ -129,7 +137,7 @@ class Trainer:
         )
         self.profiler = build_watching.profiler(config, self.device, self.ranks, self.step)
         if self.ranks.is_main:
-            run_folder.keep_job(self.folder, to_toml(build.movable(config)), self.step)
+            run_folder.keep_job(self.folder, to_toml(build.movable(self.job)), self.step)
         if config.job.tags:
             self.metrics.record_event(self.step, "tags", {"tags": ", ".join(config.job.tags)})
         came_from = self.checkpointer.loaded_from if self.resumed_from is not None else None
@@ -149,13 +157,9 @@ class Trainer:
             state
             | self.findings.state_dict(self.step)
             | self.model.hooks.state_dict()
-            | {"degrees": self.degrees}
+            | {"degrees": self.dims.all_degrees}
             | build.job_of_checkpoint(self.config, self.dims)
         )
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        return self.dims.degrees | {"ep": self.dims.ep}
 
     def rank_state(self) -> dict[str, Any]:
         random = self.random or RandomState()
@@ -173,8 +177,8 @@ class Trainer:
         self.guards.steps.load_state_dict(trainer.get(self.guards.steps.name, {}))
         if ranks and all("dataloader" in state for state in ranks):
             self.data_state = merge_states([state["dataloader"] for state in ranks])
-        saved = self.degrees | trainer.get("degrees", {})  # what an old checkpoint does not say is taken as it is here
-        same_plan = len(ranks) == self.ranks.world_size and saved == self.degrees
+        saved = self.dims.all_degrees | trainer.get("degrees", {})  # an old checkpoint may lack some
+        same_plan = len(ranks) == self.ranks.world_size and saved == self.dims.all_degrees
         if same_plan and "rng" in ranks[self.ranks.rank]:
             set_rng_state(ranks[self.ranks.rank]["rng"])
         else:  # another plan: nobody's generator is ours, but do not repeat the numbers of step 0 either
@@ -188,14 +192,13 @@ class Trainer:
         self.metrics.start()
         gc.disable()  # a collection on one rank makes all others wait: do it on all together, every gc_freq steps
         try:
-            with self.profiler:
+            with self.profiler, self.step_progress:
                 if self.resumed_from and self.findings.lack(self.step):
                     self.maybe_validate(False)
                 while self.step < self.config.training.steps and not self.done and not self.stopping:
                     try:
                         self.enter("first" if first else "data", self.step + 1)
-                        with waiting(f"step {self.step + 1}, which may compile") if first else nullcontext():
-                            self.train_step(batches)
+                        self.train_step(batches)
                         self.guards.compare(self.step)
                         if not self.stopping:  # who asked gives us time to save, not more
                             self.maybe_validate(self.done)
@@ -208,16 +211,19 @@ class Trainer:
                         raise
                     self.maybe_save(self.done or self.stopping)
                     self.profiler.step()
-                    self.collect_garbage()
+                    collect_garbage(self.step, self.config.training.gc_freq, self.config.training.gc_debug)
                     if first:
                         distributed.set_timeout(self.config.comm.train_timeout_seconds + self.patience)
                         first = False
         finally:
             gc.enable()
-        self.goodput.enter("end")  # the launcher is told later: it would not wait for a long export
+        self.goodput.enter("end")
         if self.checkpointer:
             self.checkpointer.finish()
+        if self.done and self.held_out is not None and self.findings.step != self.step:
+            self.validate(stop=False)  # a stop in the last step is saved first
         if self.done:
+            self.enter("export", self.step)
             self.exports.write(self.model, self.checkpointer, self.step)
         self.enter("end", self.step)
         return self.done
@@ -238,7 +244,7 @@ class Trainer:
         early = self.config.optimizer.early_step_in_backward
         loss, norm = torch.zeros((), device=self.device), None
         self.between_steps = not early
-        for index, batch in enumerate(microbatches):
+        for index, batch in self.step_progress.through(microbatches):
             loss += self.model.forward_backward(batch, valid_tokens, is_last=index == len(microbatches) - 1)
         if not early:  # there, gradients are gone by now
             norm = self.model.clip_gradients(self.config.training.max_norm)
@@ -298,7 +304,7 @@ class Trainer:
                 self.guards.refuse_non_finite("loss", loss, self.step)
             extra |= self.model.extra_metrics() | self.guards.steps.counts() | self.optimizers.measured()
             if (epochs := self.config.training.epochs) is not None:
-                extra["epoch"] = self.step * epochs / self.config.training.steps
+                extra["epoch"] = self.step * epochs / (self.of_data or 1)
         self.metrics.record(
             self.step,
             loss=loss,
@@ -335,21 +341,18 @@ class Trainer:
         self.guards.refuse_to_save(self.step, self.loss, self.grad_norm, self.checkpointer.not_finite)
 
     def maybe_validate(self, done: bool) -> None:
-        if self.held_out is None or not (done or self.step % self.validate_every == 0):
-            return
+        if self.held_out is not None and (done or self.step % self.validate_every == 0):
+            self.validate(self.stop_requested)
+
+    def validate(self, stop: bool) -> None:
+        """Evaluate the held-out data, unless a rank calls this with `stop`."""
         self.enter("validate" if self.validated else "first", self.step)
-        # all before the first forward, which communicates
-        batches, failure = self.feed.take(iter(self.held_out), self.held_out.batches)
-        valid, self.stopping = self.feed.agree(batches, failure, self.stop_requested, "validation data")
-        if self.stopping:
+        measured = measure(self.model, self.feed, self.held_out, self.progress, self.step, stop)
+        self.stopping = measured is None
+        if measured is None:
             return
-        told_of = partial(self.progress.through, batches, "validate", self.step)
-        totals = self.model.evaluate(lambda: map(self.feed.to_device, told_of()))
         self.validated = True
-        losses = {way: (self.model.whole(total) / valid).item() for way, total in totals.items()}
-        found = {f"loss{way}": loss for way, loss in losses.items()} | self.feed.measured(self.model.parts)
-        told = dict(zip(found, distributed.of_the_first(*found.values()), strict=True))  # so that all ranks judge alike
-        self.findings.note(self.step, self.metrics.record_validation(self.step, told.pop("loss"), told))
+        self.findings.note(self.step, self.metrics.record_validation(self.step, measured.pop("loss"), measured))
         self.generated.write(self.model, self.step, self.progress)
 
     def maybe_save(self, done: bool) -> None:
@@ -371,19 +374,17 @@ class Trainer:
         except (CheckpointError, NonFiniteError, ReplicasDiffer) as error:
             logger.error("step %d could not be saved before the end: %s", self.step, error)
 
-    def collect_garbage(self) -> None:
-        options = self.config.training
-        if options.gc_debug:
-            logger.info("garbage collection after step %d: %d objects were unreachable", self.step, gc.collect())
-        elif self.step % options.gc_freq == 0:
-            gc.collect(1)
-
     def memory(self) -> str:
         """Who has it on this rank, for a run that ran out of it."""
         return describe_memory(self.device, [each for _, each in self.model.named_parameters()], self.optimizers)
 
     def close(self) -> None:
-        """End the run: say how it went and where things are, draw the picture, leave the world."""
+        """Report, and leave the process group."""
+        self.report()
+        distributed.close()
+
+    def report(self) -> None:
+        """Close the outputs, log a summary and the paths of the results, draw the picture."""
         self.metrics.record_event(self.step, "goodput", self.goodput.row())
         self.metrics.close()
         for each in (self.loader, self.held_out, self.generated):
@@ -397,4 +398,3 @@ class Trainer:
         if self.exports.weights is not None:
             places["weights"] = self.exports.weights
         conclude(self.config, self.ranks, self.metrics, self.goodput, places, self.step, self.findings.enough)
-        distributed.close()

@@ -55,6 +55,8 @@ def arguments(folder: Path, texts: Path, **options: object) -> list[str]:
         "metrics.plot": "false",
     }
     settings |= {name.replace("__", "."): value for name, value in options.items()}
+    if {"training.epochs", "training.tokens"} & settings.keys() and "training__steps" not in options:
+        del settings["training.steps"]
     return [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()]
 
 

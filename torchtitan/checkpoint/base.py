@@ -4,10 +4,18 @@ digest. Needs no torch.
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan.checkpoint.kinds import Kind, find_weights
-from torchtitan.checkpoint.layout import MANIFEST, METADATA, CheckpointError, sha256_of
+from torchtitan.checkpoint.layout import (
+    MANIFEST,
+    METADATA,
+    CheckpointError,
+    complete_steps,
+    read_manifest,
+    read_state,
+    sha256_of,
+)
 
 KEY = "base"
 """In the trainer's state."""
@@ -21,6 +29,35 @@ def reference(path: str) -> dict[str, str]:
     else:
         digest = _of_files([place] if place.is_file() else _files_of(place, kind))
     return {"path": str(Path(path).resolve()), "sha256": digest}
+
+
+def adapter_save(adapter: Any, options: Any, dump_folder: str) -> Literal["whole", "alone"]:
+    """Return the value of adapter.save for a job with these sections [adapter] and [checkpoint]. If it is unset, a run
+    that has checkpoints keeps their form, and a new one saves the adapter alone if it starts from a folder that stays.
+    """
+    if adapter.save is not None:
+        return adapter.save
+    if adapter.kind == "none" or not options.enable:
+        return "whole"
+    try:
+        complete, _ = complete_steps(Path(dump_folder, options.folder))
+        if complete:
+            return "alone" if KEY in read_state(complete[0])["trainer"] else "whole"
+    except (OSError, ValueError, CheckpointError):
+        return "whole"  # loading reports the error
+    changes_the_model = adapter.relora.every is not None or not options.initial_load_model_only
+    path = options.initial_load_path
+    return "alone" if path is not None and not changes_the_model and _stays(Path(path)) else "whole"
+
+
+def _stays(path: Path) -> bool:
+    """Return True if the path itself holds weights. Of a folder of checkpoints the newest is taken, which another may
+    be by the time of a resume, and retention deletes it.
+    """
+    try:
+        return find_weights(path)[1] == path
+    except (OSError, CheckpointError):
+        return False
 
 
 def size(path: str) -> int:
@@ -43,6 +80,17 @@ def refuse_another(saved: dict[str, Any], here: dict[str, str]) -> None:
             f"it holds an adapter to the model that was in {given.get('path')} (sha256 "
             f"{str(given.get('sha256'))[:12]}), but {here['path']} holds another (sha256 {here['sha256'][:12]}); give "
             f"the first as checkpoint.initial_load_path"
+        )
+
+
+def refuse_adapter_alone(folder: Path) -> None:
+    """CheckpointError if a checkpoint of ours holds no model that another job could start from."""
+    given = read_state(folder)["trainer"].get(KEY)
+    if isinstance(given, dict) and read_manifest(folder).kind == "full":
+        raise CheckpointError(
+            f"{folder} holds an adapter alone, and its model is in {given.get('path')}: merge the two by `torchtitan "
+            f'export {folder} --to NEW_FOLDER --merge` and start from that folder, or write adapter.save = "whole" in '
+            "the first job"
         )
 
 

@@ -32,7 +32,7 @@ from torchtitan.config.sections.checkpoint import Checkpoint
 from torchtitan.config.sections.guard import EarlyStop, Guard
 from torchtitan.config.sections.optimization import LRScheduler
 from torchtitan.config.sections.output import Metrics, Profiling
-from torchtitan.config.sections.training import Validation
+from torchtitan.config.sections.training import Training, Validation
 from torchtitan.errors import JobError, folded
 from torchtitan.leaving import OUT_OF_MEMORY, REFUSED
 from torchtitan.metrics.json_lines import read_records
@@ -178,7 +178,7 @@ def schedule_of(config: JobConfig) -> LRScheduler:
     if config.adapter.relora.every is None:
         return LRScheduler()
     warmup = None if isinstance(given.warmup_steps, str) else given.warmup_steps  # no epoch is measured
-    length = given.total_steps or config.training.steps
+    length = given.total_steps or min(config.training.steps, Training().steps)
     return dataclasses.replace(given, total_steps=length, t_max=None, t_max_unit="epoch", warmup_steps=warmup)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torchtitan.adapters import NONE
 from torchtitan.bars import waiting
 from torchtitan.batch_shape import notice, rows_per_sample, sample_count
-from torchtitan.cadence import cadence_of
+from torchtitan.cadence import NO_LIMIT, cadence_of, describe_end
 from torchtitan.commands.upgrade import translate
 from torchtitan.config.job import JobConfig, describe_sources
 from torchtitan.config.manager import load, said_by, to_toml
@@ -230,9 +230,12 @@ def _bytes_of_a_rank(facts: Facts) -> tuple[float, str]:
 def _length(facts: Facts, tokens: int) -> str:
     epochs = facts.config.training.epochs
     passes = "" if epochs is None else f", {epochs} epoch{'s' if epochs > 1 else ''}"
+    limit = facts.config.training.steps
     if facts.steps is None:
-        return f"counted when the data have been tokenized, at the start{passes}"
-    return f"{tokens * facts.steps:,} in {facts.steps:,} steps{passes}"
+        most = "" if limit == NO_LIMIT else f", at most {limit:,} steps"
+        return f"counted when the data have been tokenized, at the start{passes}{most}"
+    end = describe_end(facts.config.training, facts.last_step_of_data)
+    return f"{tokens * facts.steps:,} in {facts.steps:,} steps{passes if limit == NO_LIMIT else end}"
 
 
 def _schedule(facts: Facts) -> list[str]:
@@ -244,7 +247,7 @@ def _schedule(facts: Facts) -> list[str]:
 def _cadence(facts: Facts) -> list[str]:
     if facts.steps is None:
         return []
-    return ["  cadence   " + cadence_of(facts.config, facts.steps).describe(facts.config)]
+    return ["  cadence   " + cadence_of(facts.config_with_end, facts.steps).describe(facts.config)]
 
 
 def _parameters_of_a_rank(facts: Facts) -> float:

@@ -73,6 +73,8 @@ KINDS: dict[str, Kind] = {
 
 TRAINED = ("training.unfrozen", "adapter.train_fully", "adapter.train_dense_rest")
 """Which parameters an optimizer has a state of: a checkpoint has none for what was frozen in its run."""
+DEFAULTS = {"adapter.save": "whole"}
+"""Values of options in jobs from before they had them, where that is not today's default."""
 SIZES, SAMPLES = "model.overrides", "training.global_batch_size"
 ROWS_PER_SAMPLE = "rows_per_sample"
 """A key of `kept_job`; checkpoints without it have batch sizes that counted each answer of a pair."""
@@ -179,7 +181,8 @@ def _changed_options(kept: Mapping[str, Any], now: Mapping[str, Any], note: str)
     for key, option in options().items():
         if key == SIZES:
             continue
-        before, today = _value(kept["job"], key, option.default), _value(now["job"], key, option.default)
+        default = DEFAULTS.get(key, option.default)
+        before, today = _value(kept["job"], key, default), _value(now["job"], key, default)
         if key == SAMPLES:
             before, today = kept.get("samples"), now["samples"]
         if before != today:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from torchtitan.cadence import NO_LIMIT
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import (
     YES_OR_NO,
@@ -32,6 +33,8 @@ from torchtitan.errors import JobError
 from torchtitan.ranks import MEMORY_LIMIT
 
 COMMAND_LINE = "command line"
+
+OTHER_ENDS = ("training.epochs", "training.tokens")
 
 _JOB = TypeAdapter(JobConfig)
 
@@ -59,6 +62,8 @@ class Layer:
 
 def assemble(values: Values, files: list[str]) -> JobConfig:
     """The job of values that have no faults."""
+    if "training.steps" not in values and any(values.get(key) is not None for key in OTHER_ENDS):
+        values = {**values, "training.steps": NO_LIMIT}
     return _JOB.validate_json(json.dumps(nest({**values, "job.config_file": files})))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import tomli
 import tomli_w
 
+from torchtitan.cadence import NO_LIMIT
 from torchtitan.config.command_line import parse_arguments
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.layers import COMMAND_LINE, Layer, assemble, layer_of, of_environment, walk
@@ -58,6 +59,8 @@ def to_toml(config: JobConfig) -> str:
     sections = as_dict(config)
     for section, key in NOT_KEPT:
         sections[section].pop(key, None)
+    if config.training.steps == NO_LIMIT:
+        del sections["training"]["steps"]
     return tomli_w.dumps(sections)
 
 

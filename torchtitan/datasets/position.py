@@ -1,5 +1,6 @@
 """The position in the data as a checkpoint keeps it: for no particular number of ranks, and only for the same data."""
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -90,9 +91,10 @@ def resume(
 
 
 def check_same_data(state: dict[str, Any], fingerprint: dict[str, Any]) -> None:
-    """JobError unless a state is of these data."""
+    """Raise JobError unless the state belongs to the data with this fingerprint."""
+    # A checkpoint is JSON, which returns tuples as lists: compare both after a round trip.
+    before, fingerprint = json.loads(json.dumps([state["fingerprint"], fingerprint]))
     # states from before there were templates say nothing of them
-    before = state["fingerprint"]
     known = {name: said for name, said in fingerprint.items() if name != "chat_template" or name in before}
     _refuse(_differences(before, known), _packing_of(before, known))
 

@@ -28,6 +28,8 @@ class End:
     done: bool = False
     """Whether every rank had come to its end, all saved: what fails there (the picture, a tracker, leaving the world)
     does not come back by another start."""
+    trained: bool = False
+    """Whether every rank had saved the last step, so that at most the export was left to do."""
     evidence: Evidence | None = None
     """Of a hang."""
 
@@ -37,7 +39,7 @@ class End:
     @property
     def is_final(self) -> bool:
         """Whether another start would be no use, or not wanted."""
-        return self.code == 0 or self.code in EXPLAINED or self.asked or self.done
+        return self.code == 0 or self.code in EXPLAINED or self.asked or self.trained
 
 
 def read_end(fields: dict[str, Any]) -> End:
@@ -63,6 +65,7 @@ def together(ends: Sequence[End]) -> End:
         reached=max(end.reached for end in ends),
         asked=any(end.asked for end in ends),
         done=all(end.done for end in ends),
+        trained=all(end.trained for end in ends),
     )
 
 

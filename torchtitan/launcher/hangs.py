@@ -24,7 +24,7 @@ BUSY = 0.1
 does not wait."""
 LONG = ("start", "load", "first")
 """Phases that may take comm.init_timeout_seconds."""
-WITH_FILES = ("start", "load", "save")
+WITH_FILES = ("start", "load", "save", "export")
 """Phases in which reading and writing is getting on, though a large file says nothing else for minutes."""
 
 

@@ -4,6 +4,7 @@ A world is complete or it is nothing: once a rank has ended before its work was 
 end, so they get a moment to say what they have to say and are killed. Ranks that save their state are waited for.
 """
 
+import shlex
 import signal
 import sys
 import time
@@ -18,8 +19,8 @@ from torchtitan.launcher.ends import End
 from torchtitan.launcher.hangs import Evidence, Limits, Watchdog
 from torchtitan.launcher.processes import Ended, Processes
 from torchtitan.launcher.stops import Requests, SignalQueue
-from torchtitan.leaving import EXPLAINED, HUNG, SAID_BY_THE_FIRST, STOPPED
-from torchtitan.progress import WITHOUT_STATE
+from torchtitan.leaving import EXPLAINED, HUNG, NOT_EXPORTED, SAID_BY_THE_FIRST, STOPPED
+from torchtitan.progress import TRAINED, WITHOUT_STATE
 
 FOLLOW_SECONDS = 5
 """Longest wait for the other ranks, once one has ended before its work was done or all are to stop in their start."""
@@ -146,9 +147,14 @@ class Watch:
             by_signal=first is not None and first.code < 0,
             followed=self.followed_at is not None,
             asked=self.requests.count > 0,
-            done=all(self.processes.progress[rank].phase == "end" for rank in range(len(self.processes.shared))),
+            done=self.all_in("end"),
+            trained=self.all_in(*TRAINED),
             evidence=self.hung,
         )
+
+    def all_in(self, *phases: str) -> bool:
+        """Return True if every rank of this machine told one of these phases last."""
+        return all(self.processes.progress[rank].phase in phases for rank in range(len(self.processes.shared)))
 
     def kill_the_rest(self) -> None:
         if not self.processes.ended and self.followed_at is None:
@@ -167,6 +173,12 @@ class Watch:
         if self.requests.first is not None and self.stopped_as_asked(failed):
             return 128 + self.requests.first
         first = failed[0]
+        if first.exit_code not in EXPLAINED and first.doing.phase == "export" and self.all_in(*TRAINED):
+            if self.followed_at is None:
+                command = f"torchtitan export {shlex.quote(str(self.folder.parent))} --to NEW_FOLDER --merge"
+                remedy = f"to export its newest checkpoint, run `{command}`, or start the same job again"
+                say(f"training is complete, but the export failed: {first}; {remedy}", sys.stderr)
+            return NOT_EXPORTED
         alone = first.exit_code in SAID_BY_THE_FIRST and self.processes.first not in {
             ended.rank for ended in failed if ended.exit_code == first.exit_code
         }

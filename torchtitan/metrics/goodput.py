@@ -24,11 +24,15 @@ CAUSE_OF = {
     "train": "train",
     "validate": "validation",
     "save": "save",
+    "export": "end",
     "end": "end",
 }
 """By the phase that a rank tells (progress.py)."""
 GPU_HOURS_PER_FAILURE = 50_000.0
 """Of the Llama 3 paper: 419 unplanned interruptions of 16,384 GPUs in 54 days are one in 50,700."""
+
+SHORTEST_ADVISED_SECONDS = 3600.0
+"""Length of a run from which on it is advised how often to save."""
 
 
 class Goodput:
@@ -103,12 +107,13 @@ class Goodput:
 
     def best_interval(self, world_size: int) -> float | None:
         """Seconds between saves by which the least time is lost, by the rule of Young and Daly: the root of twice the
-        time between failures and the time for which a save holds up the run. None before the first save.
+        time between failures and the time for which a save holds up the run. None before the first save, and for a run
+        of less than an hour.
 
         Failures are this run's, or else as many as others have met on so many devices.
         """
-        if not self.saves:
-            return None
         whole = self.state_dict() and sum(self.seconds.values())
+        if not self.saves or whole < SHORTEST_ADVISED_SECONDS:
+            return None
         between = whole / self.failures if self.failures else 3600 * GPU_HOURS_PER_FAILURE / world_size
         return math.sqrt(2 * between * self.seconds["save"] / self.saves)

@@ -35,6 +35,11 @@ class ParallelDims:
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
+    def all_degrees(self) -> dict[str, int]:
+        """Return the degrees of the mesh's axes, and that of expert parallel, which borrows from these."""
+        return self.degrees | {"ep": self.ep}
+
+    @property
     def dp(self) -> int:
         """Data-parallel degree: how many ranks read different samples."""
         return self.dp_replicate * self.dp_shard

@@ -113,10 +113,12 @@ def adapter_alone_has_its_model(facts: Facts) -> Iterator[Fault]:
     options, checkpoint = facts.config.adapter, facts.config.checkpoint
     if options.kind == NONE:
         return
-    if options.save == "alone" and not (checkpoint.enable and checkpoint.initial_load_path):
+    save = facts.adapter_save
+    if save == "alone" and not (checkpoint.enable and checkpoint.initial_load_path):
         why = "checkpoints without the model have to say where it is"
-        yield facts.fault("adapter.save", '"whole" without checkpoint.enable and checkpoint.initial_load_path', why)
-    if options.save == "alone" and not checkpoint.initial_load_model_only:
+        allowed = '"whole" without checkpoint.enable and checkpoint.initial_load_path'
+        yield facts.fault("adapter.save", allowed, why, given=show(save))
+    if save == "alone" and not checkpoint.initial_load_model_only:
         remedy = "the first start would take the other job's step and data too"
         yield facts.fault("checkpoint.initial_load_model_only", 'true with adapter.save = "alone"', remedy)
 

@@ -52,7 +52,7 @@ def saves_are_measured(facts: Facts) -> Iterator[Fault]:
         yield from facts.judged(check_measured_saves, *said)
     elif facts.steps is not None:
         with suppress(CadenceError):  # which another rule says
-            cadence = cadence_of(config, facts.steps)
+            cadence = cadence_of(facts.config_with_end, facts.steps)
             yield from facts.judged(check_measured_saves, cadence.save, cadence.validate)
 
 

@@ -11,6 +11,8 @@ from typing import Any, Literal
 from torchtitan.adapters import NONE
 from torchtitan.adapters.targets import targets
 from torchtitan.batch_shape import padding_multiple, rows_per_sample, sequence_needs, split_by_tensor_parallel
+from torchtitan.cadence import with_end
+from torchtitan.checkpoint.base import adapter_save
 from torchtitan.checkpoint.counters import schedule_start
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.config.options import Fault, option_at, show
@@ -303,11 +305,22 @@ class Facts:
     @cached_property
     def steps(self) -> int | None:
         """Optimizer steps; None where the data that end them are not tokenized yet, or wrong."""
-        training, batch = self.config.training, self.step_samples
-        batch = batch and batch * rows_per_sample(self.config)
+        training = self.config.training
         if training.epochs is None and training.tokens is None:
             return training.steps
-        if self.packs:
+        return None if self.last_step_of_data is None else self.config_with_end.training.steps
+
+    @property
+    def config_with_end(self) -> JobConfig:
+        """The job as its run has it, see `with_end`; the job itself where the number of steps is not known."""
+        return with_end(self.config, self.last_step_of_data)
+
+    @cached_property
+    def last_step_of_data(self) -> int | None:
+        """The step with which training.epochs or training.tokens end; None where that is not known, or without them."""
+        training, batch = self.config.training, self.step_samples
+        batch = batch and batch * rows_per_sample(self.config)
+        if self.packs or (training.epochs is None and training.tokens is None):
             return None  # which takes the lengths of all records
         if training.tokens is not None:
             return batch and steps_for(samples_of(training.tokens, training.seq_len), batch)
@@ -319,6 +332,11 @@ class Facts:
             return steps_for(samples_in(sources, training.seq_len, training.epochs or 1), batch)
         except (OSError, JobError):
             return None
+
+    @cached_property
+    def adapter_save(self) -> Literal["whole", "alone"]:
+        """What checkpoints hold; see there."""
+        return adapter_save(self.config.adapter, self.config.checkpoint, self.config.job.dump_folder)
 
     @property
     def begins_anew(self) -> bool:
@@ -333,7 +351,7 @@ class Facts:
     @cached_property
     def schedule(self) -> LRSchedule | None:
         """None where the number of steps is not known. Raises ScheduleError."""
-        shape, training = self.config.lr_scheduler, self.config.training
+        shape, training = self.config_with_end.lr_scheduler, self.config.training
         of_itself = shape.total_steps is not None or (shape.t_max is not None and shape.t_max_unit == "step")
         if isinstance(shape.warmup_steps, str) and (self.steps is None or training.epochs is None):
             return None

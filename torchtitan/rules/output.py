@@ -74,7 +74,7 @@ def _initial_load(facts: Facts, path: Path) -> Iterator[Fault]:
     key, options = "checkpoint.initial_load_path", facts.config.checkpoint
     try:
         own = newest_complete(Path(facts.config.job.dump_folder, options.folder))[0]
-        if own is not None and facts.config.adapter.save == "whole":
+        if own is not None and facts.adapter_save == "whole":
             return  # this run goes on from its own checkpoint and needs the first one no more
         kind, place = find_weights(path)
     except (OSError, NothingLoadable) as error:

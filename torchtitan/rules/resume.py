@@ -1,7 +1,7 @@
 """Rules on what a job would go on from: a checkpoint of another job is refused before anything starts."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,11 @@ def same_job_as_the_checkpoint(facts: Facts) -> Iterator[Fault]:
         return
     folder, kept = found
     samples = facts.config.training.global_batch_size
-    now = kept_job(facts.config, asdict(facts.args), samples if samples > 0 else facts.samples)
+    # as a run has it, which an old checkpoint may say although the job leaves it open
+    adapter = replace(facts.config.adapter, save=facts.adapter_save)
+    now = kept_job(
+        replace(facts.config, adapter=adapter), asdict(facts.args), samples if samples > 0 else facts.samples
+    )
     changed = changes(kept, now)
     for change in refused(changed, options.allow_config_change):
         yield facts.fault(change.key, f"{change.before}, as in {folder.name}", remedy(change), given=change.now)
@@ -96,7 +100,7 @@ def adapter_is_of_this_model(facts: Facts) -> Iterator[Fault]:
     """The newest checkpoint, where it holds an adapter alone; of a base that takes long to read, loading says it."""
     options, adapter = facts.config.checkpoint, facts.config.adapter
     anew = facts.begins_anew or not options.enable
-    if anew or options.initial_load_path is None or adapter.kind == NONE or adapter.save != "alone":
+    if anew or options.initial_load_path is None or adapter.kind == NONE or facts.adapter_save != "alone":
         return
     try:
         newest, _ = newest_complete(Path(facts.config.job.dump_folder, options.folder))

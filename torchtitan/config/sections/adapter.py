@@ -61,9 +61,10 @@ class Adapter:
     """Learning rate of B over that of A (LoRA+, arXiv:2402.12354, which finds about 16 good)."""
     initial_path: Place | None = None
     """A folder in peft's layout that the adapter begins from, beside checkpoint.initial_load_path for the model."""
-    save: Literal["whole", "alone"] = "whole"
+    save: Literal["whole", "alone"] | None = None
     """What checkpoints hold: the whole model, or the adapter, what else is trained and the optimizer's state, with a
-    reference to the model in checkpoint.initial_load_path and its digest."""
+    reference to the model in checkpoint.initial_load_path and its digest. Unset: alone where that path is itself the
+    folder or file of weights, whole otherwise; a run that has checkpoints keeps their form."""
     last_save_in_peft: bool = False
     """After the last step, also write the adapter in peft's layout, into adapter/."""
     layers: list[NonNegative] = field(default_factory=list)

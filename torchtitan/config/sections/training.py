@@ -80,12 +80,13 @@ class Training:
     max_norm: Annotated[float, Field(ge=0)] = 1.0
     """Clip the gradient's global 2-norm to this; 0 turns clipping off (the norm is still logged)."""
     steps: Positive = 10000
-    """Optimizer steps."""
+    """Optimizer steps. Beside epochs or tokens, the run ends with whichever comes first; without a value of its own it
+    then sets no end."""
     epochs: Positive | None = None
-    """Passes over all of the data, after which the run ends, instead of after training.steps. Text is tokenized before
-    the run, into job.dump_folder/data. Unset: the data go round until training.steps."""
+    """Passes over all of the data, after which the run ends. Text is tokenized before the run, into
+    job.dump_folder/data. Unset: the data go round until training.steps."""
     tokens: Positive | None = None
-    """Tokens after which the run ends, up to whole samples and without padding, instead of after training.steps."""
+    """Tokens after which the run ends, up to whole samples and without padding."""
     unfrozen: list[str] = field(default_factory=list)
     """Which parameters are trained, by their names; * stands for anything in one, e.g. ["layers.3*", "*norm*"]. All
     others are frozen. Empty: all are trained, or what the adapter says."""
