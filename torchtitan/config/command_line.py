@@ -4,7 +4,7 @@ from typing import Any
 
 from torchtitan.config.layers import COMMAND_LINE, Layer, layer_of
 from torchtitan.config.options import YES_OR_NO, Fault, describe, hint, members, options, parse_value, show
-from torchtitan.config.renames import renamed
+from torchtitan.config.renames import Moved, renamed
 from torchtitan.shipped import jobs
 
 _WORDS_FOR_THE_JOB = dict.fromkeys(("config", "config_file", "config-file", "job.config"), "job.config_file")
@@ -41,8 +41,8 @@ def parse_arguments(argv: list[str]) -> tuple[list[str], Layer]:
             value = rest.pop(0) if rest and rest[0].lower() in YES_OR_NO else True
         elif value is None and rest and not rest[0].startswith("--"):
             value = rest.pop(0)
-        if value is None:
-            allowed = describe(options()[key].annotation) if key in options() else "a known option and its value"
+        if value is None and key in options():
+            allowed = describe(options()[key].annotation)
             faults.append(Fault(COMMAND_LINE, key, "nothing", allowed, f"write --{key} VALUE"))
         elif key == "job.config_file":
             files.append(value)
@@ -63,4 +63,7 @@ def _positive(key: str) -> str | None:
 
 
 def _is_flag(key: str) -> bool:
+    """Also of an older dialect, whose flags are flags today."""
+    moved = renamed(key)
+    key = moved.to if isinstance(moved, Moved) else key
     return key in options() and members(options()[key].annotation) == [bool]

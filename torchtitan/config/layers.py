@@ -4,6 +4,7 @@ import difflib
 import json
 import math
 import os
+import shlex
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import date, time
@@ -27,7 +28,7 @@ from torchtitan.config.options import (
     sections,
     show,
 )
-from torchtitan.config.renames import Gone, old_section, renamed
+from torchtitan.config.renames import Gone, Moved, old_section, renamed
 from torchtitan.errors import JobError
 from torchtitan.ranks import MEMORY_LIMIT
 
@@ -131,12 +132,27 @@ def _old_fault(name: str, key: str, value: Any, advise: bool) -> Fault:
     translate = (
         "" if name == COMMAND_LINE or not advise else f", or let `torchtitan check {name} --upgrade` translate the file"
     )
+    remedy = _write_today(rename, value, name == COMMAND_LINE) + translate
+    return Fault(name, key, show(value), f"{rename.to}, where it has moved", remedy)
+
+
+def _write_today(rename: Moved, value: Any, in_shell: bool) -> str:
+    """What to write for an option that has moved: its new name, and the value as the new option takes it. What stands
+    on a command line, or in quotes, may be meant as a number or a flag."""
+    annotation = options()[rename.to].annotation
+    if value is None:
+        return f"write --{rename.to} VALUE"
+    meanings = [value, parse_value(int | float | bool, value)] if isinstance(value, str) else [value]
     try:
-        new = rename.translate(value)
-        remedy = "leave it out" if new is None else f"write {rename.to} = {show(new)}"
+        for new in map(rename.translate, meanings):
+            if new is None:
+                return "leave it out"
+            if fits(annotation, new):
+                quoted = shlex.quote(new if isinstance(new, str) else show(new))
+                return f"write --{rename.to}={quoted}" if in_shell else f"write {rename.to} = {show(new)}"
     except JobError as error:
-        remedy = str(error)
-    return Fault(name, key, show(value), f"{rename.to}, where it has moved", remedy + translate)
+        return str(error)
+    return f"write {'--' * in_shell}{rename.to}, {describe(annotation)}"
 
 
 def _unknown(name: str, key: str, value: Any) -> Fault:
@@ -153,10 +169,19 @@ def _unknown(name: str, key: str, value: Any) -> Fault:
     elsewhere = [known for known in elsewhere if known.count(".") == depth]
     if close := difflib.get_close_matches(last, siblings, n=1, cutoff=0.75):
         remedy = f"did you mean {section}.{close[0]}?"
+    elif name == COMMAND_LINE and (close := _flags_like(section, last)):
+        remedy = f"did you mean {section}.no_{close[0]}?"
     else:  # the right key in the wrong section, or a slip in the section's name
         remedy = hint(key, elsewhere, 0 if len(elsewhere) == 1 or not section else 0.6)
         remedy = remedy or ("" if section in sections() else hint(key, options(), 0.7))
     return Fault(name, key, show(value), "a known option", remedy or "`torchtitan check --help-config` lists them")
+
+
+def _flags_like(section: str, last: str) -> list[str]:
+    """Of a section, the flag that `no_flag` on the command line may have been meant to turn off."""
+    keys = (key for key, option in options().items() if members(option.annotation) == [bool])
+    flags = [key.removeprefix(f"{section}.") for key in keys if key.startswith(f"{section}.")]
+    return difflib.get_close_matches(last[3:], flags, n=1, cutoff=0.75) if last.startswith("no_") else []
 
 
 def _unusual(name: str, key: str, value: Any) -> Fault | None:

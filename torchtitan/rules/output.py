@@ -18,7 +18,7 @@ from torchtitan.models import CONFIGS, FROM_HF
 from torchtitan.models.hf.config import CONFIG
 from torchtitan.rules.facts import Facts
 from torchtitan.rules.task import PAIRS
-from torchtitan.run_folder import OWN, out_of_place
+from torchtitan.run_folder import LOGS, OWN, out_of_place
 from torchtitan.trackers import TRACKERS, left_by
 
 
@@ -206,6 +206,21 @@ def unwritable(folder: Path) -> tuple[str, str] | None:
         return "a folder", f"{existing} is a file"
     if not os.access(existing, os.W_OK | os.X_OK):
         return "a folder that can be written to", f"{existing} cannot"
+    return _cannot_be_filled(existing)
+
+
+def _cannot_be_filled(folder: Path) -> tuple[str, str] | None:
+    """Make a folder in it, and remove that again: rights alone do not say it of /proc, nor of a full disk. The name is
+    one that no start takes for a stranger's."""
+    trial = folder / f".{LOGS}.tmp"
+    try:
+        trial.mkdir()
+        trial.rmdir()
+    except FileExistsError:  # another check is at it
+        return None
+    except OSError as error:
+        why = f"nothing can be made in {folder.resolve()} ({error.strerror or error})"
+        return "a folder that can be written to", why
     return None
 
 
