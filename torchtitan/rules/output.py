@@ -66,14 +66,14 @@ def checkpoint_rules(facts: Facts) -> Iterator[Fault]:
     if options.initial_load_counters and not options.initial_load_model_only:
         why = "without it all is taken, the counters too"
         yield facts.fault(key + "initial_load_counters", "false with initial_load_model_only = false", why)
-    if options.enable and options.initial_load_path is not None:
+    if options.initial_load_path is not None:
         yield from _initial_load(facts, Path(options.initial_load_path))
 
 
 def _initial_load(facts: Facts, path: Path) -> Iterator[Fault]:
     key, options = "checkpoint.initial_load_path", facts.config.checkpoint
     try:
-        own = newest_complete(Path(facts.config.job.dump_folder, options.folder))[0]
+        own = newest_complete(Path(facts.config.job.dump_folder, options.folder))[0] if options.enable else None
         if own is not None and facts.config.adapter.save == "whole":
             return  # this run goes on from its own checkpoint and needs the first one no more
         kind, place = find_weights(path)
@@ -210,8 +210,8 @@ def unwritable(folder: Path) -> tuple[str, str] | None:
 
 
 def _cannot_be_filled(folder: Path) -> tuple[str, str] | None:
-    """Make a folder in it, and remove that again: rights alone do not say it of /proc, nor of a full disk. The name is
-    one that no start takes for a stranger's."""
+    """Create and remove a folder in it, since permissions do not show that /proc or a full disk takes nothing. Its name
+    is one that a run's own cleanup removes."""
     trial = folder / f".{LOGS}.tmp"
     try:
         trial.mkdir()
@@ -219,8 +219,8 @@ def _cannot_be_filled(folder: Path) -> tuple[str, str] | None:
     except FileExistsError:  # another check is at it
         return None
     except OSError as error:
-        why = f"nothing can be made in {folder.resolve()} ({error.strerror or error})"
-        return "a folder that can be written to", why
+        reason = f"nothing can be made in {folder.resolve()} ({error.strerror or error})"
+        return "a folder that can be written to", reason
     return None
 
 
@@ -257,18 +257,13 @@ def without_effect(facts: Facts) -> Iterator[Fault]:
 
 
 def needs_checkpoints(facts: Facts) -> Iterator[Fault]:
-    """Options of checkpoints that are set and would do nothing, as there are none."""
+    """Options of checkpoints that are set and would do nothing, as there are none. A run can begin from other weights
+    all the same."""
     options = facts.config.checkpoint
-    used = {"load_step": options.load_step >= 0, "initial_load_path": options.initial_load_path is not None}
-    alone: tuple[str, ...] = (
-        "initial_load_in_hf",
-        "initial_load_counters",
-        "load_only",
-        "last_save_model_only",
-        "enable_first_step_checkpoint",
-    )
-    alone += ("exclude_from_loading", "allow_config_change", "best_metric")
-    used |= {name: bool(getattr(options, name)) for name in alone}
+    names: tuple[str, ...] = ("load_only", "last_save_model_only", "enable_first_step_checkpoint", "best_metric")
+    if options.initial_load_path is None:
+        names = ("initial_load_in_hf", "initial_load_counters", *names, "exclude_from_loading", "allow_config_change")
+    used = {"load_step": options.load_step >= 0} | {name: bool(getattr(options, name)) for name in names}
     for name in (name for name, is_used in used.items() if is_used and not options.enable):
         allowed = "nothing with checkpoint.enable = false"
         yield facts.fault(f"checkpoint.{name}", allowed, "set checkpoint.enable = true, or leave it out")
