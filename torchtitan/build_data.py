@@ -109,6 +109,8 @@ def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
     together = TASKS[config.task.kind].together
     window = config.data.packing_window if config.data.packing == "best_fit" and together == 1 else 1
     held_out, left = section == "validation", config.data.padding == "left"
+    step = config.training.global_batch_size  # the rules require it on several ranks
+    step = step if step > 0 else config.training.local_batch_size
     shard, shards = map(int, config.data.shards.split("/"))
     return Packing(
         window,
@@ -118,7 +120,7 @@ def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
         left,
         together,
         multiple=multiple_of(config),
-        group=config.training.global_batch_size if config.data.group_by_length and not held_out else 0,
+        group=step if config.data.group_by_length and not held_out else 0,
         shard=(1, 1) if held_out else (shard, shards),
     )
 

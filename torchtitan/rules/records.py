@@ -75,9 +75,10 @@ def samples_may_differ_in_length(facts: Facts) -> Iterator[Fault]:
     for key, said in (("data.pad_to", data.pad_to != "seq_len"), ("data.group_by_length", data.group_by_length)):
         if said and packed:
             yield facts.fault(key, f"unset with data.packing = {data.packing}", 'set data.packing = "off"')
-    if data.group_by_length and config.training.global_batch_size < 1:
-        allowed = "with training.global_batch_size, as the order is of steps and must not be one of the ranks"
-        yield facts.fault("data.group_by_length", allowed, "say it")
+    several_ranks = facts.samples is not None and facts.samples > config.training.local_batch_size
+    if data.group_by_length and config.training.global_batch_size < 1 and several_ranks:
+        allowed = "on several ranks with training.global_batch_size, as the order is of steps and not of the ranks"
+        yield facts.fault("data.group_by_length", allowed, f"write training.global_batch_size = {facts.samples}")
     if data.group_by_length and len(config.training.sources) > 1 and config.training.epochs is None:
         allowed = "with training.epochs, as sources that are mixed by weight have no steps of their own"
         yield facts.fault("data.group_by_length", allowed, "set training.epochs, or drop it")
