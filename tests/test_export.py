@@ -273,14 +273,14 @@ def test_the_first_line_says_the_type_and_what_it_costs(tmp_path, texts, bases, 
     assert export(run, tmp_path / "whole", "--merge") == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first == (
-        f"writing {number:,} parameters in float32, the type that the run keeps: {4 * number / 2**20:.1f} MiB; "
+        f"writing {number:,} parameters in float32, the type of the run: {4 * number / 2**20:.1f} MiB; "
         "--dtype bfloat16 takes half of it and rounds each weight to 8 significant bits, by up to 0.4 %"
     )
     assert record_of(tmp_path / "whole")["dtype"] == "float32"
     assert export(run, tmp_path / "narrow", "--merge", "--dtype=bfloat16") == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first == (
-        f"writing {number:,} parameters in bfloat16, though the run keeps float32: {2 * number / 2**20:.1f} MiB; "
+        f"writing {number:,} parameters in bfloat16, though the run has float32: {2 * number / 2**20:.1f} MiB; "
         "each weight is rounded to 8 significant bits, by up to 0.4 %"
     )
     whole, narrow = (

@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     sys.stdout.flush()
     for job, facts in zip(jobs, judged, strict=True):
         if facts is not None and not _left_out(facts.config, flags):
-            words = job or [f"--model.name={facts.config.model.name}"]  # an estimate wants to be told of what
+            words = job or [f"--model.name={facts.config.model.name}"]  # estimate refuses to run without a job
             print(_memory([*words, f"--world-size={facts.world_size}", f"--device={facts.device}"]), flush=True)
     return REFUSED if None in judged else 0
 

@@ -69,7 +69,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("folder", help="a run's dump_folder, or one of its checkpoint/step-... folders")
     parser.add_argument("--to", required=True, help="the directory to write, which must not exist")
     parser.add_argument("--merge", action="store_true", help="the whole model, with an adapter folded in")
-    dtype = "type of the merged weights (default: that of the run, its training.dtype)"
+    dtype = "type of the merged weights (default: training.dtype of the run)"
     parser.add_argument("--dtype", choices=TOLERANCE, help=dtype)
     parser.add_argument(
         "--merge-base",
@@ -84,14 +84,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def announcement(config: JobConfig, dtype: str) -> str:
-    """The line that says what is going to be written, how large it is, and what another type would cost or save."""
-    number, kept = build.model_args(config).num_parameters, config.training.dtype
+    """Describe the export in one line: its type and size, and the cost of rounding or the saving by it."""
+    number, run_dtype = build.model_args(config).num_parameters, config.training.dtype
     size = in_units(number * build.DTYPES[dtype].itemsize)
     line = f"writing {number:,} parameters in {dtype}"
-    if dtype != kept:
-        line += f", though the run keeps {kept}: {size}"
+    if dtype != run_dtype:
+        line += f", though the run has {run_dtype}: {size}"
         return line + (f"; each weight is rounded to {ROUNDING[dtype]}" if dtype in ROUNDING else "")
-    line += f", the type that the run keeps: {size}"
+    line += f", the type of the run: {size}"
     narrower = f"; --dtype bfloat16 takes half of it and rounds each weight to {ROUNDING['bfloat16']}"
     return line + narrower * (dtype == "float32")
 

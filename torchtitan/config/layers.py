@@ -21,8 +21,12 @@ from torchtitan.config.options import (
     columns,
     describe,
     fits,
+    free_table,
+    free_tables,
     hint,
     members,
+    nearest,
+    option_at,
     options,
     parse_value,
     sections,
@@ -40,6 +44,39 @@ Values = dict[str, Any]
 """Options by dotted name ("training.dataloader.num_workers"), as given."""
 
 
+class Entries(dict[str, Any]):
+    """Entries of a free table that are said one by one: of a table in earlier layers they replace these alone."""
+
+
+def merged(parts: Iterable[Values]) -> Values:
+    """The values of several layers, in rising precedence."""
+    values: Values = {}
+    for part in parts:
+        values |= {key: _onto(values.get(key), value) for key, value in part.items()}
+    return values
+
+
+def _onto(table: Any, value: Any) -> Any:
+    if not isinstance(value, Entries) or not isinstance(table, dict):
+        return value
+    return table | {name: _onto(table.get(name), entry) for name, entry in value.items()}
+
+
+def joined_entries(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Options as they are; of free tables all entries together, each table once."""
+    tables: dict[str, Entries] = {}
+    for key, value in pairs:
+        if not (table := free_table(key)):
+            yield key, value
+            continue
+        *path, last = key.removeprefix(f"{table}.").split(".")
+        inner = tables.setdefault(table, Entries())
+        for name in path:
+            inner = inner.setdefault(name, Entries())
+        inner[last] = value
+    yield from tables.items()
+
+
 @dataclass(frozen=True)
 class Layer:
     """What one file or the command line says."""
@@ -50,6 +87,20 @@ class Layer:
     """Of what is in neither of the other two."""
     old: Values
     """Options of older dialects, see renames.py."""
+
+    def unknown(self, faults: Iterable[Fault]) -> set[str]:
+        """The options that these faults of the layer leave without a value."""
+        return {key for fault in faults for key in self._options_of(fault)}
+
+    def _options_of(self, fault: Fault) -> Iterator[str]:
+        key = option_at(fault.key)
+        if key in ("", "extends", "job.config_file"):  # a file that cannot be read may say anything
+            yield from options().keys() - self.values.keys() - {"job.config_file"}  # which faults are said with
+        elif key in options():
+            yield key
+        else:
+            prefix = fault.intended or key.rpartition(".")[0]
+            yield from (option for option in options() if prefix and f"{option}.".startswith(f"{prefix}."))
 
     def all_faults(self) -> list[Fault]:
         """Also those of wrong values, and one for each old option, which only a translation may use."""
@@ -161,20 +212,25 @@ def _unknown(name: str, key: str, value: Any) -> Fault:
     if isinstance(value, dict) and not key.rpartition(".")[0]:
         known = {section for section in sections() if "." not in section}
         remedy = hint(key, known) or "sections are " + ", ".join(sorted(known))
-        return Fault(name, key, f"the section [{key}]", "a section of the job", remedy)
+        return Fault(name, key, f"the section [{key}]", "a section of the job", remedy, nearest(key, known))
+    stem = ".".join(key.split(".")[:2])
+    if stem not in options() and key != stem and (table := nearest(stem, free_tables(), 0.8)):
+        remedy = f"did you mean {table}{key.removeprefix(stem)}?"
+        return Fault(name, key, show(value), "a known option", remedy, table)
     section, _, last = key.rpartition(".")
     siblings = {k[len(section) + 1 :].split(".")[0] for k in options() if k.startswith(f"{section}.")}
     elsewhere = [known for known in options() if known.rpartition(".")[2] == last]
     depth = min((known.count(".") for known in elsewhere), default=0)  # an adapter's own warmup is seldom meant
     elsewhere = [known for known in elsewhere if known.count(".") == depth]
     if close := difflib.get_close_matches(last, siblings, n=1, cutoff=0.75):
-        remedy = f"did you mean {section}.{close[0]}?"
+        remedy, intended = f"did you mean {section}.{close[0]}?", f"{section}.{close[0]}"
     elif name == COMMAND_LINE and (close := _flags_like(section, last)):
-        remedy = f"did you mean {section}.no_{close[0]}?"
+        remedy, intended = f"did you mean {section}.no_{close[0]}?", f"{section}.{close[0]}"
     else:  # the right key in the wrong section, or a slip in the section's name
-        remedy = hint(key, elsewhere, 0 if len(elsewhere) == 1 or not section else 0.6)
-        remedy = remedy or ("" if section in sections() else hint(key, options(), 0.7))
-    return Fault(name, key, show(value), "a known option", remedy or "`torchtitan check --help-config` lists them")
+        intended = nearest(key, elsewhere, 0 if len(elsewhere) == 1 or not section else 0.6)
+        intended = intended or ("" if section in sections() else nearest(key, options(), 0.7))
+        remedy = f"did you mean {intended}?" if intended else "`torchtitan check --help-config` lists them"
+    return Fault(name, key, show(value), "a known option", remedy, intended)
 
 
 def _flags_like(section: str, last: str) -> list[str]:

@@ -121,7 +121,7 @@ OF_ANY_TASK = ("data.chat_template", "data.default_system", "data.num_proc", "da
 
 def whole_records_are_asked_for(facts: Facts) -> Iterator[Fault]:
     """What says how records become samples, in a job whose samples are cut from all text."""
-    if facts.packs:
+    if facts.packs or facts.config.task.kind not in TASKS:
         return
     config, remedy = facts.config, 'set task.kind = "sft", or drop it'
     for key, option in options().items():
