@@ -405,7 +405,7 @@ BAD_ARGUMENTS = {
     ),
     "unknown, without a value": (
         ["--foo.bar"],
-        ["foo.bar: given nothing; allowed: a known option and its value; write --foo.bar VALUE"],
+        ["foo.bar: given nothing; allowed: a known option; `torchtitan check --help-config` lists them"],
     ),
     "unknown": (
         ["--training.stepz", "5"],
@@ -470,8 +470,8 @@ BAD_ARGUMENTS = {
         ["--training.batch_size", "4", "--training.no-compile"],
         [
             'training.batch_size: given "4"; allowed: training.local_batch_size, where it has moved; '
-            'write training.local_batch_size = "4"',
-            "training.compile: given false; allowed: compile.enable, where it has moved; write compile.enable = false",
+            "write --training.local_batch_size=4",
+            "training.compile: given false; allowed: compile.enable, where it has moved; write --compile.enable=false",
         ],
     ),
     "an empty file name": (

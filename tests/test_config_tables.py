@@ -51,7 +51,7 @@ class FarmJob:
 @pytest.fixture(autouse=True)
 def farm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Jobs of this file have a farm."""
-    caches = (options.options, options.sections, options.columns)
+    caches = (options.options, options.sections, options.columns, options.free_tables)
     monkeypatch.setattr(options, "JobConfig", FarmJob)
     monkeypatch.setattr(layers, "_JOB", TypeAdapter(FarmJob))
     for cache in caches:

@@ -6,12 +6,14 @@ import json
 import math
 
 import pytest
+import safetensors.torch
 import torch
 
 from tests.support.jobs import arguments, train, write_texts
 from tests.support.memory import Peak
 from tests.support.pool import run_ranks
 from tests.test_preferences import write_pairs
+from tests.test_sft import write_rows
 from torchtitan import build, cli, saved_model
 from torchtitan.adapters.low_rank import LowRankLinear
 from torchtitan.commands.export import Answer, compared, go_on_alike, held_out
@@ -106,16 +108,39 @@ def test_the_command_folds_in_and_verifies(tmp_path, texts, bases, name, ranks, 
 @pytest.mark.parametrize("kind", ["dpo", "orpo"])
 def test_a_run_of_pairs_is_verified_by_the_loss_of_its_answers(tmp_path, bases, kind):
     """As transformers counts it on the same samples."""
-    from transformers import AutoModelForCausalLM
-
     rows = write_pairs(tmp_path / "rows.jsonl")
     run = trained(tmp_path / "run", rows, bases["llama3"], adapter__kind="lora", task__kind=kind, training__seq_len=24)
     assert export(run, tmp_path / "whole", "--merge", "--dtype=float32") == 0
-    tokens, labels = held_out(find_checkpoint(run, None)[0])
-    logits = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)(tokens).logits.detach()
-    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100).item()
     record = record_of(tmp_path / "whole")
-    assert record["verified"] and record["loss_of_the_run"] == pytest.approx(wanted, rel=1e-5)
+    assert record["verified"] and record["loss_of_the_run"] == pytest.approx(transformers_loss(run, tmp_path / "whole"))
+
+
+def transformers_loss(run, folder):
+    """The mean over all labels of the run's held-out samples, each computed by itself."""
+    from transformers import AutoModelForCausalLM
+
+    model, losses, count = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), 0.0, 0
+    for tokens, labels in held_out(find_checkpoint(run, None)[0]):
+        logits = model(tokens).logits.detach().flatten(0, 1)
+        losses += torch.nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum").item()
+        count += int((labels != -100).sum())
+    return losses / count
+
+
+@pytest.mark.parametrize("section", ["training", "validation"])
+def test_batches_of_different_lengths_are_verified_sample_by_sample(tmp_path, bases, section):
+    """As many programs pad: each batch to its own longest sample (`pad_to_sequence_len: false` of Axolotl)."""
+    rows = write_rows(tmp_path)
+    options = dict(adapter__kind="lora", task__kind="sft", data__packing="off", data__pad_to="batch")
+    options |= dict(training__seq_len=384, training__local_batch_size=2, training__global_batch_size=2)
+    options |= dict(validation__enable=True, validation__split=0.5) if section == "validation" else {}
+    run = trained(tmp_path / "run", rows, bases["llama3"], **options, validation__local_batch_size=2)
+    lengths = {tokens.shape[1] for tokens, _ in held_out(find_checkpoint(run, None)[0])}
+    assert len(lengths) > 1, "the samples of this test are of different lengths"
+    assert export(run, tmp_path / "whole", "--merge", "--dtype=float32") == 0
+    record = record_of(tmp_path / "whole")
+    assert record["verified"] and record["samples"] == 8
+    assert record["loss_of_the_run"] == pytest.approx(transformers_loss(run, tmp_path / "whole"), rel=1e-5)
 
 
 def test_what_else_was_trained_goes_along_and_what_is_unpacked_if_asked(tmp_path, texts, bases):
@@ -129,7 +154,7 @@ def test_what_else_was_trained_goes_along_and_what_is_unpacked_if_asked(tmp_path
     assert record["verified"] and record["same_tokens"] and record["merged_into"] == "unpacked"
     model, _ = saved_model.filled_model(*find_checkpoint(run, None), torch.device("cpu"))
     torch.testing.assert_close(logits_of(tmp_path / "whole"), model(TOKENS), rtol=1e-5, atol=1e-5)
-    assert export(run, tmp_path / "narrow", "--merge", "--merge-base=unpacked") == 0
+    assert export(run, tmp_path / "narrow", "--merge", "--merge-base=unpacked", "--dtype=bfloat16") == 0
     assert record_of(tmp_path / "narrow")["dtype"] == "bfloat16" and record_of(tmp_path / "narrow")["same_tokens"]
 
 
@@ -238,3 +263,30 @@ def test_the_command_has_one_model_in_memory(tmp_path, texts, kind, monkeypatch)
     config, _ = find_checkpoint(run, None)
     whole = 4 * build.model_args(config).num_parameters
     assert whole < peak.bytes < 1.4 * whole
+
+
+def test_the_first_line_says_the_type_and_what_it_costs(tmp_path, texts, bases, capsys):
+    """Weights keep the type of the run: an update smaller than the last bit of bfloat16 is still there."""
+    run = trained(tmp_path / "run", texts, bases["llama3"], adapter__kind="lora")
+    config, _ = find_checkpoint(run, None)
+    number = build.model_args(config).num_parameters
+    assert export(run, tmp_path / "whole", "--merge") == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == (
+        f"writing {number:,} parameters in float32, the type of the run: {4 * number / 2**20:.1f} MiB; "
+        "--dtype bfloat16 takes half of it and rounds each weight to 8 significant bits, by up to 0.4 %"
+    )
+    assert record_of(tmp_path / "whole")["dtype"] == "float32"
+    assert export(run, tmp_path / "narrow", "--merge", "--dtype=bfloat16") == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == (
+        f"writing {number:,} parameters in bfloat16, though the run has float32: {2 * number / 2**20:.1f} MiB; "
+        "each weight is rounded to 8 significant bits, by up to 0.4 %"
+    )
+    whole, narrow = (
+        safetensors.torch.load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("whole", "narrow")
+    )
+    off = max(((narrow[name].float() - whole[name]).abs() / whole[name].abs()).max().item() for name in whole)
+    assert 2**-9 < off <= 2**-8, "half of the last of 8 significant bits"
+    assert export(run, tmp_path / "adapter", "--dtype=bfloat16") == 2
+    assert "--dtype: given bfloat16; allowed: with --merge only" in capsys.readouterr().err

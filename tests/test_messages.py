@@ -1,6 +1,8 @@
 """Messages about typical mistakes: they name the place that is wrong, invent nothing, and what they advise works."""
 
 import importlib.util
+import shlex
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +96,70 @@ def test_a_flag_is_written_true_or_false(written, capsys):
 def test_an_option_without_its_value(capsys):
     (line,) = explained(capsys, "--training.steps", "--compile.enable")
     assert line.endswith("allowed: a whole number >= 1; write --training.steps VALUE")
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["--lr_scheduler.lr_min", "0.1"], "--lr_scheduler.min_lr_factor=0.1"),
+        (["--checkpoint.enable_checkpoint"], "--checkpoint.enable=true"),
+        (["--checkpoint.no_enable_checkpoint"], "--checkpoint.enable=false"),
+        (["--validation.enabled=true"], "--validation.enable=true"),
+        (["--metrics.enable_color_printing"], "--metrics.disable_color_printing=false"),
+        (["--optimizer.fused=true"], "--optimizer.implementation=fused"),
+        (["--training.batch_size=4"], "--training.local_batch_size=4"),
+        (["--training.seed", "7"], "--debug.seed=7"),
+        (["--model.hf_assets_path=my files/12"], "--model.tokenizer_path='my files/12'"),
+    ],
+)
+def test_what_is_advised_for_an_option_that_has_moved_can_be_written(words, remedy, capsys):
+    (line,) = explained(capsys, *words)
+    assert line.endswith(f"where it has moved; write {remedy}")
+    key, _, value = shlex.split(remedy)[0].removeprefix("--").partition("=")
+    section, _, name = key.rpartition(".")
+    loaded = getattr(getattr(load(shlex.split(remedy)), section), name)
+    assert str(loaded).lower() == value
+
+
+def test_a_number_in_quotes_is_advised_without_them(tmp_path, capsys):
+    (tmp_path / "old.toml").write_text('[lr_scheduler]\nlr_min = "0.1"\n')
+    (line,) = explained(capsys, "old.toml")
+    assert "write lr_scheduler.min_lr_factor = 0.1, or let" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        (["--lr_scheduler.lr_min"], "where it has moved; write --lr_scheduler.min_lr_factor VALUE"),
+        (["--lr_scheduler.lr_min=low"], "moved; write --lr_scheduler.min_lr_factor, a number >= 0 and <= 1"),
+        (["--training.enable_float8_linear"], "(training in float8 is not in this version); leave it out"),
+        (["--checkpoint.enabel"], "allowed: a known option; did you mean checkpoint.enable?"),
+        (["--checkpoint.no_enabel"], "allowed: a known option; did you mean checkpoint.no_enable?"),
+    ],
+)
+def test_an_option_without_a_value_that_is_none_of_todays(words, end, capsys):
+    (line,) = explained(capsys, *words)
+    assert line.endswith(end)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="Linux has a folder in which nobody can make anything")
+@pytest.mark.parametrize("folder", ["/proc/nope", "/proc/nope/deeper", "/proc"])
+def test_a_folder_that_cannot_be_made(folder, capsys):
+    (line,) = explained(capsys, f"--job.dump_folder={folder}")
+    assert f'job.dump_folder: given "{folder}"; allowed: a folder that can be written to; ' in line
+    assert "name another folder" in line
+
+
+def test_looking_at_a_folder_leaves_nothing(tmp_path):
+    config = load([f"--job.dump_folder={tmp_path / 'new' / 'run'}"])
+    before = sorted(tmp_path.iterdir())
+    assert check(config, 1, "cpu") == [] and sorted(tmp_path.iterdir()) == before
+
+
+def test_an_estimate_without_a_job_asks_for_one(capsys):
+    for words in ([], ["--device=cpu", "--memory=80GiB"]):
+        assert cli.main(["estimate", *words]) == 2
+        assert "no job is given" in capsys.readouterr().err
 
 
 def test_a_batch_that_no_machine_holds(capsys):

@@ -312,8 +312,8 @@ UNEVEN = [
         "data.group_by_length: given true; allowed: unset with data.packing = best_fit; set da",
     ),
     (
-        ["--data.packing=off", "--data.group_by_length"],
-        "data.group_by_length: given true; allowed: with training.global_batch_size, as the order is of steps",
+        ["--data.packing=off", "--data.group_by_length", "--parallelism.data_parallel_shard_degree=2"],
+        "data.group_by_length: given true; allowed: on several ranks with training.global_batch_size, as the order is",
     ),
     (
         [
@@ -345,6 +345,18 @@ UNEVEN = [
 @pytest.mark.parametrize("argv, message", UNEVEN, ids=range(len(UNEVEN)))
 def test_batches_of_other_lengths_are_refused_where_all_have_to_be_alike(argv, message):
     assert any(message in line for line in lines("--task.kind=sft", *argv)), lines("--task.kind=sft", *argv)
+
+
+def test_one_rank_groups_by_its_own_batch(folders):
+    """The order is that of a job with this global batch size, so a resume on several ranks can continue it."""
+    words = ["--task.kind=sft", "--data.packing=off", "--data.group_by_length", "--training.local_batch_size=4"]
+    assert lines(*words) == []
+    own, named = (
+        build_data.packing(manager.load([*words, *more]), "training", 0)
+        for more in ([], ["--training.global_batch_size=4"])
+    )
+    assert own == named and own.group == 4
+    assert build_data.packing(manager.load(words), "validation", 0).group == 0
 
 
 def test_rules(folders):

@@ -167,6 +167,14 @@ def test_the_commands_of_a_page_run(page, workplace):
             tomli.loads(out)
 
 
+def test_the_first_check_of_the_readme_passes_in_a_fresh_clone(tmp_path):
+    """Where nothing has been downloaded: no tokenizer with a licence, no data, no earlier run."""
+    shutil.copytree(ROOT / "train_configs", tmp_path / "train_configs")
+    first = next(command for command in commands() if command.page == "README.md" and command.argv[:1] == ["check"])
+    ((code, out, err),) = run_alone(run_all, str(tmp_path), [first.argv])
+    assert code == 0 and ": OK" in out, err
+
+
 def test_the_first_page_lists_the_files_of_the_debug_run(workplace):
     train = ["train", "--job.config_file", "train_configs/debug_model.toml"]
     ((code, _, err),) = run_alone(run_all, str(workplace), [train])

@@ -155,6 +155,7 @@ OVERLAP = "pipeline_parallel_expert_parallel_overlap"
         ),
         ("[metrics]\nrank_0_only = false", ["metrics.save_for_all_ranks"]),
         ("[checkpoint]\ninitial_load_in_hf = true", ["checkpoint.initial_load_in_hf"]),  # checkpoints are off
+        ("[checkpoint]\ninitial_load_path = 'there'", ["checkpoint.initial_load_path"]),
     ],
 )
 def test_what_did_nothing_in_an_old_job_is_left_out(old, left_out, capsys, tmp_path):

@@ -56,8 +56,8 @@ INPUT_AND_OUTPUT = [
     ),
     (
         ["--checkpoint.initial_load_path=x"],
-        'checkpoint.initial_load_path: given "x"; allowed: nothing with checkpoint.enable = false; '
-        "set checkpoint.enable = true, or leave it out",
+        'checkpoint.initial_load_path: given "x"; allowed: weights; x: no such file or folder; give a checkpoint, a '
+        "folder of them, an export, a folder of Hugging Face or a .safetensors file",
     ),
     (
         ["--checkpoint.load_only"],

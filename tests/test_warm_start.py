@@ -66,6 +66,15 @@ def test_it_counts_on_and_its_schedule_begins(tmp_path, base):
     assert all((again[name] == weights[name]).all() for name in weights)
 
 
+def test_a_run_that_saves_nothing_begins_as_one_that_saves(tmp_path, base):
+    """To the bit; nothing of it is left but its rows."""
+    weights, rows, began, _ = run_ranks(1, trained, warm(tmp_path / "saved", base))[0]
+    again, late, began_again, _ = run_ranks(1, trained, warm(tmp_path / "trial", base, checkpoint__enable=False))[0]
+    assert began_again == began and [row["loss"] for row in late] == [row["loss"] for row in rows]
+    assert all((again[name] == weights[name]).all() for name in weights)
+    assert (tmp_path / "saved/checkpoint").exists() and not (tmp_path / "trial/checkpoint").exists()
+
+
 def test_weights_beside_a_training_state(tmp_path, base):
     """As ReLoRA's scripts leave them."""
     words = dict(checkpoint__last_save_model_only=True, checkpoint__last_save_in_hf=True, training__steps=1)

@@ -316,8 +316,9 @@ def checkpointer(
     before_load: Callable[[dict[str, Any], bool], None],
     after_save: Callable[[int], None],
 ) -> Checkpointer | None:
+    """Also of a job that saves nothing and begins from the weights of another: it loads these alone."""
     options = config.checkpoint
-    if not options.enable:
+    if not (options.enable or options.initial_load_path or config.adapter.initial_path):
         return None
     return Checkpointer(
         model_parts=built.parts,
@@ -326,7 +327,8 @@ def checkpointer(
         rank_state=rank_state,
         load_state=load_state,
         **taken(options, Checkpointer)
-        | {"folder": Path(config.job.dump_folder, options.folder), "interval": cadence(config).save},
+        | {"folder": Path(config.job.dump_folder, options.folder), "interval": cadence(config).save}
+        | {"load_only": options.load_only or not options.enable},
         before_save=before_save,
         before_load=before_load,
         after_save=after_save,

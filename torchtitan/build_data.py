@@ -120,6 +120,8 @@ def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
     together = rows_per_sample(config)
     window = config.data.packing_window if is_packed(config) else 1
     held_out, left = section == "validation", config.data.padding == "left"
+    step = config.training.global_batch_size  # the rules require it on several ranks
+    step = step if step > 0 else config.training.local_batch_size
     shard, shards = map(int, config.data.shards.split("/"))
     return Packing(
         window,
@@ -129,7 +131,7 @@ def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
         left,
         together,
         multiple=multiple_of(config),
-        group=config.training.global_batch_size * together if config.data.group_by_length and not held_out else 0,
+        group=step * together if config.data.group_by_length and not held_out else 0,
         shard=(1, 1) if held_out else (shard, shards),
     )
 

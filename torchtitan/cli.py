@@ -90,7 +90,8 @@ def module_of(command: str) -> str:
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """`run`'s exit code. What the user caused (JobError, Ctrl-C) ends in a line and a code, not in a traceback."""
+    """`run`'s exit code. What the user caused (JobError, Ctrl-C) ends in a line and a code, not in a traceback, which
+    TORCHTITAN_TRACEBACK=1 in the environment shows for whoever works on the project."""
     try:
         code = run()
         sys.stdout.flush()
@@ -109,7 +110,7 @@ def guarded(run: Callable[[], int]) -> int:
         if os.environ.get("TORCHTITAN_TRACEBACK") == "1":
             traceback.print_exc()
         else:
-            print(f"{folded(error)}\n(TORCHTITAN_TRACEBACK=1 shows where this was raised)", file=sys.stderr)
+            print(folded(error), file=sys.stderr)
         return REFUSED
 
 

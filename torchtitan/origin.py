@@ -54,11 +54,11 @@ class Origin:
         if (adapter := self.model.adapter) is not None and adapter.keeps:
             told = partial(setattr, adapter, "taken_back")
             checkpointer.kept = Kept(partial(adapter.kept, self.model.parts), self._take_back, told)
-        if alone := build.saves_adapter_alone(self.config):  # what checkpoints only refer to
+        if alone := options.enable and build.saves_adapter_alone(self.config):  # what checkpoints only refer to
             assert path is not None  # the rules ask for it
             self.base = checkpointer.main_peers.decide(partial(build.base_reference, self.config))
             self._start_from(path, checkpointer)
-        resumed = checkpointer.load()
+        resumed = checkpointer.load() if options.enable else None
         if resumed is not None:
             logger.info("resumed from step %d in %s", resumed, checkpointer.folder)
             if path and not alone:

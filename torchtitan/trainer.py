@@ -393,7 +393,7 @@ class Trainer:
         if self.loader.skipped:
             logger.warning("%d records could not be read and were skipped on this rank", self.loader.skipped)
         places = {"metrics": self.metrics.path, "job": self.folder / "config.toml"}
-        if self.checkpointer and not self.config.checkpoint.load_only:
+        if self.checkpointer and not self.checkpointer.load_only:
             places["checkpoints"] = self.checkpointer.folder
         if self.exports.weights is not None:
             places["weights"] = self.exports.weights

@@ -36,10 +36,8 @@ def schedule_start(dump_folder: str, options: Any) -> int:
     """The step at which the schedule of a run begins or began, by its options in the section [checkpoint]. 0 where
     nothing can be read, which loading and the rules have words for.
     """
-    if not options.enable:
-        return 0
     try:
-        complete, _ = complete_steps(Path(dump_folder, options.folder))
+        complete, _ = complete_steps(Path(dump_folder, options.folder)) if options.enable else ([], [])
         if complete:
             return int(read_state(complete[0])["trainer"].get(SCHEDULE_START, 0))
         if not options.initial_load_counters or options.initial_load_path is None:

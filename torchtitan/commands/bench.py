@@ -27,7 +27,7 @@ from torchtitan.commands.bench_plot import draw
 from torchtitan.commands.job_of import refuse_strangers
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import load, said_by, to_toml
-from torchtitan.config.options import ConfigError, Fault
+from torchtitan.config.options import ConfigError, Fault, free_table
 from torchtitan.config.sections.checkpoint import Checkpoint
 from torchtitan.config.sections.guard import EarlyStop, Guard
 from torchtitan.config.sections.optimization import LRScheduler
@@ -141,7 +141,8 @@ def words_of(case: dict[str, str]) -> list[str]:
 def left_out(case: dict[str, str], job: JobConfig, config: JobConfig) -> Iterator[Fault]:
     """Options that are swept though the measured job has another value of them, or its steps do not ask them."""
     for key, value in case.items():
-        if key.startswith(OF_THE_RUN) or (key != MODEL and attrgetter(key)(job) != attrgetter(key)(config)):
+        option = attrgetter(free_table(key) or key)
+        if key.startswith(OF_THE_RUN) or (key != MODEL and option(job) != option(config)):
             allowed, remedy = "options of what a step computes", "what a measured job leaves out is the same in all"
             yield Fault("", f"--sweep {key}", value, allowed, remedy)
 

@@ -71,7 +71,8 @@ def main(argv: list[str]) -> int:
     sys.stdout.flush()
     for job, facts in zip(jobs, judged, strict=True):
         if facts is not None and not _left_out(facts.config, flags):
-            print(_memory([*job, f"--world-size={facts.world_size}", f"--device={facts.device}"]), flush=True)
+            words = job or [f"--model.name={facts.config.model.name}"]  # estimate refuses to run without a job
+            print(_memory([*words, f"--world-size={facts.world_size}", f"--device={facts.device}"]), flush=True)
     return REFUSED if None in judged else 0
 
 
@@ -137,7 +138,7 @@ def _memory(words: list[str]) -> str:
         return done.stdout.rstrip("\n")
     if done.returncode < 0:
         return f"  memory    not foretold: `torchtitan estimate` was ended by signal {-done.returncode}"
-    said = [line.strip() for line in done.stderr.splitlines() if not line.startswith("(TORCHTITAN_TRACEBACK")]
+    said = [line.strip() for line in done.stderr.splitlines()]
     why = " ".join(said if done.returncode == REFUSED else said[-1:])  # of a traceback the last line says it
     return folded(f"  memory    not foretold: {why or f'exit code {done.returncode}'}")
 

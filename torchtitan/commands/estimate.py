@@ -16,7 +16,7 @@ from torchtitan.commands.check import fewest_ranks
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError, hint
-from torchtitan.errors import in_units
+from torchtitan.errors import JobError, in_units
 from torchtitan.memory.prediction import BESIDE, Prediction, Remedy, flops_of_a_rank, predict, remedies, worst
 from torchtitan.memory_limit import amount_of
 from torchtitan.ranks import likely_device
@@ -37,12 +37,18 @@ SPEEDS = {
 """Of --traffic: defaults, about those of eight H100 with NVLink and a network card each, at 40 % MFU; and help."""
 WAITED_FOR = ("tp", "cp", "ep")
 """Axes of which the next product needs what is sent: hidden only by what docs/parallelism.md says of each."""
+NO_JOB = """\
+torchtitan estimate: no job is given; give a file, a name of `torchtitan list jobs`, or options of a job, as in
+  torchtitan estimate llama3_8b --world-size 8 --device cuda --memory 80GiB
+  torchtitan estimate --model.name=qwen3 --model.flavor=8B"""
 FITS, TOO_LARGE = 0, 1
 """Exit codes."""
 
 
 def main(argv: list[str]) -> int:
     options, rest = parse(argv)
+    if not rest:
+        raise JobError(NO_JOB)
     config = manager.load(rest)
     # nothing is gone on from: what else a run in the same folder has been is of no concern
     config = replace(config, job=replace(config.job, clean_start="always"))

@@ -2,11 +2,12 @@
 
 FOLDER is the job's dump_folder (newest complete checkpoint) or one of its step folders. --merge folds an adapter into
 the model that it was trained beside: a matrix at a time, added up in float32, rounded once; beside a packed base into
-the weights that were packed, which have to be those that the run has. What was written is read again and compared with
-what the run has, its loss on held-out samples and the tokens that it would go on with; if they differ, the directory is
-called DIRECTORY.unverified and the exit code is 1. The run's model is gone when the other is read, so that one is in
-memory. Without --merge the adapter is written alone, in the layout in which such are passed on (most of them peft's),
-and refused where that is not all that was trained.
+the weights that were packed, which have to be those that the run has. Weights keep the type that the run has them in:
+a default of bfloat16 would round them, and lose updates of an adapter that are smaller than the last of 8 bits. What
+was written is read again and compared with what the run has, its loss on held-out samples and the tokens that it would
+go on with; if they differ, the directory is called DIRECTORY.unverified and the exit code is 1. The run's model is gone
+when the other is read, so that one is in memory. Without --merge the adapter is written alone, in the layout in which
+such are passed on (most of them peft's), and refused where that is not all that was trained.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from torchtitan.checkpoint.folders import published
 from torchtitan.checkpoint.layout import read_manifest
 from torchtitan.commands.generate import best_option, find_checkpoint, sample
 from torchtitan.config.job import JobConfig
-from torchtitan.errors import JobError
+from torchtitan.errors import JobError, in_units
 from torchtitan.loss import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.tasks import TASKS
 
@@ -36,6 +37,8 @@ largest: what lies as close is as good."""
 PACKED_TOLERANCE = 3e-2
 """Of the loss where the run computed with a packed base, and what is written has the weights that were packed; tokens
 then are others."""
+ROUNDING = {"bfloat16": "8 significant bits, by up to 0.4 %", "float16": "11 significant bits, and none above 65,504"}
+"""What a weight of float32 becomes in a narrower type."""
 SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 8, 32, 16
 UNVERIFIED = 1
 
@@ -47,7 +50,11 @@ def main(argv: list[str]) -> int:
         raise JobError(f"--to {target}: it is there already; name a directory that is not")
     config, step_folder = find_checkpoint(Path(options.folder), options.config, best=options.best)
     if options.merge:
-        return export(config, step_folder, target, options.dtype, options.merge_base == "unpacked")
+        dtype = options.dtype or config.training.dtype
+        print(announcement(config, dtype), flush=True)
+        return export(config, step_folder, target, dtype, options.merge_base == "unpacked")
+    if options.dtype:
+        raise JobError(f"--dtype: given {options.dtype}; allowed: with --merge only; an adapter alone keeps its type")
     if config.adapter.kind == NONE:
         raise JobError(f"{options.folder}: its job has no adapter; write --merge for the weights of the model")
     model, adapter = saved_model.filled_model(config, step_folder, torch.device("cpu"))
@@ -62,7 +69,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("folder", help="a run's dump_folder, or one of its checkpoint/step-... folders")
     parser.add_argument("--to", required=True, help="the directory to write, which must not exist")
     parser.add_argument("--merge", action="store_true", help="the whole model, with an adapter folded in")
-    parser.add_argument("--dtype", choices=TOLERANCE, default="bfloat16", help="of the weights (default bfloat16)")
+    dtype = "type of the merged weights (default: training.dtype of the run)"
+    parser.add_argument("--dtype", choices=TOLERANCE, help=dtype)
     parser.add_argument(
         "--merge-base",
         "--merge_base",
@@ -73,6 +81,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", help="the job, when the folder has no config.toml")
     best_option(parser)
     return parser.parse_args(argv)
+
+
+def announcement(config: JobConfig, dtype: str) -> str:
+    """Describe the export in one line: its type and size, and the cost of rounding or the saving by it."""
+    number, run_dtype = build.model_args(config).num_parameters, config.training.dtype
+    size = in_units(number * build.DTYPES[dtype].itemsize)
+    line = f"writing {number:,} parameters in {dtype}"
+    if dtype != run_dtype:
+        line += f", though the run has {run_dtype}: {size}"
+        return line + (f"; each weight is rounded to {ROUNDING[dtype]}" if dtype in ROUNDING else "")
+    line += f", the type of the run: {size}"
+    narrower = f"; --dtype bfloat16 takes half of it and rounds each weight to {ROUNDING['bfloat16']}"
+    return line + narrower * (dtype == "float32")
+
+
+Samples = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tokens and labels, each [1, S], of samples that may differ in length."""
 
 
 @dataclass(frozen=True)
@@ -88,20 +113,20 @@ def export(config: JobConfig, step_folder: Path, target: Path, dtype: str, into_
     written = target.with_name(target.name + ".unverified")
     if written.exists():
         raise JobError(f"{written}: it is there, from an export that failed; remove it")
-    batch = held_out(config)
-    before, into = write(config, step_folder, written, dtype, into_unpacked, batch)
+    samples = held_out(config)
+    before, into = write(config, step_folder, written, dtype, into_unpacked, samples)
     again = build.meta_model(config).to(build.DTYPES[config.training.dtype]).to_empty(device="cpu").eval()
     build.model_spec(config).hf.load_hf(written, again, build.model_args(config))
-    verdict = compared(config, before, answer(config, again, batch), dtype, into)
+    verdict = compared(config, before, answer(config, again, samples), dtype, into)
     manifest = {"of": str(step_folder), "step": read_manifest(step_folder).step, "dtype": dtype, "merged_into": into}
-    manifest |= verdict | {"samples": len(batch[0]), "base": config.checkpoint.initial_load_path}
+    manifest |= verdict | {"samples": len(samples), "base": config.checkpoint.initial_load_path}
     (written / "export.json").write_text(json.dumps(manifest, indent=2) + "\n")
     told = f"loss {verdict['loss_of_the_run']:.5f}, read again {verdict['loss_of_the_export']:.5f}"
     if not verdict["verified"]:
         print(f"{written}: NOT what the run has: {told}, same tokens: {verdict['same_tokens']}", file=sys.stderr)
         return UNVERIFIED
     written.rename(target)
-    print(f"{target}: {step_folder.name} in {dtype}; {told} on {len(batch[0])} samples")
+    print(f"{target}: {step_folder.name} in {dtype}; {told} on {len(samples)} samples")
     return 0
 
 
@@ -111,14 +136,14 @@ def write(
     folder: Path,
     dtype: str,
     into_unpacked: bool,
-    batch: tuple[torch.Tensor, torch.Tensor],
+    samples: Samples,
 ) -> tuple[Answer, str]:
-    """What the run's model says of the batch, tokens and labels [B, S], and what its adapter was folded into."""
+    """What the run's model says of the samples, and what its adapter was folded into."""
     as_asked = dataclasses.replace(config.checkpoint, export_dtype=dtype)
     beside = build.beside_hf_weights(dataclasses.replace(config, checkpoint=as_asked), build.tokenizer(config))
     hf, args = build.model_spec(config).hf, build.model_args(config)
     model, adapter = saved_model.filled_model(config, step_folder, torch.device("cpu"))
-    said = answer(config, model, batch)
+    said = answer(config, model, samples)
     try:
         with (
             saved_model.plain_state(config, model, adapter, into_unpacked) as (state, into),
@@ -130,21 +155,21 @@ def write(
     return said, into
 
 
-def answer(config: JobConfig, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> Answer:
-    """Tokens and labels [B, S], samples one by one, and greedily from the beginning of the first of them. The loss is
-    of tokens, also where the run's is of pairs."""
-    tokens, labels = batch
+def answer(config: JobConfig, model: nn.Module, samples: Samples) -> Answer:
+    """Compute the loss of the samples one by one, and continue the beginning of the first greedily. The loss is of
+    tokens, also where the run's is of pairs."""
     if TASKS[config.task.kind].together > 1:
         model.loss = SummedCrossEntropy()
-    loss = sum(model(row, labels=of_row).item() for row, of_row in zip(tokens.split(1), labels.split(1), strict=True))
+    loss = sum(model(tokens, labels=labels).item() for tokens, labels in samples)
+    count = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in samples)
     vocabulary, logits = build.tokenizer(config), []
     last = (0, -1, slice(vocabulary.vocab_size))
     watched = model.register_forward_hook(lambda _, given, made: logits.append(made[last].clone()))  # not all of them
     how = dict(max_new_tokens=NEW_TOKENS, context=config.training.seq_len, temperature=0, top_k=0, seed=0)
-    for _ in sample(model, tokens[0, :PROMPT_TOKENS].tolist(), vocabulary, **how):
+    for _ in sample(model, samples[0][0][0, :PROMPT_TOKENS].tolist(), vocabulary, **how):
         pass
     watched.remove()
-    return Answer(loss / (labels != IGNORE_INDEX).sum().clamp(min=1).item(), logits)
+    return Answer(loss / max(count, 1), logits)
 
 
 def compared(config: JobConfig, run: Answer, export: Answer, dtype: str, into: str) -> dict[str, Any]:
@@ -171,19 +196,17 @@ def go_on_alike(run: Answer, export: Answer, tolerance: float) -> bool:
     return True
 
 
-def held_out(config: JobConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, [up to SAMPLES, S]."""
+def held_out(config: JobConfig) -> Samples:
+    """Read up to SAMPLES samples: of the validation data where the job validates, else of the training data."""
     one, vocabulary = build.dims(build.on_one_rank(config), 1), build.tokenizer(config)
     make = build_data.validation_loader if config.validation.enable else build_data.training_loader
     loader = make(build.on_one_rank(config), vocabulary, 0, one)
-    tokens: list[torch.Tensor] = []
-    labels: list[torch.Tensor] = []
+    samples: Samples = []
     try:
         for batch in loader:
-            tokens.append(batch["tokens"])
-            labels.append(batch["labels"])
-            if sum(map(len, tokens)) >= SAMPLES:
+            samples += zip(batch["tokens"].split(1), batch["labels"].split(1), strict=True)
+            if len(samples) >= SAMPLES:
                 break
     finally:
         loader.close()
-    return torch.cat(tokens)[:SAMPLES], torch.cat(labels)[:SAMPLES]
+    return samples[:SAMPLES]

@@ -1,6 +1,6 @@
 """`torchtitan check --upgrade`: a job of torchtitan's TOML era as a file of today, with the comments that it had."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import tomlkit
 from tomlkit.items import Comment, Table
 
 from torchtitan.config.job import JobConfig
-from torchtitan.config.layers import Values, assemble, layer_of, nest
+from torchtitan.config.layers import Values, assemble, layer_of, merged, nest
 from torchtitan.config.manager import read_layers
 from torchtitan.config.options import ConfigError, Fault, options, show
 from torchtitan.config.renames import MOVED
@@ -26,7 +26,7 @@ def translate(argv: list[str], era: str | None) -> tuple[str, JobConfig]:
     if faults := [fault for layer in layers for fault in layer.faults]:
         raise ConfigError(faults)
     name = " + ".join(files) or "the job"
-    result = upgrade(_merged(layer.old for layer in layers), _merged(layer.values for layer in layers), era)
+    result = upgrade(merged(layer.old for layer in layers), merged(layer.values for layer in layers), era)
     faults = [Fault(name, key, show(value), "", f"has no translation: {why}") for key, value, why in result.stuck]
     translated = layer_of(name, result.values.items())
     if faults := faults + translated.all_faults():
@@ -51,10 +51,6 @@ def _with_effect(values: Values, result: Upgrade) -> Values:
 def _faults_without_effect(values: Values) -> list[Fault]:
     facts = Facts(assemble(values, []), 1, "cpu")
     return [fault for rule in WITHOUT_EFFECT for fault in rule(facts)]
-
-
-def _merged(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    return {key: value for part in parts for key, value in part.items()}
 
 
 @dataclass

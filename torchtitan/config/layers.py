@@ -4,6 +4,7 @@ import difflib
 import json
 import math
 import os
+import shlex
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import date, time
@@ -21,14 +22,18 @@ from torchtitan.config.options import (
     columns,
     describe,
     fits,
+    free_table,
+    free_tables,
     hint,
     members,
+    nearest,
+    option_at,
     options,
     parse_value,
     sections,
     show,
 )
-from torchtitan.config.renames import Gone, old_section, renamed
+from torchtitan.config.renames import Gone, Moved, old_section, renamed
 from torchtitan.errors import JobError
 from torchtitan.ranks import MEMORY_LIMIT
 
@@ -42,6 +47,39 @@ Values = dict[str, Any]
 """Options by dotted name ("training.dataloader.num_workers"), as given."""
 
 
+class Entries(dict[str, Any]):
+    """Entries of a free table that are said one by one: of a table in earlier layers they replace these alone."""
+
+
+def merged(parts: Iterable[Values]) -> Values:
+    """The values of several layers, in rising precedence."""
+    values: Values = {}
+    for part in parts:
+        values |= {key: _onto(values.get(key), value) for key, value in part.items()}
+    return values
+
+
+def _onto(table: Any, value: Any) -> Any:
+    if not isinstance(value, Entries) or not isinstance(table, dict):
+        return value
+    return table | {name: _onto(table.get(name), entry) for name, entry in value.items()}
+
+
+def joined_entries(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Options as they are; of free tables all entries together, each table once."""
+    tables: dict[str, Entries] = {}
+    for key, value in pairs:
+        if not (table := free_table(key)):
+            yield key, value
+            continue
+        *path, last = key.removeprefix(f"{table}.").split(".")
+        inner = tables.setdefault(table, Entries())
+        for name in path:
+            inner = inner.setdefault(name, Entries())
+        inner[last] = value
+    yield from tables.items()
+
+
 @dataclass(frozen=True)
 class Layer:
     """What one file or the command line says."""
@@ -52,6 +90,20 @@ class Layer:
     """Of what is in neither of the other two."""
     old: Values
     """Options of older dialects, see renames.py."""
+
+    def unknown(self, faults: Iterable[Fault]) -> set[str]:
+        """The options that these faults of the layer leave without a value."""
+        return {key for fault in faults for key in self._options_of(fault)}
+
+    def _options_of(self, fault: Fault) -> Iterator[str]:
+        key = option_at(fault.key)
+        if key in ("", "extends", "job.config_file"):  # a file that cannot be read may say anything
+            yield from options().keys() - self.values.keys() - {"job.config_file"}  # which faults are said with
+        elif key in options():
+            yield key
+        else:
+            prefix = fault.intended or key.rpartition(".")[0]
+            yield from (option for option in options() if prefix and f"{option}.".startswith(f"{prefix}."))
 
     def all_faults(self) -> list[Fault]:
         """Also those of wrong values, and one for each old option, which only a translation may use."""
@@ -136,12 +188,27 @@ def _old_fault(name: str, key: str, value: Any, advise: bool) -> Fault:
     translate = (
         "" if name == COMMAND_LINE or not advise else f", or let `torchtitan check {name} --upgrade` translate the file"
     )
+    remedy = _write_today(rename, value, name == COMMAND_LINE) + translate
+    return Fault(name, key, show(value), f"{rename.to}, where it has moved", remedy)
+
+
+def _write_today(rename: Moved, value: Any, in_shell: bool) -> str:
+    """What to write for an option that has moved: its new name, and the value as the new option takes it. What stands
+    on a command line, or in quotes, may be meant as a number or a flag."""
+    annotation = options()[rename.to].annotation
+    if value is None:
+        return f"write --{rename.to} VALUE"
+    meanings = [value, parse_value(int | float | bool, value)] if isinstance(value, str) else [value]
     try:
-        new = rename.translate(value)
-        remedy = "leave it out" if new is None else f"write {rename.to} = {show(new)}"
+        for new in map(rename.translate, meanings):
+            if new is None:
+                return "leave it out"
+            if fits(annotation, new):
+                quoted = shlex.quote(new if isinstance(new, str) else show(new))
+                return f"write --{rename.to}={quoted}" if in_shell else f"write {rename.to} = {show(new)}"
     except JobError as error:
-        remedy = str(error)
-    return Fault(name, key, show(value), f"{rename.to}, where it has moved", remedy + translate)
+        return str(error)
+    return f"write {'--' * in_shell}{rename.to}, {describe(annotation)}"
 
 
 def _unknown(name: str, key: str, value: Any) -> Fault:
@@ -150,18 +217,32 @@ def _unknown(name: str, key: str, value: Any) -> Fault:
     if isinstance(value, dict) and not key.rpartition(".")[0]:
         known = {section for section in sections() if "." not in section}
         remedy = hint(key, known) or "sections are " + ", ".join(sorted(known))
-        return Fault(name, key, f"the section [{key}]", "a section of the job", remedy)
+        return Fault(name, key, f"the section [{key}]", "a section of the job", remedy, nearest(key, known))
+    stem = ".".join(key.split(".")[:2])
+    if stem not in options() and key != stem and (table := nearest(stem, free_tables(), 0.8)):
+        remedy = f"did you mean {table}{key.removeprefix(stem)}?"
+        return Fault(name, key, show(value), "a known option", remedy, table)
     section, _, last = key.rpartition(".")
     siblings = {k[len(section) + 1 :].split(".")[0] for k in options() if k.startswith(f"{section}.")}
     elsewhere = [known for known in options() if known.rpartition(".")[2] == last]
     depth = min((known.count(".") for known in elsewhere), default=0)  # an adapter's own warmup is seldom meant
     elsewhere = [known for known in elsewhere if known.count(".") == depth]
     if close := difflib.get_close_matches(last, siblings, n=1, cutoff=0.75):
-        remedy = f"did you mean {section}.{close[0]}?"
+        remedy, intended = f"did you mean {section}.{close[0]}?", f"{section}.{close[0]}"
+    elif name == COMMAND_LINE and (close := _flags_like(section, last)):
+        remedy, intended = f"did you mean {section}.no_{close[0]}?", f"{section}.{close[0]}"
     else:  # the right key in the wrong section, or a slip in the section's name
-        remedy = hint(key, elsewhere, 0 if len(elsewhere) == 1 or not section else 0.6)
-        remedy = remedy or ("" if section in sections() else hint(key, options(), 0.7))
-    return Fault(name, key, show(value), "a known option", remedy or "`torchtitan check --help-config` lists them")
+        intended = nearest(key, elsewhere, 0 if len(elsewhere) == 1 or not section else 0.6)
+        intended = intended or ("" if section in sections() else nearest(key, options(), 0.7))
+        remedy = f"did you mean {intended}?" if intended else "`torchtitan check --help-config` lists them"
+    return Fault(name, key, show(value), "a known option", remedy, intended)
+
+
+def _flags_like(section: str, last: str) -> list[str]:
+    """Of a section, the flag that `no_flag` on the command line may have been meant to turn off."""
+    keys = (key for key, option in options().items() if members(option.annotation) == [bool])
+    flags = [key.removeprefix(f"{section}.") for key in keys if key.startswith(f"{section}.")]
+    return difflib.get_close_matches(last[3:], flags, n=1, cutoff=0.75) if last.startswith("no_") else []
 
 
 def _unusual(name: str, key: str, value: Any) -> Fault | None:

@@ -1,9 +1,10 @@
 """TOML files and the command line -> JobConfig, and back to TOML. Needs no torch.
 
 Precedence: environment (memory.limit alone) > command line > later file > earlier file or `extends` > defaults. An
-option's value is replaced as a whole, lists and tables included. Each file, and the command line, is checked by itself,
-so all faults of all of them come out at once and each names its place; a wrong value is a fault even where something
-later overrides it.
+option's value is replaced as a whole, lists and tables included; but entries of a free table that the command line
+names one by one (`--optimizer.options.rank=64`) replace these alone. Each file, and the command line, is checked by
+itself, so all faults of all of them come out at once and each names its place; a wrong value is a fault even where
+something later overrides it.
 """
 
 from os.path import expanduser
@@ -16,7 +17,7 @@ import tomli_w
 from torchtitan.cadence import NO_LIMIT
 from torchtitan.config.command_line import parse_arguments
 from torchtitan.config.job import JobConfig, as_dict
-from torchtitan.config.layers import COMMAND_LINE, Layer, assemble, layer_of, of_environment, walk
+from torchtitan.config.layers import COMMAND_LINE, Entries, Layer, assemble, layer_of, merged, of_environment, walk
 from torchtitan.config.options import ConfigError, Fault, help_text, hint, option_at, show
 from torchtitan.shipped import job_file, jobs
 
@@ -40,18 +41,29 @@ def load(argv: list[str]) -> JobConfig:
         raise SystemExit(0)
     files, layers = read_layers(argv)
     layers += of_environment()
-    faults = [fault for layer in layers for fault in layer.all_faults()]
-    values = {key: value for layer in layers for key, value in layer.values.items()}
+    of_layers = [(layer, list(layer.all_faults())) for layer in layers]
+    faults = [fault for _, of_layer in of_layers for fault in of_layer]
+    values = merged(layer.values for layer in layers)
     if not faults:
         return assemble(values, files)
     wrong = {option_at(fault.key) for fault in faults}
     old = any(layer.old for layer in layers)  # wants a translation first; what is left of it says little
-    raise ConfigError(faults, None if old else assemble({k: v for k, v in values.items() if k not in wrong}, files))
+    unknown: set[str] = set()
+    for layer, of_layer in of_layers:
+        unknown = unknown - layer.values.keys() | layer.unknown(of_layer)
+    valid_part = None if old else assemble({k: v for k, v in values.items() if k not in wrong}, files)
+    raise ConfigError(faults, valid_part, frozenset(unknown))
 
 
 def said_by(argv: list[str]) -> dict[str, str]:
-    """Of each option that is said somewhere, the file that has the last word, or the command line."""
-    return {key: layer.name for layer in [*read_layers(argv)[1], *of_environment()] for key in layer.values}
+    """Of each option that is said somewhere, the file that has the last word, or the command line; of a free table that
+    has entries of both, both."""
+    names: dict[str, str] = {}
+    for layer in [*read_layers(argv)[1], *of_environment()]:
+        for key, value in layer.values.items():
+            before = f"{names[key]} + " if isinstance(value, Entries) and key in names else ""
+            names[key] = before + layer.name
+    return names
 
 
 def to_toml(config: JobConfig) -> str:

@@ -6,7 +6,7 @@ All of it is read off the dataclasses of config/sections/, so a new option needs
 import difflib
 import json
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -16,6 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import PydanticUndefined
 
 from torchtitan.config.job import JobConfig, as_dict
+from torchtitan.config.sections.kinds import Form
 from torchtitan.errors import JobError
 
 YES_OR_NO = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -31,6 +32,8 @@ class Fault:
     given: str
     allowed: str
     remedy: str
+    intended: str = ""
+    """The option or section closest to `key`, if `key` is not an option."""
 
     def __str__(self) -> str:
         said = [f"given {self.given}" * bool(self.given), f"allowed: {self.allowed}" * bool(self.allowed), self.remedy]
@@ -40,11 +43,14 @@ class Fault:
 
 
 class ConfigError(JobError):
-    """Everything that is wrong with a job, one line each; `rest` is the job without what is wrong, if that is one."""
+    """Everything that is wrong with a job, one line each; `rest` is the job without these values, if that is one;
+    `unknown` are the options that have no valid value."""
 
-    def __init__(self, faults: Iterable[Fault], rest: JobConfig | None = None) -> None:
+    def __init__(
+        self, faults: Iterable[Fault], rest: JobConfig | None = None, unknown: Collection[str] = frozenset()
+    ) -> None:
         self.faults = list(dict.fromkeys(faults))
-        self.rest = rest
+        self.rest, self.unknown = rest, unknown
         super().__init__("\n".join(map(str, self.faults)))
 
 
@@ -67,6 +73,18 @@ def columns(option: str) -> dict[str, Option]:
     """The options of each table of an option that is a list of tables; none for any other option."""
     kinds = [get_args(kind)[0] for kind in members(options()[option].annotation) if get_origin(kind) is list]
     return {key: column for kind in kinds if is_dataclass(kind) for key, column in options_of(kind, "")}
+
+
+@cache
+def free_tables() -> dict[str, Any]:
+    """Options that are tables with entries of any name, and the type of these entries' values."""
+    tables = {key: kind for key, option in options().items() for kind in members(option.annotation)}
+    return {key: get_args(kind)[1] for key, kind in tables.items() if get_origin(kind) is dict}
+
+
+def free_table(key: str) -> str:
+    """The free table that a dotted name is an entry of ("optimizer.options" of "optimizer.options.rank"), if any."""
+    return next((table for table in free_tables() if key.startswith(f"{table}.")), "")
 
 
 def option_at(place: str) -> str:
@@ -140,6 +158,8 @@ def describe(annotation: Any) -> str:
     """What an option takes, in words: "a whole number >= 1", 'one of "a", "b"'."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
+        if form := next((extra for extra in args[1:] if isinstance(extra, Form)), None):
+            return form.description
         limits = [limit for extra in args[1:] for limit in (getattr(extra, "metadata", None) or [extra])]
         return f"{describe(args[0])} {' and '.join(filter(None, map(_limit, limits)))}".rstrip()
     if origin in (Union, types.UnionType):
@@ -157,8 +177,7 @@ def _limit(limit: Any) -> str:
     for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
         if hasattr(limit, name):
             return f"{sign} {getattr(limit, name)}"
-    pattern = getattr(limit, "pattern", None)
-    return f"of the form {pattern}" if pattern else ""
+    return ""
 
 
 def fits(annotation: Any, value: Any) -> bool:
@@ -185,20 +204,37 @@ def parse_value(annotation: Any, text: str) -> Any:
             return number(text)
         except ValueError:
             pass
-    if kinds & {list, dict}:
-        try:
-            parsed = tomli.loads(f"value = {text}")
-            return parsed["value"] if len(parsed) == 1 else text
-        except (ValueError, RecursionError):
-            pass
-    return text
+    return _from_toml(text) if kinds & {list, dict} else text
+
+
+def parse_entry(key: str, text: str) -> Any:
+    """What the text of an argument means as an entry of a free table: text where these hold nothing else, else a value
+    of TOML, and text again where it is none. Whoever reads the table knows which type it has to be."""
+    if members(free_tables()[free_table(key)]) == [str]:
+        return text
+    parsed = parse_value(int | float | bool, text)
+    return _from_toml(text) if isinstance(parsed, str) else parsed
+
+
+def _from_toml(text: str) -> Any:
+    """The value that a text is in TOML, or the text itself."""
+    try:
+        parsed = tomli.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
 
 
 def hint(given: str, known: Iterable[str], cutoff: float = 0.6, quote: bool = False) -> str:
     """'did you mean X?', or nothing when no known name is near."""
-    near = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(given.lower(), near, n=1, cutoff=cutoff)
-    return f"did you mean {show(near[close[0]]) if quote else near[close[0]]}?" if close else ""
+    near = nearest(given, known, cutoff)
+    return f"did you mean {show(near) if quote else near}?" if near else ""
+
+
+def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the candidate closest to a name, or nothing if none is close."""
+    by_case = {candidate.lower(): candidate for candidate in candidates}
+    return next((by_case[match] for match in difflib.get_close_matches(name.lower(), by_case, n=1, cutoff=cutoff)), "")
 
 
 def show(value: Any) -> str:

@@ -34,6 +34,11 @@ class Held(NamedTuple):
         return Held(*map(sum, zip(self, other, strict=True)))
 
 
+def _as_list(key: str, value: Any) -> str:
+    """The remedy for names that are joined by commas, as lists are said elsewhere on the command line."""
+    return f"write {key} = {show(value.split(','))}" if isinstance(value, str) and "," in value else ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
     make: str
@@ -89,7 +94,7 @@ class OptimizerSpec:
                 known = f"options of {name}: {', '.join(self.options)}" if self.options else f"nothing with {told}"
                 faults.append((table, given, known, hint(key, self.options) or "leave it out"))
             elif not fits(self.options[key].annotation, value):
-                faults.append((table, given, f"{key} = {describe(self.options[key].annotation)}", ""))
+                faults.append((table, given, f"{key} = {describe(self.options[key].annotation)}", _as_list(key, value)))
         yield from faults
         if not faults:
             arguments = self.arguments(shared, options)

@@ -1,13 +1,15 @@
 """What makes a job impossible or pointless, as far as it can be known without starting it. Needs no torch.
 
-A rule is a function (Facts) -> faults, listed in RULES at the end; all of them always run, so that all faults come out
-together. What one option can say by its type alone is in config/sections/.
+A rule is a function (Facts) -> faults, listed in RULES at the end; all of them always run, each up to the first option
+that has no valid value (unknown.py), so that all faults come out together. Checks of a single option's type are in
+config/sections/.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Collection, Mapping
 
 from torchtitan.config.job import JobConfig
-from torchtitan.config.options import ConfigError, Fault, option_at
+from torchtitan.config.options import ConfigError, Fault
 from torchtitan.rules.adapters import (
     adapter_alone_has_its_model,
     adapter_fits_the_model,
@@ -41,6 +43,7 @@ from torchtitan.rules.experts import (
 from torchtitan.rules.facts import Device, Facts, Rule
 from torchtitan.rules.guards import guards_without_effect, policies_can_be_followed
 from torchtitan.rules.model_and_data import (
+    NAMES,
     data_is_there,
     end_is_said_once,
     epochs_take_all,
@@ -143,18 +146,27 @@ from torchtitan.rules.tensor_and_context import (
     sequence_divides,
     sizes_divide_over_tensor_parallel,
 )
+from torchtitan.rules.unknown import hide, known_faults
 
 __all__ = ["BACKENDS", "RULES", "WITHOUT_EFFECT", "Device", "Facts", "check", "with_faults_of_the_rest"]
 
 
-def check(config: JobConfig, world_size: int, devices: Device, said_by: Mapping[str, str] | None = None) -> list[Fault]:
-    """All faults of a job that is to run on `world_size` ranks of this kind of device; none means it can start."""
-    facts = Facts(config, world_size, devices, said_by or {})
-    return [fault for rule in RULES for fault in rule(facts)]
+def check(
+    config: JobConfig,
+    world_size: int,
+    devices: Device,
+    said_by: Mapping[str, str] | None = None,
+    unknown: Collection[str] = (),
+) -> list[Fault]:
+    """All faults of a job that is to run on `world_size` ranks of this kind of device; none means it can start.
 
-
-FOLLOW = {"model": ("parallelism", "compile"), "training": ("parallelism", "optimizer")}
-"""Sections whose rules look at another one."""
+    Names are checked first. A rule stops when it reads an unknown name or an option of `unknown`.
+    """
+    facts = Facts(hide(config, unknown), world_size, devices, said_by or {})
+    faults = list(known_names(facts))
+    wrong_names = {fault.key for fault in faults if fault.key in NAMES}
+    facts = dataclasses.replace(facts, config=hide(facts.config, wrong_names))
+    return faults + [fault for rule in RULES if rule is not known_names for fault in known_faults(rule(facts))]
 
 
 def with_faults_of_the_rest(
@@ -162,15 +174,11 @@ def with_faults_of_the_rest(
 ) -> list[Fault]:
     """A job's faults all at once: those of its text, and those of what can be understood of it.
 
-    What was misspelt or mistyped counts as unset there, which could be a fault that nobody made: sections with such an
-    option, and those that follow from them, are left alone until it is right.
+    Misspelt and mistyped options have no valid value, so a rule stops when it reads one.
     """
     if error.rest is None:
         return error.faults
-    wrong = {option_at(fault.key).split(".")[0] for fault in error.faults}
-    wrong |= {follows for section in wrong for follows in FOLLOW.get(section, ())}
-    rest = check(error.rest, world_size, devices, said_by)
-    return error.faults + [fault for fault in rest if fault.key.split(".")[0] not in wrong]
+    return error.faults + check(error.rest, world_size, devices, said_by, error.unknown)
 
 
 WITHOUT_EFFECT: list[Rule] = [

@@ -114,10 +114,9 @@ def adapter_alone_has_its_model(facts: Facts) -> Iterator[Fault]:
     if options.kind == NONE:
         return
     save = facts.adapter_save
-    if save == "alone" and not (checkpoint.enable and checkpoint.initial_load_path):
+    if save == "alone" and not checkpoint.initial_load_path:
         why = "checkpoints without the model have to say where it is"
-        allowed = '"whole" without checkpoint.enable and checkpoint.initial_load_path'
-        yield facts.fault("adapter.save", allowed, why, given=show(save))
+        yield facts.fault("adapter.save", '"whole" without checkpoint.initial_load_path', why, given=show(save))
     if save == "alone" and not checkpoint.initial_load_model_only:
         remedy = "the first start would take the other job's step and data too"
         yield facts.fault("checkpoint.initial_load_model_only", 'true with adapter.save = "alone"', remedy)
@@ -129,9 +128,6 @@ def adapter_folders_fit(facts: Facts) -> Iterator[Fault]:
         return
     if options.initial_path is not None:
         yield from _adapter_is_of_this_kind(facts, Path(options.initial_path))
-    for name in ("initial_path", "last_save_in_peft"):
-        if getattr(options, name) and not facts.config.checkpoint.enable:
-            yield facts.fault(f"adapter.{name}", "nothing with checkpoint.enable = false", "set it, or leave this out")
     for name in ("train_fully", "train_dense_rest"):
         if options.last_save_in_peft and getattr(options, name):
             remedy = "its folder holds low-rank matrices alone; keep checkpoints, or fold the adapter in"
@@ -179,7 +175,7 @@ def matrices_are_not_needed(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("adapter.lora_only", f'false with adapter.kind = "{options.kind}"', remedy)
     if options.relora.every is not None:
         yield facts.fault("adapter.relora.every", "unset with adapter.lora_only", "there is no matrix to merge into")
-    if checkpoint.enable and checkpoint.initial_load_path is not None and checkpoint.initial_load_model_only:
+    if checkpoint.initial_load_path is not None and checkpoint.initial_load_model_only:
         why = "the matrices of another model would have no place: leave one of them out"
         yield facts.fault("checkpoint.initial_load_path", "unset with adapter.lora_only", why)
     for name, off in (("last_save_in_peft", "false"), ("initial_path", "unset")):

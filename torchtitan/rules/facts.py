@@ -241,7 +241,7 @@ class Facts:
     def untrained_tokens(self) -> list[int]:
         """Tokens of the weights that the job starts from that nothing has been learned of yet."""
         options = self.config.checkpoint
-        if not options.enable or options.initial_load_path is None:
+        if options.initial_load_path is None:
             return []
         try:
             return untrained(config_beside(Path(options.initial_load_path)) or {})

@@ -1,10 +1,11 @@
 """Rules on names, the model's sizes, its tokenizer and the data."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from torchtitan.adapters import ADAPTERS, NONE
+from torchtitan.config.job import JobConfig
 from torchtitan.config.old_models import advice
 from torchtitan.config.options import Fault, hint, options, show
 from torchtitan.config.sections.training import DataSource, Validation
@@ -23,25 +24,50 @@ from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.rules.facts import Facts
 from torchtitan.rules.optimization import BACKENDS
+from torchtitan.rules.unknown import known_faults
 from torchtitan.tasks import TASKS
 
 
+def _flavors(config: JobConfig) -> Collection[str] | None:
+    return [*SIZES[config.model.name], FROM_HF] if config.model.name in SIZES else None
+
+
+NAMES: dict[str, Callable[[JobConfig], Collection[str] | None]] = {
+    "model.name": lambda config: SIZES,
+    "task.kind": lambda config: TASKS,
+    "optimizer.name": lambda config: OPTIMIZERS,
+    "adapter.kind": lambda config: (NONE, *ADAPTERS),
+    "lr_scheduler.decay_type": lambda config: (*DECAYS, CONSTANT, JAGGED, CYCLICAL),
+    "model.flavor": _flavors,
+    "compile.backend": lambda config: BACKENDS if config.compile.enable else None,
+}
+"""Options that hold a name, and the allowed names in a job; None if the job does not use the name."""
+
+
 def known_names(facts: Facts) -> Iterator[Fault]:
-    config = facts.config
-    names = [("model.name", SIZES), ("task.kind", TASKS), ("optimizer.name", OPTIMIZERS)]
-    names += [("adapter.kind", (NONE, *ADAPTERS)), ("lr_scheduler.decay_type", (*DECAYS, CONSTANT, JAGGED, CYCLICAL))]
-    names += [("model.flavor", [*SIZES[config.model.name], FROM_HF])] if config.model.name in SIZES else []
-    names += [("compile.backend", BACKENDS)] if config.compile.enable else []
-    for key, known in names:
-        section, name = key.split(".")
-        given = getattr(getattr(config, section), name)
-        if given not in known:
-            remedy = (advice(given) if key == "model.name" else "") or hint(given, known, quote=True)
-            yield facts.fault(key, f"one of {', '.join(map(show, known))}", remedy)
-    for place, source, _ in _sources(facts):
-        if source.dataset not in DATASETS:
-            near = hint(source.dataset, DATASETS, quote=True)
-            yield facts.fault(f"{place}.dataset", f"one of {', '.join(map(show, DATASETS))}", near)
+    for key, allowed in NAMES.items():
+        yield from known_faults(_known_name(facts, key, allowed))
+    for section in ("training", "validation"):
+        yield from known_faults(_known_datasets(facts, section))
+
+
+def _known_name(facts: Facts, key: str, allowed: Callable[[JobConfig], Collection[str] | None]) -> Iterator[Fault]:
+    section, option = key.split(".")
+    name, names = getattr(getattr(facts.config, section), option), allowed(facts.config)
+    if names is not None and name not in names:
+        remedy = (advice(name) if key == "model.name" else "") or hint(name, names, quote=True)
+        yield facts.fault(key, f"one of {', '.join(map(show, names))}", remedy)
+
+
+def _known_datasets(facts: Facts, section: str) -> Iterator[Fault]:
+    validation, part = facts.config.validation, getattr(facts.config, section)
+    if section == "validation" and (not validation.enable or validation.split is not None):
+        return
+    names = {f"{section}.sources[{number}].dataset": source.dataset for number, source in enumerate(part.sources)}
+    for place, name in (names or {f"{section}.dataset": part.dataset}).items():
+        if name not in DATASETS:
+            near = hint(name, DATASETS, quote=True)
+            yield facts.fault(place, f"one of {', '.join(map(show, DATASETS))}", near)
 
 
 def _sources(facts: Facts) -> Iterator[tuple[str, DataSource, int]]:

@@ -10,6 +10,7 @@ from torchtitan.lr_shapes import ScheduleError
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED
 from torchtitan.rules.facts import Facts
+from torchtitan.rules.unknown import known_faults
 
 BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
 """Backends of torch.compile that come with torch and train."""
@@ -18,11 +19,9 @@ BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
 def schedule_fits(facts: Facts) -> Iterator[Fault]:
     shape = facts.config.lr_scheduler
     try:
-        facts.schedule  # noqa: B018 (it is made to see whether it can be)
-    except ScheduleError as error:
-        if error.key == "lr_scheduler.decay_type":
-            return  # known_names says it, with the near ones
-        yield facts.fault(error.key, error.allowed, error.remedy)
+        yield from known_faults(_schedule_can_be_made(facts))
+    except ScheduleError:  # of the name, which known_names says with the near ones
+        return
     if shape.t_max is not None and shape.total_steps is not None:
         yield facts.fault("lr_scheduler.t_max", "unset with lr_scheduler.total_steps", "drop one of the two")
     needed = {"epoch": "epochs", "token": "tokens"}.get(shape.t_max_unit)
@@ -44,6 +43,16 @@ def schedule_fits(facts: Facts) -> Iterator[Fault]:
             yield facts.fault(f"lr_scheduler.{name}", f'unset, except with decay_type = "{JAGGED}"', "drop it")
     if shape.num_cycles > 1 and shape.decay_type != "cosine_restarts":
         yield facts.fault("lr_scheduler.num_cycles", '1, except with decay_type = "cosine_restarts"', "drop it")
+
+
+def _schedule_can_be_made(facts: Facts) -> Iterator[Fault]:
+    """Apart from the others, as it asks for all options of the schedule."""
+    try:
+        facts.schedule  # noqa: B018 (it is made to see whether it can be)
+    except ScheduleError as error:
+        if error.key == "lr_scheduler.decay_type":
+            raise
+        yield facts.fault(error.key, error.allowed, error.remedy)
 
 
 def optimizer_options(facts: Facts) -> Iterator[Fault]:

@@ -18,7 +18,7 @@ from torchtitan.models import CONFIGS, FROM_HF
 from torchtitan.models.hf.config import CONFIG
 from torchtitan.rules.facts import Facts
 from torchtitan.rules.task import PAIRS
-from torchtitan.run_folder import OWN, out_of_place
+from torchtitan.run_folder import LOGS, OWN, out_of_place
 from torchtitan.trackers import TRACKERS, left_by
 
 
@@ -66,14 +66,14 @@ def checkpoint_rules(facts: Facts) -> Iterator[Fault]:
     if options.initial_load_counters and not options.initial_load_model_only:
         why = "without it all is taken, the counters too"
         yield facts.fault(key + "initial_load_counters", "false with initial_load_model_only = false", why)
-    if options.enable and options.initial_load_path is not None:
+    if options.initial_load_path is not None:
         yield from _initial_load(facts, Path(options.initial_load_path))
 
 
 def _initial_load(facts: Facts, path: Path) -> Iterator[Fault]:
     key, options = "checkpoint.initial_load_path", facts.config.checkpoint
     try:
-        own = newest_complete(Path(facts.config.job.dump_folder, options.folder))[0]
+        own = newest_complete(Path(facts.config.job.dump_folder, options.folder))[0] if options.enable else None
         if own is not None and facts.adapter_save == "whole":
             return  # this run goes on from its own checkpoint and needs the first one no more
         kind, place = find_weights(path)
@@ -206,6 +206,21 @@ def unwritable(folder: Path) -> tuple[str, str] | None:
         return "a folder", f"{existing} is a file"
     if not os.access(existing, os.W_OK | os.X_OK):
         return "a folder that can be written to", f"{existing} cannot"
+    return _cannot_be_filled(existing)
+
+
+def _cannot_be_filled(folder: Path) -> tuple[str, str] | None:
+    """Create and remove a folder in it, since permissions do not show that /proc or a full disk takes nothing. Its name
+    is one that a run's own cleanup removes."""
+    trial = folder / f".{LOGS}.tmp"
+    try:
+        trial.mkdir()
+        trial.rmdir()
+    except FileExistsError:  # another check is at it
+        return None
+    except OSError as error:
+        reason = f"nothing can be made in {folder.resolve()} ({error.strerror or error})"
+        return "a folder that can be written to", reason
     return None
 
 
@@ -242,18 +257,13 @@ def without_effect(facts: Facts) -> Iterator[Fault]:
 
 
 def needs_checkpoints(facts: Facts) -> Iterator[Fault]:
-    """Options of checkpoints that are set and would do nothing, as there are none."""
+    """Options of checkpoints that are set and would do nothing, as there are none. A run can begin from other weights
+    all the same."""
     options = facts.config.checkpoint
-    used = {"load_step": options.load_step >= 0, "initial_load_path": options.initial_load_path is not None}
-    alone: tuple[str, ...] = (
-        "initial_load_in_hf",
-        "initial_load_counters",
-        "load_only",
-        "last_save_model_only",
-        "enable_first_step_checkpoint",
-    )
-    alone += ("exclude_from_loading", "allow_config_change", "best_metric")
-    used |= {name: bool(getattr(options, name)) for name in alone}
+    names: tuple[str, ...] = ("load_only", "last_save_model_only", "enable_first_step_checkpoint", "best_metric")
+    if options.initial_load_path is None:
+        names = ("initial_load_in_hf", "initial_load_counters", *names, "exclude_from_loading", "allow_config_change")
+    used = {"load_step": options.load_step >= 0} | {name: bool(getattr(options, name)) for name in names}
     for name in (name for name, is_used in used.items() if is_used and not options.enable):
         allowed = "nothing with checkpoint.enable = false"
         yield facts.fault(f"checkpoint.{name}", allowed, "set checkpoint.enable = true, or leave it out")

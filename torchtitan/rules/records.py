@@ -78,9 +78,10 @@ def samples_may_differ_in_length(facts: Facts) -> Iterator[Fault]:
     if data.group_by_length and not config.training.shuffle:
         allowed = "unset with training.shuffle = false, which keeps the stored order"
         yield facts.fault("data.group_by_length", allowed, "drop one of the two")
-    if data.group_by_length and config.training.global_batch_size < 1:
-        allowed = "with training.global_batch_size, as the order is of steps and must not be one of the ranks"
-        yield facts.fault("data.group_by_length", allowed, "say it")
+    several_ranks = facts.samples is not None and facts.samples > config.training.local_batch_size
+    if data.group_by_length and config.training.global_batch_size < 1 and several_ranks:
+        allowed = "on several ranks with training.global_batch_size, as the order is of steps and not of the ranks"
+        yield facts.fault("data.group_by_length", allowed, f"write training.global_batch_size = {facts.samples}")
     if data.group_by_length and len(config.training.sources) > 1 and not joins_sources(config):
         allowed = "with training.epochs, as sources that are mixed by weight have no steps of their own"
         yield facts.fault("data.group_by_length", allowed, 'set training.mixing = "sizes", or drop it')

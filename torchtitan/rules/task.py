@@ -109,7 +109,7 @@ FORMER_DEFAULTS = {"data.packing": "best_fit", "data.pad_to": "seq_len"}
 
 def whole_records_are_asked_for(facts: Facts) -> Iterator[Fault]:
     """What says how records become samples, in a job whose samples are cut from all text."""
-    if facts.packs:
+    if facts.packs or facts.config.task.kind not in TASKS:
         return
     config, remedy = facts.config, 'set task.kind = "sft", or drop it'
     for key, option in options().items():

@@ -12,7 +12,8 @@ from torchtitan.config.sections.kinds import STRICT, Cadence, NonNegative, Place
 @dataclass(config=STRICT, kw_only=True)
 class Checkpoint:
     enable: bool = False
-    """Save checkpoints, and resume from the newest complete one in the folder."""
+    """Save checkpoints, and resume from the newest complete one in the folder. Without it a run can still begin from
+    initial_load_path."""
     folder: str = "checkpoint"
     """Folder of the checkpoints, inside job.dump_folder."""
     interval: Cadence = 500

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.kinds import STRICT, Fraction, Place, Positive
+from torchtitan.config.sections.kinds import STRICT, Form, Fraction, Place, Positive
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -30,13 +30,20 @@ class Data:
     best_fit. Pairs of answers are never packed."""
     padding: Literal["right", "left"] = "right"
     """Where a sample that is not full has its padding, which nobody learns or sees."""
-    pad_to: Annotated[str, Field(pattern=r"^(seq_len|batch|multiple:[1-9]\d*)$")] | None = None
+    pad_to: (
+        Annotated[
+            str,
+            Field(pattern=r"^(seq_len|batch|multiple:[1-9]\d*)$"),
+            Form('"seq_len", "batch" or "multiple:N", as "multiple:64"'),
+        ]
+        | None
+    ) = None
     """Length of samples that are not packed: training.seq_len, the longest of the batch, or that rounded up to a
     multiple of a number, as "multiple:64". Unset: rounded up to a multiple of 8 on a CPU and 64 on a GPU; seq_len with
     pipelines, compiled blocks, experts or padding on the left, and the start says what share of the tokens it is."""
     group_by_length: bool = False
     """Steps of samples that are about as long, where they are not packed, in an order drawn anew for each epoch."""
-    shards: Annotated[str, Field(pattern=r"^[1-9]\d*/[1-9]\d*$")] = "1/1"
+    shards: Annotated[str, Field(pattern=r"^[1-9]\d*/[1-9]\d*$"), Form('"N/M", as "2/4"')] = "1/1"
     """Train on one of so many equal parts of each source's records, as "2/4" on the second of four."""
     packing_window: Annotated[int, Field(ge=2)] = 100_000
     """Records, in their shuffled order, that are packed together."""

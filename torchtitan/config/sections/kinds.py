@@ -1,6 +1,7 @@
 """What the sections' fields are made of: strictness, ranges and words that several share."""
 
 import os
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
@@ -15,6 +16,15 @@ DegreeOrRest = Annotated[int, Field(ge=-1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Precision = Literal["float32", "bfloat16"]
 PartOfRun = Annotated[float, Field(gt=0, lt=1)]
-InEpochs = Annotated[str, Field(pattern=r"^(epoch|[1-9]\d{0,5}/epoch)$")]
+
+
+@dataclass(frozen=True)
+class Form:
+    """Describes the pattern of a text field for help and errors, which never show the regular expression."""
+
+    description: str
+
+
+InEpochs = Annotated[str, Field(pattern=r"^(epoch|[1-9]\d{0,5}/epoch)$"), Form('"epoch" or "N/epoch", as "4/epoch"')]
 Cadence = Positive | PartOfRun | InEpochs
 """How often: every so many steps, after each such share of the run, or so many times in an epoch (cadence.py)."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.kinds import STRICT, Fraction, NonNegative, Place
+from torchtitan.config.sections.kinds import STRICT, Form, Fraction, NonNegative, Place
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -36,7 +36,9 @@ class ActivationCheckpoint:
     """What is recomputed in backward instead of kept: nothing, every block, every block but what all-to-alls brought
     (needs pipeline_parallel_expert_parallel_overlap), some (selective_ac_option), or what fits memory_budget (needs
     compile)."""
-    selective_ac_option: Annotated[str, Field(pattern=r"^(op|[1-9]\d*)$")] = "2"
+    selective_ac_option: Annotated[
+        str, Field(pattern=r"^(op|[1-9]\d*)$"), Form('"op" or a whole number >= 1 in quotes, as "2"')
+    ] = "2"
     """"op": keep matrix products and attention, recompute the rest; a number n: recompute every n-th block."""
     memory_budget: Fraction = 0.5
     """0 recomputes everything, 1 nothing; between, the compiler keeps what is dearest to recompute."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.kinds import STRICT, NonNegative, Place, Positive
+from torchtitan.config.sections.kinds import STRICT, Form, NonNegative, Place, Positive
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -19,7 +19,14 @@ class Job:
     """Free text, shown at the start and kept in the run's config.toml."""
     tags: list[str] = field(default_factory=list)
     """Words to find the run by, kept with it and told to trackers."""
-    time_limit: Annotated[str, Field(pattern=r"^(\d+-)?\d+:[0-5]\d:[0-5]\d$")] | None = None
+    time_limit: (
+        Annotated[
+            str,
+            Field(pattern=r"^(\d+-)?\d+:[0-5]\d:[0-5]\d$"),
+            Form('"[days-]hours:minutes:seconds", as "12:00:00" or "2-12:00:00"'),
+        ]
+        | None
+    ) = None
     """Longest run, as [days-]hours:minutes:seconds; it stops ahead of it, saved, as on a signal. Unset: none but the
     end of a SLURM allocation."""
     clean_start: Literal["never", "unsaved", "always"] = "never"

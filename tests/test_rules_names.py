@@ -1,0 +1,162 @@
+"""Unknown names and invalid values: each is reported without a traceback, causes no further faults, and hides none of
+other options.
+"""
+
+import pytest
+
+from tests import test_rules
+from tests.support import judged
+from torchtitan.config.manager import ConfigError, load
+from torchtitan.config.options import describe, option_at, options
+from torchtitan.rules import Facts, check, with_faults_of_the_rest
+from torchtitan.rules.model_and_data import NAMES
+
+anywhere = judged.anywhere
+SMALL = "model.overrides={dim = 64, n_heads = 4, n_layers = 4, multiple_of = 16}"
+RAMP = "lr_scheduler.restart_warmup_steps=2"
+ROBERTA = ["model.name=roberta", "task.kind=seq_cls", "model.overrides={n_classes = 2}", "training.seq_len=64"]
+BASES = {
+    "defaults": [],
+    "no validation samples": ["validation.samples=0", "task.kind=sft"],
+    "records": ["task.kind=sft", "validation.enable", "validation.split=0.1", "data.too_long=drop"],
+    "padded records": ["task.kind=sft", "data.packing=off", "data.pad_to=batch", "data.group_by_length"],
+    "classes": [*ROBERTA, "training.dataset=sentiment"],
+    "pairs": ["task.kind=dpo", "dpo.beta=0.2", "training.epochs=1"],
+    "documents": ["task.kind=documents", "adapter.kind=neurocache", "validation.enable"],
+    "beside a cache": ["task.kind=documents", "adapter.kind=neurocache", "adapter.neurocache.beside=lora"],
+    "adapter": ["adapter.kind=lora", "adapter.rank=4", "training.tokens=1000000"],
+    "restarts": ["adapter.kind=lora", "adapter.relora.every=1000", "lr_scheduler.decay_type=relora_cosine", RAMP],
+    "projected": ["optimizer.name=GaLore", "optimizer.options.rank=8", "compile.enable"],
+    "pipeline": ["parallelism.pipeline_parallel_degree=2", SMALL, "training.local_batch_size=4"],
+    "experts": ["model.name=deepseek", "parallelism.expert_parallel_degree=2"],
+    "mixed": ['training.sources=[{dataset = "python_stdlib"}, {dataset = "python_stdlib_validation", weight = 2.0}]'],
+    "formatted": [
+        *("training.dataset=text", "training.dataset_path=FOLDER/rows.jsonl", "training.format=alpaca"),
+        *("training.template.separator=!", "task.kind=sft"),
+    ],
+    "watched": [
+        "metrics.trackers=tensorboard",
+        "metrics.histogram_freq=5",
+        "early_stop.patience=2",
+        "validation.enable",
+    ],
+    "kept by its loss": [
+        *("checkpoint.enable", "checkpoint.best_metric=validation_loss", "validation.enable"),
+        *("checkpoint.interval=20", "checkpoint.allow_config_change=optimizer.lr"),
+    ],
+}
+OTHER_NAMES = (
+    *("training.dataset", "validation.dataset", "training.sources", "training.format", "metrics.trackers"),
+    *("adapter.neurocache.beside", "parallelism.pipeline_parallel_schedule", "model.tokenizer_path"),
+    *("data.chat_template", "checkpoint.best_metric", "early_stop.metric", "checkpoint.allow_config_change"),
+    *("optimizer.options", "model.overrides", "training.fields", "training.template", "training.unfrozen"),
+)
+WRONG = {
+    "training.sources": '[{dataset = "pyhton_stdlib"}]',
+    "optimizer.options": "{rnak = 3}",
+    "model.overrides": "{n_layer = 3}",
+    "training.fields": '{instructoin = "a"}',
+    "training.template": '{separatr = "a"}',
+}
+ON_TWO_RANKS = ("pipeline", "experts")
+
+
+def faults(words: list[str], ranks: int = 1) -> list:
+    try:
+        return check(load(words), ranks, "cpu")
+    except ConfigError as error:
+        return with_faults_of_the_rest(error, ranks, "cpu")
+
+
+@pytest.fixture(scope="module", params=BASES)
+def base(request, tmp_path_factory) -> tuple[list[str], int]:
+    """The words of a job, which has no faults, and its ranks."""
+    folder = tmp_path_factory.mktemp("records")
+    (folder / "rows.jsonl").write_text('{"instruction": "say it", "output": "it"}\n')
+    words = ["--model.tokenizer_path=bytes", *(f"--{word}" for word in BASES[request.param])]
+    words, ranks = [word.replace("FOLDER", str(folder)) for word in words], 1 + (request.param in ON_TWO_RANKS)
+    assert faults(words, ranks) == []
+    return words, ranks
+
+
+@pytest.mark.parametrize("key", [*NAMES, *OTHER_NAMES])
+def test_a_misspelt_name_is_told_and_nothing_that_follows_from_it(base, key):
+    words, ranks = base
+    value = WRONG.get(key, "misspeltt")
+    others = [word for word in words if not word.startswith((f"--{key}=", f"--{key}."))]
+    found = faults([*others, f"--{key}={value}"], ranks)  # no traceback
+    if key in NAMES:
+        looked_up = NAMES[key](load(words)) is not None
+        assert [fault.key for fault in found] == [key] * looked_up
+
+
+def test_names_are_misspelt_wherever_options_have_them():
+    """The help of an option says if its value is the key of a registry."""
+    named = {key for key, option in options().items() if "key of torchtitan." in option.help}
+    assert named <= {*NAMES, *OTHER_NAMES}
+
+
+# Values that are wrong elsewhere
+
+
+OFFENDERS = [*test_rules.NAMES, *test_rules.MODEL, *test_rules.TRAINING]
+
+
+@pytest.mark.parametrize("case", OFFENDERS, ids=judged.name)
+@pytest.mark.parametrize("slip", ["debug.seed=one", "metrics.log_frequency=5", "comm.trace_buf_size=-1"])
+def test_a_wrong_value_hides_no_fault_of_another_option(case, slip):
+    words, *_ = case
+    ranks = 2
+    alone = [str(fault) for fault in faults([*words, "--model.tokenizer_path=bytes"], ranks)]
+    beside = [str(fault) for fault in faults([*words, "--model.tokenizer_path=bytes", f"--{slip}"], ranks)]
+    assert slip.split("=")[0] in beside[0] and beside[1:] == alone
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--lr_scheduler.decay_type=cosin"],
+        ["--optimizer.name=adamw"],
+        ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=1FB1"],
+        ["--model.name=lama3"],
+        ["--training.max_norm=1.0", "--optimizer.early_step_in_backward"],
+        ["--training.dataset=pythn_stdlib"],
+        ["--checkpoint.keep_latest_k=1"],
+    ],
+)
+def test_faults_stand_beside_a_wrong_number_of_steps(words):
+    alone, beside = (
+        [str(fault) for fault in faults([*words, "--model.tokenizer_path=bytes", *more], 2)]
+        for more in ([], ["--training.steps=ten"])
+    )
+    assert len(alone) == 1 and beside[1:] == alone and "training.steps" in beside[0]
+
+
+def test_what_depends_on_a_wrong_value_is_not_judged():
+    """Twenty steps of warmup do not fit into ten steps, but may fit into "ten"."""
+    words = ["--model.tokenizer_path=bytes", "--lr_scheduler.warmup_steps=20"]
+    assert [fault.key for fault in faults([*words, "--training.steps=10"])] == ["lr_scheduler.warmup_steps"]
+    assert [fault.key for fault in faults([*words, "--training.steps=ten"])] == ["training.steps"]
+
+
+def test_a_file_that_cannot_be_read_hides_no_fault_of_the_command_line(tmp_path):
+    """Only what the command line says itself is known."""
+    (tmp_path / "job.toml").write_text("[training\n")
+    for file in ("none.toml", str(tmp_path / "job.toml")):
+        words = [file, "--optimizer.name=adamw", "--training.global_batch_size=3"]
+        assert [option_at(fault.key).rpartition(".")[2] for fault in faults(words)] in (
+            ["config_file", "name"],
+            ["", "name"],
+        )
+
+
+def test_no_option_is_explained_by_a_regular_expression():
+    for key, option in options().items():
+        assert not set("^\\") & set(describe(option.annotation)), key
+
+
+def test_rules_do_not_read_what_is_hidden():
+    with pytest.raises(ConfigError) as caught:
+        load(["--training.steps=ten"])
+    assert caught.value.unknown == {"training.steps"}
+    assert Facts(caught.value.rest, 1, "cpu").steps == 10000, "the rest stays a plain job"
