@@ -12,6 +12,7 @@ import torch
 from torchtitan import build
 from torchtitan.config.job import JobConfig, describe_sources, sources_of
 from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.files import FileError
 from torchtitan.lr_scheduling import LRSchedulers
 from torchtitan.metrics import Goodput, MetricsLogger
 from torchtitan.metrics.console import duration
@@ -127,7 +128,7 @@ def conclude(
             if ranks.is_main:
                 draw_training_curve(metrics.path, picture, f"{config.model.name} {config.model.flavor} on {data}")
             places = places | {"picture": picture}
-        except OSError as error:  # a full disk; all else is written by now
+        except (OSError, FileError) as error:  # a full disk; all else is written by now
             logger.warning("%s cannot be drawn: %s", picture, error)
     logger.info("\n%s", metrics.summary(places))
     logger.info("time        %s", goodput.summary())

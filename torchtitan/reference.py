@@ -25,6 +25,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.options import show
 from torchtitan.datasets.sources import DataError
 from torchtitan.errors import JobError
+from torchtitan.files import require_file
 from torchtitan.feed import Batch, Feed
 from torchtitan.loss import IGNORE_INDEX
 from torchtitan.parallelisms.parallel_model import ParallelModel
@@ -91,6 +92,7 @@ def references(
     asked_of = _name_of(config.dpo.reference)
     if step:
         try:
+            require_file(path)
             with safe_open(path, "numpy") as file:
                 before = (file.metadata() or {}).get(MODEL, asked_of)
                 kept = References(file.get_tensor("digests"), file.get_tensor("values"))

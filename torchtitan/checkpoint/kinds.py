@@ -32,7 +32,10 @@ def find_weights(path: Path) -> tuple[Kind, Path]:
     # last, as a run on pairs keeps what its reference says as such a file
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
         return "hf", path
-    found = "no weights in it" if path.is_dir() else "no such file or folder"
+    if path.is_dir():
+        found = "no weights in it"
+    else:
+        found = "not a regular file" if path.exists() else "no such file or folder"
     raise NothingLoadable(f"{path}: {found}; give {ALLOWED}")
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from torchtitan.errors import JobError
+from torchtitan.files import FileError, open_file, read_file
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 NOT_COMPUTED_WITH = ("max_seq_len", "bias_rate", "aux_loss_weight")
@@ -24,6 +25,8 @@ READ_ANEW = ("rope_scaling", "rope_theta")
 """Arguments that no tensor's shape depends on, which a job that says so may change in the weights it goes on from."""
 UNTRAINED = "untrained_token_ids"
 """Of a config.json that `torchtitan convert` wrote: tokens that it has added, which nothing has been learned of yet."""
+LARGEST_JSON = 64 * 2**20
+"""Bytes. The index of the largest models has a tenth of it, a tokenizer's JSON up to a half."""
 LARGEST_HEADER = 100 * 2**20
 """Bytes, of a safetensors file; the format's own limit."""
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
@@ -97,18 +100,13 @@ class ConfigForm:
             raise JobError(f"{folder / CONFIG}: {error}") from error
 
 
-def refuse_special(path: Path) -> None:
-    """A pipe, which would be waited for, a device or a folder in the place of a file. JobError."""
-    if os.path.exists(path) and not os.path.isfile(path):  # neither of which raises for a name too long
-        raise JobError(f"{path.name} is not a regular file")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. JobError."""
-    refuse_special(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = json.loads(read_file(path, LARGEST_JSON).decode())
+    except FileError as error:
+        raise JobError(f"{path.name} {error.reason}") from error
+    except (ValueError, RecursionError) as error:
         raise JobError(f"{path.name} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise JobError(f"{path.name} holds no JSON object")
@@ -120,7 +118,7 @@ def tensor_files(folder: Path) -> dict[str, str]:
     is found where they are loaded (folders.py).
     """
     try:
-        if (folder / INDEX).is_file():
+        if os.path.exists(folder / INDEX):  # which does not raise for a name too long
             names = read_json(folder / INDEX).get("weight_map")
             return names if isinstance(names, dict) else {}
         file = folder if folder.is_file() else folder / SINGLE
@@ -144,7 +142,7 @@ def config_beside(path: Path) -> dict[str, Any] | None:
             raise JobError(f"{path} is no safetensors file, or one that is cut off: {error}") from error
         if kept is not None:
             return config
-    return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
+    return read_json(folder / CONFIG) if os.path.exists(folder / CONFIG) else None
 
 
 def untrained(config: Mapping[str, Any]) -> list[int]:
@@ -155,7 +153,7 @@ def untrained(config: Mapping[str, Any]) -> list[int]:
 
 def header_of(file: Path, with_metadata: bool = False) -> dict[str, Any]:
     """Of a safetensors file: name -> dtype, shape and place of each tensor. OSError, ValueError (JobError is one)."""
-    with file.open("rb") as opened:
+    with open_file(file) as opened:
         (length,) = struct.unpack("<Q", opened.read(8).ljust(8, b"\0"))
         if length > LARGEST_HEADER:
             raise JobError(f"{file.name} is no safetensors file")
