@@ -40,7 +40,7 @@ def open_file(path: str | os.PathLike[str], follow_links: bool = True) -> Binary
     _refuse_special(path, os.stat(path, follow_symlinks=follow_links))
     # O_NONBLOCK: a pipe that takes the file's place now is opened at once, and refused below
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
-    file = open(os.open(path, flags), "rb")
+    file = open(os.open(path, flags), "rb")  # noqa: SIM115
     try:
         _refuse_special(path, os.fstat(file.fileno()))
     except FileError:

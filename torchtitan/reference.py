@@ -25,8 +25,8 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.options import show
 from torchtitan.datasets.sources import DataError
 from torchtitan.errors import JobError
-from torchtitan.files import require_file
 from torchtitan.feed import Batch, Feed
+from torchtitan.files import require_file
 from torchtitan.loss import IGNORE_INDEX
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.preferences import Preference

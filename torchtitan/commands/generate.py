@@ -162,7 +162,9 @@ def prompt_of(options: argparse.Namespace) -> str:
         content = sys.stdin.buffer.read() if from_stdin else read_file(options.prompt_file, LARGEST_PROMPT)
         return content.decode()
     except FileError as error:
-        raise JobError(f"--prompt-file {options.prompt_file} {error.reason}; give a text file, or - for stdin") from None
+        raise JobError(
+            f"--prompt-file {options.prompt_file} {error.reason}; give a text file, or - for stdin"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"--prompt-file {options.prompt_file}: {error}; give a text file in UTF-8") from None
 

@@ -134,7 +134,8 @@ class LabelledFile(IndexedFile):
 
 def _json_rows(path: Path) -> Iterator[Row]:
     with open_file(path) as file:
-        content = (gzip.open(file) if path.suffix == ".gz" else file).read(LARGEST + 1)
+        unpacked = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+        content = unpacked.read(LARGEST + 1)
     if len(content) > LARGEST:
         raise DataError(f"{path}: more than {LARGEST / 2**30:g} GiB of records; cut it into several files")
     text = decode(content.removeprefix(b"\xef\xbb\xbf"), str(path), 0)

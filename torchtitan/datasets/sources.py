@@ -239,7 +239,11 @@ def find_files(path: str | None, suffixes: tuple[str, ...]) -> dict[str, Path]:
     elif os.path.isdir(path):
         found = walk(path, suffixes)
     elif glob.has_magic(path):
-        found = {os.path.normpath(f): Path(f) for f in glob.glob(path, recursive=True) if os.path.exists(f) and not os.path.isdir(f)}
+        found = {
+            os.path.normpath(f): Path(f)
+            for f in glob.glob(path, recursive=True)
+            if os.path.exists(f) and not os.path.isdir(f)
+        }
     else:
         raise DataError(f"{path}: no such file or folder; {allowed} is needed; correct {option}")
     wrong = sorted(name for name in found if not name.lower().endswith(suffixes))

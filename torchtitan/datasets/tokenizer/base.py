@@ -40,6 +40,8 @@ class Tokenizer(ABC):
     """Name -> id of the tokens that no text becomes."""
     chat_template: str | None = None
     """Jinja that makes text of conversations, see templates.py."""
+    template_name = "the chat template"
+    """How messages call it."""
     fingerprint: str
     """sha256 in hexadecimal over what decides the ids; data tokenized with another fingerprint is not compatible."""
 
