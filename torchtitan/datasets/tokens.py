@@ -82,10 +82,10 @@ class TokenShards(Source):
                 f"{self.folder}: {self.header['vocab_size']} ids, but the tokenizer has {vocab_size}; {REMEDY}"
             )
 
-    def verify(self) -> None:
+    def verify(self, shown: bool = True) -> None:
         """Read everything and compare the checksums. Raises DataError naming the first file that differs."""
         sizes = {part["name"]: (self.folder / part["name"]).stat().st_size for part in self.files}
-        with progress_bar(f"checking {self.folder.name}", sum(sizes.values())) as progress:
+        with progress_bar(f"checking {self.folder.name}", sum(sizes.values()), shown=shown) as progress:
             for part in self.files:
                 sha256 = hashlib.sha256()
                 with open_file(self.folder / part["name"]) as file:

@@ -30,6 +30,28 @@ LARGEST_JSON = 64 * 2**20
 LARGEST_HEADER = 100 * 2**20
 """Bytes, of a safetensors file; the format's own limit."""
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+RANGES = {
+    "norm_eps": (1e-20, 0.1),
+    "rope_theta": (1.0, 1e12),
+    "ffn_dim_multiplier": (1e-3, 1e3),
+    "factor": (1e-3, 1e6),
+    "low_freq_factor": (1e-3, 1e6),
+    "high_freq_factor": (1e-3, 1e6),
+    "beta_fast": (1e-6, 1e6),
+    "beta_slow": (1e-6, 1e6),
+    "mscale": (0.0, 100.0),
+    "mscale_all_dim": (0.0, 100.0),
+    "route_scale": (1e-6, 1e4),
+    "bias_rate": (0.0, 1.0),
+    "aux_loss_weight": (0.0, 100.0),
+}
+"""Of arguments, from and to: far beyond all published models (norms 1e-12 to 1e-5, theta 1e4 to 5e10)."""
+SPELLINGS = {
+    "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
+    "route_scale": ("routed_scaling_factor",),
+    "aux_loss_weight": ("router_aux_loss_coef", "aux_loss_alpha"),
+}
+"""What config.json calls an argument, where that differs."""
 Block = tuple[int, int]
 Number = TypeVar("Number", int, float)
 
@@ -62,6 +84,7 @@ class ConfigForm:
                 "nothing said"
             )
         check_types(args)
+        check_ranges(args, config)
         return args
 
     def args_of(self, folder: str | Path) -> Any:
@@ -194,6 +217,20 @@ def check_types(args: Any) -> None:
             raise JobError(f"{name} = {value!r}: {error.errors()[0]['msg'].lower()}") from None
         if is_dataclass(value):
             check_types(value)
+
+
+def check_ranges(args: Any, config: Mapping[str, Any]) -> None:
+    """JobError for a number with which no model computes anything, such as a slip or an attack would leave."""
+    for name in (each.name for each in fields(args)):
+        value = getattr(args, name)
+        if is_dataclass(value):
+            check_ranges(value, config)
+        elif name in RANGES and value is not None and not RANGES[name][0] <= value <= RANGES[name][1]:
+            key = next((key for key in SPELLINGS.get(name, ()) if key in config), name)
+            raise JobError(
+                f"{key} = {value!r}; allowed: from {RANGES[name][0]:g} to {RANGES[name][1]:g}; take the config.json of "
+                "the model's own repository"
+            )
 
 
 def check_numbers(config: Mapping[str, Any], needed: Iterable[str]) -> None:
