@@ -42,16 +42,16 @@ def options_with_paths() -> set[str]:
     found = set()
     for name, option in options().items():
         rows = {f"{name}[].{key}": column for key, column in columns(name).items()}
-        for key, each in ({name: option} | rows).items():
-            if "AfterValidator" in repr(each.annotation) and "expanduser" in repr(each.annotation):
+        for key, column in ({name: option} | rows).items():
+            if "AfterValidator" in repr(column.annotation) and "expanduser" in repr(column.annotation):
                 found.add(key)
     return found
 
 
 def test_paths_are_declared_as_paths():
     """So that `options_with_paths` has them all. Those without a type of path are names inside job.dump_folder."""
-    words = ("path", "file", "folder", "dir", "csv")
-    called_so = {name for name in options() if name.rpartition(".")[2].split("_")[-1] in words}
+    endings = ("path", "file", "folder", "dir", "csv")
+    called_so = {name for name in options() if name.rpartition(".")[2].split("_")[-1] in endings}
     inside = {"checkpoint.folder", "metrics.save_tb_folder", "profiling.save_traces_folder"}
     inside |= {"profiling.save_memory_snapshot_folder"}
     assert called_so - options_with_paths() - inside == {"job.config_file"}
@@ -113,8 +113,8 @@ def hf_folder(folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     vocabulary = {chr(number): number - 33 for number in range(33, 127)} | {"<|endoftext|>": 94}
     model = {"type": "BPE", "vocab": vocabulary, "merges": []}
-    written = {"version": "1.0", "added_tokens": [], "model": model}
-    (folder / "tokenizer.json").write_text(json.dumps(written))
+    table = {"version": "1.0", "added_tokens": [], "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(table))
     return folder
 
 
@@ -219,9 +219,9 @@ def arguments_with_words() -> set[tuple[str, str]]:
         for node in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument")):
                 continue
-            said = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            no_words = said.get("type") in ("int", "float") or said.keys() & {"choices"}
-            if not no_words and said.get("action") in (None, "'append'") and isinstance(node.args[0], ast.Constant):
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            no_words = keywords.get("type") in ("int", "float") or keywords.keys() & {"choices"}
+            if not no_words and keywords.get("action") in (None, "'append'") and isinstance(node.args[0], ast.Constant):
                 found.add((path.stem, node.args[0].value))
     return found
 
@@ -273,6 +273,7 @@ OWN_FILES = {
     "commands/plot.py": "a picture that it has drawn",
     "commands/presets.py": "writes; presets of the package",
     "datasets/preparing.py": "a lock",
+    "datasets/template_worker.py": "/proc",
     "launcher/answers.py": "writes",
     "launcher/lock.py": "/proc; writes",
     "launcher/nodes.py": "/proc",

@@ -1,6 +1,4 @@
-"""Prepared shards that have changed since they were made are not trained on: the sums in their header are compared when
-a run starts.
-"""
+"""Prepared shards that have changed since they were made are refused: every start of a run compares their sums."""
 
 import pytest
 
@@ -16,10 +14,10 @@ from torchtitan.datasets.verification import verification_of
 @pytest.fixture
 def shards(tmp_path):
     texts = jobs.write_texts(tmp_path / "texts")
-    made = tmp_path / "shards"
-    prepare.main(["--dataset_path", str(texts), "--tokenizer_path", "bytes", "--output", str(made), "--workers=1"])
+    folder = tmp_path / "shards"
+    prepare.main(["--dataset_path", str(texts), "--tokenizer_path", "bytes", "--output", str(folder), "--workers=1"])
     verification._verifications.clear()
-    return made
+    return folder
 
 
 def loader(tmp_path, shards, state=None):
@@ -50,7 +48,7 @@ def test_a_large_one_ends_the_run_when_the_difference_is_found(tmp_path, shards,
         batches = iter(loader(tmp_path, shards))
         while True:  # without an end, unless it is refused
             next(batches)
-    assert "are compared with their sums while training goes on" in caplog.text and "are what was" not in caplog.text
+    assert "are compared with their sums during training" in caplog.text and "match their sums" not in caplog.text
 
 
 def test_sound_shards_are_compared_once_and_read(tmp_path, shards, monkeypatch, caplog):
@@ -59,13 +57,13 @@ def test_sound_shards_are_compared_once_and_read(tmp_path, shards, monkeypatch, 
     first = loader(tmp_path, shards)
     next(iter(first))
     first.verification._thread.join()
-    assert first.verification.error is None and "are what was prepared" in caplog.text
+    assert first.verification.error is None and "match their sums" in caplog.text
     assert loader(tmp_path, shards).verification is first.verification
     assert verification_of([]) is None
 
 
-def test_a_run_that_goes_on_is_refused_too(tmp_path, shards):
-    """Else the next start would go on with what the last one has ended for."""
+def test_a_resume_is_refused_too(tmp_path, shards):
+    """The first start may have ended for this reason: the second must not train on the same shards."""
     state = loader(tmp_path, shards).state_dict()
     verification._verifications.clear()
     rot(shards)

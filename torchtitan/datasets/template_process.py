@@ -71,9 +71,9 @@ class _Child:
 
     def _write(self, content: bytes) -> None:
         assert self.process.stdin is not None
-        rest = memoryview(content)
-        while rest:
-            rest = rest[self.process.stdin.write(rest) :]
+        unwritten = memoryview(content)
+        while unwritten:
+            unwritten = unwritten[self.process.stdin.write(unwritten) :]
 
     def _read(self, size: int) -> bytes:
         assert self.process.stdout is not None
@@ -135,7 +135,7 @@ def _render_here(
     source: str, messages: Sequence[Any], ends: Mapping[str, str], renderings: Sequence[tuple[int, bool]]
 ) -> list[str]:
     try:
-        return [rendered(_compiled(source), messages, ends, *each) for each in renderings]
+        return [rendered(_compiled(source), messages, ends, *rendering) for rendering in renderings]
     except TooLong:
         raise RenderingFailed(TOO_LONG, "") from None
     except Exception as error:  # a message has not what the template asks for

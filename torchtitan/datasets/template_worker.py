@@ -66,10 +66,10 @@ def environment() -> ImmutableSandboxedEnvironment:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    made.filters["tojson"] = _to_json
-    made.globals["raise_exception"] = refuse
-    return made
+    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    jinja.filters["tojson"] = _to_json
+    jinja.globals["raise_exception"] = refuse
+    return jinja
 
 
 def rendered(template: Any, messages: Sequence[Any], ends: Mapping[str, str], count: int, prompt: bool) -> str:
