@@ -484,7 +484,10 @@ BAD_ARGUMENTS = {
     ),
     "no regular file": (
         ["--job.config_file", "/dev/null"],
-        ['job.config_file: given "/dev/null"; allowed: a regular file of at most 1048576 bytes; give a job\'s TOML'],
+        [
+            'job.config_file: given "/dev/null" (is not a regular file but a device); allowed: a regular file of at '
+            "most 1048576 bytes; give a job's TOML"
+        ],
     ),
     "a folder that is not there": (
         ["--job.config_file", "/no/such/job.toml"],

@@ -17,6 +17,7 @@ from torchtitan.config.manager import ConfigError, load
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_text import text
 from torchtitan.errors import JobError
+from torchtitan.models import CONFIGS
 from torchtitan.models.hf import config, stored
 
 
@@ -91,3 +92,34 @@ def test_weights_that_are_not_finite_are_not_started_from(tmp_path, ranks):
     take |= dict(checkpoint__initial_load_path=tmp_path / "a" / "model_hf", training__steps=1)
     with pytest.raises(RankFailed, match=r"NotFinite: .*model_hf: model.layers.3.feed_forward.\S+ holds NaN"):
         run_ranks(ranks, jobs.train, jobs.arguments(tmp_path / "b", texts, **take))
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "vocab_size": 256, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+LLAMA31 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA31 |= {"original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize("theta", [1e4, 1e6, 2_804_339_835.0, 45_830_000_000.0])
+def test_published_constants_of_a_config_are_taken(theta):
+    args = CONFIGS["llama3"].args_from(LLAMA | {"rope_theta": theta, "rms_norm_eps": 1e-12})
+    assert (args.rope_theta, args.norm_eps) == (theta, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"rope_theta": 1e308}, r"rope_theta = 1e\+308; allowed: from 1 to 1e\+12"),
+        ({"rope_theta": 0.0}, "rope_theta = 0.0; allowed: from 1 to"),
+        ({"rope_theta": -1e4}, "rope_theta = -10000.0; allowed"),
+        ({"rms_norm_eps": 3.0}, "rms_norm_eps = 3.0; allowed: from 1e-20 to 0.1; take the config.json of the model"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps = -1e-06; allowed"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps = 0.0; allowed"),
+        ({"rope_scaling": LLAMA31 | {"factor": 1e300}}, r"factor = 1e\+300; allowed"),
+        ({"rope_scaling": LLAMA31 | {"low_freq_factor": 0.0}}, "low_freq_factor = 0.0; allowed|low_freq_factor"),
+    ],
+    ids=str,
+)
+def test_absurd_constants_of_a_config_are_refused(change, said):
+    with pytest.raises(JobError, match=said):
+        CONFIGS["llama3"].args_from(LLAMA | change)

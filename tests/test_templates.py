@@ -10,7 +10,7 @@ import tokenizers
 from tests.support.jobs import ROOT
 from tests.test_loader import global_samples, loader
 from torchtitan.commands import prepare, preview
-from torchtitan.datasets import templates
+from torchtitan.datasets import template_process, templates
 from torchtitan.datasets.learned import TrainOn
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.packing import IGNORE
@@ -275,11 +275,13 @@ def test_a_conversation_that_the_template_refuses_can_be_left_out(folders, tmp_p
 
 
 def test_a_template_is_compiled_once(folders):
-    templates._compiled.cache_clear()
+    """And its process is started once."""
     tokenizer = build_tokenizer(str(folders["chatml"]))
+    ours(tokenizer, messages(CHATS[0]))
+    (child,), sent = template_process._children, len(template_process._children[0].sent)
     for _ in range(3):
-        ours(tokenizer, messages(CHATS[0]))
-    assert templates._compiled.cache_info().misses == 1
+        ours(tokenizer, messages(CHATS[1]))
+    assert template_process._children == [child] and len(child.sent) == sent
 
 
 def test_names_of_special_tokens_are_looked_for_by_patterns_that_are_kept(folders):

@@ -32,6 +32,7 @@ from torchtitan.datasets.segments import Documents, HeldOutSegments, SegmentLoad
 from torchtitan.datasets.targets import Labels
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokens import TokenShards
+from torchtitan.datasets.verification import verification_of
 from torchtitan.distributed import device_type
 from torchtitan.feed import Batch, Feed, names_read
 from torchtitan.loss import Objective
@@ -39,6 +40,7 @@ from torchtitan.masking import Masking
 from torchtitan.models.decoder import LANES
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.ranks import read_ranks
 from torchtitan.tasks import TASKS, mask_token
 
 logger = logging.getLogger(__name__)
@@ -223,6 +225,16 @@ def batches_of_a_step(config: JobConfig, plan: ParallelDims) -> int:
 
 def training_loader(
     config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims, state: dict[str, Any] | None = None
+) -> Loader | SegmentLoader:
+    loader = _training_loader(config, vocabulary, dp_rank, plan, state)
+    if read_ranks().local_rank == 0:  # one rank of each machine, whose disk may be another
+        opened = [weighted.source for weighted in data_sources(config, "training")]
+        loader.verification = verification_of([source for source in opened if isinstance(source, TokenShards)])
+    return loader
+
+
+def _training_loader(
+    config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims, state: dict[str, Any] | None
 ) -> Loader | SegmentLoader:
     if TASKS[config.task.kind].in_lanes:
         return SegmentLoader(

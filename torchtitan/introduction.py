@@ -13,6 +13,7 @@ from torchtitan import build
 from torchtitan.batch_shape import notice, padding_multiple, sample_count
 from torchtitan.config.job import JobConfig, describe_sources, sources_of
 from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.files import FileError
 from torchtitan.lr_scheduling import LRSchedulers
 from torchtitan.metrics import Goodput, MetricsLogger
 from torchtitan.metrics.console import duration
@@ -140,7 +141,7 @@ def conclude(
             if ranks.is_main:
                 draw_training_curve(metrics.path, picture, f"{config.model.name} {config.model.flavor} on {data}")
             places = places | {"picture": picture}
-        except OSError as error:  # a full disk; all else is written by now
+        except (OSError, FileError) as error:  # a full disk; all else is written by now
             logger.warning("%s cannot be drawn: %s", picture, error)
     logger.info("\n%s", metrics.summary(places))
     logger.info("time        %s", goodput.summary())

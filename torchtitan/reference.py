@@ -31,6 +31,7 @@ from torchtitan.datasets.loader import cut_to_longest
 from torchtitan.datasets.sources import DataError
 from torchtitan.errors import JobError
 from torchtitan.feed import Batch, Feed
+from torchtitan.files import require_file
 from torchtitan.loss import IGNORE_INDEX
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.preferences import Preference
@@ -147,6 +148,7 @@ def _load(path: Path, model_name: str, step: int) -> tuple[References, dict[str,
     another reference.
     """
     try:
+        require_file(path, missing_ok=True)
         with safe_open(path, "numpy") as file:
             metadata = dict(file.metadata() or {})
             saved = References(file.get_tensor("digests"), file.get_tensor("values"))

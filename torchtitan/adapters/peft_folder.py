@@ -16,7 +16,7 @@ from torchtitan.adapters.joint import having, joined, part_of
 from torchtitan.adapters.peft_config import BY_MODULE, CONFIG, WEIGHTS, differences, of_options, read
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.errors import JobError
-from torchtitan.models.hf.config import refuse_special
+from torchtitan.files import require_file
 from torchtitan.models.hf.names import Form
 
 PREFIX = "base_model.model."
@@ -118,7 +118,7 @@ def load(folder: Path, options: Options, form: Form, shapes: Mapping[str, tuple[
     if wrong := list(differences(read(folder), options, {key: mine[key] for key in BY_MODULE})):
         raise JobError(f"{folder / CONFIG}: {'; '.join(wrong)}")
     try:
-        refuse_special(folder / WEIGHTS)
+        require_file(folder / WEIGHTS, missing_ok=True)
         theirs = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise JobError(f"{folder}: no adapter in peft's layout ({CONFIG}, {WEIGHTS}): {error}") from error

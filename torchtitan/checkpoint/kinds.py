@@ -32,7 +32,8 @@ def find_weights(path: Path) -> tuple[Kind, Path]:
     # last, as a run on pairs keeps what its reference says as such a file
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
         return "hf", path
-    found = "no weights in it" if path.is_dir() else "no such file or folder"
+    what = "not a regular file" if path.exists() else "no such file or folder"
+    found = "no weights in it" if path.is_dir() else what
     raise NothingLoadable(f"{path}: {found}; give {ALLOWED}")
 
 

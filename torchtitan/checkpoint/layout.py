@@ -25,6 +25,7 @@ from pydantic.dataclasses import dataclass
 
 from torchtitan.bars import progress_bar
 from torchtitan.errors import JobError
+from torchtitan.files import FileError, open_file, read_file
 
 FORMAT = 1
 MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
@@ -267,25 +268,15 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_bytes(path: Path, most: int = LARGEST_TEXT) -> bytes:
     """The content of a regular file, no link, pipe or device, of at most so many bytes. Raises `CheckpointError`."""
     try:
-        # a pipe would wait for a writer for ever
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path.name} is not a regular file")
-            if status.st_size > most:
-                raise CheckpointError(f"{path.name} has {status.st_size} bytes; at most {most} are read")
-            return file.read(most + 1)
-    except (OSError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        return read_file(path, most, follow_links=False)
+    except FileError as error:
+        raise CheckpointError(f"{path.name} {error.reason}") from None
 
 
 def sha256_of(path: Path, tell: Callable[[int], object] = int) -> str:
     """`tell` hears of every block read, by its number of bytes."""
     digest, buffer = hashlib.sha256(), bytearray(_HASH_BLOCK)
-    with path.open("rb", buffering=0) as file:
+    with open_file(path) as file:
         while count := file.readinto(buffer):
             digest.update(memoryview(buffer)[:count])
             tell(count)

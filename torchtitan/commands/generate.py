@@ -31,10 +31,13 @@ from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.streaming import text_of
 from torchtitan.distributed import device_type
 from torchtitan.errors import JobError
+from torchtitan.files import FileError, read_file
 from torchtitan.leaving import die_with
 from torchtitan.ranks import Ranks, read_ranks, started_as_rank
 
 # What a young model writes must not reach the terminal as commands.
+LARGEST_PROMPT = 2**26
+"""Bytes."""
 CONTROLS = dict.fromkeys([c for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"], "\ufffd")
 
 
@@ -156,8 +159,12 @@ def prompt_of(options: argparse.Namespace) -> str:
         return options.prompt
     try:
         from_stdin = options.prompt_file == "-"
-        content = sys.stdin.buffer.read() if from_stdin else Path(options.prompt_file).read_bytes()
+        content = sys.stdin.buffer.read() if from_stdin else read_file(options.prompt_file, LARGEST_PROMPT)
         return content.decode()
+    except FileError as error:
+        raise JobError(
+            f"--prompt-file {options.prompt_file} {error.reason}; give a text file, or - for stdin"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise JobError(f"--prompt-file {options.prompt_file}: {error}; give a text file in UTF-8") from None
 

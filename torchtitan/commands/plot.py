@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from torchtitan.errors import JobError
+from torchtitan.files import FileError
 from torchtitan.metrics.json_lines import read_records
 from torchtitan.plot import FORMATS, check_format, draw_training_curve, is_finite, smoothed, smoothed_over
 
@@ -43,9 +44,10 @@ def read(path: Path) -> tuple[Points, Points]:
     """Steps with their loss, and with that of their validation, of those that are finite. JobError for no run's."""
     try:
         records = read_records(path)
-    except OSError as error:
+    except (OSError, FileError) as error:
         remedy = f"give the dump_folder of a run that has logged, or its {METRICS}"
-        raise JobError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
+        reason = error.reason if isinstance(error, FileError) else f"cannot be read ({error.strerror})"
+        raise JobError(f"{path}: {reason}; {remedy}") from None
     losses, held_out = (
         [(record["step"], record[key]) for record in records if is_finite(record.get(key))]
         for key in ("loss", "validation_loss")

@@ -11,10 +11,11 @@ from tomlkit.items import Comment, Table
 
 from torchtitan.config.job import JobConfig
 from torchtitan.config.layers import Values, assemble, layer_of, merged, nest
-from torchtitan.config.manager import read_layers
+from torchtitan.config.manager import LARGEST_FILE, read_layers
 from torchtitan.config.options import ConfigError, Fault, options, show
 from torchtitan.config.renames import MOVED
 from torchtitan.config.upgrade import Upgrade, upgrade
+from torchtitan.files import read_file
 from torchtitan.rules import WITHOUT_EFFECT, Facts
 
 
@@ -35,7 +36,7 @@ def translate(argv: list[str], era: str | None) -> tuple[str, JobConfig]:
     comments = Comments()
     for layer in layers:
         if Path(layer.name).is_file():
-            comments.read(Path(layer.name).read_text())
+            comments.read(read_file(layer.name, LARGEST_FILE).decode())
     head = [f"Translated from {name}, read as a job for torchtitan of {result.era}.", *result.notes]
     return as_file(head, values, comments), assemble(values, [f"the translation of {name}"])
 

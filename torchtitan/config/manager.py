@@ -19,6 +19,7 @@ from torchtitan.config.command_line import parse_arguments
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.layers import COMMAND_LINE, Entries, Layer, assemble, layer_of, merged, of_environment, walk
 from torchtitan.config.options import ConfigError, Fault, help_text, hint, option_at, show
+from torchtitan.files import FileError, read_file
 from torchtitan.shipped import job_file, jobs
 
 __all__ = ["ConfigError", "Fault", "load", "to_toml"]
@@ -101,7 +102,10 @@ def _read_file(name: str, said_by: str, key: str, chain: tuple[Path, ...], read:
     try:
         path = Path(name).resolve()
         refused = _not_a_job(name, path, said_by, key, chain)
-        content = b"" if refused else path.read_bytes()
+        content = b"" if refused else read_file(path, LARGEST_FILE)
+    except FileError as error:
+        allowed = f"a regular file of at most {LARGEST_FILE} bytes"
+        refused = Fault(said_by, key, f"{show(name)} ({error.reason})", allowed, "give a job's TOML")
     except (OSError, ValueError, RuntimeError) as error:  # ValueError: a NUL in the name; RuntimeError: a loop of links
         reason = getattr(error, "strerror", None) or str(error)
         refused = Fault(said_by, key, f"{show(name)} ({reason})", "the path of a readable TOML file", "")
@@ -143,8 +147,6 @@ def _not_a_job(name: str, path: Path, said_by: str, key: str, chain: tuple[Path,
     if said_by != COMMAND_LINE and path.suffix != ".toml":
         # whose lines, as they are no TOML, would be quoted: a stranger's job must not show this machine's files
         return Fault(said_by, key, show(name), "a file whose name, links followed, ends in .toml", "name it so")
-    if not path.is_file() or path.stat().st_size > LARGEST_FILE:
-        return Fault(said_by, key, show(name), f"a regular file of at most {LARGEST_FILE} bytes", "give a job's TOML")
     return None
 
 

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torchtitan.datasets.sources import (
     missing,
 )
 from torchtitan.datasets.sources_tables import BESIDE_ARROW, saved_split
+from torchtitan.files import open_file, require_file
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 LARGEST = 2**31
@@ -131,8 +133,9 @@ class LabelledFile(IndexedFile):
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        content = file.read(LARGEST + 1)
+    with open_file(path) as file:
+        unpacked = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+        content = unpacked.read(LARGEST + 1)
     if len(content) > LARGEST:
         raise DataError(f"{path}: more than {LARGEST / 2**30:g} GiB of records; cut it into several files")
     text = decode(content.removeprefix(b"\xef\xbb\xbf"), str(path), 0)
@@ -149,7 +152,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
     """A quotation mark in a .tsv is one of the text, as GLUE's files have them."""
     tabs = path.suffix.lower() == ".tsv"
     form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {"delimiter": ","}
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
         for number, row in enumerate(csv.DictReader(file, strict=True, **form)):
             if None in row:  # what DictReader calls the values beyond the header's
                 remedy = "write a text without tabs" if tabs else "put a text with commas in quotation marks"
@@ -165,6 +168,7 @@ def _table_rows(path: Path) -> Sequence[Row]:
         import pyarrow.parquet
     except ImportError:
         raise missing(path, "pyarrow") from None
+    require_file(path)
     try:
         if path.suffix.lower() == ".parquet":
             return pyarrow.parquet.read_table(path).to_pylist()

@@ -33,6 +33,7 @@ from torchtitan.datasets.sources_pretokenized import Blocks
 from torchtitan.datasets.targets import Labels
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokens import TokenShards
+from torchtitan.datasets.verification import Verification
 from torchtitan.distributed import device_type
 from torchtitan.leaving import die_with
 from torchtitan.limits import check_global_batch, check_persistence, check_pinned, check_prefetch
@@ -83,6 +84,9 @@ class Loader:
     the CPU, or shorter where packing.multiple says so. Without document_mask all batches share one tensor of positions.
     Every iteration begins at the same place, and state_dict is about the latest one. Raises DataError."""
 
+    verification: Verification | None = None
+    """Of the prepared shards that are read."""
+
     def __init__(
         self, pieces: LanePieces | BlockPieces, start: Position, num_workers: int, pin_memory: bool, **options: Any
     ) -> None:
@@ -114,6 +118,8 @@ class Loader:
         self._running = running = iter(self._loader)
         shape = (-1, *self._positions.shape)
         while pieces := list(islice(running, self._per_batch)):
+            if self.verification is not None:
+                self.verification.refuse_damaged()
             for piece in pieces:
                 if isinstance(piece, str):
                     self.close()

@@ -19,6 +19,7 @@ from torchtitan.datasets.position import VERSION, check_same_data
 from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokens import TokenReader, TokenShards
+from torchtitan.datasets.verification import Verification
 
 logger = logging.getLogger(__name__)
 Batch = dict[str, torch.Tensor]
@@ -99,6 +100,9 @@ class SegmentLoader:
 
     skipped = 0
 
+    verification: Verification | None = None
+    """Of the prepared shards that are read."""
+
     def __init__(
         self,
         documents: Documents,
@@ -160,6 +164,8 @@ class SegmentLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
+            if self.verification is not None:
+                self.verification.refuse_damaged()
             self.all_rows = [row or self._next_document() for row in self.all_rows]
             own = self.rows
             begun = {index for index, row in enumerate(own) if row is not None and row.offset == row.start}

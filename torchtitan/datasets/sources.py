@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan.errors import JobError
+from torchtitan.files import FileError, open_file, require_file
 
 REMEDY = 'repair the file, or set training.on_bad_data = "skip" to count and leave out what cannot be read'
 MAX_RECORD = 2**25
@@ -156,7 +157,7 @@ class IndexedFile(Part):
             yield attempt(self.get, index)
 
     def bytes(self, start: int, stop: int) -> bytes:
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             file.seek(start)
             content = file.read(stop - start)
         if len(content) < stop - start:
@@ -233,12 +234,16 @@ def find_files(path: str | None, suffixes: tuple[str, ...]) -> dict[str, Path]:
     allowed = f"a file, a folder or a glob of {', '.join(suffixes)}"
     if not path:
         raise DataError(f"{option} is not set; this dataset needs {allowed}; set {option}")
-    if os.path.isfile(path):
+    if os.path.lexists(path) and not os.path.isdir(path):
         found = {os.path.basename(path): Path(path)}
     elif os.path.isdir(path):
         found = walk(path, suffixes)
     elif glob.has_magic(path):
-        found = {os.path.normpath(f): Path(f) for f in glob.glob(path, recursive=True) if os.path.isfile(f)}
+        found = {
+            os.path.normpath(f): Path(f)
+            for f in glob.glob(path, recursive=True)
+            if os.path.exists(f) and not os.path.isdir(f)
+        }
     else:
         raise DataError(f"{path}: no such file or folder; {allowed} is needed; correct {option}")
     wrong = sorted(name for name in found if not name.lower().endswith(suffixes))
@@ -246,6 +251,10 @@ def find_files(path: str | None, suffixes: tuple[str, ...]) -> dict[str, Path]:
         what = f"{wrong[0]} is of another kind" if wrong else "nothing is there"
         raise DataError(f"{path}: {what}; {allowed} is needed; correct {option}")
     for file in found.values():
+        try:
+            require_file(file)
+        except FileError as error:
+            raise DataError(f"{file} {error.reason}; {allowed} is needed; correct {option}") from None
         if not os.access(file, os.R_OK):
             raise DataError(f"{file}: may not be read by this user; change its permissions or {option}")
     return dict(sorted(found.items()))
@@ -274,7 +283,7 @@ def _samples_checksum(files: dict[str, Path], sizes: dict[str, int]) -> str:
     names = list(files)
     digest = hashlib.sha256()
     for name in names[:: -(-len(names) // LISTED_FILES)]:
-        with files[name].open("rb") as file:
+        with open_file(files[name]) as file:
             for third in range(4):
                 file.seek(max(0, sizes[name] - SAMPLE_BYTES) * third // 3)
                 digest.update(file.read(SAMPLE_BYTES))
@@ -288,7 +297,7 @@ def walk(folder: str, suffixes: tuple[str, ...], left_out: Collection[str] = ())
         folders[:] = [f for f in folders if not f.startswith(".") and f not in left_out]
         for name in names:
             file = Path(root, name)
-            if not name.startswith(".") and name.lower().endswith(suffixes) and file.is_file():
+            if not name.startswith(".") and name.lower().endswith(suffixes) and file.exists():
                 found[file.relative_to(folder).as_posix()] = file
     return found
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from torchtitan.datasets.reading import Reading
 from torchtitan.datasets.sources import MAX_RECORD, REMEDY, DataError, Document, IndexedFile, decode
+from torchtitan.files import open_file
 
 
 def parse_line(line: bytes, place: str, short_place: str, offset: int, reading: Reading) -> Document:
@@ -83,7 +84,7 @@ class _Window:
 
     def __init__(self, path: Path, size: int) -> None:
         self.path, self.size = path, size
-        self.file, self.decoder = path.open("rb"), getincrementaldecoder("utf-8")()
+        self.file, self.decoder = open_file(path), getincrementaldecoder("utf-8")()
         self.text, self.place, self.bytes_before, self.ended = "", 0, 0, False
         if self.sign() == "\ufeff":
             self._pass(self.place + 1)

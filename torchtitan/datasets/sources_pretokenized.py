@@ -11,8 +11,9 @@ from typing import Any
 
 from torchtitan.datasets.reading import Reading
 from torchtitan.datasets.sources import DataError, Document, Indexed, IndexedFile, Source, Span, files_fingerprint
-from torchtitan.datasets.sources_tables import ArrowFile, saved_split
+from torchtitan.datasets.sources_tables import LARGEST_TABLE, ArrowFile, saved_split
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
+from torchtitan.files import FileError, read_file
 
 ARGS, COLUMN = "args.json", "input_ids"
 
@@ -97,10 +98,10 @@ def _read_args(folder: Path) -> tuple[str, int]:
     """The tokenizer's name and the length of a block."""
     path = folder / ARGS
     try:
-        said: Any = json.loads(path.read_bytes())
-    except OSError as error:
+        said: Any = json.loads(read_file(path, LARGEST_TABLE))
+    except FileError as error:
         remedy = f'give a folder with {ARGS}, or read ids without it: dataset = "text", text_field = "{COLUMN}"'
-        raise DataError(f"{path}: {error.strerror}; {remedy}") from None
+        raise DataError(f"{path} {error.reason}; {remedy}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: damaged: {error}; write it again") from None
     said = said if isinstance(said, dict) else {}

@@ -8,6 +8,7 @@ import csv
 import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,21 @@ from torchtitan.datasets.sources import (
     decode,
     missing,
 )
+from torchtitan.files import open_file, read_file, require_file
 
 BESIDE_ARROW = ("state.json", "dataset_info.json", "dataset_dict.json")
 """What Dataset.save_to_disk writes beside the data. None of it is needed to read them."""
+LARGEST_TABLE = 2**20
+"""Bytes of the JSON that stands beside the data."""
 DELIMITERS = {".csv": ",;\t", ".tsv": "\t"}
 
 
 def saved_split(folder: str, split: str) -> str | None:
     """The folder to read of one that Dataset.save_to_disk or DatasetDict.save_to_disk wrote; None for any other.
     DataError where that has not this split."""
-    if Path(folder, "dataset_dict.json").is_file():
+    if Path(folder, "dataset_dict.json").exists():
         try:
-            splits = json.loads(Path(folder, "dataset_dict.json").read_bytes())["splits"]
+            splits = json.loads(read_file(Path(folder, "dataset_dict.json"), LARGEST_TABLE))["splits"]
             known = sorted(name for name in splits if Path(folder, name).name == name)
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise DataError(f"{folder}: dataset_dict.json is damaged ({error}); save the dataset again") from None
@@ -106,6 +110,7 @@ class ArrowFile(IndexedFile):
         """The columns that are read."""
         pyarrow = _pyarrow(self.path)
         try:
+            require_file(self.path)
             mapped = pyarrow.memory_map(str(self.path))
             try:
                 table = pyarrow.ipc.open_stream(mapped).read_all()
@@ -134,7 +139,7 @@ class CsvFile(Part):
     def _layout(self) -> tuple[str, dict[str, int]]:
         """The delimiter, and the columns that are read, by name."""
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 line = file.readline(2**16).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise DataError(f"{self.path}: its first line is not UTF-8 ({error}); convert it to UTF-8") from None
@@ -157,7 +162,7 @@ class CsvFile(Part):
         csv.field_size_limit(MAX_RECORD)  # of the process; Python's own is 128 KiB
         row = 0
         try:
-            with self.path.open(encoding="utf-8-sig", newline="") as file:
+            with TextIOWrapper(open_file(self.path), encoding="utf-8-sig", newline="") as file:
                 reader = csv.reader(file, delimiter=sign, strict=True)
                 next(reader, None)
                 for fields in reader:

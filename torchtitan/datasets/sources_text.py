@@ -34,6 +34,7 @@ from torchtitan.datasets.sources import (
 )
 from torchtitan.datasets.sources_json import JsonArray, parse_line
 from torchtitan.datasets.sources_tables import BESIDE_ARROW, ArrowFile, CsvFile, cells, columns_of, row_document
+from torchtitan.files import open_file, require_file
 
 KINDS: dict[str, Callable[[Path, str, Reading], list[Part]]] = {
     ".txt": lambda file, name, reading: [TextFile(file, name)],
@@ -77,7 +78,7 @@ def _parts(file: Path, name: str, reading: Reading) -> list[Part]:
 
 
 def _first_sign(file: Path) -> bytes:
-    with file.open("rb") as opened:
+    with open_file(file) as opened:
         return opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
 
 
@@ -118,7 +119,7 @@ class JsonLines(IndexedFile):
     def _offsets(self) -> np.ndarray:
         """Where each line begins, and the end of the file."""
         found, base = [np.zeros(1, dtype=np.int64)], 0
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             while block := file.read(2**24):
                 found.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + (base + 1))
                 base += len(block)
@@ -180,7 +181,7 @@ class CompressedJsonLines(Part):
     def _chunks(self) -> Iterator[bytes | DataError]:
         new, error_type = _decompressor(self.path)
         frame = None
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             # Small bites: a few bytes of a hostile file can stand for gigabytes.
             while compressed := file.read(2**14):
                 while compressed:
@@ -212,6 +213,7 @@ class RowGroup(Part):
     def read(self, start: int) -> Iterator[Item]:
         parquet, errors = _parquet(self.path)
         row = self.first_row
+        require_file(self.path)
         try:
             with parquet.ParquetFile(self.path) as file:
                 for batch in file.iter_batches(1024, [self.number], self.columns, use_threads=False):
@@ -228,6 +230,7 @@ class RowGroup(Part):
 
 def _row_groups(path: Path, name: str, reading: Reading) -> list[Part]:
     parquet, errors = _parquet(path)
+    require_file(path)
     try:
         meta = parquet.read_metadata(path)
         columns = columns_of(path, meta.schema.to_arrow_schema(), reading)

@@ -1,30 +1,25 @@
 """Chat templates: conversations to text, and which of it the model answers.
 
-A template is Jinja, as Hugging Face's tokenizers have it, run in a sandbox that can change nothing. What it marks with
+A template is Jinja, as Hugging Face's tokenizers have it, run in a sandbox that can change nothing, in a process with
+limits of time and memory (template_process.py). What it marks with
 {% generation %} is trained; in one without such marks, what an answer adds to the text before it, up to the special
 token that ends it. What people said never becomes a special token: inside the messages the names of those are broken
 apart while the template runs.
 """
 
-import json
 import re
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from itertools import repeat
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from torchtitan.datasets.sources import REMEDY, BadRecord, DataError, Span
+from torchtitan.datasets.template_process import CRASH, OUT_OF_TIME, RenderingFailed, limits, render
+from torchtitan.datasets.template_worker import BEGIN, END, LARGEST_TEXT, SYNTAX, TOO_LONG, TOO_MUCH_MEMORY
 from torchtitan.datasets.tokenizer import Tokenizer
 
-BEGIN, END, BREAK = "\ue0f0", "\ue0f1", "\ue0f2"
-"""Around what a template marks as generated, and inside the names of special tokens in messages. Of the private use
-area: no text has them."""
-LARGEST_TEXT = 2**22
+BREAK = "\ue0f2"
+"""Inside the names of special tokens in messages. Of the private use area, as BEGIN and END are: no text has them."""
 Message = dict[str, Any]
 
 
@@ -65,11 +60,22 @@ def _rendered(tokenizer: Tokenizer, messages: Sequence[Message], place: str, pro
         )
     try:
         return _marked(tokenizer, messages, place, prompt)
-    except (TemplateError, TypeError, ValueError, RecursionError, OverflowError) as error:
-        if isinstance(error, DataError):
-            raise
-        kind = DataError if isinstance(error, TemplateSyntaxError) else BadRecord  # which all conversations meet
-        raise kind(f"{place}: the chat template refuses this conversation: {error}; {REMEDY}") from None
+    except RenderingFailed as error:
+        raise _refusal(error, tokenizer, place) from None
+
+
+def _refusal(error: RenderingFailed, tokenizer: Tokenizer, place: str) -> DataError:
+    """A BadRecord is left out where the job says so; a template that no conversation can be made with is not."""
+    if error.kind == TOO_LONG:
+        return BadRecord(f"{place}: the chat template makes more than {LARGEST_TEXT:,} characters of it; {REMEDY}")
+    if error.kind in (OUT_OF_TIME, TOO_MUCH_MEMORY, CRASH):
+        what = f"ended its process ({error})" if error.kind == CRASH else f"needs more than {limits()}"
+        return DataError(
+            f"{place}: {tokenizer.template_name} {what} for this conversation, which no template of a model does; give "
+            "another one with data.chat_template"
+        )
+    kind = DataError if error.kind == SYNTAX else BadRecord  # the first is met by all conversations
+    return kind(f"{place}: the chat template refuses this conversation: {error}; {REMEDY}")
 
 
 def _answers_trained(messages: Sequence[Message], place: str) -> list[bool]:
@@ -113,25 +119,16 @@ def _marked(tokenizer: Tokenizer, messages: Sequence[Message], place: str, promp
     """The whole text, what is trained between BEGIN and END, and with `prompt` what an answer stands behind."""
     names = tokenizer.special_tokens
     said = [_without_names(message, names, place) for message in messages]
-
-    def render(count: int, prompt: bool = False) -> str:
-        text = template.render(messages=said[:count], add_generation_prompt=prompt, **ends)
-        if len(text) > LARGEST_TEXT:
-            raise BadRecord(f"{place}: the chat template makes more than {LARGEST_TEXT:,} characters of it; {REMEDY}")
-        return text
-
     assert tokenizer.chat_template is not None
-    template = _compiled(tokenizer.chat_template)
     by_id: dict[int | None, str] = {number: name for name, number in names.items()}
     ends = {"bos_token": by_id.get(tokenizer.bos_id, ""), "eos_token": by_id.get(tokenizer.eos_id, "")}
-    whole = render(len(said), prompt)
+    answers = [number for number, message in enumerate(said) if message.get("role") == "assistant"]
     if "generation" in _tags(tokenizer.chat_template):
-        return whole
+        answers = []
+    around = [each for number in answers for each in ((number, True), (number + 1, False))]
+    whole, *texts = render(tokenizer.chat_template, said, ends, [(len(said), prompt), *around])
     marked, done = "", 0
-    for number, message in enumerate(said):
-        if message.get("role") != "assistant":
-            continue
-        before, after = render(number, prompt=True), render(number + 1)
+    for number, before, after in zip(answers, texts[::2], texts[1::2], strict=True):
         if not (whole.startswith(after) and after.startswith(before)):
             raise DataError(
                 f"{place}: under the chat template the text up to message {number} is not how the whole text begins, "
@@ -198,38 +195,5 @@ def _split(tokenizer: Tokenizer, text: str, answers: Sequence[bool], place: str)
     return spans
 
 
-class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}"""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Any) -> str:
-        return BEGIN + caller() + END
-
-
 def _tags(source: str) -> set[str]:
     return set(re.findall(r"{%-?\s*(\w+)", source))
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own is for HTML
-
-
-@lru_cache(maxsize=8)
-def _compiled(source: str) -> Any:
-    """As transformers sets Jinja up. Without strftime_now, with which a text would depend on the day."""
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = refuse
-    return environment.from_string(source)

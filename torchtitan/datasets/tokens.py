@@ -23,6 +23,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torchtitan.bars import progress_bar
 from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.sources import DataError, Source
+from torchtitan.files import FileError, open_file, read_file
 
 VERSION, VERSION_WITH_FLAGS = 1, 2
 """Of the folder, without and with `trained.bin`, which a program that knows only the first must not leave out."""
@@ -33,6 +34,7 @@ DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtyp
 SHARD_TOKENS = 2**28
 AT_A_TIME = 2**24
 """Bytes that are read or written at a time."""
+LARGEST_HEADER = 64 * 2**20
 REMEDY = "make the folder again with torchtitan prepare"
 
 
@@ -80,13 +82,13 @@ class TokenShards(Source):
                 f"{self.folder}: {self.header['vocab_size']} ids, but the tokenizer has {vocab_size}; {REMEDY}"
             )
 
-    def verify(self) -> None:
+    def verify(self, shown: bool = True) -> None:
         """Read everything and compare the checksums. Raises DataError naming the first file that differs."""
         sizes = {part["name"]: (self.folder / part["name"]).stat().st_size for part in self.files}
-        with progress_bar(f"checking {self.folder.name}", sum(sizes.values())) as progress:
+        with progress_bar(f"checking {self.folder.name}", sum(sizes.values()), shown=shown) as progress:
             for part in self.files:
                 sha256 = hashlib.sha256()
-                with (self.folder / part["name"]).open("rb") as file:
+                with open_file(self.folder / part["name"]) as file:
                     while content := file.read(AT_A_TIME):
                         sha256.update(content)
                         progress.update(len(content))
@@ -114,7 +116,7 @@ class TokenReader:
         """The first token of each."""
         self._trained = None if shards.flags is None else _map(shards.folder / TRAINED, np.dtype("u1"))
         names = [*(s["name"] for s in shards.header["shards"]), DOCUMENTS, *([TRAINED] if shards.flags else [])]
-        self._open = [(shards.folder / name).open("rb") for name in names]
+        self._open = [open_file(shards.folder / name) for name in names]
         self._sizes = [os.fstat(file.fileno()).st_size for file in self._open]
 
     def copy(self, start: int, ids: np.ndarray, trained: np.ndarray | None = None) -> None:
@@ -282,11 +284,13 @@ def _map(path: Path, dtype: np.dtype) -> np.ndarray:
 def _read_header(folder: Path) -> dict[str, Any]:
     """Raises DataError unless everything that is used later is there and of the right kind."""
     path = folder / HEADER
-    if not path.is_file():
+    if not path.exists():
         what = "there is no header.json in it" if folder.is_dir() else "no such folder"
         raise DataError(f"{folder}: {what}; give a folder made by torchtitan prepare as training.dataset_path")
     try:
-        header = json.loads(path.read_bytes())
+        header = json.loads(read_file(path, LARGEST_HEADER))
+    except FileError as error:
+        raise DataError(f"{path} {error.reason}; {REMEDY}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: damaged: {error}; {REMEDY}") from None
     if not isinstance(header, dict) or header.get("version") not in (VERSION, VERSION_WITH_FLAGS):

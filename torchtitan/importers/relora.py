@@ -4,7 +4,6 @@ What the script did and does not happen here is said in a note; a flag that mean
 reason. Flags are looked at by subject, each in one place.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -74,9 +73,9 @@ class _ReLoRA(Script):
 
     def _tokenizer_of(self, folder: Path) -> str:
         try:
-            said = json.loads((folder / "args.json").read_bytes())
-            name = said["tokenizer"] if isinstance(said, dict) else None
-        except (OSError, ValueError, KeyError, RecursionError):
+            said = read_json(folder / "args.json")
+            name = said["tokenizer"]
+        except (JobError, KeyError):
             name = None  # which check has its own words for
         asked = self.given["tokenizer"]
         if not isinstance(name, str):

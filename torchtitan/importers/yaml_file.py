@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from torchtitan.errors import JobError
+from torchtitan.files import read_file
 
 LARGEST = 2**20
 """Bytes. A job of any program is a few thousand."""
@@ -34,13 +35,7 @@ class _Loader(yaml.SafeLoader):
 def read(path: str | Path) -> dict[str, Any]:
     """The table that a file holds. JobError, which names it, for anything else."""
     path = Path(path).expanduser()
-    try:
-        with open(path, "rb") as file:
-            text = file.read(LARGEST + 1)
-    except OSError as error:
-        raise JobError(f"{path}: cannot be read ({error.strerror}); give the file's path") from None
-    if len(text) > LARGEST:
-        raise JobError(f"{path}: more than {LARGEST:,} bytes, which is no job")
+    text = read_file(path, LARGEST)
     try:
         found = _value(text)
     except (yaml.YAMLError, UnicodeError, ValueError, RecursionError) as error:

@@ -23,6 +23,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from torchtitan.errors import JobError
+from torchtitan.files import FileError, read_file
 
 _NAME = re.compile(r"run\.lock\.([0-9]{1,9})")
 _LONGEST = 4096
@@ -173,8 +174,8 @@ def _read(folder: Path) -> dict[int, Owner | None]:
         if number is None or path.is_symlink() or not path.is_file():
             continue
         found[number] = None
-        with suppress(OSError, ValidationError), path.open("rb") as file:
-            found[number] = _OWNER.validate_json(file.read(_LONGEST), strict=True)
+        with suppress(FileError, ValidationError):
+            found[number] = _OWNER.validate_json(read_file(path, _LONGEST, follow_links=False), strict=True)
     return found
 
 

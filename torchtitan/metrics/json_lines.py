@@ -8,9 +8,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+from torchtitan.files import open_file
+
 logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
+LONGEST_LINE = 2**20
+"""Bytes; what is longer is no record, and is not held in memory."""
 
 
 class JsonLines:
@@ -57,13 +61,14 @@ class JsonLines:
 def read_records(path: Path) -> list[Record]:
     """The records of a metrics.jsonl. What is no record, like a last line torn by a crash, is left out."""
     records = []
-    for line in path.read_bytes().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
+    with open_file(path) as file:
+        while line := file.readline(LONGEST_LINE):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append(record)
     return records
 
 

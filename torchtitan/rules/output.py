@@ -192,6 +192,9 @@ def folders(facts: Facts) -> Iterator[Fault]:
     if config.checkpoint.enable and "\0" not in folder and (fault := unwritable(Path(dump, folder))):
         allowed, why = fault
         yield facts.fault("checkpoint.folder", allowed, f"{why}; bring it back, or name another folder")
+    if config.data.cache_dir is not None and (fault := unwritable(Path(config.data.cache_dir))):
+        allowed, why = fault
+        yield facts.fault("data.cache_dir", allowed, f"{why}; name another folder")
 
 
 def unwritable(folder: Path) -> tuple[str, str] | None:

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torchtitan.files import read_file
+
 ID_FILE = "{}_run_id"
+LONGEST_ID = 1000
+"""Bytes."""
 Scalar = bool | int | float | str
 
 
@@ -25,7 +29,7 @@ class Run:
     def kept_id(self, tracker: str) -> str | None:
         """By what the tracker calls this run, if it goes on."""
         file = self._id_file(tracker)
-        return file.read_text().strip() if self.resume_step is not None and file.exists() else None
+        return read_file(file, LONGEST_ID).decode().strip() if self.resume_step is not None and file.exists() else None
 
     def keep_id(self, tracker: str, number: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

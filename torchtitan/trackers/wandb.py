@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from torchtitan.files import read_file
 from torchtitan.trackers.interface import Run, Tracker
 
 
@@ -48,6 +49,6 @@ def _can_log_in() -> bool:
         return True
     try:
         netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-        return "wandb" in netrc.read_text()
-    except (OSError, RuntimeError, ValueError):  # not there, of a user without a home, no text
+        return b"wandb" in read_file(netrc, 2**20)
+    except (OSError, RuntimeError, ValueError):  # not there, of a user without a home
         return False

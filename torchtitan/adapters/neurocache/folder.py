@@ -14,7 +14,7 @@ from torchtitan.adapters.neurocache.released import CONFIG, WEIGHTS, config_of, 
 from torchtitan.adapters.neurocache.sizes import layers_of
 from torchtitan.config.sections.neurocache import Neurocache as Options
 from torchtitan.errors import JobError
-from torchtitan.models.hf.config import refuse_special
+from torchtitan.files import require_file
 
 Tensors = dict[str, torch.Tensor]
 MEMORY = {
@@ -63,7 +63,7 @@ def load(folder: Path, options: Options, n: int, shapes: Mapping[str, tuple[int,
     if wrong := list(differences(read(folder), options, n)):
         raise JobError(f"{folder / CONFIG}: {'; '.join(wrong)}; give the job's [adapter.neurocache] the same")
     try:
-        refuse_special(folder / WEIGHTS)
+        require_file(folder / WEIGHTS, missing_ok=True)
         theirs = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise JobError(f"{folder}: no {WEIGHTS} that can be read: {error}; of a .bin file make one first") from error

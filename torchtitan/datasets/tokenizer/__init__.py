@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torchtitan.datasets.tokenizer.base import Tokenizer, TokenizerError, read_content
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
-from torchtitan.datasets.tokenizer.chat_templates import template_of
+from torchtitan.datasets.tokenizer.chat_templates import NAMED, template_of
 from torchtitan.datasets.tokenizer.hf_json import HuggingFaceTokenizer, from_vocab_and_merges, template_beside
 from torchtitan.datasets.tokenizer.sentencepiece_model import SentencePieceTokenizer
 from torchtitan.datasets.tokenizer.tiktoken_bpe import TiktokenTokenizer
@@ -36,8 +36,11 @@ def build_tokenizer(path: str | Path, chat_template: str | None = None) -> Token
     beside it), of a folder that holds one, of a word of TOKENIZERS, or of such a word, a colon and a path; with its own
     chat template or, as chat_templates.py reads it, this one. Raises TokenizerError."""
     built = _build(path)
+    built.template_name = f"the chat template of the tokenizer {path}"
     if chat_template is not None:
         built.chat_template = template_of(chat_template)
+        is_name = chat_template in NAMED or chat_template.endswith(".jinja")
+        built.template_name = f"the chat template {chat_template}" if is_name else "the Jinja in data.chat_template"
     return built
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from torchtitan.errors import JobError
+from torchtitan.files import FileError, read_file
 
 # The largest vocabularies in use take 40 MB as JSON. What is larger is another kind of file (weights, data).
 MAX_BYTES = 128 * 2**20
@@ -41,6 +42,8 @@ class Tokenizer(ABC):
     """Name -> id of the tokens that no text becomes."""
     chat_template: str | None = None
     """Jinja that makes text of conversations, see templates.py."""
+    template_name = "the chat template"
+    """How messages call it."""
     fingerprint: str
     """sha256 in hexadecimal over what decides the ids; data tokenized with another fingerprint is not compatible."""
 
@@ -100,17 +103,10 @@ class Tokenizer(ABC):
 def read_content(path: Path) -> bytes:
     """The bytes of a tokenizer file; TokenizerError if it is missing, unreadable, empty or far too large."""
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise TokenizerError(
-                path,
-                f"{size / 2**20:.0f} MiB, more than any tokenizer ({MAX_BYTES // 2**20} MiB allowed)",
-                "give the tokenizer file itself",
-            )
-        content = path.read_bytes()
-    except OSError as error:
+        content = read_file(path, MAX_BYTES)
+    except FileError as error:
         remedy = "give an existing tokenizer file or folder, or the word bytes"
-        raise TokenizerError(path, error.strerror or str(error), remedy) from None
+        raise TokenizerError(path, f"the file {error.reason}", remedy) from None
     if not content.strip():
         raise TokenizerError(path, "the file is empty", "fetch it again")
     return content

@@ -4,10 +4,9 @@ Each is written here after the format that its model's publisher describes. A te
 tokenizer, which templates.py sees to.
 """
 
-from pathlib import Path
-
 from torchtitan.datasets.tokenizer.base import Tokenizer
 from torchtitan.errors import JobError
+from torchtitan.files import read_file
 
 CHATML = """\
 {%- for m in messages %}
@@ -64,6 +63,8 @@ ALPACA = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}
 """
+LARGEST_TEMPLATE = 2**20
+"""Bytes of a template's file; published ones have some thousands."""
 NAMED = {"chatml": CHATML, "llama3": LLAMA3, "llama2": LLAMA2, "alpaca": ALPACA}
 
 
@@ -75,10 +76,7 @@ def template_of(given: str) -> str:
         return given
     if not given.endswith(".jinja"):
         raise JobError(f"{given!r} is no template; give {', '.join(NAMED)}, a file that ends in .jinja, or Jinja")
-    try:
-        return Path(given).read_text(errors="replace")
-    except OSError as error:
-        raise JobError(f"{given}: {error.strerror}; give a file that can be read") from None
+    return read_file(given, LARGEST_TEMPLATE).decode(errors="replace")
 
 
 def template_file(tokenizer: Tokenizer) -> dict[str, bytes]:

@@ -3,12 +3,14 @@ document stands in the tokenizer_config.json beside it, if there is one; else th
 """
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtitan.datasets.tokenizer import hf_files
 from torchtitan.datasets.tokenizer.base import Range, Tokenizer, TokenizerError, read_content, sha256, tokens_in
+from torchtitan.datasets.tokenizer.chat_templates import template_of
 from torchtitan.datasets.tokenizer.patterns import check_patterns
 
 # <|endoftext|> both begins and ends a document in the GPT-2 family.
@@ -58,7 +60,7 @@ class HuggingFaceTokenizer(Tokenizer):
         assert eos is not None
         written = hf_files.files_of(json.loads(self._tokenizer.to_str()), bos, eos)
         beside = {name: self._path.with_name(name) for name in BESIDE}
-        found = {name: read_content(file) for name, file in beside.items() if file.is_file()}
+        found = {name: read_content(file) for name, file in beside.items() if os.path.lexists(file)}
         if CONFIG in found:
             config = _read_config(beside[CONFIG])
             found[CONFIG] = hf_files.dumped({key: value for key, value in config.items() if key != "auto_map"})
@@ -144,7 +146,7 @@ def _add_tokens(tokenizer: Any, config: dict[str, Any], path: Path) -> None:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """Of a JSON file; empty where there is none."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return {}
     try:
         config = json.loads(read_content(path))
@@ -165,8 +167,8 @@ def template_beside(path: Path) -> str | None:
 def _template(config: dict[str, Any], path: Path) -> str | None:
     """Of a file beside the tokenizer, or of its configuration, where several may have names."""
     file = path.with_name("chat_template.jinja")
-    if file.is_file():
-        return read_content(file).decode(errors="replace")
+    if os.path.lexists(file):
+        return template_of(str(file))
     said = config.get("chat_template")
     if isinstance(said, list):
         said = next((e.get("template") for e in said if isinstance(e, dict) and e.get("name") == "default"), None)

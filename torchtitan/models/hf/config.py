@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from torchtitan.errors import JobError
+from torchtitan.files import FileError, open_file, read_file
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 NOT_COMPUTED_WITH = ("max_seq_len", "bias_rate", "aux_loss_weight")
@@ -24,9 +25,33 @@ READ_ANEW = ("rope_scaling", "rope_theta")
 """Arguments that no tensor's shape depends on, which a job that says so may change in the weights it goes on from."""
 UNTRAINED = "untrained_token_ids"
 """Of a config.json that `torchtitan convert` wrote: tokens that it has added, which nothing has been learned of yet."""
+LARGEST_JSON = 64 * 2**20
+"""Bytes. The index of the largest models has a tenth of it, a tokenizer's JSON up to a half."""
 LARGEST_HEADER = 100 * 2**20
 """Bytes, of a safetensors file; the format's own limit."""
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+RANGES = {
+    "norm_eps": (1e-20, 0.1),
+    "rope_theta": (1.0, 1e12),
+    "ffn_dim_multiplier": (1e-3, 1e3),
+    "factor": (1e-3, 1e6),
+    "low_freq_factor": (1e-3, 1e6),
+    "high_freq_factor": (1e-3, 1e6),
+    "beta_fast": (1e-6, 1e6),
+    "beta_slow": (1e-6, 1e6),
+    "mscale": (0.0, 100.0),
+    "mscale_all_dim": (0.0, 100.0),
+    "route_scale": (1e-6, 1e4),
+    "bias_rate": (0.0, 1.0),
+    "aux_loss_weight": (0.0, 100.0),
+}
+"""Of arguments, from and to: far beyond all published models (norms 1e-12 to 1e-5, theta 1e4 to 5e10)."""
+SPELLINGS = {
+    "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
+    "route_scale": ("routed_scaling_factor",),
+    "aux_loss_weight": ("router_aux_loss_coef", "aux_loss_alpha"),
+}
+"""What config.json calls an argument, where that differs."""
 Block = tuple[int, int]
 Number = TypeVar("Number", int, float)
 
@@ -59,6 +84,7 @@ class ConfigForm:
                 "nothing said"
             )
         check_types(args)
+        check_ranges(args, config)
         return args
 
     def args_of(self, folder: str | Path) -> Any:
@@ -97,18 +123,13 @@ class ConfigForm:
             raise JobError(f"{folder / CONFIG}: {error}") from error
 
 
-def refuse_special(path: Path) -> None:
-    """A pipe, which would be waited for, a device or a folder in the place of a file. JobError."""
-    if os.path.exists(path) and not os.path.isfile(path):  # neither of which raises for a name too long
-        raise JobError(f"{path.name} is not a regular file")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. JobError."""
-    refuse_special(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = json.loads(read_file(path, LARGEST_JSON).decode())
+    except FileError as error:
+        raise JobError(f"{path.name} {error.reason}") from error
+    except (ValueError, RecursionError) as error:
         raise JobError(f"{path.name} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise JobError(f"{path.name} holds no JSON object")
@@ -120,7 +141,7 @@ def tensor_files(folder: Path) -> dict[str, str]:
     is found where they are loaded (folders.py).
     """
     try:
-        if (folder / INDEX).is_file():
+        if os.path.exists(folder / INDEX):  # which does not raise for a name too long
             names = read_json(folder / INDEX).get("weight_map")
             return names if isinstance(names, dict) else {}
         file = folder if folder.is_file() else folder / SINGLE
@@ -144,7 +165,7 @@ def config_beside(path: Path) -> dict[str, Any] | None:
             raise JobError(f"{path} is no safetensors file, or one that is cut off: {error}") from error
         if kept is not None:
             return config
-    return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
+    return read_json(folder / CONFIG) if os.path.exists(folder / CONFIG) else None
 
 
 def untrained(config: Mapping[str, Any]) -> list[int]:
@@ -155,7 +176,7 @@ def untrained(config: Mapping[str, Any]) -> list[int]:
 
 def header_of(file: Path, with_metadata: bool = False) -> dict[str, Any]:
     """Of a safetensors file: name -> dtype, shape and place of each tensor. OSError, ValueError (JobError is one)."""
-    with file.open("rb") as opened:
+    with open_file(file) as opened:
         (length,) = struct.unpack("<Q", opened.read(8).ljust(8, b"\0"))
         if length > LARGEST_HEADER:
             raise JobError(f"{file.name} is no safetensors file")
@@ -196,6 +217,20 @@ def check_types(args: Any) -> None:
             raise JobError(f"{name} = {value!r}: {error.errors()[0]['msg'].lower()}") from None
         if is_dataclass(value):
             check_types(value)
+
+
+def check_ranges(args: Any, config: Mapping[str, Any]) -> None:
+    """JobError for a number with which no model computes anything, such as a slip or an attack would leave."""
+    for name in (each.name for each in fields(args)):
+        value = getattr(args, name)
+        if is_dataclass(value):
+            check_ranges(value, config)
+        elif name in RANGES and value is not None and not RANGES[name][0] <= value <= RANGES[name][1]:
+            key = next((key for key in SPELLINGS.get(name, ()) if key in config), name)
+            raise JobError(
+                f"{key} = {value!r}; allowed: from {RANGES[name][0]:g} to {RANGES[name][1]:g}; take the config.json of "
+                "the model's own repository"
+            )
 
 
 def check_numbers(config: Mapping[str, Any], needed: Iterable[str]) -> None:

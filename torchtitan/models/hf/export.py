@@ -34,7 +34,7 @@ class Source:
 def source_of(folder: str | Path, trained: bool = False) -> Source:
     """JobError where the config cannot be read. `trained`: since then, so that no token of it is new."""
     folder = Path(folder)
-    generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
+    generation = read_json(folder / GENERATION) if (folder / GENERATION).exists() else {}
     config = read_json(folder / CONFIG)
     return Source({key: value for key, value in config.items() if not (trained and key == UNTRAINED)}, generation)
 

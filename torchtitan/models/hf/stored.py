@@ -15,9 +15,10 @@ from torch import nn
 
 from torchtitan.bars import progress_bar
 from torchtitan.errors import JobError
+from torchtitan.files import require_file
 from torchtitan.initialization import clean_name, local_part
 from torchtitan.models.hf.blocks import FP8, Dequantized, scales_name, scales_shape
-from torchtitan.models.hf.config import CONFIG, INDEX, SINGLE, Block, block_of, read_json, refuse_special
+from torchtitan.models.hf.config import CONFIG, INDEX, SINGLE, Block, block_of, read_json
 from torchtitan.models.hf.names import Form
 from torchtitan.stores import packed_names, stores
 
@@ -156,7 +157,7 @@ class _Shards:
         self.files, self.block = files, block
         names = sorted(set(files.values()))
         for name in names:
-            refuse_special(folder / name)
+            require_file(folder / name)
         self.opened = {name: stack.enter_context(safe_open(folder / name, framework="pt")) for name in names}
         self.held = {name: set(file.keys()) for name, file in self.opened.items()}
 
@@ -206,7 +207,7 @@ def _files(path: Path) -> dict[str, str]:
             raise JobError(f"{path} is no safetensors file, or one that is cut off: {error}") from error
 
     if not (folder / INDEX).exists():
-        refuse_special(folder / SINGLE)
+        require_file(folder / SINGLE, missing_ok=True)
         try:
             with safe_open(folder / SINGLE, framework="pt") as file:
                 return dict.fromkeys(file.keys(), SINGLE)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan.errors import JobError
+from torchtitan.files import FileError, read_file
 
 FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD, OVERLAP = "F", "I", "W", "B", "OVERLAP_F_B"
 SINGLE = re.compile(r"([0-9]{1,6})([FIWB])([0-9]{1,6})")
@@ -21,7 +22,7 @@ PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 ADDED_BY_THE_RUNTIME = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")
 PLURAL = {"stage": "stages", "microbatch": "microbatches"}
 LARGEST_FILE = 2**26
-"""Characters that are read of a file: 64 ranks with 512 microbatches take a twentieth."""
+"""Bytes that are read of a file: 64 ranks with 512 microbatches take a twentieth."""
 MOST_NAMED = 6
 """Actions of one kind of fault that are named; the rest is counted."""
 
@@ -299,12 +300,10 @@ def _read(path: Path) -> tuple[Table, list[list[int]], list[ScheduleFault]]:
     """Actions, the cells in which they stand, and what is no action."""
     allowed = "a CSV file with a row for each rank, its actions in order"
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError("it is no file")
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.reader(io.StringIO(file.read(LARGEST_FILE), newline="")))
-    except (OSError, ValueError, csv.Error) as error:
-        why = getattr(error, "strerror", None) or str(error)
+        content = read_file(path, LARGEST_FILE).decode("utf-8-sig")
+        rows = list(csv.reader(io.StringIO(content, newline="")))
+    except (ValueError, csv.Error) as error:
+        why = error.reason if isinstance(error, FileError) else str(error)
         return [], [], [ScheduleFault("the file", f"what cannot be read ({why})", allowed, "name another file")]
     while rows and not any(map(str.strip, rows[-1])):
         rows.pop()

@@ -1,0 +1,304 @@
+"""Every file that a user names is opened by torchtitan/files.py: a pipe is not waited for, a device not read until the
+memory is gone, and nothing is read that is far larger than what is expected. The tables below have to name every option
+and every argument that takes a path, which they are compared with: a new one without an entry fails.
+"""
+
+import ast
+import json
+import os
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support.hostile_paths import KINDS, in_child, make, outcomes
+from tests.test_layering import FILES, PACKAGE
+from torchtitan.adapters import peft_config
+from torchtitan.checkpoint import layout
+from torchtitan.commands.task_files import tasks_in
+from torchtitan.config.options import columns, options
+from torchtitan.datasets import sources_pretokenized
+from torchtitan.datasets.labelled import Fields, labelled_files
+from torchtitan.datasets.reading import Reading
+from torchtitan.datasets.sources_tables import saved_split
+from torchtitan.datasets.sources_text import text_files
+from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.datasets.tokens import TokenShards
+from torchtitan.metrics.json_lines import read_records
+from torchtitan.models.hf import stored
+from torchtitan.models.hf.config import config_beside
+
+# Options of a job
+
+CHECK = ["check", "--world_size=1"]
+PACKED = ["--task.kind=sft", "--data.too_long=drop"]
+
+
+def options_with_paths() -> set[str]:
+    """Options, and options of tables in lists, whose type expands a home's ~: the mark of a path (kinds.Place)."""
+    found = set()
+    for name, option in options().items():
+        rows = {f"{name}[].{key}": column for key, column in columns(name).items()}
+        for key, column in ({name: option} | rows).items():
+            if "AfterValidator" in repr(column.annotation) and "expanduser" in repr(column.annotation):
+                found.add(key)
+    return found
+
+
+def test_paths_are_declared_as_paths():
+    """So that `options_with_paths` has them all. Those without a type of path are names inside job.dump_folder."""
+    endings = ("path", "file", "folder", "dir", "csv")
+    called_so = {name for name in options() if name.rpartition(".")[2].split("_")[-1] in endings}
+    inside = {"checkpoint.folder", "metrics.save_tb_folder", "profiling.save_traces_folder"}
+    inside |= {"profiling.save_memory_snapshot_folder"}
+    assert called_so - options_with_paths() - inside == {"job.config_file"}
+
+
+# option -> (what the name ends with, the rest of the command line that reads it)
+READ_BY = {
+    "job.config_file": (".toml", []),
+    "job.dump_folder": ("", []),
+    "model.hf_folder": ("", ["--model.name=llama3", "--model.flavor=from_hf"]),
+    "model.tokenizer_path": ("", []),
+    "adapter.initial_path": ("", ["--adapter.kind=lora"]),
+    "checkpoint.initial_load_path": ("", ["--checkpoint.enable"]),
+    "data.chat_template": (".jinja", PACKED),
+    "data.cache_dir": ("", PACKED),
+    "dpo.reference": ("", ["--task.kind=dpo", "--data.too_long=drop"]),
+    "parallelism.pipeline_parallel_schedule_csv": (
+        ".csv",
+        ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_microbatch_size=2"],
+    ),
+    "training.dataset_path": (".jsonl", ["--training.dataset=text"]),
+    "training.sources[].dataset_path": (".jsonl", []),
+    "validation.dataset_path": (".jsonl", ["--validation.enable", "--validation.dataset=text"]),
+    "validation.sources[].dataset_path": (".jsonl", ["--validation.enable"]),
+}
+FINE = {("job.dump_folder", "folder"), ("data.cache_dir", "folder")}
+FINE |= {(option, "oversize") for option in READ_BY if option.endswith("dataset_path")}
+"""What may be at such a path: data may have any size."""
+
+
+def command_of(option: str, path: Path) -> list[str]:
+    _, more = READ_BY[option]
+    if "[]." in option:
+        table = option.partition("[]")[0]
+        return [*CHECK, *more, f'--{table}=[{{dataset = "text", dataset_path = "{path}"}}]']
+    ranks = ["--world_size=2"] if "pipeline" in option else []
+    return [*CHECK, *ranks, *more, f"--{option}={path}"]
+
+
+def test_every_option_that_takes_a_path_refuses_what_is_no_file_for_it(tmp_path):
+    assert READ_BY.keys() == options_with_paths() | {"job.config_file"}
+    cases = {(option, kind): make(kind, tmp_path / f"{option}-{kind}{READ_BY[option][0]}")
+             for option in READ_BY for kind in KINDS if (option, kind) not in FINE}  # fmt: skip
+    commands = [command_of(option, path) for (option, _), path in cases.items()]
+    found = outcomes(commands, tmp_path)
+    problems = {case: got.problem(path.name) for (case, path), got in zip(cases.items(), found, strict=True)}
+    assert [f"{case}: {problem}" for case, problem in problems.items() if problem] == []
+
+
+# Files of folders that a user names
+
+
+def hf_folder(folder: Path) -> Path:
+    """A tokenizer with all files that may stand beside it, and weights with theirs."""
+    folder.mkdir(parents=True)
+    save_file({"w": torch.zeros(2)}, folder / "model.safetensors")
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"intermediate_size": 128, "vocab_size": 256, "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    vocabulary = {chr(number): number - 33 for number in range(33, 127)} | {"<|endoftext|>": 94}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    table = {"version": "1.0", "added_tokens": [], "model": model}
+    (folder / "tokenizer.json").write_text(json.dumps(table))
+    return folder
+
+
+def read_tokenizer(folder: Path) -> object:
+    return build_tokenizer(folder).as_hf_files()
+
+
+def read_tokenizer_without_json(folder: Path) -> object:
+    """By the older files; the table stands in tokenizer.json until the file that is looked at is made."""
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+    if not os.path.lexists(folder / "vocab.json"):
+        (folder / "vocab.json").write_text('{"<|endoftext|>": 0}')
+    return build_tokenizer(folder)
+
+
+def read_weights(folder: Path) -> object:
+    return stored._Shards(folder, stored._files(folder), None, ExitStack())
+
+
+# file of a folder -> who reads it
+FILES_OF_FOLDERS = {
+    "tokenizer.json": read_tokenizer,
+    "tokenizer.model": read_tokenizer_without_json,
+    "a.tiktoken": read_tokenizer_without_json,
+    "vocab.json": read_tokenizer_without_json,
+    "merges.txt": read_tokenizer_without_json,
+    "tokenizer_config.json": read_tokenizer,
+    "chat_template.jinja": read_tokenizer,
+    "special_tokens_map.json": read_tokenizer,
+    "added_tokens.json": read_tokenizer,
+    "config.json": config_beside,
+    "model.safetensors": read_weights,
+    "model.safetensors.index.json": read_weights,
+    "adapter_config.json": peft_config.read,
+    "header.json": TokenShards,
+    "dataset_dict.json": partial(saved_split, split="train"),
+    "args.json": sources_pretokenized._read_args,
+    "part.jsonl": lambda folder: text_files(str(folder), Reading("text")),
+    "part.parquet": lambda folder: text_files(str(folder), Reading("text")),
+    "part.csv": lambda folder: labelled_files(str(folder), Fields("text", "label", 2)).probe(),
+    "manifest.json": layout.read_manifest,
+    "state.json": layout.read_state,
+    "task.yaml": tasks_in,
+    "metrics.jsonl": lambda folder: read_records(folder / "metrics.jsonl"),
+}
+DATA = ("part.jsonl", "part.parquet", "part.csv")
+MAY_BE = {(name, kind) for name in DATA for kind in ("folder", "oversize")}
+MAY_BE |= {("model.safetensors", "oversize"), ("metrics.jsonl", "oversize")}
+"""Data may have any size, and a folder of data folders of any name in it."""
+
+
+@pytest.mark.parametrize("name", FILES_OF_FOLDERS)
+def test_a_file_of_a_folder_that_is_no_file(tmp_path, name):
+    for kind in KINDS:
+        if (name, kind) in MAY_BE:
+            continue
+        folder = tmp_path / kind if name in DATA else hf_folder(tmp_path / kind)
+        make(kind, folder / name)
+        got = in_child(partial(FILES_OF_FOLDERS[name], folder))
+        problem = got.problem(name)
+        assert problem is None, f"{kind}: {problem}"
+
+
+# Arguments of commands
+
+# (command, argument) -> what else the command needs to read it: FOLDER is a model's, TARGET is not there
+READ_ARGUMENTS = {
+    ("check", "JOB"): [],
+    ("import", "FILE"): [],
+    ("generate", "folder"): ["--prompt=a"],
+    ("generate", "--prompt-file"): ["FOLDER"],
+    ("generate", "--config"): ["FOLDER"],
+    ("evaluate", "folder"): [],
+    ("evaluate", "--config"): ["FOLDER"],
+    ("convert", "source"): ["TARGET"],
+    ("export", "folder"): ["--to=TARGET"],
+    ("export", "--config"): ["FOLDER", "--to=TARGET"],
+    ("checkpoints", "folder"): [],
+    ("plot", "folder"): [],
+    ("presets", "--model"): ["cp", "sft_lora", "TARGET"],
+    ("prepare", "--dataset_path"): ["--tokenizer_path=bytes", "--output=TARGET"],
+    ("prepare", "--tokenizer_path"): ["--output=TARGET", "--dataset=python_stdlib"],
+    ("prepare", "--verify"): [],
+    ("schedule", "--csv"): ["--pp=2"],
+}
+NO_FILES_TO_READ = {
+    *(("bench", "--out"), ("bench", "--plot"), ("evaluate", "--out"), ("evaluate", "--plot"), ("plot", "--to")),
+    *(("export", "--to"), ("convert", "target"), ("schedule", "--out"), ("prepare", "--output")),
+    *(("bench", "--sweep"), ("chat", "--system"), ("convert", "--add-tokens"), ("estimate", "--world_size")),
+    *(("estimate", "--memory"), ("evaluate", "--cache-sizes"), ("generate", "--prompt"), ("presets", "words")),
+    *(("prepare", "--text_field"), ("schedule", "--schedule"), ("schedule", "--p2p"), ("schedule", "--overlap")),
+    *(("convert", "--eos-token"), ("schedule", "--chunks"), ("schedule", "--costs")),
+    *(("presets", "--data"), ("schedule", "--pp"), ("schedule", "--microbatches"), ("schedule", "--write_csv")),
+}
+"""Files that are written, which may be pipes, and words."""
+
+
+def arguments_with_words() -> set[tuple[str, str]]:
+    """(command, argument) of all in commands/ that take words: no numbers, flags or choices."""
+    found = set()
+    for path in (PACKAGE / "commands").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument")):
+                continue
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            no_words = keywords.get("type") in ("int", "float") or keywords.keys() & {"choices"}
+            if not no_words and keywords.get("action") in (None, "'append'") and isinstance(node.args[0], ast.Constant):
+                found.add((path.stem, node.args[0].value))
+    return found
+
+
+def test_every_argument_that_names_a_file_to_read_refuses_what_is_none(tmp_path):
+    other = {("check", "JOB"), ("import", "FILE")}  # whose commands read their words themselves
+    elsewhere = {("evaluate", "--tasks")}  # which needs lm-eval; its reader is among those above
+    assert arguments_with_words() == (READ_ARGUMENTS.keys() - other) | NO_FILES_TO_READ | elsewhere
+    folder, cases, commands = hf_folder(tmp_path / "model"), [], []
+    for (command, argument), more in READ_ARGUMENTS.items():
+        for kind in KINDS:
+            if argument.startswith("--") or kind != "folder" or argument in ("JOB", "FILE"):
+                path = make(kind, tmp_path / f"{command}{argument}-{kind}")
+                given = [f"{argument}={path}"] if argument.startswith("--") else [str(path)]
+                words = {"FOLDER": str(folder), "--to=TARGET": f"--to={tmp_path}/new"}
+                words |= {"TARGET": f"{tmp_path}/new", "--output=TARGET": f"--output={tmp_path}/new"}
+                cases.append((command, argument, kind, path.name))
+                commands.append([command, *given, *(words.get(each, each) for each in more)])
+    modules = [f"torchtitan.commands.{command}" for command in ("generate", "evaluate", "convert", "export", "plot")]
+    problems = [(*case, got.problem(case[-1])) for case, got in
+                zip(cases, outcomes(commands, tmp_path, *modules), strict=True)]  # fmt: skip
+    wrong = [each for each in problems if each[-1] is not None]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+# All readers
+
+READS = ("open", "os.open", "gzip.open", "read_text", "read_bytes", "safe_open", "load_file", "json.load", "memmap")
+READS += ("read_table", "read_metadata", "ParquetFile", "memory_map", "fromfile", "loadtxt")
+OF_CHECKPOINTS = ("read_bytes", "layout.read_bytes", "storage.read_metadata")
+"""Which read by files.read_file."""
+CHECKED = {
+    "adapters/neurocache/folder.py": "require_file before load_file",
+    "adapters/peft_folder.py": "require_file before load_file",
+    "datasets/labelled.py": "require_file before pyarrow's",
+    "datasets/sources_tables.py": "require_file before memory_map",
+    "datasets/sources_text.py": "require_file before pyarrow's",
+    "datasets/tokens.py": "maps what TokenReader has opened; writes",
+    "models/hf/stored.py": "require_file before safe_open",
+    "reference.py": "require_file before safe_open",
+}
+OWN_FILES = {
+    "files.py": "the one function",
+    "checkpoint/folders.py": "writes, and syncs what it has written",
+    "checkpoint/layout.py": "forget, of what has been written",
+    "cli.py": "/dev/null",
+    "commands/bench.py": "writes; the log of a job that it has started",
+    "commands/init.py": "writes",
+    "commands/plot.py": "a picture that it has drawn",
+    "commands/presets.py": "writes; presets of the package",
+    "datasets/preparing.py": "a lock",
+    "datasets/template_worker.py": "/proc",
+    "launcher/answers.py": "writes",
+    "launcher/lock.py": "/proc; writes",
+    "launcher/nodes.py": "/proc",
+    "launcher/processes.py": "/proc",
+    "leaving.py": "/dev/null",
+    "metrics/json_lines.py": "writes",
+    "models/hf/folders.py": "writes",
+    "numa.py": "/sys",
+    "preflight.py": "sources of the package",
+    "progress.py": "memory that ranks share",
+}
+
+
+def test_nothing_else_opens_files():
+    """But for what is no user's, and libraries that open a path after it has been judged."""
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                is_method = called.endswith(".open") and not called.endswith(("image.open", "self.open", "source.open"))
+                if called in OF_CHECKPOINTS:
+                    continue
+                if called in READS or called.rpartition(".")[2] in READS[3:] or is_method:
+                    found.add(str(path.relative_to(PACKAGE)))
+    assert found == CHECKED.keys() | OWN_FILES.keys()
+    for name in CHECKED.keys() - {"datasets/tokens.py"}:
+        assert "require_file(" in (PACKAGE / name).read_text()

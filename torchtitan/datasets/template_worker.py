@@ -1,0 +1,144 @@
+"""The program that renders chat templates, in a process with limits. template_process.py starts it and talks to it.
+
+A template may come from a stranger, and Jinja's sandbox bounds neither time nor memory: nested loops over ranges, a
+text that doubles, or one `"a" * 10**9` would hang or end the process that renders them. Here each rendering may take
+SECONDS of processor time, after which the kernel ends this process, even inside one long operation, and MEMORY bytes.
+
+Messages both ways are JSON after their length in 8 bytes. This file is run by its path and imports nothing of the
+package, so that it starts quickly.
+"""
+
+import json
+import sys
+
+if __name__ == "__main__":
+    sys.path[:] = json.loads(sys.argv[1])  # where the process that started it finds Jinja
+
+import resource
+import signal
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+BEGIN, END = "\ue0f0", "\ue0f1"
+"""Around what a template marks as generated."""
+SECONDS, MEMORY = 10, 2**29
+"""Of one rendering; published templates take less than a millisecond and a megabyte."""
+LARGEST_TEXT = 2**22
+"""Characters."""
+HEAD = struct.Struct("<Q")
+REFUSED, SYNTAX, TOO_LONG, TOO_MUCH_MEMORY = "refused", "syntax", "too long", "memory"
+"""Kinds of failure: the template raised an error, is no Jinja, wrote too much text, needed more than MEMORY."""
+
+
+class TooLong(Exception):
+    """More than LARGEST_TEXT characters."""
+
+
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %}"""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return BEGIN + caller() + END
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)  # Jinja's own is for HTML
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """Jinja as transformers sets it up. Without strftime_now, with which a text would depend on the day."""
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    jinja.filters["tojson"] = _to_json
+    jinja.globals["raise_exception"] = refuse
+    return jinja
+
+
+def rendered(template: Any, messages: Sequence[Any], ends: Mapping[str, str], count: int, prompt: bool) -> str:
+    """The text of the first `count` messages."""
+    pieces, size = [], 0
+    for piece in template.generate(messages=messages[:count], add_generation_prompt=prompt, **ends):
+        size += len(piece)
+        if size > LARGEST_TEXT:
+            raise TooLong
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+@contextmanager
+def time_limit() -> Iterator[None]:
+    """Have the kernel end this process (SIGPROF, by default) after SECONDS of processor time."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def answer(request: dict[str, Any], templates: list[Any], jinja: ImmutableSandboxedEnvironment) -> dict[str, Any]:
+    """{"texts": one of each rendering}, or {"failure": kind, "message": text}."""
+    try:
+        if "source" in request:
+            templates.append(None)
+            with time_limit():
+                templates[-1] = jinja.from_string(request["source"])
+        template, texts = templates[request["template"]], []
+        for rendering in request["renderings"]:
+            with time_limit():
+                texts.append(rendered(template, request["messages"], request["ends"], *rendering))
+        return {"texts": texts}
+    except TooLong:
+        return {"failure": TOO_LONG, "message": ""}
+    except MemoryError:
+        return {"failure": TOO_MUCH_MEMORY, "message": ""}
+    except TemplateSyntaxError as error:
+        return {"failure": SYNTAX, "message": str(error)[:1000]}
+    except Exception as error:  # whatever a template's expressions raise is the template's fault
+        return {"failure": REFUSED, "message": f"{error}"[:1000]}
+
+
+def _address_space() -> int:
+    """Bytes that this process has before it renders; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer until the other end is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # a run that is asked to stop may need further texts
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    jinja, templates = environment(), list[Any]()
+    used = _address_space()
+    if used:
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY,) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while head := requests.read(HEAD.size):
+        request = json.loads(requests.read(HEAD.unpack(head)[0]))
+        content = json.dumps(answer(request, templates, jinja)).encode()
+        answers.write(HEAD.pack(len(content)) + content)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    serve(sys.stdin.buffer, sys.stdout.buffer)

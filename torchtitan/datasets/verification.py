@@ -1,0 +1,64 @@
+"""Compare prepared shards with the sums in their header at every start of a run.
+
+A file that has rotted since it was prepared would be trained on without a sign. Up to IN_FRONT bytes are compared
+before the first batch; more in a background thread, during training, and the run ends when a difference is found. A
+start that resumes compares them again: the run may have ended before all was compared.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from torchtitan.datasets.sources import DataError
+from torchtitan.datasets.tokens import TokenShards
+from torchtitan.errors import in_units
+
+logger = logging.getLogger(__name__)
+
+IN_FRONT = 2**30
+"""Bytes: a second or two of reading."""
+
+
+class Verification:
+    """A comparison in a background thread."""
+
+    def __init__(self, shards: Sequence[TokenShards]) -> None:
+        self.shards = list(shards)
+        self.size = sum(part["bytes"] for folder in self.shards for part in folder.files)
+        self.error: DataError | None = None
+        self._thread = threading.Thread(target=self._compare, name="verification", daemon=True)
+        self._thread.start()
+
+    def _compare(self) -> None:
+        in_front = self.size <= IN_FRONT
+        if not in_front:
+            logger.info("data       %s are compared with their sums during training", in_units(self.size))
+        try:
+            for folder in self.shards:
+                folder.verify(shown=in_front)
+        except DataError as error:
+            self.error = error
+        except OSError as error:
+            self.error = DataError(f"{error}; the data must stay where and as they are while a job runs")
+        if self.error is None and not in_front:
+            logger.info("data       %s match their sums", in_units(self.size))
+
+    def refuse_damaged(self) -> None:
+        """Raise DataError, which names the file, if a difference has been found. Waits for small data."""
+        if self.size <= IN_FRONT:
+            self._thread.join()
+        if self.error is not None:
+            raise self.error
+
+
+_verifications: dict[tuple[str, ...], Verification] = {}
+
+
+def verification_of(shards: Sequence[TokenShards]) -> Verification | None:
+    """Return the comparison of these folders, which the first call in this process starts; None without shards."""
+    if not shards:
+        return None
+    folders = tuple(str(source.folder.resolve()) for source in shards)
+    if folders not in _verifications:
+        _verifications[folders] = Verification(shards)
+    return _verifications[folders]
