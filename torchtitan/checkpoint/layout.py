@@ -275,7 +275,7 @@ def read_bytes(path: Path, most: int = LARGEST_TEXT) -> bytes:
                 raise CheckpointError(f"{path.name} is not a regular file")
             if status.st_size > most:
                 raise CheckpointError(f"{path.name} has {status.st_size} bytes; at most {most} are read")
-            return file.read(most + 1)
+            return file.read(min(status.st_size, most) + 1)  # a buffer of that size is allocated up front
     except (OSError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
