@@ -27,7 +27,7 @@ from torchtitan.datasets.sources import DataError
 from torchtitan.exports import Exports
 from torchtitan.feed import Ahead, Batch, PeerStopped
 from torchtitan.generated import Generated
-from torchtitan.guards import BadStep, NonFiniteError, ReplicasDiffer, RollBack
+from torchtitan.guards import BadStep, ReplicasDiffer, RollBack
 from torchtitan.introduction import conclude, introduce, look_back
 from torchtitan.metrics import Goodput
 from torchtitan.metrics.device import describe_memory
@@ -111,6 +111,7 @@ class Trainer:
         self.resumed_from = self.origin.restore(self.checkpointer)
         if self.checkpointer is not None:
             self.checkpointer.prepare()
+            self.guards.checkpointer = self.checkpointer
         if self.data_state is not None:  # a last step that was filled up, or steps of another size, shift the end
             self.config = with_steps(self.config, self.dims, self.data_state["samples"], self.step)
         config = self.config
@@ -199,6 +200,7 @@ class Trainer:
                         self.guards.compare(self.step)
                         if not self.stopping:  # who asked gives us time to save, not more
                             self.maybe_validate(self.done)
+                        self.maybe_save(self.done or self.stopping)
                     except RollBack as why:
                         batches = self.roll_back(str(why))
                         continue
@@ -206,7 +208,6 @@ class Trainer:
                         self.ahead.drop()
                         self.save_what_is_whole()
                         raise
-                    self.maybe_save(self.done or self.stopping)
                     self.profiler.step()
                     self.collect_garbage()
                     if first:
@@ -244,8 +245,7 @@ class Trainer:
             norm = self.model.clip_gradients(self.config.training.max_norm)
         if self.metrics.histograms_due(self.step + 1):
             self.metrics.record_histograms(self.step + 1, of_all_ranks(histograms_of(self.model.named_parameters())))
-        can_go_back = self.checkpointer.can_go_back if self.checkpointer is not None else lambda: False
-        why = self.guards.leaves_out(self.step + 1, loss, norm, can_skip=not early, can_go_back=can_go_back)
+        why = self.guards.leaves_out(self.step + 1, loss, norm, can_skip=not early)
         self.between_steps = False
         lr = self.schedulers.last_lr
         if not why:
@@ -332,7 +332,9 @@ class Trainer:
         return iter(self.loader)
 
     def before_save(self) -> None:
+        self.between_steps = False  # a state that is refused here is not tried again
         self.guards.refuse_to_save(self.step, self.loss, self.grad_norm, self.checkpointer.not_finite)
+        self.between_steps = True
 
     def maybe_validate(self, done: bool) -> None:
         if self.held_out is None or not (done or self.step % self.validate_every == 0):
@@ -368,7 +370,7 @@ class Trainer:
             self.maybe_save(True)
             if self.checkpointer:
                 self.checkpointer.finish()
-        except (CheckpointError, NonFiniteError, ReplicasDiffer) as error:
+        except (CheckpointError, BadStep, ReplicasDiffer, RollBack) as error:
             logger.error("step %d could not be saved before the end: %s", self.step, error)
 
     def collect_garbage(self) -> None:
