@@ -1,6 +1,6 @@
 """What supervisor, watchdog, lock and guards cost a step of the debug model, on two cores.
 
-    python scripts/bench_guards.py [--ranks 1 2] [--pairs 20] [--agreement] [--aa] [--quick]
+    python scripts/bench_guards.py [--ranks 1 2] [--pairs 20] [--agreement] [--checksums] [--aa] [--quick]
 
 The ranks of a job run under the real launcher, which holds the folder's lock, watches for hangs and would start them
 again. In each rank two trainers take turns step by step: one tells the launcher what it does, judges every step
@@ -170,8 +170,12 @@ def rank_main(folder: Path, options: argparse.Namespace) -> None:
         agreements(folder, size, pairs, repeats)
         exit_with(lambda: 0)
     made = {}
-    for name, given in {"on": ON, "off": OFF, "often": OFTEN, "sums": SUMS}.items():
+    kinds = {"off": OFF, "sums": SUMS} if options.checksums else {"on": ON, "off": OFF, "often": OFTEN, "sums": SUMS}
+    for name, given in kinds.items():
         made[name] = Steps(folder / name, size | given, launched=name == "on")
+    if options.checksums:
+        checksums(made, pairs, repeats)
+        exit_with(lambda: 0)
     compared = (("off" if options.aa else "on", GOAL.unless(options.aa)), ("often", None))
     shares = []
     for above, goal in compared:
@@ -211,6 +215,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=20, help="turns of each in a repeat, of which there are 5")
     parser.add_argument("--aa", action="store_true", help="compare the trainer without guards with itself")
     parser.add_argument("--agreement", action="store_true", help="only how several ranks agree on steps")
+    parser.add_argument("--checksums", action="store_true", help="only guard.shard_checksums")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps, to see that it runs")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -222,7 +227,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name, held(Path(name), this_process()):
             folder = Path(name)
             config = manager.load(words(folder, {"comm.train_timeout_seconds": 3600}))  # not all turns are told
-            flags = [f"--{name}" for name in ("aa", "quick", "agreement") if getattr(options, name)]
+            flags = [f"--{name}" for name in ("aa", "quick", "agreement", "checksums") if getattr(options, name)]
             program = (sys.executable, __file__, "--rank", name, "--pairs", str(options.pairs), *flags)
             if code := launch.run(config, [], ranks, queue, First(), program):
                 return code

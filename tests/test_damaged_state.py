@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from tests.support import jobs
+from tests.support import jobs, judged
+from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from tests.test_guards import PLANS, options
 from tests.test_relora_jobs import RELORA
@@ -18,6 +19,8 @@ from torchtitan.initialization import local_part
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.ranks import read_ranks
 from torchtitan.trainer import Trainer
+
+anywhere = judged.anywhere
 
 DAMAGED = 5
 
@@ -187,6 +190,14 @@ def test_a_resumed_run_raises_no_alarm(texts, tmp_path):
         job = options(guard__shard_checksums=True, training__steps=steps, lr_scheduler__total_steps=8)
         found = run_ranks(2, run_with_a_flip, jobs.arguments(tmp_path, texts, **job), None)
         assert [(raised, step, ways_back) for raised, step, _, ways_back in found] == [(None, steps, 0)] * 2
+
+
+def test_checksums_are_refused_with_steps_in_backward(anywhere):
+    words = ["--guard.shard_checksums", "--optimizer.early_step_in_backward", "--training.max_norm=0"]
+    assert lines(*words) == [
+        "guard.shard_checksums: given true; allowed: false with optimizer.early_step_in_backward; each update is made in "
+        "backward, before the checksums can be compared"
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8])
