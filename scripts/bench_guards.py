@@ -149,8 +149,8 @@ def checksums(made: dict[str, Steps], pairs: int, repeats: int) -> None:
     """Print the row of guard.shard_checksums."""
     turns = take_turns(made["sums"], made["off"], pairs, repeats)
     share = 100 * statistics.median(made["sums"].summing.shares(turns))
-    parameters = [local_part(parameter.detach())[0] for _, parameter in made["sums"].trainer.model.named_parameters()]
-    size = 3 * sum(each.numel() * each.itemsize for each in parameters)  # with both moments of AdamW
+    weights = [local_part(parameter.detach())[0] for _, parameter in made["sums"].trainer.model.named_parameters()]
+    size = 3 * sum(weight.numel() * weight.itemsize for weight in weights)  # with both moments of AdamW
     note = f"within their calls: {share:.2f} %; {size / 1e6:.0f} MB of a rank read twice a step"
     if read_ranks().is_main:
         name = f"checksums of shards, {read_ranks().world_size} rank(s)"

@@ -1,4 +1,4 @@
-"""The parts of `fault_sweep.py` beside the drawn kills: which faults, in which job, and what has to come of them.
+"""The parts of `fault_sweep.py` in addition to the drawn kills: faults, their jobs and the expected outcome.
 
 A case is one job under the launcher. `faults[n]` are those of its n-th start. A rank is a fork of the launcher, which
 is a fork of the sweep, so a start costs a second and each fault is a function that is replaced in the rank's memory.
@@ -97,8 +97,8 @@ def save_points() -> list[Fault]:
 
 
 def cases_of_saves() -> list[Case]:
-    points, each = save_points(), 8
-    parts = [points[start : start + each] for start in range(0, len(points), each)]
+    points, size = save_points(), 8
+    parts = [points[start : start + size] for start in range(0, len(points), size)]
     return [Case(f"{len(part)} points, from {part[0].point}", [[one] for one in part], LONG) for part in parts]
 
 
@@ -237,7 +237,7 @@ def arm_kill(fault: Fault) -> None:
         try:
             return operation(self, *args, **kwargs)
         finally:
-            if self.running is None:  # else it goes on in a thread
+            if self.running is None:  # else a thread continues it
                 inside.pop()
 
     setattr(Checkpointer, name, entered)
@@ -371,8 +371,8 @@ def exhaust_memory(trainer) -> None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + most, used + most))
         print("memory limited by RLIMIT_AS", flush=True)
-    kept = [bytearray(os.urandom(1 << 20)) for _ in range(4 * (most >> 20))]
-    raise AssertionError(f"{len(kept)} MiB were allocated within a limit of {most >> 20}")
+    blocks = [bytearray(os.urandom(1 << 20)) for _ in range(4 * (most >> 20))]
+    raise AssertionError(f"{len(blocks)} MiB were allocated within a limit of {most >> 20}")
 
 
 def remove_cgroups() -> None:

@@ -89,7 +89,7 @@ WITHOUT_EFFECT = {
     *("comm.train_timeout_seconds", "metrics.enable_tensorboard", "checkpoint.async_mode"),
     "checkpoint.last_save_model_only",
 }
-"""Options that do not change a job without faults."""
+"""Options that leave a job without faults unchanged."""
 
 
 def draw(seed: random.Random) -> dict:
@@ -235,7 +235,7 @@ def be_launcher(case: Case, machine: int, port: int, folder: Path, words: list[s
 
 
 def judge(case: Case, folder: Path, codes: list[int], expected: str) -> dict:
-    """What became of a case, in words of the table."""
+    """Return the row of a case: its outcome, compared with the expected one."""
     log = (folder / "log-0").read_text(errors="replace")
     steps = int({**JOB, **SHORT, **case.options}["training.steps"])
     try:
@@ -285,8 +285,8 @@ def run_part(name: str, results: Path, place: Path) -> bool:
         remove_cgroups()
         with results.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        said = {key: value for key, value in row.items() if key != "log"}
-        print(json.dumps(said) + ("" if row["good"] else f"  <--\n{row['log']}"), flush=True)
+        printed = {key: value for key, value in row.items() if key != "log"}
+        print(json.dumps(printed) + ("" if row["good"] else f"  <--\n{row['log']}"), flush=True)
         good &= row["good"]
     return good
 

@@ -130,9 +130,9 @@ def stacks_of_cores(folder: Path) -> list[str]:
     """Names of the core files in the working directory, moved to the run's folder with the C stacks beside them."""
     cores = sorted(Path.cwd().glob("core*"))
     for core in cores:
-        kept = folder / core.name
-        shutil.move(core, kept)
-        command = ["gdb", "-batch", "-ex", "thread apply all bt", sys.executable, str(kept)]
+        target = folder / core.name
+        shutil.move(core, target)
+        command = ["gdb", "-batch", "-ex", "thread apply all bt", sys.executable, str(target)]
         if shutil.which("gdb"):
             text = subprocess.run(command, capture_output=True, text=True).stdout
             (folder / f"{core.name}.stacks.txt").write_text(text)
@@ -170,7 +170,7 @@ def conclusion(rows: list[dict]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--runs", type=int, default=1000, help="in all, those of earlier starts included")
+    parser.add_argument("--runs", type=int, default=1000, help="in total, with the runs of earlier starts")
     parser.add_argument("--minutes", type=float, default=60, help="no run begins after that")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

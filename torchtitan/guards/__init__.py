@@ -100,14 +100,13 @@ class Guards:
         self.refuse_non_finite("loss", torch.tensor(math.nan) if bad else None, step)
         # the last update is in neither: of one step in backward nothing else is known, and any may overflow
         if names := not_finite():
-            what = damage_of(names)
-            self.go_back(what, step)
-            self.stop_non_finite(what, step)
+            self.go_back(damage_of(names), step)
+            self.stop_non_finite(damage_of(names), step)
 
     def stop_non_finite(self, what: str, step: int, where: str = "") -> NoReturn:
-        again = ", although the run went back to its checkpoint for that step before" * (step in self._ways_back)
+        history = ", although the run went back to its checkpoint for that step before" * (step in self._ways_back)
         raise NonFiniteError(
-            f"{what} after step {step}{where}{again}; the run stops and saves no more. What usually helps, from the "
+            f"{what} after step {step}{where}{history}; the run stops and saves no more. What usually helps, from the "
             "last checkpoint on: lower optimizer.lr, longer lr_scheduler.warmup_steps, training.max_norm = 1.0, float32"
         )
 
@@ -122,20 +121,20 @@ class Guards:
         if self.checkpointer is not None and (names := self.checkpointer.not_finite()):
             self.go_back(damage_of(names), step)
 
-    def go_back(self, what: str, step: int) -> None:
+    def go_back(self, damage: str, step: int) -> None:
         """Raise `RollBack` for a damaged state after `step`, once for each step: an error of the machine does not
         come a second time, and what the job itself computes does. Return if the run has to stop. Every rank calls it.
         """
         if not self.can_go_back():
             return
-        exhausted = self.steps.target == self.checkpointer.saved_step and self.steps.tries >= self.steps.patience
-        repeated = step in self._ways_back or exhausted
-        if not repeated:
-            on_record = torch.distributed.get_rank() == 0 and self.note_way_back(step)
-            (repeated,) = map(bool, distributed.of_the_first(on_record))
+        if self.steps.tries >= self.steps.patience and self.steps.target == self.checkpointer.saved_step:
+            return
+        on_record = torch.distributed.get_rank() == 0 and self.note_way_back(step)
+        (on_record,) = map(bool, distributed.of_the_first(on_record))
+        repeated = on_record or step in self._ways_back
         self._ways_back.add(step)
         if not repeated:
-            raise RollBack(f"{what} after step {step}")
+            raise RollBack(f"{damage} after step {step}")
 
     def refuse_changed_shards(self, step: int) -> None:
         """Raise `RollBack`, or `BadStep` the second time, on all ranks if the memory of one of them has changed since
@@ -148,11 +147,11 @@ class Guards:
             return
         of_ranks: list[list[str]] = [[] for _ in range(self.model.dims.world_size)]
         torch.distributed.all_gather_object(of_ranks, names)
-        what = "; ".join(flips_of(rank, names) for rank, names in enumerate(of_ranks) if names)
-        self.go_back(what, step)
-        again = ", again" * (step in self._ways_back)
+        damage = "; ".join(flips_of(rank, names) for rank, names in enumerate(of_ranks) if names)
+        self.go_back(damage, step)
+        history = ", again" * (step in self._ways_back)
         raise BadStep(
-            f"{what} after step {step}{again}; the run stops and saves no more. Have the memory of that machine "
+            f"{damage} after step {step}{history}; the run stops and saves no more. Have the memory of that machine "
             "tested, and start the run again without it"
         )
 
