@@ -15,7 +15,7 @@ from pathlib import Path
 
 BOTH = -1
 """Every rank."""
-LONG = {"training.steps": 60, "checkpoint.interval": 2}
+LONG = {"training.steps": 28, "checkpoint.interval": 2}
 DDP = {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 1}
 WATCHED = {"comm.train_timeout_seconds": 20}
 
