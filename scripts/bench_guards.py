@@ -1,12 +1,12 @@
 """What supervisor, watchdog, lock and guards cost a step of the debug model, on two cores.
 
-    python scripts/bench_guards.py [--ranks 1 2] [--pairs 20] [--agreement] [--aa] [--quick]
+    python scripts/bench_guards.py [--ranks 1 2] [--pairs 20] [--agreement] [--checksums] [--aa] [--quick]
 
 The ranks of a job run under the real launcher, which holds the folder's lock, watches for hangs and would start them
 again. In each rank two trainers take turns step by step: one tells the launcher what it does, judges every step
 (guard.non_finite and guard.spike = skip) and compares its replicas every 100 steps; the other does none of it, and in
 its turns the launcher stands still (SIGSTOP). A comparison of replicas is also timed in every step; its share of a step
-is a hundredth of that. The lock costs nothing once it is held.
+is a hundredth of that. The lock costs nothing once it is held. guard.shard_checksums has a separate row.
 
 Judged is the CPU time of a rank, which others on the machine disturb least; the launcher's own is beside it, as a share
 of a core. The ratio of two steps shows half a per cent on an idle machine alone. So the CPU time within the calls that
@@ -34,6 +34,7 @@ from bench_timing import WARM_UP, Goal, Turns, heading, row, take_turns, throw_l
 from torchtitan import distributed, launch
 from torchtitan.config import manager
 from torchtitan.feed import Ahead
+from torchtitan.initialization import local_part
 from torchtitan.launcher.company import First
 from torchtitan.launcher.lock import held, this_process
 from torchtitan.launcher.stops import SignalQueue
@@ -42,6 +43,8 @@ from torchtitan.ranks import read_ranks
 from torchtitan.trainer import Trainer
 
 GOAL = Goal("<=", 1.005)
+CHECKSUM_GOAL = Goal("<=", 1.01)
+"""Above this the option stays off by default."""
 INTERVAL = 100
 JOB = {
     "job.config_file": "train_configs/debug_model.toml",
@@ -54,6 +57,7 @@ QUICK = {"model.overrides": "{dim=64, n_layers=2, n_heads=4, n_kv_heads=4}", "tr
 OFF = {"guard.replica_check_interval": 0}
 ON = {"guard.non_finite": "skip", "guard.spike": "skip", "guard.replica_check_interval": INTERVAL}
 OFTEN = {"guard.replica_check_interval": 1}
+SUMS = OFF | {"guard.shard_checksums": "true"}
 BEGIN_SUM = distributed.begin_sum
 
 
@@ -111,9 +115,12 @@ class Steps:
         self.trainer.enter = self.judging.counted(self.trainer.enter)
         self.trainer.guards.leaves_out = self.judging.counted(self.trainer.guards.leaves_out)
         self.trainer.guards.compare = self.comparing.counted(self.trainer.guards.compare)
+        self.summing = Within()
+        if (shards := self.trainer.guards.shards) is not None:
+            shards.record, shards.changed = self.summing.counted(shards.record), self.summing.counted(shards.changed)
 
     def __call__(self) -> None:
-        for within in (self.judging, self.comparing, self.waiting):
+        for within in (self.judging, self.comparing, self.summing, self.waiting):
             within.steps.append(0.0)
         distributed.begin_sum = lambda *own: self.waiting.counted(BEGIN_SUM(*own))
         if self.launcher:
@@ -138,6 +145,18 @@ def agreements(folder: Path, size: dict, pairs: int, repeats: int) -> None:
         print(row("agreed a step ahead / at once, a step", turns.ratios(turns.wall), None, note), flush=True)
 
 
+def checksums(made: dict[str, Steps], pairs: int, repeats: int) -> None:
+    """Print the row of guard.shard_checksums."""
+    turns = take_turns(made["sums"], made["off"], pairs, repeats)
+    share = 100 * statistics.median(made["sums"].summing.shares(turns))
+    weights = [local_part(parameter.detach())[0] for _, parameter in made["sums"].trainer.model.named_parameters()]
+    size = 3 * sum(weight.numel() * weight.itemsize for weight in weights)  # with both moments of AdamW
+    note = f"within their calls: {share:.2f} %; {size / 1e6:.0f} MB of a rank read twice a step"
+    if read_ranks().is_main:
+        name = f"checksums of shards, {read_ranks().world_size} rank(s)"
+        print(row(name, turns.ratios(turns.cpu), CHECKSUM_GOAL, note, digits=4), flush=True)
+
+
 def rank_main(folder: Path, options: argparse.Namespace) -> None:
     """One rank's program."""
     throw_lines_away()
@@ -151,8 +170,12 @@ def rank_main(folder: Path, options: argparse.Namespace) -> None:
         agreements(folder, size, pairs, repeats)
         exit_with(lambda: 0)
     made = {}
-    for name, given in {"on": ON, "off": OFF, "often": OFTEN}.items():
+    kinds = {"off": OFF, "sums": SUMS} if options.checksums else {"on": ON, "off": OFF, "often": OFTEN, "sums": SUMS}
+    for name, given in kinds.items():
         made[name] = Steps(folder / name, size | given, launched=name == "on")
+    if options.checksums:
+        checksums(made, pairs, repeats)
+        exit_with(lambda: 0)
     compared = (("off" if options.aa else "on", GOAL.unless(options.aa)), ("often", None))
     shares = []
     for above, goal in compared:
@@ -173,6 +196,8 @@ def rank_main(folder: Path, options: argparse.Namespace) -> None:
         added = [1 + judging + comparing for judging, comparing in zip(*shares, strict=True)]
         note = "within their calls: " + ", ".join(f"{100 * statistics.median(each):.4f} %" for each in shares)
         print(row(f"both, counted within a step, {ranks.world_size} rank(s)", added, GOAL, note, digits=5), flush=True)
+    if not options.aa:
+        checksums(made, pairs, repeats)
     if ranks.world_size > 1 and not options.aa:
         agreements(folder, size, pairs, repeats)
     exit_with(lambda: 0)
@@ -190,6 +215,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=20, help="turns of each in a repeat, of which there are 5")
     parser.add_argument("--aa", action="store_true", help="compare the trainer without guards with itself")
     parser.add_argument("--agreement", action="store_true", help="only how several ranks agree on steps")
+    parser.add_argument("--checksums", action="store_true", help="only guard.shard_checksums")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps, to see that it runs")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -201,7 +227,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name, held(Path(name), this_process()):
             folder = Path(name)
             config = manager.load(words(folder, {"comm.train_timeout_seconds": 3600}))  # not all turns are told
-            flags = [f"--{name}" for name in ("aa", "quick", "agreement") if getattr(options, name)]
+            flags = [f"--{name}" for name in ("aa", "quick", "agreement", "checksums") if getattr(options, name)]
             program = (sys.executable, __file__, "--rank", name, "--pairs", str(options.pairs), *flags)
             if code := launch.run(config, [], ranks, queue, First(), program):
                 return code

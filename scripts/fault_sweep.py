@@ -1,12 +1,19 @@
-"""Kill ranks at many places and see that the job ends by itself, with the same bits, and leaves nothing behind.
+"""Cause faults in small jobs and see that each ends by itself, with the same bits, and leaves nothing behind.
 
-    python scripts/fault_sweep.py [--kills 54] [--seed 0] [--only FSDP] [--async]
+    python scripts/fault_sweep.py all      every part; a case that --results has passed is not repeated
+    python scripts/fault_sweep.py save     one part: save, export, retention, guards, desync, clock, trackers, disk,
+                                           memory, machines (fault_parts.py), kills
+    python scripts/fault_sweep.py table    the table of docs/reliability.md, from --results
+    python scripts/fault_sweep.py [--kills 54] [--seed 0] [--only FSDP] [--async]    kills at drawn places
 
-For each plan a small job runs undisturbed, then others in which, start after start, a rank kills itself (SIGKILL) at a
-place in the code: which rank, where, before or after it and the how-manieth time are drawn from the seed. The launcher
-restarts the job each time. Compared: the files of the last checkpoint, byte by byte; the steps that were done again,
-against checkpoint.interval (--async: twice that, as a save in the background may last until the next one, which waits
-for it); processes and temporary files that are left. Exit code 1 if anything differs.
+Kills at drawn places: for each plan a small job runs undisturbed, then others in which, start after start, a rank kills
+itself (SIGKILL) at a place in the code: which rank, where, before or after it and the how-manieth time are drawn from
+the seed. The launcher restarts the job each time. Compared: the files of the last checkpoint, byte by byte; the steps
+that were done again, against checkpoint.interval (--async: twice that, as a save in the background may last until the
+next one, which waits for it); processes and temporary files that are left. Exit code 1 if anything differs.
+
+The other parts compare the same after named faults: tensors of the last checkpoint with those of a job without faults,
+the exit code, the number of restarts, and what is left.
 """
 
 import argparse
@@ -14,16 +21,20 @@ import hashlib
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from bench_timing import ROOT
+from fault_parts import PARTS, Case, arm_starts, remove_cgroups
 
 from torchtitan import launch
-from torchtitan.checkpoint.layout import read_manifest
+from torchtitan.checkpoint.layout import CheckpointError, check_complete, read_manifest
 from torchtitan.launcher.company import First
 from torchtitan.launcher.lock import start_of
 from torchtitan.launcher.stops import SignalQueue
@@ -64,6 +75,21 @@ JOB = {
     "checkpoint.keep_latest_k": 2,
     "job.max_restarts": PER_JOB,
 }
+SHORT = {"training.steps": 12, "checkpoint.interval": 3, "job.max_restarts": 40}
+"""Of the parts but for the drawn kills."""
+WITHOUT_EFFECT = {
+    *(
+        "guard.spike",
+        "guard.spike_window",
+        "guard.spike_sigmas",
+        "guard.non_finite",
+        "guard.shard_checksums",
+        "guard.replica_check_interval",
+    ),
+    *("comm.train_timeout_seconds", "metrics.enable_tensorboard", "checkpoint.async_mode"),
+    "checkpoint.last_save_model_only",
+}
+"""Options that leave a job without faults unchanged."""
 
 
 def draw(seed: random.Random) -> dict:
@@ -120,9 +146,9 @@ def launch_main(kills: str, argv: list[str]) -> int:
     return launch.run(config, argv, 2, SignalQueue(), First(), program)
 
 
-def last_state(folder: Path) -> str:
+def last_state(folder: Path, steps: int = STEPS) -> str:
     """Of all tensors, and of the state beside them but for its versions and times."""
-    step = folder / "checkpoint" / f"step-{STEPS:08d}"
+    step = folder / "checkpoint" / f"step-{steps:08d}"
     files = read_manifest(step).files
     digest = hashlib.sha256()
     for name in sorted(name for name in files if name.endswith(".distcp")):
@@ -175,21 +201,142 @@ def sweep(name: str, options: dict, kills: int, seed: random.Random, place: Path
     return good
 
 
+def run_case(case: Case, folder: Path) -> list[int]:
+    """Run a case on machines that are forks of this process; the launchers' exit codes."""
+    settings = JOB | SHORT | case.options | {"job.dump_folder": folder}
+    words = [f"--{name}={str(value).lower() if value in (True, False) else value}" for name, value in settings.items()]
+    folder.mkdir(parents=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launchers = []
+    for machine in range(case.machines):
+        if (pid := os.fork()) == 0:
+            be_launcher(case, machine, port, folder, words)
+        launchers.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in launchers]
+
+
+def be_launcher(case: Case, machine: int, port: int, folder: Path, words: list[str]) -> NoReturn:
+    from tests.support.forked_job import fork_ranks
+    from torchtitan.launcher import restarts
+    from torchtitan.leaving import exit_with
+
+    log = os.open(folder / f"log-{machine}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    restarts.FIRST_PAUSE_SECONDS, restarts.LONGEST_PAUSE_SECONDS = 0.05, 0.2
+    if case.machines > 1:
+        os.environ |= {"NNODES": str(case.machines), "NODE_RANK": str(machine)}
+        os.environ |= {"HEAD_ADDR": "127.0.0.1", "HEAD_PORT": str(port)}
+    arm_starts(case.faults, folder)
+    fork_ranks()
+    exit_with(lambda: launch.main([str(2 // case.machines), *words]))
+
+
+def judge(case: Case, folder: Path, codes: list[int], expected: str) -> dict:
+    """Return the row of a case: its outcome, compared with the expected one."""
+    log = (folder / "log-0").read_text(errors="replace")
+    steps = int({**JOB, **SHORT, **case.options}["training.steps"])
+    try:
+        same = last_state(folder, steps) == expected
+        if case.options.get("checkpoint.last_save_model_only"):
+            check_complete(folder / "model")
+    except (OSError, CheckpointError) as error:
+        same = False
+        log += f"not whole: {error}"
+    restarts = log.count("restart ")
+    left = [path.name for path in [*folder.glob("run.lock*"), *folder.glob("checkpoint/.tmp*")]]
+    good = same and set(codes) == {0} and restarts == case.expected_restarts and not left and case.log in log
+    return {
+        "case": case.name,
+        "faults": sum(map(len, case.faults)),
+        "codes": codes,
+        "same": same,
+        "restarts": restarts,
+        "left": left,
+        "good": good,
+        "log": "" if good else log[-3000:],
+    }
+
+
+def run_part(name: str, results: Path, place: Path) -> bool:
+    """Run the cases of a part that have not passed yet, and add a row for each to the results."""
+    import torchtitan.trainer  # noqa: F401  # before the launchers are forked
+
+    passed = {(row["part"], row["case"]) for row in rows_of(results) if row["good"]}
+    straight: dict[str, str] = {}
+    good = True
+    for number, case in enumerate(PARTS[name]()):
+        if (name, case.name) in passed:
+            continue
+        options = {key: value for key, value in case.options.items() if key not in WITHOUT_EFFECT}
+        key = json.dumps([options, case.machines], sort_keys=True)
+        if key not in straight:
+            folder = place / f"{name}-straight-{number}"
+            plain = replace(case, faults=[], options=options)
+            codes = run_case(plain, folder)
+            assert set(codes) == {0}, (folder / "log-0").read_text()
+            straight[key] = last_state(folder, int({**JOB, **SHORT, **options}["training.steps"]))
+        began = time.monotonic()
+        folder = place / f"{name}-{number}"
+        row = {"part": name} | judge(case, folder, run_case(case, folder), straight[key])
+        row["seconds"] = round(time.monotonic() - began)
+        remove_cgroups()
+        with results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        printed = {key: value for key, value in row.items() if key != "log"}
+        print(json.dumps(printed) + ("" if row["good"] else f"  <--\n{row['log']}"), flush=True)
+        good &= row["good"]
+    return good
+
+
+def rows_of(results: Path) -> list[dict]:
+    """The newest row of every case."""
+    lines = results.read_text().splitlines() if results.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return list({(row["part"], row["case"]): row for row in rows}.values())
+
+
+def table(rows: list[dict]) -> str:
+    """The Markdown table of the results."""
+    lines = ["| part | case | faults | restarts | ended with | bits |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        codes = ", ".join(map(str, row["codes"]))
+        bits = "the same" if row["same"] else "**other**"
+        lines.append(f"| {row['part']} | {row['case']} | {row['faults']} | {row['restarts']} | {codes} | {bits} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
+    sys.path.insert(0, str(ROOT))  # for tests.support
     if sys.argv[1:2] == ["--rank"]:
         rank_main(json.loads(sys.argv[2]), sys.argv[3:])
     if sys.argv[1:2] == ["--launch"]:
         return launch_main(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", default="kills", choices=["kills", *PARTS, "all", "table"])
+    parser.add_argument("--results", type=Path, default=Path("fault_sweep.jsonl"), help="a row for each case")
+    parser.add_argument("--folder", type=Path, help="keep the jobs here")
     parser.add_argument("--kills", type=int, default=54, help="in all plans together (default: 54)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=list(PLANS), help="plans (default: all)")
     parser.add_argument("--async", dest="background", action="store_true", help="save in the background")
     options = parser.parse_args()
+    if options.part == "table":
+        print(table(rows_of(options.results)))
+        return 0
     more = {"checkpoint.async_mode": "async"} if options.background else {}
     seed, good = random.Random(options.seed), True
-    with tempfile.TemporaryDirectory(prefix="fault-sweep-") as place:
-        for name in options.only:
+    with tempfile.TemporaryDirectory(prefix="fault-sweep-") as temporary:
+        if options.folder is not None:
+            options.folder.mkdir(parents=True, exist_ok=True)
+            temporary = tempfile.mkdtemp(dir=options.folder)
+        place = Path(temporary)
+        for name in PARTS if options.part == "all" else [options.part]:
+            if name in PARTS:
+                good &= run_part(name, options.results, place)
+        for name in options.only if options.part in ("kills", "all") else []:
             share = -(-options.kills // len(options.only))
             good &= sweep(name, PLANS[name] | more, share, seed, Path(place, name.replace(" ", "-")))
     return 0 if good else 1

@@ -45,6 +45,7 @@ SLOW = {
         "company",
         "context_parallel",
         "convert",
+        "damaged_state",
         "data_parallel",
         "decoders",
         "epochs",

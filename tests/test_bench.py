@@ -162,9 +162,10 @@ def test_bench_debug_plans():
 
 def test_bench_guards():
     lines = run("scripts/bench_guards.py", "--quick", "--ranks", "2")
-    paired, compared, counted, agreed = lines[3:]
+    paired, compared, counted, checksums, agreed = lines[3:]
     assert paired.startswith("launcher and guards, 2 rank(s)") and compared.startswith("replicas compared every 100th")
     assert counted.startswith("both, counted within a step, 2 rank(s)") and "within their calls: " in counted
+    assert checksums.startswith("checksums of shards, 2 rank(s)") and "within their calls: " in checksums
     assert agreed.startswith("agreed a step ahead / at once") and "the host waits for " in agreed
 
 

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,17 @@ def test_resolve_takes_a_checkpoint_or_a_folder_of_some_and_says_what_it_found_e
     (tmp_path / "empty").mkdir()
     with pytest.raises(NothingLoadable, match="no step-\\* folders"):
         layout.resolve(tmp_path / "empty")
+
+
+def test_reading_a_small_file_takes_little_memory(tmp_path):
+    """The limit on the size of a file is not the size of the buffer: that is a gibibyte for each manifest."""
+    (tmp_path / "small").write_bytes(b"12345")
+    tracemalloc.start()
+    try:
+        assert layout.read_bytes(tmp_path / "small") == b"12345"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_state_without_its_parts_is_refused(tmp_path):

@@ -116,6 +116,12 @@ def test_a_note_that_cannot_be_written_fails_nothing(tmp_path, caplog):
 # The history of metrics
 
 
+def test_a_way_back_is_remembered_for_its_step(tmp_path, caplog):
+    assert [run_folder.note_way_back(tmp_path, step) for step in (5, 7, 5)] == [False, False, True]
+    (tmp_path / run_folder.WAYS_BACK).write_text("[")
+    assert not run_folder.note_way_back(tmp_path, 5) and "ways_back.json cannot be used: " in caplog.text
+
+
 def test_no_record_of_metrics_is_ever_lost(tmp_path):
     path = tmp_path / "metrics.jsonl"
 

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import torch
 
+from torchtitan import run_folder
 from torchtitan.adapters.interface import Adapter
 from torchtitan.build import best_metric, cadence, model_args, model_spec, parallel_options, taken
 from torchtitan.checkpoint.best import LOSS, Metric
 from torchtitan.config.job import JobConfig, as_dict, trackers_of
 from torchtitan.findings import Findings
-from torchtitan.guards import Guards, Replicas, StepGuard
+from torchtitan.guards import Guards, Replicas, ShardSums, StepGuard
 from torchtitan.metrics import MetricsLogger, PatientTracker
 from torchtitan.optimizers.build import Optimizers
 from torchtitan.parallelisms.parallel_model import ParallelModel
@@ -47,7 +48,9 @@ def findings(config: JobConfig) -> Findings:
 def guards(config: JobConfig, built: ParallelModel, built_optimizers: Optimizers) -> Guards:
     steps = StepGuard(**taken(config.guard, StepGuard))
     replicas = Replicas(built.parts, built_optimizers.optimizers)
-    return Guards(steps, replicas, built, config.guard.replica_check_interval)
+    note_way_back = partial(run_folder.note_way_back, Path(config.job.dump_folder))
+    shards = ShardSums(built.named_parameters(), built_optimizers.optimizers) if config.guard.shard_checksums else None
+    return Guards(steps, replicas, built, config.guard.replica_check_interval, note_way_back, shards)
 
 
 def metrics(

@@ -54,7 +54,10 @@ def read_file(path: str | os.PathLike[str], limit: int, follow_links: bool = Tru
     try:
         with open_file(path, follow_links) as file:
             size = os.fstat(file.fileno()).st_size
-            content = b"" if size > limit else file.read(limit + 1)  # some files of the system say 0 and hold more
+            # a buffer of the requested size is allocated up front, so no more than the size is asked for at first
+            content = b"" if size > limit else file.read(size + 1)
+            if content and len(content) > size:  # some files of the system say 0 and hold more
+                content += file.read(limit + 1 - len(content)) or b""
     except (OSError, ValueError) as error:
         raise _as_file_error(path, error) from None
     if content is None:  # of a log of the kernel, which would wait for its next line

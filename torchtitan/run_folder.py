@@ -20,12 +20,14 @@ EXPORTS = {"model", "model_hf", "adapter"}
 """The weights that a run has ended with."""
 HANGS = "hangs"
 """Stacks of all ranks."""
+WAYS_BACK = "ways_back.json"
+"""The steps after which the run found its weights or optimizer state damaged and returned to a checkpoint."""
 SECRET = "launch.secret"
 """By which the launchers of several machines know each other while the run lasts."""
 REFERENCE = "reference.safetensors"
 PICTURE = "training.png"
 FILES = {"metrics.jsonl", "generated.jsonl", PICTURE, REFERENCE}
-OWN = {JOB, STARTS, LAST, IMPORTED, LOGS, "data", HANGS, SECRET} | FILES | EXPORTS
+OWN = {JOB, STARTS, LAST, WAYS_BACK, IMPORTED, LOGS, "data", HANGS, SECRET} | FILES | EXPORTS
 """Names at the top of the folder that no option says."""
 _EARLIER = re.compile(r"(metrics|generated)\.(previous(-[0-9]+)?|redone)\.jsonl")
 _START = re.compile(r"([0-9]{4,})-from-step-[0-9]{8,}\.toml")
@@ -48,7 +50,7 @@ def is_of_a_run(folder: Path) -> bool:
 
 def out_of_place(folder: Path) -> str | None:
     """What is a folder where a run has a file, or the other way round; None if nothing is."""
-    for name in sorted({JOB, LAST} | FILES):
+    for name in sorted({JOB, LAST, WAYS_BACK} | FILES):
         if (folder / name).is_dir():
             return f"{folder / name} is a folder, where a run has a file"
     for name in (STARTS, LOGS, HANGS):
@@ -68,6 +70,21 @@ def note_saved(folder: Path, step: int) -> None:
         folders.replace_file(folder / LAST, layout.step_name(step) + "\n")
     except OSError as error:
         logger.warning("%s cannot be written: %s", folder / LAST, error)
+
+
+def note_way_back(folder: Path, step: int) -> bool:
+    """Record that the run returns to a checkpoint because its state after `step` is damaged. Return True if it did so
+    for this step before, in this process or an earlier one. A record that cannot be written or read is only logged.
+    """
+    path = folder / WAYS_BACK
+    steps: set[int] = set()
+    try:
+        if path.exists():
+            steps = set(layout.read_json(path)["steps"])
+        folders.replace_file(path, layout.dump_json({"steps": sorted(steps | {step})}))
+    except (OSError, layout.CheckpointError, KeyError, TypeError) as error:
+        logger.warning("%s cannot be used: %s", path, error)
+    return step in steps
 
 
 def missing_checkpoints(folder: Path, checkpoints: Path) -> str | None:

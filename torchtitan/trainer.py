@@ -26,7 +26,7 @@ from torchtitan.datasets.sources import DataError
 from torchtitan.exports import Exports
 from torchtitan.feed import Ahead, Batch, PeerStopped
 from torchtitan.generated import Generated
-from torchtitan.guards import BadStep, NonFiniteError, ReplicasDiffer, RollBack
+from torchtitan.guards import BadStep, ReplicasDiffer, RollBack
 from torchtitan.imported import collect_garbage
 from torchtitan.introduction import conclude, introduce, look_back
 from torchtitan.metrics import Goodput
@@ -118,6 +118,7 @@ class Trainer:
         self.resumed_from = self.origin.restore(self.checkpointer)
         if self.checkpointer is not None:
             self.checkpointer.prepare()
+            self.guards.checkpointer = self.checkpointer
         if self.data_state is not None:  # a last step that was filled up, or steps of another size, shift the end
             self.of_data = build_data.last_step_of_data(self.job, self.dims, self.data_state["samples"], self.step)
             self.config = with_end(self.job, self.of_data)
@@ -202,6 +203,7 @@ class Trainer:
                         self.guards.compare(self.step)
                         if not self.stopping:  # who asked gives us time to save, not more
                             self.maybe_validate(self.done)
+                        self.maybe_save(self.done or self.stopping)
                     except RollBack as why:
                         batches = self.roll_back(str(why))
                         continue
@@ -209,7 +211,6 @@ class Trainer:
                         self.ahead.drop()
                         self.save_what_is_whole()
                         raise
-                    self.maybe_save(self.done or self.stopping)
                     self.profiler.step()
                     collect_garbage(self.step, self.config.training.gc_freq, self.config.training.gc_debug)
                     if first:
@@ -250,8 +251,7 @@ class Trainer:
             norm = self.model.clip_gradients(self.config.training.max_norm)
         if self.metrics.histograms_due(self.step + 1):
             self.metrics.record_histograms(self.step + 1, of_all_ranks(histograms_of(self.model.named_parameters())))
-        can_go_back = self.checkpointer.can_go_back if self.checkpointer is not None else lambda: False
-        why = self.guards.leaves_out(self.step + 1, loss, norm, can_skip=not early, can_go_back=can_go_back)
+        why = self.guards.leaves_out(self.step + 1, loss, norm, can_skip=not early)
         self.between_steps = False
         lr = self.schedulers.last_lr
         if not why:
@@ -338,7 +338,9 @@ class Trainer:
         return iter(self.loader)
 
     def before_save(self) -> None:
+        self.between_steps = False  # a state that is refused here is not tried again
         self.guards.refuse_to_save(self.step, self.loss, self.grad_norm, self.checkpointer.not_finite)
+        self.between_steps = True
 
     def maybe_validate(self, done: bool) -> None:
         if self.held_out is not None and (done or self.step % self.validate_every == 0):
@@ -371,7 +373,7 @@ class Trainer:
             self.maybe_save(True)
             if self.checkpointer:
                 self.checkpointer.finish()
-        except (CheckpointError, NonFiniteError, ReplicasDiffer) as error:
+        except (CheckpointError, BadStep, ReplicasDiffer, RollBack) as error:
             logger.error("step %d could not be saved before the end: %s", self.step, error)
 
     def memory(self) -> str:

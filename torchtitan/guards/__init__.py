@@ -5,28 +5,42 @@ see that ranks which must hold the same numbers do.
 import logging
 import math
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from torchtitan import distributed
-from torchtitan.guards.replicas import Replicas, ReplicasDiffer
+from torchtitan.guards.replicas import NAMED_IN_ERRORS, Replicas, ReplicasDiffer
+from torchtitan.guards.shards import ShardSums
 from torchtitan.guards.steps import BadStep, NonFiniteError, RollBack, StepGuard
 from torchtitan.parallelisms.parallel_model import ParallelModel
 
-__all__ = ["BadStep", "Guards", "NonFiniteError", "Replicas", "ReplicasDiffer", "RollBack", "StepGuard"]
+__all__ = ["BadStep", "Guards", "NonFiniteError", "Replicas", "ReplicasDiffer", "RollBack", "ShardSums", "StepGuard"]
 
 logger = logging.getLogger(__name__)
 
 
 class Guards:
     """Of a run on every rank, which all ask the same at the same steps. `compare_every`: so many steps, what ranks hold
-    alike; 0 is never.
+    alike; 0 is never. `note_way_back(step)` records, on rank 0, that the run returns to a checkpoint because its state
+    after `step` is damaged, and returns True if it has done so before.
     """
 
-    def __init__(self, steps: StepGuard, replicas: Replicas, model: ParallelModel, compare_every: int):
+    def __init__(
+        self,
+        steps: StepGuard,
+        replicas: Replicas,
+        model: ParallelModel,
+        compare_every: int,
+        note_way_back: Callable[[int], bool] = lambda step: False,
+        shards: ShardSums | None = None,
+    ):
         self.steps, self.replicas, self.model, self.compare_every = steps, replicas, model, compare_every
+        self.note_way_back, self.shards = note_way_back, shards
+        self.checkpointer: Any = None
+        """Where the run returns to; set by the trainer once it has one."""
         self._compared = -1
+        self._ways_back: set[int] = set()
 
     def leaves_out(
         self,
@@ -35,13 +49,13 @@ class Guards:
         norm: torch.Tensor | None,
         *,
         can_skip: bool,
-        can_go_back: Callable[[], bool],
     ) -> str:
         """Before the update of the `step`-th step: why it is left out, or nothing. `loss`, this rank's share, and
         `norm` are scalars.
 
         Raises, on all ranks, `RollBack`, or `BadStep` for a run that has to stop.
         """
+        self.refuse_changed_shards(step - 1)
         if not self.steps.looks:
             if norm is not None and norm.device.type == "cpu":  # looking costs nothing there
                 self.refuse_non_finite("gradient norm", norm, step - 1)
@@ -50,12 +64,15 @@ class Guards:
         dims = self.model.dims
         whole, norms = distributed.add_up(float(loss) / dims.tp, 0.0 if norm is None else float(norm))
         known = None if norm is None else norms / dims.world_size
-        verdict = self.steps.judge(step, whole, known, can_skip=can_skip, can_go_back=can_go_back)
+        finite = math.isfinite(whole) and math.isfinite(norms)
+        if not finite:  # with damaged weights every further step is bad, so none is worth leaving out
+            self.go_back_if_damaged(step - 1)
+        verdict = self.steps.judge(step, whole, known, can_skip=can_skip, can_go_back=self.can_go_back)
         if verdict.action == "go on":
             return ""
         where = self._first_layer()
         if verdict.action == "stop":
-            if not (math.isfinite(whole) and math.isfinite(norms)):
+            if not finite:
                 self.stop_non_finite(verdict.why, step - 1, where)
             raise BadStep(f"step {step}: {verdict.why}; the run stops before its update")
         if verdict.action == "roll back":
@@ -67,6 +84,7 @@ class Guards:
         NaN.
         """
         if value is not None and not math.isfinite(value):
+            self.go_back_if_damaged(step)
             self.stop_non_finite(f"the {what} is {float(value)}", step, self._first_layer())
 
     def refuse_to_save(
@@ -76,21 +94,73 @@ class Guards:
         differ, so they agree first.
         """
         self.compare(step, now=True)
+        self.refuse_changed_shards(step)
         (bad,) = distributed.sum_over_ranks(not math.isfinite(loss))
         self.refuse_non_finite("gradient norm", norm, step)
         self.refuse_non_finite("loss", torch.tensor(math.nan) if bad else None, step)
         # the last update is in neither: of one step in backward nothing else is known, and any may overflow
         if names := not_finite():
-            self.stop_non_finite(f"{len(names)} weights or moments are NaN or infinite, {names[0]} among them,", step)
+            self.go_back(damage_of(names), step)
+            self.stop_non_finite(damage_of(names), step)
 
     def stop_non_finite(self, what: str, step: int, where: str = "") -> NoReturn:
+        history = ", although the run went back to its checkpoint for that step before" * (step in self._ways_back)
         raise NonFiniteError(
-            f"{what} after step {step}{where}; the run stops and saves no more. What usually helps, from the last "
-            "checkpoint on: lower optimizer.lr, longer lr_scheduler.warmup_steps, training.max_norm = 1.0, float32"
+            f"{what} after step {step}{where}{history}; the run stops and saves no more. What usually helps, from the "
+            "last checkpoint on: lower optimizer.lr, longer lr_scheduler.warmup_steps, training.max_norm = 1.0, float32"
+        )
+
+    def can_go_back(self) -> bool:
+        """Whether the run has a checkpoint that it can load in the middle of a step. Every rank calls it."""
+        return self.checkpointer is not None and self.checkpointer.can_go_back()
+
+    def go_back_if_damaged(self, step: int) -> None:
+        """Raise `RollBack` if weights or moments after `step` are NaN or infinite and `go_back` allows it. Every rank
+        calls it. Reads all of them, so it is called only after a loss or gradient that is not finite.
+        """
+        if self.checkpointer is not None and (names := self.checkpointer.not_finite()):
+            self.go_back(damage_of(names), step)
+
+    def go_back(self, damage: str, step: int) -> None:
+        """Raise `RollBack` for a damaged state after `step`, once for each step: an error of the machine does not
+        come a second time, and what the job itself computes does. Return if the run has to stop. Every rank calls it.
+        """
+        if not self.can_go_back():
+            return
+        if self.steps.tries >= self.steps.patience and self.steps.target == self.checkpointer.saved_step:
+            return
+        on_record = torch.distributed.get_rank() == 0 and self.note_way_back(step)
+        (on_record,) = map(bool, distributed.of_the_first(on_record))
+        repeated = on_record or step in self._ways_back
+        self._ways_back.add(step)
+        if not repeated:
+            raise RollBack(f"{damage} after step {step}")
+
+    def refuse_changed_shards(self, step: int) -> None:
+        """Raise `RollBack`, or `BadStep` the second time, on all ranks if the memory of one of them has changed since
+        `step` was done.
+        """
+        if self.shards is None:
+            return
+        names = self.shards.changed()
+        if not sum(distributed.sum_over_ranks(len(names))):
+            return
+        of_ranks: list[list[str]] = [[] for _ in range(self.model.dims.world_size)]
+        torch.distributed.all_gather_object(of_ranks, names)
+        damage = "; ".join(flips_of(rank, names) for rank, names in enumerate(of_ranks) if names)
+        self.go_back(damage, step)
+        history = ", again" * (step in self._ways_back)
+        raise BadStep(
+            f"{damage} after step {step}{history}; the run stops and saves no more. Have the memory of that machine "
+            "tested, and start the run again without it"
         )
 
     def compare(self, step: int, now: bool = False) -> None:
-        """What ranks hold alike after `step`, if it is time to, or `now`. Raises `ReplicasDiffer` on all ranks."""
+        """What ranks hold alike after `step`, if it is time to, or `now`. Raises `ReplicasDiffer` on all ranks. After
+        a step (not `now`) the checksums of shards are taken.
+        """
+        if self.shards is not None and not now:
+            self.shards.record()
         if self.compare_every and step != self._compared and (now or step % self.compare_every == 0):
             self.replicas.check()
             self._compared = step
@@ -99,7 +169,20 @@ class Guards:
         """The run is at the state of this step again; those after it come again, with other numbers perhaps."""
         self.steps.went_back_to(step)
         self._compared = -1
+        if self.shards is not None:
+            self.shards.record()
 
     def _first_layer(self) -> str:
         layers = self.model.not_finite_layers()
         return f" (first seen by the router of {layers[0]})" if layers else ""
+
+
+def damage_of(names: list[str]) -> str:
+    """Describe tensors that hold NaN or infinity."""
+    return f"{len(names)} weights or moments are NaN or infinite, {names[0]} among them,"
+
+
+def flips_of(rank: int, names: list[str]) -> str:
+    """Describe the tensors of a rank that no step has changed and that are different all the same."""
+    more = f" and {len(names) - NAMED_IN_ERRORS} more" if len(names) > NAMED_IN_ERRORS else ""
+    return f"bits have changed in the memory of rank {rank}, in {', '.join(names[:NAMED_IN_ERRORS])}{more},"

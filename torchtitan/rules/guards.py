@@ -19,6 +19,9 @@ def policies_can_be_followed(facts: Facts) -> Iterator[Fault]:
             why = "there is nothing to go back to without; set it, or write skip"
             allowed = '"rollback" only with checkpoint.enable' + (" and without load_only" if saves.load_only else "")
             yield facts.fault(key, allowed, why)
+    if guard.shard_checksums and facts.config.optimizer.early_step_in_backward:
+        why = "each update is made in backward, before the checksums can be compared"
+        yield facts.fault("guard.shard_checksums", "false with optimizer.early_step_in_backward", why)
 
 
 def guards_without_effect(facts: Facts) -> Iterator[Fault]:

@@ -11,9 +11,10 @@ from torchtitan.config.sections.kinds import STRICT, NonNegative, Positive
 @dataclass(config=STRICT, kw_only=True)
 class Guard:
     non_finite: Literal["stop", "skip", "rollback"] = "stop"
-    """After a loss or gradient that is NaN or infinite: stop with the last good step saved; leave the step's update
-    out; or go back to the newest checkpoint and do its steps again, once, as an error of the machine does not come
-    again. With anything but stop the host waits for the device in every step."""
+    """After a loss or gradient that is NaN or infinite while the weights are finite: stop with the last good step
+    saved; leave the step's update out; or go back to the newest checkpoint and do its steps again, once, as an error of
+    the machine does not come again. With anything but stop the host waits for the device in every step. If the weights
+    are not finite, the run goes back once for each step, and ends if it comes again."""
     spike: Literal["off", "stop", "skip", "rollback"] = "off"
     """The same after a loss or gradient norm far above those before it."""
     spike_window: Annotated[int, Field(ge=4)] = 128
@@ -33,6 +34,10 @@ class Guard:
     """So many bad steps in a row, or ways back to one checkpoint, end the run."""
     replica_check_interval: NonNegative = 100
     """Every so many steps, and before every save, compare what several ranks must hold alike; 0: never."""
+    shard_checksums: bool = False
+    """Checksums of all weights and optimizer moments after each step, compared before the next update and before every
+    save: a bit that flips in memory between steps is reported with its rank and tensor, and the run goes back to the
+    newest checkpoint, once for each step. Costs two passes over them in every step."""
 
 
 @dataclass(config=STRICT, kw_only=True)
