@@ -73,7 +73,7 @@ class SentencePieceTokenizer(Tokenizer):
         """Offsets of SentencePieceText (field 2: pieces; in these 4 and 5: begin and end, in bytes). Of a character's
         bytes the last piece alone has a range there; here all of them have it."""
         character_of = [number for number, letter in enumerate(text) for _ in letter.encode()] + [len(text)]
-        message = self._processor.encode_as_serialized_proto(text)
+        message = self._processor.encode(text, out_type="serialized_proto")
         pieces = [
             dict(_fields(value)) for number, value in _fields(message) if number == 2 and isinstance(value, bytes)
         ]
