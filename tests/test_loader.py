@@ -151,7 +151,7 @@ def reference(lanes, count, document_mask):
 def test_packing_equals_the_reference(data, shuffle, document_mask):
     path = str(data["indexed"]["dataset_path"])
     lanes = IndexedLanes(text(path, "text"), 3, shuffle)
-    assert lanes.count == 16
+    assert lanes.count == (16 if shuffle else 1)
     expected = reference(lanes, 120, document_mask)
     found = global_samples(120, dataset_path=path, seed=3, shuffle=shuffle, document_mask=document_mask)
     assert found == expected

@@ -70,8 +70,20 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.encode(text)
 
     def _offsets(self, text: str, ids: list[int]) -> list[Range]:
-        pieces = self._processor.encode(text, out_type="immutable_proto").pieces
-        return [(piece.begin, piece.end) for piece in pieces]
+        """Offsets of SentencePieceText (field 2: pieces; in these 4 and 5: begin and end, in bytes). Of a character's
+        bytes the last piece alone has a range there; here all of them have it."""
+        character_of = [number for number, letter in enumerate(text) for _ in letter.encode()] + [len(text)]
+        message = self._processor.encode(text, out_type="serialized_proto")
+        pieces = [
+            dict(_fields(value)) for number, value in _fields(message) if number == 2 and isinstance(value, bytes)
+        ]
+        offsets: list[Range] = []
+        following = len(text)
+        for piece in reversed(pieces):
+            begin, end = (character_of[int(piece.get(number, 0))] for number in (4, 5))
+            following = end if end > begin else following
+            offsets.append((begin, following))
+        return offsets[::-1]
 
     def _decode(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
