@@ -148,7 +148,7 @@ ALLOWED |= {
     "exports": BUILD | {"build"},
     "origin": BUILD | {"build"},
     "introduction": BUILD | {"build", "plot"},
-    "step_progress": {"metrics", "progress"},
+    "step_progress": {"bars", "metrics", "progress"},
     "validation": {"datasets", "distributed", "feed", "parallelisms", "progress"},
     "preflight": {
         "errors",
