@@ -150,7 +150,7 @@ def _combined(old: Values, values: Values, result: Upgrade) -> Values:
     loads = values.get("checkpoint.enable", old.get("checkpoint.enable_checkpoint"))
     for key in [] if loads else [key for key in values if key.startswith("checkpoint.initial_load")]:
         del values[key]  # which is read today, whether anything is saved or not
-        result.notes.append(f"left out, changed nothing: {key} (checkpoints are off)")
+        result.notes.append(f"left out, changed nothing: {key} (allowed: nothing where checkpoints are off)")
     if loads and values.get("checkpoint.initial_load_in_hf") and not values.get("checkpoint.initial_load_path"):
         # weights were looked for beside the tokenizer, of whose two options the older one went first
         default = DEFAULTS[V0_2_2]["model.tokenizer_path"]  # of the one dialect that knew these options
