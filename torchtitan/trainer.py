@@ -114,11 +114,11 @@ class Trainer:
             self.origin.compare_with_job_of,
             partial(run_folder.note_saved, self.folder),
         )
+        self.guards.checkpointer = self.checkpointer
         self.progress.enter("load")
         self.resumed_from = self.origin.restore(self.checkpointer)
         if self.checkpointer is not None:
             self.checkpointer.prepare()
-            self.guards.checkpointer = self.checkpointer
         if self.data_state is not None:  # a last step that was filled up, or steps of another size, shift the end
             self.of_data = build_data.last_step_of_data(self.job, self.dims, self.data_state["samples"], self.step)
             self.config = with_end(self.job, self.of_data)
@@ -242,8 +242,7 @@ class Trainer:
         """One optimizer step over `global_batch_size` samples."""
         self.random = RandomState()
         microbatches, valid_tokens, data_seconds = self.fetch(batches)
-        early = self.config.optimizer.early_step_in_backward
-        loss, norm = torch.zeros((), device=self.device), None
+        early, loss, norm = self.config.optimizer.early_step_in_backward, torch.zeros((), device=self.device), None
         self.between_steps = not early
         for index, batch in self.step_progress.through(microbatches):
             loss += self.model.forward_backward(batch, valid_tokens, is_last=index == len(microbatches) - 1)
@@ -251,9 +250,8 @@ class Trainer:
             norm = self.model.clip_gradients(self.config.training.max_norm)
         if self.metrics.histograms_due(self.step + 1):
             self.metrics.record_histograms(self.step + 1, of_all_ranks(histograms_of(self.model.named_parameters())))
-        why = self.guards.leaves_out(self.step + 1, loss, norm, can_skip=not early)
+        why, lr = self.guards.leaves_out(self.step + 1, loss, norm, can_skip=not early), self.schedulers.last_lr
         self.between_steps = False
-        lr = self.schedulers.last_lr
         if not why:
             self.optimizers.step()
             self.loss, self.grad_norm = loss, norm
@@ -333,8 +331,8 @@ class Trainer:
         self.metrics.go_back(self.step, self.tokens)
         self.generated.go_back(self.step)
         logger.warning("step %d: %s; back to step %d, to do its steps again", bad, why, self.step)
-        counts = {"steps_lost": bad - 1 - self.step, "rolled_back": self.guards.steps.rolled_back}
-        self.metrics.record_event(self.step, "rollback", {"cause": why, **counts})
+        event = {"cause": why, "steps_lost": bad - 1 - self.step, "rolled_back": self.guards.steps.rolled_back}
+        self.metrics.record_event(self.step, "rollback", event)
         return iter(self.loader)
 
     def before_save(self) -> None:
