@@ -17,12 +17,12 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.bench_timing import Goal, row, take_turns
-from torchtitan import build
 from torchtitan.adapters.interface import Adapter
+from torchtitan.build import parts
 from torchtitan.config.manager import load
-from torchtitan.initialization import initialize
+from torchtitan.core.initialization import initialize
+from torchtitan.core.tensor_storage import draw_stores
 from torchtitan.optimizers.build import build_optimizers
-from torchtitan.stores import draw_stores
 
 TOKENS = 256
 TARGETS = {"": [], ", attention alone": ['--adapter.target=["*attention*"]']}
@@ -35,7 +35,7 @@ SHARED = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 def made(kind: str, rank: int, words: Sequence[str] = ()) -> tuple[nn.Module, Adapter | None]:
     argv = ["--model.tokenizer_path=bytes", *SIZES, f"--adapter.kind={kind}", *words]
-    model, _, adapter = build.adapted_model(load(argv + [f"--adapter.rank={rank}"] * (kind != "none")))
+    model, _, adapter = parts.adapted_model(load(argv + [f"--adapter.rank={rank}"] * (kind != "none")))
     model.to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
     draw_stores(model, 0, model.init_rule)
@@ -58,8 +58,8 @@ def step_of(kind: str, rank: int, samples: int, words: Sequence[str] = ()) -> Ca
 def share_of_flops(rank: int, words: Sequence[str] = ()) -> float:
     """What a step of LoRA has to compute of what a full one has, with attention: no program gets below it for long."""
     config = load(["--model.tokenizer_path=bytes", *SIZES])
-    args, (_, adapter) = build.model_args(config), made("lora", rank, words)
-    plain = build.model_spec(config).flops_per_token(args, TOKENS)
+    args, (_, adapter) = parts.model_args(config), made("lora", rank, words)
+    plain = parts.model_spec(config).flops_per_token(args, TOKENS)
     return adapter.flops_per_token(plain, args.num_matmul_parameters, TOKENS).causal / plain.causal
 
 

@@ -110,7 +110,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print("step 1", flush=True)
     dist.destroy_process_group()
-    os._exit(0)  # see torchtitan/leaving.py
+    os._exit(0)  # see torchtitan/process/exit.py
 
 
 if __name__ == "__main__":

@@ -42,11 +42,11 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from torchtitan.config import manager
-from torchtitan.leaving import exit_with
 from torchtitan.metrics.json_lines import read_records
 from torchtitan.parallelisms.context.kernel import Tokens
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
+from torchtitan.process.exit import exit_with
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.trainer import Trainer
 
 
 def pipeline(schedule: str) -> dict[str, str]:

@@ -31,16 +31,17 @@ from typing import Any
 import torch
 from bench_timing import WARM_UP, Goal, Turns, heading, row, take_turns, throw_lines_away
 
-from torchtitan import distributed, launch
+from torchtitan import launch
 from torchtitan.config import manager
-from torchtitan.feed import Ahead
-from torchtitan.initialization import local_part
-from torchtitan.launcher.company import First
+from torchtitan.core.initialization import local_part
 from torchtitan.launcher.lock import held, this_process
-from torchtitan.launcher.stops import SignalQueue
-from torchtitan.leaving import exit_with
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
+from torchtitan.launcher.multi_node import First
+from torchtitan.launcher.signals import SignalQueue
+from torchtitan.process import distributed
+from torchtitan.process.exit import exit_with
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.batches import Ahead
+from torchtitan.training.trainer import Trainer
 
 GOAL = Goal("<=", 1.005)
 CHECKSUM_GOAL = Goal("<=", 1.01)

@@ -22,7 +22,7 @@ from torchtitan.adapters.neurocache.lookup import beside, nearest, places_of
 from torchtitan.adapters.neurocache.memory import gathered
 from torchtitan.adapters.neurocache.sizes import cache_bytes, widths
 from torchtitan.adapters.neurocache.store import Store
-from torchtitan.config.sections.neurocache import Neurocache
+from torchtitan.config.sections.adapter import Neurocache
 
 DIM, HEADS = 768, 12
 SIZES = (1024, 4096, 16384, 65536, 131072)

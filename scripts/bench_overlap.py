@@ -167,7 +167,7 @@ def main(rank: int, args: argparse.Namespace, store: str) -> None:
                     flush=True,
                 )
     dist.destroy_process_group()
-    os._exit(0)  # see torchtitan/leaving.py
+    os._exit(0)  # see torchtitan/process/exit.py
 
 
 if __name__ == "__main__":

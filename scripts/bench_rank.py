@@ -22,11 +22,11 @@ def main(path: str, arguments: list[str]) -> None:
     import torch
 
     note("torch")
-    from torchtitan import distributed
     from torchtitan.config import manager
-    from torchtitan.leaving import exit_with
-    from torchtitan.ranks import read_ranks
-    from torchtitan.trainer import Trainer
+    from torchtitan.process import distributed
+    from torchtitan.process.exit import exit_with
+    from torchtitan.process.ranks import read_ranks
+    from torchtitan.training.trainer import Trainer
 
     note("package")
     torch.set_num_threads(1)

@@ -34,21 +34,22 @@ from bench_scaling_page import PHASES, PICTURE, Rows, draw, shown, write_page
 from bench_timing import ROOT, heading, throw_lines_away
 from bench_trainer import MemoryMap, arguments, megabytes_of_state, saves_in_turn, shuffled, trainer_of, write_shards
 
-from torchtitan import build, launch
+from torchtitan import launch
+from torchtitan.build import parts
 from torchtitan.commands.generate import sample
 from torchtitan.config import manager
+from torchtitan.core.presets import TOKENIZER
 from torchtitan.datasets import open_source
 from torchtitan.datasets.preparing import prepare
-from torchtitan.datasets.reading import Reading
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.launcher.company import First
 from torchtitan.launcher.lock import held, this_process
-from torchtitan.launcher.stops import SignalQueue
-from torchtitan.leaving import exit_with
-from torchtitan.memory.prediction import flops_of_a_rank, predict, worst
+from torchtitan.launcher.multi_node import First
+from torchtitan.launcher.signals import SignalQueue
 from torchtitan.metrics.device import GIB
-from torchtitan.models.cache import Remembering
-from torchtitan.shipped import TOKENIZER
+from torchtitan.models.kv_cache import Remembering
+from torchtitan.planner.estimate import flops_of_a_rank, predict, worst
+from torchtitan.process.exit import exit_with
 
 
 def best(call: Callable[[], object], times: int) -> float:
@@ -210,7 +211,7 @@ def generation(folder: Path, options: argparse.Namespace) -> Rows:
     lengths, more = ((256, 1024, 4096), 64) if not options.quick else ((8, 16), 4)
     shape = "{dim = 512, n_layers = 8, n_heads = 8}" if not options.quick else overrides(options)
     trainer = trainer_of(folder, model__overrides=shape)
-    model, args = trainer.model.parts[0].eval(), build.model_args(trainer.config)
+    model, args = trainer.model.parts[0].eval(), parts.model_args(trainer.config)
     tokenizer, reader = build_tokenizer("bytes"), Remembering(model)
     peak, speed, made = products(), reading_speed(model), []
     for length in lengths:
@@ -224,7 +225,7 @@ def generation(folder: Path, options: argparse.Namespace) -> Rows:
             count = sum(1 for _ in tokens)
             read.append(length / (first - started))
             written.append(count / (time.perf_counter() - first))
-        forward = build.model_spec(trainer.config).flops_per_token(args, length).causal / 3
+        forward = parts.model_spec(trainer.config).flops_per_token(args, length).causal / 3
         kept = 4 * (args.num_matmul_parameters + 2 * args.n_layers * args.dim * (length + more / 2))
         made.append(
             {"prompt": length, "read_bound": peak * 1e9 / forward, "written_bound": speed / kept}

@@ -9,7 +9,7 @@ from bench_timing import ROOT
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from torchtitan.plot import HELD_OUT, LOSS, SPEED, STYLE
+from torchtitan.metrics.plot import HELD_OUT, LOSS, SPEED, STYLE
 
 PAGE, PICTURE = ROOT / "docs/benchmarks.md", ROOT / "docs/scaling.png"
 BEGIN, END = "<!-- scaling -->", "<!-- /scaling -->"

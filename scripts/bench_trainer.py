@@ -39,14 +39,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan import build, build_data
+from torchtitan.build import data, parts
 from torchtitan.config import manager
 from torchtitan.datasets.loader import Weighted, build_loader
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokens import ShardWriter, TokenShards
 from torchtitan.metrics.json_lines import read_records
-from torchtitan.ranks import Ranks
-from torchtitan.trainer import Trainer
+from torchtitan.process.ranks import Ranks
+from torchtitan.training.trainer import Trainer
 
 SEQ_LEN, BATCH = 256, 4
 THREADS = 1
@@ -96,11 +96,11 @@ class BareLoop:
 
     def __init__(self, folder: Path):
         config = manager.load(arguments(folder))
-        plan = build.dims(config, 1)
-        (self.model,) = build.model(config, plan.build_mesh("cpu"), plan, torch.device("cpu")).parts
+        plan = parts.dims(config, 1)
+        (self.model,) = parts.model(config, plan.build_mesh("cpu"), plan, torch.device("cpu")).parts
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=8e-4, weight_decay=0.1, fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
-        self.batches = iter(build_data.training_loader(config, build.tokenizer(config), 0, plan))
+        self.batches = iter(data.training_loader(config, parts.tokenizer(config), 0, plan))
 
     def step(self) -> None:
         batch = next(self.batches)

@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.probe_neurocache import probe, shown  # noqa: E402
 from torchtitan.checkpoint.layout import step_folders  # noqa: E402
-from torchtitan.plot import STYLE  # noqa: E402
+from torchtitan.metrics.plot import STYLE  # noqa: E402
 
 PAGE, PICTURE = ROOT / "docs/neurocache.md", ROOT / "docs/neurocache_places.png"
 BEGIN, END = "<!-- places -->", "<!-- /places -->"

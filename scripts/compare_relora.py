@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from torchtitan.checkpoint.layout import OPTIMIZER, newest_complete, read_manifest  # noqa: E402
 from torchtitan.metrics.json_lines import read_records  # noqa: E402
-from torchtitan.plot import STYLE  # noqa: E402
+from torchtitan.metrics.plot import STYLE  # noqa: E402
 
 PAGE, PICTURE = ROOT / "docs/low_rank.md", ROOT / "docs/relora_9m.png"
 BEGIN, END = "<!-- relora -->", "<!-- /relora -->"

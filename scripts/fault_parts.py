@@ -183,7 +183,7 @@ PARTS = {
 
 def arm_starts(faults: list[list[Fault]], folder: Path) -> None:
     """Have ranks that are forked from this process meet the faults of their start."""
-    from torchtitan.trainer import Trainer
+    from torchtitan.training.trainer import Trainer
 
     original = Trainer.__init__
 
@@ -199,7 +199,7 @@ def arm_starts(faults: list[list[Fault]], folder: Path) -> None:
 
 def arm(fault: Fault, folder: Path) -> None:
     """Replace what the fault changes in this process."""
-    from torchtitan.trainer import Trainer
+    from torchtitan.training.trainer import Trainer
 
     if fault.kind.startswith("kill") and fault.point != "step":
         return arm_kill(fault)
@@ -259,11 +259,11 @@ def arm_kill(fault: Fault) -> None:
 
 
 def arm_tracker(kind: str) -> None:
-    from torchtitan.metrics import patience
-    from torchtitan.trackers import TRACKERS
+    from torchtitan.metrics import async_tracker
+    from torchtitan.metrics.trackers import TRACKERS
 
-    patience.CLOSE_SECONDS = 2.0
-    patience.PatientTracker.__init__.__defaults__ = (patience.PAUSES, 2.0)
+    async_tracker.CLOSE_SECONDS = 2.0
+    async_tracker.PatientTracker.__init__.__defaults__ = (async_tracker.PAUSES, 2.0)
     tracker = TRACKERS["tensorboard"]
 
     def fail(self, *args, **kwargs):
@@ -311,7 +311,7 @@ def nan_loss(trainer) -> None:
 
 def local_weight(trainer):
     """This rank's part of a weight that every token reads."""
-    from torchtitan.initialization import local_part
+    from torchtitan.core.initialization import local_part
 
     named = dict(trainer.model.named_parameters())
     return local_part(named["layers.0.attention.wq.weight"].detach())[0].view(-1)

@@ -35,20 +35,20 @@ from fault_parts import PARTS, Case, arm_starts, remove_cgroups
 
 from torchtitan import launch
 from torchtitan.checkpoint.layout import CheckpointError, check_complete, read_manifest
-from torchtitan.launcher.company import First
 from torchtitan.launcher.lock import start_of
-from torchtitan.launcher.stops import SignalQueue
+from torchtitan.launcher.multi_node import First
+from torchtitan.launcher.signals import SignalQueue
 from torchtitan.metrics.json_lines import read_records
 
 STEPS, INTERVAL, PER_JOB = 40, 4, 9
 PLACES = {  # module, name: what every rank goes through, and what only the one that publishes does
-    "restore": ("torchtitan.origin", "Origin.restore"),
-    "fetch": ("torchtitan.trainer", "Trainer.fetch"),
+    "restore": ("torchtitan.training.restore", "Origin.restore"),
+    "fetch": ("torchtitan.training.trainer", "Trainer.fetch"),
     "forward and backward": ("torchtitan.parallelisms.parallel_model", "ParallelModel.forward_backward"),
     "clipping": ("torchtitan.parallelisms.parallel_model", "ParallelModel.clip_gradients"),
     "after the update": ("torchtitan.parallelisms.parallel_model", "ParallelModel.after_step"),
-    "log": ("torchtitan.trainer", "Trainer.log"),
-    "save": ("torchtitan.trainer", "Trainer.maybe_save"),
+    "log": ("torchtitan.training.trainer", "Trainer.log"),
+    "save": ("torchtitan.training.trainer", "Trainer.maybe_save"),
     "write": ("torchtitan.checkpoint.saving", "_write"),
     "commit": ("torchtitan.checkpoint.saving", "_commit"),
     "publish": ("torchtitan.checkpoint.folders", "publish"),
@@ -104,8 +104,8 @@ def rank_main(kills: list[dict], argv: list[str]) -> None:
     import importlib
 
     from torchtitan import train
-    from torchtitan.leaving import exit_with
-    from torchtitan.ranks import read_ranks
+    from torchtitan.process.exit import exit_with
+    from torchtitan.process.ranks import read_ranks
 
     ranks = read_ranks()
     number = ranks.launcher.restart.number if ranks.launcher.restart else 0
@@ -220,7 +220,7 @@ def run_case(case: Case, folder: Path) -> list[int]:
 def be_launcher(case: Case, machine: int, port: int, folder: Path, words: list[str]) -> NoReturn:
     from tests.support.forked_job import fork_ranks
     from torchtitan.launcher import restarts
-    from torchtitan.leaving import exit_with
+    from torchtitan.process.exit import exit_with
 
     log = os.open(folder / f"log-{machine}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)

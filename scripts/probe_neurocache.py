@@ -24,16 +24,17 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from torchtitan import build, build_data, saved_model  # noqa: E402
+from torchtitan.adapters.neurocache.adapter import Neurocache  # noqa: E402
 from torchtitan.adapters.neurocache.hits import Followed, Hits  # noqa: E402
-from torchtitan.adapters.neurocache.kind import Neurocache  # noqa: E402
+from torchtitan.build import data, parts  # noqa: E402
 from torchtitan.commands.evaluate import of_documents  # noqa: E402
 from torchtitan.commands.generate import find_checkpoint  # noqa: E402
 from torchtitan.config.sections.adapter import Adapter  # noqa: E402
-from torchtitan.config.sections.neurocache import Neurocache as Cache  # noqa: E402
+from torchtitan.config.sections.adapter import Neurocache as Cache  # noqa: E402
+from torchtitan.core.initialization import initialize  # noqa: E402
 from torchtitan.datasets.segments import HeldOutSegments  # noqa: E402
-from torchtitan.initialization import initialize  # noqa: E402
-from torchtitan.loss import SummedCrossEntropy, cross_entropies  # noqa: E402
+from torchtitan.losses.objective import SummedCrossEntropy, cross_entropies  # noqa: E402
+from torchtitan.training import inference_model  # noqa: E402
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+-"
 HARD = 3.0
@@ -104,10 +105,10 @@ def probe(run: Path, topk: int, compressions: Iterable[int], samples: int) -> li
     """Of a run's newest checkpoint, on the documents of its validation."""
     config, place = find_checkpoint(run, None, [])
     config = of_documents(config)
-    model, _ = saved_model.filled_model(config, place, torch.device("cpu"))
-    seq_len, rows = build_data.seq_len_of(config, "validation"), config.validation.local_batch_size
-    documents = build_data.documents(config, "validation")
-    plan, found = build.model_spec(config).plan, []
+    model, _ = inference_model.filled_model(config, place, torch.device("cpu"))
+    seq_len, rows = data.seq_len_of(config, "validation"), config.validation.local_batch_size
+    documents = data.documents(config, "validation")
+    plan, found = parts.model_spec(config).plan, []
     for r in compressions:
         batches = HeldOutSegments(documents, 0, seq_len=seq_len, rows=rows, rank=0, ranks=1)
         found += hit_rates(model, plan, islice(batches, max(1, samples // rows)), topk, r)

@@ -104,9 +104,9 @@ def run_under_launcher(run: dict, folder: Path, argv: list[str]) -> int:
 def _be_launcher(run: dict, folder: Path, argv: list[str]) -> NoReturn:
     from tests.support.forked_job import fork_ranks
     from torchtitan import launch
-    from torchtitan.leaving import exit_with
-    from torchtitan.ranks import read_ranks
-    from torchtitan.trainer import Trainer
+    from torchtitan.process.exit import exit_with
+    from torchtitan.process.ranks import read_ranks
+    from torchtitan.training.trainer import Trainer
 
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -187,6 +187,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (most, most))
 
     import torchtitan.trainer  # noqa: F401  # the launched ranks are forks of this process
+
     from tests.support import jobs
 
     texts, rows_file = jobs.write_texts(folder / "texts"), folder / "runs.jsonl"

@@ -124,7 +124,7 @@ EVERY_NTH_ROW = 20
 def messages_in_one_piece(nothing_left_by_a_test: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a long message would go on in another line depends on how long the paths of this machine are that it names.
     test_messages.py looks at that by itself."""
-    monkeypatch.setattr("torchtitan.errors.LONGEST_LINE", 10**6)
+    monkeypatch.setattr("torchtitan.core.errors.LONGEST_LINE", 10**6)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,12 +13,12 @@ from tests.support.pool import run_ranks
 from torchtitan.adapters.lora import LoRA
 from torchtitan.adapters.low_rank import place_of
 from torchtitan.config.sections.adapter import Adapter as Options
-from torchtitan.errors import JobError
-from torchtitan.initialization import initialize
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import initialize
 from torchtitan.models import SIZES
 from torchtitan.models.dropout import Dropout, layer_keys, token_keys
 from torchtitan.models.layers import Shared
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.steps import Notes, running
 
 anywhere = judged.anywhere

@@ -15,16 +15,17 @@ from tests.support.jobs import arguments, full, train, write_texts
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from tests.support.scale_adapter import INITIAL, SCALE, ScaleAdapter
-from torchtitan import adapters, build
+from torchtitan import adapters
+from torchtitan.build import parts
 from torchtitan.checkpoint import load_model_for_inference
 from torchtitan.config import manager
 from torchtitan.config.sections.adapter import Adapter as Options
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES
-from torchtitan.models.registry import MODELS
-from torchtitan.ranks import read_ranks
+from torchtitan.models.spec import MODELS
+from torchtitan.process.ranks import read_ranks
 from torchtitan.rules import check
-from torchtitan.trainer import Trainer
+from torchtitan.training.trainer import Trainer
 
 SCALES = {f"layers.{layer}.ffn_norm.scale" for layer in range(4)}
 
@@ -132,9 +133,9 @@ def test_an_export_has_the_adapter_folded_in(tmp_path, texts, base):
     options |= dict(checkpoint__initial_load_path=base[0] / "model", checkpoint__last_save_model_only=True)
     argv = arguments(tmp_path, texts, **options)
     _, after, _, _ = run_ranks(2, weights_after, argv)[0]
-    plain = build.meta_model(manager.load(argv)).to_empty(device="cpu")
+    plain = parts.meta_model(manager.load(argv)).to_empty(device="cpu")
     load_model_for_inference(tmp_path / "model", plain)
-    adapted = build.adapted_model(manager.load(argv))[0].to_empty(device="cpu")
+    adapted = parts.adapted_model(manager.load(argv))[0].to_empty(device="cpu")
     adapted.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in after.items()})
     tokens = torch.arange(24).view(2, 12)
     torch.testing.assert_close(plain(tokens), adapted(tokens), rtol=1e-5, atol=1e-5)
@@ -255,7 +256,7 @@ def test_a_checkpoint_of_the_adapter_alone_is_little_more_than_its_numbers(tmp_p
     sizes = "{dim=1024, n_layers=2, n_heads=16, n_kv_heads=8, vocab_size=260}"
     options = dict(model__overrides=sizes, checkpoint__enable=True, training__steps=1, training__seq_len=8)
     options |= dict(training__local_batch_size=1, training__global_batch_size=2)
-    plain = build.meta_model(manager.load(arguments(tmp_path, texts, **options))).to_empty(device="cpu")
+    plain = parts.meta_model(manager.load(arguments(tmp_path, texts, **options))).to_empty(device="cpu")
     for parameter in plain.parameters():
         parameter.data.zero_()
     MODELS["llama3"].hf.save_hf(tmp_path / "base", plain.state_dict(), plain.args, dtype=torch.bfloat16)

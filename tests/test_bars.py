@@ -11,10 +11,11 @@ import torch
 
 from tests.support.hf_parity import build
 from tests.support.tiny_decoders import LLAMA
-from torchtitan import bars, cli
-from torchtitan.bars import progress_bar, waiting
+from torchtitan import cli
+from torchtitan.core import progress_bar as bars
+from torchtitan.core.progress_bar import progress_bar, waiting
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 
 
 class Terminal(io.StringIO):

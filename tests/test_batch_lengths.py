@@ -14,12 +14,12 @@ from tests.support.pool import run_ranks
 from tests.test_preferences import BYTES, measures, words, write_pairs
 from tests.test_seq_cls import DEEPER, ROBERTA, TWO, validations
 from tests.test_seq_cls import words as class_words
-from torchtitan import build, build_data
-from torchtitan.batch_shape import is_packed
+from torchtitan.build import data, parts
+from torchtitan.config.batch_shape import is_packed
 from torchtitan.config.manager import load
+from torchtitan.core.errors import JobError
 from torchtitan.datasets.position import check_same_data
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.errors import JobError
 from torchtitan.rules import Facts
 
 anywhere = judged.anywhere
@@ -66,8 +66,8 @@ def test_batches_are_as_long_as_their_longest_sample_needs(tmp_path, kind):
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, epochs=1))
     else:
         config, vocabulary = load(class_words(tmp_path, "gpt2", training__epochs=1)), build_tokenizer("debug")
-    plan = build.dims(config, 1)
-    for make in (build_data.training_loader, build_data.validation_loader):
+    plan = parts.dims(config, 1)
+    for make in (data.training_loader, data.validation_loader):
         seen = list(lengths(make(config, vocabulary, 0, plan)))
         assert all(width == -(-longest // 8) * 8 for width, longest in seen)
         assert max(width for width, _ in seen) < config.training.seq_len and len(seen) > 1
@@ -138,7 +138,7 @@ TOLD = {
 def test_the_start_says_what_is_padding_and_what_spares_it(tmp_path, caplog, options):
     caplog.set_level(logging.INFO)
     config = load([*words(tmp_path, write_pairs(tmp_path / "rows.jsonl"), training__seq_len=40), *options])
-    build_data.with_steps(config, build.dims(config, 2 if PP + "2" in options else 1))
+    data.with_steps(config, parts.dims(config, 2 if PP + "2" in options else 1))
     (line,) = (record.getMessage() for record in caplog.records if record.getMessage().startswith("samples"))
     assert TOLD[options] in line
 
@@ -147,17 +147,17 @@ def test_the_share_of_padding_is_counted(tmp_path):
     """Of every row seq_len + 1 tokens are read, of which the last one is a label alone."""
     config = load([*words(tmp_path, write_pairs(tmp_path / "rows.jsonl")), "--data.pad_to=seq_len"])
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, epochs=1))
-    sources = [each.source for each in build_data.data_sources(config, "training")]
-    seen = list(build_data.training_loader(config, BYTES, 0, build.dims(config, 1)))
+    sources = [each.source for each in data.data_sources(config, "training")]
+    seen = list(data.training_loader(config, BYTES, 0, parts.dims(config, 1)))
     real = sum(int((d == d[:, :1]).sum()) for d in (batch["document_ids"] for batch in seen))
     share = 1 - real / (64 * 25)
-    assert f"{100 * share:.1f} % of the tokens are padding" in build_data.filled(config, sources)
+    assert f"{100 * share:.1f} % of the tokens are padding" in data.filled(config, sources)
 
 
 def test_a_batch_of_classes_has_as_many_records_as_its_size_says(tmp_path):
     config = load(class_words(tmp_path, "roberta"))
     assert not is_packed(config)
-    batch = next(iter(build_data.training_loader(config, build_tokenizer("debug"), 0, build.dims(config, 1))))
+    batch = next(iter(data.training_loader(config, build_tokenizer("debug"), 0, parts.dims(config, 1))))
     assert int((batch["labels"] != -100).sum()) == 96
 
 

@@ -11,7 +11,7 @@ from tests.support import jobs
 from torchtitan import cli
 from torchtitan.commands import bench
 from torchtitan.config.manager import load, to_toml
-from torchtitan.shipped import jobs as shipped
+from torchtitan.core.presets import jobs as shipped
 
 
 @pytest.fixture(autouse=True)

@@ -5,16 +5,16 @@ from inspect import signature
 
 import pytest
 
-from torchtitan import build
+from torchtitan.build import parts
 from torchtitan.checkpoint import Checkpointer
 from torchtitan.config.sections.checkpoint import Checkpoint
 from torchtitan.config.sections.model import ActivationCheckpoint
 from torchtitan.config.sections.optimization import Optimizer
-from torchtitan.config.sections.output import Metrics
 from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.config.sections.run import Metrics
 from torchtitan.config.sections.training import DataLoader
 from torchtitan.datasets.loader import build_loader
-from torchtitan.metrics import MetricsLogger
+from torchtitan.metrics.logger import MetricsLogger
 from torchtitan.optimizers.build import build_optimizers
 from torchtitan.parallelisms.parallelize import ParallelOptions
 from torchtitan.parallelisms.pipeline.pipeline_parallel import PipelineOptions
@@ -40,11 +40,11 @@ TAKEN = {
 @pytest.mark.parametrize("part", TAKEN, ids=lambda part: part.__name__)
 def test_options_reach_their_part(part):
     section, prefix, expected = TAKEN[part]
-    taken = build.taken(section, part, prefix)
+    taken = parts.taken(section, part, prefix)
     assert expected <= taken.keys() <= signature(part).parameters.keys()
     for name, value in taken.items():
         assert value == getattr(section, name if hasattr(section, name) else prefix + name)
 
 
 def test_an_option_of_another_name_is_not_taken():
-    assert "mode" not in build.taken(replace(ActivationCheckpoint(), mode="full"), ParallelOptions)
+    assert "mode" not in parts.taken(replace(ActivationCheckpoint(), mode="full"), ParallelOptions)

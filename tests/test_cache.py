@@ -7,8 +7,8 @@ from tests.support.hf_parity import build, close
 from tests.support.tiny_decoders import DEEPSEEK, LLAMA, MISTRAL, QWEN3_MOE
 from torchtitan.commands.generate import sample
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
-from torchtitan.models.cache import Remembering
 from torchtitan.models.deepseek.model import Deepseek
+from torchtitan.models.kv_cache import Remembering
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
 from torchtitan.models.qwen3_moe.model import Qwen3MoE

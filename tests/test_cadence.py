@@ -9,11 +9,11 @@ from tests.support import jobs, judged
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from tests.test_sft import stopped_after, words, write_rows
-from torchtitan.build import cadence, lr_schedule
-from torchtitan.cadence import steps_of
+from torchtitan.build.parts import cadence, lr_schedule
 from torchtitan.config import manager
 from torchtitan.config.manager import ConfigError, to_toml
-from torchtitan.errors import JobError
+from torchtitan.core.cadence import steps_of
+from torchtitan.core.errors import JobError
 
 anywhere = judged.anywhere
 

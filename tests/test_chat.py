@@ -14,16 +14,16 @@ from tests.support.pool import run_ranks
 from tests.support.remembering import remembering
 from tests.test_generate import Scripted
 from tests.test_templates import CHATML, LLAMA3, folder_with, messages, unmarked
-from torchtitan import saved_model
 from torchtitan.commands import chat
 from torchtitan.config import manager
-from torchtitan.datasets.reading import Reading
+from torchtitan.core.errors import JobError
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.records import document_of, encode, prompt_ids
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.templates import turn_ends
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.chat_templates import NAMED
-from torchtitan.errors import JobError
+from torchtitan.training import inference_model
 
 SAID = [("system", "Be brief"), ("user", "Hi <|eot_id|>"), ("assistant", "Ho"), ("user", "And?"), ("assistant", "Bye")]
 TALK = [{"role": role, "content": content} for role, content in SAID]
@@ -135,7 +135,7 @@ def test_nothing_is_said_before_where_records_have_no_place_for_it(monkeypatch, 
 def test_a_cache_is_written_and_read(monkeypatch, capsys):
     model, _ = remembering(sizes=dict(vocab_size=260))
     opened(monkeypatch, "--training.seq_len=8")
-    monkeypatch.setattr(saved_model, "filled_model", lambda *_: (model.eval(), None))
+    monkeypatch.setattr(inference_model, "filled_model", lambda *_: (model.eval(), None))
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is longer than a segment?\n"))
     assert chat.main(["folder", "--format=alpaca", "--max_new_tokens=4"]) == 0
     assert model.memory.stores[False, 0].counts.tolist()[0] > 8

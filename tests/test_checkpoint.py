@@ -10,12 +10,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from tests.support.checkpoint_job import Job, TinyModel, saved_steps
-from torchtitan.checkpoint import (
-    CheckpointError,
-    saving,
-    storage,
-    tensors,
-)
+from torchtitan.checkpoint import CheckpointError, saving, storage, tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected call of")
 

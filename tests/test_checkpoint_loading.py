@@ -28,7 +28,7 @@ from torchtitan.checkpoint import (
     tensors,
 )
 from torchtitan.checkpoint.layout import TensorEntry
-from torchtitan.deferred import Deferred
+from torchtitan.core.tensor_storage import Deferred
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected call of")
 

@@ -14,7 +14,7 @@ from tests.support.jobs import full
 from tests.support.pool import run_ranks
 from torchtitan.checkpoint import CheckpointError, layout, load_model_for_inference, storage, tensors
 from torchtitan.models import SIZES
-from torchtitan.models.llama.hf import HF
+from torchtitan.models.llama.model import HF
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected call of")
 

@@ -15,7 +15,14 @@ from torch.distributed.checkpoint import metadata as DCP
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from tests.support.checkpoint_job import Job, TinyModel
-from torchtitan.checkpoint import CheckpointError, NothingLoadable, layout, load_model_for_inference, records, storage
+from torchtitan.checkpoint import (
+    CheckpointError,
+    NothingLoadable,
+    layout,
+    load_model_for_inference,
+    safe_unpickle,
+    storage,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -156,7 +163,7 @@ def test_the_records_allowed_are_those_that_torch_writes(folder):
     with (folder / ".metadata").open("rb") as file:
         Collecting(file).load()
     dtypes = {(module, name) for module, name in asked if module == "torch" and name != "Size"}
-    assert asked - dtypes <= records.KNOWN
+    assert asked - dtypes <= safe_unpickle.KNOWN
     assert dtypes == {("torch", "float32")}
 
 
@@ -187,8 +194,8 @@ class AttributeOf:
 )
 def test_no_attribute_is_got(arguments):
     """An enum's member, as some Pythons write it, is a record like any other."""
-    made = records._Inert(io.BytesIO(pickle.dumps(AttributeOf(*arguments)))).load()
-    assert isinstance(made, records._Made) and made.kind == ("builtins", "getattr")
+    made = safe_unpickle._Inert(io.BytesIO(pickle.dumps(AttributeOf(*arguments)))).load()
+    assert isinstance(made, safe_unpickle._Made) and made.kind == ("builtins", "getattr")
 
 
 def test_metadata_cannot_change_the_classes_it_is_made_of(folder, planted):

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from tests.support.checkpoint_job import Job, TinyModel, rank
 from tests.support.pool import run_ranks
-from torchtitan import distributed
 from torchtitan.checkpoint import CheckpointError, agreement, layout, plan_exchange
+from torchtitan.process import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -41,7 +41,7 @@ SMALL = 1500
 
 
 class Counted:
-    """torchtitan.distributed for one module, counting the bytes of what this rank gives, by function."""
+    """torchtitan.process.distributed for one module, counting the bytes of what this rank gives, by function."""
 
     def __init__(self):
         self.given = Counter()

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.checkpoint_job import Job
 from torchtitan.commands import checkpoints
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

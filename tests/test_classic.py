@@ -37,14 +37,14 @@ from tests.support.judged import anywhere, lines  # noqa: F401
 from tests.support.tiny_decoders import GPT2 as TINY_GPT2
 from tests.support.tiny_decoders import OPT as TINY_OPT
 from tests.support.tiny_decoders import ROBERTA as TINY_ROBERTA
-from torchtitan.errors import JobError
-from torchtitan.initialization import Constant, Normal
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import Constant, Normal
 from torchtitan.models import SIZES
-from torchtitan.models.gpt2.hf import HF as GPT2_HF
 from torchtitan.models.gpt2.model import GPT2
-from torchtitan.models.opt.hf import HF as OPT_HF
+from torchtitan.models.gpt2.model import HF as GPT2_HF
+from torchtitan.models.opt.model import HF as OPT_HF
 from torchtitan.models.opt.model import OPT
-from torchtitan.models.roberta.hf import HF as ROBERTA_HF
+from torchtitan.models.roberta.model import HF as ROBERTA_HF
 from torchtitan.models.roberta.model import Roberta
 
 

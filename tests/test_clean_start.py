@@ -9,13 +9,14 @@ import pytest
 
 from tests.support import jobs
 from tests.test_resume_changes import checkpoint
-from torchtitan import launch, run_folder, train
-from torchtitan.clean_start import clean
+from torchtitan import launch, train
 from torchtitan.config.manager import load
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
+from torchtitan.launcher import run_folder
+from torchtitan.launcher.clean_folder import clean
+from torchtitan.metrics.trackers import TRACKERS
+from torchtitan.metrics.trackers.interface import Tracker
 from torchtitan.rules import check
-from torchtitan.trackers import TRACKERS
-from torchtitan.trackers.interface import Tracker
 
 TOKENIZED = "0123456789abcdef"
 

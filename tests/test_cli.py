@@ -12,12 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan import cli, train, trainer
+from torchtitan import cli, train
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import ConfigError
 from torchtitan.config.options import Fault
-from torchtitan.errors import JobError
-from torchtitan.ranks import Ranks
+from torchtitan.core.errors import JobError
+from torchtitan.process.ranks import Ranks
+from torchtitan.training import trainer
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -15,22 +15,21 @@ from tests.support.jobs import full
 from tests.support.pool import run_ranks
 from torchtitan.adapters import ADAPTERS
 from torchtitan.adapters.interface import Adapter
+from torchtitan.core.initialization import initialize
+from torchtitan.core.tensor_storage import draw_stores
 from torchtitan.datasets.samples import dealt
-from torchtitan.initialization import initialize
-from torchtitan.loss import IGNORE_INDEX, Objective
+from torchtitan.losses.objective import IGNORE_INDEX, Objective
+from torchtitan.losses.tasks import TASKS
 from torchtitan.models import SIZES
-from torchtitan.models.dropout import token_keys
-from torchtitan.models.groups import attend_in_groups
-from torchtitan.models.noise import add_noise, record_lengths
-from torchtitan.models.registry import MODELS
-from torchtitan.models.rope_scaling import RopeScaling
+from torchtitan.models.dropout import add_noise, record_lengths, token_keys
+from torchtitan.models.s2_attention import attend_in_groups
+from torchtitan.models.sizes import RopeScaling
+from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.parallelisms.parallelize import ParallelOptions
 from torchtitan.parallelisms.pipeline.pipeline_parallel import PipelineOptions
 from torchtitan.parallelisms.plan import ParallelPlan
-from torchtitan.stores import draw_stores
-from torchtitan.tasks import TASKS
 
 DTYPE = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 # float32 and float64: sums in another order. bfloat16 has 8 bits of mantissa, 2^-8 = 0.4 % per operation; a gradient

@@ -22,17 +22,17 @@ from tests.support.proxy import Proxy
 from tests.test_launcher import RANK, end, gone, nothing_is_left, started
 from tests.test_nodes import free_port
 from tests.test_restarts import ATTEMPT, CRASH, in_the_folder
-from torchtitan.errors import JobError
-from torchtitan.launcher import company, door, restarts, secret
-from torchtitan.launcher.company import First, Other
+from torchtitan.core.errors import JobError
+from torchtitan.launcher import admission, multi_node, restarts, secret
 from torchtitan.launcher.connection import Line
-from torchtitan.launcher.ends import End, read_end, together
+from torchtitan.launcher.exit_report import End, read_end, together
 from torchtitan.launcher.hangs import Evidence
+from torchtitan.launcher.monitor import Watch
+from torchtitan.launcher.multi_node import First, Other
 from torchtitan.launcher.nodes import Nodes
 from torchtitan.launcher.restarts import supervise
-from torchtitan.launcher.stops import SignalQueue
-from torchtitan.launcher.watching import Watch
-from torchtitan.leaving import CRASHED, HUNG, NON_FINITE, TERMINATED
+from torchtitan.launcher.signals import SignalQueue
+from torchtitan.process.exit import CRASHED, HUNG, NON_FINITE, TERMINATED
 
 assert nothing_is_left  # a fixture, for all tests here too
 
@@ -41,13 +41,13 @@ import os, sys
 from dataclasses import replace
 from pathlib import Path
 from torchtitan.launcher import hangs, restarts, watching
-from torchtitan.launcher.company import First, Other
+from torchtitan.launcher.multi_node import First, Other
 from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.nodes import Nodes
 from torchtitan.launcher.processes import Processes
 from torchtitan.launcher.restarts import follow, supervise
-from torchtitan.launcher.stops import SignalQueue
-from torchtitan.launcher.watching import Watch
+from torchtitan.launcher.signals import SignalQueue
+from torchtitan.launcher.monitor import Watch
 watching.FOLLOW_SECONDS, watching.LOOK_SECONDS = {follow}, 0.2
 restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS = {pause}, 0.5
 program, folder, index, port = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
@@ -162,7 +162,7 @@ def test_a_machine_whose_ranks_have_just_ended_collects_nothing():
 
 def test_collected_is_once_when_all_machines_that_are_at_work_have_just_said_that_they_stand(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(company.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(multi_node.time, "monotonic", lambda: now[0])
     first = First()
     first.nodes = Nodes(3, 0, "127.0.0.1", 1)
 
@@ -171,7 +171,7 @@ def test_collected_is_once_when_all_machines_that_are_at_work_have_just_said_tha
         return [order["kind"] for order in first.look()]
 
     assert [orders(1), orders(0)] == [[], []]
-    now[0] += company.FRESH_SECONDS + 1  # and since then the others have got on
+    now[0] += multi_node.FRESH_SECONDS + 1  # and since then the others have got on
     assert [orders(2), orders(1)] == [[], []]
     first._end_of(0, End(0, done=True))
     assert [orders(2), orders(1), orders(2)] == [["collect"], [], []]
@@ -250,7 +250,7 @@ def heard(company: First | Other, count: int = 1) -> list[dict]:
 
 @pytest.fixture
 def queue(monkeypatch):
-    monkeypatch.setattr(company, "LATE_SECONDS", 0.1)
+    monkeypatch.setattr(multi_node, "LATE_SECONDS", 0.1)
     made = SignalQueue()
     yield made
     made.close()
@@ -278,7 +278,7 @@ def greeted(first: First, path: Path, hello: dict) -> Line:
     """The connection of a machine that knows the secret, once that has been proved, and its greeting."""
     while not path.exists():
         time.sleep(0.01)
-    line = door.connect(Nodes(2, 1, "127.0.0.1", first.nodes.port), path, NO_SIGNALS, may_refuse=False)
+    line = admission.connect(Nodes(2, 1, "127.0.0.1", first.nodes.port), path, NO_SIGNALS, may_refuse=False)
     line.send({"kind": "here", "index": 1, "host": "b", "ranks": 2, "count": 2} | hello)
     return line
 
@@ -340,7 +340,7 @@ def test_who_has_come_is_heard_while_others_are_waited_for(told, queue, tmp_path
 
 def test_a_first_machine_that_refuses_its_job_sends_the_others_home(queue, tmp_path, monkeypatch):
     """It has no secret then, as it leaves no folder behind."""
-    monkeypatch.setattr(company, "LATE_SECONDS", 20)
+    monkeypatch.setattr(multi_node, "LATE_SECONDS", 20)
     first = First(Nodes(2, 0, "127.0.0.1", free_port()), 1)
     other = Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, tmp_path / "launch.secret")
     assert both(lambda: first.dismiss(2), lambda: other.meet(NO_SIGNALS, 20)) == [None, None]
@@ -431,7 +431,7 @@ def test_a_recorded_conversation_proves_nothing(queue, tmp_path):
 
 
 def test_who_pretends_to_be_the_first_machine_is_not_followed(tmp_path, monkeypatch):
-    monkeypatch.setattr(company, "FOLDER_SECONDS", 0.5)
+    monkeypatch.setattr(multi_node, "FOLDER_SECONDS", 0.5)
     path = tmp_path / "launch.secret"
     secret.create(path)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -454,8 +454,8 @@ def test_who_pretends_to_be_the_first_machine_is_not_followed(tmp_path, monkeypa
 
 def test_strangers_are_few_and_have_little_time(queue, tmp_path, monkeypatch):
     """A hundred silent connections keep no machine out."""
-    monkeypatch.setattr(door, "MOST_VISITORS", 8)
-    monkeypatch.setattr(door, "GREETING_SECONDS", 2)
+    monkeypatch.setattr(admission, "MOST_VISITORS", 8)
+    monkeypatch.setattr(admission, "GREETING_SECONDS", 2)
     first, path = First(Nodes(3, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
     strangers = [socket.create_connection(("127.0.0.1", first.nodes.port)) for _ in range(100)]
     other = Other(Nodes(3, 1, "127.0.0.1", first.nodes.port), 1, path)
@@ -502,7 +502,7 @@ def test_a_file_system_without_permissions_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content", ["nothing", "another"])
 def test_a_folder_that_is_not_shared_is_told_on_both_machines(content, queue, tmp_path, monkeypatch):
-    monkeypatch.setattr(company, "FOLDER_SECONDS", 0.5)
+    monkeypatch.setattr(multi_node, "FOLDER_SECONDS", 0.5)
     first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "b" / "launch.secret"
     path.parent.mkdir()
     if content == "another":
@@ -685,7 +685,7 @@ def test_machines_that_are_there_hear_who_is_waited_for(queue, tmp_path, monkeyp
 
 
 def test_progress_is_said_while_a_machine_is_waited_for(queue, tmp_path, monkeypatch):
-    monkeypatch.setattr(company, "REPORT_SECONDS", 0.4)
+    monkeypatch.setattr(multi_node, "REPORT_SECONDS", 0.4)
     first, other = met(queue, tmp_path)
     first.attempt = other.attempt = 1
     other.line.close()
@@ -737,7 +737,7 @@ def test_of_several_ends_the_one_that_explains_most_counts(found, code, cause):
 
 
 def test_a_silent_machine_is_not_waited_for_for_ever(queue, monkeypatch, tmp_path):
-    monkeypatch.setattr(company, "QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(multi_node, "QUIET_SECONDS", 0.1)
     first, other = met(queue, tmp_path)
     end = together(first.gather(End(0, done=True), queue))
     assert end.code == 1 and first.gone == [f"machine 1 ({socket.gethostname()})"]

@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config import layers, manager, options
-from torchtitan.config.sections.kinds import STRICT
+from torchtitan.config.sections.field_types import STRICT
 from torchtitan.config.sections.run import Job
 from torchtitan.rules.facts import Facts
 

@@ -17,14 +17,14 @@ from torch.nn.attention.flex_attention import create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.pool import run_ranks
-from torchtitan.errors import JobError
-from torchtitan.initialization import clean_name, initialize
-from torchtitan.limits import LimitError
-from torchtitan.loss import IGNORE_INDEX, SummedCrossEntropy
+from torchtitan.core.constraints import LimitError
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import clean_name, initialize
+from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.models.layers import AttentionKernel
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
-from torchtitan.parallelisms.context import block_attention
+from torchtitan.parallelisms.context import ring_attention
 from torchtitan.parallelisms.context.context_parallel import (
     METHODS,
     apply_context_parallel,
@@ -408,14 +408,14 @@ def region_gradients(dtype, documents, device="cpu"):
     q, grad, query_ids = q[:, :, 12:].requires_grad_(), grad[:, :, 12:], ids[:, 12:]
     regions = SequenceLayout(2, headtail=False).seen_in_sequence(1, 12)
     k.requires_grad_(), v.requires_grad_()
-    y = block_attention.RegionAttention.apply(q, k, v, regions, *((query_ids, ids) if documents else (None, None)))
+    y = ring_attention.RegionAttention.apply(q, k, v, regions, *((query_ids, ids) if documents else (None, None)))
     return y, *torch.autograd.grad(y, (q, k, v), grad)
 
 
 @pytest.mark.parametrize("documents", (False, True))
 def test_written_out_kernel_equals_the_cpus(documents, monkeypatch):
     expected = region_gradients(torch.float64, documents)
-    monkeypatch.setattr(block_attention, "kernel_for", lambda q, bias: "written out")
+    monkeypatch.setattr(ring_attention, "kernel_for", lambda q, bias: "written out")
     for got, want in zip(region_gradients(torch.float64, documents), expected, strict=True):
         assert relative_error(got, want) <= 1e-12
 
@@ -426,7 +426,7 @@ def test_cuda_kernels_are_called_with_what_they_take(kernel, dtype, documents, m
     """On the meta device: names, arguments and shapes, no numbers."""
     if kernel == "flash" and documents:
         kernel = "efficient"
-    monkeypatch.setattr(block_attention, "kernel_for", lambda q, bias: kernel)
+    monkeypatch.setattr(ring_attention, "kernel_for", lambda q, bias: kernel)
     shapes = [(SAMPLES, n, length, HEAD_DIM) for n, length in ((4, 12), (4, 12), (2, SEQ_LEN), (2, SEQ_LEN))]
     got = region_gradients(dtype, documents, "meta")
     assert [x.shape for x in got] == shapes and {x.dtype for x in got} == {dtype}
@@ -445,8 +445,8 @@ def test_cuda_kernels_are_called_with_what_they_take(kernel, dtype, documents, m
 )
 def test_choice_of_kernel(dtype, head_dim, masked, kernel):
     q = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 1, 1, head_dim))
-    assert block_attention.kernel_for(q, torch.zeros(()) if masked else None) == kernel
-    assert block_attention.kernel_for(torch.zeros(1, 1, 1, head_dim, dtype=dtype), None) == "cpu"
+    assert ring_attention.kernel_for(q, torch.zeros(()) if masked else None) == kernel
+    assert ring_attention.kernel_for(torch.zeros(1, 1, 1, head_dim, dtype=dtype), None) == "cpu"
 
 
 class DenseFlex(AttentionKernel):

@@ -22,18 +22,18 @@ from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import DEEPSEEK, LLAMA, QWEN3, QWEN3_MOE
 from torchtitan import cli
 from torchtitan.checkpoint import CheckpointError, NothingLoadable
-from torchtitan.checkpoint.kinds import find_weights
+from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.torchtitan_dcp import TorchtitanCheckpoint
+from torchtitan.checkpoint.weight_sources import Weights, load_foreign, opened
 from torchtitan.config.manager import load
 from torchtitan.models import CONFIGS, sizes_of
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.registry import MODELS
-from torchtitan.models.rope_scaling import RopeScaling
-from torchtitan.models.torchtitan_form import FORMS
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
-from torchtitan.weights import Weights, load_foreign, opened
+from torchtitan.models.sizes import RopeScaling
+from torchtitan.models.spec import MODELS
+from torchtitan.models.torchtitan_names import FORMS
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 THEIRS = jobs.ROOT / "tests/assets/torchtitan_v022"

@@ -13,12 +13,12 @@ from tests.test_guards import PLANS, options
 from tests.test_relora_jobs import RELORA
 from tests.test_replicas import OF_OPTIMIZER
 from torchtitan.config import manager
+from torchtitan.core.initialization import local_part
 from torchtitan.guards import BadStep
 from torchtitan.guards.shards import bit_sum
-from torchtitan.initialization import local_part
 from torchtitan.optimizers import OPTIMIZERS
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.trainer import Trainer
 
 anywhere = judged.anywhere
 

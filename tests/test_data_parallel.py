@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import test_combinations
 from tests.combinations import Combination
 from tests.support.pool import run_ranks
-from torchtitan.loss import SummedCrossEntropy
-from torchtitan.models.llama.plan import PLAN
+from torchtitan.losses.objective import SummedCrossEntropy
+from torchtitan.models.llama.model import PLAN
 from torchtitan.parallelisms.data_parallel import apply_data_parallel
 
 MICROBATCHES, DISTINCT = 64, 4

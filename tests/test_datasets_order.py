@@ -7,10 +7,10 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from torchtitan.datasets.lanes import BLOCK, EMPTY_EPOCHS, MAX_LANES, IndexedLanes, Place, StreamLanes
 from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.sources import DataError, Document, Indexed, Part, Stream
 from torchtitan.datasets.sources_text import text
+from torchtitan.datasets.streams import BLOCK, EMPTY_EPOCHS, MAX_LANES, IndexedLanes, Place, StreamLanes
 
 # Permutations
 

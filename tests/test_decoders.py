@@ -8,10 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.hf_parity import build, close, tokens_for
 from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import DEEPSEEK, GPT2, LLAMA, MISTRAL, OPT, QWEN3, QWEN3_MOE, ROBERTA
-from torchtitan.loss import SummedCrossEntropy
+from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models import SIZES
 from torchtitan.models.moe.layer import MoEBlock
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.context.kernel import counted
 from torchtitan.parallelisms.tensor_parallel import apply_tensor_parallel
 

@@ -11,12 +11,11 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 from tests.support.hf_parity import build, compare, compare_positions, exact, twin
 from tests.support.tiny_decoders import DEEPSEEK, YARN
-from torchtitan.errors import JobError
-from torchtitan.initialization import Constant, Normal, initialize
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import Constant, Normal, initialize
 from torchtitan.models import SIZES
 from torchtitan.models.deepseek import YarnScaling
-from torchtitan.models.deepseek.hf import HF
-from torchtitan.models.deepseek.model import Deepseek
+from torchtitan.models.deepseek.model import HF, Deepseek
 from torchtitan.models.layers import AttentionKernel
 from torchtitan.models.moe.layer import MoEBlock
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.pool import run_alone, run_ranks
-from torchtitan import distributed
-from torchtitan.ranks import Ranks
+from torchtitan.process import distributed
+from torchtitan.process.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits on open files are raised on Linux only")
 

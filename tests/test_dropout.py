@@ -12,19 +12,18 @@ from tests.support.no_exchange import NoExchange
 from tests.support.other_families import Other, OtherArgs
 from tests.support.pool import run_ranks
 from torchtitan.config.manager import load
-from torchtitan.errors import JobError
-from torchtitan.initialization import initialize
-from torchtitan.keyed import scrambled
-from torchtitan.loss import SummedCrossEntropy
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import initialize
+from torchtitan.core.keyed_rng import scrambled
+from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models import SIZES
 from torchtitan.models.dropout import Dropout, DroppingKernel, head_keys, layer_keys, token_keys
 from torchtitan.models.layers import AttentionKernel
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.context.kernel import Tokens, require_part
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
 from torchtitan.parallelisms.pipeline.overlap.merging import Loop, alone
-from torchtitan.parallelisms.pipeline.overlap.programs import programs_of
-from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists, Policy
+from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists, Policy, programs_of
 from torchtitan.rules import check
 
 SAMPLES, LENGTH, WIDTH = 64, 32, 128

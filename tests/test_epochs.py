@@ -16,20 +16,21 @@ from tests.support.pool import run_ranks
 from tests.test_loader import TOKENIZER, global_samples, in_turn, loader, rows
 from tests.test_mixing import toml
 from tests.test_records import make_shards, records, write
-from torchtitan import build, build_data
-from torchtitan.build_data import last_step_of_data
-from torchtitan.cadence import NO_LIMIT, with_end
+from torchtitan.build import data as build_data
+from torchtitan.build import parts
+from torchtitan.build.data import last_step_of_data
 from torchtitan.commands import check, preview
 from torchtitan.config import manager
 from torchtitan.config.manager import load
+from torchtitan.core.cadence import NO_LIMIT, with_end
+from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source, preparing
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.packing import IGNORE
 from torchtitan.datasets.preparing import prepared
-from torchtitan.datasets.reading import Reading
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokens import TokenShards
-from torchtitan.errors import JobError
 from torchtitan.rules import Facts
 from torchtitan.rules import check as judge
 
@@ -215,7 +216,7 @@ def test_check_and_preview_know_the_end(data, tmp_path, capsys):
     assert check.main(text) == 0
     shown = capsys.readouterr().out
     assert "counted when the data have been tokenized, at the start, 2 epochs" in shown and "schedule" not in shown
-    config = build_data.with_steps(manager.load(text), build.dims(manager.load(text), 1))
+    config = build_data.with_steps(manager.load(text), parts.dims(manager.load(text), 1))
     assert config.training.steps == steps
     assert preview.main(text) == 0
     of_text = capsys.readouterr().out.splitlines()[1:]
@@ -230,7 +231,7 @@ def test_the_steps_that_are_left_follow_from_what_was_taken(data):
     options = ["--model.tokenizer_path=bytes", "--training.seq_len=16", "--training.epochs=2"]
     shards = ["--training.dataset=tokens", f"--training.dataset_path={data['a']}", "--training.local_batch_size=4"]
     config = manager.load([*options, *shards])
-    plan, total = build.dims(config, 1), 2 * blocks(data["a"])
+    plan, total = parts.dims(config, 1), 2 * blocks(data["a"])
     for taken, step in ((0, 0), (12, 3), (10, 5), (total - 1, 9), (total, 9)):
         left = int(np.ceil((total - taken) / 4))
         assert build_data.with_steps(config, plan, taken, step).training.steps == step + left
@@ -244,7 +245,7 @@ def test_what_does_not_go_with_epochs(data, tmp_path):
     short = write(tmp_path / "short.jsonl", ["few words"])
     argv = jobs.arguments(tmp_path / "out", short, training__epochs=1)
     with pytest.raises(DataError, match="11 tokens are too few for one sample; at least 33 are needed"):
-        build_data.with_steps(manager.load(argv), build.dims(manager.load(argv), 1))
+        build_data.with_steps(manager.load(argv), parts.dims(manager.load(argv), 1))
 
 
 # A budget of tokens
@@ -305,14 +306,14 @@ def test_the_length_of_a_schedule_has_its_unit(data, words, length):
     options = ["--model.tokenizer_path=bytes", "--training.seq_len=16", "--training.local_batch_size=4"]
     options += ["--training.dataset=tokens", f"--training.dataset_path={data['a']}", "--lr_scheduler.decay_type=cosine"]
     config = manager.load([*options, *words])
-    plan = build.dims(config, 1)
+    plan = parts.dims(config, 1)
     config = build_data.with_steps(config, plan)
-    schedule = build.lr_schedule(config)
+    schedule = parts.lr_schedule(config)
     total = int(np.ceil(length(config.training.steps)))
     assert schedule.total_steps == total == Facts(config, 1, "cpu").schedule.total_steps
     facts = Facts(config, 1, "cpu")
     vars(facts)["schedule_start"] = 5  # of a run that goes on counting from other weights: an epoch stays as long
-    assert build.lr_schedule(config, start=5).total_steps == total == facts.schedule.total_steps
+    assert parts.lr_schedule(config, start=5).total_steps == total == facts.schedule.total_steps
     assert schedule.multiplier(total - 2) > schedule.multiplier(total - 1) == 0.1 == schedule.multiplier(2 * total)
 
 
@@ -380,7 +381,7 @@ def texts_and_steps(tmp_path):
         return [word for word in words if "training.steps" not in word]
 
     config = load([*options(tmp_path / "counted"), "--training.epochs=2"])
-    return options, last_step_of_data(config, build.dims(config, 1))
+    return options, last_step_of_data(config, parts.dims(config, 1))
 
 
 def test_what_is_said_in_epochs_means_these_where_training_steps_ends_the_run():

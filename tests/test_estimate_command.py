@@ -6,7 +6,7 @@ import pytest
 
 from torchtitan.commands import estimate
 from torchtitan.config.options import ConfigError
-from torchtitan.memory import prediction
+from torchtitan.planner import estimate as prediction
 
 GIB = 2**30
 

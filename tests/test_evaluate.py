@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from tests.support.hf_parity import build
 from tests.support.jobs import arguments, train, write_texts
 from tests.support.pool import run_ranks
-from torchtitan import build_data, cli
-from torchtitan.build import dims
+from torchtitan import cli
+from torchtitan.build import data as build_data
+from torchtitan.build.parts import dims
 from torchtitan.commands.evaluate import check_caches
 from torchtitan.commands.job_of import job_of
 from torchtitan.config import manager
+from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
-from torchtitan.errors import JobError
 from torchtitan.models.llama import LlamaArgs
-from torchtitan.models.llama.hf import HF
-from torchtitan.models.llama.model import Llama
+from torchtitan.models.llama.model import HF, Llama
 
 ARGS = LlamaArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16, max_seq_len=128)
 TEXTS = ["a document of some length, " * 12, "short", "another one " * 5, "x"]

@@ -18,19 +18,17 @@ from tests.support.lm_eval_tasks import CHOICE, LINES, ROLLING, WRITTEN, write_t
 from tests.support.remembering import remembering
 from tests.support.tiny_decoders import DEEPSEEK, GPT2, LLAMA, MISTRAL, OPT, QWEN3, QWEN3_MOE
 from torchtitan import cli
-from torchtitan.by_position import measure, total
-from torchtitan.by_request import likelihoods, windows
 from torchtitan.commands import evaluate_tasks
 from torchtitan.commands.evaluate_tasks import Answers, tasks_table
 from torchtitan.commands.generate import sample
-from torchtitan.commands.task_figures import FIGURES, FILTERS
-from torchtitan.commands.task_files import tasks_in
+from torchtitan.commands.task_files import FIGURES, FILTERS, tasks_in
+from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
-from torchtitan.errors import JobError
+from torchtitan.losses.loglikelihood import likelihoods, windows
+from torchtitan.losses.position_loss import measure, total
 from torchtitan.models.llama import LlamaArgs
-from torchtitan.models.llama.hf import HF
-from torchtitan.models.llama.model import Llama
-from torchtitan.models.registry import MODELS
+from torchtitan.models.llama.model import HF, Llama
+from torchtitan.models.spec import MODELS
 
 ARGS = LlamaArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16, max_seq_len=128)
 BYTES = ByteTokenizer()

@@ -11,8 +11,8 @@ from tests.support.pool import RankFailed, run_ranks
 from torchtitan.config import manager
 from torchtitan.metrics.logger import tags_of
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.trainer import Trainer
 
 SIZES = "{dim=32, n_layers=4, n_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, "
 SIZES += "ffn_dim=48, expert_dim=16, vocab_size=260, bias_rate=0.001}"

@@ -14,14 +14,16 @@ from tests.support.memory import Peak
 from tests.support.pool import run_ranks
 from tests.test_preferences import write_pairs
 from tests.test_sft import write_rows
-from torchtitan import build, cli, saved_model
+from torchtitan import cli
 from torchtitan.adapters.low_rank import LowRankLinear
+from torchtitan.build import parts
 from torchtitan.commands.export import Answer, compared, go_on_alike, held_out
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
-from torchtitan.initialization import initialize
-from torchtitan.models.registry import MODELS
+from torchtitan.core.initialization import initialize
+from torchtitan.models.spec import MODELS
+from torchtitan.training import inference_model
 
 SIZES = "dim=64, n_layers={}, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=64"
 TOKENS = torch.arange(40).view(2, 20)
@@ -36,7 +38,7 @@ def base_of(folder, name, layers=2):
     """A folder of Hugging Face with initial weights, and the options of a job that starts from it."""
     options = dict(model__name=name, model__overrides=f"{{{SIZES.format(layers)}}}")
     config = manager.load(arguments(folder, folder, **options))
-    model = build.meta_model(config).to_empty(device="cpu")
+    model = parts.meta_model(config).to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
     MODELS[name].hf.save_hf(folder, model.state_dict(), model.args)
     return options | dict(checkpoint__initial_load_path=folder, checkpoint__initial_load_in_hf=True)
@@ -100,7 +102,7 @@ def test_the_command_folds_in_and_verifies(tmp_path, texts, bases, name, ranks, 
     torch.testing.assert_close(merged, beside, rtol=1e-5, atol=1e-5)
     assert (merged - logits_of(published)).abs().max() > 1e-2, "the adapter has learned something"
     config, step_folder = find_checkpoint(run, None)
-    model, _ = saved_model.filled_model(config, step_folder, torch.device("cpu"))
+    model, _ = inference_model.filled_model(config, step_folder, torch.device("cpu"))
     off = (model(TOKENS) - merged).abs().max() / merged.abs().max()
     assert off < 1e-5 if into == "weights" else 1e-4 < off < 0.1, "the run computed with the packed ones"
 
@@ -152,7 +154,7 @@ def test_what_else_was_trained_goes_along_and_what_is_unpacked_if_asked(tmp_path
     assert export(run, tmp_path / "whole", "--merge", "--dtype=float32", "--merge-base=unpacked") == 0
     record = record_of(tmp_path / "whole")
     assert record["verified"] and record["same_tokens"] and record["merged_into"] == "unpacked"
-    model, _ = saved_model.filled_model(*find_checkpoint(run, None), torch.device("cpu"))
+    model, _ = inference_model.filled_model(*find_checkpoint(run, None), torch.device("cpu"))
     torch.testing.assert_close(logits_of(tmp_path / "whole"), model(TOKENS), rtol=1e-5, atol=1e-5)
     assert export(run, tmp_path / "narrow", "--merge", "--merge-base=unpacked", "--dtype=bfloat16") == 0
     assert record_of(tmp_path / "narrow")["dtype"] == "bfloat16" and record_of(tmp_path / "narrow")["same_tokens"]
@@ -168,10 +170,10 @@ def test_matrices_that_are_a_and_b_alone(tmp_path, texts):
     assert run_ranks(2, train, [*argv, "--checkpoint.load_step=2"])[0][1] == whole
     assert export(tmp_path / "run", tmp_path / "whole", "--merge", "--dtype=float32") == 0
     config, step_folder = find_checkpoint(tmp_path / "run", None)
-    model, _ = saved_model.filled_model(config, step_folder, torch.device("cpu"))
+    model, _ = inference_model.filled_model(config, step_folder, torch.device("cpu"))
     torch.testing.assert_close(logits_of(tmp_path / "whole"), model(TOKENS), rtol=1e-5, atol=1e-5)
-    again = build.meta_model(config).to_empty(device="cpu")
-    MODELS["llama3"].hf.load_hf(tmp_path / "whole", again, build.model_args(config))
+    again = parts.meta_model(config).to_empty(device="cpu")
+    MODELS["llama3"].hf.load_hf(tmp_path / "whole", again, parts.model_args(config))
     assert torch.linalg.matrix_rank(again.layers["1"].feed_forward.w1.weight.detach().double(), rtol=1e-5) == 4
 
 
@@ -179,7 +181,7 @@ def test_another_base_is_refused(tmp_path, texts, capsys):
     base = base_of(tmp_path / "base", "llama3")
     run = trained(tmp_path / "run", texts, base, adapter__kind="qlora")
     config = manager.load(arguments(tmp_path, texts, **base))
-    other = build.meta_model(config).to_empty(device="cpu")
+    other = parts.meta_model(config).to_empty(device="cpu")
     initialize(other, 1, other.init_rule)
     MODELS["llama3"].hf.save_hf(tmp_path / "base", other.state_dict(), other.args)
     assert export(run, tmp_path / "out", "--merge") == 2
@@ -241,12 +243,12 @@ def test_writing_needs_one_matrix_beside_the_model(tmp_path, kind):
         base = base_of(tmp_path / f"base {layers}", "llama3", layers)
         words = arguments(tmp_path, tmp_path, **base, adapter__kind=kind, adapter__rank=4)
         config = manager.load(words)
-        model, _, adapter = build.adapted_model(config)
+        model, _, adapter = parts.adapted_model(config)
         model.to_empty(device="cpu")
         initialize(model, 0, model.init_rule)
-        saved_model.fill_base(config, model, adapter)
-        with Peak(model) as peak, saved_model.plain_state(config, model, adapter) as (state, _):
-            MODELS["llama3"].hf.save_hf(tmp_path / f"{layers}", state, build.model_args(config), dtype=torch.bfloat16)
+        inference_model.fill_base(config, model, adapter)
+        with Peak(model) as peak, inference_model.plain_state(config, model, adapter) as (state, _):
+            MODELS["llama3"].hf.save_hf(tmp_path / f"{layers}", state, parts.model_args(config), dtype=torch.bfloat16)
         beside.append(peak.bytes)
     largest = max(math.prod(value.shape) for name, value in state.items() if name.startswith("layers"))
     ends = 2 * 260 * 64  # as they are in the model, they are narrowed alone
@@ -261,7 +263,7 @@ def test_the_command_has_one_model_in_memory(tmp_path, texts, kind, monkeypatch)
     with Peak() as peak:
         assert export(run, tmp_path / "out", "--merge") == 0
     config, _ = find_checkpoint(run, None)
-    whole = 4 * build.model_args(config).num_parameters
+    whole = 4 * parts.model_args(config).num_parameters
     assert whole < peak.bytes < 1.4 * whole
 
 
@@ -269,7 +271,7 @@ def test_the_first_line_says_the_type_and_what_it_costs(tmp_path, texts, bases, 
     """Weights keep the type of the run: an update smaller than the last bit of bfloat16 is still there."""
     run = trained(tmp_path / "run", texts, bases["llama3"], adapter__kind="lora")
     config, _ = find_checkpoint(run, None)
-    number = build.model_args(config).num_parameters
+    number = parts.model_args(config).num_parameters
     assert export(run, tmp_path / "whole", "--merge") == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first == (

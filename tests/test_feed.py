@@ -9,14 +9,14 @@ import torch
 from tests.support import jobs
 from tests.support.pool import run_ranks
 from torchtitan.config import manager
-from torchtitan.datasets.held_out import HeldOut
+from torchtitan.datasets.loader import HeldOut
 from torchtitan.datasets.samples import Share
 from torchtitan.datasets.sources import DataError
-from torchtitan.feed import Feed, PeerStopped
-from torchtitan.loss import IGNORE_INDEX, SummedCrossEntropy
+from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.parallelisms.parallel_dims import ParallelDims
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.batches import Feed, PeerStopped
+from torchtitan.training.trainer import Trainer
 
 OBJECTIVE = SummedCrossEntropy()
 

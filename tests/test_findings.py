@@ -9,18 +9,18 @@ import torch
 from tests.support import jobs, judged
 from tests.support.judged import lines
 from tests.support.pool import RankFailed, run_ranks
-from torchtitan.build import cadence, model_args
-from torchtitan.cadence import cadence_of
-from torchtitan.checkpoint.best import Metric, best_in
+from torchtitan.build.parts import cadence, model_args
+from torchtitan.checkpoint.best_metric import Metric, best_in
 from torchtitan.checkpoint.layout import NothingLoadable, step_of
+from torchtitan.checkpoint.weight_sources import opened
 from torchtitan.commands import checkpoints
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config import manager
-from torchtitan.findings import Findings
-from torchtitan.limits import LimitError
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
-from torchtitan.weights import opened
+from torchtitan.core.cadence import cadence_of
+from torchtitan.core.constraints import LimitError
+from torchtitan.guards.early_stopping import Findings
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.trainer import Trainer
 
 anywhere = judged.anywhere
 LOSS, ACCURACY = Metric.of("validation_loss", None), Metric.of("validation_accuracy", None)

@@ -9,11 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.adapters.lora import LoRA
 from torchtitan.config.sections.adapter import Adapter as Options
-from torchtitan.initialization import initialize
+from torchtitan.core.initialization import initialize
 from torchtitan.models import SIZES
 from torchtitan.models.flops import causal_keys, flops_per_token, with_keys
 from torchtitan.models.moe import balance, experts
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 
 
 def test_llama_31_8b_at_8192():

@@ -7,7 +7,7 @@ import pytest
 from tests.test_loader import loader, rows
 from torchtitan.datasets.formats import FORMATS, format_of
 from torchtitan.datasets.packing import IGNORE
-from torchtitan.datasets.reading import Reading
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.records import encode
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_huggingface import huggingface

@@ -27,16 +27,15 @@ from tests.support.hf_parity import build, close, eager, refuse_config, tokens_f
 from tests.support.jobs import ROOT
 from tests.support.judged import lines
 from tests.support.tiny_decoders import DEEPSEEK, GPT2, LLAMA, MISTRAL, MULTI_TOKEN, OPT, QWEN3, QWEN3_MOE, ROBERTA
-from torchtitan import build as assembly
-from torchtitan import saved_model
+from torchtitan.build import parts as assembly
 from torchtitan.config.manager import load
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.models import CONFIGS, sizes_of
-from torchtitan.models.deepseek.hf import HF
-from torchtitan.models.deepseek.model import Deepseek
+from torchtitan.models.deepseek.model import HF, Deepseek
 from torchtitan.models.hf.config import config_beside, header_of, tensor_files
 from torchtitan.models.llama import RopeScaling
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
+from torchtitan.training import inference_model
 
 SHAPES = {
     "llama2": (LLAMA["llama2"], LlamaConfig),
@@ -196,7 +195,7 @@ def test_weights_are_read_otherwise_where_the_job_says_so(tmp_path):
 
     words, faults = of("--model.overrides={rope_scaling = {kind = 'linear', factor = 2.0}, rope_theta = 9e3}")
     assert faults == []
-    found, _ = saved_model.filled_model(load(words), tmp_path, torch.device("cpu"))
+    found, _ = inference_model.filled_model(load(words), tmp_path, torch.device("cpu"))
     longer = dataclasses.replace(args, rope_scaling=RopeScaling(2.0, kind="linear"), rope_theta=9e3)
     stretched = build(MODELS["llama3"].build, longer)
     stretched.load_state_dict(whole.state_dict())

@@ -10,16 +10,16 @@ from torch import nn
 from tests.support import jobs, recorded_optimizers
 from tests.support.pool import run_ranks
 from tests.test_own_optimizers import random
-from torchtitan import keyed
 from torchtitan.checkpoint.tensors import optimizer_state
 from torchtitan.config.manager import load
-from torchtitan.errors import JobError
-from torchtitan.optimizers import OPTIMIZERS, bases, galore, moments
+from torchtitan.core import keyed_rng
+from torchtitan.core.errors import JobError
+from torchtitan.optimizers import OPTIMIZERS, galore, moments, projection
 from torchtitan.optimizers.build import build_optimizers
-from torchtitan.optimizers.sizes import galore as held_by_galore
-from torchtitan.ranks import read_ranks
+from torchtitan.optimizers.state_sizes import galore as held_by_galore
+from torchtitan.process.ranks import read_ranks
 from torchtitan.rules import Facts
-from torchtitan.trainer import Trainer
+from torchtitan.training.trainer import Trainer
 
 ADAM = dict(beta1=0.9, beta2=0.999, eps=1e-8)
 PLAIN = dict(targets=["*"], scale=1.0, update_gap=10**6)
@@ -56,7 +56,7 @@ def basis(monkeypatch):
     """Whatever the rank, matrices are projected on the right side, by the basis that is set here."""
     held = {}
     monkeypatch.setattr(galore, "sides", lambda name, shape, options: ("right",) if len(shape) == 2 else ())
-    monkeypatch.setattr(bases, "fit", lambda *args: held["basis"])
+    monkeypatch.setattr(projection, "fit", lambda *args: held["basis"])
     return held
 
 
@@ -185,17 +185,17 @@ def test_what_it_keeps_is_what_the_formula_says():
         assert found == sum(4 * each.values + each.bytes + 4 * each.everywhere for each in held)
 
 
-@pytest.mark.parametrize("method", bases.METHODS)
+@pytest.mark.parametrize("method", projection.METHODS)
 @pytest.mark.parametrize("shape", [(30, 20), (20, 30)])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_every_method_finds_the_directions_of_the_largest_singular_values(method, shape, side):
     left, _, right = torch.linalg.svd(random(*shape, dtype=torch.float64), full_matrices=False)
     sizes = torch.cat([torch.linspace(10, 5, 4), torch.linspace(0.1, 0.01, 16)]).double()
     matrix = left @ torch.diag(sizes) @ right
-    noise = lambda wanted: keyed.normal("x", (0, 0), wanted, matrix.device)  # noqa: E731
-    found = bases.fit(method, matrix, side, 4, None, noise)
+    noise = lambda wanted: keyed_rng.normal("x", (0, 0), wanted, matrix.device)  # noqa: E731
+    found = projection.fit(method, matrix, side, 4, None, noise)
     if method == "power":
-        found = bases.fit(method, matrix, side, 4, found, noise)
+        found = projection.fit(method, matrix, side, 4, found, noise)
     rows, wanted = (found, right[:4]) if side == "right" else (found.T, left.T[:4])
     cosines = torch.linalg.svdvals(rows @ wanted.T)
     assert math.sqrt(max(0.0, 1 - cosines.min().item() ** 2)) < 1e-5
@@ -206,9 +206,9 @@ def test_every_method_finds_the_directions_of_the_largest_singular_values(method
 
 @pytest.mark.parametrize("options, due", [({}, [0, 5, 10]), ({"stagger": True}, None)])
 def test_bases_are_found_every_so_many_updates(monkeypatch, options, due):
-    fitted, fit = [], bases.fit
+    fitted, fit = [], projection.fit
     monkeypatch.setattr(
-        bases, "fit", lambda *args: fitted.append(optimizer.state[model.weight]["updates"]) or fit(*args)
+        projection, "fit", lambda *args: fitted.append(optimizer.state[model.weight]["updates"]) or fit(*args)
     )
     model = Matrix(9, 6)
     optimizer = made(model, rank=2, targets=["*"], update_gap=5, **options)
@@ -329,7 +329,7 @@ def test_apollo_stretches_the_raw_gradient(shape, per):
         model.weight.grad = gradient.clone()
         optimizer.step()
         size = (rows, 3) if rows < columns else (3, columns)
-        p = keyed.normal(f"weight/{(t - 1) // 2}", (0, 0), size, gradient.device).double() / 3**0.5
+        p = keyed_rng.normal(f"weight/{(t - 1) // 2}", (0, 0), size, gradient.device).double() / 3**0.5
         seen = p.T @ gradient if rows < columns else gradient @ p.T
         m, v = 0.9 * m + 0.1 * seen, 0.999 * v + 0.001 * seen**2
         n = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)

@@ -15,20 +15,21 @@ import torch
 from tests.support import checkpoint_plans, hf_parity, jobs, pool
 from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import LLAMA, QWEN3_MOE
-from torchtitan import cli, saved_model
+from torchtitan import cli
 from torchtitan.commands import generate
 from torchtitan.config import manager
+from torchtitan.core.initialization import local_part
 from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.datasets.tokenizer.base import LOOK_BACK, text_of
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
-from torchtitan.datasets.tokenizer.streaming import LOOK_BACK, text_of
-from torchtitan.initialization import local_part
 from torchtitan.models import SIZES
-from torchtitan.models.cache import Remembering
+from torchtitan.models.kv_cache import Remembering
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
-from torchtitan.models.registry import MODELS
-from torchtitan.ranks import read_ranks
+from torchtitan.models.spec import MODELS
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training import inference_model
 
 BYTES = ByteTokenizer()
 TOKENIZERS = [
@@ -292,7 +293,7 @@ def test_a_checkpoint_of_any_plan_is_taken(run, tmp_path, capsys, tied):
             save_under(folder, plan, args)
         else:
             run_ranks(plan.world, save_under, folder, plan, args)
-        loaded, _ = saved_model.filled_model(*generate.find_checkpoint(folder, None), torch.device("cpu"))
+        loaded, _ = inference_model.filled_model(*generate.find_checkpoint(folder, None), torch.device("cpu"))
         for name, parameter in checkpoint_plans.reference(args).named_parameters():
             assert torch.equal(loaded.get_parameter(name), parameter), (plan, name)
         texts.append(generated(capsys, folder, "--prompt", "al", "--max_new_tokens", 6))
@@ -318,8 +319,8 @@ GREEDY = dict(max_new_tokens=8, context=64, temperature=0, top_k=0, seed=0)
 def over_ranks(folder: str, prompt: list[int]) -> tuple[list[int], int]:
     """The tokens, and the elements of parameters that this rank has."""
     config, place = generate.find_checkpoint(Path(folder), None, ["--model.tokenizer_path=bytes"])
-    model = saved_model.model_over_ranks(config, place, read_ranks())
-    tokens = list(generate.sample(Remembering(model), prompt, BYTES, **GREEDY, agree=saved_model.first_ranks))
+    model = inference_model.model_over_ranks(config, place, read_ranks())
+    tokens = list(generate.sample(Remembering(model), prompt, BYTES, **GREEDY, agree=inference_model.first_ranks))
     return tokens, sum(local_part(parameter)[0].numel() for parameter in model.parameters())
 
 

@@ -12,13 +12,13 @@ from tests.support import jobs, judged
 from tests.support.judged import CP, PP, lines
 from tests.support.pool import run_ranks
 from tests.test_expert_jobs import EP, JOB
-from torchtitan import generated
 from torchtitan.commands.generate import sample
 from torchtitan.config import manager
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.ranks import read_ranks
-from torchtitan.saved_model import filled_model
-from torchtitan.trainer import Trainer
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training import validation
+from torchtitan.training.inference_model import filled_model
+from torchtitan.training.trainer import Trainer
 
 anywhere = judged.anywhere
 BYTES = build_tokenizer("bytes")
@@ -44,13 +44,13 @@ def batch_of(tokens, labels, documents):
 )
 def test_what_stands_before_the_first_answer(labels, documents, prompt, wanted):
     batch = batch_of([1, 2, 3, 4, 5, 6], labels, documents)
-    assert generated.prompt_of(batch, {9}) == (prompt, wanted)
+    assert validation.prompt_of(batch, {9}) == (prompt, wanted)
 
 
 def test_a_run_without_them_does_not_take_an_earlier_runs_for_its_own(tmp_path):
     config = manager.load([f"--job.dump_folder={tmp_path}"])
     (tmp_path / "generated.jsonl").write_text('{"step": 1}\n')
-    generated.Generated(config, BYTES, True, None).close()
+    validation.Generated(config, BYTES, True, None).close()
     assert (tmp_path / "generated.previous.jsonl").read_text() == '{"step": 1}\n'
     assert (tmp_path / "generated.jsonl").read_text() == ""
 
@@ -83,7 +83,7 @@ def train(argv):
 
 
 def told(folder):
-    return [json.loads(line) for line in (folder / generated.FILE).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / validation.FILE).read_text().splitlines()]
 
 
 def validations(folder):
@@ -104,7 +104,7 @@ def test_words_are_those_of_generate(alone):
     rows, _, _, folder = alone
     config = manager.load(words(folder, rows))
     model, _ = filled_model(config, folder / "checkpoint/step-00000004", torch.device("cpu"))
-    prompts = generated.prompts_of(config, BYTES)
+    prompts = validation.prompts_of(config, BYTES)
     assert [(row["step"], row["number"]) for row in told(folder)] == [(2, 0), (2, 1), (2, 2), (4, 0), (4, 1), (4, 2)]
     how = dict(max_new_tokens=6, context=16, temperature=0, top_k=0, seed=0)
     for row, prompt in zip(told(folder)[3:], prompts, strict=True):
@@ -120,7 +120,7 @@ def test_training_goes_on_as_without(alone, tmp_path):
         1, train, words(tmp_path, rows, validation__generated=0, validation__generated_tokens=64)
     )
     assert [step["loss"] for step in others] == [step["loss"] for step in steps] and other == state and state[-1]
-    assert validations(tmp_path) == validations(folder) and not (tmp_path / generated.FILE).exists()
+    assert validations(tmp_path) == validations(folder) and not (tmp_path / validation.FILE).exists()
 
 
 PLANS = {
@@ -150,7 +150,7 @@ def test_experts_too(alone, tmp_path):
 def test_a_run_that_goes_on_drops_what_it_makes_anew(alone, tmp_path):
     rows, _, _, folder = alone
     run_ranks(1, train, words(tmp_path, rows, training__steps=2, lr_scheduler__total_steps=4, checkpoint__interval=2))
-    (tmp_path / generated.FILE).open("a").write(json.dumps({"step": 3, "number": 0}) + "\n")
+    (tmp_path / validation.FILE).open("a").write(json.dumps({"step": 3, "number": 0}) + "\n")
     run_ranks(1, train, words(tmp_path, rows, lr_scheduler__total_steps=4))
     assert told(tmp_path) == told(folder)
     assert json.loads((tmp_path / "generated.redone.jsonl").read_text()) == {"step": 3, "number": 0}
@@ -177,11 +177,11 @@ class Counting:
 def continued(prompts, **how):
     model = Counting(50)
     how = dict(most=4, context=12, multiple=1, vocab_size=50, ends={20}) | how
-    return generated.continued(model, prompts, **how), model
+    return validation.continued(model, prompts, **how), model
 
 
 def test_each_goes_on_until_its_own_end(monkeypatch):
-    monkeypatch.setattr(generated.distributed, "of_the_first", lambda *values: list(values))
+    monkeypatch.setattr(validation.distributed, "of_the_first", lambda *values: list(values))
     answers, model = continued([[1], [17], [5, 6, 19], list(range(30, 40)), list(range(12))], multiple=4)
     assert answers == [[2, 3, 4, 5], [18, 19], [], [40, 41], []]
     assert model.shapes == {(5, 12)} and model.calls == 4

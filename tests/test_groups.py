@@ -11,16 +11,16 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tests.support.hf_parity import build, close, tokens_for
 from tests.support.tiny_decoders import LLAMA, MISTRAL, OPT
-from torchtitan import build as jobs
+from torchtitan.build import parts as jobs
 from torchtitan.config.manager import load
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.models import layers
-from torchtitan.models.cache import Remembering
-from torchtitan.models.groups import ShiftedGroups, attend_in_groups
+from torchtitan.models.kv_cache import Remembering
 from torchtitan.models.layers import AttentionKernel
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
 from torchtitan.models.opt.model import OPT as OPTModel
+from torchtitan.models.s2_attention import ShiftedGroups, attend_in_groups
 from torchtitan.parallelisms.context.kernel import Tokens, require_part
 from torchtitan.rules import check
 

@@ -12,12 +12,12 @@ from tests.support.pool import run_ranks
 from tests.test_expert_jobs import EP
 from tests.test_expert_jobs import JOB as DEEPSEEK
 from torchtitan.config import manager
-from torchtitan.feed import PeerStopped
 from torchtitan.guards import BadStep, NonFiniteError
 from torchtitan.guards.steps import StepGuard
 from torchtitan.parallelisms.parallel_model import ParallelModel
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.batches import PeerStopped
+from torchtitan.training.trainer import Trainer
 
 anywhere = judged.anywhere
 

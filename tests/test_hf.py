@@ -28,11 +28,10 @@ from tests.support.hf_parity import (
 )
 from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import LLAMA, SCALING
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES
 from torchtitan.models.hf.config import INDEX
-from torchtitan.models.llama.hf import HF
-from torchtitan.models.llama.model import Llama
+from torchtitan.models.llama.model import HF, Llama
 
 TINY = LLAMA["llama2"]
 

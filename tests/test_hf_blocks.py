@@ -11,11 +11,10 @@ from torch.distributed.tensor import Shard
 from tests.support.hf_parity import build, refuse_folder, same, write_folder
 from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import DEEPSEEK, QWEN3_MOE
-from torchtitan.models.deepseek.hf import HF
-from torchtitan.models.deepseek.model import Deepseek
-from torchtitan.models.hf.blocks import Dequantized
+from torchtitan.models.deepseek.model import HF, Deepseek
 from torchtitan.models.hf.config import block_of
-from torchtitan.models.qwen3_moe.hf import HF as QWEN3_HF
+from torchtitan.models.hf.stored import Dequantized
+from torchtitan.models.qwen3_moe.model import HF as QWEN3_HF
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
 
 TINY = DEEPSEEK["v3"]

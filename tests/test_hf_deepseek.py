@@ -26,10 +26,9 @@ from tests.support.hf_parity import (
 from tests.support.jobs import full
 from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import DEEPSEEK, MULTI_TOKEN
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES
-from torchtitan.models.deepseek.hf import HF
-from torchtitan.models.deepseek.model import Deepseek
+from torchtitan.models.deepseek.model import HF, Deepseek
 
 TINY = DEEPSEEK["v3"]
 

@@ -16,12 +16,13 @@ from tests.support import jobs
 from tests.support.hf_parity import eager
 from tests.support.pool import run_ranks
 from tests.test_from_hf import SHAPES
-from torchtitan import build, cli
+from torchtitan import cli
+from torchtitan.build import parts
 from torchtitan.config.manager import load
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.models.hf.export import Source, beside_weights, source_of
 from torchtitan.models.llama.hf_config import CONFIG
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 
 TOKENIZER = jobs.ROOT / "tests/assets/tokenizer/tiktoken.model"
 FAMILIES = ["llama3.2", "deepseek v2", "deepseek v3", "gpt2", "mistral", "opt 350M", "qwen3", "qwen3_moe"]
@@ -97,8 +98,8 @@ def test_there_and_back(shape, tmp_path, capsys):
     }
     generation = GenerationConfig.from_pretrained(out)
     assert (generation.temperature, generation.eos_token_id) == (0.25, [1793, 1801])
-    again = build.model_args(load(job(shape.split()[0], tmp_path, model__hf_folder=out)))
-    assert again == build.model_args(load(job(shape.split()[0], tmp_path)))
+    again = parts.model_args(load(job(shape.split()[0], tmp_path, model__hf_folder=out)))
+    assert again == parts.model_args(load(job(shape.split()[0], tmp_path)))
 
 
 def save_sharded(folder: str) -> str:

@@ -6,8 +6,8 @@ import pytest
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
-from torchtitan import build
-from torchtitan.parallelisms.hooks import StepHooks
+from torchtitan.build import parts as build
+from torchtitan.parallelisms.parallel_model import StepHooks
 
 
 class Diary:

@@ -14,9 +14,9 @@ from tests.support import jobs
 from tests.support.judged import lines
 from tests.support.pool import RankFailed, run_ranks
 from torchtitan.config.manager import ConfigError, load
+from torchtitan.core.errors import JobError
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_text import text
-from torchtitan.errors import JobError
 from torchtitan.models import CONFIGS
 from torchtitan.models.hf import config, stored
 

@@ -13,12 +13,11 @@ from torchtitan.commands import importing
 from torchtitan.config.layers import layer_of
 from torchtitan.config.manager import assemble, load
 from torchtitan.config.options import ConfigError
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.importers import SOURCES
 from torchtitan.importers.command_line import parse, split
 from torchtitan.importers.relora import read
-from torchtitan.importers.relora_flags import FLAGS
-from torchtitan.importers.relora_optimizer import PLAIN, PROJECTING
+from torchtitan.importers.relora_flags import FLAGS, PLAIN, PROJECTING
 from torchtitan.models import SIZES
 from torchtitan.rules import check
 

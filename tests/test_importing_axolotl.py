@@ -13,11 +13,11 @@ from tests.support.importing import difference
 from tests.support.jobs import ROOT
 from tests.test_notes_script import base, write_rows
 from torchtitan import cli
-from torchtitan.cadence import cadence_of
 from torchtitan.commands.upgrade import as_file
 from torchtitan.config.manager import load
 from torchtitan.config.sections.training import DataSource
-from torchtitan.errors import JobError
+from torchtitan.core.cadence import cadence_of
+from torchtitan.core.errors import JobError
 from torchtitan.importers import axolotl, deepspeed, yaml_file
 from torchtitan.importers.axolotl_options import FATES, OF_AN_ENTRY, TABLE_OF_DATA
 from torchtitan.importers.command_line import parse, split

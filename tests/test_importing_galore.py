@@ -17,13 +17,13 @@ from torchtitan import cli
 from torchtitan.commands.check import summary
 from torchtitan.commands.importing import translate
 from torchtitan.config.manager import load
+from torchtitan.core.initialization import clean_name
 from torchtitan.importers.command_line import parse, split
 from torchtitan.importers.galore import FLAGS, MODELS, OPTIMIZERS, read
-from torchtitan.initialization import clean_name
 from torchtitan.optimizers.build import build_optimizers
-from torchtitan.ranks import read_ranks
+from torchtitan.process.ranks import read_ranks
 from torchtitan.rules import Facts, check
-from torchtitan.trainer import Trainer
+from torchtitan.training.trainer import Trainer
 
 LINE = "python main.py --mode pretraining --optimizer galore --model llama_60m"
 

@@ -7,7 +7,7 @@ import yaml
 
 from torchtitan.commands.importing import translate
 from torchtitan.config.options import ConfigError
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.importers import launcher_options
 from torchtitan.importers.command_line import parse, split
 from torchtitan.importers.launcher_options import OPTIONS

@@ -12,14 +12,12 @@ from tests.support.importing import difference
 from tests.support.jobs import ROOT, train, write_texts
 from tests.support.pool import run_ranks
 from torchtitan import cli
-from torchtitan.adapters.neurocache.released import CONFIG
+from torchtitan.adapters.neurocache.authors_config import CONFIG
 from torchtitan.commands.importing import translate
 from torchtitan.importers.command_line import parse, split
-from torchtitan.importers.neurocache import read
-from torchtitan.importers.neurocache_flags import FLAGS
+from torchtitan.importers.neurocache import FLAGS, read
 from torchtitan.models.opt import OPTArgs
-from torchtitan.models.opt.hf import HF
-from torchtitan.models.opt.model import OPT
+from torchtitan.models.opt.model import HF, OPT
 
 anywhere = judged.anywhere
 FIRST = """accelerate launch --mixed_precision fp16 train_neurocache.py --output_dir nc/baseline_opt350m \\

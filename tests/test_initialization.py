@@ -14,11 +14,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.support.jobs import arguments, full, write_texts
 from tests.support.pool import run_ranks
-from torchtitan import initialization
 from torchtitan.config import manager
-from torchtitan.initialization import Constant, Normal, clean_name, initialize
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
+from torchtitan.core import initialization
+from torchtitan.core.initialization import Constant, Normal, clean_name, initialize
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.trainer import Trainer
 
 
 class Small(nn.Module):

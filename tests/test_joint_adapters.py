@@ -16,11 +16,10 @@ from torchtitan.adapters import peft_folder
 from torchtitan.adapters.dora import DoRA
 from torchtitan.adapters.lora import LoRA
 from torchtitan.config.sections.adapter import Adapter as Options
-from torchtitan.errors import JobError
-from torchtitan.initialization import initialize
-from torchtitan.models.classic.plan import PLAN
-from torchtitan.models.gpt2.hf import HF
-from torchtitan.models.gpt2.model import GPT2
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import initialize
+from torchtitan.models.gpt2.model import GPT2, HF
+from torchtitan.models.learned_positions.model import PLAN
 
 ARGS, FORM = TINY["words"], HF.form(TINY["words"])
 OPTIONS = Options(kind="lora", rank=4, alpha=8.0)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtitan.checkpoint.kept import Kept
+from torchtitan.checkpoint.adapter_state import Kept
 
 PEERS = SimpleNamespace(rank=0, size=1, is_main=True, maximum=lambda *values: values)
 

@@ -9,12 +9,11 @@ import pytest
 
 from torchtitan.datasets import labelled, open_source
 from torchtitan.datasets.labelled import Fields
-from torchtitan.datasets.learned import Recipe
-from torchtitan.datasets.packing import IGNORE
-from torchtitan.datasets.reading import Reading
+from torchtitan.datasets.loss_mask import Recipe
+from torchtitan.datasets.packing import IGNORE, class_arrays, own_arrays
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.records import encode
 from torchtitan.datasets.sources import DataError, Document, Labelled
-from torchtitan.datasets.targets import class_arrays, own_arrays
 from torchtitan.datasets.tokenizer import build_tokenizer
 
 ROWS = [{"sentence": "it rains", "label": 0, "idx": 7}, {"sentence": "it, shines", "label": 1, "idx": 8}]

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import jobs
-from torchtitan.launcher import stops
-from torchtitan.launcher.stops import Requests
-from torchtitan.leaving import EXPLAINED, SAID_BY_THE_FIRST, STOP_SIGNALS
+from torchtitan.launcher import signals
+from torchtitan.launcher.signals import Requests
+from torchtitan.process.exit import EXPLAINED, SAID_BY_THE_FIRST, STOP_SIGNALS
 
 LAUNCHER = """
 import sys
@@ -24,9 +24,9 @@ from pathlib import Path
 from torchtitan.launcher import stops, watching
 from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.processes import Processes
-from torchtitan.launcher.stops import SignalQueue
-from torchtitan.launcher.watching import Watch
-from torchtitan.leaving import exit_with
+from torchtitan.launcher.signals import SignalQueue
+from torchtitan.launcher.monitor import Watch
+from torchtitan.process.exit import exit_with
 watching.FOLLOW_SECONDS, watching.SHUTDOWN_SECONDS, stops.ONE_REQUEST_SECONDS = {follow}, {shutdown}, 0
 queue = SignalQueue()
 ranks = Processes([sys.executable, "-c", sys.argv[1]], 2)
@@ -35,9 +35,9 @@ exit_with(Watch(ranks, queue, Limits(1000, 1000), Path("unused")).until_the_end)
 # What a rank's program may use: what it is, telling its phase, and being seen by the test.
 RANK = r"""
 import os, signal, sys, time
-from torchtitan.leaving import die_with
-from torchtitan.progress import Progress
-from torchtitan.ranks import read_ranks
+from torchtitan.process.exit import die_with
+from torchtitan.process.heartbeat import Progress
+from torchtitan.process.ranks import read_ranks
 ranks = read_ranks()
 die_with(ranks.launcher.pid)
 tell = Progress(ranks.launcher.progress, ranks.local_rank).enter
@@ -195,7 +195,7 @@ def test_ranks_die_with_their_launcher(where):
 
 
 def test_a_rank_whose_launcher_died_before_it_could_say_so_ends():
-    program = "import os; from torchtitan.leaving import die_with; die_with(os.getpid()); print('alive')"
+    program = "import os; from torchtitan.process.exit import die_with; die_with(os.getpid()); print('alive')"
     done = subprocess.run([sys.executable, "-c", program], cwd=jobs.ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (137, "")
 
@@ -261,7 +261,7 @@ def test_the_second_signal_is_harmless_and_the_third_ends_all():
 def test_one_request_that_arrives_several_times_is_one(monkeypatch):
     """As srun, slurmstepd and a launcher above send the same signal on."""
     clock = [0.0]
-    monkeypatch.setattr(stops.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
     requests, counted = Requests(), []
     for clock[0], number in [(9.0, 15), (9.1, 15), (9.4, 1), (9.6, 2), (9.7, 15), (11.0, 15)]:
         counted.append(requests.add(number))

@@ -15,212 +15,77 @@ from tests.support.jobs import ROOT
 
 PACKAGE = ROOT / "torchtitan"
 
-# What each part of the package may import of the others. A part is a folder or a file directly below the package; files
-# of the rooms in APART are parts of their own.
-APART = ("config", "commands")
-ALLOWED = {
-    "errors": set(),
-    "bars": set(),
-    "files": set(),
-    "imported": set(),
-    "registration": set(),
-    "config.sections": set(),
-    "config.job": {"config.sections"},
-    "tasks": {"registration"},
-    "batch_shape": {"config.job", "parallelisms", "tasks"},
-    "cadence": set(),
-    "limits": set(),
-    "memory_limit": {"limits"},
-    "numa": set(),
-    "ranks": set(),
-    "shipped": set(),
-    "leaving": set(),
-    "failures": set(),
-    "progress": set(),
-    "launcher": {"leaving", "progress", "ranks"},
-    "lr_restarts": set(),
-    "lr_shapes": {"cadence", "lr_restarts", "registration"},
-    "lr_scheduling": {"lr_shapes"},
-    "loss": set(),
-    "preferences": {"loss"},
-    "by_position": {"loss"},
-    "by_request": {"loss"},
-    "initialization": set(),
-    "keyed": set(),
-    "masking": {"keyed", "loss"},
-    "classes": {"loss"},
-    "stores": {"initialization"},
-    "deferred": set(),
-    "distributed": {"memory_limit", "numa", "ranks"},
-    "models": {"distributed", "stores", "deferred", "initialization", "keyed", "limits", "parallelisms"}
-    | {"registration"},
-    "parallelisms": {"failures", "stores", "initialization", "distributed", "limits"},
-    "adapters": {"stores", "deferred", "config.sections", "initialization", "models", "parallelisms", "registration"},
-    "datasets": {"distributed", "leaving", "limits", "registration", "shipped"},
-    "optimizers": {"config.options", "initialization", "keyed", "registration"},
-    "checkpoint": {"stores", "deferred", "distributed", "initialization"},
-    "findings": {"checkpoint"},
-    "guards": {"distributed", "initialization", "parallelisms"},
-    "metrics": {"distributed", "initialization", "trackers"},
-    "trackers": {"registration"},
-    "logs": {"ranks"},
-    "plot": {"metrics"},
-    "profiling": {"limits"},
-    "config.options": {"config.job"},
-    "config.changes": {"config.job", "config.options", "tasks"},
-    "config.renames": {"config.job", "config.options"},
-    "config.old_models": set(),
-    "config.upgrade": {"config.old_models", "config.renames"},
-    "config.layers": {"cadence", "config.job", "config.options", "config.renames", "ranks"},
-    "config.command_line": {"config.layers", "config.options", "config.renames", "shipped"},
-    "config.manager": {"cadence", "config.command_line", "config.job", "config.layers", "config.options", "shipped"},
-    "config.schema": {"config.job"},
-    "rules": {
-        "cadence",
-        "memory_limit",
-        "lr_restarts",
-        "config.job",
-        "config.sections",
-        "config.options",
-        "lr_shapes",
-        "models",
-        "parallelisms",
-        "datasets",
+# Rooms: the folders and files directly in the package. Each may import from those that stand above it in this table, as
+# far as its own line says so. Within a room imports are free, but never circular.
+ROOMS: dict[str, set[str]] = {
+    "core": set(),  # needs nothing of the package
+    "process": {"core"},
+    "losses": {"core"},
+    "parallelisms": {"core", "process"},
+    "config": {"core", "losses", "parallelisms", "process"},
+    "models": {"core", "parallelisms", "process"},
+    "lr_schedules": {"core"},
+    "lr_scheduling": {"lr_schedules"},
+    "optimizers": {"config", "core"},
+    "datasets": {"core", "process"},
+    "adapters": {"config", "core", "models", "parallelisms"},
+    "checkpoint": {"core", "models", "process"},
+    "metrics": {"core", "process"},
+    "guards": {"checkpoint", "core", "parallelisms", "process"},
+    "launcher": {"checkpoint", "config", "core", "metrics", "process"},
+    "rules": {"adapters", "checkpoint", "config", "core", "datasets", "launcher", "losses", "lr_schedules", "metrics"}
+    | {"models", "optimizers", "parallelisms", "process"},
+    "build": {"adapters", "checkpoint", "config", "core", "datasets", "guards", "losses", "lr_schedules"}
+    | {"launcher", "lr_scheduling", "metrics", "models", "optimizers", "parallelisms", "process"},
+    "training": {"adapters", "build", "checkpoint", "config", "core", "datasets", "guards", "launcher", "losses"}
+    | {"lr_scheduling", "metrics", "models", "parallelisms", "process"},
+    "planner": {"build", "config", "core", "models", "optimizers", "parallelisms", "process", "rules", "training"},
+    "importers": {"adapters", "config", "core", "datasets", "lr_schedules", "models"},
+    "launch": {"checkpoint", "config", "core", "launcher", "process", "rules"},
+    "cli": {"core", "process"},  # finds its commands by name
+    "commands": {
+        "adapters",
+        "build",
         "checkpoint",
+        "cli",
+        "config",
+        "core",
+        "datasets",
+        "importers",
+        "launch",
+        "launcher",
     }
-    | {
-        "batch_shape",
-        "optimizers",
-        "config.changes",
-        "config.old_models",
-        "run_folder",
-        "adapters",
-        "trackers",
-        "tasks",
-        "limits",
-    },
-    "run_folder": {"checkpoint"},
-    "clean_start": {"checkpoint", "config.job", "launcher", "run_folder", "trackers"},
-    "time_limit": set(),
-    "weights": {"checkpoint", "deferred", "initialization", "models", "stores"},
-}
-for names in ALLOWED.values():
-    names |= {"errors", "bars"}  # what is the user's fault may be said anywhere, and what takes long may be shown
-OLD = {"config.renames", "config.upgrade", "config.old_models"}
-BUILD = (
-    set(ALLOWED) - {"config.options", "config.layers", "config.command_line", "config.manager", "rules", "plot"} - OLD
-)
-JUDGED = {"errors", "config.job", "config.sections", "config.manager", "config.options", "config.renames"}
-JUDGED |= {"ranks", "rules", "optimizers"}
-ALLOWED |= {
-    "commands.upgrade": JUDGED | {"config.layers", "config.upgrade"},
-    "commands.check": JUDGED - {"config.renames"}
-    | {
-        "adapters",
-        "bars",
-        "batch_shape",
-        "cadence",
-        "config.schema",
-        "config.upgrade",
-        "commands.upgrade",
-        "memory_limit",
-    },
-    "importers": {"errors", "adapters", "config.options", "config.sections", "lr_restarts", "models", "registration"}
-    | {"datasets"},
-    "commands.importing": JUDGED - {"config.renames"}
-    | {"checkpoint", "commands.check", "commands.upgrade", "config.layers", "importers", "launch", "leaving"}
-    | {"run_folder"},
-    "commands.list": {"adapters", "config.options", "datasets", "lr_shapes", "models", "optimizers", "registration"}
-    | {"shipped", "tasks", "trackers"},
-    "commands.schedule_plot": {"plot", "parallelisms"},
-    "commands.schedule": JUDGED - {"config.renames"}
-    | {"commands.check", "commands.schedule_plot", "parallelisms", "plot"},
-}
-OF_JOB = {"build", "build_data", "build_watching", "saved_model"}  # all that is made of a job
-OF_JOB |= {"exports", "origin", "introduction"}
-ABOVE = set(ALLOWED) | {"feed"} | OF_JOB
-ALLOWED |= {
-    "feed": {"classes", "datasets", "distributed", "loss", "masking", "models", "parallelisms"},
-    "build": BUILD,
-    "build_data": BUILD | {"build", "feed"},
-    "build_watching": BUILD | {"build"},
-    "saved_model": BUILD | {"build"},
-    "exports": BUILD | {"build"},
-    "origin": BUILD | {"build"},
-    "introduction": BUILD | {"build", "plot"},
-    "step_progress": {"bars", "metrics", "progress"},
-    "validation": {"datasets", "distributed", "feed", "parallelisms", "progress"},
-    "preflight": {
-        "errors",
-        "config.job",
-        "config.options",
-        "distributed",
-        "feed",
-        "initialization",
-        "parallelisms",
-        "ranks",
-    },
-    "memory": BUILD | {"build", "build_data", "feed", "rules"},
-    "commands.estimate": JUDGED - {"config.renames"} | {"bars", "commands.check", "memory", "memory_limit"},
-    "reference_pairs": BUILD | {"build", "build_data", "feed"},
-    "reference": BUILD | {"build", "build_data", "config.options", "feed", "preferences", "reference_pairs"},
-    "generated": BUILD | {"build", "build_data"},
-    "trainer": ABOVE | {"preflight", "generated", "reference", "step_progress", "validation"},
-    "train": ABOVE | {"launch", "trainer"},
-    "launch": JUDGED | {"checkpoint", "clean_start", "launcher", "leaving", "run_folder"},
-    "commands.job_of": ABOVE,
-    "commands.resizing": ABOVE | {"commands.job_of"},
-    "commands.convert": ABOVE | {"commands.job_of", "commands.resizing"},
-    "commands.on_ranks": {"launcher"},
-    "commands.generate": ABOVE | {"commands.job_of", "commands.on_ranks"},
-    "commands.chat": ABOVE | {"commands.generate", "commands.job_of"},
-    "commands.evaluate": ABOVE
-    | {"commands.evaluate_plot", "commands.evaluate_tasks", "commands.generate", "commands.job_of"},
-    "commands.evaluate_tasks": ABOVE | {"commands.generate", "commands.patience", "commands.task_files"},
-    "commands.task_files": {"errors", "commands.task_figures", "importers", "models"},
-    "commands.task_figures": {"errors", "config.options"},
-    "commands.patience": set(),
-    "commands.evaluate_plot": {"plot"},
-    "commands.bench": ABOVE - OLD | {"commands.bench_plot", "commands.job_of", "leaving"},
-    "commands.bench_plot": {"plot"},
-    "commands.export": ABOVE | {"commands.generate"},
-    "commands.preview": ABOVE,
-    "commands.prepare_job": ABOVE | {"commands.check"},
-    "commands.prepare": ABOVE | {"commands.prepare_job"},
-    "commands.init": set(),
-    "commands.plot": {"errors", "metrics", "plot"},
-    "commands.presets": {"config.options", "errors", "importers", "models", "shipped"},
-    "commands.checkpoints": {"checkpoint", "errors"},
-    "commands.completion": {"cli", "config.options", "shipped"},
-    "cli": {"errors", "imported", "leaving"},
+    | {"losses", "lr_schedules", "metrics", "models", "optimizers", "parallelisms", "planner", "process", "rules"}
+    | {"training"},
+    "train": {"checkpoint", "config", "core", "launch", "launcher", "process", "training"},
     "__main__": {"cli"},
     "__init__": set(),
 }
-for names in ALLOWED.values():
-    names |= {"files"}  # whose one function opens what a user names
 TORCH_FREE = (
+    "cli",
     "config.manager",
-    "run_folder",
     "commands.check",
     "commands.list",
-    "trackers",
-    "logs",
     "commands.checkpoints",
-    "cli",
-    "ranks",
-    "tasks",
-    "models",
     "adapters",
     "datasets",
     "datasets.tokenizer",
-    "train",
     "launch",
+    "launcher.run_folder",
+    "losses.tasks",
+    "metrics.trackers",
+    "models",
+    "parallelisms.pipeline.actions",
+    "parallelisms.pipeline.cut",
+    "parallelisms.pipeline.simulator",
+    "process.ranks",
+    "process.run_log",
+    "train",
 )
-TORCH_FREE += ("parallelisms.pipeline.cut", "parallelisms.pipeline.actions", "parallelisms.pipeline.simulator")
 
 
 def imports(path: Path) -> list[tuple[ast.AST, str]]:
-    """(where, part) of every import of the package's own modules."""
+    """(where, room) of every import of the package's own modules."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -228,13 +93,13 @@ def imports(path: Path) -> list[tuple[ast.AST, str]]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        found += [(node, part_of(name.split(".")[1:])) for name in names if name.startswith("torchtitan.")]
+        found += [(node, room_of(name.split(".")[1:])) for name in names if name.startswith("torchtitan.")]
     return found
 
 
-def part_of(names: Sequence[str]) -> str:
-    """Of a module's names below the package."""
-    return ".".join(names[: 1 + (names[0] in APART)])
+def room_of(names: Sequence[str]) -> str:
+    """Return the room of a module, whose names below the package these are."""
+    return names[0]
 
 
 def names_of(path: Path) -> tuple[str, ...]:
@@ -246,12 +111,27 @@ def names_of(path: Path) -> tuple[str, ...]:
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_downwards_only(path):
-    part = part_of(names_of(path))
-    assert part in ALLOWED or path.read_text() == "", f"{part} is new: say in ALLOWED what it may import"
-    upwards = {name for _, name in imports(path)} - ALLOWED.get(part, set()) - {part}
-    assert not upwards
+def test_imports_follow_the_table_of_rooms():
+    offenders = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno} imports {room}"
+        for path in FILES
+        for node, room in imports(path)
+        if room not in ROOMS[room_of(names_of(path))] | {room_of(names_of(path))}
+    ]
+    assert not offenders, "imports go downwards only; what a room may import stands in ROOMS"
+
+
+def test_the_table_of_rooms_is_exact_and_goes_downwards():
+    rooms = {room_of(names_of(path)) for path in FILES}
+    assert rooms == set(ROOMS)
+    used = {room: set() for room in ROOMS}
+    for path in FILES:
+        used[room_of(names_of(path))] |= {room for _, room in imports(path)}
+    unused = {room: allowed - used[room] for room, allowed in ROOMS.items() if allowed - used[room]}
+    assert not unused, "take out of ROOMS what is no longer imported"
+    order = list(ROOMS)
+    upward = {room: allowed & set(order[order.index(room) :]) for room, allowed in ROOMS.items()}
+    assert not {room: names for room, names in upward.items() if names}
 
 
 def test_no_circle_of_imports():
@@ -330,7 +210,7 @@ PICKLING = {
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_ranks_exchange_no_pickles(path):
-    """torchtitan.distributed has gather_json, all_gather_json and broadcast_json instead."""
+    """torchtitan.process.distributed has gather_json, all_gather_json and broadcast_json instead."""
     name_of = {ast.Attribute: "attr", ast.Name: "id", ast.alias: "name"}
     nodes = [node for node in ast.walk(ast.parse(path.read_text())) if type(node) in name_of]
     assert not {getattr(node, name_of[type(node)]) for node in nodes} & PICKLING

@@ -8,11 +8,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.models import layers
 from torchtitan.models.layers import AttentionKernel, Rotary, SwiGLU, rotate
 from torchtitan.models.norms import RMSNorm
-from torchtitan.models.rope_scaling import RopeScaling
+from torchtitan.models.sizes import RopeScaling
 from torchtitan.parallelisms.context.kernel import Tokens
 
 

@@ -10,7 +10,7 @@ from tests.support.jobs import ROOT
 
 PROGRAM = """
 import atexit, sys, threading, time
-from torchtitan.leaving import exit_with
+from torchtitan.process.exit import exit_with
 
 class Witness:
     def __del__(self):
@@ -50,14 +50,14 @@ def test_what_is_done_at_the_end(end, code, out):
 
 
 def test_streams_that_are_closed_from_the_start():
-    program = "import sys\nfrom torchtitan.leaving import exit_with\nexit_with(lambda: sys.stdout.isatty() or 4)"
+    program = "import sys\nfrom torchtitan.process.exit import exit_with\nexit_with(lambda: sys.stdout.isatty() or 4)"
     command = ["sh", "-c", '"$0" -c "$1" >&-', sys.executable, program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (4, "")
 
 
 def test_nobody_reads_what_is_printed():
-    program = "from torchtitan.leaving import exit_with\nexit_with(lambda: print('x') or 4)"
+    program = "from torchtitan.process.exit import exit_with\nexit_with(lambda: print('x') or 4)"
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=buffered, **pipes) as process:

@@ -12,14 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.support.pool import run_ranks
-from torchtitan.errors import JobError
-from torchtitan.initialization import Constant, Normal, initialize
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import Constant, Normal, initialize
 from torchtitan.models import SIZES, changed
 from torchtitan.models.layers import AttentionKernel
 from torchtitan.models.llama import LLAMA3, LLAMA31, LLAMA32, LlamaArgs
-from torchtitan.models.llama.model import Llama
-from torchtitan.models.llama.plan import PLAN
-from torchtitan.models.rope_scaling import RopeScaling
+from torchtitan.models.llama.model import PLAN, Llama
+from torchtitan.models.sizes import RopeScaling
 from torchtitan.parallelisms.plan import ParallelPlan, match
 
 TINY = LlamaArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=64, multiple_of=16, max_seq_len=128)

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from tests.test_datasets_tokens import make as make_shards
+from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
-from torchtitan.datasets.lanes import IndexedLanes
 from torchtitan.datasets.loader import Loader, Weighted, build_loader, merge_states
 from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.packing import IGNORE, batch_arrays
-from torchtitan.datasets.reading import Reading
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_text import text
+from torchtitan.datasets.streams import IndexedLanes
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.errors import JobError
 
 TOKENIZER = build_tokenizer("bytes")
 SEQ_LEN = 16

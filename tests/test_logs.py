@@ -8,9 +8,9 @@ import pytest
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
-from torchtitan.logs import LogFile, set_up_logging
 from torchtitan.lr_scheduling import LRSchedulers
-from torchtitan.ranks import Ranks
+from torchtitan.process.ranks import Ranks
+from torchtitan.process.run_log import LogFile, set_up_logging
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 logger = logging.getLogger("torchtitan.test")

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tests.support.pool import run_ranks
-from torchtitan.loss import (
+from torchtitan.losses.objective import (
     CHUNK_BYTES,
     IGNORE_INDEX,
     Objective,

@@ -27,13 +27,13 @@ from torchtitan.adapters.lora import LoRA
 from torchtitan.adapters.low_rank import candidates, plus_product, sizes_of
 from torchtitan.adapters.targets import OF_LINEARS
 from torchtitan.config.sections.adapter import Adapter as Options
-from torchtitan.errors import JobError
-from torchtitan.initialization import initialize
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import initialize
+from torchtitan.lr_schedules.shapes import LRSchedule
 from torchtitan.lr_scheduling import build_lr_schedulers
-from torchtitan.lr_shapes import LRSchedule
 from torchtitan.models import SIZES
 from torchtitan.models.linears import linears, parameters, split_side
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.optimizers.build import build_optimizers
 
 anywhere = judged.anywhere

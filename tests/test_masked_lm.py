@@ -12,13 +12,12 @@ from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import ROBERTA
 from torchtitan import cli
-from torchtitan.build import tokenizer
-from torchtitan.build_data import masking
+from torchtitan.build.parts import tokenizer
 from torchtitan.config.manager import load
-from torchtitan.loss import IGNORE_INDEX
-from torchtitan.masking import HELD_OUT, Masking
-from torchtitan.models.roberta.hf import HF
-from torchtitan.models.roberta.model import Roberta
+from torchtitan.losses.masked_lm import HELD_OUT, Masking
+from torchtitan.losses.objective import IGNORE_INDEX
+from torchtitan.models.roberta.model import HF, Roberta
+from torchtitan.training.batches import masking
 
 anywhere = judged.anywhere
 MASK, WORDS = 99, 100

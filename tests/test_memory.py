@@ -17,17 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.pool import run_alone, run_ranks
 from tests.test_launcher import gone
-from torchtitan import build
-from torchtitan.build_data import batch_without_values, batches_of_a_step
+from torchtitan.build import parts
+from torchtitan.build.data import batches_of_a_step
 from torchtitan.commands import check, estimate
 from torchtitan.config import manager
-from torchtitan.distributed import device_type
-from torchtitan.errors import JobError
-from torchtitan.initialization import local_part
-from torchtitan.memory import prediction, processes
-from torchtitan.memory.live import Live
-from torchtitan.memory.rehearsal import Rehearsal, rehearse
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import local_part
 from torchtitan.parallelisms import data_parallel
+from torchtitan.planner import estimate as prediction
+from torchtitan.planner import rehearsal_pool
+from torchtitan.planner.live_tensors import Live
+from torchtitan.planner.rehearsal import Rehearsal, rehearse
+from torchtitan.process.distributed import device_type
+from torchtitan.training.batches import batch_without_values
 
 SMALL = {
     "model.name": "llama3",
@@ -77,9 +79,9 @@ def measured(jobs):
     for words in jobs:
         config = manager.load(words)
         world = torch.distributed.get_world_size()
-        dims, device = build.dims(config, world), torch.device(device_type())
-        model = build.model(config, dims.build_mesh(device.type), dims, device)
-        optimizers = build.optimizers(config, model)
+        dims, device = parts.dims(config, world), torch.device(device_type())
+        model = parts.model(config, dims.build_mesh(device.type), dims, device)
+        optimizers = parts.optimizers(config, model)
         batch = batch_without_values(config, dims, model.draws)
 
         def step(config=config, dims=dims, model=model, optimizers=optimizers, batch=batch):
@@ -140,10 +142,10 @@ def sends(jobs):
     """What this rank sends in a step of each job."""
     found = []
     for config in map(manager.load, jobs):
-        dims, device = build.dims(config, 2), torch.device(device_type())
-        model = build.model(config, dims.build_mesh(device.type), dims, device)
+        dims, device = parts.dims(config, 2), torch.device(device_type())
+        model = parts.model(config, dims.build_mesh(device.type), dims, device)
         batch, passes = batch_without_values(config, dims, model.draws), batches_of_a_step(config, dims)
-        rehearsal = Rehearsal(config, model, build.optimizers(config, model), batch, passes)
+        rehearsal = Rehearsal(config, model, parts.optimizers(config, model), batch, passes)
         found.append(dict(rehearsal.step(Live()).sent))
     return found
 
@@ -171,7 +173,7 @@ def test_a_rank_sends_what_was_foretold():
         counted = {"calls"} if plan == "EP 2" else {"calls", "bytes"}
         here, there = ({key: sent[key] for key in sent if key[2] in counted} for sent in (were, will))
         assert there and here == there, plan
-    numbers = build.model_args(manager.load(jobs[0])).num_parameters
+    numbers = parts.model_args(manager.load(jobs[0])).num_parameters
     assert told[0]["dp_shard", "reduce_scatter", "bytes"] == 3 * 4 * numbers / 2  # in float32, half to the other
 
 
@@ -235,22 +237,22 @@ def test_rehearsals_have_as_many_processes_as_there_are_processors(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     tasks = [(number, 10) for number in range(4)]
     for processors, daemon, elsewhere in ((2, False, True), (1, False, False), (2, True, False)):
-        monkeypatch.setattr(processes, "_processors", lambda number=processors: number)
+        monkeypatch.setattr(rehearsal_pool, "_processors", lambda number=processors: number)
         monkeypatch.setattr(type(multiprocessing.current_process()), "daemon", daemon)
-        found = processes.all_of(of_a_task, tasks)
+        found = rehearsal_pool.all_of(of_a_task, tasks)
         assert [number for number, _, _ in found] == [0, 10, 20, 30]
         assert all((pid != os.getpid()) == elsewhere for _, pid, _ in found)
         assert not elsewhere or {threads for *_, threads in found} == {1}
         with pytest.raises(JobError, match="given -1"):
-            processes.all_of(of_a_task, [*tasks, (-1, 1)])
+            rehearsal_pool.all_of(of_a_task, [*tasks, (-1, 1)])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 def test_a_rehearsal_that_is_ended_is_said(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(processes, "_processors", lambda: 2)
+    monkeypatch.setattr(rehearsal_pool, "_processors", lambda: 2)
     with pytest.raises(JobError, match="a rehearsal was ended, as where memory runs out"):
-        processes.all_of(os._exit, [(9,), (9,)])
+        rehearsal_pool.all_of(os._exit, [(9,), (9,)])
 
 
 def note(folder, number):
@@ -264,9 +266,9 @@ def note(folder, number):
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 def test_after_a_failure_no_rehearsal_is_begun(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(processes, "_processors", lambda: 2)
+    monkeypatch.setattr(rehearsal_pool, "_processors", lambda: 2)
     with pytest.raises(JobError, match="the first"):
-        processes.all_of(note, [(tmp_path, number) for number in range(40)])
+        rehearsal_pool.all_of(note, [(tmp_path, number) for number in range(40)])
     assert len(list(tmp_path.iterdir())) < 39
 
 
@@ -279,8 +281,8 @@ def stay(folder):
 def test_rehearsals_end_with_whoever_asked_for_them(tmp_path, monkeypatch):
     """As where Ctrl-C ends `torchtitan check`, which kills the estimate that it has begun."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(processes, "_processors", lambda: 2)
-    asking = multiprocessing.get_context("fork").Process(target=processes.all_of, args=(stay, [(tmp_path,)] * 2))
+    monkeypatch.setattr(rehearsal_pool, "_processors", lambda: 2)
+    asking = multiprocessing.get_context("fork").Process(target=rehearsal_pool.all_of, args=(stay, [(tmp_path,)] * 2))
     asking.start()
     try:
         deadline = time.monotonic() + 60
@@ -301,12 +303,12 @@ def test_rehearsals_end_with_whoever_asked_for_them(tmp_path, monkeypatch):
 def test_beside_a_gpu_processes_are_forked_from_one_that_has_done_nothing(gpu, monkeypatch):
     """autograd has threads there after its first backward, and works in no fork of this process any more."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
-    monkeypatch.setattr(processes, "_processors", lambda: 2)
+    monkeypatch.setattr(rehearsal_pool, "_processors", lambda: 2)
     torch.ones((), requires_grad=True).backward()
-    parents = set(processes.all_of(os.getppid, [(), ()]))
+    parents = set(rehearsal_pool.all_of(os.getppid, [(), ()]))
     assert parents == {os.getpid()} if not gpu else not parents & {os.getpid(), os.getppid()}
-    assert processes.all_of(os.getenv, [("CUDA_VISIBLE_DEVICES",)] * 2) == ["", ""]
-    assert processes.all_of(torch.get_num_threads, [(), ()]) == [1, 1]
+    assert rehearsal_pool.all_of(os.getenv, [("CUDA_VISIBLE_DEVICES",)] * 2) == ["", ""]
+    assert rehearsal_pool.all_of(torch.get_num_threads, [(), ()]) == [1, 1]
 
 
 CHOSEN = {  # patterns -> whether it takes every layer of the model to tell
@@ -389,10 +391,10 @@ def test_a_thinned_pipeline_keeps_its_cut():
     """Stages that are rehearsed keep their ends and first layers, numbered anew; the others one layer each."""
     stages = [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "layers.3", "layers.4"], ["layers.5", "norm"]]
     config = manager.load(argv({"parallelism.pipeline_parallel_degree": 3}))
-    thin = prediction._thinned(config, stages, {1: 2}, build.dims(config, 3))
+    thin = prediction._thinned(config, stages, {1: 2}, parts.dims(config, 3))
     cut = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2"], ["layers.3", "norm"]]
     assert thin.parallelism.module_fqns_per_model_part == cut
-    assert build.model_args(thin).n_layers == 4
+    assert parts.model_args(thin).n_layers == 4
 
 
 # What check says of it

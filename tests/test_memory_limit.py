@@ -8,10 +8,10 @@ from tests.support.judged import lines
 from torchtitan.commands import check
 from torchtitan.config import manager
 from torchtitan.config.manager import ConfigError
-from torchtitan.distributed import limit_memory
-from torchtitan.limits import LimitError
-from torchtitan.memory_limit import amount_of
-from torchtitan.ranks import MEMORY_LIMIT, heeded
+from torchtitan.core.constraints import LimitError
+from torchtitan.process.distributed import limit_memory
+from torchtitan.process.machine import amount_of
+from torchtitan.process.ranks import MEMORY_LIMIT, heeded
 
 anywhere = judged.anywhere
 GPU = 24 * 2**30

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan import cli, errors
+from torchtitan import cli
 from torchtitan.config.manager import load, said_by
 from torchtitan.config.options import help_text
-from torchtitan.errors import JobError, folded
+from torchtitan.core import errors
+from torchtitan.core.errors import JobError, folded
 from torchtitan.launch import load_job
 from torchtitan.rules import check
 

@@ -10,10 +10,9 @@ import types
 import pytest
 import torch
 
-from torchtitan import plot
-from torchtitan.metrics import MetricsLogger, console, device
+from torchtitan.metrics import console, device, plot
 from torchtitan.metrics.json_lines import JsonLines, read_records
-from torchtitan.metrics.logger import tags_of
+from torchtitan.metrics.logger import MetricsLogger, tags_of
 
 CPU = torch.device("cpu")
 

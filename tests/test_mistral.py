@@ -21,10 +21,9 @@ from tests.support.hf_parity import (
     twin,
 )
 from tests.support.tiny_decoders import MISTRAL as SHAPES
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES
-from torchtitan.models.mistral.hf import HF
-from torchtitan.models.mistral.model import Mistral
+from torchtitan.models.mistral.model import HF, Mistral
 
 WINDOW = SHAPES["window"]
 

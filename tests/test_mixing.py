@@ -12,13 +12,14 @@ from tests.support import jobs
 from tests.support.pool import run_ranks
 from tests.test_loader import global_samples, in_turn, loader, rows
 from tests.test_records import make_shards, records, write
-from torchtitan import build, build_data
+from torchtitan.build import data as build_data
+from torchtitan.build import parts
 from torchtitan.config import manager
 from torchtitan.config.job import describe_sources
 from torchtitan.config.options import ConfigError
+from torchtitan.core.errors import JobError
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.mixing import LARGEST_PERIOD, MIXED, Mixture, shares
-from torchtitan.errors import JobError
 from torchtitan.rules import check
 
 # Which source
@@ -303,7 +304,7 @@ def test_sources_are_joined_by_size(tmp_path):
     for mixing in ("weights", "sizes"):
         config = manager.load([*words, f"--training.mixing={mixing}"])
         assert not [fault for fault in check(config, 1, "cpu") if "mixing" in fault.key]
-        plan, vocabulary = build.dims(config, 1), build.tokenizer(config)
+        plan, vocabulary = parts.dims(config, 1), parts.tokenizer(config)
         batches = islice(build_data.training_loader(config, vocabulary, 0, plan), 8)
         records = [tuple(ids) for batch in batches for ids in batch["tokens"].tolist()]
         shares[mixing] = sum(ids[1] == ord("s") for ids in records) / len(records)
@@ -323,7 +324,7 @@ def test_texts_that_are_joined_are_tokenized_before(tmp_path):
     path = toml(tmp_path / "job.toml", "training", [("text", large, 1), ("text", small, 1)])
     words = [f"--job.config_file={path}", f"--job.dump_folder={tmp_path}", "--training.seq_len=31"]
     config = manager.load([*words, "--model.tokenizer_path=bytes", "--training.mixing=sizes"])
-    plan, vocabulary = build.dims(config, 1), build.tokenizer(config)
+    plan, vocabulary = parts.dims(config, 1), parts.tokenizer(config)
     batches = islice(build_data.training_loader(config, vocabulary, 0, plan), 9)
     letters = [letter for batch in batches for row in batch["tokens"].tolist() for letter in row]
     assert letters.count(ord("s")) / letters.count(ord("l")) == pytest.approx(10 / 60, rel=0.15)

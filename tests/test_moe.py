@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.tiny_moe import ARGS, made, tokens
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.models.moe import experts as products
 from torchtitan.models.moe.experts import Experts, grouped_mm
 from torchtitan.models.moe.layer import MoE, sort_by_expert

@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tests.support.tiny_moe import ARGS, made, tokens
-from torchtitan.initialization import clean_name, initialize
+from torchtitan.core.initialization import clean_name, initialize
 from torchtitan.models.deepseek import DEEPSEEK
 from torchtitan.models.deepseek.model import Deepseek
 from torchtitan.models.moe import balance

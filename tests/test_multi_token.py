@@ -16,18 +16,16 @@ from tests.support.hf_parity import build, tokens_for
 from tests.support.judged import CP, EP, MOE, PP, TP, lines
 from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import MULTI_TOKEN
-from torchtitan.errors import JobError
-from torchtitan.initialization import Constant, Normal
-from torchtitan.loss import IGNORE_INDEX, SummedCrossEntropy
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import Constant, Normal
+from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.metrics.json_lines import read_records
 from torchtitan.models import SIZES
-from torchtitan.models.deepseek.model import Deepseek, LatentAttention
-from torchtitan.models.deepseek.multi_token import IGNORED
-from torchtitan.models.deepseek.plan import PLAN
+from torchtitan.models.deepseek.model import IGNORED, PLAN, Deepseek, LatentAttention
 from torchtitan.models.layers import AttentionKernel
 from torchtitan.models.moe import experts
 from torchtitan.models.moe.layer import MoEBlock
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.data_parallel import apply_data_parallel
 
 anywhere = judged.anywhere

@@ -11,9 +11,9 @@ from torchtitan.adapters.neurocache.generation import reader_of
 from torchtitan.adapters.neurocache.lookup import Found, beside, nearest, places_of
 from torchtitan.adapters.neurocache.sizes import added_parameters, cache_bytes
 from torchtitan.adapters.neurocache.store import Segment, Store
-from torchtitan.config.sections.neurocache import Neurocache as Cache
-from torchtitan.errors import JobError
-from torchtitan.initialization import clean_name
+from torchtitan.config.sections.adapter import Neurocache as Cache
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import clean_name
 from torchtitan.parallelisms.activation_checkpoint import apply_activation_checkpoint
 
 

@@ -6,11 +6,11 @@ import torch
 from tests.support.jobs import arguments, full, logged_steps, write_texts
 from tests.support.pool import run_ranks
 from tests.support.remembering import remembering, segments
-from torchtitan.adapters.neurocache.kind import principal
+from torchtitan.adapters.neurocache.adapter import principal
 from torchtitan.config import manager
-from torchtitan.errors import JobError
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
+from torchtitan.core.errors import JobError
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.trainer import Trainer
 
 
 def test_principal_directions_lose_the_least():

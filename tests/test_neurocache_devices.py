@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.support.remembering import read, remembering, segments
-from torchtitan.loss import SummedCrossEntropy
-from torchtitan.origin import Origin
+from torchtitan.losses.objective import SummedCrossEntropy
+from torchtitan.training.restore import Origin
 
 ELSEWHERE = torch.device("meta")
 

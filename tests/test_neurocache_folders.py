@@ -13,10 +13,10 @@ from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from tests.support.remembering import read, remembering, segments
 from torchtitan import cli
-from torchtitan.adapters.neurocache.released import CONFIG, WEIGHTS, differences
-from torchtitan.config.sections.neurocache import Neurocache as Options
-from torchtitan.errors import JobError
-from torchtitan.models.llama.hf import form
+from torchtitan.adapters.neurocache.authors_config import CONFIG, WEIGHTS, differences
+from torchtitan.config.sections.adapter import Neurocache as Options
+from torchtitan.core.errors import JobError
+from torchtitan.models.llama.model import form
 
 HOW = dict(layers=4, retrieval_map={"1": 2}, attention_layers=[1, 3], beside="lora")
 LOW_RANK = dict(rank=2, alpha=4.0, target=["*feed_forward.w2"], layers=[1, 3])

@@ -16,10 +16,10 @@ from torchtitan.adapters.neurocache.attention import CachedAttention
 from torchtitan.adapters.neurocache.hits import UNKNOWN, followed, pairs
 from torchtitan.adapters.neurocache.sizes import cache_bytes, cache_flops
 from torchtitan.config import manager
-from torchtitan.config.sections.neurocache import Neurocache as Cache
-from torchtitan.loss import IGNORE_INDEX, SummedCrossEntropy
+from torchtitan.config.sections.adapter import Neurocache as Cache
+from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.models.flops import FlopsPerToken
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.rules import check
 
 

@@ -16,15 +16,15 @@ from tests.support import jobs
 from tests.support.pool import run_alone, run_ranks
 from tests.support.proxy import Proxy
 from tests.test_launcher import LOOPBACK, gone, listening
-from torchtitan import distributed
 from torchtitan.config.manager import load
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.launcher import nodes
 from torchtitan.launcher.nodes import Nodes
-from torchtitan.progress import Progress
-from torchtitan.ranks import Launcher, Ranks, environment_of
-from torchtitan.run_folder import SECRET
-from torchtitan.trainer import Trainer
+from torchtitan.launcher.run_folder import SECRET
+from torchtitan.process import distributed
+from torchtitan.process.heartbeat import Progress
+from torchtitan.process.ranks import Launcher, Ranks, environment_of
+from torchtitan.training.trainer import Trainer
 
 
 def free_port() -> int:
@@ -103,7 +103,7 @@ def patience_at_the_start(folder: Path) -> tuple[float, float]:
     ranks = Ranks(rank=1, world_size=2, local_world_size=1, launcher=Launcher(1, "", os.devnull, "", "", 3))
     config = load(jobs.arguments(folder, folder, comm__init_timeout_seconds=50))
     with pytest.MonkeyPatch.context() as patch, suppress(JobError):
-        patch.setattr("torchtitan.trainer.Progress", lambda path, row: Progress())
+        patch.setattr("torchtitan.training.trainer.Progress", lambda path, row: Progress())
         Trainer(config, ranks)
     return asked[0], config.comm.init_timeout_seconds
 

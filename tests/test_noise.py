@@ -8,17 +8,16 @@ import torch
 from tests.support import jobs
 from tests.support.pool import run_ranks
 from tests.test_sft import words, write_rows
-from torchtitan import build
+from torchtitan.build import parts
 from torchtitan.config.manager import load
-from torchtitan.errors import JobError
-from torchtitan.feed import Feed
-from torchtitan.initialization import initialize
-from torchtitan.loss import SummedCrossEntropy
-from torchtitan.models.dropout import Dropout, layer_keys, token_keys
-from torchtitan.models.noise import EmbeddingNoise, add_noise, record_lengths
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import initialize
+from torchtitan.losses.objective import SummedCrossEntropy
+from torchtitan.models.dropout import Dropout, EmbeddingNoise, add_noise, layer_keys, record_lengths, token_keys
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.rules import check
+from torchtitan.training.batches import Feed
 
 SAMPLES, LENGTH, WIDTH, ALPHA = 64, 32, 128, 5.0
 
@@ -69,7 +68,7 @@ def test_a_record_has_the_noise_of_its_own_length_wherever_it_is():
 
 
 def model_of(*words):
-    built, plan, _ = build.adapted_model(load(["--model.tokenizer_path=bytes", *words]))
+    built, plan, _ = parts.adapted_model(load(["--model.tokenizer_path=bytes", *words]))
     built = built.to_empty(device="cpu")
     initialize(built, 0, built.init_rule)
     return built, plan

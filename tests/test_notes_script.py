@@ -12,7 +12,7 @@ from tests.support.pool import run_ranks
 from tests.test_sft import measured
 from tests.test_templates import LLAMA3, folder_with
 from torchtitan.commands import export
-from torchtitan.datasets.reading import Reading
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.records import encode
 from torchtitan.datasets.tokenizer import build_tokenizer
 

@@ -6,8 +6,9 @@ import threading
 import pytest
 import torch
 
-from torchtitan import distributed, numa
-from torchtitan.ranks import Ranks
+from torchtitan.process import distributed
+from torchtitan.process import machine as numa
+from torchtitan.process.ranks import Ranks
 
 ADDRESS = "0001:1b:00.0"
 

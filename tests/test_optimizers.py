@@ -14,7 +14,7 @@ from tests.support import optimizer_references as references
 from tests.support.pool import run_ranks
 from tests.support.toy_optimizers import TOYS, add_toys
 from torchtitan.checkpoint.tensors import allocate_state, optimizer_state, set_optimizer_values
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.build import build_optimizers
 

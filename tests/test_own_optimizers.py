@@ -10,13 +10,13 @@ from transformers.optimization import Adafactor as TheirAdafactor
 
 from tests.support.pool import run_ranks
 from tests.support.recorded_optimizers import PACKED, normal, recorded, scaled
-from torchtitan import keyed
 from torchtitan.checkpoint.tensors import optimizer_state
+from torchtitan.core import keyed_rng
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.adamw_bf16 import add_with_lost, stochastically_rounded
-from torchtitan.optimizers.blocks import BLOCK, Packed, codebook, nearest_codes
 from torchtitan.optimizers.build import build_optimizers
 from torchtitan.optimizers.layout import Layout, by_owners
+from torchtitan.optimizers.moments import BLOCK, Packed, codebook, nearest_codes
 
 SETTINGS = dict(lr=0.01, weight_decay=0.1, shared=dict(beta1=0.9, beta2=0.95, eps=1e-8))
 CPU = torch.device("cpu")
@@ -192,9 +192,9 @@ def test_rounding_by_chance_leaves_what_fits_and_what_is_not_finite():
 
 
 def test_keyed_numbers_are_normal_and_those_of_the_whole():
-    whole = keyed.normal("key", (0, 0), (300, 400), CPU)
-    assert torch.equal(keyed.normal("key", (20, 30), (7, 9), CPU), whole[20:27, 30:39])
-    assert not torch.equal(keyed.normal("other", (0, 0), (300, 400), CPU), whole)
+    whole = keyed_rng.normal("key", (0, 0), (300, 400), CPU)
+    assert torch.equal(keyed_rng.normal("key", (20, 30), (7, 9), CPU), whole[20:27, 30:39])
+    assert not torch.equal(keyed_rng.normal("other", (0, 0), (300, 400), CPU), whole)
     assert abs(whole.mean()) < 5 / 120_000**0.5 and abs(whole.var() - 1) < 5 * (2 / 120_000) ** 0.5
     rows = whole @ whole.T / 400 - torch.eye(300)
     assert rows.abs().max() < 6 / 400**0.5  # 90 000 of them

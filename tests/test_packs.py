@@ -10,15 +10,16 @@ import torch
 from tests.support.judged import lines
 from tests.test_loader import TOKENIZER, in_turn, loader, rows
 from tests.test_records import make_shards, records, write
-from torchtitan import build, build_data
+from torchtitan.build import data
+from torchtitan.build import parts as build
 from torchtitan.config import manager
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import initialize
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.packing import IGNORE
-from torchtitan.datasets.packs import Packing, PackReader, best_fit, held_out_of
+from torchtitan.datasets.sample_packing import Packing, PackReader, best_fit, held_out_of
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokens import TokenReader, TokenShards
-from torchtitan.errors import JobError
-from torchtitan.initialization import initialize
 
 SEQ_LEN, END = 47, TOKENIZER.eos_id
 PACKED, WINDOWS, ALONE = Packing(1000, END), Packing(8, END), Packing(1, END)
@@ -243,8 +244,8 @@ def job(folders, *words):
 def test_the_steps_are_known_before_the_first(folders, ranks):
     config = job(folders, "--training.epochs=2", "--training.local_batch_size=2")
     plan = build.dims(config, ranks)
-    counted = build_data.with_steps(config, plan)
-    loaders = [build_data.training_loader(counted, TOKENIZER, rank, plan) for rank in range(ranks)]
+    counted = data.with_steps(config, plan)
+    loaders = [data.training_loader(counted, TOKENIZER, rank, plan) for rank in range(ranks)]
     assert {sum(1 for _ in one) for one in loaders} == {counted.training.steps}
 
 
@@ -253,8 +254,8 @@ def test_a_budget_counts_the_tokens_of_records_and_no_padding(folders, budget):
     """The fewest samples that hold so many, in one pass or in several."""
     config = job(folders, f"--training.tokens={budget}", "--training.local_batch_size=1", "--data.packing=off")
     plan = build.dims(config, 1)
-    counted = build_data.with_steps(config, plan)
-    given = list(build_data.training_loader(counted, TOKENIZER, 0, plan))
+    counted = data.with_steps(config, plan)
+    given = list(data.training_loader(counted, TOKENIZER, 0, plan))
     assert len(given) == counted.training.steps
     wanted = [document for name in "ab" for document in documents(folders[name])]
     held = [sum(map(len, read_back(rows(batch), wanted))) for batch in given]
@@ -290,7 +291,7 @@ def test_the_measure_is_the_same_packed_or_not(folders):
         plan = build.dims(config, 1)
         model = build.meta_model(config).to_empty(device="cpu").double()
         initialize(model, 7, model.init_rule)
-        batches = list(build_data.held_out(config, TOKENIZER, 0, plan, build.objective(config)))
+        batches = list(data.held_out(config, TOKENIZER, 0, plan, build.objective(config)))
         with torch.no_grad():
             total = sum(
                 model(b["tokens"], labels=b["labels"], positions=b["positions"], document_ids=b["document_ids"])
@@ -352,11 +353,10 @@ def test_one_rank_groups_by_its_own_batch(folders):
     words = ["--task.kind=sft", "--data.packing=off", "--data.group_by_length", "--training.local_batch_size=4"]
     assert lines(*words) == []
     own, named = (
-        build_data.packing(manager.load([*words, *more]), "training", 0)
-        for more in ([], ["--training.global_batch_size=4"])
+        data.packing(manager.load([*words, *more]), "training", 0) for more in ([], ["--training.global_batch_size=4"])
     )
     assert own == named and own.group == 4
-    assert build_data.packing(manager.load(words), "validation", 0).group == 0
+    assert data.packing(manager.load(words), "validation", 0).group == 0
 
 
 def test_rules(folders):

@@ -13,11 +13,13 @@ from tests.support import jobs
 from tests.support.judged import PP, lines
 from tests.support.pool import RankFailed, run_ranks
 from tests.test_preferences import BYTES, words, write_pairs
-from torchtitan import build, build_data, cli
+from torchtitan import cli
+from torchtitan.build import data, parts
 from torchtitan.checkpoint import layout
 from torchtitan.config.changes import ROWS_PER_SAMPLE
 from torchtitan.config.manager import load
-from torchtitan.preferences import Preference
+from torchtitan.losses.preference import Preference
+from torchtitan.training import batches
 
 KINDS = ("dpo", "ipo", "orpo")
 
@@ -31,18 +33,18 @@ def job(folder, **options):
 def test_a_batch_has_as_many_pairs_as_its_size_says(tmp_path, kind):
     """40 records, of which 8 are held out; each has two answers, two rows of a batch."""
     config = job(tmp_path, task__kind=kind, training__epochs=1)
-    plan = build.dims(config, 1)
-    batches = list(build_data.training_loader(config, BYTES, 0, plan))
+    plan = parts.dims(config, 1)
+    batches = list(data.training_loader(config, BYTES, 0, plan))
     assert [len(batch["tokens"]) for batch in batches] == [6] * 12
     assert sum(Preference().count(batch) for batch in batches) == 32
-    assert build_data.with_steps(config, plan).training.steps == 6  # 32 pairs, 6 a step
+    assert data.with_steps(config, plan).training.steps == 6  # 32 pairs, 6 a step
 
 
 @pytest.mark.parametrize("samples, pairs", [(0, 8), (5, 5), (80, 8)])
 def test_validation_counts_pairs(tmp_path, samples, pairs):
     config = job(tmp_path, validation__samples=samples)
-    plan = build.dims(config, 1)
-    held_out = build_data.held_out(config, BYTES, 0, plan, build.objective(config))
+    plan = parts.dims(config, 1)
+    held_out = data.held_out(config, BYTES, 0, plan, parts.objective(config))
     assert sum(Preference().count(batch) for batch in held_out) == pairs
 
 
@@ -51,7 +53,7 @@ def test_one_pair_is_a_batch_and_a_microbatch(tmp_path, monkeypatch):
     one = ["--task.kind=dpo", "--training.local_batch_size=1"]
     assert lines(*one) == [] and lines(one[0], PP + "2", "--training.local_batch_size=3") == []
     config = load([one[0], "--training.local_batch_size=3"])
-    pipeline = build.pipeline_options(config)
+    pipeline = parts.pipeline_options(config)
     assert (pipeline.local_batch_size, pipeline.microbatch_size, pipeline.microbatches) == (6, 2, 3)
 
 
@@ -119,8 +121,8 @@ def test_a_run_that_counted_answers_does_not_go_on_with_twice_as_many(before, mo
 
 def test_what_is_kept_says_what_it_counts(tmp_path):
     config = job(tmp_path)
-    kept = build.job_of_checkpoint(config, build.dims(config, 1))
+    kept = parts.job_of_checkpoint(config, parts.dims(config, 1))
     assert (kept["samples"], kept[ROWS_PER_SAMPLE]) == (6, 2)
     plain = dataclasses.replace(config, task=type(config.task)())
-    assert build.job_of_checkpoint(plain, build.dims(plain, 1))[ROWS_PER_SAMPLE] == 1
-    assert torch.is_tensor(build_data.batch_without_values(config, build.dims(config, 1), False)["tokens"])
+    assert parts.job_of_checkpoint(plain, parts.dims(plain, 1))[ROWS_PER_SAMPLE] == 1
+    assert torch.is_tensor(batches.batch_without_values(config, parts.dims(config, 1), False)["tokens"])

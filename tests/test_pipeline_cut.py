@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.jobs import ROOT
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.pipeline.cut import (
     SCHEDULES,
     check_microbatches,

@@ -16,10 +16,10 @@ from tests.support.jobs import ROOT
 from tests.support.leftovers import taken_away
 from tests.support.pool import RankCrashed, RankFailed, run_alone, run_ranks, run_script
 from tests.test_launcher import gone
-from torchtitan import distributed
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.parallelisms.parallel_dims import ParallelDims
-from torchtitan.ranks import Ranks
+from torchtitan.process import distributed
+from torchtitan.process.ranks import Ranks
 
 
 def sum_of_ranks(offset):

@@ -15,25 +15,26 @@ from safetensors.numpy import load_file, save_file
 from tests.support import jobs, judged
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
-from torchtitan import build, build_data, reference, trainer
+from torchtitan.build import data, parts
 from torchtitan.config import manager
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import initialize
 from torchtitan.datasets import open_source, preparing
-from torchtitan.datasets.learned import Recipe, TrainOn
-from torchtitan.datasets.packs import Packing, PackReader
+from torchtitan.datasets.loss_mask import Recipe, TrainOn
 from torchtitan.datasets.preparing import prepared
-from torchtitan.datasets.reading import Reading
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.records import encode
+from torchtitan.datasets.sample_packing import Packing, PackReader
 from torchtitan.datasets.sources import Chat, DataError, Span
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokens import TokenReader
-from torchtitan.errors import JobError
-from torchtitan.initialization import initialize
-from torchtitan.models.registry import MODELS
-from torchtitan.preferences import IPO, ORPO, Preference
-from torchtitan.progress import Progress
-from torchtitan.ranks import read_ranks
-from torchtitan.reference import FILE, MODEL, References, digests_of, references
-from torchtitan.saved_model import filled_model
+from torchtitan.losses.preference import IPO, ORPO, Preference
+from torchtitan.models.spec import MODELS
+from torchtitan.process.heartbeat import Progress
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training import reference_logprobs, trainer
+from torchtitan.training.inference_model import filled_model
+from torchtitan.training.reference_logprobs import FILE, MODEL, References, digests_of, references
 
 anywhere = judged.anywhere
 BYTES = build_tokenizer("bytes")
@@ -262,14 +263,14 @@ def test_the_reference_is_the_model_at_the_start_and_a_resume_keeps_it(alone, tm
     rows, steps, _ = alone
     run_ranks(1, jobs.train, words(tmp_path, rows, training__steps=4, lr_scheduler__total_steps=8))
     config = manager.load(words(tmp_path, rows))
-    plain = build.meta_model(config).to_empty(device="cpu")
+    plain = parts.meta_model(config).to_empty(device="cpu")
     initialize(plain, config.debug.seed, plain.init_rule)
     kept = load_file(tmp_path / FILE)
     known = References(kept["digests"], kept["values"])
     seen = 0
-    plan = build.dims(config, 1)
-    part = build_data.held_out(config, BYTES, 0, plan, build.objective(config))
-    for batches in (islice(build_data.training_loader(config, BYTES, 0, plan), 8), part):
+    plan = parts.dims(config, 1)
+    part = data.held_out(config, BYTES, 0, plan, parts.objective(config))
+    for batches in (islice(data.training_loader(config, BYTES, 0, plan), 8), part):
         for batch in batches:
             with torch.no_grad():
                 logits = plain(batch["tokens"], positions=batch["positions"], document_ids=batch["document_ids"])
@@ -311,7 +312,7 @@ OTHERS = {  # ranks, options, the form of what is another model
 def train_beside(argv):
     """As jobs.train, and how many parameters of the other model live when all pairs have been asked."""
     refs, living = [], []
-    built, asked = reference._other_model, trainer.references
+    built, asked = reference_logprobs._other_model, trainer.references
 
     def build_other(*args):
         model = built(*args)
@@ -326,11 +327,11 @@ def train_beside(argv):
             living.append(sum(ref() is not None for ref in refs))
             gc.enable()
 
-    reference._other_model, trainer.references = build_other, ask
+    reference_logprobs._other_model, trainer.references = build_other, ask
     try:
         return jobs.train(argv)[0], len(refs), *living
     finally:
-        reference._other_model, trainer.references = built, asked
+        reference_logprobs._other_model, trainer.references = built, asked
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -339,7 +340,7 @@ def test_another_model_is_the_reference(alone, name, tmp_path):
     rows, _, folder = alone
     ranks, options, form = OTHERS[name]
     config = manager.load(words(tmp_path / "run", rows))
-    plain, other = (build.meta_model(config).to_empty(device="cpu") for _ in range(2))
+    plain, other = (parts.meta_model(config).to_empty(device="cpu") for _ in range(2))
     initialize(plain, config.debug.seed, plain.init_rule)
     initialize(other, 7, other.init_rule)
     path = folder
@@ -351,7 +352,7 @@ def test_another_model_is_the_reference(alone, name, tmp_path):
         ranks, train_beside, words(tmp_path / "run", rows, dpo__reference=path, training__steps=1, **options)
     )[0]
     assert asked > 0 and living == 0
-    loader = build_data.training_loader(config, BYTES, 0, build.dims(config, 1))
+    loader = data.training_loader(config, BYTES, 0, parts.dims(config, 1))
     gained = torch.cat([answers(plain, batch) - answers(other, batch) for batch in islice(loader, 2)]).view(-1, 2)
     loss = -torch.nn.functional.logsigmoid(0.1 * (gained[:, 0] - gained[:, 1])).mean().item()
     assert abs(loss - math.log(2)) > 1e-3
@@ -404,7 +405,7 @@ def test_what_is_no_reference(alone, tmp_path):
     assert (
         "allowed: a model of vocab_size = 264; " in line and "has vocab_size = 260; give a model of the job's" in line
     )
-    built = build.meta_model(manager.load(other)).to_empty(device="cpu")
+    built = parts.meta_model(manager.load(other)).to_empty(device="cpu")
     MODELS["llama3"].hf.save_hf(tmp_path / "wide", built.state_dict(), built.args)
     (line,) = lines(*job, f"--dpo.reference={tmp_path / 'wide'}")
     assert "allowed: weights of llama3" in line and "vocab" in line

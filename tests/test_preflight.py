@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
-from torchtitan import preflight
 from torchtitan.config import manager
-from torchtitan.errors import JobError
-from torchtitan.feed import PeerStopped
-from torchtitan.preflight import Facts, differences, judge, space
-from torchtitan.ranks import Ranks, read_ranks
-from torchtitan.trainer import Trainer
+from torchtitan.core.errors import JobError
+from torchtitan.process.ranks import Ranks, read_ranks
+from torchtitan.training import preflight
+from torchtitan.training.batches import PeerStopped
+from torchtitan.training.preflight import Facts, differences, judge, space
+from torchtitan.training.trainer import Trainer
 
 SAME = {"code": "a1", "torch": "2.13.0, Python 3.11.7", "job": "b2", "tokenizer": "c3"}
 

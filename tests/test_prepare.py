@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from torchtitan.commands import prepare
+from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source, preparing
 from torchtitan.datasets.loader import Weighted, build_loader
-from torchtitan.datasets.reading import Reading
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokens import BlockReader, TokenShards
-from torchtitan.errors import JobError
 
 TEXTS = ["one", "", "zwei: ä", "  \n", "three " * 50] * 7
 

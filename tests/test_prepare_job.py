@@ -6,13 +6,13 @@ import pytest
 
 from tests.support.jobs import arguments, write_texts
 from tests.test_sft import words, write_rows
-from torchtitan import build, build_data
+from torchtitan.build import data, parts
 from torchtitan.commands import prepare
 from torchtitan.config import manager
 from torchtitan.config.options import ConfigError
+from torchtitan.core.errors import JobError
 from torchtitan.datasets import preparing
 from torchtitan.datasets.tokens import TokenShards
-from torchtitan.errors import JobError
 
 
 def prepared(argv, capsys):
@@ -29,13 +29,13 @@ def test_the_run_starts_on_it(tmp_path, capsys, monkeypatch):
     shown = prepared([str(tmp_path / "job.toml"), "--data.num_proc=2"], capsys)
     monkeypatch.setattr(preparing, "prepare", lambda *args: pytest.fail("tokenized again"))
     config = manager.load(argv)
-    plan = build.dims(config, 1)
-    steps = build_data.with_steps(config, plan).training.steps
+    plan = parts.dims(config, 1)
+    steps = data.with_steps(config, plan).training.steps
     assert shown[-1] == f"kept in {tmp_path}/run/data" and f"; {steps} steps of 4 samples, on 1 rank" in shown[-2]
-    (training,) = build_data.data_sources(config, "training")
-    build_data.data_sources(config, "validation")
+    (training,) = data.data_sources(config, "training")
+    data.data_sources(config, "validation")
     assert isinstance(training.source, TokenShards)
-    made = build_data.filled(config, [training.source])
+    made = data.filled(config, [training.source])
     assert shown[-2].startswith(f"samples {made}; ") and [len(line.split()) for line in shown[1:3]] == [12, 12]
 
 

@@ -6,8 +6,8 @@ import tomli
 from tests.support.presets import write_model, write_records
 from torchtitan import cli
 from torchtitan.config import manager
+from torchtitan.core.presets import jobs
 from torchtitan.rules import check
-from torchtitan.shipped import jobs
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 
 from torchtitan.commands import preview
 from torchtitan.config import manager
+from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.errors import JobError
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from torchtitan.errors import JobError
-from torchtitan.profiling import Profiler
+from torchtitan.core.errors import JobError
+from torchtitan.metrics.profiling import Profiler
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -9,11 +9,11 @@ import pytest
 
 from tests.support import jobs
 from tests.support.pool import run_alone, run_ranks
-from torchtitan import distributed
 from torchtitan.checkpoint import folders
 from torchtitan.datasets.position import VERSION, resume
 from torchtitan.datasets.sources import CONTENTS, DataError, files_fingerprint
 from torchtitan.datasets.tokens import BlockReader, ShardWriter, TokenShards
+from torchtitan.process import distributed
 
 
 def write(folder, **files):

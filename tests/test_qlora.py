@@ -13,15 +13,15 @@ from tests.support.jobs import arguments, full, train, write_texts
 from tests.support.judged import lines
 from tests.support.memory import Peak
 from tests.support.pool import run_ranks
-from torchtitan import build
 from torchtitan.adapters.int8 import Int8
 from torchtitan.adapters.nf4 import LEVELS, NF4
 from torchtitan.adapters.targets import block_of
+from torchtitan.build import parts as build
 from torchtitan.config import manager
-from torchtitan.models.registry import MODELS
-from torchtitan.ranks import read_ranks
-from torchtitan.stores import stores
-from torchtitan.trainer import Trainer
+from torchtitan.core.tensor_storage import stores
+from torchtitan.models.spec import MODELS
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.trainer import Trainer
 
 anywhere = judged.anywhere
 

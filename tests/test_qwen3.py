@@ -21,12 +21,12 @@ from tests.support.hf_parity import (
     twin,
 )
 from tests.support.tiny_decoders import QWEN3, QWEN3_MOE
-from torchtitan.errors import JobError
-from torchtitan.initialization import Constant, Normal
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import Constant, Normal
 from torchtitan.models import SIZES
-from torchtitan.models.qwen3.hf import HF as DENSE_HF
+from torchtitan.models.qwen3.model import HF as DENSE_HF
 from torchtitan.models.qwen3.model import Qwen3
-from torchtitan.models.qwen3_moe.hf import HF as MOE_HF
+from torchtitan.models.qwen3_moe.model import HF as MOE_HF
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
 
 

@@ -6,18 +6,18 @@ import pytest
 
 from tests.support import jobs
 from tests.support.judged import lines
-from torchtitan import build
-from torchtitan.build_data import data_sources
+from torchtitan.build import parts
+from torchtitan.build.data import data_sources
 from torchtitan.commands import chat, preview
 from torchtitan.config import manager
-from torchtitan.datasets.reading import Reading
+from torchtitan.core.constraints import LimitError
+from torchtitan.core.errors import JobError
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.records import encode
 from torchtitan.datasets.sources import Chat, DataError
 from torchtitan.datasets.sources_huggingface import named
 from torchtitan.datasets.sources_text import text_files
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.errors import JobError
-from torchtitan.limits import LimitError
 
 BYTES = build_tokenizer("bytes")
 QUESTIONS = {"instruction": "question", "input": "context", "output": "reply"}
@@ -298,7 +298,7 @@ def test_a_job_reads_shows_keeps_and_asks_so(tmp_path, capsys):
     kept = manager.load(["--job.config_file", str(tmp_path / "kept.toml")])
     assert kept.training.template == MINE and kept.training.fields == QUESTIONS and kept.training.format == "alpaca"
     (tmp_path / "rows.jsonl").unlink()  # chat needs no data to know how to ask
-    assert chat.form_of(kept, build.tokenizer(kept)) == "alpaca"
+    assert chat.form_of(kept, parts.tokenizer(kept)) == "alpaca"
     asked = chat.first_reading(kept).question("alpaca", "Why?")
     assert encode(BYTES, asked).ids.tolist()[:-1] == [BYTES.bos_id, *b"Q: Why?\nA: "]
 

@@ -27,9 +27,10 @@ from tests.combinations import Combination
 from tests.support import jobs
 from tests.support.forked_job import fork_ranks
 from tests.support.pool import run_alone
-from torchtitan import cli, leaving
+from torchtitan import cli
 from torchtitan.config import manager
 from torchtitan.config.options import options, sections
+from torchtitan.process import exit
 
 ROOT = jobs.ROOT
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -329,8 +330,8 @@ def test_exit_codes():
         for row in re.findall(r"^\| ([\d, ]+) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
         for code in row.split(",")
     }
-    others = {leaving.CRASH_LOOP, leaving.HUNG, leaving.OUT_OF_MEMORY, leaving.DIFFERING}
-    assert codes == {0, 1} | others | leaving.EXPLAINED
+    others = {exit.CRASH_LOOP, exit.HUNG, exit.OUT_OF_MEMORY, exit.DIFFERING}
+    assert codes == {0, 1} | others | exit.EXPLAINED
 
 
 # The matrix

@@ -24,8 +24,8 @@ from torchtitan.datasets.sources import DataError, Document, Span
 from torchtitan.datasets.sources_text import text
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokens import TokenShards
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.trainer import Trainer
 
 BYTES = build_tokenizer("bytes")
 

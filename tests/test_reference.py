@@ -13,10 +13,11 @@ from safetensors.numpy import load_file
 from tests.support import jobs
 from tests.support.pool import RankFailed, run_ranks
 from tests.test_preferences import BYTES, words, write_pairs
-from torchtitan import build, build_data, reference, reference_pairs
+from torchtitan.build import data, parts
 from torchtitan.config.manager import load
 from torchtitan.parallelisms.parallel_model import ParallelModel
-from torchtitan.reference import FILE, digests_of
+from torchtitan.training import reference_logprobs, reference_pairs
+from torchtitan.training.reference_logprobs import FILE, digests_of
 
 NOT_VALIDATED = dict(validation__enable=False, validation__split=0.2)
 FSDP = dict(parallelism__data_parallel_shard_degree=2)
@@ -28,7 +29,7 @@ def rows_of(folder):
 
 def asked_for(argv, failing_at=None, error=None, seconds=None):
     """Train; how many batches the reference was asked on this rank. `failing_at`: the batch before which it fails."""
-    count, loss_sum, saving = [], ParallelModel.loss_sum, reference.SAVE_SECONDS
+    count, loss_sum, saving = [], ParallelModel.loss_sum, reference_logprobs.SAVE_SECONDS
 
     def counted(self, batch):
         if self.parts[0].loss.asked is not None:
@@ -38,14 +39,14 @@ def asked_for(argv, failing_at=None, error=None, seconds=None):
         return loss_sum(self, batch)
 
     ParallelModel.loss_sum = counted
-    reference.SAVE_SECONDS = saving if seconds is None else seconds
+    reference_logprobs.SAVE_SECONDS = saving if seconds is None else seconds
     try:
         jobs.train(argv)
     except (RuntimeError, KeyboardInterrupt) as failure:
         if "here" not in str(failure):
             raise
     finally:
-        ParallelModel.loss_sum, reference.SAVE_SECONDS = loss_sum, saving
+        ParallelModel.loss_sum, reference_logprobs.SAVE_SECONDS = loss_sum, saving
     return len(count)
 
 
@@ -75,7 +76,7 @@ def test_only_pairs_that_the_steps_read_are_computed(whole, tmp_path, ranks, opt
 def read_by(argv, batches):
     """Different rows of the first batches of a job, on one rank."""
     config = load(argv)
-    loader = build_data.training_loader(config, BYTES, 0, build.dims(config, 1))
+    loader = data.training_loader(config, BYTES, 0, parts.dims(config, 1))
     return len(np.unique(np.concatenate([digests_of(batch) for batch in islice(loader, batches)]), axis=0))
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from tests.support import jobs
 from tests.support.pool import run_alone
-from torchtitan import cli, registration
+from torchtitan import cli
 from torchtitan.config.manager import load
-from torchtitan.errors import JobError
+from torchtitan.core import registry
+from torchtitan.core.errors import JobError
 from torchtitan.models import CONFIGS, SIZES
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.rules import check
@@ -25,7 +26,7 @@ from torchtitan.models.family import Family
 from torchtitan.models.llama import LLAMA3
 from torchtitan.models.llama.hf_config import CONFIG
 from torchtitan.optimizers.spec import OptimizerSpec
-from torchtitan.tasks import Task
+from torchtitan.losses.tasks import Task
 
 FAMILY = Family(sizes=LLAMA3, config=CONFIG, spec="acme_titan.heavy:SPEC")
 HALVED = OptimizerSpec(
@@ -49,8 +50,8 @@ def falling(p, cycles):
 HEAVY = """
 import torch
 
-from torchtitan.loss import SummedCrossEntropy
-from torchtitan.models.registry import MODELS
+from torchtitan.losses.objective import SummedCrossEntropy
+from torchtitan.models.spec import MODELS
 
 SPEC = MODELS["llama3"]
 
@@ -96,9 +97,9 @@ def install(folder: Path, name: str, entries: str, **modules: str) -> Path:
 def installed(tmp_path, monkeypatch):
     """The folder of an installed package that adds one of each."""
     monkeypatch.syspath_prepend(install(tmp_path / "site", "acme-titan", ENTRIES, light=LIGHT, heavy=HEAVY))
-    registration.added.cache_clear()
+    registry.added.cache_clear()
     yield tmp_path / "site"
-    registration.added.cache_clear()
+    registry.added.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] in ("acme_titan", "other", "broken")]:
         del sys.modules[name]
 
@@ -145,7 +146,7 @@ def test_a_job_of_such_names_trains_as_one_of_ours(installed, tmp_path):
 
 def trained(folder, argv):
     sys.path.insert(0, folder)
-    registration.added.cache_clear()  # what was imported before this process was forked may have looked already
+    registry.added.cache_clear()  # what was imported before this process was forked may have looked already
     rows, state = jobs.train(argv)
     return [row["loss"] for row in rows], state
 
@@ -194,7 +195,7 @@ BROKEN = {
 @pytest.mark.parametrize("entry", BROKEN)
 def test_a_broken_package_is_one_line_that_names_it(entry, installed, capsys):
     install(installed, "broken", f"[torchtitan.optimizers]\n{entry}\n", torn="1 / 0", odd="X = 3")
-    registration.added.cache_clear()
+    registry.added.cache_clear()
     job = ["--optimizer.name=torn", "--model.tokenizer_path=bytes"]
     assert cli.main(["check", *job]) == 2
     assert capsys.readouterr().err.splitlines()[0] == BROKEN[entry]
@@ -210,7 +211,7 @@ def test_a_broken_package_is_one_line_that_names_it(entry, installed, capsys):
 def test_names_that_are_taken(installed, capsys):
     entries = "[torchtitan.optimizers]\nHalved = other.light:X\nAdamW = other.light:X\n"
     install(installed, "other", entries, light="from acme_titan.light import HALVED as X")
-    registration.added.cache_clear()
+    registry.added.cache_clear()
     with pytest.raises(JobError, match="'Halved' .* by the installed package acme-titan .*: other gives it too"):
         OPTIMIZERS["Halved"]
     assert OPTIMIZERS["AdamW"].shared and len(OPTIMIZERS) == len(list(OPTIMIZERS))

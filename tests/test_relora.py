@@ -8,17 +8,18 @@ from torch import nn
 
 from tests.support import judged
 from tests.support.judged import lines
-from torchtitan import build, cli
+from torchtitan import cli
 from torchtitan.adapters.lora import LoRA
 from torchtitan.adapters.low_rank import LowRankLinear, Strength
 from torchtitan.adapters.relora import Restarts, begin_anew, due, largest, merge
+from torchtitan.build import parts
 from torchtitan.config import manager
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.config.sections.adapter import Relora
-from torchtitan.lr_restarts import Ramps, cyclical, jagged
-from torchtitan.lr_shapes import LRSchedule
+from torchtitan.lr_schedules.restarts import Ramps, cyclical, jagged
+from torchtitan.lr_schedules.shapes import LRSchedule
 from torchtitan.models import SIZES
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 
 anywhere = judged.anywhere
 JAGGED = dict(warmup_steps=10, decay_type="relora_cosine", cycle_length=20, restart_warmup_steps=5)
@@ -73,7 +74,7 @@ def test_ramps_on_another_curve():
     (both,) = lines(*SOUND, "--adapter.relora.warmup_steps=3")
     assert 'allowed: 0 with decay_type = "relora_cosine", which comes back by itself' in both
     config = manager.load([*given, "--adapter.relora.warmup_steps=3", "--lr_scheduler.warmup_steps=4"])
-    assert build.lr_schedule(config).ramps == Ramps(10, 3)
+    assert parts.lr_schedule(config).ramps == Ramps(10, 3)
 
 
 def linear(out=12, inputs=8, rank=3, dtype=torch.float64, scale=0.5, learns=False):

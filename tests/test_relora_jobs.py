@@ -12,9 +12,9 @@ from tests.support.pool import run_ranks
 from tests.test_combinations import assembled
 from torchtitan.adapters.relora import adapted, merge
 from torchtitan.config import manager
-from torchtitan.memory.traffic import Traffic
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
+from torchtitan.planner.traffic import Traffic
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.trainer import Trainer
 
 RELORA = {
     "adapter.kind": "lora",

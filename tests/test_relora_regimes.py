@@ -14,9 +14,9 @@ from tests.test_pretokenized import save
 from torchtitan.commands.importing import translate
 from torchtitan.config import manager
 from torchtitan.importers.command_line import parse, split
-from torchtitan.ranks import read_ranks
+from torchtitan.process.ranks import read_ranks
 from torchtitan.rules import check
-from torchtitan.trainer import Trainer
+from torchtitan.training.trainer import Trainer
 
 START, UPDATES, RUN = 20, 40, 23
 """Updates of the warm start, of the schedule behind it, and how many of these are run."""

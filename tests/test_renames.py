@@ -16,7 +16,7 @@ from torchtitan.config import upgrade as translation
 from torchtitan.config.manager import ConfigError, load
 from torchtitan.config.options import options, sections
 from torchtitan.models.deepseek import YarnScaling
-from torchtitan.models.rope_scaling import RopeScaling
+from torchtitan.models.sizes import RopeScaling
 from torchtitan.rules import Facts, check
 
 OLD = sorted((Path(__file__).parent / "fixtures/old_tomls").glob("*.toml"))

@@ -8,12 +8,12 @@ from tests.support.pool import run_ranks
 from tests.test_expert_jobs import EP
 from tests.test_expert_jobs import JOB as DEEPSEEK
 from torchtitan.config import manager
+from torchtitan.core.initialization import local_part
 from torchtitan.guards import ReplicasDiffer
 from torchtitan.guards.replicas import digest, key_of, told
-from torchtitan.initialization import local_part
 from torchtitan.optimizers import OPTIMIZERS
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.trainer import Trainer
 
 # The number of a tensor's content
 

@@ -13,20 +13,21 @@ from tests.support import jobs
 from tests.support.hf_parity import build
 from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import LLAMA, OPT, QWEN3_MOE
-from torchtitan import cli, saved_model
-from torchtitan.checkpoint.kinds import find_weights
+from torchtitan import cli
+from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.commands.generate import find_checkpoint, sample
 from torchtitan.commands.resizing import Resized
 from torchtitan.config.manager import load
+from torchtitan.core.errors import JobError
 from torchtitan.datasets.templates import turn_ends
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.datasets.tokenizer.chat_templates import CHATML
-from torchtitan.datasets.tokenizer.extending import extended, lacking
-from torchtitan.errors import JobError
+from torchtitan.datasets.tokenizer.hf_files import extended, lacking
 from torchtitan.models.hf.config import UNTRAINED, config_beside, untrained
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.rules import check
+from torchtitan.training import inference_model
 
 NEW = ["<|im_start|>", "<|im_end|>", "<tool>"]
 BYTES = ByteTokenizer()
@@ -185,7 +186,7 @@ def test_new_tokens_are_learned_beside_an_adapter_and_exported(kind, ranks, base
     steps = run_ranks(ranks, jobs.train, argv)[0][0]
     assert steps[-1]["loss"] < steps[0]["loss"] / 2
     assert cli.main(["export", str(run), "--to", str(whole), "--merge", "--dtype", "float32"]) == 0
-    model, _ = saved_model.filled_model(*find_checkpoint(run, None), torch.device("cpu"))
+    model, _ = inference_model.filled_model(*find_checkpoint(run, None), torch.device("cpu"))
     with torch.no_grad():
         assert_close(logits_of(whole), model(TOKENS))
     theirs = AutoModelForCausalLM.from_pretrained(whole)

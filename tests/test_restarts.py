@@ -21,18 +21,18 @@ import pytest
 from tests.support import jobs
 from tests.support.pool import run_alone, run_ranks
 from tests.test_launcher import RANK, end, gone, nothing_is_left, ready, started
-from torchtitan import exports, train
+from torchtitan import train
 from torchtitan.config import manager
-from torchtitan.failures import kind_of
 from torchtitan.launcher import hangs
 from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.nodes import Nodes
 from torchtitan.launcher.processes import Processes
-from torchtitan.leaving import EXPLAINED
-from torchtitan.logs import set_up_logging
-from torchtitan.progress import Doing
-from torchtitan.ranks import Launcher, Restart, read_ranks
-from torchtitan.trainer import Trainer
+from torchtitan.process.exit import EXPLAINED, kind_of
+from torchtitan.process.heartbeat import Doing
+from torchtitan.process.ranks import Launcher, Restart, read_ranks
+from torchtitan.process.run_log import set_up_logging
+from torchtitan.training import final_export
+from torchtitan.training.trainer import Trainer
 
 assert nothing_is_left  # a fixture, for all tests here too
 
@@ -43,8 +43,8 @@ from torchtitan.launcher import hangs, restarts, watching
 from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.processes import Processes
 from torchtitan.launcher.restarts import supervise
-from torchtitan.launcher.stops import SignalQueue
-from torchtitan.launcher.watching import Watch
+from torchtitan.launcher.signals import SignalQueue
+from torchtitan.launcher.monitor import Watch
 watching.FOLLOW_SECONDS, watching.LOOK_SECONDS = {follow}, 0.1
 restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS, hangs.BUSY = {pause}, {answer}, {busy}
 queue, folder = SignalQueue(), Path(sys.argv[2])
@@ -58,7 +58,7 @@ sys.exit(supervise(start, queue, {budget}, newest))
 # The number of this start; step and folder of what is saved.
 ATTEMPT = r"""
 from pathlib import Path
-from torchtitan.launcher.answers import answer
+from torchtitan.launcher.hangs import answer
 folder = Path({folder!r})
 number = ranks.launcher.restart.number if ranks.launcher.restart else 0
 def save(step):
@@ -391,7 +391,7 @@ def failing_export(argv, error: str):
     def fail(*args: object) -> None:
         raise {"bug": KeyError("tok_embeddings"), "disk": OSError(28, "No space left on device")}[error]
 
-    exports.Exports._write_weights = fail
+    final_export.Exports._write_weights = fail
     lines, out = io.StringIO(), io.StringIO()
     with redirect_stderr(lines), redirect_stdout(out):
         ranks = read_ranks()
@@ -472,4 +472,4 @@ def test_a_job_ends_by_itself_to_the_same_bits(number, texts, undisturbed, tmp_p
     if number == signal.SIGSTOP:
         assert "rank 1 is stopped by a signal" in err
         found = in_the_folder(tmp_path / "run")
-        assert "trainer.py" in found["rank-0.stacks.txt"] and "all_reduce" in found["rank-0.collectives.json"]
+        assert "training/trainer.py" in found["rank-0.stacks.txt"] and "all_reduce" in found["rank-0.collectives.json"]

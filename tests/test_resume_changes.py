@@ -9,14 +9,14 @@ from tests.support import jobs, judged
 from tests.support.judged import lines
 from tests.support.pool import RankFailed, run_ranks
 from tests.test_checkpoint_layout import manifest_of
-from torchtitan import run_folder
 from torchtitan.checkpoint import folders, layout
 from torchtitan.commands import estimate
 from torchtitan.config.changes import KINDS, changes, kept_job, kind_of, refusable
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import load
 from torchtitan.config.options import options, sections
-from torchtitan.memory.prediction import Prediction
+from torchtitan.launcher import run_folder
+from torchtitan.planner.estimate import Prediction
 from torchtitan.rules import Facts
 
 anywhere = judged.anywhere

@@ -19,9 +19,9 @@ from torchtitan.commands.prepare import main as prepare
 from torchtitan.config import manager
 from torchtitan.datasets import _own as datasets
 from torchtitan.guards import RollBack
-from torchtitan.ranks import read_ranks
-from torchtitan.tasks import _own as tasks
-from torchtitan.trainer import Trainer
+from torchtitan.losses.tasks import _own as tasks
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.trainer import Trainer
 
 SAVED, LAST = 2, 4
 ASKED = dict(task__kind="sft", training__seq_len=192)

@@ -21,15 +21,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.support.hf_parity import build, compare, configs, twin
 from tests.support.tiny_decoders import LLAMA, MISTRAL, QWEN3, QWEN3_MOE
-from torchtitan.models.llama.hf import HF as LLAMA_HF
+from torchtitan.models.llama.model import HF as LLAMA_HF
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.mistral.hf import HF as MISTRAL_HF
+from torchtitan.models.mistral.model import HF as MISTRAL_HF
 from torchtitan.models.mistral.model import Mistral
-from torchtitan.models.qwen3.hf import HF as QWEN3_HF
+from torchtitan.models.qwen3.model import HF as QWEN3_HF
 from torchtitan.models.qwen3.model import Qwen3
-from torchtitan.models.qwen3_moe.hf import HF as QWEN3_MOE_HF
+from torchtitan.models.qwen3_moe.model import HF as QWEN3_MOE_HF
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
-from torchtitan.models.rope_scaling import RopeScaling
+from torchtitan.models.sizes import RopeScaling
 
 KINDS = ("linear", "ntk", "yarn", "llama3")
 

@@ -5,7 +5,7 @@ import pytest
 from tests.support import judged
 from tests.support.judged import CP, METHOD, PARTS, PP, SCHEDULE, TP, lines, name
 from torchtitan.config.sections.parallelism import Parallelism
-from torchtitan.limits import LimitError
+from torchtitan.core.constraints import LimitError
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.rules.plan import NEEDS_DEGREE
 

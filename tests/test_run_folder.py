@@ -12,9 +12,9 @@ from tests.support.checkpoint_job import Job, rank, saved_steps
 from tests.support.judged import lines
 from tests.support.pool import RankFailed, run_ranks
 from tests.test_checkpoint_layout import make_step
-from torchtitan import run_folder
 from torchtitan.checkpoint import CheckpointError, NothingLoadable, folders, tensors
 from torchtitan.checkpoint.layout import CannotSave
+from torchtitan.launcher import run_folder
 from torchtitan.metrics.json_lines import JsonLines, read_records
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import jobs
 from torchtitan.checkpoint import folders
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.launcher import lock
 from torchtitan.launcher.lock import held, lives, this_process
 
@@ -131,7 +131,7 @@ def test_other_files_are_not_touched(tmp_path):
 STARTER = """
 import random, sys, time
 from pathlib import Path
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.launcher import lock
 here = lock.this_process()
 print("ready", flush=True)

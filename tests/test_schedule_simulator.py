@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.pipeline.actions import (
     ScheduleTableError,
     faults_of,

@@ -13,16 +13,16 @@ from tests.support import jobs, judged
 from tests.support.judged import TP, lines
 from tests.support.pool import run_ranks
 from torchtitan import cli
-from torchtitan.checkpoint.kinds import find_weights
-from torchtitan.classes import ClassCrossEntropy, measures
+from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.config.manager import load
 from torchtitan.datasets import open_source
-from torchtitan.datasets.reading import Reading
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.losses.classification import ClassCrossEntropy, measures
 from torchtitan.models.hf.export import Source, beside_weights
 from torchtitan.models.roberta import RobertaArgs
 from torchtitan.models.roberta.hf_config import CONFIG
-from torchtitan.saved_model import filled_model
+from torchtitan.training.inference_model import filled_model
 
 anywhere = judged.anywhere
 MODELS = ("gpt2", "opt", "roberta")

@@ -11,8 +11,8 @@ from tests.support import jobs
 from tests.support.pool import run_ranks
 from tests.test_registration import install
 from torchtitan.config import manager
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.trainer import Trainer
 
 
 def write_rows(folder: Path, count: int = 60) -> Path:
@@ -140,7 +140,7 @@ SPEC = OptimizerSpec(make="acme_fails.heavy:Fails", state=lambda options: 0)
 """
 FAILS = """
 import torch
-from torchtitan.ranks import read_ranks
+from torchtitan.process.ranks import read_ranks
 
 
 class Fails(torch.optim.SGD):

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.support import jobs
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.launcher import slurm
 from torchtitan.launcher.nodes import Nodes
-from torchtitan.ranks import count_ranks
+from torchtitan.process.ranks import count_ranks
 
 SRUN = """
 import itertools, os, signal, subprocess, sys
@@ -207,7 +207,7 @@ time.sleep(600)
 FRONT = """
 import sys
 from torchtitan.launcher.slurm import start_on_all
-from torchtitan.launcher.stops import SignalQueue
+from torchtitan.launcher.signals import SignalQueue
 sys.exit(start_on_all([sys.executable, "-c", sys.argv[1]], SignalQueue()))
 """
 

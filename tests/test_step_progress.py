@@ -9,12 +9,12 @@ import torch
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
-from torchtitan import step_progress
 from torchtitan.config import manager
-from torchtitan.progress import Progress
-from torchtitan.ranks import read_ranks
-from torchtitan.step_progress import StepProgress
-from torchtitan.trainer import Trainer
+from torchtitan.process.heartbeat import Progress
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training import step_progress
+from torchtitan.training.step_progress import StepProgress
+from torchtitan.training.trainer import Trainer
 
 BATCH = {"tokens": torch.zeros(2, 100, dtype=torch.int64)}
 
@@ -63,7 +63,7 @@ def test_a_line_of_the_run_is_as_good(run, caplog):
     try:
         for _ in run.passes():
             run.shown.refresh(on_terminal=False)
-            logging.getLogger("torchtitan.trainer").info("a line")
+            logging.getLogger("torchtitan.training.trainer").info("a line")
     finally:
         logging.getLogger("torchtitan").removeHandler(run.shown._listener)
     assert set(caplog.messages) == {"a line"}

@@ -17,8 +17,8 @@ from tests.combinations import EXPERT_LAYOUTS, Combination
 from tests.support.no_exchange import NoExchange
 from tests.support.pool import run_ranks
 from tests.test_segments import POLICIES
-from torchtitan.initialization import Normal, initialize
-from torchtitan.loss import SummedCrossEntropy
+from torchtitan.core.initialization import Normal, initialize
+from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models.decoder import Block
 from torchtitan.models.deepseek import DeepseekArgs
 from torchtitan.models.deepseek.model import Deepseek
@@ -28,14 +28,13 @@ from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.moe import balance
 from torchtitan.models.moe.layer import MoE, MoEBlock
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.context.kernel import counted
 from torchtitan.parallelisms.experts.expert_parallel import apply_expert_parallel
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
 from torchtitan.parallelisms.pipeline.overlap.merging import Loop, alone
-from torchtitan.parallelisms.pipeline.overlap.programs import programs_of
-from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists
+from torchtitan.parallelisms.pipeline.overlap.segments import NodeLists, programs_of
 from torchtitan.parallelisms.steps import Segment, Stepwise, require_steps
 
 DEEPSEEK = DeepseekArgs(

@@ -15,7 +15,7 @@ from torchtitan.checkpoint import CheckpointError, layout, retention, saving, st
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.config.manager import load
 from torchtitan.config.options import ConfigError
-from torchtitan.time_limit import TimeLimit, seconds_of, shortest
+from torchtitan.guards.time_limit import TimeLimit, seconds_of, shortest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -231,7 +231,13 @@ def test_no_decision_looks_at_the_walls_clock():
     asks = {path for path, text in sources.items() if re.search(r"\btime\.time\b", text)}
     # when a row was measured; how much a restart has lost; how long a save took; the end that SLURM names; whether the
     # clocks of machines agree
-    assert asks == {"commands/bench.py", "introduction.py", "metrics/goodput.py", "ranks.py", "preflight.py"}
+    assert asks == {
+        "commands/bench.py",
+        "training/run_summary.py",
+        "metrics/goodput.py",
+        "process/ranks.py",
+        "training/preflight.py",
+    }
 
 
 def test_times_are_read_as_slurm_writes_them():

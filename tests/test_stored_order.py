@@ -9,8 +9,8 @@ import pytest
 from tests.support.judged import lines
 from tests.test_loader import SEQ_LEN, TOKENIZER, global_samples, loader
 from tests.test_records import write
+from torchtitan.core.errors import JobError
 from torchtitan.datasets.loader import merge_states
-from torchtitan.errors import JobError
 
 TEXTS = [chr(48 + i % 75) * (3 + i * 7 % 41) for i in range(150)]
 COUNT = 260

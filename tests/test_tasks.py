@@ -10,14 +10,14 @@ import torch
 from tests.support import judged
 from tests.support.judged import CP, PP, lines
 from tests.test_loader import loader, write_documents
-from torchtitan import build
+from torchtitan.build import parts
 from torchtitan.config.manager import load
 from torchtitan.datasets.samples import dealt
-from torchtitan.feed import Feed
-from torchtitan.loss import SummedCrossEntropy
+from torchtitan.losses.objective import SummedCrossEntropy
+from torchtitan.losses.tasks import TASKS, Task
 from torchtitan.models.dropout import token_keys
 from torchtitan.parallelisms.parallel_dims import ParallelDims
-from torchtitan.tasks import TASKS, Task
+from torchtitan.training.batches import Feed
 
 anywhere = judged.anywhere
 
@@ -28,7 +28,7 @@ def pairs(monkeypatch):
 
 
 def test_the_usual_task_is_the_next_token():
-    assert isinstance(build.objective(load([])), SummedCrossEntropy)
+    assert isinstance(parts.objective(load([])), SummedCrossEntropy)
     (line,) = lines("--task.kind=pretrian")
     assert line.startswith('task.kind: given "pretrian"; allowed: one of "pretrain", ')
     assert line.endswith('; did you mean "pretrain"?')
@@ -45,7 +45,7 @@ def test_the_next_token_is_learned_by_those_who_cannot_see_it():
 
 def test_what_pairs_ask_of_a_job(pairs):
     words = ["--task.kind=pairs", "--training.local_batch_size=4"]
-    assert type(build.objective(load(words))).__name__ == "PairMargin"
+    assert type(parts.objective(load(words))).__name__ == "PairMargin"
     assert lines(*words) == []
     odd = ["--training.local_batch_size=3", "--validation.enable", "--validation.local_batch_size=1"]
     assert lines(words[0], *odd) == []

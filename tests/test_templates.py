@@ -10,16 +10,16 @@ import tokenizers
 from tests.support.jobs import ROOT
 from tests.test_loader import global_samples, loader
 from torchtitan.commands import prepare, preview
+from torchtitan.core.errors import JobError
 from torchtitan.datasets import template_process, templates
-from torchtitan.datasets.learned import TrainOn
 from torchtitan.datasets.loader import merge_states
+from torchtitan.datasets.loss_mask import TrainOn
 from torchtitan.datasets.packing import IGNORE
-from torchtitan.datasets.reading import Reading
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.records import _encode_rendered, document_of, encode
 from torchtitan.datasets.sources import DataError, Span
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokens import TokenShards
-from torchtitan.errors import JobError
 
 SPECIAL = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>"]
 LLAMA3 = (

@@ -16,13 +16,13 @@ from tests import test_combinations
 from tests.combinations import Combination
 from tests.support.jobs import full
 from tests.support.pool import run_ranks
-from torchtitan.initialization import Normal, initialize
-from torchtitan.limits import LimitError
-from torchtitan.loss import SummedCrossEntropy
+from torchtitan.core.constraints import LimitError
+from torchtitan.core.initialization import Normal, initialize
+from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models import SIZES
-from torchtitan.models.llama.plan import PLAN
+from torchtitan.models.llama.model import PLAN
 from torchtitan.models.norms import RMSNorm
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms import tensor_parallel
 from torchtitan.parallelisms.context.kernel import counted
 from torchtitan.parallelisms.parallel_dims import ParallelDims

@@ -18,8 +18,9 @@ from tests.test_tokenizer import ASSETS, KINDS, TEXTS, write
 from torchtitan.commands.preview import View
 from torchtitan.datasets.records import encode
 from torchtitan.datasets.sources import DataError, Document
-from torchtitan.datasets.tokenizer import TokenizerError, build_tokenizer, hf_json, patterns
-from torchtitan.datasets.tokenizer.patterns import may_run_away
+from torchtitan.datasets.tokenizer import TokenizerError, build_tokenizer, hf_json
+from torchtitan.datasets.tokenizer import hf_json as patterns
+from torchtitan.datasets.tokenizer.hf_json import may_run_away
 
 ORDINARY = {name: text for name, text in TEXTS.items() if name != "special"} | {
     "a module": Path(argparse.__file__).read_text(),

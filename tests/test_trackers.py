@@ -18,13 +18,14 @@ from tests.support import jobs
 from tests.support.judged import anywhere, lines  # noqa: F401
 from tests.support.pool import run_ranks
 from tests.test_metrics import build
-from torchtitan.metrics import PatientTracker, patience
+from torchtitan.metrics import async_tracker
+from torchtitan.metrics.async_tracker import PatientTracker
 from torchtitan.metrics.histograms import histogram
-from torchtitan.trackers.aim import Aim
-from torchtitan.trackers.interface import Run
-from torchtitan.trackers.mlflow import MLflow, allowed_name
-from torchtitan.trackers.tensorboard import TensorBoard
-from torchtitan.trackers.wandb import WeightsAndBiases
+from torchtitan.metrics.trackers.aim import Aim
+from torchtitan.metrics.trackers.interface import Run
+from torchtitan.metrics.trackers.mlflow import MLflow, allowed_name
+from torchtitan.metrics.trackers.tensorboard import TensorBoard
+from torchtitan.metrics.trackers.wandb import WeightsAndBiases
 
 QUICK = (0.001,)
 
@@ -99,7 +100,7 @@ def test_one_that_always_fails_ends_with_the_run_and_says_what_it_lacks(caplog):
 
 
 def test_one_that_blocks_holds_up_neither_the_run_nor_its_end(caplog, monkeypatch):
-    monkeypatch.setattr(patience, "LONGEST_QUEUE", 4)
+    monkeypatch.setattr(async_tracker, "LONGEST_QUEUE", 4)
     service = Service(blocks=True)
     tracker = PatientTracker("it", lambda: service, close_seconds=0.01)
     tracker.log({}, 0)

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from tests import test_combinations
 from tests.combinations import Combination
 from tests.support.pool import run_ranks
-from torchtitan.loss import IGNORE_INDEX
-from torchtitan.memory.traffic import Traffic, axes_of
+from torchtitan.losses.objective import IGNORE_INDEX
+from torchtitan.planner.traffic import Traffic, axes_of
 
 LAYERS, WIDTH = 3, test_combinations.MICRO_SIZE["dim"]
 

@@ -12,13 +12,13 @@ from tests.support import jobs
 from tests.support.jobs import ROOT
 from tests.support.pool import run_alone, run_ranks
 from tests.support.presets import SEQ_LEN, filled_in
-from torchtitan import build
+from torchtitan.build import parts as build
 from torchtitan.config import manager
-from torchtitan.initialization import clean_name
-from torchtitan.memory.prediction import predict, worst
+from torchtitan.core.initialization import clean_name
+from torchtitan.core.presets import MODEL
 from torchtitan.parallelisms.parallel_model import parallel_parts
+from torchtitan.planner.estimate import predict, worst
 from torchtitan.rules import check
-from torchtitan.shipped import MODEL
 
 JOBS = sorted((ROOT / "train_configs").glob("*.toml"))
 FINE_TUNING = [path for path in JOBS if MODEL in path.read_text()]

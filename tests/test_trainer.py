@@ -10,11 +10,11 @@ import torch.distributed as dist
 from tests.combinations import SCHEDULES
 from tests.support import jobs
 from tests.support.pool import run_ranks
-from torchtitan import distributed
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.config import manager
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
+from torchtitan.process import distributed
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.trainer import Trainer
 
 TP = dict(parallelism__tensor_parallel_degree=2)
 CP = dict(parallelism__context_parallel_degree=2)

@@ -104,12 +104,12 @@ def test_weights_go_out_and_in_as_hugging_face_files(texts, tmp_path):
 def logits_of(folder, ids):
     from pathlib import Path
 
-    from torchtitan import saved_model
     from torchtitan.commands import generate
+    from torchtitan.training import inference_model
 
     config, step_folder = generate.find_checkpoint(Path(folder), None)
     with torch.no_grad():
-        return saved_model.filled_model(config, step_folder, torch.device("cpu"))[0](ids)
+        return inference_model.filled_model(config, step_folder, torch.device("cpu"))[0](ids)
 
 
 def test_weights_alone_start_another_job(texts, tmp_path):

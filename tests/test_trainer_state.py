@@ -7,9 +7,9 @@ import torch
 
 from torchtitan.checkpoint import rng_state
 from torchtitan.config.job import JobConfig
-from torchtitan.metrics import Goodput
+from torchtitan.metrics.goodput import Goodput
 from torchtitan.parallelisms.parallel_dims import ParallelDims
-from torchtitan.trainer import Trainer
+from torchtitan.training.trainer import Trainer
 
 
 def trainer(**degrees):

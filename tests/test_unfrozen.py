@@ -8,15 +8,17 @@ import torch
 from tests.support import jobs
 from tests.support.judged import lines
 from tests.support.pool import run_alone, run_ranks
-from torchtitan import build, cli, saved_model
+from torchtitan import cli
+from torchtitan.build import parts
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config.manager import load
-from torchtitan.errors import JobError
-from torchtitan.memory.prediction import flops_of_a_rank, predict
-from torchtitan.memory.rehearsal import FROZEN, GRADIENTS, OPTIMIZER, PARAMETERS
+from torchtitan.core.errors import JobError
 from torchtitan.models.hf.config import UNTRAINED
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
+from torchtitan.planner.estimate import flops_of_a_rank, predict
+from torchtitan.planner.rehearsal import FROZEN, GRADIENTS, OPTIMIZER, PARAMETERS
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training import inference_model
+from torchtitan.training.trainer import Trainer
 
 PATTERNS = ["layers.3.*", "layers.*norm*", "output.weight"]
 
@@ -57,18 +59,18 @@ def test_only_these_are_trained_and_a_run_goes_on_to_the_bit(texts, tmp_path, ca
     assert "its job has no adapter; write --merge for the weights of the model" in capsys.readouterr().err
     assert cli.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "whole"), "--merge"]) == 0
     config, place = find_checkpoint(tmp_path / "run", None)
-    filled, installed = saved_model.filled_model(config, place, torch.device("cpu"))
+    filled, installed = inference_model.filled_model(config, place, torch.device("cpu"))
     assert {name for name, p in filled.named_parameters() if p.requires_grad} == changed
     of_them = sum(filled.get_parameter(name).numel() for name in changed)
     assert (installed.num_trained, installed.num_parameters) == (of_them, sum(p.numel() for p in filled.parameters()))
     assert f"unfrozen: {of_them:,} of" in installed.describe()
-    with saved_model.plain_state(config, filled, installed) as (state, into):
+    with inference_model.plain_state(config, filled, installed) as (state, into):
         assert into == "weights" and state.keys() == filled.state_dict().keys()
 
 
 def test_memory_counts_what_is_frozen_as_frozen(texts, tmp_path):
     config = load(job(tmp_path, texts, training__seq_len=16))
-    built, _, installed = build.adapted_model(config)
+    built, _, installed = parts.adapted_model(config)
     own = sum(p.numel() for p in built.parameters() if p.requires_grad) * 4
     rest = sum(p.numel() for p in built.parameters()) * 4 - own
     (found,) = run_alone(predict, config, 1, "cpu")  # a process in which a job was trained has a world
@@ -76,7 +78,7 @@ def test_memory_counts_what_is_frozen_as_frozen(texts, tmp_path):
     assert (kinds[PARAMETERS], kinds[FROZEN]) == (own, rest) and kinds[OPTIMIZER] == pytest.approx(2 * own, rel=0.01)
     assert kinds.get(GRADIENTS, 0) <= own
     whole = flops_of_a_rank(load(job(tmp_path, texts, training__seq_len=16, training__unfrozen="[]")), 1)
-    spared = 2 * (build.model_args(config).num_matmul_parameters - installed.met_trained)  # no gradients of weights
+    spared = 2 * (parts.model_args(config).num_matmul_parameters - installed.met_trained)  # no gradients of weights
     assert flops_of_a_rank(config, 1) == pytest.approx(whole - spared * 8 * 16) and spared > 0
 
 
@@ -84,7 +86,7 @@ def test_what_is_refused(texts, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = job(tmp_path / "run", texts, training__unfrozen='["layers.9.*"]')
     with pytest.raises(JobError, match=r"training.unfrozen = 'layers.9.\*' fits nothing in this model; it has layers"):
-        build.adapted_model(load(argv))
+        parts.adapted_model(load(argv))
     (fault,) = lines('--training.unfrozen=["layers.9.*", "*norm*"]')  # known ahead of every start, without the model
     told = 'training.unfrozen: given "layers.9.*"; allowed: patterns that fit one of layers.*.attention.wk.weight, '
     assert fault.startswith(told)

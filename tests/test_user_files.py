@@ -1,6 +1,7 @@
-"""Every file that a user names is opened by torchtitan/files.py: a pipe is not waited for, a device not read until the
-memory is gone, and nothing is read that is far larger than what is expected. The tables below have to name every option
-and every argument that takes a path, which they are compared with: a new one without an entry fails.
+"""Every file that a user names is opened by torchtitan/core/files.py.
+
+Pipes do not block, devices do not fill the memory, and files that are far larger than expected are refused. The tables
+below have to name every option and every argument that takes a path: a new one without an entry fails.
 """
 
 import ast
@@ -22,7 +23,7 @@ from torchtitan.commands.task_files import tasks_in
 from torchtitan.config.options import columns, options
 from torchtitan.datasets import sources_pretokenized
 from torchtitan.datasets.labelled import Fields, labelled_files
-from torchtitan.datasets.reading import Reading
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.sources_tables import saved_split
 from torchtitan.datasets.sources_text import text_files
 from torchtitan.datasets.tokenizer import build_tokenizer
@@ -254,17 +255,17 @@ READS += ("read_table", "read_metadata", "ParquetFile", "memory_map", "fromfile"
 OF_CHECKPOINTS = ("read_bytes", "layout.read_bytes", "storage.read_metadata")
 """Which read by files.read_file."""
 CHECKED = {
-    "adapters/neurocache/folder.py": "require_file before load_file",
+    "adapters/neurocache/authors_folder.py": "require_file before load_file",
     "adapters/peft_folder.py": "require_file before load_file",
     "datasets/labelled.py": "require_file before pyarrow's",
     "datasets/sources_tables.py": "require_file before memory_map",
     "datasets/sources_text.py": "require_file before pyarrow's",
     "datasets/tokens.py": "maps what TokenReader has opened; writes",
     "models/hf/stored.py": "require_file before safe_open",
-    "reference.py": "require_file before safe_open",
+    "training/reference_logprobs.py": "require_file before safe_open",
 }
 OWN_FILES = {
-    "files.py": "the one function",
+    "core/files.py": "the one function",
     "checkpoint/folders.py": "writes, and syncs what it has written",
     "checkpoint/layout.py": "forget, of what has been written",
     "cli.py": "/dev/null",
@@ -274,16 +275,16 @@ OWN_FILES = {
     "commands/presets.py": "writes; presets of the package",
     "datasets/preparing.py": "a lock",
     "datasets/template_worker.py": "/proc",
-    "launcher/answers.py": "writes",
+    "launcher/hangs.py": "writes",
     "launcher/lock.py": "/proc; writes",
     "launcher/nodes.py": "/proc",
     "launcher/processes.py": "/proc",
-    "leaving.py": "/dev/null",
+    "process/exit.py": "/dev/null",
     "metrics/json_lines.py": "writes",
     "models/hf/folders.py": "writes",
-    "numa.py": "/sys",
-    "preflight.py": "sources of the package",
-    "progress.py": "memory that ranks share",
+    "process/machine.py": "/sys",
+    "training/preflight.py": "sources of the package",
+    "process/heartbeat.py": "memory that ranks share",
 }
 
 

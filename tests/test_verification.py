@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support import jobs
-from torchtitan import build, build_data
+from torchtitan.build import data, parts
 from torchtitan.commands import prepare
 from torchtitan.config.manager import load
 from torchtitan.datasets import verification
@@ -23,7 +23,7 @@ def shards(tmp_path):
 def loader(tmp_path, shards, state=None):
     settings = dict(training__dataset="tokens")
     config = load(jobs.arguments(tmp_path / "run", shards, **settings))
-    return build_data.training_loader(config, build.tokenizer(config), 0, build.dims(config, 1), state)
+    return data.training_loader(config, parts.tokenizer(config), 0, parts.dims(config, 1), state)
 
 
 def rot(shards):

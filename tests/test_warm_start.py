@@ -13,8 +13,8 @@ from tests.support.judged import lines
 from tests.support.pool import RankFailed, run_ranks
 from torchtitan.checkpoint import read_state
 from torchtitan.config import manager
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.trainer import Trainer
 
 anywhere = judged.anywhere
 BASE = dict(checkpoint__enable=True, checkpoint__keep_latest_k=0, optimizer__lr=1e-3)

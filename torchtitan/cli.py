@@ -12,9 +12,9 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from torchtitan.errors import JobError, folded
-from torchtitan.imported import lasting
-from torchtitan.leaving import exit_with
+from torchtitan.core.errors import JobError, folded
+from torchtitan.process.exit import exit_with
+from torchtitan.process.gc_freeze import lasting
 
 COMMANDS = {
     "train": "train a job: train job.toml, with --section.key value to change it",

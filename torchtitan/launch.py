@@ -15,25 +15,25 @@ from pathlib import Path
 
 from torchtitan.checkpoint import newest_complete
 from torchtitan.checkpoint.layout import step_of
-from torchtitan.clean_start import clean
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
 from torchtitan.config.sections.run import Job
-from torchtitan.errors import JobError, folded
+from torchtitan.core.errors import JobError, folded
 from torchtitan.launcher import slurm
-from torchtitan.launcher.company import LATE_SECONDS, First, Other
+from torchtitan.launcher.clean_folder import clean
 from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.lock import held, this_process
+from torchtitan.launcher.monitor import Watch
+from torchtitan.launcher.multi_node import LATE_SECONDS, First, Other
 from torchtitan.launcher.nodes import Nodes, stay_on_the_way_to
 from torchtitan.launcher.processes import Processes
 from torchtitan.launcher.restarts import follow, supervise
-from torchtitan.launcher.stops import SignalQueue
-from torchtitan.launcher.watching import Watch
-from torchtitan.leaving import CRASHED, REFUSED, exit_with
-from torchtitan.ranks import Restart, count_ranks, likely_device, read_nodes, set_default, slurm_job
+from torchtitan.launcher.run_folder import HANGS, SECRET
+from torchtitan.launcher.signals import SignalQueue
+from torchtitan.process.exit import CRASHED, REFUSED, exit_with
+from torchtitan.process.ranks import Restart, count_ranks, likely_device, read_nodes, set_default, slurm_job
 from torchtitan.rules import check, with_faults_of_the_rest
-from torchtitan.run_folder import HANGS, SECRET
 
 AUTO = "auto"
 """As many ranks as this machine has GPUs."""

@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint import CannotSave, CheckpointError
-from torchtitan.clean_start import clean
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
-from torchtitan.errors import JobError, folded
-from torchtitan.failures import ExportError, kind_of
-from torchtitan.imported import lasting
+from torchtitan.core.errors import JobError, folded
 from torchtitan.launch import launch, load_job
-from torchtitan.launcher.answers import answer
+from torchtitan.launcher.clean_folder import clean
+from torchtitan.launcher.hangs import answer
 from torchtitan.launcher.lock import held, this_process
-from torchtitan.launcher.stops import Requests
-from torchtitan.leaving import (
+from torchtitan.launcher.run_folder import LOGS
+from torchtitan.launcher.signals import Requests
+from torchtitan.process.exit import (
     CRASHED,
     DIFFERING,
     INTERRUPTED,
@@ -35,13 +34,15 @@ from torchtitan.leaving import (
     NOT_SAVED,
     OUT_OF_MEMORY,
     REFUSED,
+    ExportError,
     die_with,
     exit_with,
+    kind_of,
     stop_signals,
 )
-from torchtitan.logs import set_up_logging
-from torchtitan.ranks import Ranks, read_ranks, slurm_job, started_as_rank
-from torchtitan.run_folder import LOGS
+from torchtitan.process.gc_freeze import lasting
+from torchtitan.process.ranks import Ranks, read_ranks, slurm_job, started_as_rank
+from torchtitan.process.run_log import set_up_logging
 
 logger = logging.getLogger("torchtitan.train")  # its name also where it is run as __main__
 
@@ -102,7 +103,7 @@ def run(config: JobConfig, ranks: Ranks) -> int:
     for number in stop_signals():
         signal.signal(number, request_stop)
     with lasting():
-        from torchtitan import trainer as training
+        from torchtitan.training import trainer as training
 
     try:
         trainer = training.Trainer(config, ranks)

@@ -8,14 +8,13 @@ from torch import nn
 from tests.support.scale_adapter import ScaleAdapter
 from torchtitan.adapters.dora import DoRA
 from torchtitan.adapters.int8 import Int8LoRA
-from torchtitan.adapters.interface import Adapter
+from torchtitan.adapters.interface import Adapter, Unfrozen
 from torchtitan.adapters.lora import LoRA
-from torchtitan.adapters.neurocache.kind import Neurocache
+from torchtitan.adapters.neurocache.adapter import Neurocache
 from torchtitan.adapters.nf4 import QLoRA
-from torchtitan.adapters.unfrozen import Unfrozen
 from torchtitan.config.sections.adapter import Adapter as Options
-from torchtitan.config.sections.neurocache import Neurocache as Cache
-from torchtitan.initialization import Normal, draw
+from torchtitan.config.sections.adapter import Neurocache as Cache
+from torchtitan.core.initialization import Normal, draw
 from torchtitan.parallelisms.plan import ParallelPlan
 
 _SMALL = Options(rank=4, alpha=8.0, target=["all-linear", "output"])

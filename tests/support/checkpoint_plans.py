@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torchtitan.checkpoint import Checkpointer
-from torchtitan.initialization import clean_name, initialize
+from torchtitan.core.initialization import clean_name, initialize
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.parallelisms.parallel_dims import ParallelDims

@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtitan import launch
 from torchtitan.launcher import processes
-from torchtitan.leaving import exit_with, stop_signals
+from torchtitan.process.exit import exit_with, stop_signals
 
 
 class Forked:

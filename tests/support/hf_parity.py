@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torchtitan.errors import JobError
-from torchtitan.initialization import initialize
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import initialize
 from torchtitan.models.hf.config import INDEX, SINGLE
 
 

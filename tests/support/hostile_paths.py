@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 
 KINDS = ("pipe", "device", "folder", "oversize")
 SECONDS = 60

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torchtitan.importers.meaning import Meaning
+from torchtitan.importers.translation import Meaning
 
 
 def difference(first: Meaning, then: Meaning) -> tuple[dict[str, Any], str]:

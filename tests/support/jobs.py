@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.pool import run_script
 from torchtitan.config import manager
-from torchtitan.initialization import clean_name
-from torchtitan.ranks import read_ranks
-from torchtitan.trainer import Trainer
+from torchtitan.core.initialization import clean_name
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 SHALLOW = "{dim=32, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16}"

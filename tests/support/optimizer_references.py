@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.keyed import normal
+from torchtitan.core.keyed_rng import normal
 
 
 class InFloat64:

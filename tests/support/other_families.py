@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.loss import IGNORE_INDEX, Objective, cross_entropies, summed_cross_entropy
+from torchtitan.losses.objective import IGNORE_INDEX, Objective, cross_entropies, summed_cross_entropy
 from torchtitan.models.decoder import Block, Decoder, Entrance
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.layers import MLP, GroupedQueryAttention

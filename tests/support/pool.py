@@ -35,7 +35,7 @@ PRELOAD = [
     "torch._inductor.compile_fx",
     "torch._dynamo.repro.after_dynamo",
     "torch.export._trace",
-    "torchtitan.trainer",
+    "torchtitan.training.trainer",
     "tests.test_combinations",
     "tests.support.pool",
 ]

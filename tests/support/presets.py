@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 from tests.test_templates import LLAMA3, folder_with
-from torchtitan import build
+from torchtitan.build import parts
 from torchtitan.config import manager
-from torchtitan.initialization import initialize
-from torchtitan.models.registry import MODELS
+from torchtitan.core.initialization import initialize
+from torchtitan.models.spec import MODELS
 
 SEQ_LEN, RECORDS = 96, 20
 SIZES = "{dim=64, n_layers=2, n_heads=4, n_kv_heads=4, vocab_size=2112, multiple_of=64, max_seq_len=96}"
@@ -17,7 +17,7 @@ def write_model(folder: Path) -> Path:
     """A Llama with initial weights and its tokenizer, in the form of Hugging Face."""
     folder_with(folder, LLAMA3)
     words = ["--model.name=llama3", f"--model.overrides={SIZES}", f"--model.tokenizer_path={folder}"]
-    model = build.meta_model(manager.load(words)).to_empty(device="cpu")
+    model = parts.meta_model(manager.load(words)).to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
     MODELS["llama3"].hf.save_hf(folder, model.state_dict(), model.args)
     return folder

@@ -16,16 +16,16 @@ import torch.distributed as dist
 
 from tests.support.adapted import learn_something
 from tests.support.jobs import full
-from torchtitan import build
+from torchtitan.build import parts
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import load
 from torchtitan.config.sections.parallelism import Parallelism
-from torchtitan.initialization import initialize
-from torchtitan.loss import IGNORE_INDEX
+from torchtitan.core.initialization import initialize
+from torchtitan.core.tensor_storage import draw_stores
+from torchtitan.losses.objective import IGNORE_INDEX
 from torchtitan.models import SIZES
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES, model_modules
 from torchtitan.rules import check
-from torchtitan.stores import draw_stores
 
 IN_FLOAT64 = {"float32": torch.float64}
 """Both sides compute so. In float32 one device itself is off by up to 2e-5 of a gradient's largest entry (of A below
@@ -154,17 +154,17 @@ def batch_of(config: JobConfig, samples: int) -> dict[str, torch.Tensor]:
     return batch
 
 
-@patch.dict(build.DTYPES, IN_FLOAT64)
+@patch.dict(parts.DTYPES, IN_FLOAT64)
 def on_ranks(words: list[str]) -> tuple[float, dict[str, np.ndarray]]:
     """On every rank of a plan: the loss of a step and the gradients of this rank's parameters, whole."""
     torch._dynamo.reset()
     config = load(words)
-    dims = build.dims(config, dist.get_world_size())
-    model = build.model(config, dims.build_mesh("cpu"), dims, torch.device("cpu"))
+    dims = parts.dims(config, dist.get_world_size())
+    model = parts.model(config, dims.build_mesh("cpu"), dims, torch.device("cpu"))
     learn_something(model.named_parameters())
-    samples, size = build.global_batch_size(config, dims), config.training.local_batch_size
+    samples, size = parts.global_batch_size(config, dims), config.training.local_batch_size
     whole, rank = batch_of(config, samples), dims.dp_rank(model.mesh)
-    valid = build.objective(config).count(whole)
+    valid = parts.objective(config).count(whole)
     mine = {name: tensor[rank :: dims.dp] for name, tensor in whole.items()}
     passes = samples // (size * dims.dp)
     loss = torch.zeros((), dtype=torch.float64)
@@ -178,12 +178,12 @@ def on_ranks(words: list[str]) -> tuple[float, dict[str, np.ndarray]]:
 
 
 @cache
-@patch.dict(build.DTYPES, IN_FLOAT64)
+@patch.dict(parts.DTYPES, IN_FLOAT64)
 def on_one_device(words: tuple[str, ...], samples: int) -> tuple[float, dict[str, torch.Tensor]]:
     """The plain model, in one pass."""
     config = load(list(words))
     config = replace(config, parallelism=Parallelism())
-    model, _, adapter = build.adapted_model(config)
+    model, _, adapter = parts.adapted_model(config)
     model.to_empty(device="cpu")
     initialize(model, config.debug.seed, model.init_rule)
     draw_stores(model, config.debug.seed, model.init_rule)
@@ -191,8 +191,8 @@ def on_one_device(words: tuple[str, ...], samples: int) -> tuple[float, dict[str
         adapter.follow_base([model])
     learn_something(model.named_parameters())
     batch = batch_of(config, samples)
-    valid = build.objective(config).count(batch)
-    balance = build.model_spec(config).balance
+    valid = parts.objective(config).count(batch)
+    balance = parts.model_spec(config).balance
     if balance is not None:
         balance.set_aux_loss_scale(model, 1 / valid)
     loss = model(**batch) / valid
@@ -203,7 +203,7 @@ def on_one_device(words: tuple[str, ...], samples: int) -> tuple[float, dict[str
 def differences(words: list[str], ranks: int, answers: list[tuple[float, dict[str, np.ndarray]]]) -> list[str]:
     """What the ranks have otherwise than one device."""
     config = load(words)
-    samples = build.global_batch_size(config, build.dims(config, ranks))
+    samples = parts.global_batch_size(config, parts.dims(config, ranks))
     loss, grads = on_one_device(tuple(words), samples)
     norm = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads.values()])).item()
     found, wrong = set(), []

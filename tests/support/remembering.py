@@ -3,10 +3,10 @@
 import torch
 
 from tests.support.tiny_decoders import LLAMA, MISTRAL, OPT
-from torchtitan.adapters.neurocache.kind import Neurocache
+from torchtitan.adapters.neurocache.adapter import Neurocache
 from torchtitan.config.sections.adapter import Adapter as Options
-from torchtitan.config.sections.neurocache import Neurocache as Cache
-from torchtitan.initialization import initialize
+from torchtitan.config.sections.adapter import Neurocache as Cache
+from torchtitan.core.initialization import initialize
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
 from torchtitan.models.opt.model import OPT as OPTModel
@@ -32,7 +32,7 @@ def remembering(family="llama", dtype=torch.float32, layers=2, adapter=None, siz
     """A model of two layers and its adapter, whose compression and reading have learned something at random."""
     model = plain(family, dtype, n_layers=layers, **sizes or {})
     installed = Neurocache(Options(kind="neurocache", neurocache=Cache(**SMALL | cache), **(adapter or {})))
-    from torchtitan.models.registry import MODELS
+    from torchtitan.models.spec import MODELS
 
     installed.plan = installed.install(model, MODELS["llama3" if family == "llama" else family].plan)
     initialize(model, 0, model.init_rule, names=installed.fresh)

@@ -10,7 +10,7 @@ from torchtitan.models.opt import OPTArgs
 from torchtitan.models.qwen3 import Qwen3Args
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.roberta import RobertaArgs
-from torchtitan.models.rope_scaling import RopeScaling
+from torchtitan.models.sizes import RopeScaling
 
 _LLAMA2 = LlamaArgs(dim=32, n_layers=2, n_heads=4, vocab_size=64, multiple_of=16, max_seq_len=128)
 # of the 4 frequencies, one is kept, one blended and two are stretched

@@ -1,11 +1,11 @@
-"""Adapters by kind. No torch here, as `torchtitan check` reads the names; `build.py` makes them.
+"""Adapters by kind. No torch here, as `torchtitan check` reads the names; `build/parts.py` makes them.
 
 A new adapter is one file and one entry here.
 """
 
 from dataclasses import dataclass
 
-from torchtitan.registration import Registry
+from torchtitan.core.registry import Registry
 
 NONE = "none"
 """The kind of a job that trains the model itself."""
@@ -35,7 +35,7 @@ _own = {
     "lora": _low_rank("torchtitan.adapters.lora:LoRA"),
     "dora": _low_rank("torchtitan.adapters.dora:DoRA"),
     "qlora": _low_rank("torchtitan.adapters.nf4:QLoRA"),
-    "neurocache": _low_rank("torchtitan.adapters.neurocache.kind:Neurocache"),
+    "neurocache": _low_rank("torchtitan.adapters.neurocache.adapter:Neurocache"),
     "lora_int8": _low_rank("torchtitan.adapters.int8:Int8LoRA"),
 }
 ADAPTERS: Registry[AdapterSpec] = Registry("torchtitan.adapters", _own, AdapterSpec)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchtitan.adapters.low_rank import LowRank, LowRankLinear, Strength, plus_learned
-from torchtitan.initialization import Constant, Init, local_part
+from torchtitan.core.initialization import Constant, Init, local_part
 from torchtitan.models.layers import autocast_off
 
 

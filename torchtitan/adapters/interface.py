@@ -1,4 +1,10 @@
-"""What an adapter is: parameters added to a plain model, and the choice of which are trained, before anything is made
+"""Floating-point operations of a model that is trained in part, in the convention of models/flops.py.
+
+A weight that is trained costs 6 for each token that meets it, one that is frozen 4: its gradient is a matrix product
+that nobody makes. A and B are trained weights. (Below the first matrix that is trained nothing runs backward, which
+saves a little more and is not counted; nor is what unpacks a packed matrix, or measures the rows of DoRA.)
+
+What an adapter is: parameters added to a plain model, and the choice of which are trained, before anything is made
 parallel.
 
 Names stay: a module that gets parameters of its own changes its class and not its place, so every pattern of a plan,
@@ -12,6 +18,8 @@ themselves, whatever wraps, splits or copies them in between. A converted module
     follow_base()    called once the plain parameters have their values: sets what is made of them
 
 and beside these an adapter only says which names it added and which it froze.
+
+Some of a model's own parameters trained, and nothing added: all others are frozen.
 """
 
 import math
@@ -26,16 +34,43 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtitan.adapters.flops import in_part, weights_met
 from torchtitan.adapters.targets import without_numbers
 from torchtitan.config.sections.adapter import Adapter as Options
-from torchtitan.deferred import Deferred, Value
-from torchtitan.errors import JobError
-from torchtitan.initialization import clean_name, local_part
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import clean_name, local_part
+from torchtitan.core.tensor_storage import Deferred, Value, packed_names, stores
 from torchtitan.models.flops import FlopsPerToken
 from torchtitan.models.hf.names import Form
+from torchtitan.models.linears import HEAD
+from torchtitan.models.moe.experts import Experts
 from torchtitan.parallelisms.plan import ParallelPlan
-from torchtitan.stores import packed_names, stores
+
+
+def weights_met(model: nn.Module, names: Iterable[str]) -> float:
+    """How many weights of these parameters, by their first names in the whole plain model, a token is multiplied with:
+    of stacks of experts those that it goes to, the head once more for each depth of multi-token prediction.
+    """
+    return sum(_met(model, *name.rpartition(".")[::2]) for name in names)
+
+
+def _met(model: nn.Module, path: str, own: str) -> float:
+    module = model.get_submodule(path)
+    parameter, args = getattr(module, own), getattr(model, "args", None)
+    if isinstance(module, Experts):
+        return parameter.numel() * args.top_k / args.n_experts
+    head = getattr(model, HEAD, None)
+    heads = 1 + getattr(args, "n_mtp_layers", 0)
+    if isinstance(module, nn.Embedding):
+        return parameter.numel() * heads if parameter is getattr(head, own, None) else 0.0
+    return parameter.numel() * (heads if module is head else 1) if parameter.dim() > 1 else 0.0
+
+
+def in_part(plain: FlopsPerToken, weights: int, trained: float, added: float, left_out: float) -> FlopsPerToken:
+    """Of a model whose `plain` operations are those of training all its `weights`, as met by a token, of which
+    `trained` are and `left_out` are not there, beside as many as are `added`.
+    """
+    change = 6 * added - 2 * (weights - trained) - 4 * left_out
+    return FlopsPerToken(full=plain.full + change, causal=plain.causal + change)
 
 
 class Adapter:
@@ -47,7 +82,7 @@ class Adapter:
     `left_out`: shapes of matrices of the base that the adapted model has in no form. `also_trained`: parameters of the
     base that are trained beside the fresh.
 
-    A hook of the step (parallelisms/hooks.py).
+    A hook of the step (parallelisms/parallel_model.py).
     """
 
     name = "adapter"
@@ -287,3 +322,22 @@ def _with(parts: Iterable[nn.Module], method: str) -> Iterator[tuple[str, nn.Mod
         for name, module in part.named_modules():
             if hasattr(type(module), method):
                 yield clean_name(name), module
+
+
+KEY = "training.unfrozen"
+
+
+class Unfrozen(Adapter):
+    """`patterns`: of the names of what is trained."""
+
+    name = "unfrozen"
+
+    def __init__(self, patterns: Sequence[str]):
+        super().__init__(Options(kind=self.name))
+        self.patterns = patterns
+
+    def convert(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
+        return plan
+
+    def trained_of_base(self, names: Sequence[str]) -> frozenset[str]:
+        return frozenset(matching(names, self.patterns, KEY))

@@ -22,9 +22,9 @@ from torchtitan.adapters import peft_folder
 from torchtitan.adapters.interface import Adapter
 from torchtitan.adapters.targets import layer_of, misfits, targets
 from torchtitan.config.sections.adapter import Adapter as Options
-from torchtitan.deferred import Deferred, Value
-from torchtitan.errors import JobError
-from torchtitan.initialization import Constant, Init, Uniform, local_part
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import Constant, Init, Uniform, local_part
+from torchtitan.core.tensor_storage import Deferred, Value
 from torchtitan.models.dropout import Dropout
 from torchtitan.models.hf.names import Form
 from torchtitan.models.layers import autocast_dtype

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchtitan.adapters.low_rank import LowRankLinear, Strength, plus_learned
+from torchtitan.core.tensor_storage import Store
 from torchtitan.models.layers import autocast_dtype
-from torchtitan.stores import Store
 
 
 class Form(Protocol):

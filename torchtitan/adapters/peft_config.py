@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.sections.adapter import Adapter as Options
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.models.hf.config import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

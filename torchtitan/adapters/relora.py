@@ -3,9 +3,9 @@ set to zero, so that many small steps in few directions make a change of any ran
 forgets what it knew of A and B, or most of it.
 
 With periods of k steps both happen behind the steps k + 1, 2 k + 1, ...: the rate of these is exactly 0
-(lr_restarts.py), so that they move no weight, and the first step with fresh matrices has a small one. All that is drawn
-is a function of (seed, restart, name), and what is kept of the optimizer's state is chosen over whole tensors, so no
-plan changes it.
+(lr_schedules/restarts.py), so that they move no weight, and the first step with fresh matrices has a small one. All
+random values are a function of (seed, restart, name), and the retained optimizer state is chosen over full tensors, so
+no plan changes it.
 """
 
 import logging
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from torchtitan.adapters.low_rank import LowRankExperts, LowRankLinear
 from torchtitan.config.sections.adapter import Relora
-from torchtitan.initialization import Constant, Uniform, clean_name, draw, local_part
+from torchtitan.core.initialization import Constant, Uniform, clean_name, draw, local_part
 
 logger = logging.getLogger(__name__)
 

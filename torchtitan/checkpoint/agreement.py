@@ -12,8 +12,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from torchtitan import distributed
 from torchtitan.checkpoint.layout import CannotSave, CheckpointError, NotFinite, NothingLoadable
+from torchtitan.process import distributed
 
 TIMEOUT = timedelta(minutes=30)
 """A rank waits here while another writes or checks its files, which takes longer than any step."""

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from torchtitan.checkpoint import folders, layout, retention, saving, tensors
+from torchtitan.checkpoint.adapter_state import Kept
 from torchtitan.checkpoint.agreement import Peers, describe
-from torchtitan.checkpoint.best import Metric
-from torchtitan.checkpoint.counters import SCHEDULE_START
-from torchtitan.checkpoint.kept import Kept
+from torchtitan.checkpoint.base_weights import SCHEDULE_START
+from torchtitan.checkpoint.best_metric import Metric
 from torchtitan.checkpoint.layout import (
     MODEL,
     OPTIMIZER,
@@ -33,7 +33,7 @@ from torchtitan.checkpoint.layout import (
 )
 from torchtitan.checkpoint.loading import Source, Wanted, claim, complete_steps, load_tensors, open_checkpoint, resolve
 from torchtitan.checkpoint.saving import Care, Snapshot
-from torchtitan.deferred import Value
+from torchtitan.core.tensor_storage import Value
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from torchtitan.bars import progress_bar
-from torchtitan.errors import JobError
-from torchtitan.files import FileError, open_file, read_file
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import FileError, open_file, read_file
+from torchtitan.core.progress_bar import progress_bar
 
 FORMAT = 1
 MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"

@@ -18,7 +18,7 @@ from torchtitan.checkpoint import folders, layout, storage, tensors
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.layout import MODEL, CheckpointError, Manifest, Refused, TensorEntry
 from torchtitan.checkpoint.tensors import Tensors
-from torchtitan.stores import Store, packed_names, stores
+from torchtitan.core.tensor_storage import Store, packed_names, stores
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,8 @@ def _compare(
     wanted = {name: saved[name] for name in compress(names, marks[: len(names)])}
     if not misfit and len(wanted) == len(saved):
         return None, {saved[name].dtype for name in compress(names, marks[len(names) :])}
-    odd_entries = {name: [entry.dtype, entry.shape] for name, entry in own.items() if saved.get(name) != entry}
+    odd_names = [name for name, entry in own.items() if saved.get(name) != entry]
+    odd_entries: dict[str, Any] = {name: [own[name].dtype, own[name].shape] for name in odd_names}
     others = peers.collect(odd_entries)
     if others is not None:
         wanted |= tensors.united([{name: TensorEntry(*entry) for name, entry in plain.items()} for plain in others])

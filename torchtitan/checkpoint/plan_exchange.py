@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from torchtitan import distributed
 from torchtitan.checkpoint.agreement import describe
 from torchtitan.checkpoint.layout import CheckpointError
+from torchtitan.process import distributed
 
 Plain = Any
 

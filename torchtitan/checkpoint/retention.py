@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchtitan.checkpoint import folders, layout
 from torchtitan.checkpoint.agreement import Peers
-from torchtitan.checkpoint.best import Metric, best_of
+from torchtitan.checkpoint.best_metric import Metric, best_of
 from torchtitan.checkpoint.layout import CheckpointError
 
 logger = logging.getLogger(__name__)

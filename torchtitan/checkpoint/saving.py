@@ -24,9 +24,9 @@ from torchtitan.checkpoint import folders, layout, storage, tensors
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.layout import MANIFEST, MODEL, STATE, CheckpointError, FileEntry, Manifest, TensorEntry
 from torchtitan.checkpoint.tensors import Tensors
-from torchtitan.deferred import Deferred, Value
-from torchtitan.errors import in_units
-from torchtitan.initialization import clean_name
+from torchtitan.core.errors import in_units
+from torchtitan.core.initialization import clean_name
+from torchtitan.core.tensor_storage import Deferred, Value
 
 logger = logging.getLogger(__name__)
 

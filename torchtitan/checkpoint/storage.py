@@ -1,6 +1,6 @@
 """Tensors to files and back by torch.distributed.checkpoint (DCP), with what it leaves open closed.
 
-Notable: DCP reads its `.metadata` by plain `pickle`, which runs whatever a stranger put there; records.py reads it
+Notable: DCP reads its `.metadata` by plain `pickle`, which executes code in a hostile file; safe_unpickle.py reads it
 instead. What ranks tell each other of a save or a load goes as JSON (plan_exchange.py). DCP's error type is no
 `Exception`; it is caught here and nowhere else. Only tensors are ever written, so no entry needs unpickling.
 """
@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import ReadItem, SavePlanner
 
-from torchtitan.bars import progress_bar
-from torchtitan.checkpoint import plan_exchange, records
+from torchtitan.checkpoint import plan_exchange, safe_unpickle
 from torchtitan.checkpoint.agreement import Peers, describe
 from torchtitan.checkpoint.layout import METADATA, CheckpointError, Manifest, TensorEntry, read_bytes
-from torchtitan.initialization import local_part
+from torchtitan.core.initialization import local_part
+from torchtitan.core.progress_bar import progress_bar
 
 # a single process is an ordinary case here
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -97,7 +97,7 @@ def read_tensors(folder: Path, index: metadata.Metadata, tensors: Tensors, peers
 
 def read_metadata(folder: Path, manifest: Manifest) -> metadata.Metadata:
     """DCP's index of a checkpoint, without executing anything in it. Raises `CheckpointError`."""
-    return records.read(read_bytes(folder / METADATA, records.LARGEST), manifest)
+    return safe_unpickle.read(read_bytes(folder / METADATA, safe_unpickle.LARGEST), manifest)
 
 
 class _CheckedReader(filesystem.FileSystemReader):

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan.checkpoint.layout import MODEL, OPTIMIZER, CheckpointError, TensorEntry
-from torchtitan.initialization import clean_name
+from torchtitan.core.initialization import clean_name
 
 Tensors = dict[str, torch.Tensor]
 VALUE = TensorEntry("value", [])

@@ -1,7 +1,7 @@
 """Checkpoints that torchtitan itself wrote, by torch.distributed.checkpoint and nothing beside it: their weights.
 
 There is no manifest to hold them against. Their metadata are a pickle, read without making what it asks for
-(records.py), and no file but theirs is opened. Beside tensors they hold pickled values, which are never read.
+(safe_unpickle.py), and no file but theirs is opened. Beside tensors they hold pickled values, which are never read.
 """
 
 import re
@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from torchtitan.checkpoint import records
+from torchtitan.checkpoint import safe_unpickle
 from torchtitan.checkpoint.layout import METADATA, MODEL, CheckpointError, read_bytes
 from torchtitan.checkpoint.storage import translated_errors
 
@@ -30,7 +30,7 @@ class TorchtitanCheckpoint:
     def __init__(self, folder: Path):
         self.folder = folder
         try:
-            self.found = records.read_foreign(read_bytes(folder / METADATA, records.LARGEST))
+            self.found = safe_unpickle.read_foreign(read_bytes(folder / METADATA, safe_unpickle.LARGEST))
         except CheckpointError as error:
             raise CheckpointError(f"{folder}: {error}") from None
         entries = self.found.state_dict_metadata
@@ -42,7 +42,7 @@ class TorchtitanCheckpoint:
             raise CheckpointError(f"{folder}: holds no weights, only {', '.join(sorted(entries)[:5]) or 'values'}")
         self._check_places()
         for name in self.tensors:
-            if (lack := records.lack_of(self.prefix + name, self.found)) is not None:
+            if (lack := safe_unpickle.lack_of(self.prefix + name, self.found)) is not None:
                 raise CheckpointError(f"{folder / METADATA}: {name} {lack}")
 
     def _is_weight(self, name: str) -> bool:

@@ -1,4 +1,6 @@
-"""`torchtitan bench JOB --sweep KEY=VALUE,VALUE ...`: how fast a job's steps are and what memory they take, measured
+"""The picture of a sweep: a bar for each combination's speed and memory; those that failed say so.
+
+`torchtitan bench JOB --sweep KEY=VALUE,VALUE ...`: how fast a job's steps are and what memory they take, measured
 for every combination of the values, each in processes of its own, so that one that fails leaves the others.
 
     torchtitan bench sft_qlora.toml --sweep training.seq_len=2048,4096 --sweep adapter.rank=16,64
@@ -22,23 +24,54 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from torchtitan.bars import waiting
-from torchtitan.commands.bench_plot import draw
 from torchtitan.commands.job_of import refuse_strangers
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import load, said_by, to_toml
 from torchtitan.config.options import ConfigError, Fault, free_table
 from torchtitan.config.sections.checkpoint import Checkpoint
-from torchtitan.config.sections.guard import EarlyStop, Guard
 from torchtitan.config.sections.optimization import LRScheduler
-from torchtitan.config.sections.output import Metrics, Profiling
+from torchtitan.config.sections.run import EarlyStop, Guard, Metrics, Profiling
 from torchtitan.config.sections.training import Training, Validation
-from torchtitan.errors import JobError, folded
-from torchtitan.leaving import OUT_OF_MEMORY, REFUSED
+from torchtitan.core.errors import JobError, folded
+from torchtitan.core.progress_bar import waiting
 from torchtitan.metrics.json_lines import read_records
-from torchtitan.plot import check_format
-from torchtitan.ranks import likely_device
+from torchtitan.metrics.plot import GREY, HELD_OUT, INK, LOSS, SPEED, STYLE, check_format
+from torchtitan.process.exit import OUT_OF_MEMORY, REFUSED
+from torchtitan.process.ranks import likely_device
 from torchtitan.rules import check
+
+BAR = 0.32
+"""Inches, of a row."""
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """`rows` as `torchtitan bench` writes them. OSError where it cannot be written."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    names = [", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in row["options"].items()) for row in rows]
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": "bench"}):
+        figure = Figure(figsize=(11, 1.4 + BAR * len(rows)), dpi=150, layout="constrained")
+        axes = figure.subplots(1, 2, sharey=True)
+        panels = (
+            ("tokens_per_second", "tokens per second", SPEED, ",.0f"),
+            ("memory_gib", "GiB of the first rank", LOSS, ".2f"),
+        )
+        for panel, (key, title, color, form) in zip(axes, panels, strict=True):
+            panel.barh(range(len(rows)), [row.get(key, 0) for row in rows], color=color, height=0.7)
+            panel.set_title(title, loc="left", fontweight="bold")
+            panel.grid(visible=False, axis="y")
+            for place, row in enumerate(rows):
+                told, ink = (format(row[key], form), INK) if key in row else (row["result"], HELD_OUT)
+                panel.annotate(
+                    told, (row.get(key, 0), place), (4, 0), textcoords="offset points", va="center", color=ink
+                )
+            panel.margins(x=0.18)
+        axes[0].set_yticks(range(len(rows)), [name or "the job" for name in names], color=GREY)
+        axes[0].invert_yaxis()
+        dated: dict[str, Any] = {"metadata": {"Date": None}} if path.suffix.lower() == ".svg" else {}
+        figure.savefig(path, facecolor="white", **dated)
+
 
 MODEL = "model"
 MOST = 200

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from torchtitan import build, saved_model
 from torchtitan.adapters.neurocache.generation import reader_of
+from torchtitan.build import parts
 from torchtitan.commands.generate import (
     CONTROLS,
     find_checkpoint,
@@ -26,17 +26,18 @@ from torchtitan.commands.generate import (
     sampling_options,
 )
 from torchtitan.config.job import JobConfig, sources_of
+from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
 from torchtitan.datasets.formats import FORMATS
-from torchtitan.datasets.reading import Reading, reading_of
+from torchtitan.datasets.record_format import Reading, reading_of
 from torchtitan.datasets.records import encode, prompt_ids
 from torchtitan.datasets.sources import DataError, Document
 from torchtitan.datasets.templates import turn_ends
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.datasets.tokenizer.streaming import text_of
-from torchtitan.distributed import device_type
-from torchtitan.errors import JobError
-from torchtitan.tasks import TASKS
+from torchtitan.datasets.tokenizer.base import text_of
+from torchtitan.losses.tasks import TASKS
+from torchtitan.process.distributed import device_type
+from torchtitan.training import inference_model
 
 CHAT = "chat"
 ASKED = [CHAT, *(name for name, known in FORMATS.items() if known.asked)]
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
     sys.stdout.reconfigure(errors="replace")  # what the terminal has no character for
     config, place = find_checkpoint(Path(options.folder), options.config, words, options.best)
     refuse_without_next_words(config)
-    tokenizer = build.tokenizer(config)
+    tokenizer = parts.tokenizer(config)
     form = options.format or form_of(config, tokenizer)
     if options.system is not None and form != CHAT:
         raise JobError(
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> int:
             "--data.chat_template"
         )
     model: Any
-    model, _ = saved_model.filled_model(config, place, torch.device(device_type()))
+    model, _ = inference_model.filled_model(config, place, torch.device(device_type()))
     typed = sys.stdin.isatty()
     print(f"{config.model.name} {config.model.flavor}, {place.name}, asked as {form}", file=sys.stderr)
     if typed:

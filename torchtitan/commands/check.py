@@ -10,20 +10,19 @@ from collections.abc import Iterable
 from typing import Any
 
 from torchtitan.adapters import NONE
-from torchtitan.bars import waiting
-from torchtitan.batch_shape import notice, rows_per_sample, sample_count
-from torchtitan.cadence import NO_LIMIT, cadence_of, describe_end
 from torchtitan.commands.upgrade import translate
-from torchtitan.config.job import JobConfig, describe_sources
+from torchtitan.config.batch_shape import notice, rows_per_sample, sample_count
+from torchtitan.config.job import JobConfig, describe_sources, job_schema
 from torchtitan.config.manager import load, said_by, to_toml
 from torchtitan.config.options import ConfigError, Fault, help_text, show
-from torchtitan.config.schema import job_schema
 from torchtitan.config.upgrade import ERAS
-from torchtitan.errors import JobError, folded, in_units
-from torchtitan.memory_limit import amount_of, in_words
+from torchtitan.core.cadence import NO_LIMIT, cadence_of, describe_end
+from torchtitan.core.errors import JobError, folded, in_units
+from torchtitan.core.progress_bar import waiting
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED, Held
-from torchtitan.ranks import likely_device
+from torchtitan.process.machine import amount_of, in_words
+from torchtitan.process.ranks import likely_device
 from torchtitan.rules import RULES, Device, Facts, check, with_faults_of_the_rest
 from torchtitan.rules.pipeline import layers_by_stage
 

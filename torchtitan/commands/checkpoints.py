@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint import layout
-from torchtitan.checkpoint.best import best_of, metric_of
+from torchtitan.checkpoint.best_metric import best_of, metric_of
 from torchtitan.checkpoint.layout import CheckpointError
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 
 NOTHING_TO_TAKE = 3
 

@@ -11,7 +11,7 @@ import sys
 
 from torchtitan.cli import COMMANDS
 from torchtitan.config.options import choices, options
-from torchtitan.shipped import jobs
+from torchtitan.core.presets import jobs
 
 SHELLS = ("bash", "zsh", "fish")
 

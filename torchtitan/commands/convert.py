@@ -19,26 +19,26 @@ from typing import Any
 
 import torch
 
-from torchtitan import build
-from torchtitan.bars import progress_bar
+from torchtitan.build import parts
 from torchtitan.checkpoint.agreement import Peers
+from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.folders import published
-from torchtitan.checkpoint.kinds import find_weights
 from torchtitan.checkpoint.layout import MODEL
 from torchtitan.checkpoint.saving import Care, Snapshot, save
+from torchtitan.checkpoint.weight_sources import Weights, opened
 from torchtitan.commands.job_of import JOB, job_of, names_its_tokenizer, refuse_strangers
 from torchtitan.commands.resizing import Resized, Resizing, resizing
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import to_toml
+from torchtitan.core.errors import JobError
+from torchtitan.core.progress_bar import progress_bar
+from torchtitan.core.tensor_storage import Deferred
 from torchtitan.datasets.templates import turn_ends
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.chat_templates import template_file
-from torchtitan.deferred import Deferred
-from torchtitan.errors import JobError
 from torchtitan.models import CONFIGS
 from torchtitan.models.hf.config import CONFIG, config_beside
 from torchtitan.models.hf.export import beside_weights, source_of
-from torchtitan.weights import Weights, opened
 
 LARGEST_MULTIPLE = 2**16
 FORMS = {"hf": "a folder of Hugging Face", "file": "one file of safetensors", "ours": "an export of this project"}
@@ -58,17 +58,17 @@ def main(argv: list[str]) -> int:
         raise JobError(f"{target}: one file holds no tokenizer, which says what the rows are; give a folder")
     config = job_of(place, words, with_tokenizer=False)
     with ExitStack() as stack:
-        args, to = build.model_args(config), None
+        args, to = parts.model_args(config), None
         weights = stack.enter_context(opened(place, config.model.name, args))
         if resizes:
             how = (options.add_tokens, options.eos_token, options.vocab_multiple)
             to = stack.enter_context(resizing(config, args, *how))
             weights, args = Resized(weights, config, args, to), to.args
-        dtype = build.DTYPES[options.dtype] if options.dtype else weights.dtype("tok_embeddings.weight")
+        dtype = parts.DTYPES[options.dtype] if options.dtype else weights.dtype("tok_embeddings.weight")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             if form == "file":
-                build.model_spec(config).hf.save_hf_file(target, _unread(config, args, weights), args, dtype)
+                parts.model_spec(config).hf.save_hf_file(target, _unread(config, args, weights), args, dtype)
             else:
                 write = {"hf": _write_hf, "ours": _write_ours}[form]
                 write(target, place, config, args, weights, dtype, to)
@@ -100,7 +100,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     multiple = "as few rows of the vocabulary as hold the tokens, up to a multiple of N; 1 drops rows without a token"
     parser.add_argument("--vocab-multiple", "--vocab_multiple", type=int, metavar="N", help=multiple)
-    parser.add_argument("--dtype", choices=list(build.DTYPES), help="of the weights (default: as they are)")
+    parser.add_argument("--dtype", choices=list(parts.DTYPES), help="of the weights (default: as they are)")
     options, words = parser.parse_known_args(argv)
     refuse_strangers(parser, words)
     if options.vocab_multiple is not None and not 1 <= options.vocab_multiple <= LARGEST_MULTIPLE:
@@ -135,7 +135,7 @@ def _beside(place: Path, config: JobConfig, args: Any, dtype: torch.dtype, to: R
 def _tokenizer(config: JobConfig, args: Any) -> Tokenizer | None:
     """The model's own, if it is one."""
     try:
-        vocabulary = build.tokenizer(config)
+        vocabulary = parts.tokenizer(config)
     except JobError:
         return None
     spare = args.vocab_size - vocabulary.vocab_size
@@ -144,7 +144,7 @@ def _tokenizer(config: JobConfig, args: Any) -> Tokenizer | None:
 
 def _unread(config: JobConfig, args: Any, weights: Weights) -> dict[str, Deferred]:
     """Every tensor once, by our names; a tied head is the embedding."""
-    shapes = build.model_spec(config).hf.shapes(args)
+    shapes = parts.model_spec(config).hf.shapes(args)
     tied = {"output.weight"} if args.tied_embeddings else set()
     return {name: weights.unread(name, shape) for name, shape in shapes.items() if name not in tied}
 
@@ -154,7 +154,7 @@ def _write_hf(
 ) -> None:
     beside = _beside(place, config, args, dtype, to)
     with published(target.resolve(), write=True) as folder:
-        build.model_spec(config).hf.save_hf(folder, _unread(config, args, weights), args, dtype=dtype, beside=beside)
+        parts.model_spec(config).hf.save_hf(folder, _unread(config, args, weights), args, dtype=dtype, beside=beside)
 
 
 def _write_ours(
@@ -166,7 +166,7 @@ def _write_ours(
     except JobError:
         if to is not None:
             raise
-        beside = {JOB: to_toml(build.movable(config)).encode()}
+        beside = {JOB: to_toml(parts.movable(config)).encode()}
     unread = _unread(config, args, weights)
     narrow = {name for name in unread if weights.dtype(name).is_floating_point and not name.endswith("expert_bias")}
     types = {name: dtype if name in narrow else weights.dtype(name) for name in unread}

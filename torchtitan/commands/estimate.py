@@ -11,15 +11,15 @@ from dataclasses import replace
 
 import torch
 
-from torchtitan.bars import waiting
 from torchtitan.commands.check import fewest_ranks
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError, hint
-from torchtitan.errors import JobError, in_units
-from torchtitan.memory.prediction import BESIDE, Prediction, Remedy, flops_of_a_rank, predict, remedies, worst
-from torchtitan.memory_limit import amount_of
-from torchtitan.ranks import likely_device
+from torchtitan.core.errors import JobError, in_units
+from torchtitan.core.progress_bar import waiting
+from torchtitan.planner.estimate import BESIDE, Prediction, Remedy, flops_of_a_rank, predict, remedies, worst
+from torchtitan.process.machine import amount_of
+from torchtitan.process.ranks import likely_device
 from torchtitan.rules import Device, check
 
 UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

@@ -1,4 +1,6 @@
-"""`torchtitan evaluate FOLDER`: what a model makes of held-out documents: loss, perplexity, bits per byte, and all of
+"""The picture of an evaluation: the loss by the place of a token in its document, a line for each size of a cache.
+
+`torchtitan evaluate FOLDER`: what a model makes of held-out documents: loss, perplexity, bits per byte, and all of
 them by the place of a token in its document.
 
 FOLDER is as for `torchtitan generate`. The documents are those of the job's validation, the held-out ones of a split,
@@ -22,22 +24,47 @@ from typing import Any
 
 import torch
 
-from torchtitan import build, build_data, saved_model
 from torchtitan.adapters.neurocache.sizes import misfits_of
-from torchtitan.by_position import Measured, measure, names_of, total
-from torchtitan.commands.evaluate_plot import draw
+from torchtitan.build import data as build_data
+from torchtitan.build import parts as build
 from torchtitan.commands.evaluate_tasks import evaluate_tasks, tasks_table
 from torchtitan.commands.generate import best_option, find_checkpoint
 from torchtitan.commands.job_of import refuse_strangers
 from torchtitan.config.job import JobConfig, Validation, describe_sources
+from torchtitan.core.errors import JobError
 from torchtitan.datasets.segments import Documents, HeldOutSegments
 from torchtitan.datasets.sources import PairFound
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.distributed import device_type
-from torchtitan.errors import JobError
+from torchtitan.losses.position_loss import Measured, measure, names_of, total
+from torchtitan.losses.tasks import TASKS
+from torchtitan.metrics.plot import HELD_OUT, INK, LOSS, RATE, SPEED, STYLE, check_format
 from torchtitan.models.decoder import Decoder
-from torchtitan.plot import check_format
-from torchtitan.tasks import TASKS
+from torchtitan.process.distributed import device_type
+from torchtitan.training import inference_model
+
+COLORS = (LOSS, HELD_OUT, RATE, SPEED)
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """OSError where it cannot be written."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": "evaluation"}):
+        figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_title("loss by place in the document", loc="left", fontweight="bold")
+        names = list(found["runs"][0]["by_position"])
+        for number, run in enumerate(found["runs"]):
+            losses = [run["by_position"][name]["loss"] for name in names]
+            label = f"{run['cache_size']:,} entries" if "cache_size" in run else f"loss {run['loss']:.4f}"
+            axes.plot(names, losses, marker="o", color=COLORS[number % len(COLORS)], linewidth=1.8, label=label)
+        axes.set_xlabel("tokens ahead in the document")
+        axes.set_ylabel("nats per token")
+        axes.legend(frameon=False, labelcolor=INK)
+        dated: dict[str, Any] = {"metadata": {"Date": None}} if path.suffix.lower() == ".svg" else {}
+        figure.savefig(path, facecolor="white", **dated)
+
 
 NO_TEXT = (
     "pairs of answers are no documents, so they have no perplexity; the run's metrics.jsonl has their validation_loss, "
@@ -138,7 +165,7 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
     rows = config.validation.local_batch_size
     batches = HeldOutSegments(documents, samples, seq_len=seq_len, rows=rows, rank=0, ranks=1)
     check_caches(config, sizes, seq_len)
-    model, _ = saved_model.filled_model(config, place, torch.device(device_type()))
+    model, _ = inference_model.filled_model(config, place, torch.device(device_type()))
     assert isinstance(model, Decoder)
     if sizes and model.memory is None:
         raise JobError("--cache-sizes: this model has no cache; leave it out")

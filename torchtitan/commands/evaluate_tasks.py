@@ -17,19 +17,20 @@ from typing import Any, Protocol
 import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torchtitan import build, saved_model
 from torchtitan.adapters.neurocache.generation import ENDLESS, reading
-from torchtitan.bars import progress_bar
-from torchtitan.by_request import Likelihood, Request, likelihoods, windows
+from torchtitan.build import parts
 from torchtitan.commands.generate import refuse_without_next_words, sample
-from torchtitan.commands.patience import at_most, unhurried
 from torchtitan.commands.task_files import greedy_of, tasks_in, without_effect
+from torchtitan.commands.time_bound import at_most, unhurried
 from torchtitan.config.job import JobConfig
+from torchtitan.core.errors import JobError
+from torchtitan.core.progress_bar import progress_bar
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.datasets.tokenizer.streaming import text_of
-from torchtitan.distributed import device_type
-from torchtitan.errors import JobError
+from torchtitan.datasets.tokenizer.base import text_of
+from torchtitan.losses.loglikelihood import Likelihood, Request, likelihoods, windows
 from torchtitan.models.decoder import Decoder
+from torchtitan.process.distributed import device_type
+from torchtitan.training import inference_model
 
 SEED = 1234
 """lm-eval's own, of the examples that stand before a question."""
@@ -150,10 +151,10 @@ def evaluate_tasks(config: JobConfig, place: Path, path: Path, limit: int) -> di
             if useless := without_effect(task):
                 print(f"{name}: without effect here: {', '.join(useless)}", file=sys.stderr)
         tasks = _opened(told, folder)
-        model, _ = saved_model.filled_model(config, place, torch.device(device_type()))
+        model, _ = inference_model.filled_model(config, place, torch.device(device_type()))
         assert isinstance(model, Decoder)
         rows = config.validation.local_batch_size
-        answers = Answers(model, build.tokenizer(config), config.training.seq_len, rows)
+        answers = Answers(model, parts.tokenizer(config), config.training.seq_len, rows)
         for name, task in told.items():
             if task.get("output_type", "generate_until") == "generate_until":
                 answers.refuse_long(task.get("generation_kwargs") or {}, name)

@@ -21,15 +21,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan import build, build_data, saved_model
 from torchtitan.adapters import NONE
+from torchtitan.build import data, parts
 from torchtitan.checkpoint.folders import published
 from torchtitan.checkpoint.layout import read_manifest
 from torchtitan.commands.generate import best_option, find_checkpoint, sample
 from torchtitan.config.job import JobConfig
-from torchtitan.errors import JobError, in_units
-from torchtitan.loss import IGNORE_INDEX, SummedCrossEntropy
-from torchtitan.tasks import TASKS
+from torchtitan.core.errors import JobError, in_units
+from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
+from torchtitan.losses.tasks import TASKS
+from torchtitan.training import inference_model
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 """Of the loss, relative: what rounding a model's weights to the type once may change. Of two tokens' logits, beside the
@@ -57,9 +58,9 @@ def main(argv: list[str]) -> int:
         raise JobError(f"--dtype: given {options.dtype}; allowed: with --merge only; an adapter alone keeps its type")
     if config.adapter.kind == NONE:
         raise JobError(f"{options.folder}: its job has no adapter; write --merge for the weights of the model")
-    model, adapter = saved_model.filled_model(config, step_folder, torch.device("cpu"))
+    model, adapter = inference_model.filled_model(config, step_folder, torch.device("cpu"))
     assert adapter is not None
-    build.save_peft(config, target, adapter, adapter.whole_tensors([model]))
+    parts.save_peft(config, target, adapter, adapter.whole_tensors([model]))
     print(f"{target}: the adapter of {step_folder.name}, in {adapter.layout}")
     return 0
 
@@ -85,8 +86,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def announcement(config: JobConfig, dtype: str) -> str:
     """Describe the export in one line: its type and size, and the cost of rounding or the saving by it."""
-    number, run_dtype = build.model_args(config).num_parameters, config.training.dtype
-    size = in_units(number * build.DTYPES[dtype].itemsize)
+    number, run_dtype = parts.model_args(config).num_parameters, config.training.dtype
+    size = in_units(number * parts.DTYPES[dtype].itemsize)
     line = f"writing {number:,} parameters in {dtype}"
     if dtype != run_dtype:
         line += f", though the run has {run_dtype}: {size}"
@@ -115,8 +116,8 @@ def export(config: JobConfig, step_folder: Path, target: Path, dtype: str, into_
         raise JobError(f"{written}: it is there, from an export that failed; remove it")
     samples = held_out(config)
     before, into = write(config, step_folder, written, dtype, into_unpacked, samples)
-    again = build.meta_model(config).to(build.DTYPES[config.training.dtype]).to_empty(device="cpu").eval()
-    build.model_spec(config).hf.load_hf(written, again, build.model_args(config))
+    again = parts.meta_model(config).to(parts.DTYPES[config.training.dtype]).to_empty(device="cpu").eval()
+    parts.model_spec(config).hf.load_hf(written, again, parts.model_args(config))
     verdict = compared(config, before, answer(config, again, samples), dtype, into)
     manifest = {"of": str(step_folder), "step": read_manifest(step_folder).step, "dtype": dtype, "merged_into": into}
     manifest |= verdict | {"samples": len(samples), "base": config.checkpoint.initial_load_path}
@@ -140,16 +141,16 @@ def write(
 ) -> tuple[Answer, str]:
     """What the run's model says of the samples, and what its adapter was folded into."""
     as_asked = dataclasses.replace(config.checkpoint, export_dtype=dtype)
-    beside = build.beside_hf_weights(dataclasses.replace(config, checkpoint=as_asked), build.tokenizer(config))
-    hf, args = build.model_spec(config).hf, build.model_args(config)
-    model, adapter = saved_model.filled_model(config, step_folder, torch.device("cpu"))
+    beside = parts.beside_hf_weights(dataclasses.replace(config, checkpoint=as_asked), parts.tokenizer(config))
+    hf, args = parts.model_spec(config).hf, parts.model_args(config)
+    model, adapter = inference_model.filled_model(config, step_folder, torch.device("cpu"))
     said = answer(config, model, samples)
     try:
         with (
-            saved_model.plain_state(config, model, adapter, into_unpacked) as (state, into),
+            inference_model.plain_state(config, model, adapter, into_unpacked) as (state, into),
             published(folder, write=True) as place,
         ):
-            hf.save_hf(place, state, args, dtype=build.DTYPES[dtype], beside=beside)
+            hf.save_hf(place, state, args, dtype=parts.DTYPES[dtype], beside=beside)
     except OSError as error:
         raise JobError(f"{folder}: the weights were not written: {error}; the run is untouched") from error
     return said, into
@@ -162,7 +163,7 @@ def answer(config: JobConfig, model: nn.Module, samples: Samples) -> Answer:
         model.loss = SummedCrossEntropy()
     loss = sum(model(tokens, labels=labels).item() for tokens, labels in samples)
     count = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in samples)
-    vocabulary, logits = build.tokenizer(config), []
+    vocabulary, logits = parts.tokenizer(config), []
     last = (0, -1, slice(vocabulary.vocab_size))
     watched = model.register_forward_hook(lambda _, given, made: logits.append(made[last].clone()))  # not all of them
     how = dict(max_new_tokens=NEW_TOKENS, context=config.training.seq_len, temperature=0, top_k=0, seed=0)
@@ -198,9 +199,9 @@ def go_on_alike(run: Answer, export: Answer, tolerance: float) -> bool:
 
 def held_out(config: JobConfig) -> Samples:
     """Read up to SAMPLES samples: of the validation data where the job validates, else of the training data."""
-    one, vocabulary = build.dims(build.on_one_rank(config), 1), build.tokenizer(config)
-    make = build_data.validation_loader if config.validation.enable else build_data.training_loader
-    loader = make(build.on_one_rank(config), vocabulary, 0, one)
+    one, vocabulary = parts.dims(parts.on_one_rank(config), 1), parts.tokenizer(config)
+    make = data.validation_loader if config.validation.enable else data.training_loader
+    loader = make(parts.on_one_rank(config), vocabulary, 0, one)
     samples: Samples = []
     try:
         for batch in loader:

@@ -1,4 +1,6 @@
-"""`torchtitan generate FOLDER --prompt "..."`: continue a text from a checkpoint, to see what was learned.
+"""A command that needs several devices, run as that many ranks of this machine.
+
+`torchtitan generate FOLDER --prompt "..."`: continue a text from a checkpoint, to see what was learned.
 
 FOLDER is the job's dump_folder (newest complete checkpoint), one of its step folders, an export or a folder of Hugging
 Face; the model and the tokenizer come from the config.toml that the run wrote or from what is beside the weights. Keys
@@ -20,20 +22,40 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torchtitan import build, saved_model
 from torchtitan.adapters.neurocache.generation import reader_of
-from torchtitan.checkpoint.best import best_in
-from torchtitan.checkpoint.kinds import find_weights
+from torchtitan.build import parts
+from torchtitan.checkpoint.base_weights import find_weights
+from torchtitan.checkpoint.best_metric import best_in
 from torchtitan.commands.job_of import job_of, refuse_strangers
-from torchtitan.commands.on_ranks import SPEAK_SECONDS, run_on_ranks
 from torchtitan.config.job import JobConfig
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import FileError, read_file
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.datasets.tokenizer.streaming import text_of
-from torchtitan.distributed import device_type
-from torchtitan.errors import JobError
-from torchtitan.files import FileError, read_file
-from torchtitan.leaving import die_with
-from torchtitan.ranks import Ranks, read_ranks, started_as_rank
+from torchtitan.datasets.tokenizer.base import text_of
+from torchtitan.launcher.processes import Processes
+from torchtitan.process.distributed import device_type
+from torchtitan.process.exit import die_with
+from torchtitan.process.ranks import Ranks, read_ranks, started_as_rank
+from torchtitan.training import inference_model
+
+LOOK_SECONDS, FOLLOW_SECONDS, SPEAK_SECONDS = 0.05, 2, 3
+"""Between looks at the ranks; for the others, once one has ended by a failure; before another than the first says why
+it has failed: mostly that one has said it, and the others have been ended."""
+
+
+def run_on_ranks(words: list[str], num_ranks: int) -> int:
+    """`torchtitan WORDS` on each; the exit code of the first that failed, or 0. None of them outlives this process."""
+    world = Processes([sys.executable, "-m", "torchtitan", *words], num_ranks)
+    deadline = float("inf")
+    try:
+        while world.running and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+            if any(ended.code for ended in world.look()):
+                deadline = min(deadline, time.monotonic() + FOLLOW_SECONDS)
+        return next((ended.exit_code for ended in world.ended if ended.code), 0)
+    finally:
+        world.close()
+
 
 # What a young model writes must not reach the terminal as commands.
 LARGEST_PROMPT = 2**26
@@ -68,11 +90,11 @@ def generate(options: argparse.Namespace, words: list[str], text: str, ranks: Ra
         die_with(ranks.launcher.pid)
     config, place = find_checkpoint(Path(options.folder), options.config, words, options.best)
     refuse_without_next_words(config)
-    tokenizer = build.tokenizer(config)
+    tokenizer = parts.tokenizer(config)
     if ranks.world_size > 1:
-        model = saved_model.model_over_ranks(config, place, ranks)
+        model = inference_model.model_over_ranks(config, place, ranks)
     else:
-        model, _ = saved_model.filled_model(config, place, torch.device(device_type()))
+        model, _ = inference_model.filled_model(config, place, torch.device(device_type()))
     print(f"{config.model.name} {config.model.flavor}, {place.name}", file=sys.stderr)
     start = tokenizer.begin or [tokenizer.eos_id]  # without a sign of its own, a document begins behind the last one
     said = tokenizer.encode(text)
@@ -86,7 +108,7 @@ def generate(options: argparse.Namespace, words: list[str], text: str, ranks: Ra
         temperature=options.temperature,
         top_k=options.top_k,
         seed=options.seed,
-        agree=saved_model.first_ranks if ranks.world_size > 1 else lambda choice: choice,
+        agree=inference_model.first_ranks if ranks.world_size > 1 else lambda choice: choice,
     )
     print(text, end="", flush=True)
     for piece in text_of(tokens, said, tokenizer):
@@ -96,7 +118,7 @@ def generate(options: argparse.Namespace, words: list[str], text: str, ranks: Ra
 
 def refuse_without_next_words(config: JobConfig) -> None:
     """JobError for a model that does not tell the next word."""
-    args, name = build.model_args(config), config.model.name
+    args, name = parts.model_args(config), config.model.name
     if not getattr(args, "causal", True):
         what = "finds hidden words by what stands on both sides of them"
     elif getattr(args, "n_classes", 0):

@@ -15,14 +15,14 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.layers import layer_of
 from torchtitan.config.manager import assemble
 from torchtitan.config.options import ConfigError, hint, show
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.importers import SOURCES, launchers
 from torchtitan.importers.command_line import CommandLine, parse, split
 from torchtitan.launch import launch
-from torchtitan.leaving import REFUSED
-from torchtitan.ranks import likely_device
+from torchtitan.launcher.run_folder import IMPORTED
+from torchtitan.process.exit import REFUSED
+from torchtitan.process.ranks import likely_device
 from torchtitan.rules import check
-from torchtitan.run_folder import IMPORTED
 
 USAGE = """\
 usage: torchtitan import [--from SOURCE] [--world-size N] [--run] "COMMAND LINE"

@@ -8,7 +8,7 @@ from pathlib import Path
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError, options
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.models import CONFIGS, family_of
 from torchtitan.models.hf.config import CONFIG, config_beside
 from torchtitan.rules import (

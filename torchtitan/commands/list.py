@@ -5,15 +5,15 @@ from typing import Any
 
 from torchtitan.adapters import ADAPTERS
 from torchtitan.config.options import describe, show
+from torchtitan.core.presets import jobs
+from torchtitan.core.registry import Registry, added, faults_of_packages, package_of
 from torchtitan.datasets import DATASETS
 from torchtitan.datasets.tokenizer import TOKENIZERS
-from torchtitan.lr_shapes import DECAYS
+from torchtitan.losses.tasks import TASKS
+from torchtitan.lr_schedules.shapes import DECAYS
+from torchtitan.metrics.trackers import TRACKERS
 from torchtitan.models import SIZES
 from torchtitan.optimizers import OPTIMIZERS
-from torchtitan.registration import Registry, added, faults_of_packages, package_of
-from torchtitan.shipped import jobs
-from torchtitan.tasks import TASKS
-from torchtitan.trackers import TRACKERS
 
 USAGE = """\
 usage: torchtitan list [KIND ...]

@@ -8,10 +8,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from torchtitan.errors import JobError
-from torchtitan.files import FileError
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import FileError
 from torchtitan.metrics.json_lines import read_records
-from torchtitan.plot import FORMATS, check_format, draw_training_curve, is_finite, smoothed, smoothed_over
+from torchtitan.metrics.plot import FORMATS, check_format, draw_training_curve, is_finite, smoothed, smoothed_over
 
 METRICS = "metrics.jsonl"
 PAGE = ".html"

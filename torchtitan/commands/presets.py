@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.config.options import hint
-from torchtitan.errors import JobError
-from torchtitan.importers.folder import family_in
+from torchtitan.core.errors import JobError
+from torchtitan.core.presets import MODEL, RECORDS, jobs
+from torchtitan.importers.translation import family_in
 from torchtitan.models import SIZES
 from torchtitan.models.hf.config import CONFIG
-from torchtitan.shipped import MODEL, RECORDS, jobs
 
 USAGE = """\
 usage: torchtitan presets ls [WORD ...]

@@ -15,15 +15,16 @@ from operator import itemgetter
 
 import torch
 
-from torchtitan import build
-from torchtitan.build_data import documents_apart, feed, training_loader
+from torchtitan.build import parts
+from torchtitan.build.data import documents_apart, training_loader
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig, describe_sources
 from torchtitan.config.sections.training import DataLoader
 from torchtitan.datasets.loader import Batch
 from torchtitan.datasets.packing import IGNORE
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.tasks import TASKS
+from torchtitan.losses.tasks import TASKS
+from torchtitan.training.batches import feed
 
 HEAD, SPECIAL, MASKED, FAINT = "\033[1;36m", "\033[33m", "\033[2;31m", "\033[2m"
 # Text of strangers must not reach the terminal as commands.
@@ -33,7 +34,7 @@ CONTROLS = {c: chr(0x2400 + c) for c in range(32) if chr(c) not in "\n\t"} | {c:
 def main(argv: list[str]) -> int:
     options, rest = parse(argv)
     config = manager.load(rest)
-    tokenizer = build.tokenizer(config)
+    tokenizer = parts.tokenizer(config)
     batch = first_batch(config, tokenizer, options.samples)
     view = View(
         tokenizer,
@@ -80,10 +81,10 @@ def first_batch(config: JobConfig, tokenizer: Tokenizer, samples: int) -> Batch:
 
     Raises DataError for data that the trainer would refuse, with the same message."""
     training = dataclasses.replace(config.training, local_batch_size=samples, dataloader=DataLoader(pin_memory=False))
-    alone = build.on_one_rank(dataclasses.replace(config, training=training))
-    batches = iter(training_loader(alone, tokenizer, 0, build.dims(alone, 1)))
+    alone = parts.on_one_rank(dataclasses.replace(config, training=training))
+    batches = iter(training_loader(alone, tokenizer, 0, parts.dims(alone, 1)))
     device = torch.device("cpu")
-    taken, error = feed(alone, tokenizer, build.dims(alone, 1), 0, device, draws=False).take(batches, 1, step=0)
+    taken, error = feed(alone, tokenizer, parts.dims(alone, 1), 0, device, draws=False).take(batches, 1, step=0)
     if error is not None:
         raise error
     return taken[0]

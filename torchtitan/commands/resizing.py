@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from torchtitan import build
+from torchtitan.build import parts
+from torchtitan.checkpoint.weight_sources import Weights
 from torchtitan.commands.job_of import names_its_tokenizer
 from torchtitan.config.job import JobConfig
+from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.datasets.tokenizer.extending import extended, lacking
-from torchtitan.errors import JobError
+from torchtitan.datasets.tokenizer.hf_files import extended, lacking
 from torchtitan.models.hf.config import CONFIG, UNTRAINED, untrained
 from torchtitan.models.hf.export import GENERATION, Source
-from torchtitan.weights import Weights
 
 AT_ONCE = 2**14
 """Rows that are added up in double precision at once."""
@@ -69,7 +69,7 @@ def resizing(
     """Of the model of these sizes with its tokenizer. JobError where that is not known, or cannot have these tokens."""
     if not names_its_tokenizer(config):
         raise JobError("which tokens the model has is not known: --model.tokenizer_path says which is its tokenizer")
-    before = build.tokenizer(config)
+    before = parts.tokenizer(config)
     new = lacking(before, tokens)
     for token in sorted(set(tokens) - set(new)):
         print(f"{token!r} is there already, as number {before.special_tokens[token]}", file=sys.stderr)
@@ -88,7 +88,7 @@ class Resized(Weights):
     """Weights with the rows of a vocabulary of another size."""
 
     def __init__(self, weights: Weights, config: JobConfig, args: Any, to: Resizing):
-        shapes = build.model_spec(config).hf.shapes
+        shapes = parts.model_spec(config).hf.shapes
         other = shapes(replace(args, vocab_size=args.vocab_size + 1))
         self.weights, self.to, self.step = weights, to, weights.step
         self.by_token = {name for name, shape in shapes(args).items() if other[name] != shape}

@@ -18,19 +18,13 @@ from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError, hint
 from torchtitan.config.sections.parallelism import Parallelism
-from torchtitan.errors import JobError
-from torchtitan.parallelisms.pipeline.actions import (
-    Table,
-    load_schedule_csv,
-    merged,
-    num_stages_of,
-    to_csv,
-)
+from torchtitan.core.errors import JobError
+from torchtitan.metrics.plot import check_format
+from torchtitan.parallelisms.pipeline.actions import Table, load_schedule_csv, merged, num_stages_of, to_csv
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES, schedule_traits
 from torchtitan.parallelisms.pipeline.simulator import EVEN, Costs, Simulation, simulate
 from torchtitan.parallelisms.pipeline.tables import build_table
-from torchtitan.plot import check_format
-from torchtitan.ranks import likely_device
+from torchtitan.process.ranks import likely_device
 from torchtitan.rules import Facts, check
 from torchtitan.rules.output import unwritable
 from torchtitan.rules.pipeline import layers_by_stage, num_stages

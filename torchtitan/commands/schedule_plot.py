@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from torchtitan.metrics.plot import GREY, INK, STYLE
 from torchtitan.parallelisms.pipeline.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from torchtitan.parallelisms.pipeline.simulator import Simulation, Span
-from torchtitan.plot import GREY, INK, STYLE
 
 NAMES = {
     FORWARD: "forward",

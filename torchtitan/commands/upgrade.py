@@ -15,7 +15,7 @@ from torchtitan.config.manager import LARGEST_FILE, read_layers
 from torchtitan.config.options import ConfigError, Fault, options, show
 from torchtitan.config.renames import MOVED
 from torchtitan.config.upgrade import Upgrade, upgrade
-from torchtitan.files import read_file
+from torchtitan.core.files import read_file
 from torchtitan.rules import WITHOUT_EFFECT, Facts
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.options import options, show
-from torchtitan.tasks import TASKS
+from torchtitan.losses.tasks import TASKS
 
 Kind = Literal["refused", "told", "quiet"]
 

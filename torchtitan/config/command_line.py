@@ -16,7 +16,7 @@ from torchtitan.config.options import (
     show,
 )
 from torchtitan.config.renames import Moved, renamed
-from torchtitan.shipped import jobs
+from torchtitan.core.presets import jobs
 
 _WORDS_FOR_THE_JOB = dict.fromkeys(("config", "config_file", "config-file", "job.config"), "job.config_file")
 

@@ -3,25 +3,25 @@
 Pure data, so nothing here imports torch or the rest of the project. The text under a field is its help (`torchtitan
 check --help-config` prints it). Types and ranges that one field can check by itself are checked there; what takes
 several fields, files or the model's sizes is checked in `rules/`.
+
+The JSON schema of a job, with which an editor completes and checks TOML (`torchtitan check --schema`).
 """
 
+import json
 from dataclasses import field, fields, is_dataclass, replace
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.sections.adapter import Adapter
 from torchtitan.config.sections.checkpoint import Checkpoint
-from torchtitan.config.sections.data import Data
-from torchtitan.config.sections.guard import EarlyStop, Guard
-from torchtitan.config.sections.kinds import STRICT
+from torchtitan.config.sections.field_types import STRICT
 from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Model
 from torchtitan.config.sections.optimization import LRScheduler, Optimizer
-from torchtitan.config.sections.output import Metrics, Profiling
 from torchtitan.config.sections.parallelism import Parallelism
-from torchtitan.config.sections.preference import Dpo
-from torchtitan.config.sections.run import Comm, Debug, Job, Memory
-from torchtitan.config.sections.task import Task
+from torchtitan.config.sections.run import Comm, Debug, EarlyStop, Guard, Job, Memory, Metrics, Profiling
+from torchtitan.config.sections.task import Data, Dpo, Task
 from torchtitan.config.sections.training import DataSource, Training, Validation
 
 
@@ -101,3 +101,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return as_dict(value) if is_dataclass(value) else value
+
+
+def job_schema() -> str:
+    schema = TypeAdapter(JobConfig).json_schema()
+    schema |= {"$schema": "http://json-schema.org/draft-07/schema#", "title": "torchtitan job"}
+    names = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+    help = "Jobs that this one builds on: a file name or a list of them, relative to this file."
+    schema["properties"] = {"extends": names | {"description": help}} | schema["properties"]
+    schema["$defs"]["Job"]["properties"].pop("config_file")  # of the command line only
+    return json.dumps(schema, indent=1).replace("#/$defs/", "#/definitions/").replace('"$defs"', '"definitions"')

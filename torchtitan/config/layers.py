@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from torchtitan.cadence import NO_LIMIT
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import (
     YES_OR_NO,
@@ -34,8 +33,9 @@ from torchtitan.config.options import (
     show,
 )
 from torchtitan.config.renames import Gone, Moved, old_section, renamed
-from torchtitan.errors import JobError
-from torchtitan.ranks import MEMORY_LIMIT
+from torchtitan.core.cadence import NO_LIMIT
+from torchtitan.core.errors import JobError
+from torchtitan.process.ranks import MEMORY_LIMIT
 
 COMMAND_LINE = "command line"
 

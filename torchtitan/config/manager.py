@@ -14,13 +14,13 @@ from typing import Any
 import tomli
 import tomli_w
 
-from torchtitan.cadence import NO_LIMIT
 from torchtitan.config.command_line import parse_arguments
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.layers import COMMAND_LINE, Entries, Layer, assemble, layer_of, merged, of_environment, walk
 from torchtitan.config.options import ConfigError, Fault, help_text, hint, option_at, show
-from torchtitan.files import FileError, read_file
-from torchtitan.shipped import job_file, jobs
+from torchtitan.core.cadence import NO_LIMIT
+from torchtitan.core.files import FileError, read_file
+from torchtitan.core.presets import job_file, jobs
 
 __all__ = ["ConfigError", "Fault", "load", "to_toml"]
 

@@ -8,7 +8,7 @@ model.overrides; what can be said neither by name nor by number is a note, or th
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 
 V0_2_2 = "v0.2.2"
 V0_1 = "v0.1.0 to August 2025"

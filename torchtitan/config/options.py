@@ -16,8 +16,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import PydanticUndefined
 
 from torchtitan.config.job import JobConfig, as_dict
-from torchtitan.config.sections.kinds import Form
-from torchtitan.errors import JobError
+from torchtitan.config.sections.field_types import Form
+from torchtitan.core.errors import JobError
 
 YES_OR_NO = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 """What people write for a flag. All but true and false are refused, by what to write."""

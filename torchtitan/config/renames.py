@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 
 Values = dict[str, Any]
 

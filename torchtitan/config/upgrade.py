@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan.config.old_models import JULY_2024, V0_1, V0_2_2, today
 from torchtitan.config.renames import VALUES, Gone, Values, renamed
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 
 __all__ = ["ERAS", "TODAY", "Upgrade", "era_of", "upgrade"]
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from torchtitan.core.errors import JobError
+from torchtitan.core.registry import Registry
 from torchtitan.datasets import (
     sources_huggingface,
     sources_pretokenized,
@@ -14,10 +16,8 @@ from torchtitan.datasets import (
     tokens,
 )
 from torchtitan.datasets.labelled import Fields, labelled_files, saved
-from torchtitan.datasets.reading import Reading
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.sources import DataError, Source
-from torchtitan.errors import JobError
-from torchtitan.registration import Registry
 
 
 class Dataset(NamedTuple):

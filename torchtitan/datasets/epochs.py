@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from torchtitan.datasets.packs import Packing, PackReader
+from torchtitan.datasets.sample_packing import Packing, PackReader
 from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.tokens import BlockReader, TokenShards
 

@@ -14,6 +14,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+from torchtitan.core.files import open_file, require_file
 from torchtitan.datasets.sources import (
     REMEDY,
     DataError,
@@ -27,7 +28,6 @@ from torchtitan.datasets.sources import (
     missing,
 )
 from torchtitan.datasets.sources_tables import BESIDE_ARROW, saved_split
-from torchtitan.files import open_file, require_file
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 LARGEST = 2**31

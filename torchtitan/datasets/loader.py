@@ -5,6 +5,8 @@ tokenized twice, and the batch is put together here. Prepared shards need no sha
 batches. The position is ours and not the StatefulDataLoader's: it is what the trainer was given, whatever has been
 fetched ahead, and it is free of the numbers of ranks and workers. Errors in the data come from workers as messages
 and are raised here as DataError.
+
+What is validated on: the first samples of a data set, the same ones whatever the plan and the size of a batch.
 """
 
 import hashlib
@@ -13,7 +15,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -22,21 +24,21 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from torchtitan.core.constraints import check_global_batch, check_persistence, check_pinned, check_prefetch
 from torchtitan.datasets.epochs import end_of, steps_for
-from torchtitan.datasets.lanes import MAX_LANES, IndexedLanes, Lanes, StreamLanes
 from torchtitan.datasets.mixing import Mixture
-from torchtitan.datasets.packs import Packing
+from torchtitan.datasets.packing import Labels
 from torchtitan.datasets.position import Position, merge_states, resume
+from torchtitan.datasets.sample_packing import Packing
 from torchtitan.datasets.samples import BlockPieces, Form, LanePieces, Piece, Share
 from torchtitan.datasets.sources import DataError, Indexed, Source, Stream
 from torchtitan.datasets.sources_pretokenized import Blocks
-from torchtitan.datasets.targets import Labels
+from torchtitan.datasets.streams import MAX_LANES, IndexedLanes, Lanes, StreamLanes
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.datasets.verification import Verification
-from torchtitan.distributed import device_type
-from torchtitan.leaving import die_with
-from torchtitan.limits import check_global_batch, check_persistence, check_pinned, check_prefetch
+from torchtitan.process.distributed import device_type
+from torchtitan.process.exit import die_with
 
 __all__ = ["Batch", "Loader", "Weighted", "build_loader", "merge_states"]
 
@@ -202,15 +204,13 @@ def build_loader(
     packing: Packing | None = None,
     labels: Labels = "next",
 ) -> Loader:
-    """The loader of one data-parallel rank. `state` is a merged state_dict to go on from. `together`: neighbouring
-    samples that one rank gets, in one batch.
+    """Build the loader of one data-parallel rank. `state`: a merged state_dict to resume from. `together`: number of
+    adjacent samples that stay in one batch of one rank. `labels`: see packing.py.
 
-    Several sources are mixed by their weights, see mixing.py, and have no end. With `joined`, all are prepared shards
-    and are read as one, each record or block once in a pass, pass after pass. With `epochs`, all are prepared shards
-    and the batches end after so many passes over all of them, with `tokens` after the samples that these fill, on every
-    rank after the same whole step, see epochs.py. With `packing`, all are prepared shards too, and samples are whole
-    documents of theirs, see packs.py; what ends is then met in passes over all of them. `labels`: see targets.py.
-    Raises DataError for data that cannot be used, JobError for settings that do not fit each other.
+    By default sources are mixed by weight without an end (mixing.py). `joined`, `epochs` and `packing` need prepared
+    shards. `joined` reads all sources as one, each record or block once in a pass. `epochs` ends after so many passes,
+    `tokens` after the samples that hold so many tokens; all ranks end after the same step (epochs.py). With `packing`,
+    samples consist of whole documents. Raises DataError for unusable data, JobError for contradictory settings.
     """
     check_global_batch(global_batch_size, local_batch_size, dp_size)
     _check_workers(num_workers, prefetch_factor, persistent_workers, pin_memory)
@@ -236,11 +236,9 @@ def build_loader(
         pieces: LanePieces | BlockPieces = BlockPieces(shards, share, form, seed, shuffle, end)
     else:
         pieces = LanePieces(opened, mixture, share, form, start.cursors, seed, shuffle, stop, end)
-        most = MAX_LANES if shuffle else 1
-        _say_how_often_text_is_read(pieces, dp_rank, dp_size, sum(counts), most)
-    return Loader(
-        pieces, start, num_workers, pin_memory, persistent_workers=persistent_workers, prefetch_factor=prefetch_factor
-    )
+        _say_how_often_text_is_read(pieces, dp_rank, dp_size, sum(counts), MAX_LANES if shuffle else 1)
+    workers = {"persistent_workers": persistent_workers, "prefetch_factor": prefetch_factor}
+    return Loader(pieces, start, num_workers, pin_memory, **workers)
 
 
 def cut_to_longest(batch: Batch, multiple: int) -> Batch:
@@ -311,3 +309,23 @@ def _leave_signals_to_the_trainer(worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setpgid(0, 0)  # out of reach of a launcher that signals the rank's whole process group
     die_with(os.getppid())
+
+
+class HeldOut:
+    """The batches of a data-parallel rank. Whatever its last one has beyond the first `samples` of all ranks is left
+    out by `first`: (batch, how many rows count) -> batch.
+    """
+
+    def __init__(self, loader: Loader, samples: int, first: Callable[[Batch, int], Batch]):
+        self.loader, self.share, self.first = loader, loader.share, first
+        self.samples = -(-samples // self.share.together) * self.share.together
+        together = self.share.batch_size * self.share.ranks
+        self.batches = -(-self.samples // together)  # on every rank, as they communicate in each
+
+    def __iter__(self) -> Iterator[Batch]:
+        for index, batch in enumerate(islice(self.loader, self.batches)):
+            rows = int((self.share.samples(np.array([index])) < self.samples).sum())
+            yield batch if rows == self.share.batch_size else self.first(batch, rows)
+
+    def close(self) -> None:
+        self.loader.close()

@@ -18,8 +18,8 @@ from itertools import accumulate
 
 import numpy as np
 
+from torchtitan.core.errors import JobError
 from torchtitan.datasets.shuffle import key, permute
-from torchtitan.errors import JobError
 
 LARGEST_PERIOD = 10_000
 """Weights that want a longer one are met to within one sample in so many."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan.core.errors import JobError
 from torchtitan.datasets.packing import Cursor
 from torchtitan.datasets.sources import CONTENTS
-from torchtitan.errors import JobError
 
 VERSION = 2
 """1: lanes took turns at fixed places. Prepared shards have no lanes that take turns: their order is still the same."""

@@ -17,13 +17,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torchtitan.bars import progress_bar
-from torchtitan.datasets.learned import Made, Recipe, Tally, joined
+from torchtitan.core.errors import JobError
+from torchtitan.core.progress_bar import progress_bar
+from torchtitan.datasets.loss_mask import Made, Recipe, Tally, joined
 from torchtitan.datasets.records import encode
 from torchtitan.datasets.sources import BadRecord, DataError, Document, Indexed, Item, Pair, Source, Unreachable
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokens import ShardWriter, TokenShards
-from torchtitan.errors import JobError
 
 # What goes to a worker at a time.
 CHUNK_DOCUMENTS = 256

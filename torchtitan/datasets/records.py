@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchtitan.datasets.learned import ANSWERS, TrainOn
+from torchtitan.datasets.loss_mask import ANSWERS, TrainOn
 from torchtitan.datasets.sources import REMEDY, BadRecord, Chat, DataError, Document, Labelled, Pair, PairFound, Span
 from torchtitan.datasets.templates import chat_spans, prompt_spans
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError

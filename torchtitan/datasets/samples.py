@@ -15,11 +15,10 @@ import numpy as np
 import torch
 
 from torchtitan.datasets.epochs import JoinedBlocks
-from torchtitan.datasets.lanes import Lanes
 from torchtitan.datasets.mixing import Mixture
-from torchtitan.datasets.packing import Cursor, LanePacker, batch_arrays
-from torchtitan.datasets.packs import Packing, PackReader
-from torchtitan.datasets.targets import Labels, class_arrays, own_arrays
+from torchtitan.datasets.packing import Cursor, Labels, LanePacker, batch_arrays, class_arrays, own_arrays
+from torchtitan.datasets.sample_packing import Packing, PackReader
+from torchtitan.datasets.streams import Lanes
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokens import BlockReader, TokenShards
 
@@ -62,7 +61,7 @@ class Share:
 @dataclass(frozen=True)
 class Form:
     """What a batch looks like, and how many there are (None: no end). `packing`: of whole documents, from prepared
-    shards; None: samples are cut from all documents, end to end. `labels`: what they are, see targets.py."""
+    shards; None: samples are cut from all documents, end to end. `labels`: what they are, see packing.py."""
 
     tokenizer: Tokenizer
     seq_len: int

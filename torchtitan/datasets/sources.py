@@ -16,8 +16,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan.errors import JobError
-from torchtitan.files import FileError, open_file, require_file
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import FileError, open_file, require_file
 
 REMEDY = 'repair the file, or set training.on_bad_data = "skip" to count and leave out what cannot be read'
 MAX_RECORD = 2**25

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan.datasets.reading import Reading
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.sources import (
     REMEDY,
     DataError,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan.datasets.reading import Reading
+from torchtitan.core.files import open_file
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.sources import MAX_RECORD, REMEDY, DataError, Document, IndexedFile, decode
-from torchtitan.files import open_file
 
 
 def parse_line(line: bytes, place: str, short_place: str, offset: int, reading: Reading) -> Document:

@@ -9,11 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchtitan.datasets.reading import Reading
+from torchtitan.core.files import FileError, read_file
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.sources import DataError, Document, Indexed, IndexedFile, Source, Span, files_fingerprint
 from torchtitan.datasets.sources_tables import LARGEST_TABLE, ArrowFile, saved_split
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
-from torchtitan.files import FileError, read_file
 
 ARGS, COLUMN = "args.json", "input_ids"
 

@@ -12,7 +12,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from torchtitan.datasets.reading import Reading
+from torchtitan.core.files import open_file, read_file, require_file
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.sources import (
     MAX_RECORD,
     REMEDY,
@@ -25,7 +26,6 @@ from torchtitan.datasets.sources import (
     decode,
     missing,
 )
-from torchtitan.files import open_file, read_file, require_file
 
 BESIDE_ARROW = ("state.json", "dataset_info.json", "dataset_dict.json")
 """What Dataset.save_to_disk writes beside the data. None of it is needed to read them."""

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.datasets.reading import Reading
+from torchtitan.core.files import open_file, require_file
+from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.sources import (
     MAX_RECORD,
     REMEDY,
@@ -34,7 +35,6 @@ from torchtitan.datasets.sources import (
 )
 from torchtitan.datasets.sources_json import JsonArray, parse_line
 from torchtitan.datasets.sources_tables import BESIDE_ARROW, ArrowFile, CsvFile, cells, columns_of, row_document
-from torchtitan.files import open_file, require_file
 
 KINDS: dict[str, Callable[[Path, str, Reading], list[Part]]] = {
     ".txt": lambda file, name, reading: [TextFile(file, name)],

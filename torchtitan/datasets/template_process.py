@@ -17,16 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from torchtitan.datasets import template_worker
-from torchtitan.datasets.template_worker import (
-    HEAD,
-    MEMORY,
-    REFUSED,
-    SECONDS,
-    TOO_LONG,
-    TooLong,
-    environment,
-    rendered,
-)
+from torchtitan.datasets.template_worker import HEAD, MEMORY, REFUSED, SECONDS, TOO_LONG, TooLong, environment, rendered
 from torchtitan.datasets.tokenizer.chat_templates import NAMED
 
 ENVIRONMENT = ("LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "LANG")

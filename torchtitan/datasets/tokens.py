@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from torchtitan.bars import progress_bar
+from torchtitan.core.files import FileError, open_file, read_file
+from torchtitan.core.progress_bar import progress_bar
 from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.sources import DataError, Source
-from torchtitan.files import FileError, open_file, read_file
 
 VERSION, VERSION_WITH_FLAGS = 1, 2
 """Of the folder, without and with `trained.bin`, which a program that knows only the first must not leave out."""

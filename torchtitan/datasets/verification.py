@@ -9,9 +9,9 @@ import logging
 import threading
 from collections.abc import Sequence
 
+from torchtitan.core.errors import in_units
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokens import TokenShards
-from torchtitan.errors import in_units
 
 logger = logging.getLogger(__name__)
 

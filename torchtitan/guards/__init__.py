@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from torchtitan import distributed
 from torchtitan.guards.replicas import NAMED_IN_ERRORS, Replicas, ReplicasDiffer
 from torchtitan.guards.shards import ShardSums
 from torchtitan.guards.steps import BadStep, NonFiniteError, RollBack, StepGuard
 from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.process import distributed
 
 __all__ = ["BadStep", "Guards", "NonFiniteError", "Replicas", "ReplicasDiffer", "RollBack", "ShardSums", "StepGuard"]
 
@@ -145,9 +145,8 @@ class Guards:
         names = self.shards.changed()
         if not sum(distributed.sum_over_ranks(len(names))):
             return
-        of_ranks: list[list[str]] = [[] for _ in range(self.model.dims.world_size)]
-        torch.distributed.all_gather_object(of_ranks, names)
-        damage = "; ".join(flips_of(rank, names) for rank, names in enumerate(of_ranks) if names)
+        changed = distributed.all_gather_json(names)
+        damage = "; ".join(flips_of(rank, names) for rank, names in enumerate(changed) if names)
         self.go_back(damage, step)
         history = ", again" * (step in self._ways_back)
         raise BadStep(

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan import distributed
-from torchtitan.initialization import clean_name, local_part
+from torchtitan.core.initialization import clean_name, local_part
+from torchtitan.process import distributed
 
 Place = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Of a tensor: its name in the whole model, where in it this rank's part begins, and that part's shape."""

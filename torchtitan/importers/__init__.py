@@ -4,8 +4,8 @@ it by the script that a line runs, by its flags, or by how the file of options e
 
 from typing import NamedTuple
 
+from torchtitan.core.registry import Registry
 from torchtitan.importers.command_line import CommandLine
-from torchtitan.registration import Registry
 
 
 class Source(NamedTuple):

@@ -6,7 +6,7 @@ import os.path
 from pathlib import Path
 from typing import Any
 
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.importers import deepspeed, launchers
 from torchtitan.importers.axolotl_data import Data
 from torchtitan.importers.axolotl_pace import Pace
@@ -14,9 +14,7 @@ from torchtitan.importers.axolotl_tokens import Tokens
 from torchtitan.importers.axolotl_unfrozen import unfrozen
 from torchtitan.importers.axolotl_values import AUTO, Values
 from torchtitan.importers.command_line import CommandLine
-from torchtitan.importers.folder import family_in, from_folder
-from torchtitan.importers.linears import LINEARS
-from torchtitan.importers.meaning import Meaning
+from torchtitan.importers.translation import LINEARS, Meaning, family_in, from_folder
 from torchtitan.models import SIZES, family_of
 from torchtitan.models.hf.config import CONFIG
 

@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan.config.options import hint
 from torchtitan.importers.axolotl_options import TABLE_OF_DATA
 from torchtitan.importers.axolotl_values import PROMPT, Values, entry_of
-from torchtitan.importers.meaning import Meaning
+from torchtitan.importers.translation import Meaning
 
 TYPES = ("alpaca", "sharegpt", "chat_template", "completion", "input_output", "prompt_completion", "pretrain")
 """Prompts that are here, too; of those without a line in READ the fields of a record tell how it is read."""

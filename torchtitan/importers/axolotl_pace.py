@@ -4,7 +4,7 @@ from fractions import Fraction
 from math import ceil
 
 from torchtitan.importers.axolotl_values import Values
-from torchtitan.importers.meaning import Meaning
+from torchtitan.importers.translation import Meaning
 
 Said = int | float | str
 OF_VALIDATIONS = (

@@ -5,9 +5,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.importers.axolotl_values import Values
-from torchtitan.importers.meaning import Meaning
+from torchtitan.importers.translation import Meaning
 from torchtitan.models.hf.config import CONFIG, read_json
 
 MULTIPLE = 32

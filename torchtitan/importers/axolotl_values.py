@@ -7,7 +7,7 @@ from torchtitan.config.options import hint
 from torchtitan.importers import yaml_file
 from torchtitan.importers.axolotl_options import FATES, OF_AN_ENTRY, TABLE_OF_DATA, Fate
 from torchtitan.importers.command_line import CommandLine
-from torchtitan.importers.meaning import Meaning, is_finite
+from torchtitan.importers.translation import Meaning, is_finite
 
 UNSET = ("", "None", "none", "NA", "null")
 """Words that stand for nothing, as flags have them."""

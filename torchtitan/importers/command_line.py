@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from os.path import expanduser
 
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.importers import yaml_file
 from torchtitan.importers.launcher_options import MODULES, options_of_file, takes_value
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan.config.options import hint
 from torchtitan.importers.command_line import CommandLine
-from torchtitan.importers.meaning import Meaning, is_finite
+from torchtitan.importers.translation import Meaning, is_finite
 from torchtitan.models.hf.config import read_json
 
 AUTO = "auto"

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.options import hint, show
-from torchtitan.errors import JobError
-from torchtitan.importers.flags import Flag
-from torchtitan.importers.linears import LINEARS
-from torchtitan.importers.meaning import is_finite
-from torchtitan.importers.relora_optimizer import OF_THE_LIBRARY
-from torchtitan.importers.script import Script
+from torchtitan.core.errors import JobError
+from torchtitan.importers.relora_flags import OF_THE_LIBRARY
+from torchtitan.importers.script import Flag, Script
+from torchtitan.importers.translation import LINEARS, is_finite
 from torchtitan.models import FROM_HF
 from torchtitan.models.hf.config import read_json
 

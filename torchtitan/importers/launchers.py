@@ -10,7 +10,7 @@ from torchtitan.config.options import hint
 from torchtitan.importers.axolotl_values import KINDS
 from torchtitan.importers.command_line import CommandLine
 from torchtitan.importers.launcher_options import MACHINES, OPTIONS, PARALLELISM, SETUP, START
-from torchtitan.importers.meaning import Meaning
+from torchtitan.importers.translation import Meaning
 
 SHARDING = {"full_shard": "full_shard", "shard_grad_op": "shard_grad_op", "no_shard": "no_shard"}
 SHARDING |= {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard"}

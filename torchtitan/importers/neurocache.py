@@ -1,4 +1,7 @@
-"""train_neurocache.py of Neurocache's authors as jobs: a cache of past states, LoRA, or both, beside a frozen model.
+"""The flags of train_neurocache.py, of Neurocache's authors, with their defaults of August 2024, and two that it had
+before. neurocache.py looks at each in one place.
+
+train_neurocache.py of Neurocache's authors as jobs: a cache of past states, LoRA, or both, beside a frozen model.
 
 What the script did and does not happen here is said in a note. Its map of layers was run as Python; here it is read.
 """
@@ -8,19 +11,73 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.adapters.neurocache.released import CONFIG as ADAPTER
-from torchtitan.adapters.neurocache.released import NAMES, options_of
-from torchtitan.adapters.neurocache.released import read as read_adapter
+from torchtitan.adapters.neurocache.authors_config import CONFIG as ADAPTER
+from torchtitan.adapters.neurocache.authors_config import NAMES, options_of
+from torchtitan.adapters.neurocache.authors_config import read as read_adapter
 from torchtitan.adapters.neurocache.sizes import KEY, layers_of
-from torchtitan.config.sections.neurocache import Neurocache
-from torchtitan.errors import JobError
+from torchtitan.config.sections.adapter import Neurocache
+from torchtitan.core.errors import JobError
 from torchtitan.importers.command_line import CommandLine
-from torchtitan.importers.folder import family_in, from_folder
-from torchtitan.importers.linears import LINEARS
-from torchtitan.importers.neurocache_flags import FLAGS
-from torchtitan.importers.script import Script
+from torchtitan.importers.script import Flag, Script
+from torchtitan.importers.translation import LINEARS, family_in, from_folder
 from torchtitan.models import CONFIGS, SIZES
 from torchtitan.models.hf.config import CONFIG
+
+SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
+
+FLAGS: dict[str, Flag] = {
+    "model_name_or_path": Flag(str),
+    "dataset_name": Flag(str),
+    "tokenizer_name": Flag(str),
+    "train_split": Flag(str, "train"),
+    "eval_split": Flag(str, "validation"),
+    "test_split": Flag(str, "test"),
+    "per_device_batch_size": Flag(int),  # which it had instead of the next two
+    "per_device_train_batch_size": Flag(int, 2),
+    "per_device_eval_batch_size": Flag(int, 4),
+    "sequence_length": Flag(int, 1024),
+    "gradient_accumulation_steps": Flag(int, 8),
+    "max_train_steps": Flag(int, 25_000),
+    "max_eval_steps": Flag(int, 250),
+    "evaluate_every_steps": Flag(int, 500),
+    "checkpointing_steps": Flag(int, 2_000),
+    "keep_n_checkpoints": Flag(int, 2),
+    "logging_steps": Flag(int, 100),
+    "learning_rate": Flag(float, 1e-4),
+    "num_warmup_steps": Flag(int, 1_000),
+    "lr_scheduler_type": Flag(str, "cosine", SCHEDULES),
+    "weight_decay": Flag(float, 0.0),
+    "max_grad_norm": Flag(float, 1.0),
+    "seed": Flag(int, 1_234_567),
+    "nf4": Flag(bool, False),
+    "disable_grad_checkpointing": Flag(bool, False),
+    "disable_lora": Flag(bool, False),
+    "lora_r": Flag(int, 32),
+    "lora_alpha": Flag(float, 64.0),
+    "lora_dropout": Flag(float, 0.1),
+    "lora_modules": Flag(str, "gate_proj,up_proj,down_proj"),
+    "disable_neurocache": Flag(bool, False),
+    "only_evaluate": Flag(bool, False),
+    "pretrained_neurocache": Flag(str),
+    "save_and_quit": Flag(bool, False),
+    "resume_from_checkpoint": Flag(str, ""),
+    "output_dir": Flag(str),
+    "with_tracking": Flag(bool, True),
+    "report_to": Flag(str, "tensorboard"),
+    "cache_size": Flag(int, 16_384),
+    "cache_type": Flag(str, "fifo", ("fifo", "lru")),
+    "cache_dtype": Flag(str, "bfloat16", ("bfloat16", "float16", "float32")),
+    "compression_factor": Flag(int, 4),
+    "topk": Flag(int, 16),
+    "neighborhood_size": Flag(int, 2),
+    "context_size": Flag(int, 2),
+    "similarity_fn": Flag(str, "l2", ("l2", "dot")),
+    "global_cache": Flag(bool, False),
+    "retrieval_map": Flag(str),
+    "cache_layers": Flag(str),  # which it had instead: layers that look up what they store
+    "attention_layers": Flag(str),
+}
+
 
 COUNTS = (
     *("per_device_batch_size", "per_device_train_batch_size", "per_device_eval_batch_size", "sequence_length"),

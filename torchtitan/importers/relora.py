@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.options import show
-from torchtitan.datasets.lanes import lanes_for
+from torchtitan.core.errors import JobError
 from torchtitan.datasets.sources_pretokenized import Blocks
-from torchtitan.errors import JobError
+from torchtitan.datasets.streams import lanes_for
 from torchtitan.importers.command_line import CommandLine
-from torchtitan.importers.folder import family_in, from_folder
-from torchtitan.importers.relora_flags import FLAGS, with_file
-from torchtitan.importers.relora_optimizer import read_optimizer
+from torchtitan.importers.relora_flags import FLAGS, read_optimizer, with_file
 from torchtitan.importers.script import Script
-from torchtitan.lr_restarts import CYCLICAL, JAGGED
+from torchtitan.importers.translation import family_in, from_folder
+from torchtitan.lr_schedules.restarts import CYCLICAL, JAGGED
 from torchtitan.models import SIZES
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.models.llama import RELORA, relora_sizes

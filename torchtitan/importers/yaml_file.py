@@ -5,8 +5,8 @@ from typing import Any
 
 import yaml
 
-from torchtitan.errors import JobError
-from torchtitan.files import read_file
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import read_file
 
 LARGEST = 2**20
 """Bytes. A job of any program is a few thousand."""

@@ -1,21 +1,48 @@
-"""A hang: noticed, explained on disk, ended.
+"""The rank's side of a hang: its stacks and the log of its collectives, when the launcher asks.
+
+Stacks come by a signal that is handled in C, so also while a thread holds Python's lock; the log of the collectives
+(torch's flight recorder) by a thread that sleeps in a pipe until then. Neither costs anything before.
+
+A hang: noticed, explained on disk, ended.
 
 The ranks of a world hang together, as each waits for the others in a collective; so nobody getting on is the sign, and
 who is behind the question. It is answered by what each has told last, by what the kernel says of its process, and by
 the numbers of the collectives that it has entered.
 """
 
+import faulthandler
 import json
 import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.launcher.answers import STACKS
 from torchtitan.launcher.processes import Processes
-from torchtitan.progress import PHASES, Doing
+from torchtitan.process.heartbeat import PHASES, Doing
+from torchtitan.process.ranks import Launcher
+
+STACKS = signal.SIGUSR2
+
+
+def answer(launcher: Launcher) -> None:
+    """From here on this rank answers."""
+    # stays open as long as the process lives
+    faulthandler.register(STACKS, file=open(launcher.stacks, "w"), all_threads=True)  # noqa: SIM115
+    thread = threading.Thread(target=_write_collectives, args=(launcher,), name="answers", daemon=True)
+    thread.start()
+
+
+def _write_collectives(launcher: Launcher) -> None:
+    while os.read(launcher.ask, 1):
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            Path(launcher.collectives).write_bytes(torch._C._distributed_c10d._dump_fr_trace_json())
+
 
 ANSWER_SECONDS = 2.0
 """How long ranks get to write their stacks and collectives, and for how long it is watched whether one is busy."""

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from torchtitan.errors import JobError
-from torchtitan.files import FileError, read_file
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import FileError, read_file
 
 _NAME = re.compile(r"run\.lock\.([0-9]{1,9})")
 _LONGEST = 4096

@@ -1,7 +1,7 @@
 """Several machines as one world: a launcher on each, all ranks in one store of torch's.
 
 Launchers and store listen where HEAD_ADDR says and nowhere else, and so do gloo and NCCL, on the interface by which a
-machine reaches that address. Launchers ask each other for a proof (door.py); store, gloo and NCCL do not, so the
+machine reaches that address. Launchers ask each other for a proof (admission.py); store, gloo and NCCL do not, so the
 network has to be trusted.
 """
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-from torchtitan.errors import JobError
-from torchtitan.ranks import set_default
+from torchtitan.core.errors import JobError
+from torchtitan.process.ranks import set_default
 
 _SIOCGIFADDR = 0x8915
 

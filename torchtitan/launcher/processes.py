@@ -16,8 +16,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from torchtitan.launcher.nodes import Nodes
-from torchtitan.progress import Doing, ProgressTable, SharedFile
-from torchtitan.ranks import Launcher, Restart, environment_of
+from torchtitan.process.heartbeat import Doing, ProgressTable, SharedFile
+from torchtitan.process.ranks import Launcher, Restart, environment_of
 
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -9,13 +9,13 @@ import sys
 import time
 from collections.abc import Callable
 
-from torchtitan.launcher.company import QUIET_SECONDS, First, Other
 from torchtitan.launcher.connection import Message
-from torchtitan.launcher.ends import End, together
-from torchtitan.launcher.stops import SignalQueue
-from torchtitan.launcher.watching import Watch, say
-from torchtitan.leaving import CRASH_LOOP, CRASHED, HUNG, STOPPED
-from torchtitan.ranks import Restart
+from torchtitan.launcher.exit_report import End, together
+from torchtitan.launcher.monitor import Watch, say
+from torchtitan.launcher.multi_node import QUIET_SECONDS, First, Other
+from torchtitan.launcher.signals import SignalQueue
+from torchtitan.process.exit import CRASH_LOOP, CRASHED, HUNG, STOPPED
+from torchtitan.process.ranks import Restart
 
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 60.0

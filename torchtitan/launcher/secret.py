@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 
 NONCE_BYTES = 32
 _HEX = re.compile(rb"[0-9a-f]{64}")

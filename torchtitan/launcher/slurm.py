@@ -12,11 +12,11 @@ import subprocess
 from datetime import datetime
 from shutil import which
 
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.launcher.nodes import Nodes
-from torchtitan.launcher.stops import Requests, SignalQueue
-from torchtitan.leaving import STOPPED
-from torchtitan.ranks import likely_device, number, set_default
+from torchtitan.launcher.signals import Requests, SignalQueue
+from torchtitan.process.exit import STOPPED
+from torchtitan.process.ranks import likely_device, number, set_default
 
 _SPECIAL_STEPS = 0xFFFFFFF0
 """Numbers from here on are of steps that no srun has made: the batch script's, that of salloc's shell."""

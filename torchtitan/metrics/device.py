@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan.initialization import local_part
+from torchtitan.core.initialization import local_part
 
 # Dense bfloat16 (and float16) matrix products, FLOP/s, from the vendors' data sheets. First match wins, so the variants
 # with a lower clock stand before the family. A device that is not here has no MFU: another's peak would be a lie.

@@ -27,7 +27,7 @@ CAUSE_OF = {
     "export": "end",
     "end": "end",
 }
-"""By the phase that a rank tells (progress.py)."""
+"""By the phase that a rank tells (process/heartbeat.py)."""
 GPU_HOURS_PER_FAILURE = 50_000.0
 """Of the Llama 3 paper: 419 unplanned interruptions of 16,384 GPUs in 54 days are one in 50,700."""
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from torchtitan import distributed
-from torchtitan.trackers.interface import Histogram
+from torchtitan.metrics.trackers.interface import Histogram
+from torchtitan.process import distributed
 
 BUCKETS = 64
 

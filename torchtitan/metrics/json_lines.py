@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchtitan.files import open_file
+from torchtitan.core.files import open_file
 
 logger = logging.getLogger(__name__)
 

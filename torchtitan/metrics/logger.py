@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from torchtitan.metrics import console
+from torchtitan.metrics.async_tracker import PatientTracker
 from torchtitan.metrics.device import find_peak, read_memory
 from torchtitan.metrics.json_lines import JsonLines, Record
-from torchtitan.metrics.patience import PatientTracker
-from torchtitan.trackers.interface import Histogram
+from torchtitan.metrics.trackers.interface import Histogram
 
 logger = logging.getLogger(__name__)
 LONGEST = 700.0

@@ -1,22 +1,22 @@
-"""Model families by name. A new one is a folder and one line here. No torch; `registry.py` has what builds them."""
+"""Model families by name. A new one is a folder and one line here. No torch; `spec.py` has what builds them."""
 
 import dataclasses
 import typing
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.errors import JobError
-from torchtitan.models.deepseek.family import FAMILY as DEEPSEEK
+from torchtitan.core.errors import JobError
+from torchtitan.core.registry import Registry
+from torchtitan.models.deepseek.hf_config import FAMILY as DEEPSEEK
 from torchtitan.models.family import GROUP, Family
-from torchtitan.models.gpt2.family import FAMILY as GPT2
+from torchtitan.models.gpt2.hf_config import FAMILY as GPT2
 from torchtitan.models.hf.config import ConfigForm
-from torchtitan.models.llama.family import LLAMAS
-from torchtitan.models.mistral.family import FAMILY as MISTRAL
-from torchtitan.models.opt.family import FAMILY as OPT
-from torchtitan.models.qwen3.family import FAMILY as QWEN3
-from torchtitan.models.qwen3_moe.family import FAMILY as QWEN3_MOE
-from torchtitan.models.roberta.family import FAMILY as ROBERTA
-from torchtitan.registration import Registry
+from torchtitan.models.llama.hf_config import LLAMAS
+from torchtitan.models.mistral.hf_config import FAMILY as MISTRAL
+from torchtitan.models.opt.hf_config import FAMILY as OPT
+from torchtitan.models.qwen3.hf_config import FAMILY as QWEN3
+from torchtitan.models.qwen3_moe.hf_config import FAMILY as QWEN3_MOE
+from torchtitan.models.roberta.hf_config import FAMILY as ROBERTA
 
 FAMILIES: dict[str, Family] = {
     **LLAMAS,

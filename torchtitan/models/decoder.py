@@ -14,10 +14,9 @@ from typing import Literal, Protocol
 import torch
 from torch import nn
 
-from torchtitan.initialization import Constant, Init, Normal
-from torchtitan.models.dropout import Dropout, DroppingKernel, layer_keys
+from torchtitan.core.initialization import Constant, Init, Normal
+from torchtitan.models.dropout import Dropout, DroppingKernel, EmbeddingNoise, layer_keys
 from torchtitan.models.layers import AttentionKernel, Shared, SwiGLU, autocast_dtype
-from torchtitan.models.noise import EmbeddingNoise
 from torchtitan.models.norms import RMSNorm
 from torchtitan.parallelisms.context.kernel import Tokens, counted
 from torchtitan.parallelisms.steps import Chain, Notes, Segment, Stepwise
@@ -169,7 +168,7 @@ class Decoder(nn.Module):
         kernel = partial(DroppingKernel, attention_dropout) if attention_dropout else AttentionKernel
         self.kernel = kernel(attention_backend, causal, window)  # one for all blocks; it has no state
         self.tok_embeddings = nn.Embedding(args.vocab_size, word_dim or args.dim)
-        self.noise: nn.Module | None = None  # on embeddings, see noise.py; it is cut off with them
+        self.noise: nn.Module | None = None  # on embeddings, see dropout.py; it is cut off with them
         self.entrance = entrance
         self.layers = nn.ModuleDict({str(i): block(i, self.kernel) for i in range(args.n_layers)})
         self.memory: nn.Module | None = None  # an adapter's, see there; what blocks read beside the sequence

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from torchtitan.models.linears import ENDS, NORMS, Names, Sizes, gated, grouped_attention
-from torchtitan.models.rope_scaling import RopeScaling
-from torchtitan.models.sizes import check_grouped_heads, check_positive, check_turned
+from torchtitan.models.sizes import RopeScaling, check_grouped_heads, check_positive, check_turned
 
 
 @dataclass(frozen=True, kw_only=True)

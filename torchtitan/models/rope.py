@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.models.rope_scaling import RopeScaling
+from torchtitan.models.sizes import RopeScaling
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> torch.Tensor:

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from torchtitan.config.options import Option
-from torchtitan.optimizers import sizes
-from torchtitan.optimizers.patterns import HIDDEN
+from torchtitan.core.registry import Registry
+from torchtitan.optimizers import state_sizes
 from torchtitan.optimizers.spec import SHARED, TORCHS, OptimizerSpec
-from torchtitan.registration import Registry
+from torchtitan.optimizers.state_sizes import HIDDEN
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 _UNFUSED = {words: flags for words, flags in TORCHS.items() if words != "fused"}
@@ -53,16 +53,16 @@ _own = {
             "clip": Option(Annotated[float, Field(gt=0)], 1.0, "Longest a change may be, as a root of mean squares."),
         },
         state=_by_shape,
-        held=sizes.adafactor,
+        held=state_sizes.adafactor,
         sums=True,
     ),
-    "Adam": OptimizerSpec(make="torchtitan.optimizers.torchs:adam", **_adam),
-    "AdamW": OptimizerSpec(make="torchtitan.optimizers.torchs:adamw", **_adam),
+    "Adam": OptimizerSpec(make="torchtitan.optimizers.torch_optim:adam", **_adam),
+    "AdamW": OptimizerSpec(make="torchtitan.optimizers.torch_optim:adamw", **_adam),
     "AdamW8bit": OptimizerSpec(
         make="torchtitan.optimizers.adamw_8bit:AdamW8bit",
         shared=SHARED,
         state=_by_shape,
-        held=sizes.adam_8bit,
+        held=state_sizes.adam_8bit,
         sums=True,
     ),
     "AdamWBF16": OptimizerSpec(
@@ -89,7 +89,7 @@ _own = {
         },
         named=True,
         state=_by_shape,
-        held=sizes.apollo,
+        held=state_sizes.apollo,
         sums=True,
     ),
     "GaLore": OptimizerSpec(
@@ -122,7 +122,7 @@ _own = {
         },
         named=True,
         state=_by_shape,
-        held=sizes.galore,
+        held=state_sizes.galore,
         measures=("basis_energy", "basis_overlap"),
         sums=True,
         excluded=_one_sided,
@@ -149,7 +149,7 @@ _own = {
         },
         named=True,
         state=_by_shape,
-        held=sizes.muon,
+        held=state_sizes.muon,
         sums=True,
     ),
     "SGD": OptimizerSpec(

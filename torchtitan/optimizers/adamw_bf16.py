@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.keyed import bits
+from torchtitan.core.keyed_rng import bits
 from torchtitan.optimizers import moments
 from torchtitan.optimizers.by_parameter import ByMoments
 from torchtitan.optimizers.layout import Layout, local

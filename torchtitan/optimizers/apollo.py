@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from torchtitan import keyed
+from torchtitan.core import keyed_rng
 from torchtitan.optimizers import moments
 from torchtitan.optimizers.by_parameter import ByParameter, add, gradient_of, plain_change
 from torchtitan.optimizers.layout import Layout
 from torchtitan.optimizers.moments import Options, State
-from torchtitan.optimizers.patterns import sides
 from torchtitan.optimizers.projection import Projection, limited
+from torchtitan.optimizers.state_sizes import sides
 
 
 class APOLLO(ByParameter):
@@ -46,7 +46,7 @@ class APOLLO(ByParameter):
         """
         rank, (rows, columns) = self.options["rank"], parameter.shape
         shape = (rows, rank) if side == "left" else (rank, columns)
-        basis = keyed.normal(f"{name}/{refresh}", (0, 0), shape, parameter.device) / rank**0.5
+        basis = keyed_rng.normal(f"{name}/{refresh}", (0, 0), shape, parameter.device) / rank**0.5
         return Projection(Layout.of(parameter), **{side: basis})
 
     def stretch(self, direction: torch.Tensor, low: torch.Tensor, projection: Projection) -> torch.Tensor:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from torchtitan.errors import JobError
-from torchtitan.initialization import clean_name
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import clean_name
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import OptimizerSpec
 

@@ -16,14 +16,15 @@ from zlib import crc32
 
 import torch
 
-from torchtitan import keyed
-from torchtitan.errors import JobError
-from torchtitan.optimizers import bases, moments
+from torchtitan.core import keyed_rng
+from torchtitan.core.errors import JobError
+from torchtitan.optimizers import moments
+from torchtitan.optimizers import projection as bases
 from torchtitan.optimizers.by_parameter import ByParameter, add, gradient_of, plain_change
 from torchtitan.optimizers.layout import Layout, by_owners
 from torchtitan.optimizers.moments import Moments, Options, State
-from torchtitan.optimizers.patterns import sides, under_plan
 from torchtitan.optimizers.projection import Projection, limited
+from torchtitan.optimizers.state_sizes import sides, under_plan
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ class GaLore(ByParameter):
         key, before = f"{task.name}/{task.state['updates']}/{side}", task.state[side] if task.state["fitted"] else None
 
         def noise(shape: tuple[int, ...]) -> torch.Tensor:
-            return keyed.normal(key, (0,) * len(shape), shape, whole.device)
+            return keyed_rng.normal(key, (0,) * len(shape), shape, whole.device)
 
         found = bases.fit(self.options["basis"], whole, side, self.options["rank"], before, noise)
         return found.to(task.parameter.dtype)

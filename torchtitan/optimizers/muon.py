@@ -17,7 +17,7 @@ from torchtitan.optimizers import moments
 from torchtitan.optimizers.by_parameter import ByParameter, add, gradient_of, plain_change
 from torchtitan.optimizers.layout import Layout, by_owners, local
 from torchtitan.optimizers.moments import Options, State
-from torchtitan.optimizers.patterns import taken
+from torchtitan.optimizers.state_sizes import taken
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5

@@ -7,7 +7,7 @@ Each function returns what follows from degrees that fit, or raises a LimitError
 import math
 from collections.abc import Mapping
 
-from torchtitan.limits import LimitError
+from torchtitan.core.constraints import LimitError
 
 DEGREES, SEQ_LEN = "parallelism.", "training.seq_len (or validation.seq_len)"
 

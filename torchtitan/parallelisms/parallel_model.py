@@ -1,29 +1,32 @@
-"""A model under a plan: assembled on this rank, and run forward and backward whatever the plan.
+"""What happens once per optimizer step beside the optimizer's own: biases of experts move, an adapter is restarted.
+
+A hook is asked after each step, and what it has to remember is saved with the trainer's state under its name.
+
+A model under a plan: assembled on this rank, and run forward and backward whatever the plan.
 
 The one place where the parts of parallelism meet. Trainer, tests and benchmarks assemble and run a model by it.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from torchtitan import distributed
-from torchtitan.initialization import clean_name, initialize
+from torchtitan.core.initialization import clean_name, initialize
+from torchtitan.core.tensor_storage import draw_stores
 from torchtitan.parallelisms.activation_checkpoint import segment_policy
 from torchtitan.parallelisms.context.context_parallel import shard_sequence
 from torchtitan.parallelisms.context.kernel import counted
 from torchtitan.parallelisms.data_parallel import set_last_microbatch
 from torchtitan.parallelisms.experts.balance import Balance, ExpertBalance
 from torchtitan.parallelisms.gradients import clip_gradients
-from torchtitan.parallelisms.hooks import StepHooks
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallelize import ParallelOptions, dtype_of, parallelize, uses_fully_shard
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
@@ -36,7 +39,46 @@ from torchtitan.parallelisms.pipeline.pipeline_parallel import (
 )
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.parallelisms.steps import require_steps
-from torchtitan.stores import draw_stores
+from torchtitan.process import distributed
+
+
+class StepHook(Protocol):
+    name: str
+    """Of its state in a checkpoint; no other hook's, and none of the trainer's own (step, tokens, ...)."""
+
+    def after_step(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """The `step`-th of the learning rate's schedule is done; every rank calls it. `parts`: of the model, on this
+        rank."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able and the same on all ranks; empty where there is nothing to remember."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What `state_dict` gave; empty where a checkpoint has nothing of it."""
+        ...
+
+
+class StepHooks(list[StepHook]):
+    """In the order in which they are asked."""
+
+    def append(self, hook: StepHook) -> None:
+        assert hook.name not in {other.name for other in self}, f"a second hook called {hook.name}"
+        super().append(hook)
+
+    def after_step(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        for hook in self:
+            hook.after_step(step, parts, optimizers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """By name, of those that have something to remember."""
+        return {hook.name: state for hook in self if (state := hook.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for hook in self:
+            hook.load_state_dict(state.get(hook.name, {}))
+
 
 Batch = dict[str, torch.Tensor]
 

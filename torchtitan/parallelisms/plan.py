@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from torchtitan.initialization import clean_name
+from torchtitan.core.initialization import clean_name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
 from torchtitan.parallelisms.statements import stands_behind
 

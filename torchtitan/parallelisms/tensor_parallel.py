@@ -31,7 +31,7 @@ from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.context.kernel import knows_heads
 from torchtitan.parallelisms.degrees import SEQ_LEN, check_async, check_sequence, check_split, needs_of_a_sequence
 from torchtitan.parallelisms.plan import ParallelPlan, match, match_blocks, match_end
@@ -45,9 +45,9 @@ def apply_tensor_parallel(
     sequence_parallel: bool = True,
     loss_parallel: bool = True,
 ) -> None:
-    """Split `model`, whole or a pipeline part, in place over `mesh`, the axis tp. JobError where it does not divide,
-    ValueError where a parameter is in none of the plan's patterns.
-    With `loss_parallel` the head's logits are a DTensor split by vocabulary, which loss.py takes; else plain and whole.
+    """Shard `model`, a full model or a pipeline part, in place over `mesh`, the axis tp. With `loss_parallel` the
+    logits [.., V] are a DTensor sharded by vocabulary, for losses/objective.py; otherwise a plain full tensor. Raises
+    JobError for sizes that do not divide, and ValueError for a parameter that no pattern of the plan matches.
     """
     embedding, norm, head = (match_end(model, name) for name in (plan.embedding, *plan.head))
     if (norm is None) != (head is None):

@@ -1,7 +1,7 @@
 """What makes a job impossible or pointless, as far as it can be known without starting it. Needs no torch.
 
 A rule is a function (Facts) -> faults, listed in RULES at the end; all of them always run, each up to the first option
-that has no valid value (unknown.py), so that all faults come out together. Checks of a single option's type are in
+that has no valid value (names.py), so that all faults come out together. Checks of a single option's type are in
 config/sections/.
 """
 
@@ -25,13 +25,19 @@ from torchtitan.rules.adapters import (
     what_is_unfrozen_is_the_models,
 )
 from torchtitan.rules.attention import (
+    async_tensor_parallel,
+    dropped_attention_has_whole_rows,
     groups_are_of_training_alone,
     groups_are_parts_of_a_sequence,
     groups_fit_the_model,
     groups_have_all_keys,
+    heads_divide_over_context_parallel,
+    ring_is_not_compiled,
+    rings_carry_no_window,
+    rings_have_their_own_attention,
+    sequence_divides,
+    sizes_divide_over_tensor_parallel,
 )
-from torchtitan.rules.best import best_is_measured, early_stop_can_be_told, saves_are_measured
-from torchtitan.rules.cadence import epochs_are_counted, seconds_are_whole
 from torchtitan.rules.experts import (
     communication_is_kept_with_overlap,
     expert_parallel_borrows,
@@ -41,7 +47,6 @@ from torchtitan.rules.experts import (
     overlap_needs_a_pipeline_and_experts,
 )
 from torchtitan.rules.facts import Device, Facts, Rule
-from torchtitan.rules.guards import guards_without_effect, policies_can_be_followed
 from torchtitan.rules.model_and_data import (
     NAMES,
     data_is_there,
@@ -57,6 +62,16 @@ from torchtitan.rules.model_and_data import (
     validation_is_said_once,
     weights_are_met,
 )
+from torchtitan.rules.monitoring import (
+    best_is_measured,
+    early_stop_can_be_told,
+    epochs_are_counted,
+    guards_without_effect,
+    policies_can_be_followed,
+    saves_are_measured,
+    seconds_are_whole,
+)
+from torchtitan.rules.names import hide, known_faults
 from torchtitan.rules.neurocache import (
     cache_fits_the_model,
     cache_is_shared,
@@ -67,17 +82,15 @@ from torchtitan.rules.neurocache import (
 )
 from torchtitan.rules.optimization import (
     BACKENDS,
+    optimizer_has_matrices,
     optimizer_options,
+    optimizer_projects_something,
+    optimizer_reaches_the_other_ranks,
+    optimizer_suits_the_precision,
     precision,
     recompute_and_compile,
     schedule_fits,
     step_in_backward,
-)
-from torchtitan.rules.optimizers import (
-    optimizer_has_matrices,
-    optimizer_projects_something,
-    optimizer_reaches_the_other_ranks,
-    optimizer_suits_the_precision,
 )
 from torchtitan.rules.output import (
     checkpoint_rules,
@@ -136,17 +149,6 @@ from torchtitan.rules.task import (
     whole_records_are_asked_for,
     words_are_hidden_by_something,
 )
-from torchtitan.rules.tensor_and_context import (
-    async_tensor_parallel,
-    dropped_attention_has_whole_rows,
-    heads_divide_over_context_parallel,
-    ring_is_not_compiled,
-    rings_carry_no_window,
-    rings_have_their_own_attention,
-    sequence_divides,
-    sizes_divide_over_tensor_parallel,
-)
-from torchtitan.rules.unknown import hide, known_faults
 
 __all__ = ["BACKENDS", "RULES", "WITHOUT_EFFECT", "Device", "Facts", "check", "with_faults_of_the_rest"]
 

@@ -9,8 +9,8 @@ from torchtitan.adapters import ADAPTERS, BY_RULES, NONE, OF_EVERY_KIND, peft_co
 from torchtitan.adapters.targets import PACKING, block_of, layer_of, misfits, of_linears, targets, without_numbers
 from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.adapter import Adapter, Relora
-from torchtitan.errors import JobError
-from torchtitan.lr_restarts import CYCLICAL, JAGGED
+from torchtitan.core.errors import JobError
+from torchtitan.lr_schedules.restarts import CYCLICAL, JAGGED
 from torchtitan.models.linears import HEAD, linears, parameters, split_side
 from torchtitan.parallelisms import degrees
 from torchtitan.rules.facts import Facts

@@ -5,8 +5,8 @@ from typing import Any
 
 from torchtitan.config.options import Fault
 from torchtitan.parallelisms.degrees import check_borrowing, check_experts
+from torchtitan.rules.attention import uneven
 from torchtitan.rules.facts import Facts
-from torchtitan.rules.tensor_and_context import uneven
 
 KEY = "parallelism.expert_parallel_degree"
 OVERLAP = "parallelism.pipeline_parallel_expert_parallel_overlap"

@@ -10,29 +10,28 @@ from typing import Any, Literal
 
 from torchtitan.adapters import NONE
 from torchtitan.adapters.targets import targets
-from torchtitan.batch_shape import padding_multiple, rows_per_sample, sequence_needs, split_by_tensor_parallel
-from torchtitan.cadence import with_end
-from torchtitan.checkpoint.base import adapter_save
-from torchtitan.checkpoint.counters import schedule_start
+from torchtitan.checkpoint.base_weights import adapter_save, schedule_start
+from torchtitan.config.batch_shape import padding_multiple, rows_per_sample, sequence_needs, split_by_tensor_parallel
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.config.options import Fault, option_at, show
 from torchtitan.config.sections.training import DataSource
+from torchtitan.core.cadence import with_end
+from torchtitan.core.constraints import LimitError
+from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
 from torchtitan.datasets.epochs import samples_in, samples_of, steps_for
 from torchtitan.datasets.labelled import Fields
-from torchtitan.datasets.reading import Reading, reading_of
+from torchtitan.datasets.record_format import Reading, reading_of
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
 from torchtitan.datasets.tokens import TokenShards
-from torchtitan.errors import JobError
-from torchtitan.limits import LimitError
-from torchtitan.lr_shapes import LRSchedule, schedule_of
+from torchtitan.losses.tasks import TASKS
+from torchtitan.lr_schedules.shapes import LRSchedule, schedule_of
 from torchtitan.models import changed, sizes_of
 from torchtitan.models.hf.config import config_beside, untrained
 from torchtitan.models.linears import HEAD, linears, split_side
 from torchtitan.parallelisms.degrees import lenders, shards_of_ranks
 from torchtitan.parallelisms.pipeline.actions import ScheduleTableError, Table, load_schedule_csv
 from torchtitan.rules.sizes import wrong_overrides
-from torchtitan.tasks import TASKS
 
 Device = Literal["cpu", "cuda"]
 
@@ -61,7 +60,7 @@ class Facts:
         return self.fault(error.option, error.allowed, error.remedy, error.given)
 
     def judged(self, check: Callable[..., object], *given: object, **named: object) -> Iterator[Fault]:
-        """The fault that a function of limits.py or degrees.py finds, if it does."""
+        """The fault that a function of core/constraints.py or degrees.py finds, if it does."""
         try:
             check(*given, **named)
         except LimitError as error:

@@ -9,23 +9,23 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.old_models import advice
 from torchtitan.config.options import Fault, hint, options, show
 from torchtitan.config.sections.training import DataSource, Validation
+from torchtitan.core.constraints import LimitError, check_persistence, check_prefetch
+from torchtitan.core.errors import JobError
 from torchtitan.datasets import DATASETS, open_source
 from torchtitan.datasets.mixing import shares
-from torchtitan.datasets.packs import lengths_of
+from torchtitan.datasets.sample_packing import lengths_of
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_pretokenized import Blocks
 from torchtitan.datasets.tokens import TokenReader, TokenShards
-from torchtitan.errors import JobError
-from torchtitan.limits import LimitError, check_persistence, check_prefetch
-from torchtitan.lr_restarts import CYCLICAL, JAGGED
-from torchtitan.lr_shapes import CONSTANT, DECAYS
+from torchtitan.losses.tasks import TASKS
+from torchtitan.lr_schedules.restarts import CYCLICAL, JAGGED
+from torchtitan.lr_schedules.shapes import CONSTANT, DECAYS
 from torchtitan.models import CONFIGS, FROM_HF, HOMES, SIZES, family_of
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.rules.facts import Facts
+from torchtitan.rules.names import known_faults
 from torchtitan.rules.optimization import BACKENDS
-from torchtitan.rules.unknown import known_faults
-from torchtitan.tasks import TASKS
 
 
 def _flavors(config: JobConfig) -> Collection[str] | None:

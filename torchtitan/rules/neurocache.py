@@ -5,16 +5,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from torchtitan.adapters import OF_LOW_RANK
-from torchtitan.adapters.neurocache import released
+from torchtitan.adapters.neurocache import authors_config
 from torchtitan.adapters.neurocache.sizes import KEY, apart, layers_of, misfits_of
 from torchtitan.adapters.targets import Misfit, of_linears
 from torchtitan.config.options import Fault, show
-from torchtitan.config.sections.adapter import Adapter
-from torchtitan.config.sections.neurocache import Neurocache
-from torchtitan.errors import JobError
+from torchtitan.config.sections.adapter import Adapter, Neurocache
+from torchtitan.core.errors import JobError
+from torchtitan.losses.tasks import TASKS
 from torchtitan.rules.facts import Facts
 from torchtitan.rules.pipeline import layers_by_stage
-from torchtitan.tasks import TASKS
 
 KIND = "neurocache"
 FAMILIES = ("llama2", "llama3", "llama3.1", "llama3.2", "mistral", "opt")
@@ -63,12 +62,16 @@ def released_cache_is_the_jobs(facts: Facts) -> Iterator[Fault]:
         return
     try:
         wrong = list(
-            released.differences(released.read(Path(options.initial_path)), options.neurocache, facts.args.n_layers)
+            authors_config.differences(
+                authors_config.read(Path(options.initial_path)), options.neurocache, facts.args.n_layers
+            )
         )
     except JobError as error:
-        yield facts.fault(key, f"a folder with {released.CONFIG}", str(error))
+        yield facts.fault(key, f"a folder with {authors_config.CONFIG}", str(error))
         return
-    yield from (facts.fault(key, "an adapter of the job's kind", f"its {released.CONFIG} has {each}") for each in wrong)
+    yield from (
+        facts.fault(key, "an adapter of the job's kind", f"its {authors_config.CONFIG} has {each}") for each in wrong
+    )
 
 
 def cache_reads_documents(facts: Facts) -> Iterator[Fault]:

@@ -5,21 +5,20 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from torchtitan.checkpoint.counters import counters_of
-from torchtitan.checkpoint.kinds import Kind, find_weights
+from torchtitan.checkpoint.base_weights import Kind, counters_of, find_weights
 from torchtitan.checkpoint.layout import NothingLoadable, newest_complete, read_state
 from torchtitan.config.changes import changes, kept_job
 from torchtitan.config.job import trackers_of
 from torchtitan.config.options import Fault, hint, show
-from torchtitan.errors import JobError
-from torchtitan.limits import check_pinned, check_snapshots, check_window
-from torchtitan.memory_limit import amount_of
+from torchtitan.core.constraints import check_pinned, check_snapshots, check_window
+from torchtitan.core.errors import JobError
+from torchtitan.launcher.run_folder import LOGS, OWN, out_of_place
+from torchtitan.metrics.trackers import TRACKERS, left_by
 from torchtitan.models import CONFIGS, FROM_HF
 from torchtitan.models.hf.config import CONFIG
+from torchtitan.process.machine import amount_of
 from torchtitan.rules.facts import Facts
 from torchtitan.rules.task import PAIRS
-from torchtitan.run_folder import LOGS, OWN, out_of_place
-from torchtitan.trackers import TRACKERS, left_by
 
 
 def trackers(facts: Facts) -> Iterator[Fault]:

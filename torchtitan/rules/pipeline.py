@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torchtitan.config.options import Fault, hint, show
 from torchtitan.config.sections.parallelism import Parallelism
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.pipeline.actions import INPUT_GRAD, WEIGHT_GRAD, ScheduleTableError, num_stages_of
 from torchtitan.parallelisms.pipeline.cut import (
     SCHEDULES,

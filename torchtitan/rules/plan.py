@@ -4,10 +4,10 @@ import math
 import os
 from collections.abc import Iterator
 
-from torchtitan.batch_shape import rows_per_sample
+from torchtitan.config.batch_shape import rows_per_sample
 from torchtitan.config.options import Fault
 from torchtitan.config.sections.parallelism import Parallelism
-from torchtitan.limits import LimitError, check_global_batch
+from torchtitan.core.constraints import LimitError, check_global_batch
 from torchtitan.rules.facts import Facts
 
 NEEDS_DEGREE = {

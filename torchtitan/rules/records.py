@@ -3,11 +3,11 @@
 import math
 from collections.abc import Iterator
 
-from torchtitan.batch_shape import fixed_by, is_packed
+from torchtitan.config.batch_shape import fixed_by, is_packed
 from torchtitan.config.job import joins_sources
 from torchtitan.config.options import Fault, options, show
+from torchtitan.core.constraints import LimitError
 from torchtitan.datasets import has_records
-from torchtitan.limits import LimitError
 from torchtitan.rules.facts import Facts
 
 HOW = ("format", "fields", "template")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtitan.adapters import NONE
 from torchtitan.adapters.targets import without_numbers
-from torchtitan.checkpoint import base
+from torchtitan.checkpoint import base_weights
 from torchtitan.checkpoint.layout import (
     CheckpointError,
     NothingLoadable,
@@ -18,10 +18,10 @@ from torchtitan.checkpoint.layout import (
 )
 from torchtitan.config.changes import TRAINED, changes, kept_job, refusable, refused, remedy
 from torchtitan.config.options import Fault, hint, options, show
-from torchtitan.optimizers.patterns import sides, under_plan
+from torchtitan.launcher.run_folder import missing_checkpoints
+from torchtitan.optimizers.state_sizes import sides, under_plan
 from torchtitan.rules.facts import Facts
-from torchtitan.rules.optimizers import options_of_the_optimizer
-from torchtitan.run_folder import missing_checkpoints
+from torchtitan.rules.optimization import options_of_the_optimizer
 
 QUICKLY_READ = 2**28
 """Bytes."""
@@ -107,8 +107,8 @@ def adapter_is_of_this_model(facts: Facts) -> Iterator[Fault]:
         if newest is None:
             return
         state = read_state(newest)["trainer"]
-        if base.size(options.initial_load_path) <= QUICKLY_READ:
-            base.refuse_another(state, base.reference(options.initial_load_path))
+        if base_weights.size(options.initial_load_path) <= QUICKLY_READ:
+            base_weights.refuse_another(state, base_weights.reference(options.initial_load_path))
     except NothingLoadable:
         return  # the rule on initial_load_path says it
     except CheckpointError as error:

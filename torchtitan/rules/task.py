@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 
 from torchtitan.config.options import Fault, options
-from torchtitan.config.sections.data import Data
-from torchtitan.config.sections.task import Task
+from torchtitan.config.sections.task import Data, Task
 from torchtitan.config.sections.training import Validation
+from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer.chat_templates import NAMED, template_of
-from torchtitan.errors import JobError
+from torchtitan.losses.tasks import TASKS, mask_token
 from torchtitan.rules.facts import Facts
-from torchtitan.tasks import TASKS, mask_token
 
 
 def sequence_is_whole(facts: Facts) -> Iterator[Fault]:

@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan import build
+from torchtitan.build import parts
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
-from torchtitan.memory.traffic import group_of
 from torchtitan.models import layers
 from torchtitan.parallelisms import data_parallel, parallel_dims, parallel_model
 from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.planner.traffic import group_of
 
 VALID_TOKENS = 1000
 
@@ -154,12 +154,12 @@ def job_on_rank(config: JobConfig, rank: int, world_size: int) -> Iterator[tuple
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    dims = build.dims(config, world_size)
+    dims = parts.dims(config, world_size)
     card = torch.device("cuda", 0)
     mesh = dims.build_mesh("cuda")
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build.model(config, mesh, dims, card)
-        optimizers = build.optimizers(config, model)
+        model = parts.model(config, mesh, dims, card)
+        optimizers = parts.optimizers(config, model)
         names = ["tokens", "labels", *(["positions", "document_ids"] if config.training.document_mask else [])]
         shape = config.training.local_batch_size, config.training.seq_len
         yield model, optimizers, {name: torch.zeros(shape, dtype=torch.int64, device=card) for name in names}
@@ -179,7 +179,7 @@ def rows_per_peer(config: JobConfig) -> int:
     if degrees.pipeline_parallel_degree > 1:
         samples = degrees.pipeline_parallel_microbatch_size
     shards = degrees.context_parallel_degree * degrees.tensor_parallel_degree * degrees.expert_parallel_degree
-    return samples * config.training.seq_len * getattr(build.model_args(config), "top_k", 0) // shards
+    return samples * config.training.seq_len * getattr(parts.model_args(config), "top_k", 0) // shards
 
 
 def host_waits(argv: list[str], rank: int, world_size: int) -> dict[str, int]:

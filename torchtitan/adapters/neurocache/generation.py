@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from torchtitan.models.cache import Remembering
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.kv_cache import Remembering
 
 ENDLESS = 2**31
 """Tokens of a context: it need not end."""

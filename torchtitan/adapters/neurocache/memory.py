@@ -18,12 +18,11 @@ from torch import nn
 
 from torchtitan.adapters.neurocache.attention import Retrieved, of_earlier_token
 from torchtitan.adapters.neurocache.hits import Hits, followed, pairs
-from torchtitan.adapters.neurocache.lookup import Found, beside, nearest, places_of
-from torchtitan.adapters.neurocache.share import Share
+from torchtitan.adapters.neurocache.lookup import Found, Share, beside, nearest, places_of
 from torchtitan.adapters.neurocache.sizes import BUCKETS, Layers, widths
 from torchtitan.adapters.neurocache.store import Segment, Store
-from torchtitan.config.sections.neurocache import Neurocache as Options
-from torchtitan.initialization import Constant, Init, Normal
+from torchtitan.config.sections.adapter import Neurocache as Options
+from torchtitan.core.initialization import Constant, Init, Normal
 from torchtitan.models.layers import Shared
 from torchtitan.parallelisms.context.context_parallel import ContextParallelAttention, GatherSequence
 

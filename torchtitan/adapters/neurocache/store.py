@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchtitan.adapters.neurocache.lookup import WHOLE, Found, ages_of, places_of
-from torchtitan.adapters.neurocache.share import Share
+from torchtitan.adapters.neurocache.lookup import WHOLE, Found, Share, ages_of, places_of
 
 _NEVER = torch.iinfo(torch.int32).max
 

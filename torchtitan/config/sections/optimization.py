@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.kinds import STRICT, Fraction, InEpochs, NonNegative, PartOfRun, Positive
+from torchtitan.config.sections.field_types import STRICT, Fraction, InEpochs, NonNegative, PartOfRun, Positive
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -52,7 +52,7 @@ class LRScheduler:
     (warmup-stable-decay). Unset: decay starts right after warmup."""
     decay_type: str = "linear"
     """Shape of the decay: constant, relora_cosine, relora_cyclical (docs/low_rank.md), or a key of
-    torchtitan.lr_shapes.DECAYS (`torchtitan list schedules`)."""
+    torchtitan.lr_schedules.shapes.DECAYS (`torchtitan list schedules`)."""
     num_cycles: Positive = 1
     """Cycles of cosine_restarts."""
     min_lr_factor: Fraction = 0.1

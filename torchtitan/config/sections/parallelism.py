@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.kinds import STRICT, DegreeOrRest, NonNegative, Place, Positive
+from torchtitan.config.sections.field_types import STRICT, DegreeOrRest, NonNegative, Place, Positive
 
 
 @dataclass(config=STRICT, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.kinds import STRICT, Cadence, NonNegative, Place, Positive, Precision
+from torchtitan.config.sections.field_types import STRICT, Cadence, NonNegative, Place, Positive, Precision
 
 
 @dataclass(config=STRICT, kw_only=True)

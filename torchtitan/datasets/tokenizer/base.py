@@ -1,16 +1,19 @@
-"""What every tokenizer offers, and how a tokenizer file is read: one error type that names file, cause and remedy."""
+"""What every tokenizer offers, and how a tokenizer file is read: one error type that names file, cause and remedy.
+
+The text of tokens that come one by one, in pieces of whole characters; the work for a token does not grow.
+"""
 
 import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 
-from torchtitan.errors import JobError
-from torchtitan.files import FileError, read_file
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import FileError, read_file
 
 # The largest vocabularies in use take 40 MB as JSON. What is larger is another kind of file (weights, data).
 MAX_BYTES = 128 * 2**20
@@ -145,3 +148,31 @@ def _without_lone_surrogates(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+PENDING = "\ufffd"
+"""What bytes that are no character, or not yet, decode to."""
+MOST_PENDING = 3
+"""Of a character's bytes, as many as may wait for the last one; some tokenizers show each."""
+LOOK_BACK = 8
+"""Tokens before the new one that are decoded along: what it becomes may depend on them (a blank that begins a text is
+left out, say), and the bytes of a character are among them."""
+
+
+def text_of(tokens: Iterable[int], prompt: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """What the tokens add to the prompt's text. Put together, the pieces are the text of all ids less the prompt's;
+    bytes of a character that has not become whole at the end are left out.
+    """
+    window = list(prompt[-LOOK_BACK:])
+    shown = len(tokenizer.decode(window))
+    for token in tokens:
+        window.append(token)
+        text = tokenizer.decode(window)
+        waiting = min(MOST_PENDING, len(text) - len(text.rstrip(PENDING)))
+        settled = len(text) - waiting
+        if settled > shown:
+            yield text[shown:settled]
+            shown = settled
+        if len(window) > LOOK_BACK:
+            window = window[-LOOK_BACK:]
+            shown += len(tokenizer.decode(window)) - len(text)

@@ -4,9 +4,9 @@ Each is written here after the format that its model's publisher describes. A te
 tokenizer, which templates.py sees to.
 """
 
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import read_file
 from torchtitan.datasets.tokenizer.base import Tokenizer
-from torchtitan.errors import JobError
-from torchtitan.files import read_file
 
 CHATML = """\
 {%- for m in messages %}

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer import hf_files
 from torchtitan.datasets.tokenizer.base import Range, Tokenizer, TokenizerError, sha256
-from torchtitan.errors import JobError
 
 
 class SentencePieceTokenizer(Tokenizer):

@@ -1,15 +1,36 @@
-"""DeepSeek V2 and V3: the arguments and the published sizes. No torch here, so `torchtitan check` stays quick."""
+"""What multi-token prediction asks of a job: data and expert parallel run it and no other axis does. No torch.
+
+DeepSeek V2 and V3: the arguments and the published sizes. No torch here, so `torchtitan check` stays quick.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchtitan.errors import JobError
-from torchtitan.limits import LimitError
-from torchtitan.models.deepseek.limits import multi_token_limits
+from torchtitan.core.constraints import LimitError
+from torchtitan.core.errors import JobError
 from torchtitan.models.linears import NORMS, Names, Sizes, gated
 from torchtitan.models.moe import ROUTER, MoEArgs, MoEDecoderArgs
 from torchtitan.models.sizes import check_not_negative, check_positive, check_turned
+
+
+def multi_token_limits(depths: int, overrides: Mapping[str, Any], *, tp: int, cp: int, pp: int) -> Iterator[LimitError]:
+    """Of a model with `depths` of them; `overrides` are the sizes that the job itself gives."""
+    axes = {
+        "tensor": (tp, "whose last norm and head are not split"),
+        "context": (cp, "which needs tokens of other ranks"),
+        "pipeline": (pp, "which needs the embedding in the last stage"),
+    }
+    for axis, (degree, why) in axes.items():
+        if depths and degree > 1:
+            allowed = f"1 with multi-token prediction (n_mtp_layers = {depths} in model.overrides), {why}"
+            remedy = "write 1, or leave n_mtp_layers out"
+            yield LimitError(f"parallelism.{axis}_parallel_degree", degree, allowed, remedy)
+    weight = overrides.get("mtp_loss_weight")
+    if weight is not None and not depths:
+        allowed = "mtp_loss_weight with n_mtp_layers of at least 1, whose loss it weighs"
+        remedy = "set n_mtp_layers too, or leave it out"
+        yield LimitError("model.overrides", f"mtp_loss_weight = {weight}", allowed, remedy)
 
 
 @dataclass(frozen=True)
@@ -34,7 +55,7 @@ class YarnScaling:
 class DeepseekArgs(MoEDecoderArgs):
     """Experts from layer `n_dense_layers` on. Keys and values of a token come from kv_lora_rank numbers, and what of a
     key is turned by position, qk_rope_head_dim features, is one for all heads. Behind the layers, n_mtp_layers depths
-    of multi-token prediction learn to predict further tokens (multi_token.py), in training only.
+    of multi-token prediction learn to predict further tokens (model.py), in training only.
     """
 
     ffn_dim: int  # of the dense layers

@@ -1,14 +1,17 @@
 """Sizes and constants of DeepSeek V2 and V3 as a config.json has them. No torch.
 
 Which of the two follows from the routing: softmax is V2, sigmoid with an expert bias V3.
+
+DeepSeek as a family of models. No torch here.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.errors import JobError
-from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
+from torchtitan.core.errors import JobError
+from torchtitan.models.deepseek import DEEPSEEK, DeepseekArgs, YarnScaling
+from torchtitan.models.family import Family
 from torchtitan.models.hf.config import (
     NOT_COMPUTED_WITH,
     ConfigForm,
@@ -165,3 +168,6 @@ CONFIG = ConfigForm(
     not_compared=(*NOT_COMPUTED_WITH, "n_mtp_layers", "mtp_loss_weight"),
     as_held=_as_held,
 )
+
+
+FAMILY = Family(sizes=DEEPSEEK, config=CONFIG, spec="torchtitan.models.deepseek.model:SPEC", home="deepseek-ai")

@@ -1,23 +1,87 @@
-"""DeepSeek V2 and V3 as a plain torch model: it knows nothing of meshes, process groups or the job.
+"""Multi-token prediction: small models behind the main one, of which the k-th, its depth, predicts k tokens further.
+
+After DeepSeek V3's report (arXiv:2412.19437, section 2.2), as its weights are published. With h_0 the hidden state that
+the main head reads, so after the final norm, and t_i the token at position i, depth k = 1, 2, ... computes
+
+    h_k[i] = norm_k(block_k(eh_proj_k [enorm_k(embedding(t_[i + k])), hnorm_k(h_[k - 1][i])]))
+
+and the shared head makes of h_k[i] the logits of t_[i + k + 1]. The report writes the two halves in the other order;
+weights are published for this one, which is also what inference engines compute. All depths are handed on what their
+head reads, as the first is; the published model, with its one depth, leaves that open.
+
+Letters of the shapes: B samples, S tokens, D width.
+
+DeepSeek V2 and V3 as a plain torch model: it knows nothing of meshes, process groups or the job.
 
 Notable: latent attention, whose keys and values are unfolded from a few hundred numbers a token; only some features of
 queries and keys are turned by position, and those of the key are the same for all heads; YaRN's stretched wavelengths;
-the first layers dense, the others with experts; multi-token prediction (multi_token.py).
+the first layers dense, the others with experts; multi-token prediction (model.py).
 
 Letters of the shapes: B samples, S tokens, D = args.dim, H heads.
+
+Which modules of a DeepSeek each parallelism takes hold of.
+
+DeepSeek V2 and V3 in the form of Hugging Face: names, config.json, safetensors shards.
+
+Which of the two follows from the routing: softmax is V2, sigmoid with an expert bias V3. Features of heads come in the
+same order there; experts, stacked here, stand one by one and transposed. The published V3 is in 8 bits, which are read
+(hf_blocks.py) but not written. Depths of multi-token prediction stand behind the last layer, each with copies of the
+embedding and the head, which are written and not read. A folder may hold more depths than the job has.
+
+DeepSeek as the trainer builds it.
 """
 
 import torch
 from torch import nn
 
-from torchtitan.models.buffers import ZeroedBuffers, add_once
 from torchtitan.models.decoder import Block, Decoder, of_layer
 from torchtitan.models.deepseek import DeepseekArgs
-from torchtitan.models.deepseek.multi_token import MultiTokenBlock, labels_of_depth
-from torchtitan.models.layers import AttentionKernel, Rotary, Shared, attended, rotate
+from torchtitan.models.deepseek.hf_config import CONFIG
+from torchtitan.models.flops import latent_flops_per_token
+from torchtitan.models.hf.family import HuggingFace
+from torchtitan.models.hf.names import ATTENTION, EXPERTS, FEED_FORWARD, Form
+from torchtitan.models.layers import AttentionKernel, Rotary, Shared, ZeroedBuffers, add_once, attended, rotate
+from torchtitan.models.moe import MoEDecoderArgs, balance
 from torchtitan.models.moe.layer import MoEBlock
 from torchtitan.models.norms import RMSNorm
 from torchtitan.models.rope import frequencies, yarn, yarn_magnitude
+from torchtitan.models.spec import ModelSpec
+from torchtitan.parallelisms.plan import ParallelPlan
+from torchtitan.parallelisms.steps import Notes, running
+
+IGNORED = -100
+"""A label that torch's cross-entropy leaves out unless told otherwise."""
+
+
+class MultiTokenBlock(MoEBlock):
+    """One depth, without the embedding and the head, which are the main model's."""
+
+    in_training_only = True  # so that no block which evaluation runs has FSDP gather this one ahead
+
+    def __init__(self, args: MoEDecoderArgs, attention: nn.Module):
+        super().__init__(args, attention)
+        self.enorm = RMSNorm(args.dim, args.norm_eps)
+        self.hnorm = RMSNorm(args.dim, args.norm_eps)
+        self.eh_proj = nn.Linear(2 * args.dim, args.dim, bias=False)
+        self.norm = RMSNorm(args.dim, args.norm_eps)
+
+    def forward(self, x: torch.Tensor, ahead: torch.Tensor, shared: Shared) -> torch.Tensor:
+        """x [B, S, D] of the depth before, and the embeddings of the tokens ahead [B, S, D] -> [B, S, D]."""
+        joined = torch.cat((self.enorm(ahead), self.hnorm(x)), dim=-1)
+        with running(Notes(shared)):
+            joined = self.eh_proj(joined)
+        return self.norm(super().forward(joined, shared))
+
+
+def labels_of_depth(labels: torch.Tensor, document_ids: torch.Tensor | None, depth: int) -> torch.Tensor:
+    """labels [B, S] of the main model -> those of a depth: `depth` positions further, none behind a sample's or, with
+    document_ids [B, S], a document's end.
+    """
+    reaches = torch.arange(labels.shape[1], device=labels.device) < labels.shape[1] - depth  # [S]
+    if document_ids is not None:
+        reaches = reaches & (document_ids == document_ids.roll(-depth, 1))
+    return labels.roll(-depth, 1).where(reaches, IGNORED)
+
 
 LATENT_NORM_EPS = 1e-6  # in all published models, whatever their other norms have
 
@@ -124,3 +188,74 @@ class Deepseek(ZeroedBuffers, Decoder):
         total = self.mtp_loss.clone()
         self.mtp_loss.zero_()
         return {"mtp_loss": total}
+
+
+PLAN = ParallelPlan(
+    blocks="layers.*",
+    embedding="tok_embeddings",
+    head=("norm", "output"),
+    gathered=("attention", "feed_forward"),
+    column=("attention.wq", "attention.wkv_b", "feed_forward.w[13]"),
+    row=("attention.wo", "feed_forward.w2"),
+    replicated=("attention.w*_a", "attention.*_norm"),  # what is compressed is for all heads
+    # whole on every rank: expert parallel splits experts, and what is shared is narrow
+    sequence=("attention_norm", "ffn_norm", "moe.router.gate", "moe.experts", "moe.shared_experts.w*"),
+    experts="moe.experts",
+    # all layers dense, or none; no shared experts
+    may_lack=("feed_forward", "feed_forward.w[13]", "feed_forward.w2", "moe.router.gate", "moe.experts")
+    + ("moe.shared_experts.w*",),
+)
+
+
+BIAS = "moe.router.expert_bias"
+NOT_LATENT = ("attention.wk.weight", "attention.wv.weight")
+PARTS = {name: theirs for name, theirs in ATTENTION.items() if name not in NOT_LATENT} | {
+    "attention.wq_a.weight": "self_attn.q_a_proj.weight",
+    "attention.q_norm.weight": "self_attn.q_a_layernorm.weight",
+    "attention.wkv_a.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
+    "attention.wkv_b.weight": "self_attn.kv_b_proj.weight",
+    **FEED_FORWARD,
+    "moe.router.gate.weight": "mlp.gate.weight",
+    BIAS: "mlp.gate.e_score_correction_bias",
+    "moe.shared_experts.w1.weight": "mlp.shared_experts.gate_proj.weight",
+    "moe.shared_experts.w2.weight": "mlp.shared_experts.down_proj.weight",
+    "moe.shared_experts.w3.weight": "mlp.shared_experts.up_proj.weight",
+    **EXPERTS,
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "norm.weight": "shared_head.norm.weight",
+}
+
+
+def form(args: DeepseekArgs) -> Form:
+    compressed = {"attention.wq.weight": "self_attn.q_b_proj.weight"} if args.q_lora_rank else {}
+    return Form(
+        parts=PARTS | compressed,
+        n_experts=args.n_experts,
+        float32=frozenset({BIAS}),
+        tied=args.tied_embeddings,
+        copies=_copies(args),
+    )
+
+
+def _copies(args: DeepseekArgs) -> dict[str, tuple[str, ...]]:
+    depths = [f"model.layers.{args.n_layers + depth}" for depth in range(args.n_mtp_layers)]
+    embeddings = tuple(f"{depth}.embed_tokens.weight" for depth in depths)
+    heads = tuple(f"{depth}.shared_head.head.weight" for depth in depths)
+    if args.tied_embeddings:
+        return {"tok_embeddings.weight": embeddings + heads}
+    return {"tok_embeddings.weight": embeddings, "output.weight": heads}
+
+
+def _is_ignored(name: str, args: DeepseekArgs) -> bool:
+    """Of multi-token prediction, behind the last layer: depths that the job does not have, and copies."""
+    parts = name.split(".")
+    return parts[:2] == ["model", "layers"] and parts[2].isdecimal() and int(parts[2]) >= args.n_layers
+
+
+HF = HuggingFace(build=Deepseek, form=form, config=CONFIG, ignored=_is_ignored)
+
+
+SPEC = ModelSpec(build=Deepseek, plan=PLAN, hf=HF, flops_per_token=latent_flops_per_token, balance=balance)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchtitan.models.classic import ClassicArgs
+from torchtitan.models.learned_positions import ClassicArgs
 from torchtitan.models.linears import HEAD, Names, Sizes
 
 

@@ -1,12 +1,16 @@
-"""Sizes and constants of GPT-2 as a config.json has them, GPT2Config of transformers. No torch."""
+"""Sizes and constants of GPT-2 as a config.json has them, GPT2Config of transformers. No torch.
+
+GPT-2 as a family of models. No torch here.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.errors import JobError
-from torchtitan.models.classic.hf_config import NOT_COMPARED, classes_of, labels_of, one_dropout
-from torchtitan.models.gpt2 import GPT2Args
+from torchtitan.core.errors import JobError
+from torchtitan.models.family import Family
+from torchtitan.models.gpt2 import GPT2, GPT2Args
 from torchtitan.models.hf.config import ConfigForm, check_numbers, check_only, number_of
+from torchtitan.models.learned_positions.hf_config import NOT_COMPARED, classes_of, labels_of, one_dropout
 
 GELU = ("gelu_new", "gelu_pytorch_tanh")
 """Names of one function."""
@@ -58,3 +62,6 @@ def _from_hf(config: Mapping[str, Any]) -> GPT2Args:
 
 
 CONFIG = ConfigForm(model_types=("gpt2",), to_hf=_to_hf, from_hf=_from_hf, not_compared=NOT_COMPARED)
+
+
+FAMILY = Family(sizes=GPT2, config=CONFIG, spec="torchtitan.models.gpt2.model:SPEC", home="openai-community")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.models.hf.config import CONFIG, UNTRAINED, ConfigForm, read_json
 
 GENERATION = "generation_config.json"

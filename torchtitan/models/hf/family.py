@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan.deferred import Value
+from torchtitan.core.tensor_storage import Value
 from torchtitan.models.hf.config import CONFIG, ConfigForm
 from torchtitan.models.hf.folders import SHARD_BYTES, save_file, save_folder
 from torchtitan.models.hf.names import Form

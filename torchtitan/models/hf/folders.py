@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from torchtitan import distributed
-from torchtitan.bars import progress_bar
-from torchtitan.deferred import Value
-from torchtitan.errors import JobError
-from torchtitan.initialization import clean_name
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import clean_name
+from torchtitan.core.progress_bar import progress_bar
+from torchtitan.core.tensor_storage import Value
 from torchtitan.models.hf.config import CONFIG, INDEX
 from torchtitan.models.hf.names import Form, in_order
 from torchtitan.models.hf.stored import some
+from torchtitan.process import distributed
 
 SHARD_BYTES = 5 * 10**9
 STORED_AS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}

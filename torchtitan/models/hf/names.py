@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 
 ENDS = {
     "tok_embeddings.weight": "model.embed_tokens.weight",

@@ -1,4 +1,9 @@
-"""Weights in the form of Hugging Face as they are read: a folder with its index, or a file of safetensors alone.
+"""Weights in 8 bits with a scale for each block, in which DeepSeek V3 is published (arXiv:2412.19437, section 3.3).
+
+Beside a matrix in float8_e4m3fn stands another one of the same name and `_scale_inv`, with one number for each block of
+weight_block_size rows and columns, those at the edges being smaller. A weight is its 8 bits times its block's number.
+
+Weights in the form of Hugging Face as they are read: a folder with its index, or a file of safetensors alone.
 
 Nothing is read before all names, shapes and types are known to fit. What they are called and how they lie in a file is
 the family's `Form`.
@@ -7,20 +12,51 @@ the family's `Form`.
 import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchtitan.bars import progress_bar
-from torchtitan.errors import JobError
-from torchtitan.files import require_file
-from torchtitan.initialization import clean_name, local_part
-from torchtitan.models.hf.blocks import FP8, Dequantized, scales_name, scales_shape
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import require_file
+from torchtitan.core.initialization import clean_name, local_part
+from torchtitan.core.progress_bar import progress_bar
+from torchtitan.core.tensor_storage import packed_names, stores
 from torchtitan.models.hf.config import CONFIG, INDEX, SINGLE, Block, block_of, read_json
 from torchtitan.models.hf.names import Form
-from torchtitan.stores import packed_names, stores
+
+FP8 = "F8_E4M3"
+
+
+def scales_name(name: str) -> str:
+    return f"{name}_scale_inv"
+
+
+def scales_shape(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
+    return tuple(-(-length // size) for length, size in zip(shape, block, strict=True))
+
+
+@dataclass(frozen=True)
+class Dequantized:
+    """A stored matrix and its scales, of which only what a slice needs is read."""
+
+    weight: Any  # both as safetensors' get_slice gives them
+    scales: Any
+    block: Block
+
+    def __getitem__(self, spans: tuple[slice, slice]) -> torch.Tensor:
+        """float32"""
+        first = [span.start // size for span, size in zip(spans, self.block, strict=True)]
+        last = [-(-span.stop // size) for span, size in zip(spans, self.block, strict=True)]
+        scales = self.scales[slice(first[0], last[0]), slice(first[1], last[1])].float()
+        for dim, (span, size) in enumerate(zip(spans, self.block, strict=True)):
+            # a size comes from the file, and may be any: no larger than the matrix, it divides to the same
+            blocks = torch.arange(span.start, span.stop) // min(size, span.stop) - first[dim]
+            scales = scales.index_select(dim, blocks)
+        return self.weight[spans].float() * scales
+
 
 READABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -105,7 +141,7 @@ class StoredWeights:
 def load_weights(weights: StoredWeights, model: nn.Module, fresh: Collection[str] = ()) -> frozenset[str]:
     """Fill parameters and persistent buffers of the model, or of a pipeline's part of it, plain or sharded; each rank
     reads its own rows. What the model has beside them, `fresh` of an adapter, stays as it is, and so does what is
-    returned: a head that the folder lacks. Matrices may be in 8 bits (blocks.py).
+    returned: a head that the folder lacks. Matrices may be in 8 bits (stored.py).
 
     JobError where they do not fit; the model is then untouched, unless a file proves unreadable only in its middle.
     """

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.models.linears import ENDS, NORMS, Names, Sizes, gated, grouped_attention
-from torchtitan.models.rope_scaling import RopeScaling
-from torchtitan.models.sizes import check_grouped_heads, check_positive
+from torchtitan.models.sizes import RopeScaling, check_grouped_heads, check_positive
 
 
 @dataclass(frozen=True)

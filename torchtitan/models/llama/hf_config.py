@@ -1,11 +1,22 @@
-"""Sizes and constants of the Llamas as a config.json has them, LlamaConfig of transformers. No torch."""
+"""Sizes and constants of the Llamas as a config.json has them, LlamaConfig of transformers. No torch.
+
+The Llamas as families of models. No torch here.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.models.hf.config import ConfigForm, check_only, decoder_config, decoder_sizes, number_of
-from torchtitan.models.hf.rope import rotary_config, scaling_from_hf
-from torchtitan.models.llama import LlamaArgs
+from torchtitan.models.family import Family
+from torchtitan.models.hf.config import (
+    ConfigForm,
+    check_only,
+    decoder_config,
+    decoder_sizes,
+    number_of,
+    rotary_config,
+    scaling_from_hf,
+)
+from torchtitan.models.llama import LLAMA2, LLAMA3, LLAMA31, LLAMA32, LlamaArgs
 
 
 def _to_hf(args: LlamaArgs, dtype: Any = "float32") -> dict[str, Any]:
@@ -37,3 +48,10 @@ def _from_hf(config: Mapping[str, Any]) -> LlamaArgs:
 COMPARED = ("dim", "n_layers", "n_heads", "num_kv_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
 COMPARED += ("rope_scaling", "tied_embeddings")
 CONFIG = ConfigForm(model_types=("llama",), to_hf=_to_hf, from_hf=_from_hf, compared=COMPARED)
+
+
+# the first is that of a Hugging Face folder without a job
+LLAMAS = {
+    name: Family(sizes=sizes, config=CONFIG, spec="torchtitan.models.llama.model:SPEC", home="meta-llama")
+    for name, sizes in (("llama3", LLAMA3), ("llama2", LLAMA2), ("llama3.1", LLAMA31), ("llama3.2", LLAMA32))
+}

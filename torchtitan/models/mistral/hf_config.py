@@ -1,11 +1,22 @@
-"""Sizes and constants of Mistral without experts as a config.json has them, MistralConfig of transformers. No torch."""
+"""Sizes and constants of Mistral without experts as a config.json has them, MistralConfig of transformers. No torch.
+
+Mistral without experts as a family of models. No torch here.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.models.hf.config import ConfigForm, check_only, decoder_config, decoder_sizes, number_of
-from torchtitan.models.hf.rope import rotary_config, scaling_from_hf
-from torchtitan.models.mistral import MistralArgs
+from torchtitan.models.family import Family
+from torchtitan.models.hf.config import (
+    ConfigForm,
+    check_only,
+    decoder_config,
+    decoder_sizes,
+    number_of,
+    rotary_config,
+    scaling_from_hf,
+)
+from torchtitan.models.mistral import MISTRAL, MistralArgs
 
 
 def _to_hf(args: MistralArgs, dtype: Any = "float32") -> dict[str, Any]:
@@ -36,3 +47,6 @@ def _from_hf(config: Mapping[str, Any]) -> MistralArgs:
 
 
 CONFIG = ConfigForm(model_types=("mistral",), to_hf=_to_hf, from_hf=_from_hf)
+
+
+FAMILY = Family(sizes=MISTRAL, config=CONFIG, spec="torchtitan.models.mistral.model:SPEC", home="mistralai")

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.models.linears import ENDS, STACK, Names, Sizes, gated
 from torchtitan.models.sizes import check_not_negative, check_positive
 

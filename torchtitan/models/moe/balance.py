@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from torchtitan.initialization import clean_name
+from torchtitan.core.initialization import clean_name
 from torchtitan.models.moe.router import Router
 
 

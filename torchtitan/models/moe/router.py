@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.models.buffers import ZeroedBuffers, add_once
-from torchtitan.models.layers import autocast_off
+from torchtitan.models.layers import ZeroedBuffers, add_once, autocast_off
 from torchtitan.models.moe import MoEArgs
 
 

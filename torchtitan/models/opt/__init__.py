@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torchtitan.models.classic import ClassicArgs
+from torchtitan.models.learned_positions import ClassicArgs
 from torchtitan.models.linears import HEAD, Names, Sizes
 from torchtitan.models.sizes import check_not_negative
 

@@ -1,12 +1,16 @@
-"""Sizes and constants of OPT as a config.json has them, OPTConfig of transformers. No torch."""
+"""Sizes and constants of OPT as a config.json has them, OPTConfig of transformers. No torch.
+
+OPT as a family of models. No torch here.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.errors import JobError
-from torchtitan.models.classic.hf_config import NOT_COMPARED, classes_of, labels_of, one_dropout
+from torchtitan.core.errors import JobError
+from torchtitan.models.family import Family
 from torchtitan.models.hf.config import ConfigForm, check_numbers, check_only, number_of
-from torchtitan.models.opt import OPTArgs
+from torchtitan.models.learned_positions.hf_config import NOT_COMPARED, classes_of, labels_of, one_dropout
+from torchtitan.models.opt import OPT, OPTArgs
 
 
 def _to_hf(args: OPTArgs, dtype: Any = "float32") -> dict[str, Any]:
@@ -62,3 +66,6 @@ def _from_hf(config: Mapping[str, Any]) -> OPTArgs:
 
 
 CONFIG = ConfigForm(model_types=("opt",), to_hf=_to_hf, from_hf=_from_hf, not_compared=NOT_COMPARED)
+
+
+FAMILY = Family(sizes=OPT, config=CONFIG, spec="torchtitan.models.opt.model:SPEC", home="facebook")

@@ -3,6 +3,10 @@
 Notable: learned positions, the first of which is number 2; norms with means and biases, before what adds to the stream
 or, in the 350M, behind it; a feed-forward of ReLU; the head is the embedding's matrix, which in the 350M is narrower
 than the model.
+
+OPT in the form of Hugging Face: names. config.json: hf_config.py.
+
+OPT as the trainer builds it.
 """
 
 from functools import partial
@@ -11,9 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.models.classic.model import Classic, block_of, norm_of
 from torchtitan.models.decoder import Entrance
+from torchtitan.models.flops import flops_per_token
+from torchtitan.models.hf.family import HuggingFace
+from torchtitan.models.hf.names import Form, with_biases
+from torchtitan.models.learned_positions.model import PLAN, Classic, block_of, headed_form, is_other_head, norm_of
 from torchtitan.models.opt import UNUSED, OPTArgs
+from torchtitan.models.opt.hf_config import CONFIG
+from torchtitan.models.spec import ModelSpec
 
 
 class LastLayer(nn.Module):
@@ -44,3 +53,34 @@ class OPT(Classic):
             head=nn.Linear(args.word_dim, args.outputs, bias=False),
             attention_dropout=args.attention_dropout,
         )
+
+
+PARTS = with_biases(
+    {
+        "attention_norm": "self_attn_layer_norm",
+        "attention.wq": "self_attn.q_proj",
+        "attention.wk": "self_attn.k_proj",
+        "attention.wv": "self_attn.v_proj",
+        "attention.wo": "self_attn.out_proj",
+        "ffn_norm": "final_layer_norm",
+        "feed_forward.w1": "fc1",
+        "feed_forward.w2": "fc2",
+    }
+)
+ENDS = {
+    "tok_embeddings.weight": "model.decoder.embed_tokens.weight",
+    "entrance.project.weight": "model.decoder.project_in.weight",
+    "entrance.positions.weight": "model.decoder.embed_positions.weight",
+    **with_biases({"norm.norm": "model.decoder.final_layer_norm"}),
+    "norm.project.weight": "model.decoder.project_out.weight",
+}
+
+
+def form(args: OPTArgs) -> Form:
+    return headed_form(args, PARTS, ENDS, layers="model.decoder.layers.", base="model.")
+
+
+HF = HuggingFace(build=OPT, form=form, config=CONFIG, ignored=is_other_head)
+
+
+SPEC = ModelSpec(build=OPT, plan=PLAN, hf=HF, flops_per_token=flops_per_token)

@@ -1,11 +1,22 @@
-"""Sizes and constants of Qwen 3 without experts as a config.json has them, Qwen3Config of transformers. No torch."""
+"""Sizes and constants of Qwen 3 without experts as a config.json has them, Qwen3Config of transformers. No torch.
+
+Qwen 3 without experts as a family of models. No torch here.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.models.hf.config import ConfigForm, check_only, decoder_config, decoder_sizes, number_of
-from torchtitan.models.hf.rope import rotary_config, scaling_from_hf
-from torchtitan.models.qwen3 import Qwen3Args
+from torchtitan.models.family import Family
+from torchtitan.models.hf.config import (
+    ConfigForm,
+    check_only,
+    decoder_config,
+    decoder_sizes,
+    number_of,
+    rotary_config,
+    scaling_from_hf,
+)
+from torchtitan.models.qwen3 import QWEN3, Qwen3Args
 
 
 def _to_hf(args: Qwen3Args, dtype: Any = "float32") -> dict[str, Any]:
@@ -33,3 +44,6 @@ def _from_hf(config: Mapping[str, Any]) -> Qwen3Args:
 
 
 CONFIG = ConfigForm(model_types=("qwen3",), to_hf=_to_hf, from_hf=_from_hf)
+
+
+FAMILY = Family(sizes=QWEN3, config=CONFIG, spec="torchtitan.models.qwen3.model:SPEC", home="Qwen")

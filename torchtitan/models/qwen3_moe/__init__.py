@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from torchtitan.models.linears import NORMS, QK_NORMS, Names, Sizes, grouped_attention
 from torchtitan.models.moe import ROUTER, MoEDecoderArgs
-from torchtitan.models.rope_scaling import RopeScaling
-from torchtitan.models.sizes import check_grouped_heads, check_positive, check_turned
+from torchtitan.models.sizes import RopeScaling, check_grouped_heads, check_positive, check_turned
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,23 @@
-"""Sizes and constants of Qwen 3 with experts as a config.json has them, Qwen3MoeConfig of transformers. No torch."""
+"""Sizes and constants of Qwen 3 with experts as a config.json has them, Qwen3MoeConfig of transformers. No torch.
+
+Qwen 3 with experts as a family of models. No torch here.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.errors import JobError
-from torchtitan.models.hf.config import ConfigForm, check_only, decoder_config, decoder_sizes, number_of
-from torchtitan.models.hf.rope import rotary_config, scaling_from_hf
-from torchtitan.models.qwen3_moe import Qwen3MoEArgs
+from torchtitan.core.errors import JobError
+from torchtitan.models.family import Family
+from torchtitan.models.hf.config import (
+    ConfigForm,
+    check_only,
+    decoder_config,
+    decoder_sizes,
+    number_of,
+    rotary_config,
+    scaling_from_hf,
+)
+from torchtitan.models.qwen3_moe import QWEN3_MOE, Qwen3MoEArgs
 
 
 def _to_hf(args: Qwen3MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
@@ -60,3 +71,6 @@ def _from_hf(config: Mapping[str, Any]) -> Qwen3MoEArgs:
 
 
 CONFIG = ConfigForm(model_types=("qwen3_moe",), to_hf=_to_hf, from_hf=_from_hf)
+
+
+FAMILY = Family(sizes=QWEN3_MOE, config=CONFIG, spec="torchtitan.models.qwen3_moe.model:SPEC", home="Qwen")

@@ -2,12 +2,28 @@
 
 Notable: grouped key/value heads, whose queries and keys are normed; a width of heads that does not follow from the
 model's; experts in all layers, none of them shared.
+
+Which modules of a Qwen 3 with experts each parallelism takes hold of.
+
+Qwen 3 with experts in the form of Hugging Face: names and order of rows. config.json: hf_config.py.
+
+Two numerical differences: the order of a head's features, so that the rows of wq and wk and the weights of their norms
+come in another order; and experts, which stand stacked here and one by one, transposed, there.
+
+Qwen 3 with experts as the trainer builds it.
 """
 
 from torchtitan.models.decoder import Decoder
+from torchtitan.models.flops import flops_per_token
+from torchtitan.models.hf.family import HuggingFace
+from torchtitan.models.hf.names import ATTENTION, EXPERTS, QK_NORMS, TURNED, Form
 from torchtitan.models.layers import GroupedQueryAttention, Rotary
+from torchtitan.models.moe import balance
 from torchtitan.models.moe.layer import MoEBlock
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
+from torchtitan.models.qwen3_moe.hf_config import CONFIG
+from torchtitan.models.spec import ModelSpec
+from torchtitan.parallelisms.plan import ParallelPlan
 
 
 class Qwen3MoE(Decoder):
@@ -18,3 +34,37 @@ class Qwen3MoE(Decoder):
             lambda layer, kernel: MoEBlock(args, GroupedQueryAttention(args, kernel, qk_norm=True)),
             attention_backend,
         )
+
+
+PLAN = ParallelPlan(
+    blocks="layers.*",
+    embedding="tok_embeddings",
+    head=("norm", "output"),
+    gathered=("attention",),
+    column=("attention.w[qkv]",),
+    row=("attention.wo",),
+    replicated=("attention.[qk]_norm",),  # each rank norms its own heads
+    # whole on every rank: expert parallel splits experts, and what is shared is narrow
+    sequence=("attention_norm", "ffn_norm", "moe.router.gate", "moe.experts", "moe.shared_experts.w*"),
+    experts="moe.experts",
+    may_lack=("moe.shared_experts.w*",),  # the published sizes have none
+)
+
+
+PARTS = ATTENTION | QK_NORMS | {"moe.router.gate.weight": "mlp.gate.weight", **EXPERTS}
+
+
+def form(args: Qwen3MoEArgs) -> Form:
+    return Form(
+        parts=PARTS,
+        n_experts=args.n_experts,
+        turned=TURNED.union(QK_NORMS),
+        head_dim=args.head_dim,
+        tied=args.tied_embeddings,
+    )
+
+
+HF = HuggingFace(build=Qwen3MoE, form=form, config=CONFIG)
+
+
+SPEC = ModelSpec(build=Qwen3MoE, plan=PLAN, hf=HF, flops_per_token=flops_per_token, balance=balance)

@@ -1,11 +1,15 @@
-"""Sizes and constants of RoBERTa as a config.json has them, RobertaConfig of transformers. No torch."""
+"""Sizes and constants of RoBERTa as a config.json has them, RobertaConfig of transformers. No torch.
+
+RoBERTa as a family of models. No torch here.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.models.classic.hf_config import NOT_COMPARED, classes_of, labels_of, one_dropout
+from torchtitan.models.family import Family
 from torchtitan.models.hf.config import ConfigForm, check_numbers, check_only, number_of
-from torchtitan.models.roberta import RobertaArgs
+from torchtitan.models.learned_positions.hf_config import NOT_COMPARED, classes_of, labels_of, one_dropout
+from torchtitan.models.roberta import ROBERTA, RobertaArgs
 
 
 def _to_hf(args: RobertaArgs, dtype: Any = "float32") -> dict[str, Any]:
@@ -57,3 +61,6 @@ def _from_hf(config: Mapping[str, Any]) -> RobertaArgs:
 
 
 CONFIG = ConfigForm(model_types=("roberta",), to_hf=_to_hf, from_hf=_from_hf, not_compared=NOT_COMPARED)
+
+
+FAMILY = Family(sizes=ROBERTA, config=CONFIG, spec="torchtitan.models.roberta.model:SPEC", home="FacebookAI")

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.errors import JobError
-from torchtitan.parallelisms.context.block_attention import RegionAttention, accumulation_type
+from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.context.kernel import Tokens, drops, require_part, says
-from torchtitan.parallelisms.context.ring_attention import Ring, RingAttention
+from torchtitan.parallelisms.context.ring_attention import RegionAttention, Ring, RingAttention, accumulation_type
 from torchtitan.parallelisms.context.sequence_layout import SequenceLayout
 from torchtitan.parallelisms.degrees import SEQ_LEN, check_dealt_heads, check_sequence, is_levelled, needs_of_a_sequence
 

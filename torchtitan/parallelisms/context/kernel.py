@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.degrees import check_dropped, check_shifted
 from torchtitan.parallelisms.statements import stands_behind
 

@@ -1,4 +1,16 @@
-"""Ring attention (arXiv:2310.01889): keys and values travel from rank to rank, and no rank ever holds them all.
+"""Attention over rectangles of queries x keys, joined as if it had been one: the arithmetic of context parallel.
+
+Softmax over a row that is seen in parts: each part gives its output and the logarithm of its sum of exponentials, which
+tell how much the part weighs in the whole (arXiv:1805.02867). Backward needs no joining: given the row's output and
+logarithm, a part's gradients are what it adds to the whole's. So both ways are torch's kernels, called below autograd.
+
+Parts are joined, and gradients added up, in float32 or wider. On a CPU, narrower types are also computed in float32:
+its kernel for bfloat16 is slow for narrow heads (see models/layers), and it would round a part before it is joined.
+
+Letters of the shapes: B samples, H query heads, K key/value heads, Q and S tokens of queries and of keys, E width of
+a head's query and key, V that of its value, at most E.
+
+Ring attention (arXiv:2310.01889): keys and values travel from rank to rank, and no rank ever holds them all.
 
 Each of `ranks` steps attends to the share that is here while the next one arrives; the parts are joined (see
 block_attention). Backward sends keys and values round again, and behind each share its gradient, to which every rank
@@ -6,13 +18,261 @@ adds: from the first rank it visits, ranks - 1 messages until it is home. Gradie
 of which causality hides all is passed on unread.
 """
 
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from torchtitan.parallelisms.context.block_attention import JoinedAttention, JoinedGradients, accumulation_type
-from torchtitan.parallelisms.context.sequence_layout import SequenceLayout
+from torchtitan.parallelisms.context.sequence_layout import Region, SequenceLayout
+
+aten = torch.ops.aten
+Documents = tuple[torch.Tensor, torch.Tensor]
+"""Document ids of the queries [B, Q] and of the keys [B, S]."""
+HIDDEN = -1e30
+"""Added to scores that a mask hides. Not -inf: a row of which a part sees nothing must not become NaN. Its output is
+then some average, with a weight of exp(-1e30) = 0."""
+
+
+class RegionAttention(torch.autograd.Function):
+    """q [B, H, Q, E], k [B, K, S, E], v [B, K, S, V] -> [B, H, Q, V]. Each query must see a key in some region."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        regions: list[Region],
+        query_documents: torch.Tensor | None,
+        key_documents: torch.Tensor | None,
+    ) -> torch.Tensor:
+        documents = None if query_documents is None else (query_documents, key_documents)
+        attention = JoinedAttention(q, v.shape[-1])
+        for region in regions:
+            attention.add(k, v, region, documents)
+        results = attention.results()
+        ctx.save_for_backward(q, k, v, query_documents, key_documents, *results)
+        ctx.regions = regions
+        return results[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, query_documents, key_documents, *results = ctx.saved_tensors
+        documents = None if query_documents is None else (query_documents, key_documents)
+        gradients = JoinedGradients(q, grad, results)
+        wide = accumulation_type(k.dtype)
+        grad_k, grad_v = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+        for region in ctx.regions:
+            gradients.add(k, v, region, documents, grad_k, grad_v)
+        return gradients.grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
+
+
+def accumulation_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class JoinedAttention:
+    """The output [B, H, Q, width] of queries q [B, H, Q, E] over the regions that are added one by one."""
+
+    def __init__(self, q: torch.Tensor, width: int):
+        wide = accumulation_type(q.dtype)
+        self.dtype, self.q = q.dtype, q.to(kernel_type(q))
+        self.out = torch.zeros((*q.shape[:-1], width), dtype=wide, device=q.device)
+        self.logsumexp = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)
+        self.extras: tuple[torch.Tensor, ...] = ()
+
+    def add(self, k: torch.Tensor, v: torch.Tensor, region: Region, documents: Documents | None) -> None:
+        """Keys [B, K, S, E] and values [B, K, S, width], of which the queries see the region's."""
+        q, k, v, bias = _cut(self.q, k, v, region, documents)
+        part, part_logsumexp, self.extras = block_forward(q, k, v, region.causal, bias)
+        rows = slice(region.first_query, region.last_query)
+        out, logsumexp = self.out[:, :, rows], self.logsumexp[:, :, rows]
+        total = torch.logaddexp(logsumexp, part_logsumexp)
+        out.mul_((logsumexp - total).exp_()[..., None]).addcmul_(
+            part.to(out.dtype), (part_logsumexp - total).exp_()[..., None]
+        )
+        logsumexp.copy_(total)
+
+    def results(self) -> tuple[torch.Tensor, ...]:
+        """What backward needs: output [B, H, Q, V] in q's type, logarithm [B, H, Q], and what kernels want back."""
+        return (self.out.to(self.dtype), self.logsumexp, *self.extras)
+
+
+class JoinedGradients:
+    """Gradients by the regions that are added one by one, of queries q [B, H, Q, E] by `grad` [B, H, Q, V]. `results`
+    are those of JoinedAttention over all of them.
+    """
+
+    def __init__(self, q: torch.Tensor, grad: torch.Tensor, results: list[torch.Tensor]):
+        self.q = q.to(kernel_type(q))
+        self.grad, self.out = grad.to(self.q.dtype), results[0].to(self.q.dtype)
+        self.logsumexp, self.extras = results[1], tuple(results[2:])
+        self.grad_q = torch.zeros(q.shape, dtype=accumulation_type(q.dtype), device=q.device)
+
+    def add(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        region: Region,
+        documents: Documents | None,
+        grad_k: torch.Tensor,
+        grad_v: torch.Tensor,
+    ) -> None:
+        """Adds to `grad_k` and `grad_v`, which have the shape of k and v."""
+        q, k, v, bias = _cut(self.q, k, v, region, documents)
+        rows, columns = slice(region.first_query, region.last_query), slice(region.first_key, region.last_key)
+        of_row = (x[:, :, rows].contiguous() for x in (self.grad, self.out, self.logsumexp))
+        parts = block_backward(q, k, v, region.causal, bias, *of_row, self.extras)
+        for whole, part in zip(
+            (self.grad_q[:, :, rows], grad_k[:, :, columns], grad_v[:, :, columns]), parts, strict=True
+        ):
+            whole.add_(part)
+
+
+def _cut(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, region: Region, documents: Documents | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The region's q, k, v, and its mask as what is added to scores [B, 1, Q, S]."""
+    rows, columns = slice(region.first_query, region.last_query), slice(region.first_key, region.last_key)
+    q, k, v = q[:, :, rows], k[:, :, columns].to(q.dtype), v[:, :, columns].to(q.dtype)
+    if documents is None:
+        return q, k, v, None
+    visible = documents[0][:, rows, None] == documents[1][:, None, columns]
+    if region.causal:
+        visible = visible.tril()
+    hidden = max(HIDDEN, torch.finfo(q.dtype).min / 2)
+    bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, hidden)
+    return q, k, v, bias[:, None]
+
+
+def kernel_type(q: torch.Tensor) -> torch.dtype:
+    """What the kernels compute in for q of any shape."""
+    return accumulation_type(q.dtype) if q.device.type == "cpu" else q.dtype
+
+
+# --- kernels: q, k, v, causal, bias -> output, logarithm of the sum of exponentials, and what backward wants back.
+# A bias holds causality too. Flash kernels want values as wide as keys, CUDA's takes no bias, and its efficient one no
+# grouped heads.
+
+
+def block_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """q [B, H, Q, E], k [B, K, S, E], v [B, K, S, V], bias [B, 1, Q, S] -> out [B, H, Q, V], the logarithms [B, H, Q],
+    and what backward wants back.
+    """
+    kernel, width = kernel_for(q, bias), v.shape[-1]
+    if kernel == "cpu":
+        out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, _as_wide(v, k), 0.0, causal and bias is None, attn_mask=bias
+        )
+        return out[..., :width], logsumexp, ()
+    if kernel == "flash":
+        out, logsumexp, _, _, _, _, *random_state, _ = aten._scaled_dot_product_flash_attention(
+            q, k, _as_wide(v, k), 0.0, causal
+        )
+        return out[..., :width], logsumexp, tuple(random_state)
+    k, v = _repeat_heads(q, k, v)
+    if kernel == "efficient":
+        out, logsumexp, *random_state = aten._scaled_dot_product_efficient_attention(
+            q, k, v, _aligned(q, bias), True, 0.0, causal and bias is None
+        )
+        return out, logsumexp[..., : q.shape[2]], tuple(random_state)  # it comes filled up to a multiple of 32
+    scores = _scores(q, k, causal, bias)
+    logsumexp = scores.logsumexp(-1)
+    return (scores - logsumexp[..., None]).exp() @ v, logsumexp, ()
+
+
+def block_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    bias: torch.Tensor | None,
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    extras: tuple[torch.Tensor, ...],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v, of their shapes and those of block_forward, by `grad`, `out` and `logsumexp` of whole rows;
+    `extras` from a forward of this kernel.
+    """
+    kernel, width = kernel_for(q, bias), v.shape[-1]
+    if kernel in ("cpu", "flash"):
+        grad, v, out = (_as_wide(x, k) for x in (grad, v, out))
+    if kernel == "cpu":
+        grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, logsumexp, 0.0, causal and bias is None, attn_mask=bias
+        )
+        return grad_q, grad_k, grad_v[..., :width]
+    if kernel == "flash":
+        lengths = (None, None, q.shape[2], k.shape[2])  # None: all samples are as long as the tensor
+        grad_q, grad_k, grad_v = aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, logsumexp, *lengths, 0.0, causal, *extras
+        )
+        return grad_q, grad_k, grad_v[..., :width]
+    heads = k.shape[1]
+    k, v = _repeat_heads(q, k, v)
+    if kernel == "efficient":
+        # infinite where it is filled up to a multiple of 32: rows without weight
+        filled = F.pad(logsumexp, (0, -q.shape[2] % 32), value=math.inf)
+        grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, _aligned(q, bias), out, filled, *extras, 0.0, [True, True, True, False],
+            causal and bias is None,
+        )  # fmt: skip
+    else:
+        weights = (_scores(q, k, causal, bias) - logsumexp[..., None]).exp()
+        of_scores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+        grad_q, grad_k, grad_v = of_scores @ k, of_scores.mT @ q, weights.mT @ grad
+    return grad_q, _sum_heads(grad_k, heads), _sum_heads(grad_v, heads)
+
+
+def kernel_for(q: torch.Tensor, bias: torch.Tensor | None) -> str:
+    """Which kernel takes these, shaped as in block_forward: cpu, flash, efficient, or written out, which takes all and
+    keeps all scores.
+    """
+    if q.device.type == "cpu":
+        return "cpu"
+    fits = q.device.type == "cuda" and q.shape[-1] % 8 == 0
+    if fits and bias is None and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256:
+        return "flash"
+    return "efficient" if fits and q.dtype in (torch.bfloat16, torch.float16, torch.float32) else "written out"
+
+
+def _as_wide(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Zeros in the missing columns of a value, or of what has its width: they add nothing."""
+    missing = k.shape[-1] - x.shape[-1]
+    assert missing >= 0, "values must not be wider than keys"
+    return F.pad(x, (0, missing)) if missing else x
+
+
+def _repeat_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+
+
+def _sum_heads(grad: torch.Tensor, heads: int) -> torch.Tensor:
+    return grad.unflatten(1, (heads, -1)).sum(2, dtype=accumulation_type(grad.dtype))
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, bias: torch.Tensor | None) -> torch.Tensor:
+    scores = (q @ k.mT) * q.shape[-1] ** -0.5
+    if bias is not None:
+        return scores + bias
+    if not causal:
+        return scores
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores.masked_fill(~visible, HIDDEN)
+
+
+def _aligned(q: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """For all heads, rows beginning at multiples of 16 elements, as the efficient kernel wants them."""
+    if bias is None:
+        return None
+    length = bias.shape[-1]
+    return F.pad(bias, (0, -length % 16))[..., :length].expand(-1, q.shape[1], -1, -1)
 
 
 class Ring:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from torchtitan import distributed
 from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.process import distributed
 
 
 class Balance(Protocol):
@@ -44,7 +44,7 @@ class Balance(Protocol):
 
 
 class ExpertBalance:
-    """A hook of the step (parallelisms/hooks.py). `copies`: how many ranks have the same tokens (of tensor parallel,
+    """A step hook (parallelisms/parallel_model.py). `copies`: the number of ranks with the same tokens (tensor parallel
     without sequence parallel).
     """
 

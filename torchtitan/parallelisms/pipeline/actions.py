@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan.errors import JobError
-from torchtitan.files import FileError, read_file
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import FileError, read_file
 
 FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD, OVERLAP = "F", "I", "W", "B", "OVERLAP_F_B"
 SINGLE = re.compile(r"([0-9]{1,6})([FIWB])([0-9]{1,6})")

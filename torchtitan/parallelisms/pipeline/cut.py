@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from torchtitan.errors import JobError
+from torchtitan.core.errors import JobError
 
 
 @dataclass(frozen=True, kw_only=True)

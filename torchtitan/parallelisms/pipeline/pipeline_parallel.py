@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchtitan.initialization import clean_name
+from torchtitan.core.initialization import clean_name
 from torchtitan.parallelisms.data_parallel import fsdp_modules
 from torchtitan.parallelisms.pipeline.actions import (
     WEIGHT_GRAD,
@@ -44,8 +44,7 @@ from torchtitan.parallelisms.pipeline.cut import (
     stages_of_rank,
 )
 from torchtitan.parallelisms.pipeline.overlap.exchange import Transport
-from torchtitan.parallelisms.pipeline.overlap.programs import programs_of
-from torchtitan.parallelisms.pipeline.overlap.segments import Policy
+from torchtitan.parallelisms.pipeline.overlap.segments import Policy, programs_of
 from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedSchedule, SegmentedStage
 from torchtitan.parallelisms.pipeline.runtime import Stage, TableSchedule, microbatches_of, named, targets_of
 from torchtitan.parallelisms.pipeline.simulator import simulate
@@ -266,7 +265,7 @@ class Pipeline:
         return torch.empty(shape, dtype=self.hidden_dtype, device=device)
 
     def _no_loss(self, device: torch.device | str) -> torch.Tensor:
-        """In the type in which losses come (see loss.py)."""
+        """In the type in which losses come (see losses/objective.py)."""
         return torch.zeros((), dtype=torch.promote_types(self.hidden_dtype, torch.float32), device=device)
 
     def _merged(self, table: Table) -> Table:

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from torchtitan.failures import add_note
 from torchtitan.parallelisms.data_parallel import fsdp_modules
 from torchtitan.parallelisms.pipeline.actions import Table
+from torchtitan.process.exit import add_note
 
 # Before it raises, the runtime prints the whole table, a line for each action; the exception says where it was.
 logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from torchtitan.failures import add_note
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
 from torchtitan.parallelisms.pipeline.overlap.segments import (
     BACKWARD,
@@ -23,6 +22,7 @@ from torchtitan.parallelisms.pipeline.overlap.segments import (
     WEIGHT,
     Node,
 )
+from torchtitan.process.exit import add_note
 
 PHASES = {
     FORWARD: "forward",

@@ -1,0 +1,249 @@
+"""Neurocache as an adapter: a frozen model with a memory, and an attention to it in some of its layers.
+
+Beside it the model's own linears may have low-rank matrices, of a kind that stands alone too; those in few bits keep
+the matrices that they stand beside so.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from pkgutil import resolve_name
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtitan.adapters import ADAPTERS
+from torchtitan.adapters.interface import Adapter, weights_met
+from torchtitan.adapters.neurocache.attention import CachedAttention
+from torchtitan.adapters.neurocache.authors_folder import load, names, save
+from torchtitan.adapters.neurocache.hits import Hits
+from torchtitan.adapters.neurocache.memory import Memory
+from torchtitan.adapters.neurocache.sizes import apart, cache_flops, layers_of, misfits_of
+from torchtitan.adapters.peft_folder import from_peft, to_peft
+from torchtitan.adapters.targets import of_linears
+from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.core.errors import JobError
+from torchtitan.core.initialization import local_part
+from torchtitan.core.tensor_storage import Deferred, Value
+from torchtitan.models.flops import FlopsPerToken
+from torchtitan.models.hf.names import Form
+from torchtitan.models.layers import GroupedQueryAttention
+from torchtitan.parallelisms.plan import ParallelPlan
+
+PCA_SEGMENTS = 256
+"""By whose states a compression begins, with init = "pca"."""
+
+
+class Neurocache(Adapter):
+    layout = "the layout of the authors' library"
+    other_form = "keep the run's checkpoints, which have all of it"
+
+    def __init__(self, options: Options, seed: int = 0):
+        super().__init__(options, seed)
+        beside = of_linears(options)
+        self.beside: Adapter | None = None
+        if beside is not None:
+            self.beside = resolve_name(ADAPTERS[beside.kind].make)(beside, seed)
+
+    def install(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
+        plan = super().install(model, plan)
+        of_cache = names(self.options.neurocache, self.n_layers)
+        self.met_added = weights_met(model, self.fresh - of_cache.keys())  # of the cache by cache_flops
+        return plan
+
+    def convert(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
+        options, blocks = self.options.neurocache, model.layers
+        if wrong := list(misfits_of(options, len(blocks), model.args.dim)):
+            raise JobError("; ".join(map(str, wrong)))
+        self.n_layers, self.dim = len(blocks), model.args.dim
+        self.heads, self.head_dim = model.args.n_heads, model.args.head_dim
+        layers = self.layers = layers_of(options, len(blocks))
+        norm = blocks[str(layers.first)].attention_norm
+        if self.beside is not None:
+            plan = self.beside.convert(model, plan)
+            self.replaced |= self.beside.replaced
+        like = dict(dtype=norm.weight.dtype, device=norm.weight.device)
+        for layer in layers.attending:
+            attention = blocks[str(layer)].attention
+            if type(attention) is not GroupedQueryAttention or attention.q_norm is not None or not model.kernel.causal:
+                raise JobError(
+                    f"adapter.kind = 'neurocache' with {type(model).__name__}: it stands beside causal attention of "
+                    f"grouped heads without norms of queries; allowed are Llama, Mistral and OPT"
+                )
+            attention.__class__ = CachedAttention
+            with norm.weight.device:
+                attention.add_cache(
+                    model.args.dim // options.compression,
+                    options.context,
+                    options.compat_head_layout,
+                    options.init != "random",
+                )
+            attention.cache.to(**like)
+            attention.measures = options.track_hits
+        reads_stream = blocks[str(layers.first)].order == "post"
+        with norm.weight.device:
+            model.memory = Memory(options, layers, model.args.dim, reads_stream).to(**like)
+        return replace(
+            plan,
+            column=(*plan.column, "attention.cache.wq"),
+            replicated=(*plan.replicated, "attention.cache.reading"),
+            row=(*plan.row, "attention.cache.wo"),
+            may_lack=(
+                *plan.may_lack,
+                "attention.cache.wq",
+                "attention.cache.reading",
+                "attention.cache.wo",
+            ),
+            with_block=(*plan.with_block, ("memory", plan.blocks.replace("*", str(layers.first)))),
+        )
+
+    def read_folder(self, folder: Path, form: Form) -> dict[str, torch.Tensor]:
+        own, others = load(folder, self.options.neurocache, self.n_layers, self.shapes)
+        low_rank = {name: shape for name, shape in self.shapes.items() if name not in own}
+        try:
+            return own | from_peft(others, form, low_rank)
+        except JobError as error:
+            raise JobError(f"{folder}: {error}") from None
+
+    def write_folder(self, folder: Path, form: Form, whole: Mapping[str, torch.Tensor], base: str) -> None:
+        self.refuse_what_has_no_place()
+        options = self.options.neurocache
+        low_rank = {name: whole[name] for name in self.shapes if name not in names(options, self.n_layers)}
+        save(folder, whole, to_peft(low_rank, form), options, self.n_layers, base)
+
+    def merged(self, parts: Sequence[nn.Module], original: Mapping[str, Deferred] | None = None) -> dict[str, Value]:
+        raise JobError(
+            "adapter.kind = 'neurocache': a model without a cache cannot be what this one is; write the adapter alone "
+            "(torchtitan export without --merge)"
+        )
+
+    def check_parts(self, parts: Iterable[nn.Module]) -> None:
+        for part in parts:
+            layers = {int(name) for name, block in part.layers.items()}
+            needed = set(range(self.layers.first, self.layers.last + 1))
+            if layers & needed and not needed <= layers:
+                raise JobError(apart(self.layers))
+
+    def rate_of(self, name: str) -> float:
+        return 1.0 if self.beside is None else self.beside.rate_of(name)
+
+    @property
+    def recalls(self) -> int:
+        again = self.options.neurocache.resume_warmup != "cold" and not self.taken_back
+        return self.options.neurocache.cache_size if again else 0
+
+    def begin_recall(self, parts: Iterable[nn.Module]) -> None:
+        for memory in memories(parts):
+            if self.taken_back:
+                memory.go_on()
+            else:
+                memory.forget()
+            memory.train()
+        self.taken_back = False
+
+    @property
+    def keeps(self) -> bool:
+        return self.options.neurocache.resume_warmup == "saved"
+
+    def kept(self, parts: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
+        return {name: tensor for memory in memories(parts) for name, tensor in memory.kept().items()}
+
+    def take_back(
+        self, parts: Iterable[nn.Module], shapes: Mapping[str, list[int]], rows: int, device: torch.device
+    ) -> dict[str, torch.Tensor] | None:
+        rows = 1 if self.options.neurocache.scope == "global" else rows
+        found = [memory.take_back(shapes, rows, device) for memory in memories(parts)]
+        return None if None in found else {name: tensor for each in found for name, tensor in each.items()}
+
+    @property
+    def looks_at(self) -> int:
+        return PCA_SEGMENTS if self.options.neurocache.init == "pca" else 0
+
+    def begin_looking(self, parts: Iterable[nn.Module]) -> None:
+        for memory in memories(parts):
+            memory.forget()
+            memory.moments = torch.zeros(memory.dim, memory.dim, dtype=torch.float64)  # goes to where states are
+
+    @torch.no_grad()
+    def follow_what_was_seen(self, parts: Sequence[nn.Module]) -> None:
+        """The compression keeps the directions of which the states have most, and reads of them as the layers do."""
+        moments = torch.zeros(self.dim, self.dim, dtype=torch.float64)
+        for memory in memories(parts):
+            moments, memory.moments = memory.moments, None
+            memory.forget()
+        moments = moments.cpu()
+        if dist.is_initialized():  # over gloo; that some saw the same changes nothing about directions
+            dist.all_reduce(moments)
+        directions = principal(moments, self.dim // self.options.neurocache.compression)
+        for module in (module for part in parts for module in part.modules() if hasattr(module, "reshard")):
+            module.reshard()  # FSDP's, which may have whole weights at hand that were gathered before
+        for memory in memories(parts):
+            local, _, offset = local_part(memory.h_proj.weight)
+            local.copy_(directions.t()[offset[0] : offset[0] + len(local)])
+        for module in (module for part in parts for module in part.modules() if isinstance(module, CachedAttention)):
+            module.follow_directions(directions)
+
+    def readings(self, parts: Iterable[nn.Module]) -> Iterator[str]:
+        options, all_ = self.options.neurocache, memories(parts)
+        others = [size for size in options.eval_cache_sizes if size != options.cache_size]
+        for size in (options.cache_size, *others):
+            for memory in all_:
+                memory.forget_evaluated()
+                memory.cache_size[False] = size
+            yield "" if size == options.cache_size else f"_cache_{size}"
+        for memory in all_:
+            memory.cache_size[False] = options.cache_size
+
+    def flops_per_token(self, plain: FlopsPerToken, weights: int, seq_len: int) -> FlopsPerToken:
+        options, told = self.options.neurocache, super().flops_per_token(plain, weights, seq_len)
+        own = cache_flops(options, self.n_layers, self.dim, self.heads, self.head_dim, seq_len)
+        return FlopsPerToken(full=told.full + own, causal=told.causal + own)
+
+    def warnings(self, passes: int) -> Iterator[str]:
+        if passes == 1:
+            yield (
+                "a step makes one pass: states are stored by weights that have moved each time they are read, by which "
+                "training may diverge; raise training.global_batch_size"
+            )
+        for reader, storing in self.layers.readers.items():
+            if reader != storing:
+                yield f"layer {reader} looks up by its own states what layer {storing} stored of others"
+
+    def metrics(self, parts: Sequence[nn.Module]) -> dict[str, float]:
+        of_beside = {} if self.beside is None else self.beside.metrics(parts)
+        if not self.options.neurocache.track_hits:
+            return of_beside
+        sums = torch.zeros(len(Hits.names) + 1, 2, dtype=torch.float64)
+        for memory in memories(parts):
+            sums[:-1] += memory.hits.take().cpu()
+        attending = (module for part in parts for module in part.modules() if isinstance(module, CachedAttention))
+        if squares := [each for module in attending for each in module.take_squares()]:
+            sums[-1] = torch.stack(squares).double().sum(0).cpu()
+        if dist.is_initialized():  # over gloo; who has the same as others counts as often as they, all of it
+            dist.all_reduce(sums)
+        told = {name: part / whole for name, (part, whole) in zip(Hits.names, sums.tolist()[:-1], strict=True) if whole}
+        cache, own = sums[-1].sqrt().tolist()
+        return of_beside | told | ({"cache_norm": cache / own} if own else {})
+
+    def describe(self) -> str:
+        beside = "" if self.beside is None else f", beside it {self.options.neurocache.beside}"
+        return f"{super().describe()}; {self.options.neurocache.cache_size:,} entries a lane{beside}"
+
+    def after_batch(self, parts: Sequence[nn.Module]) -> None:
+        for memory in memories(parts):
+            memory.commit()
+
+
+def principal(moments: torch.Tensor, width: int) -> torch.Tensor:
+    """Of second moments [D, D] the directions [D, width] of which the vectors have most, as columns, the most first:
+    among all projections to so many it loses the least of their squares. Of either sign the one whose largest number
+    is positive.
+    """
+    directions = torch.linalg.eigh(moments).eigenvectors.flip(-1)[:, :width]
+    largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
+    return directions * largest.sign()
+
+
+def memories(parts: Iterable[nn.Module]) -> list[Memory]:
+    return [part.memory for part in parts if getattr(part, "memory", None) is not None]

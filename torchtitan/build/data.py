@@ -1,0 +1,326 @@
+"""Config -> data: sources, loaders, what the model reads of them, and the number of steps that epochs take."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan.build.parts import global_batch_size, global_rows, has_experts, model_args, taken
+from torchtitan.config.batch_shape import (
+    Section,
+    batch_rows,
+    is_packed,
+    padding_in_words,
+    padding_multiple,
+    rows_per_sample,
+    sample_count,
+)
+from torchtitan.config.job import JobConfig, joins_sources, sources_of
+from torchtitan.core.cadence import with_end
+from torchtitan.datasets import open_source
+from torchtitan.datasets.epochs import end_of, samples_in, steps_for
+from torchtitan.datasets.labelled import Fields
+from torchtitan.datasets.loader import HeldOut, Loader, Weighted, build_loader
+from torchtitan.datasets.loss_mask import Recipe, TrainOn, told
+from torchtitan.datasets.packing import Labels
+from torchtitan.datasets.preparing import prepared
+from torchtitan.datasets.record_format import reading_of
+from torchtitan.datasets.sample_packing import Packing, PackReader
+from torchtitan.datasets.segments import Documents, HeldOutSegments, SegmentLoader
+from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.datasets.tokens import TokenShards
+from torchtitan.datasets.verification import verification_of
+from torchtitan.losses.objective import Objective
+from torchtitan.losses.tasks import TASKS
+from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.process.distributed import device_type
+from torchtitan.process.ranks import read_ranks
+
+logger = logging.getLogger(__name__)
+
+
+def fields(config: JobConfig) -> Fields | None:
+    """Where records have their classes, for a task that learns these."""
+    if TASKS[config.task.kind].labels != "classes":
+        return None
+    args = model_args(config)
+    return Fields.of(config.task, args.n_classes, ended=not args.causal)
+
+
+def documents_apart(config: JobConfig) -> bool:
+    """Whether attention and positions keep to a document."""
+    return config.training.document_mask or TASKS[config.task.kind].packs
+
+
+def labels(config: JobConfig) -> Labels:
+    """A class is told from the first token where it sees all others, else from the last."""
+    learned = TASKS[config.task.kind].labels
+    if learned != "classes":
+        return learned
+    return "last" if model_args(config).causal else "first"
+
+
+def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
+    """How the task's samples are made of whole records; None where they are cut from all text."""
+    if not TASKS[config.task.kind].packs:
+        return None
+    together = rows_per_sample(config)
+    window = config.data.packing_window if is_packed(config) else 1
+    held_out, left = section == "validation", config.data.padding == "left"
+    step = config.training.global_batch_size  # the rules require it on several ranks
+    step = step if step > 0 else config.training.local_batch_size
+    shard, shards = map(int, config.data.shards.split("/"))
+    return Packing(
+        window,
+        pad_id,
+        config.validation.split,
+        held_out,
+        left,
+        together,
+        multiple=multiple_of(config),
+        group=step * together if config.data.group_by_length and not held_out else 0,
+        shard=(1, 1) if held_out else (shard, shards),
+    )
+
+
+def multiple_of(config: JobConfig) -> int:
+    """What the lengths of batches are multiples of, where they are not all of one length; else 0."""
+    return padding_multiple(config, device_type(), has_experts(config))
+
+
+def recipe(config: JobConfig, section: Section) -> Recipe:
+    """What becomes of the records of a section."""
+    data = config.data
+    if not TASKS[config.task.kind].packs:
+        return Recipe()
+    together = TASKS[config.task.kind].together
+    train_on = TrainOn(data.train_on if together == 1 else "last_turn", data.train_on_eos)
+    return Recipe(train_on, seq_len_of(config, section) + 1, data.too_long, data.max_empty_ratio, together)
+
+
+def seq_len_of(config: JobConfig, section: Section) -> int:
+    own = config.validation.seq_len if section == "validation" else None
+    return own or config.training.seq_len
+
+
+def last_step_of_data(config: JobConfig, plan: ParallelDims, taken: int = 0, step: int = 0) -> int | None:
+    """Return the step with which training.epochs or training.tokens end, when at `step` so many samples have been
+    taken; None if neither is set. Text is tokenized for epochs, and for a task of whole records, unless it has been.
+    """
+    training, packs = config.training, TASKS[config.task.kind].packs
+    if training.epochs is None and training.tokens is None and not packs:
+        return None
+    sources: list[TokenShards] = []
+    if packs or training.epochs is not None:
+        opened = [weighted.source for weighted in data_sources(config, "training")]
+        sources = [source for source in opened if isinstance(source, TokenShards)]  # all of them are
+    if packs and not step:
+        if config.validation.enable:
+            data_sources(config, "validation")
+        _tell(config, sources)
+    how, seed = packing(config, "training", pad_id=0), config.debug.seed
+    end = end_of(sources, training.seq_len, training.epochs, training.tokens, seed, training.shuffle, how)
+    return None if end is None else step + steps_for(max(0, end - taken), global_rows(config, plan))
+
+
+def with_steps(config: JobConfig, plan: ParallelDims, taken: int = 0, step: int = 0) -> JobConfig:
+    """Return the job with the number of steps that its run has; arguments as for `last_step_of_data`."""
+    return with_end(config, last_step_of_data(config, plan, taken, step))
+
+
+def _samples_in(config: JobConfig, section: Section, sources: Sequence[TokenShards], epochs: int) -> int:
+    seed, shuffle = config.debug.seed, config.training.shuffle
+    return samples_in(sources, seq_len_of(config, section), epochs, seed, shuffle, packing(config, section, pad_id=0))
+
+
+def _tell(config: JobConfig, sources: Sequence[TokenShards]) -> None:
+    """What the records are, and how well they fill their samples."""
+    training = config.training
+    for source in sources:
+        header = source.header
+        records = f": {told(header['records'], training.seq_len)}" if "records" in header else ""
+        share = header.get("trained_tokens", header["tokens"]) / header["tokens"]
+        logger.info("records    %s%s; %.1f %% of the tokens trained", source.name, records, 100 * share)
+    logger.info("samples    %s", filled(config, sources))
+
+
+def filled(config: JobConfig, sources: Sequence[TokenShards]) -> str:
+    """How many samples a pass over the training data has, in words; of packs how full they are, else what of their
+    tokens is padding, and what would spare it.
+    """
+    training, how = config.training, packing(config, "training", pad_id=0)
+    if how is None:
+        return f"{_samples_in(config, 'training', sources, epochs=1):,} in a pass"
+    packs = PackReader(sources, training.seq_len, config.debug.seed, training.shuffle, how)
+    samples, has_pairs = packs.samples(1) // rows_per_sample(config), rows_per_sample(config) > 1
+    count = (sample_count(config, samples) if has_pairs else f"{samples:,}") + " in a pass"
+    if is_packed(config):
+        return f"{count}, {100 * packs.efficiency:.1f} % full"
+    if how.multiple:
+        rounded = f", rounded up to a multiple of {how.multiple}" if how.multiple > 1 else ""
+        return f"{count}, each batch padded to its longest sample{rounded}"
+    longest = int(packs.lengths[packs.numbers].max()) - 1
+    return f"{count}; {padding_in_words(config, 1 - packs.efficiency, longest, has_experts(config))}"
+
+
+def batches_of_a_step(config: JobConfig, plan: ParallelDims) -> int:
+    """Of each rank."""
+    return global_batch_size(config, plan) // (config.training.local_batch_size * plan.dp)
+
+
+def training_loader(
+    config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims, state: dict[str, Any] | None = None
+) -> Loader | SegmentLoader:
+    loader = _training_loader(config, vocabulary, dp_rank, plan, state)
+    if read_ranks().local_rank == 0:  # one rank of each machine, whose disk may be another
+        opened = [weighted.source for weighted in data_sources(config, "training")]
+        loader.verification = verification_of([source for source in opened if isinstance(source, TokenShards)])
+    return loader
+
+
+def _training_loader(
+    config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims, state: dict[str, Any] | None
+) -> Loader | SegmentLoader:
+    if TASKS[config.task.kind].in_lanes:
+        return SegmentLoader(
+            documents(config, "training"),
+            seq_len=config.training.seq_len,
+            rows=batch_rows(config),
+            rank=dp_rank,
+            ranks=plan.dp,
+            seed=config.debug.seed,
+            shuffle=config.training.shuffle,
+            fingerprint=documents_fingerprint(config, vocabulary),
+            state=state,
+        )
+    batch = global_rows(config, plan)
+    return _loader(config, "training", vocabulary, dp_rank, plan, batch, config.training.seq_len, state)
+
+
+def validation_loader(config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims) -> Loader:
+    """Always the same batches: its own data set, from the start."""
+    batch = batch_rows(config, "validation") * plan.dp
+    seq_len = seq_len_of(config, "validation")
+    return _loader(config, "validation", vocabulary, dp_rank, plan, batch, seq_len, None)
+
+
+def pairs_in_a_pass(config: JobConfig) -> int:
+    """Of whole records, how many samples a pass over the training data has."""
+    sources = [each.source for each in data_sources(config, "training")]
+    read = _samples_in(config, "training", [each for each in sources if isinstance(each, TokenShards)], epochs=1)
+    return read // rows_per_sample(config)
+
+
+def held_out(
+    config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims, objective: Objective
+) -> HeldOut | HeldOutSegments | None:
+    """What a job that validates does so on; every iteration over it begins again."""
+    part = config.validation
+    if not part.enable:
+        return None
+    in_a_batch = batch_rows(config, "validation") * plan.dp
+    samples = part.samples * rows_per_sample(config) if part.steps is None else part.steps * in_a_batch
+    if TASKS[config.task.kind].in_lanes:
+        how = dict(
+            seq_len=seq_len_of(config, "validation"),
+            rows=batch_rows(config, "validation"),
+            rank=dp_rank,
+            ranks=plan.dp,
+        )
+        return HeldOutSegments(documents(config, "validation"), samples, **how)
+    if TASKS[config.task.kind].packs:
+        opened = [weighted.source for weighted in data_sources(config, "validation")]
+        whole = _samples_in(config, "validation", [s for s in opened if isinstance(s, TokenShards)], epochs=1)
+        samples = min(samples or whole, whole)
+    loader = validation_loader(config, vocabulary, dp_rank, plan)
+    return HeldOut(loader, samples, objective.first)
+
+
+def documents(config: JobConfig, section: Section) -> Documents:
+    """Of a task that reads them from beginning to end, or of whole records: of a section's, each by itself."""
+    opened = [weighted.source for weighted in data_sources(config, section)]
+    sources = [source for source in opened if isinstance(source, TokenShards)]
+    how = packing(config, section, pad_id=0)
+    if how is None:
+        return Documents(sources)
+    return Documents(sources, PackReader(sources, seq_len_of(config, section), config.debug.seed, False, how).numbers)
+
+
+def documents_fingerprint(config: JobConfig, vocabulary: Tokenizer) -> dict[str, Any]:
+    """What the order of documents depends on."""
+    training = config.training
+    told = {"seed": config.debug.seed, "shuffle": training.shuffle, "seq_len": training.seq_len, "order": "documents"}
+    sources = [weighted.source.fingerprint for weighted in data_sources(config, "training")]
+    return told | {"tokenizer": vocabulary.fingerprint, "sources": {str(n): each for n, each in enumerate(sources)}}
+
+
+def tokenized_before(config: JobConfig, section: Section) -> bool:
+    """Whether a section's text is tokenized before the run."""
+    task = TASKS[config.task.kind]
+    joined = joins_sources(config) and (config.training.epochs is not None or len(config.training.sources) > 1)
+    return task.packs or task.in_lanes or (section == "training" and joined)
+
+
+def cache_of(config: JobConfig) -> Path:
+    """Where what was tokenized is kept."""
+    return Path(config.data.cache_dir or Path(config.job.dump_folder, "data"))
+
+
+def data_sources(config: JobConfig, section: Section) -> list[Weighted]:
+    """Opened; what has an end, or is read in whole records, is tokenized before, so that all its lengths are known."""
+    training, found, first = config.training, [], tokenized_before(config, section)
+    task = TASKS[config.task.kind]
+    folder = cache_of(config)
+    for wanted in sources_of(config, section).values():
+        reading = reading_of(wanted, config.data.default_system, task.packs, task.together > 1)
+        source = open_source(wanted.dataset, wanted.dataset_path, reading, fields(config))
+        if first and not isinstance(source, TokenShards):
+            source = prepared(
+                source,
+                wanted.dataset_path,
+                config.model.tokenizer_path,
+                folder,
+                workers=config.data.num_proc or max(1, training.dataloader.num_workers),
+                stop=training.on_bad_data == "stop",
+                recipe=recipe(config, section),
+                chat_template=config.data.chat_template,
+            )
+        found.append(Weighted(wanted.dataset, source, wanted.weight))
+    return found
+
+
+def _loader(
+    config: JobConfig,
+    section: Section,
+    vocabulary: Tokenizer,
+    dp_rank: int,
+    plan: ParallelDims,
+    batch: int,
+    seq_len: int,
+    state: dict[str, Any] | None,
+) -> Loader:
+    workers, epochs = config.training.dataloader, config.training.epochs
+    if section == "validation":  # whole records are all met, whatever the weights
+        epochs = 1 if TASKS[config.task.kind].packs else None
+    on_gpu = device_type() == "cuda"
+    return build_loader(
+        sources=data_sources(config, section),
+        tokenizer=vocabulary,
+        seq_len=seq_len,
+        local_batch_size=batch_rows(config, section),
+        global_batch_size=batch,
+        dp_rank=dp_rank,
+        dp_size=plan.dp,
+        seed=config.debug.seed,
+        shuffle=config.training.shuffle,
+        document_mask=documents_apart(config),
+        on_bad_data=config.training.on_bad_data,
+        **taken(workers, build_loader) | ({"pin_memory": on_gpu} if workers.pin_memory is None else {}),
+        state=state,
+        epochs=epochs,
+        joined=section == "training" and joins_sources(config),
+        tokens=config.training.tokens if section == "training" else None,
+        together=TASKS[config.task.kind].together,
+        packing=packing(config, section, vocabulary.eos_id),
+        labels=labels(config),
+    )

@@ -1,0 +1,98 @@
+"""Config -> what watches a run: its guards, its metrics and trackers, the profiler, the end of its time."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from torchtitan.adapters.interface import Adapter
+from torchtitan.build.parts import best_metric, cadence, model_args, model_spec, parallel_options, taken
+from torchtitan.checkpoint.best_metric import LOSS, Metric
+from torchtitan.config.job import JobConfig, as_dict, trackers_of
+from torchtitan.guards import Guards, Replicas, ShardSums, StepGuard
+from torchtitan.guards.early_stopping import Findings
+from torchtitan.guards.time_limit import TimeLimit, seconds_of, shortest
+from torchtitan.launcher import run_folder
+from torchtitan.metrics.async_tracker import PatientTracker
+from torchtitan.metrics.logger import MetricsLogger
+from torchtitan.metrics.profiling import Profiler
+from torchtitan.metrics.trackers import TRACKERS
+from torchtitan.metrics.trackers.interface import Run
+from torchtitan.optimizers.build import Optimizers
+from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.process.ranks import Ranks, slurm_seconds_left
+
+
+def time_limit(config: JobConfig) -> TimeLimit:
+    asked = config.job.time_limit
+    return TimeLimit(shortest(None if asked is None else seconds_of(asked), slurm_seconds_left()))
+
+
+def trackers(config: JobConfig, ranks: Ranks, resumed_from: int | None) -> list[PatientTracker]:
+    """Those of this rank, each beside the run."""
+    options, folder = config.metrics, Path(config.job.dump_folder)
+    events = folder / options.save_tb_folder
+    events = events / f"rank_{ranks.rank}" if options.save_for_all_ranks else events
+    run = Run(folder, events, resumed_from, config.job.description, as_dict(config))
+    kinds = [TRACKERS[name] for name in trackers_of(config).values()]
+    chosen = [kind for kind in kinds if ranks.is_main or (kind.of_every_rank and options.save_for_all_ranks)]
+    return [PatientTracker(kind.name, partial(kind, run)) for kind in chosen]
+
+
+def findings(config: JobConfig) -> Findings:
+    options, best = config.early_stop, best_metric(config)
+    if best is None or options.metric not in (None, best.name):
+        best = Metric.of(options.metric or LOSS, None)
+    return Findings(best, options.patience, options.min_delta)
+
+
+def guards(config: JobConfig, built: ParallelModel, built_optimizers: Optimizers) -> Guards:
+    steps = StepGuard(**taken(config.guard, StepGuard))
+    replicas = Replicas(built.parts, built_optimizers.optimizers)
+    note_way_back = partial(run_folder.note_way_back, Path(config.job.dump_folder))
+    shards = ShardSums(built.named_parameters(), built_optimizers.optimizers) if config.guard.shard_checksums else None
+    return Guards(steps, replicas, built, config.guard.replica_check_interval, note_way_back, shards)
+
+
+def metrics(
+    config: JobConfig,
+    device: torch.device,
+    ranks: Ranks,
+    resumed_from: int | None,
+    tokens_seen: int,
+    installed: Adapter | None = None,
+) -> MetricsLogger:
+    options, folder, args = config.metrics, Path(config.job.dump_folder), model_args(config)
+    flops = model_spec(config).flops_per_token(args, config.training.seq_len)
+    if installed is not None:
+        flops = installed.flops_per_token(flops, args.num_matmul_parameters, config.training.seq_len)
+    return MetricsLogger(
+        folder,
+        writes=ranks.is_main,
+        **taken(options, MetricsLogger)
+        | {"trackers": trackers(config, ranks, resumed_from), "log_freq": cadence(config).log},
+        total_steps=config.training.steps,
+        device=device,
+        compute_dtype=parallel_options(config).param_dtype,
+        world_size=ranks.world_size,
+        num_parameters=args.num_parameters,
+        flops_per_token_full=flops.full,
+        flops_per_token_causal=flops.causal,
+        resume_step=resumed_from,
+        tokens_seen=tokens_seen,
+        color=ranks.on_terminal and not options.disable_color_printing,
+    )
+
+
+def profiler(config: JobConfig, device: torch.device, ranks: Ranks, step: int) -> Profiler:
+    options, folder = config.profiling, Path(config.job.dump_folder)
+    return Profiler(
+        traces=folder / options.save_traces_folder if options.enable_profiling else None,
+        snapshots=folder / options.save_memory_snapshot_folder if options.enable_memory_snapshot else None,
+        freq=options.profile_freq,
+        active=options.profiler_active,
+        warmup=options.profiler_warmup,
+        device=device,
+        rank=ranks.rank,
+        start_step=step,
+    )

@@ -1,0 +1,371 @@
+"""Config -> parts. Parts are made of a job here and in the files beside it alone; programs and tests build by them."""
+
+import dataclasses
+from collections.abc import Callable, Collection
+from inspect import signature
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.adapters import ADAPTERS, NONE
+from torchtitan.adapters.interface import Adapter, Unfrozen
+from torchtitan.checkpoint import Checkpointer, base_weights
+from torchtitan.checkpoint.base_weights import schedule_start
+from torchtitan.checkpoint.best_metric import Metric
+from torchtitan.config.batch_shape import batch_rows, microbatch_rows, rows_per_sample
+from torchtitan.config.changes import kept_job
+from torchtitan.config.job import JobConfig
+from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.core.cadence import Cadence, cadence_of
+from torchtitan.core.constraints import check_measured_saves
+from torchtitan.datasets.templates import turn_ends
+from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.datasets.tokenizer.chat_templates import template_file, template_of
+from torchtitan.losses.objective import Objective, auto_chunks
+from torchtitan.losses.tasks import TASKS
+from torchtitan.lr_schedules.shapes import LRSchedule, schedule_of
+from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
+from torchtitan.models import CONFIGS, sizes_of
+from torchtitan.models.dropout import add_noise
+from torchtitan.models.hf.export import beside_weights, source_of
+from torchtitan.models.s2_attention import attend_in_groups
+from torchtitan.models.spec import MODELS, ModelSpec
+from torchtitan.optimizers.build import Optimizers, build_optimizers
+from torchtitan.optimizers.spec import SHARED
+from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.parallelisms.parallelize import ParallelOptions
+from torchtitan.parallelisms.pipeline.pipeline_parallel import PipelineOptions
+from torchtitan.parallelisms.plan import ParallelPlan
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def taken(section: Any, part: Callable[..., Any], prefix: str = "") -> dict[str, Any]:
+    """Those options of a section that a part takes: they have the names of its arguments, after the prefix."""
+    wanted = signature(part).parameters
+    named = {field.name.removeprefix(prefix): getattr(section, field.name) for field in dataclasses.fields(section)}
+    return {name: value for name, value in named.items() if name in wanted}
+
+
+def dims(config: JobConfig, world_size: int) -> ParallelDims:
+    degrees = config.parallelism
+    return ParallelDims(
+        world_size=world_size,
+        dp_replicate=degrees.data_parallel_replicate_degree,
+        dp_shard=degrees.data_parallel_shard_degree,
+        cp=degrees.context_parallel_degree,
+        tp=degrees.tensor_parallel_degree,
+        pp=degrees.pipeline_parallel_degree,
+        ep=degrees.expert_parallel_degree,
+    )
+
+
+def tokenizer(config: JobConfig) -> Tokenizer:
+    return build_tokenizer(config.model.tokenizer_path, config.data.chat_template)
+
+
+def model_args(config: JobConfig, weights: str | Path | None = None) -> Any:
+    """The family's frozen dataclass of sizes, with the job's overrides; or as weights that are not ours are read by."""
+    model = config.model
+    args = sizes_of(model.name, model.flavor, model.hf_folder, model.overrides)
+    return args if weights is None else CONFIGS[model.name].of_weights(weights, args, model.overrides)
+
+
+def movable(config: JobConfig) -> JobConfig:
+    """The job as it is kept with a run: its tokenizer and its model's sizes are found from any folder."""
+    paths = {name: getattr(config.model, name) for name in ("tokenizer_path", "hf_folder")}
+    found: dict[str, Any] = {n: str(Path(p).resolve()) for n, p in paths.items() if p and Path(p).exists()}
+    template = config.data.chat_template and template_of(config.data.chat_template)  # as the file says it now
+    data = dataclasses.replace(config.data, chat_template=template)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **found), data=data)
+
+
+def job_of_checkpoint(config: JobConfig, plan: ParallelDims) -> dict[str, Any]:
+    """What a checkpoint keeps of the job, and a resume compares."""
+    return kept_job(movable(config), dataclasses.asdict(model_args(config)), global_batch_size(config, plan))
+
+
+def beside_hf_weights(config: JobConfig, vocabulary: Tokenizer) -> dict[str, bytes]:
+    """Name -> content of what makes an export a folder that other programs open. JobError for what they do not have."""
+    sources = (config.model.hf_folder, config.checkpoint.initial_load_path)
+    folder = next((each for each in sources if each and Path(each, "config.json").is_file()), None)
+    return beside_weights(
+        CONFIGS[config.model.name],
+        model_args(config),
+        config.checkpoint.export_dtype,
+        source=source_of(folder, trained=True) if folder else None,
+        tokenizer_files=vocabulary.as_hf_files() | template_file(vocabulary),
+        bos_id=vocabulary.bos_id,
+        end_ids=sorted(turn_ends(vocabulary)),
+        labels=config.task.labels,
+    )
+
+
+def own_head(config: JobConfig) -> frozenset[str]:
+    """Names of what belongs to the model's use, which weights of one for another use lack."""
+    return model_spec(config).hf.form(model_args(config)).head
+
+
+def has_experts(config: JobConfig) -> bool:
+    return getattr(model_args(config), "expert_layers", 0) > 0
+
+
+def model_spec(config: JobConfig) -> ModelSpec:
+    return MODELS[config.model.name]
+
+
+def reshards(options: Parallelism) -> bool:
+    """Whether blocks free their gathered parameters after forward. In a pipeline they would be gathered again for every
+    microbatch, so there it has to be asked for.
+    """
+    asked = options.fsdp_reshard_after_forward
+    return options.pipeline_parallel_degree == 1 if asked == "default" else asked == "always"
+
+
+def parallel_options(config: JobConfig) -> ParallelOptions:
+    recompute, compile_ = config.activation_checkpoint, config.compile
+    # under a dtype of bfloat16 there is nothing to mix
+    compute = "bfloat16" if config.training.dtype == "bfloat16" else config.training.mixed_precision_param
+    return ParallelOptions(
+        param_dtype=DTYPES[compute],
+        reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
+        reshard_after_forward=reshards(config.parallelism),
+        prefetch=config.parallelism.fsdp_prefetch,
+        cpu_offload=config.training.enable_cpu_offload,
+        sequence_parallel=not config.parallelism.disable_sequence_parallel,
+        loss_parallel=not config.parallelism.disable_loss_parallel,
+        async_tp=config.parallelism.enable_async_tensor_parallel,
+        cp_method=config.parallelism.context_parallel_rotate_method,
+        cp_load_balance=config.parallelism.context_parallel_load_balancer == "headtail",
+        overlap=config.parallelism.pipeline_parallel_expert_parallel_overlap,
+        recompute=recompute.mode,
+        selective_option=recompute.selective_ac_option,
+        **taken(recompute, ParallelOptions),
+        compile_model=compile_.enable and "model" in compile_.components,
+        compile_loss=compile_.enable and "loss" in compile_.components,
+        compile_scope=compile_.scope,
+        compile_backend=compile_.backend,
+    )
+
+
+def loss_chunks(config: JobConfig) -> int:
+    """As many as keep the logits small that a rank makes at once, of its tokens and its share of the vocabulary."""
+    training, held_out, degrees = config.training, config.validation, config.parallelism
+
+    def tokens(of_batch: int, seq_len: int) -> int:
+        at_once = microbatch_rows(config) if degrees.pipeline_parallel_degree > 1 else of_batch
+        return at_once * seq_len // degrees.context_parallel_degree
+
+    most = tokens(batch_rows(config), training.seq_len)
+    if held_out.enable:
+        most = max(most, tokens(batch_rows(config, "validation"), held_out.seq_len or training.seq_len))
+    shards = 1 if degrees.disable_loss_parallel else degrees.tensor_parallel_degree
+    return auto_chunks(most, model_args(config).vocab_size // shards)
+
+
+def adapter(config: JobConfig) -> Adapter | None:
+    """What the job trains instead of the model's own parameters; not yet installed."""
+    options = config.adapter
+    if config.training.unfrozen:
+        return Unfrozen(config.training.unfrozen)
+    return None if options.kind == NONE else resolve_name(ADAPTERS[options.kind].make)(options, config.debug.seed)
+
+
+def adapted_model(config: JobConfig) -> tuple[nn.Module, ParallelPlan, Adapter | None]:
+    """The job's model without values, in the type it is kept in, with its noise and adapter; the plan that fits it."""
+    built = meta_model(config).to(DTYPES[config.training.dtype])
+    plan = add_noise(built, model_spec(config).plan, config.training.neftune_alpha)
+    if (installed := adapter(config)) is not None:
+        plan = installed.install(built, plan)
+    return built, plan, installed
+
+
+def peft_tensors(config: JobConfig, installed: Adapter) -> dict[str, torch.Tensor]:
+    """Of the job's adapter.initial_path: whole tensors by our names."""
+    path = config.adapter.initial_path
+    assert path is not None  # who asks has looked
+    return installed.read_folder(Path(path), model_spec(config).hf.form(model_args(config)))
+
+
+def save_peft(config: JobConfig, folder: Path, installed: Adapter, whole: dict[str, torch.Tensor]) -> None:
+    form, path = model_spec(config).hf.form(model_args(config)), config.checkpoint.initial_load_path
+    installed.write_folder(folder, form, whole, path or "")
+
+
+def objective(config: JobConfig) -> Objective:
+    """What is learned, and how it is counted."""
+    task, chunks = TASKS[config.task.kind], config.training.loss_chunks or loss_chunks(config)
+    made = resolve_name(task.objective)
+    return made(chunks, **taken(getattr(config, task.section), made) if task.section else {})
+
+
+def meta_model(config: JobConfig) -> nn.Module:
+    """The plain model of the job, without values, its loss attached."""
+    with torch.device("meta"):
+        built = model_spec(config).build(model_args(config))
+    built.loss = objective(config)
+    built.set_attention_backend(config.model.attention_backend)
+    attend_in_groups(built, config.model.s2_group_size)
+    return built
+
+
+def pipeline_options(config: JobConfig) -> PipelineOptions:
+    degrees = config.parallelism
+    return PipelineOptions(
+        hidden_dim=model_args(config).dim,
+        local_batch_size=batch_rows(config),
+        **taken(degrees, PipelineOptions, "pipeline_parallel_") | {"microbatch_size": microbatch_rows(config)},
+        csv=degrees.pipeline_parallel_schedule_csv,
+        first_less=degrees.pipeline_parallel_first_stage_less_layers,
+        last_less=degrees.pipeline_parallel_last_stage_less_layers,
+        modules=degrees.module_fqns_per_model_part,
+    )
+
+
+def model(config: JobConfig, mesh: DeviceMesh, plan: ParallelDims, device: torch.device, **how: Any) -> ParallelModel:
+    """The job's model, parallel and with its initial weights, a function of seed and parameter name; see there, also
+    for `how` (drawn, storage)."""
+    built, patterns, installed = adapted_model(config)
+    return ParallelModel(
+        built,
+        mesh,
+        plan,
+        patterns,
+        parallel_options(config),
+        device=device,
+        seed=config.debug.seed,
+        pipeline=pipeline_options(config),
+        balance=model_spec(config).balance,
+        adapter=installed,
+        **how,
+    )
+
+
+def optimizers(config: JobConfig, built: ParallelModel) -> Optimizers:
+    options = config.optimizer
+    return build_optimizers(
+        built.parts,
+        **taken(options, build_optimizers),
+        shared={key: getattr(options, key) for key in SHARED},
+        in_backward=options.early_step_in_backward,
+        rate_of=built.adapter.rate_of if built.adapter else lambda name: 1.0,
+    )
+
+
+def cadence(config: JobConfig) -> Cadence:
+    """Of a job whose number of steps is known. LimitError where saves ought to fall on validations and do not."""
+    found = cadence_of(config, config.training.steps)
+    if config.checkpoint.best_metric is not None:
+        check_measured_saves(found.save, found.validate)
+    return found
+
+
+def lr_schedule(config: JobConfig, start: int = 0) -> LRSchedule:
+    """From the step `start` of the run on."""
+    return schedule_of(config.lr_scheduler, config.training, config.training.steps, config.adapter.relora, start)
+
+
+def lr_schedulers(config: JobConfig, built: Optimizers) -> LRSchedulers:
+    start = schedule_start(config.job.dump_folder, config.checkpoint)
+    return build_lr_schedulers(built.optimizers, lr_schedule(config, start), config.optimizer.lr)
+
+
+def global_batch_size(config: JobConfig, plan: ParallelDims) -> int:
+    """Samples (or pairs) of one optimizer step over all ranks."""
+    asked = config.training.global_batch_size
+    return asked if asked > 0 else config.training.local_batch_size * plan.dp
+
+
+def global_rows(config: JobConfig, plan: ParallelDims) -> int:
+    """Rows of one optimizer step over all ranks."""
+    return global_batch_size(config, plan) * rows_per_sample(config)
+
+
+def as_reference(config: JobConfig) -> JobConfig:
+    """The job of the other model that is asked of pairs: no adapter, and nothing drawn."""
+    return dataclasses.replace(without_noise(config), adapter=type(config.adapter)())
+
+
+def without_noise(config: JobConfig) -> JobConfig:
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, neftune_alpha=0))
+
+
+def as_restarted(config: JobConfig) -> JobConfig:
+    """The job that goes on from what it has saved itself: what it was told to go back to, or to begin without, has been
+    done, and would be done again after every crash."""
+    return dataclasses.replace(
+        config, checkpoint=dataclasses.replace(config.checkpoint, load_step=-1, exclude_from_loading=[])
+    )
+
+
+def checkpointer(
+    config: JobConfig,
+    built: ParallelModel,
+    built_optimizers: Optimizers,
+    trainer_state: Callable[[], dict[str, Any]],
+    rank_state: Callable[[], dict[str, Any]],
+    load_state: Callable[[dict[str, Any], list[dict[str, Any]]], None],
+    before_save: Callable[[], None],
+    before_load: Callable[[dict[str, Any], bool], None],
+    after_save: Callable[[int], None],
+) -> Checkpointer | None:
+    """Also of a job that saves nothing and begins from the weights of another: it loads these alone."""
+    options = config.checkpoint
+    if not (options.enable or options.initial_load_path or config.adapter.initial_path):
+        return None
+    return Checkpointer(
+        model_parts=built.parts,
+        optimizers=built_optimizers.optimizers,
+        trainer_state=trainer_state,
+        rank_state=rank_state,
+        load_state=load_state,
+        **taken(options, Checkpointer)
+        | {"folder": Path(config.job.dump_folder, options.folder), "interval": cadence(config).save}
+        | {"load_only": options.load_only or not options.enable},
+        before_save=before_save,
+        before_load=before_load,
+        after_save=after_save,
+        fresh=built.adapter.fresh if built.adapter else (),
+        left_out=left_out_of_checkpoints(config, built),
+        best=best_metric(config),
+    )
+
+
+def on_one_rank(config: JobConfig) -> JobConfig:
+    """The job without its plan, samples of a step as many as of a pass: for commands that look at its data or model."""
+    return dataclasses.replace(
+        config, parallelism=Parallelism(), training=dataclasses.replace(config.training, global_batch_size=-1)
+    )
+
+
+def best_metric(config: JobConfig) -> Metric | None:
+    """By which the job tells its best checkpoint."""
+    name = config.checkpoint.best_metric
+    return None if name is None else Metric.of(name, config.checkpoint.best_mode)
+
+
+def saves_adapter_alone(config: JobConfig) -> bool:
+    return config.adapter.kind != NONE and config.adapter.save == "alone"
+
+
+def with_adapter_save(config: JobConfig) -> JobConfig:
+    """Return the job with adapter.save set, which it may leave open."""
+    save = base_weights.adapter_save(config.adapter, config.checkpoint, config.job.dump_folder)
+    return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, save=save))
+
+
+def left_out_of_checkpoints(config: JobConfig, built: ParallelModel) -> Collection[str]:
+    """Parameters that they only refer to."""
+    return built.adapter.frozen if built.adapter and saves_adapter_alone(config) else ()
+
+
+def base_reference(config: JobConfig) -> dict[str, str]:
+    """To what an adapter job starts from."""
+    path = config.checkpoint.initial_load_path
+    assert path is not None  # the rules ask for it
+    return base_weights.reference(path)

@@ -1,0 +1,172 @@
+"""Weights of a model wherever they lie, by our names, read one tensor at a time: our checkpoints and exports,
+checkpoints that torchtitan wrote, folders and files of Hugging Face.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtitan.checkpoint import CheckpointError
+from torchtitan.checkpoint.agreement import Peers
+from torchtitan.checkpoint.base_weights import find_weights
+from torchtitan.checkpoint.layout import MODEL
+from torchtitan.checkpoint.loading import Source, open_checkpoint
+from torchtitan.checkpoint.storage import read_tensors
+from torchtitan.checkpoint.tensors import differences, entries
+from torchtitan.checkpoint.torchtitan_dcp import TorchtitanCheckpoint
+from torchtitan.core.initialization import clean_name, local_part
+from torchtitan.core.progress_bar import progress_bar
+from torchtitan.core.tensor_storage import Deferred, packed_names, stores
+from torchtitan.models.hf.stored import StoredWeights
+from torchtitan.models.spec import MODELS
+from torchtitan.models.torchtitan_names import FORMS
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Weights(ABC):
+    """`step`: the one at which they were saved; 0 where that is not known."""
+
+    step = 0
+
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """As it is stored."""
+
+    @abstractmethod
+    def whole(self, name: str) -> torch.Tensor:
+        """On the CPU, of the model's shape, in that type."""
+
+    def unread(self, name: str, shape: tuple[int, ...]) -> Deferred:
+        """In place of it, until its value is asked for."""
+        return Deferred(shape, partial(self.whole, name))
+
+
+class _Ours(Weights):
+    def __init__(self, folder: Path, shapes: Shapes, tied: bool):
+        self.peers = Peers("weights")
+        self.source: Source = open_checkpoint(folder, self.peers)
+        self.step, self.shapes = self.source.manifest.step, shapes
+        saved = {name: e for name, e in self.source.manifest.tensors.items() if name.startswith(MODEL)}
+        names = [name for name in shapes if not (tied and name == "output.weight")]
+        expected = entries({MODEL + name: torch.empty(shapes[name], device="meta") for name in names})
+        reason, _ = differences(expected, saved, cast=True)
+        if reason is not None:
+            raise CheckpointError(f"{folder} does not fit the model: {reason}")
+
+    def dtype(self, name: str) -> torch.dtype:
+        return getattr(torch, self.source.manifest.tensors[MODEL + name].dtype)
+
+    def whole(self, name: str) -> torch.Tensor:
+        target = {MODEL + name: torch.empty(self.shapes[name], dtype=self.dtype(name))}
+        read_tensors(self.source.folder, self.source.index, target, self.peers)
+        return target[MODEL + name]
+
+
+class _Theirs(Weights):
+    """Of torchtitan. A folder of its steps says no more of the model than names and shapes, so those have to fit."""
+
+    def __init__(self, folder: Path, family: str, args: Any, shapes: Shapes, tied: bool):
+        if family not in FORMS:
+            raise CheckpointError(f"{folder} is torchtitan's, which has no {family}; families are {', '.join(FORMS)}")
+        self.checkpoint, self.form = TorchtitanCheckpoint(folder), FORMS[family](args, MODELS[family].hf.form(args))
+        self.step = int(folder.name.removeprefix("step-")) if folder.name.removeprefix("step-").isdecimal() else 0
+        held = self.checkpoint.tensors
+        wanted = {self.form.name(name): self.form.shape(name, shape) for name, shape in shapes.items()}
+        if tied:  # it saves both ends, which are one
+            held = {name: entry for name, entry in held.items() if name != "output.weight"}
+            wanted.pop("output.weight", None)
+        faults = [f"{name} is missing" for name in wanted if name not in held]
+        faults += [f"{name} is not part of the model" for name in held if name not in wanted]
+        faults += [
+            f"{name} has shape {held[name][1]}, the model's is {shape}"
+            for name, shape in wanted.items()
+            if name in held and held[name][1] != shape
+        ]
+        if faults:
+            more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+            remedy = "Give the sizes that it was trained with: model.name, model.flavor, model.overrides"
+            raise CheckpointError(f"{folder} does not fit the model: {'; '.join(faults[:8])}{more}. {remedy}")
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.checkpoint.tensors[self.form.name(name)][0]
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self.form.to_ours(name, self.checkpoint.read(self.form.name(name)))
+
+
+class _HuggingFaces(Weights):
+    def __init__(self, stored: StoredWeights):
+        self.stored = stored
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.stored.dtype(name)
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self.stored.whole(name)
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str], family: str, args: Any) -> Iterator[Weights]:
+    """The weights at a path, of the family's model with these sizes. JobError where there are none or others."""
+    kind, place = find_weights(Path(path))
+    hf = MODELS[family].hf
+    if kind == "hf":
+        with hf.stored(place, args) as stored:
+            yield _HuggingFaces(stored)
+    elif kind == "ours":
+        yield _Ours(place, hf.shapes(args), args.tied_embeddings)
+    else:
+        yield _Theirs(place, family, args, hf.shapes(args), args.tied_embeddings)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, weights: Weights, tied: bool, fresh: Collection[str] = ()) -> None:
+    """The model, or a part of it, plain or sharded: one whole tensor at a time on each rank, which keeps its part."""
+    packed = packed_names(model)
+    tensors = model.state_dict(keep_vars=True).items()
+    with progress_bar("loading the weights", len(tensors), unit=" tensors") as progress:
+        for wrapped_name, tensor in tensors:
+            name = clean_name(wrapped_name)
+            if name not in fresh and name not in packed:
+                _copy_part(weights.whole("tok_embeddings.weight" if tied and name == "output.weight" else name), tensor)
+            progress.update()
+    for name, store in stores(model):  # one after the other, as they are larger before they are packed
+        values = store.empty()
+        _copy_part(weights.whole(name), values)
+        store.write(values)
+
+
+def _copy_part(whole: torch.Tensor, tensor: torch.Tensor) -> None:
+    local, _, offset = local_part(tensor)
+    local.copy_(whole[tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))])
+
+
+def load_foreign(
+    place: Path,
+    parts: Sequence[nn.Module],
+    family: str,
+    args: Any,
+    fresh: Collection[str] = (),
+    may_lack: Collection[str] = (),
+) -> frozenset[str]:
+    """Fill a model, or the parts of a pipeline's rank, from weights that are not this project's (`kinds.find_weights`).
+    JobError where they do not fit. `may_lack`: tensors of the head that a folder for another use need not have; those
+    that it lacked are returned, and stay as they were.
+    """
+    lacking: frozenset[str] = frozenset()
+    if find_weights(place)[0] == "hf":  # of which each rank reads its own rows
+        for part in parts:
+            lacking = MODELS[family].hf.load_hf(place, part, args, fresh, may_lack)
+        return lacking
+    with opened(place, family, args) as weights:
+        for part in parts:
+            fill(part, weights, args.tied_embeddings, fresh)
+    return lacking

@@ -1,0 +1,30 @@
+"""What the sections' fields are made of: strictness, ranges and words that several share."""
+
+import os
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+Place = Annotated[str, AfterValidator(os.path.expanduser)]
+"""Of a file or a folder. A home's ~ is taken for it here, so that no reader of a path has to."""
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+DegreeOrRest = Annotated[int, Field(ge=-1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Precision = Literal["float32", "bfloat16"]
+PartOfRun = Annotated[float, Field(gt=0, lt=1)]
+
+
+@dataclass(frozen=True)
+class Form:
+    """Describes the pattern of a text field for help and errors, which never show the regular expression."""
+
+    description: str
+
+
+InEpochs = Annotated[str, Field(pattern=r"^(epoch|[1-9]\d{0,5}/epoch)$"), Form('"epoch" or "N/epoch", as "4/epoch"')]
+Cadence = Positive | PartOfRun | InEpochs
+"""How often: every so many steps, after each such share of the run, or so many times in an epoch (core/cadence.py)."""

@@ -1,0 +1,93 @@
+"""Open every file that a user names: a path of a job or a command, or a file of a folder that one of these names.
+
+Such a path may lead to a pipe, for which a reader would wait without end, to a device, which never ends, or to a file
+far larger than what is expected. Only regular files are opened, and content is read up to a limit of each use. Code
+that reads files in any other way is refused by tests/test_user_files.py.
+"""
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from torchtitan.core.errors import JobError, in_units
+
+REMEDY = "give the path of a regular file that can be read"
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISLNK, "a link"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+class FileError(JobError):
+    """A path that cannot be read as a file. `reason` completes a sentence that begins with the path; `missing` is true
+    if nothing is there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], reason: str, missing: bool = False) -> None:
+        self.path, self.reason, self.missing = Path(path), reason, missing
+        super().__init__(f"{os.fspath(path)} {reason}; {REMEDY}")
+
+
+def open_file(path: str | os.PathLike[str], follow_links: bool = True) -> BinaryIO:
+    """Open a regular file for reading. Raises FileError for anything else, and OSError as `open` does.
+
+    The kind is judged before the file is opened, as opening alone may wait (a pipe) or act (some devices), and again
+    on the open file, as something else may have taken its place in between.
+    """
+    _refuse_special(path, os.stat(path, follow_symlinks=follow_links))
+    # O_NONBLOCK: a pipe that takes the file's place now is opened at once, and refused below
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
+    file = open(os.open(path, flags), "rb")  # noqa: SIM115
+    try:
+        _refuse_special(path, os.fstat(file.fileno()))
+    except FileError:
+        file.close()
+        raise
+    return file
+
+
+def read_file(path: str | os.PathLike[str], limit: int, follow_links: bool = True) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes. Raises FileError."""
+    try:
+        with open_file(path, follow_links) as file:
+            size = os.fstat(file.fileno()).st_size
+            # a buffer of the requested size is allocated up front, so no more than the size is asked for at first
+            content = b"" if size > limit else file.read(size + 1)
+            if content and len(content) > size:  # some files of the system say 0 and hold more
+                content += file.read(limit + 1 - len(content)) or b""
+    except (OSError, ValueError) as error:
+        raise _as_file_error(path, error) from None
+    if content is None:  # of a log of the kernel, which would wait for its next line
+        raise FileError(path, "cannot be read (it has no content to give now)")
+    if max(size, len(content)) > limit:
+        has = f"has {size:,} bytes" if size > limit else f"has more than {limit:,} bytes"
+        raise FileError(path, f"{has}; at most {limit:,} ({in_units(limit)}) are read")
+    return content
+
+
+def require_file(path: str | os.PathLike[str], missing_ok: bool = False) -> None:
+    """Raise FileError unless a regular file is at the path, or nothing with `missing_ok`.
+
+    For libraries that open a path themselves (safetensors, pyarrow).
+    """
+    try:
+        _refuse_special(path, os.stat(path))
+    except (OSError, ValueError) as error:
+        if not (missing_ok and isinstance(error, FileNotFoundError)):
+            raise _as_file_error(path, error) from None
+
+
+def _as_file_error(path: str | os.PathLike[str], error: OSError | ValueError) -> FileError:
+    if isinstance(error, FileError):
+        return error
+    reason = getattr(error, "strerror", None) or str(error)  # a ValueError: a NUL in the name
+    return FileError(path, f"cannot be read ({reason})", isinstance(error, FileNotFoundError))
+
+
+def _refuse_special(path: str | os.PathLike[str], status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "a device")
+        raise FileError(path, f"is not a regular file but {kind}")

@@ -1,0 +1,138 @@
+"""Initial weights as a function of (seed, parameter name, global shape) only.
+
+Rows (the first dimension) are drawn in blocks of about 65536 elements. Each block has its own generator, seeded by a
+hash of seed, name and block number. If a row is larger and itself a matrix (an expert), its rows are drawn this way.
+A rank draws only the blocks that its shard overlaps, so no rank ever holds a full tensor of a large model, and any
+number of ranks starts from the same bits. Values are drawn on the CPU in float32, so another device, dtype or mesh
+starts from the same values too (up to the cast).
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+BLOCK_ELEMENTS = 65536
+TRUNCATE_AT = 3.0  # standard deviations
+
+WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normal with mean 0, truncated (not clamped) at 3 `std`; `std` is that before truncation, as in trunc_normal_."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform between -`bound` and `bound`."""
+
+    bound: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    value: float
+
+
+Init = Normal | Uniform | Constant
+
+
+def clean_name(name: str) -> str:
+    """Remove the path components that wrappers (recompute, compile, FSDP) add to the name of a parameter or module."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+@torch.no_grad()
+def initialize(
+    model: nn.Module,
+    seed: int,
+    rule: Callable[[str], Init],
+    drawn_as: Mapping[str, str] | None = None,
+    names: Collection[str] | None = None,
+) -> None:
+    """Fill all parameters in place, plain tensors or DTensors, or only those with these clean `names`.
+
+    A module whose class defines `own_init(name)` may return an Init for its parameter; otherwise `rule` is called with
+    the clean name. A tensor with several names (tied weights) is drawn once, under its first name. `drawn_as` maps the
+    name of a copy that a pipeline made to the name under which it is drawn.
+    """
+    for wrapped_name, parameter in model.named_parameters():
+        assert not parameter.is_meta, f"{wrapped_name} has no storage yet: call to_empty before initialize"
+        if not parameter.is_floating_point():  # quantized: see tensor_storage.py
+            continue
+        name = clean_name(wrapped_name)
+        if names is not None and name not in names:
+            continue
+        name = (drawn_as or {}).get(name, name)
+        draw(parameter, _own_init(model, wrapped_name) or rule(name), f"{seed}/{name}")
+
+
+def _own_init(model: nn.Module, name: str) -> Init | None:
+    path, _, local_name = name.rpartition(".")
+    owner = model.get_submodule(path)
+    return owner.own_init(local_name) if hasattr(type(owner), "own_init") else None
+
+
+@torch.no_grad()
+def draw(parameter: torch.Tensor, init: Init, key: str) -> None:
+    """Fill this rank's part of a tensor in place. Values depend only on `key` and the global shape."""
+    local, shape, offset = local_part(parameter)
+    if isinstance(init, Constant):
+        local.fill_(init.value)
+    elif local.numel():
+        _draw(local, shape, offset, init, key)
+
+
+def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+    """Return this rank's tensor, the global shape, and the offset of the rank's tensor in it."""
+    if not isinstance(parameter, DTensor):
+        return parameter, tuple(parameter.shape), (0,) * parameter.dim()
+    shape = tuple(parameter.shape)
+    _, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local(), shape, offset
+
+
+def _draw(
+    local: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...], init: Normal | Uniform, key: str
+) -> None:
+    row_shape = shape[1:]
+    if len(row_shape) > 1 and math.prod(row_shape) > BLOCK_ELEMENTS:  # a rank may have a part of every expert
+        for index, row in enumerate(local, start=offset[0]):
+            _draw(row, row_shape, offset[1:], init, f"{key}/{index}")
+        return
+    rows_per_block = max(1, BLOCK_ELEMENTS // math.prod(row_shape))
+    within_row = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
+    first, last = offset[0], offset[0] + local.shape[0]
+    for block in range(first // rows_per_block, -(-last // rows_per_block)):
+        start = block * rows_per_block
+        stop = min(start + rows_per_block, shape[0])
+        values = _values((stop - start, *row_shape), init, f"{key}/{block}")
+        rows = slice(max(first, start), min(last, stop))
+        local[rows.start - first : rows.stop - first].copy_(
+            values[(slice(rows.start - start, rows.stop - start), *within_row)]
+        )
+
+
+def _values(shape: tuple[int, ...], init: Normal | Uniform, key: str) -> torch.Tensor:
+    digest = hashlib.sha256(key.encode()).digest()[:4]  # torch's CPU generator keeps 32 bits of a seed
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    values = torch.empty(shape, dtype=torch.float32)
+    if isinstance(init, Uniform):
+        return values.uniform_(-init.bound, init.bound, generator=generator)
+    return _truncated_normal(values, init.std, generator)
+
+
+def _truncated_normal(values: torch.Tensor, std: float, generator: torch.Generator) -> torch.Tensor:
+    """Fill `values` (any shape) by inverting the normal distribution function between -3 and 3 standard deviations."""
+    edge = math.erf(TRUNCATE_AT / math.sqrt(2))
+    values.uniform_(-edge, edge, generator=generator)
+    limit = TRUNCATE_AT * std  # erfinv's rounding at the edge
+    return values.erfinv_().mul_(std * math.sqrt(2)).clamp_(-limit, limit)

@@ -1,0 +1,211 @@
+"""How launchers on other machines come to the first one: a connection each, on which both ends prove that they belong
+to the run before anything else is said.
+
+first machine -> {"kind": "challenge", "nonce"}
+other machine -> {"kind": "proof", "nonce", "proof"}
+first machine -> {"kind": "welcome", "proof"}, or {"kind": "stranger"} and the end
+other machine -> {"kind": "here", ...}: which machine it is
+
+Whoever has proved nothing may send little, has little time, and is one of few.
+"""
+
+import errno
+import os
+import select
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan.launcher import secret
+from torchtitan.launcher.connection import LONGEST_GREETING, LONGEST_MESSAGE, Line, Message
+from torchtitan.launcher.nodes import Nodes, listen
+from torchtitan.launcher.signals import SignalQueue
+from torchtitan.process.exit import CRASHED
+
+MOST_VISITORS = 64
+"""Connections that have not introduced themselves; one more closes the oldest. An introduction takes milliseconds."""
+GREETING_SECONDS = 10.0
+"""How long a connection may take to introduce itself."""
+CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 30.0
+"""How long another machine waits for a connection, and on it for the first machine, which may be loading its job."""
+_LOOK_SECONDS = 0.05
+
+
+@dataclass
+class _Visitor:
+    line: Line
+    nonce: str
+    until: float
+    proved: bool = False
+
+
+class Door:
+    """The first machine's listening socket, and the connections that have not introduced themselves yet."""
+
+    def __init__(self, nodes: Nodes, key: bytes | None = None) -> None:
+        self.listener = listen(nodes, nodes.port)
+        self.key = key
+        """The secret; until it is known, connections are accepted and not answered."""
+        self.visitors: list[_Visitor] = []
+        self.strangers = 0
+        """Connections that could not prove that they belong to the run."""
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        return [self.listener, *(visitor.line.connection for visitor in self.visitors if visitor.line.open)]
+
+    def greet(self) -> list[tuple[Line, Message]]:
+        """Return the connections that have introduced themselves since the last call, with their "here"."""
+        self._accept()
+        newcomers = []
+        for visitor in list(self.visitors):
+            message = self._hear(visitor)
+            if message is not None:
+                newcomers.append((visitor.line, message))
+            elif visitor.line.open and time.monotonic() > visitor.until:
+                visitor.line.close()
+            if message is not None or not visitor.line.open:
+                self.visitors.remove(visitor)
+        return newcomers
+
+    def _accept(self) -> None:
+        for _ in range(MOST_VISITORS):
+            if not select.select([self.listener], [], [], 0)[0]:
+                return
+            try:
+                line = Line(self.listener.accept()[0], LONGEST_GREETING)
+            except OSError:  # it has gone again
+                continue
+            visitor = _Visitor(line, secret.new_nonce(), time.monotonic() + GREETING_SECONDS)
+            if self.key is not None:
+                line.send({"kind": "challenge", "nonce": visitor.nonce})
+            self.visitors.append(visitor)
+            while len(self.visitors) > MOST_VISITORS:
+                self.visitors.pop(0).line.close()
+
+    def _hear(self, visitor: _Visitor) -> Message | None:
+        """Its "here", if it has proved that it belongs to the run."""
+        messages = visitor.line.receive()
+        if messages and not visitor.proved:
+            if not self._is_proof(visitor, messages.pop(0)):
+                self.strangers += 1
+                visitor.line.send({"kind": "stranger"})
+                visitor.line.close()
+                return None
+            visitor.proved, visitor.line.longest = True, LONGEST_MESSAGE
+        if not messages:
+            return None
+        visitor.line.put_back(messages[1:])
+        if messages[0]["kind"] == "here":
+            return messages[0]
+        visitor.line.close()
+        return None
+
+    def _is_proof(self, visitor: _Visitor, message: Message) -> bool:
+        nonce, proof = str(message.get("nonce")), str(message.get("proof"))
+        if self.key is None or message["kind"] != "proof" or not secret.is_nonce(nonce):
+            return False
+        if not secret.is_proof(proof, self.key, "other machine", visitor.nonce, nonce):
+            return False
+        visitor.line.send({"kind": "welcome", "proof": secret.proof(self.key, "first machine", visitor.nonce, nonce)})
+        return True
+
+    def turn_away(self, code: int) -> int:
+        """Tell all who wait that there is no run, and with which exit code to end; how many these were."""
+        self._accept()
+        for visitor in self.visitors:
+            visitor.line.send({"kind": "refuse", "code": code})
+            visitor.line.close()
+        count = len(self.visitors)
+        self.visitors.clear()
+        return count
+
+    def close(self) -> None:
+        for visitor in self.visitors:
+            visitor.line.close()
+        self.visitors.clear()
+        self.listener.close()
+
+
+class NoAnswer(Exception):
+    """The first machine has not been reached. The text says why; `foreign` is True if it has been, and its secret is
+    not in this machine's folder."""
+
+    def __init__(self, text: str, foreign: bool = False) -> None:
+        super().__init__(text)
+        self.foreign = foreign
+
+
+def connect(nodes: Nodes, secret_file: Path, queue: SignalQueue, may_refuse: bool) -> Line | int:
+    """Reach the first machine and prove that this one belongs to the run; the number of a signal that ended the wait.
+    Raises `NoAnswer`. `may_refuse`: whether it may end this run without a proof, as it has written no secret
+    yet if it refuses its job. Then its order is the next message."""
+    connection = _open(nodes, queue)
+    if isinstance(connection, int):
+        return connection
+    line = Line(connection, LONGEST_GREETING)
+    try:
+        number = _introduce(line, secret_file, queue, may_refuse)
+    except BaseException:
+        line.close()
+        raise
+    if number is not None:
+        line.close()
+        return number
+    line.longest = LONGEST_MESSAGE
+    return line
+
+
+def _open(nodes: Nodes, queue: SignalQueue) -> socket.socket | int:
+    """A connection to the first machine. Signals are looked for while it is made, which takes seconds where nothing
+    comes back."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(nodes.head, nodes.port, type=socket.SOCK_STREAM)[0]
+        connection = socket.socket(family, kind)
+    except OSError as error:
+        raise NoAnswer(error.strerror or str(error)) from None
+    connection.setblocking(False)
+    code, until = connection.connect_ex(address), time.monotonic() + CONNECT_SECONDS
+    while code == errno.EINPROGRESS:
+        for number in queue.wait(_LOOK_SECONDS):
+            connection.close()
+            return number
+        if select.select([], [connection], [], 0)[1]:
+            code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        elif time.monotonic() > until:
+            code = errno.ETIMEDOUT
+    if code:
+        connection.close()
+        raise NoAnswer(os.strerror(code))
+    return connection
+
+
+def _introduce(line: Line, secret_file: Path, queue: SignalQueue, may_refuse: bool) -> int | None:
+    """The other machine's part; the number of a signal that ended it."""
+    key, first_nonce, nonce = None, "", secret.new_nonce()
+    until = time.monotonic() + ANSWER_SECONDS
+    while line.open and time.monotonic() < until:
+        for number in queue.wait(_LOOK_SECONDS, [line.connection]):
+            return number
+        messages = line.receive()
+        for place, message in enumerate(messages):
+            kind = message["kind"]
+            if kind == "challenge" and key is None and secret.is_nonce(message.get("nonce")):
+                key, first_nonce = secret.read(secret_file), message["nonce"]
+                if key is None:
+                    raise NoAnswer(f"{secret_file} is not there on this machine", foreign=True)
+                answer = secret.proof(key, "other machine", first_nonce, nonce)
+                line.send({"kind": "proof", "nonce": nonce, "proof": answer})
+            elif kind == "welcome" and key is not None:
+                if not secret.is_proof(message.get("proof"), key, "first machine", first_nonce, nonce):
+                    raise NoAnswer(f"it does not know {secret_file} of this machine", foreign=True)
+                line.put_back(messages[place + 1 :])
+                return None
+            elif kind == "stranger":
+                raise NoAnswer(f"it does not know {secret_file} of this machine", foreign=True)
+            elif kind == "refuse" and may_refuse:
+                code = message.get("code")
+                line.put_back([{"kind": "leave", "code": code if code in range(1, 256) else CRASHED}])
+                return None
+    raise NoAnswer("it does not answer" if line.open else "the connection was closed")

@@ -1,0 +1,197 @@
+"""From the start of the ranks to the last one's end: who is asked to stop, who is waited for, and with which code.
+
+A world is complete or it is nothing: once a rank has ended before its work was done, no collective of the others can
+end, so they get a moment to say what they have to say and are killed. Ranks that save their state are waited for.
+"""
+
+import shlex
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from torchtitan.launcher import hangs
+from torchtitan.launcher.connection import Message
+from torchtitan.launcher.exit_report import End
+from torchtitan.launcher.hangs import Evidence, Limits, Watchdog
+from torchtitan.launcher.multi_node import First, Other
+from torchtitan.launcher.processes import Ended, Processes
+from torchtitan.launcher.signals import Requests, SignalQueue
+from torchtitan.process.exit import EXPLAINED, HUNG, NOT_EXPORTED, SAID_BY_THE_FIRST, STOPPED
+from torchtitan.process.heartbeat import TRAINED, WITHOUT_STATE
+
+FOLLOW_SECONDS = 5
+"""Longest wait for the other ranks, once one has ended before its work was done or all are to stop in their start."""
+SHUTDOWN_SECONDS = 300
+"""Longest wait for a rank that tells no progress, after a request to stop, while it saves its state; and at its end."""
+LOOK_SECONDS = 0.5
+
+
+def say(text: str, where: TextIO | None = None) -> None:
+    """Print, unless nobody is there to read it any more: a terminal that was closed must not end the run."""
+    with suppress(OSError):
+        print(text, file=where or sys.stdout, flush=True)
+
+
+class Watch:
+    """One start of the ranks of this machine. What they were doing when they hung is written below `folder`; `others`
+    are told what happens here, and what happens there is heard of."""
+
+    def __init__(
+        self,
+        processes: Processes,
+        queue: SignalQueue,
+        limits: Limits,
+        folder: Path,
+        others: First | Other | None = None,
+    ) -> None:
+        self.processes, self.queue, self.folder = processes, queue, folder
+        self.others = others or First()
+        self.watchdog = Watchdog(processes, limits)
+        self.hung: Evidence | None = None
+        self.told_of_failure = False
+        self.followed_at: float | None = None
+        """When another machine was heard to have failed, while all was well here."""
+        self.requests = Requests()
+        self.asked_at = 0.0
+        self.gave_up = False
+
+    def until_the_end(self) -> int:
+        """The exit code of this machine's ranks."""
+        try:
+            while self.processes.running:
+                for number in self.queue.wait(LOOK_SECONDS, self.others.sockets):
+                    self.ask_to_stop(number)
+                self.processes.look()
+                if not self.told_of_failure and not self.well:
+                    self.told_of_failure = True
+                    self.others.tell("failed")
+                for message in self.others.look():
+                    self.hear(message)
+                deadline = self.deadline()
+                if self.processes.running and deadline is not None and time.monotonic() >= deadline:
+                    self.kill_the_rest()
+                elif self.well and self.followed_at is None:
+                    self.look_for_a_hang()
+        finally:
+            self.steps = self.reached()
+            self.processes.close()
+        return self.exit_code()
+
+    @property
+    def well(self) -> bool:
+        """Whether no rank has ended before its work was done."""
+        return all(ended.doing.phase == "end" for ended in self.processes.ended)
+
+    def hear(self, message: Message) -> None:
+        """Of other machines."""
+        if message["kind"] == "stop" and not self.requests.count:
+            self.ask_to_stop(message["number"], told=True)
+        elif message["kind"] == "follow" and self.well and self.followed_at is None:
+            self.followed_at = time.monotonic()
+        elif message["kind"] == "collect" and self.hung is None and self.processes.running:  # or they have just ended
+            self.hung = hangs.collect(self.processes, self.folder / message["name"], message["seconds"])
+            self.processes.signal(signal.SIGKILL)
+
+    def ask_to_stop(self, number: int, told: bool = False) -> None:
+        if not self.requests.add(number):
+            return
+        if self.requests.count == 1:
+            self.asked_at = time.monotonic()
+            if not told:
+                self.others.tell("stop", number=number)
+            say("stopping after this step (twice more to stop at once, without saving)")
+            self.processes.signal(signal.SIGTERM)  # whatever asked us: a rank that has just begun would make a fuss
+        elif self.requests.count == 2:
+            say("still stopping (once more to stop at once, without saving)")
+        else:
+            self.processes.signal(signal.SIGKILL)
+
+    def deadline(self) -> float | None:
+        """When the ranks that still run are killed, if ever."""
+        ends = [ended.at + FOLLOW_SECONDS for ended in self.processes.ended if ended.doing.phase != "end"]
+        if self.followed_at is not None:
+            ends.append(self.followed_at + FOLLOW_SECONDS)
+        doing = [self.processes.progress[rank] for rank in self.processes.running]
+        if doing and all(each.phase == "end" for each in doing):  # nobody else would end a wait in there
+            ends.append(max(each.since for each in doing) + SHUTDOWN_SECONDS)
+        if self.requests.count:
+            if any(each.phase in WITHOUT_STATE for each in doing):
+                ends.append(self.asked_at + FOLLOW_SECONDS)
+            ends.append(max([self.asked_at, *(each.since for each in doing)]) + SHUTDOWN_SECONDS)
+        return min(ends, default=None)
+
+    def look_for_a_hang(self) -> None:
+        if self.hung is not None:
+            return
+        standing = self.watchdog.standing(time.monotonic())
+        if standing is not None:
+            self.others.tell("hung", seconds=standing)  # if all stand, all then collect what they see
+
+    def reached(self) -> int:
+        """The last step that was done on any rank; 0 if none was since the start."""
+        rows = [self.processes.progress[rank] for rank in range(len(self.processes.shared))]
+        return max(max(0, row.step - (row.phase in ("first", "data", "train"))) for row in rows)
+
+    def end(self, code: int) -> End:
+        """For whoever decides what comes next."""
+        bad = [ended for ended in self.processes.ended if ended.code]
+        first = bad[0] if bad else None
+        return End(
+            code,
+            str(first) if first else "",
+            first.rank if first else self.processes.first,
+            self.steps,
+            by_signal=first is not None and first.code < 0,
+            followed=self.followed_at is not None,
+            asked=self.requests.count > 0,
+            done=self.all_in("end"),
+            trained=self.all_in(*TRAINED),
+            evidence=self.hung,
+        )
+
+    def all_in(self, *phases: str) -> bool:
+        """Return True if every rank of this machine told one of these phases last."""
+        return all(self.processes.progress[rank].phase in phases for rank in range(len(self.processes.shared)))
+
+    def kill_the_rest(self) -> None:
+        if not self.processes.ended and self.followed_at is None:
+            self.gave_up = True
+            late = ", ".join(f"rank {self.processes.first + local}" for local in self.processes.running)
+            say(f"not stopped in time and killed: {late}", sys.stderr)
+        self.processes.signal(signal.SIGKILL)
+
+    def exit_code(self) -> int:
+        """The first failure's; what follows from it is not told."""
+        failed = [ended for ended in self.processes.ended if ended.code]
+        if self.hung is not None:
+            return HUNG
+        if not failed:
+            return 0
+        if self.requests.first is not None and self.stopped_as_asked(failed):
+            return 128 + self.requests.first
+        first = failed[0]
+        if first.exit_code not in EXPLAINED and first.doing.phase == "export" and self.all_in(*TRAINED):
+            if self.followed_at is None:
+                command = f"torchtitan export {shlex.quote(str(self.folder.parent))} --to NEW_FOLDER --merge"
+                remedy = f"to export its newest checkpoint, run `{command}`, or start the same job again"
+                say(f"training is complete, but the export failed: {first}; {remedy}", sys.stderr)
+            return NOT_EXPORTED
+        alone = first.exit_code in SAID_BY_THE_FIRST and self.processes.first not in {
+            ended.rank for ended in failed if ended.exit_code == first.exit_code
+        }
+        if (first.exit_code not in EXPLAINED or alone) and not self.gave_up and self.followed_at is None:
+            why = "" if first.code < 0 else "; its output above tells why"
+            why = " and the others did not" if alone else why
+            say(f"{first}{why}", sys.stderr)
+        return first.exit_code
+
+    def stopped_as_asked(self, failed: list[Ended]) -> bool:
+        """Whether all ended for the request: by themselves, or killed while there was nothing to save, or in the end by
+        a person who did not want to wait."""
+        return self.requests.count > 2 or all(
+            ended.exit_code in STOPPED or (ended.code == -signal.SIGKILL and ended.doing.phase in WITHOUT_STATE)
+            for ended in failed
+        )

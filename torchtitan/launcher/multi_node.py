@@ -1,0 +1,400 @@
+"""The launchers of several machines as one: the first decides, the others tell it how they fare and do as it says.
+
+They speak over one connection each (connection.py), after both ends have proved that they belong to the run
+(admission.py). A machine is at work as long as it is connected: a connection that ends is a machine that is gone, and
+that may come back. On a single machine there are no connections.
+"""
+
+import select
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from torchtitan.core.errors import JobError
+from torchtitan.launcher import secret
+from torchtitan.launcher.admission import Door, NoAnswer, connect
+from torchtitan.launcher.connection import Line, Message
+from torchtitan.launcher.exit_report import End, read_end
+from torchtitan.launcher.hangs import folder_name
+from torchtitan.launcher.nodes import Nodes, listen
+from torchtitan.launcher.signals import SignalQueue
+from torchtitan.process.exit import CRASHED, REFUSED, TERMINATED
+from torchtitan.process.ranks import Restart
+
+LATE_SECONDS = 5.0
+"""For how long the first machine waits for others only to tell them that nothing was started."""
+QUIET_SECONDS = 360.0
+"""Longest that machines wait for each other at the end of a start: longer than any waits for its own ranks."""
+FRESH_SECONDS = 10.0
+"""How long a machine's word that none of its ranks gets on holds. It is given anew at every look, of some seconds."""
+FOLDER_SECONDS = 75.0
+"""How long another machine may take to see the secret: NFS clients cache a folder's entries for up to 60 s."""
+REPORT_SECONDS = 30.0
+"""Between two lines that say who is waited for."""
+_LOOK_SECONDS = 0.5
+_HOST = socket.gethostname()
+Report = Callable[[str], None]
+
+
+class First:
+    """On the first machine, and on the only one."""
+
+    def __init__(self, nodes: Nodes | None = None, num_ranks: int = 1) -> None:
+        self.nodes, self.num_ranks = nodes or Nodes(), num_ranks
+        self.lines: dict[int, Line] = {}
+        self.hosts = {0: _HOST}
+        self.attempt = 0
+        """Number of the newest start of the ranks. Messages about an older one are ignored."""
+        self._door = Door(self.nodes) if self.nodes.count > 1 else None
+        self._secret_file: Path | None = None
+        self._key: bytes | None = None
+        self._orders: list[Message] = []
+        """What this machine has been told, by itself or by others, and has not looked at."""
+        self._ends: list[End] = []
+        self._ended: set[int] = set()
+        self._lost: set[int] = set()
+        self._standing: dict[int, float] = {}
+        """Machine -> when it last said that none of its ranks gets on."""
+        self._collected = False
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        at_the_door = self._door.sockets if self._door is not None else []
+        return at_the_door + [line.connection for line in self.lines.values() if line.open]
+
+    @property
+    def gone(self) -> list[str]:
+        """Machines whose launcher cannot be reached any more."""
+        return [f"machine {index} ({self.hosts[index]})" for index in sorted(self._lost)]
+
+    # All machines come together
+
+    def meet(self, queue: SignalQueue, seconds: float, secret_file: Path) -> int | None:
+        """Wait for all launchers; the number of a signal, here or there, that ended the wait. `secret_file`, in the
+        folder that all machines see, is written first. Raises `JobError` if some do not come, cannot take part or are
+        gone again."""
+        if self._door is None:
+            return None
+        self._key = self._door.key = secret.create(secret_file)
+        self._secret_file = secret_file
+        until = time.monotonic() + seconds
+        while len(self.hosts) < self.nodes.count:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise JobError(self._absence(seconds))
+            for number in queue.wait(min(left, _LOOK_SECONDS), self.sockets):
+                return number
+            for line, message in self._door.greet():
+                if fault := self._admit(line, message):
+                    raise JobError(fault)
+            for message in self.look():
+                if message["kind"] == "stop":
+                    return message["number"]
+            if self._lost:
+                raise JobError(f"{', '.join(self.gone)} gone before all had come; start all machines again")
+        self._close_door()
+        return None
+
+    def _absence(self, seconds: float) -> str:
+        missing = sorted(set(range(self.nodes.count)) - set(self.hosts))
+        present = ", ".join(f"{index} ({host})" for index, host in sorted(self.hosts.items()))
+        strangers = self._door.strangers if self._door is not None else 0
+        unknown = (
+            f"; {strangers} connections could not prove that they belong to this run: give a job.dump_folder that all "
+            "machines share"
+        )
+        return (
+            f"NNODES: given {self.nodes.count}, of which {', '.join(map(str, missing))} did not come within "
+            f"{seconds:.0f} s to {self.nodes.head}, port {self.nodes.port} (comm.init_timeout_seconds); here: "
+            f"{present}; allowed: as many, with the same HEAD_ADDR and HEAD_PORT and each its NODE_RANK; start "
+            f"them, and let them through the firewall{unknown if strangers else ''}"
+        )
+
+    def _admit(self, line: Line, message: Message) -> str:
+        """Take a machine in that has proved to belong to the run; what keeps it from taking part, or nothing."""
+        index, host, ranks = message.get("index"), str(message.get("host")), message.get("ranks")
+        if not isinstance(index, int) or not 0 < index < self.nodes.count:
+            line.close()
+            return ""
+        fault = ""
+        if index in self.hosts and not self.attempt:
+            fault = f"NODE_RANK: given {index} on both {self.hosts[index]} and {host}; allowed: on each machine another"
+        elif (ranks, message.get("count")) != (self.num_ranks, self.nodes.count):
+            fault = (
+                f"NGPU, NNODES: given {ranks}, {message.get('count')} on machine {index} ({host}) and "
+                f"{self.num_ranks}, {self.nodes.count} on the first ({_HOST}); allowed: the same on all"
+            )
+        if message.get("refused"):
+            fault = f"machine {index} ({host}) refuses the job:\n{message['refused']}"
+        if fault and (self.attempt or index in self.hosts):
+            line.send({"kind": "leave", "code": REFUSED, "text": fault})
+            line.close()
+            return fault
+        if index in self.lines:  # it has noticed before this machine that its connection was cut
+            self.lines[index].close()
+        self.lines[index], self.hosts[index] = line, host
+        self._lost.discard(index)
+        return fault
+
+    def rejoin(self, queue: SignalQueue, seconds: float, report: Report) -> int | None:
+        """Wait for lost machines to connect again. All ranks have ended by then, there and here. Return the number of a
+        signal that ended the wait. Machines that did not come in time are still `gone`."""
+        began = reported = time.monotonic()
+        names = ", ".join(self.gone)
+        limit = f"{seconds:.0f} s (job.rejoin_seconds)"
+        self._tell_waiting(report, f"{names} gone; waiting for a new connection for up to {limit}")
+        while self._lost and (waited := time.monotonic() - began) < seconds:
+            if self._door is None:
+                with suppress(JobError):  # the port may be in use for a moment
+                    self._door = Door(self.nodes, self._key)
+            for number in queue.wait(min(seconds - waited, _LOOK_SECONDS), self.sockets):
+                return number
+            for line, message in self._door.greet() if self._door is not None else ():
+                if fault := self._admit(line, message):
+                    report(f"sent away again: {fault}")
+            for message in self.look():
+                if message["kind"] == "stop":
+                    return message["number"]
+            if time.monotonic() - reported > REPORT_SECONDS:
+                reported = time.monotonic()
+                text = f"waiting for {', '.join(self.gone)}: {reported - began:.0f} of {seconds:.0f} s"
+                self._tell_waiting(report, text)
+        self._close_door()
+        if not self._lost:
+            report(f"{names} back after {time.monotonic() - began:.0f} s")
+        return None
+
+    def _tell_waiting(self, report: Report, text: str) -> None:
+        report(text)
+        self._to_all({"kind": "waiting", "text": text})
+
+    def _close_door(self) -> None:
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
+    # While ranks are at work
+
+    def begin(self, restart: Restart | None) -> tuple[Nodes, socket.socket | None]:
+        """All machines start their ranks. The store by which these find each other has a socket of its own each time,
+        so that none waits for what is left of the one before."""
+        self._orders, self._standing, self._collected = [], {}, False
+        self._ends, self._ended = [], set()  # of machines that were lost between two starts
+        self.attempt += 1
+        if self.nodes.count == 1:
+            return self.nodes, None
+        listener = listen(self.nodes, 0)
+        nodes = replace(self.nodes, port=listener.getsockname()[1])
+        fields = asdict(restart) if restart else None
+        self._to_all({"kind": "start", "attempt": self.attempt, "port": nodes.port, "restart": fields})
+        return nodes, listener
+
+    def tell(self, kind: str, **more: Any) -> None:
+        """What happened on this machine and concerns all: stop (number), failed; hung (seconds), at every look."""
+        self._heed({"kind": kind, **more}, 0)
+
+    def look(self) -> list[Message]:
+        """What this machine is to do: stop (number), follow, collect (name, seconds)."""
+        self._listen()
+        orders, self._orders = self._orders, []
+        return orders
+
+    def _listen(self) -> None:
+        for index, line in self.lines.items():
+            for message in line.receive():
+                self._heed(message, index)
+            if not line.open and index not in self._lost:
+                self._lost.add(index)
+                cause = f"machine {index} ({self.hosts[index]}) is gone"
+                if index not in self._ended:
+                    self._end_of(index, End(CRASHED, cause, index * self.num_ranks, by_signal=True))
+
+    def _heed(self, message: Message, index: int) -> None:
+        kind = message["kind"]
+        if index and kind in ("failed", "hung", "end") and message.get("attempt") != self.attempt:
+            return
+        if kind == "stop":
+            self._to_all(message, but=index)
+        elif kind == "failed":
+            self._to_all({"kind": "follow"}, but=index)
+        elif kind == "hung":
+            self._standing[index] = time.monotonic()
+            if not self._collected and self._all_stand():
+                self._collected = True
+                order = {"kind": "collect", "name": folder_name(), "seconds": message["seconds"]}
+                self._to_all(order)
+                self._orders.append(order)
+        elif kind == "end" and index not in self._ended:
+            self._end_of(index, read_end({name: message[name] for name in message if name not in ("kind", "attempt")}))
+
+    def _all_stand(self) -> bool:
+        """Whether no machine gets on. Where the ranks of one wait, those of another may be at work: exporting, or
+        compiling for longer than it takes others."""
+        fresh = {index for index, at in self._standing.items() if time.monotonic() - at < FRESH_SECONDS}
+        return fresh | self._ended == set(range(self.nodes.count))
+
+    def _end_of(self, index: int, end: End) -> None:
+        self._ended.add(index)
+        self._ends.append(end)
+        if not end.done:
+            self._to_all({"kind": "follow"}, but=index)
+
+    def _to_all(self, message: Message, but: int | None = None) -> None:
+        for index, line in self.lines.items():
+            if index != but:
+                line.send(message)
+        if but not in (0, None):  # it came from another machine, so it is news here
+            self._orders.append(message)
+
+    def gather(self, own: End, queue: SignalQueue) -> list[End]:
+        """How this start ended on all machines, in the order in which they told it. A stop that is heard on the way is
+        for who looks next."""
+        self._listen()
+        self._end_of(0, own)
+        until = time.monotonic() + QUIET_SECONDS
+        while len(self._ended) < self.nodes.count and time.monotonic() < until:
+            for number in queue.wait(_LOOK_SECONDS, self.sockets):
+                self.tell("stop", number=number)
+                self._orders.append({"kind": "stop", "number": number})
+            self._listen()
+        for index in set(range(self.nodes.count)) - self._ended:
+            self.lines[index].close()
+        self._listen()
+        ends, self._ends, self._ended = self._ends, [], set()
+        return ends
+
+    def dismiss(self, code: int) -> None:
+        """The run is over, on all machines with the same exit code. Those that have not come yet are waited for a
+        moment, so that they need not wait for long."""
+        until, turned_away = time.monotonic() + LATE_SECONDS, 0
+        while self._door is not None and time.monotonic() < until:
+            if len(self.hosts) + turned_away >= self.nodes.count:
+                break
+            select.select(self.sockets, [], [], _LOOK_SECONDS)
+            if self._key is None:
+                turned_away += self._door.turn_away(code)
+            else:
+                for line, message in self._door.greet():
+                    self._admit(line, message)
+        self._close_door()
+        for line in self.lines.values():
+            line.send({"kind": "leave", "code": code})
+            line.close()
+        if self._secret_file is not None:
+            secret.remove(self._secret_file)
+            self._secret_file = None
+
+
+class Other:
+    """On every other machine."""
+
+    def __init__(self, nodes: Nodes, num_ranks: int, secret_file: Path) -> None:
+        self.nodes, self.num_ranks, self.secret_file = nodes, num_ranks, secret_file
+        self.line: Line | None = None
+        self.attempt = 0
+        """Number of the start of the ranks that the first machine has ordered last."""
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        return [self.line.connection] if self.line is not None and self.line.open else []
+
+    def meet(self, queue: SignalQueue, seconds: float, refused: str = "") -> int | None:
+        """Find the first machine, which may be started later; the number of a signal that ended the wait. `refused` is
+        what this machine has against the job. Raises `JobError` if nobody is there."""
+        until, foreign_since = time.monotonic() + seconds, None
+        while True:
+            number, failure = self._reach(queue, refused)
+            if failure is None:
+                return number
+            now = time.monotonic()
+            foreign_since = (foreign_since or now) if failure.foreign else None
+            if foreign_since is not None and now > min(until, foreign_since + FOLDER_SECONDS):
+                raise JobError(
+                    f"job.dump_folder: not the folder of the first machine ({self.nodes.head}): {failure}, "
+                    f"{now - foreign_since:.0f} s after that machine was reached; allowed: one folder that all "
+                    "machines share, e.g. on NFS"
+                )
+            if now > until:
+                raise JobError(
+                    f"HEAD_ADDR, HEAD_PORT: given {self.nodes.head}, {self.nodes.port}, where no launcher answers "
+                    f"within {seconds:.0f} s ({failure}); allowed: those of the machine with "
+                    "NODE_RANK = 0, alike everywhere; start all machines together"
+                )
+            for number in queue.wait(_LOOK_SECONDS):
+                return number
+
+    def rejoin(self, queue: SignalQueue, seconds: float, report: Report) -> int | None:
+        """Find the first machine again, after this one's ranks have ended; the number of a signal that ended the wait.
+        `line` is closed as before where it was not found in time."""
+        began = reported = time.monotonic()
+        first = f"the first machine ({self.nodes.head}, port {self.nodes.port})"
+        report(f"{first} is gone; trying for up to {seconds:.0f} s to reach it again (job.rejoin_seconds)")
+        while (waited := time.monotonic() - began) < seconds:
+            number, failure = self._reach(queue)
+            if failure is None:
+                if number is None:
+                    report(f"{first} is back after {time.monotonic() - began:.0f} s")
+                return number
+            if time.monotonic() - reported > REPORT_SECONDS:
+                reported = time.monotonic()
+                report(f"trying to reach {first}: {reported - began:.0f} of {seconds:.0f} s ({failure})")
+            for number in queue.wait(min(_LOOK_SECONDS, seconds - waited)):
+                return number
+        return None
+
+    def _reach(self, queue: SignalQueue, refused: str = "") -> tuple[int | None, NoAnswer | None]:
+        """Try once to connect and to say which machine this is: the number of a signal, if one came, or the reason why
+        the first machine was not reached."""
+        try:
+            reached = connect(self.nodes, self.secret_file, queue, may_refuse=not self.attempt)
+        except NoAnswer as failure:
+            return None, failure
+        if isinstance(reached, int):
+            return reached, None
+        self.line = reached
+        self.tell(
+            "here", index=self.nodes.index, count=self.nodes.count, host=_HOST, ranks=self.num_ranks, refused=refused
+        )
+        return None, None
+
+    def tell(self, kind: str, **more: Any) -> None:
+        if self.line is not None:
+            self.line.send({"kind": kind, "attempt": self.attempt, **more})
+
+    def look(self) -> list[Message]:
+        if self.line is None:
+            return []
+        orders = self.line.receive()
+        return orders if self.line.open else [*orders, {"kind": "follow"}]
+
+    def next_order(self, queue: SignalQueue, report: Report, patience: float | None = None) -> Message:
+        """The first machine's word on what comes now: start (attempt, port, restart) or leave (code); or lost (code,
+        text), if the connection is. `patience`: for how long that machine may be silent."""
+        heard, asked = time.monotonic(), 0
+        while True:
+            for number in queue.wait(_LOOK_SECONDS, self.sockets):
+                asked = asked or number
+                self.tell("stop", number=number)
+            orders = self.look()
+            for place, order in enumerate(orders):
+                if order["kind"] in ("start", "leave"):
+                    assert self.line is not None
+                    crossed = [{"kind": "stop", "number": asked}] if asked else []  # a start that it has met on its way
+                    self.line.put_back(crossed + orders[place + 1 :])
+                    self.attempt = order.get("attempt", self.attempt)
+                    return order
+                if order["kind"] == "waiting":
+                    heard = time.monotonic()
+                    report(order["text"])
+            if not self.sockets:
+                text = f"the first machine ({self.nodes.head}) is gone"
+                return {"kind": "lost", "code": 128 + asked if asked else CRASHED, "text": text}
+            if patience is not None and time.monotonic() - heard > patience:
+                assert self.line is not None
+                self.line.close()
+                text = f"the first machine ({self.nodes.head}) has not answered for {patience:.0f} s"
+                return {"kind": "lost", "code": TERMINATED if asked else CRASHED, "text": text}

@@ -1,0 +1,55 @@
+"""Words that a model has to find: some tokens of a batch are hidden, and these alone are labels (arXiv:1810.04805).
+
+Which ones, and what stands in their place, is a function of (seed, step, sample, token): neither a plan nor a resume
+changes it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from torchtitan.core.keyed_rng import STRIDES, of_tokens, scrambled
+from torchtitan.losses.objective import IGNORE_INDEX
+
+HIDDEN, RANDOM = 0.8, 0.1
+"""Of the tokens to be found, how many are replaced by the mask, and by any word; the others stay as they are."""
+HELD_OUT = "held out"
+"""In place of a step: what is validated on is hidden in the same way each time."""
+
+
+@dataclass(frozen=True)
+class Masking:
+    """`share`: of the tokens that have a label. `mask_id`: what hides them. `apart`: ids that are never hidden.
+    `pad_id`: an id that is never drawn as a random word, so that its embedding gets no gradient as an input, which
+    transformers has by `padding_idx`.
+    """
+
+    seed: int
+    share: float
+    mask_id: int
+    vocab_size: int
+    apart: tuple[int, ...]
+    pad_id: int | None = None
+
+    def hide(self, batch: dict[str, torch.Tensor], samples: torch.Tensor, step: int | str) -> dict[str, torch.Tensor]:
+        """The batch with some tokens replaced, and labels of these alone. tokens and labels [B, S], of which a label
+        may be ignored from the start; samples [B], their numbers among all samples of the step.
+        """
+        tokens, labels = batch["tokens"], batch["labels"]
+        keys = of_tokens(f"{self.seed}/mask/{step}", samples, tokens.shape[1])  # [B, S]
+        candidates = (labels != IGNORE_INDEX) & ~torch.isin(tokens, tokens.new_tensor(self.apart))
+        chosen = candidates & (keys < self.share * 2**32)
+        fate = scrambled(keys + STRIDES[1])
+        any_word = self._any_word(keys)
+        shown = torch.where(fate < HIDDEN * 2**32, self.mask_id, tokens)
+        shown = torch.where((fate >= HIDDEN * 2**32) & (fate < (HIDDEN + RANDOM) * 2**32), any_word, shown)
+        found = {"tokens": torch.where(chosen, shown, tokens), "labels": labels.where(chosen, IGNORE_INDEX)}
+        return {**batch, **found}
+
+    def _any_word(self, keys: torch.Tensor) -> torch.Tensor:
+        """Draw an id for each of the keys [B, S], uniformly over all but the pad."""
+        drawn = scrambled(keys + STRIDES[2]) % self.vocab_size
+        if self.pad_id is None or self.vocab_size < 2:
+            return drawn
+        other_id = scrambled(keys - STRIDES[2]) % (self.vocab_size - 1)
+        return torch.where(drawn == self.pad_id, other_id + (other_id >= self.pad_id), drawn)

@@ -1,0 +1,1 @@
+"""The learning rate as a pure function of the step. No torch."""

@@ -1,0 +1,161 @@
+"""The picture of a run, from its metrics.jsonl: loss, learning rate and speed over the same steps."""
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+from torchtitan.core.errors import JobError
+from torchtitan.metrics.json_lines import Record, read_records
+
+FORMATS = (".svg", ".png")
+INK, GREY, RULE = "#1f2937", "#6b7280", "#e5e7eb"
+RAW, LOSS, HELD_OUT, RATE, SPEED = "#a5c0f3", "#1d4ed8", "#d9480f", "#0f766e", "#6d28d9"
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": RULE,
+    "axes.labelcolor": GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": RULE,
+    "grid.linewidth": 0.8,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+}
+
+
+def check_format(path: Path, option: str = "--plot", formats: tuple[str, ...] = FORMATS) -> None:
+    """JobError unless the file's name says what can be drawn."""
+    if path.suffix.lower() not in formats:
+        raise JobError(f"{option}: given {str(path)!r}; allowed: names with {' or '.join(formats)}; rename it")
+
+
+def draw_training_curve(metrics_path: Path, path: Path, title: str) -> bool:
+    """Draw one of FORMATS; False, and no file, if the run has logged nothing yet."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    records = read_records(metrics_path)
+    steps = [record for record in records if "loss" in record]
+    held_out = [record for record in records if is_finite(record.get("validation_loss"))]
+    if not steps:
+        return False
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(
+            figsize=(10, 7.2),
+            dpi=150,
+        )
+        figure.set_layout_engine("constrained", hspace=0.06, h_pad=0.08, w_pad=0.12)
+        loss, rate, speed = figure.subplots(3, 1, sharex=True, height_ratios=[5, 1.4, 1.4])
+        loss.set_title(title, loc="left", pad=26, fontsize=14, fontweight="bold", parse_math=False)
+        _draw_loss(loss, steps, held_out)
+        _draw_rate(rate, steps)
+        _draw_speed(speed, steps)
+        for axes in (loss, rate, speed):
+            for record in records:
+                if record.get("event") in ("restart", "rollback"):
+                    axes.axvline(record["step"], color=GREY, linewidth=0.8, linestyle=":")
+        speed.set_xlabel("step")
+        speed.xaxis.set_major_locator(MaxNLocator(integer=True))
+        speed.xaxis.set_major_formatter("{x:,.0f}")
+        speed.set_xlim(0, steps[-1]["step"])
+        figure.savefig(path)
+    return True
+
+
+def _draw_loss(axes: Any, steps: list[Record], held_out: list[Record]) -> None:
+    x, y = _column(steps, "loss")
+    axes.plot(x, y, color=RAW, linewidth=1, label="each logged step")
+    line = smoothed(y)
+    axes.plot(x, line, color=LOSS, linewidth=2.2, label=f"smoothed over {smoothed_over(len(y))}")
+    notes = [(x[-1], line[-1], LOSS)]
+    if held_out:
+        at, values = _column(held_out, "validation_loss")
+        points = {"marker": "D", "markersize": 5, "markeredgecolor": "white", "markeredgewidth": 0.8, "clip_on": False}
+        axes.plot(at, values, color=HELD_OUT, linewidth=1.2, label="validation", **points)
+        notes.append((at[-1], values[-1], HELD_OUT))
+    # Side by side when the two end at the same height, the higher one above.
+    for (x_last, y_last, color), lift in zip(sorted(notes, key=lambda note: -note[1]), (7, -7), strict=False):
+        _note(axes, x_last, y_last, f"{y_last:.3f}", color, lift if len(notes) == 2 else 0)
+    axes.legend(loc="upper right", frameon=False, labelcolor=INK)
+    _panel_title(axes, "loss, nats per token")
+
+
+def _draw_rate(axes: Any, steps: list[Record]) -> None:
+    x, y = _column(steps, "lr")
+    axes.fill_between(x, y, color=RATE, alpha=0.12, linewidth=0)
+    axes.plot(x, y, color=RATE, linewidth=1.6)
+    _note(axes, x[-1], y[-1], f"{y[-1]:.1e}", RATE)
+    peak = _top(y)
+    axes.set_ylim(0, peak * 1.15)
+    axes.set_yticks([0, peak], ["0", f"{peak:.1e}"])
+    _panel_title(axes, "learning rate")
+
+
+def _draw_speed(axes: Any, steps: list[Record]) -> None:
+    """The line leaves out the windows in which something else went on, which are dots."""
+    steady = [record for record in steps if "marked" not in record]
+    x, y = _column(steady or steps, "tokens_per_second")
+    axes.plot(x, y, color=SPEED, linewidth=1.2)
+    if steady:
+        axes.plot(*_column([r for r in steps if "marked" in r], "tokens_per_second"), ".", color=SPEED, alpha=0.35)
+    axes.set_ylim(0, _top(y) * 1.2)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.locator_params(axis="y", nbins=3)
+    _panel_title(axes, f"tokens per second, median {statistics.median(y):,.0f}")
+
+
+def _column(records: list[Record], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values; a value that was not finite leaves a gap."""
+    values = [record[key] if is_finite(record.get(key)) else math.nan for record in records]
+    return [record["step"] for record in records], values
+
+
+def is_finite(value: object) -> bool:
+    """Whether what a file says is a number that can be drawn."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _top(values: list[float]) -> float:
+    """The highest that is drawn; of no values, or of zeros alone, 1."""
+    return max((value for value in values if math.isfinite(value)), default=0.0) or 1.0
+
+
+def smoothed_over(count: int) -> int:
+    """How many of so many points, an odd number, one of the smoothed line is the mean of."""
+    return 1 + 2 * min(max(count // 30, 2), (count - 1) // 2)
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Mean over a window of a 15th of the points, at least five. It narrows towards the beginning, where the loss falls
+    fast, so that it stays centred there; at the end it stays as wide, since a line that ended in the last step's value
+    would say no more than that. Gaps (NaN) are passed over.
+    """
+    half = smoothed_over(len(values)) // 2
+    means = []
+    for i in range(len(values)):
+        reach = min(half, i)
+        first = min(i - reach, max(0, len(values) - 1 - 2 * half))
+        window = [value for value in values[first : i + reach + 1] if not math.isnan(value)]
+        means.append(statistics.fmean(window) if window else math.nan)
+    return means
+
+
+def _panel_title(axes: Any, text: str) -> None:
+    axes.annotate(text, (0, 1), (0, 6), xycoords="axes fraction", textcoords="offset points", color=GREY)
+
+
+def _note(axes: Any, x: float, y: float, text: str, color: str, lift: float = 0) -> None:
+    """A value to the right of the last point, lifted by some points."""
+    if math.isfinite(y):
+        axes.plot(x, y, "o", color=color, markersize=4.5, clip_on=False)
+        place = {"xytext": (9, lift), "textcoords": "offset points", "annotation_clip": False}
+        axes.annotate(text, (x, y), color=color, fontweight="bold", va="center", **place)

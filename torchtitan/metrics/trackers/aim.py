@@ -1,0 +1,37 @@
+"""Aim."""
+
+import os
+from collections.abc import Mapping
+
+from torchtitan.metrics.trackers.interface import Run, Tracker
+
+
+class Aim(Tracker):
+    """One run of Aim for a job, also over restarts: its hash is kept in the folder. The repository is the job's folder,
+    or what AIM_REPO names (a folder, or a server's aim://HOST:PORT) for the runs of several jobs."""
+
+    name, package = "Aim", "aim"
+    leaves = (".aim",)
+
+    def __init__(self, run: Run) -> None:
+        import aim
+
+        run.folder.mkdir(parents=True, exist_ok=True)
+        self._run = aim.Run(
+            run.kept_id(self.package),
+            repo=os.environ.get("AIM_REPO") or str(run.folder),
+            experiment=run.name,
+            system_tracking_interval=None,  # which is a process of its own
+            log_system_params=False,  # environment variables among them
+            capture_terminal_logs=False,
+        )
+        run.keep_id(self.package, self._run.hash)
+        for tag in run.tags if run.resume_step is None else ():
+            self._run.add_tag(tag)
+        self._run["job"] = dict(run.job)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.track(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.close()

@@ -1,0 +1,69 @@
+"""MLflow."""
+
+import os
+import re
+import time
+from collections.abc import Mapping
+
+from torchtitan.metrics.trackers.interface import Run, Tracker
+
+EXPERIMENT = "torchtitan"
+MOST_AT_ONCE = 100
+"""Parameters that MLflow takes in a call."""
+LONGEST = 500
+"""Characters of a parameter's value that every store of MLflow takes."""
+
+
+class MLflow(Tracker):
+    """One run of MLflow for a job, also over restarts: its id is kept in the folder. Where it goes is said by MLflow's
+    own MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME. Parameters are those of the first start, as MLflow changes none.
+    """
+
+    name, package = "MLflow", "mlflow"
+
+    def __init__(self, run: Run) -> None:
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        self._client, id_ = MlflowClient(), run.kept_id(self.package)
+        if id_ is not None:
+            self._client.update_run(id_, status="RUNNING")
+            self._id = id_
+            return
+        wanted = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
+        known = self._client.get_experiment_by_name(wanted)
+        experiment = self._client.create_experiment(wanted) if known is None else known.experiment_id
+        self._id = self._client.create_run(experiment, run_name=run.name, tags=dict.fromkeys(run.tags, "")).info.run_id
+        run.keep_id(self.package, self._id)
+        parameters = [Param(key, str(value)[:LONGEST]) for key, value in run.options().items()]
+        for start in range(0, len(parameters), MOST_AT_ONCE):
+            self._client.log_batch(self._id, params=parameters[start : start + MOST_AT_ONCE])
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = time.time_ns() // 10**6
+        metrics = [Metric(allowed_name(tag), value, now, step) for tag, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+    @classmethod
+    def obstacle(cls) -> tuple[str, str] | None:
+        missing = super().obstacle()
+        if os.environ.get(OFF, "").lower() in ("true", "1"):
+            return f"nothing with {OFF} in the environment", "unset it, or leave mlflow out"
+        if missing is None and not os.environ.get("MLFLOW_TRACKING_URI"):
+            allowed = "with MLFLOW_TRACKING_URI in the environment, which says where MLflow keeps its runs"
+            return allowed, "export MLFLOW_TRACKING_URI=http://HOST:5000, the address of an `mlflow server`"
+        return missing
+
+
+OFF = "DISABLE_MLFLOW_INTEGRATION"
+"""Says to programs that know MLflow that they are not to use it."""
+
+
+def allowed_name(tag: str) -> str:
+    """MLflow's names have no brackets and no percent: throughput(tps) is throughput_tps, mfu(%) mfu_percent."""
+    return re.sub(r"[^\w\-./: ]+", "_", tag.replace("%", "percent")).rstrip("_")

@@ -1,0 +1,94 @@
+"""Which parameters an optimizer for matrices takes, by name. No torch: `torchtitan check` asks it too.
+
+What an optimizer keeps for a parameter, by the parameter's name and whole shape, where that is not so many values
+for each of its own. No torch: `torchtitan check` adds it up.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+from torchtitan.optimizers.spec import Held
+
+HIDDEN = ["*attn*", "*attention*", "*mlp*", "*feed_forward*"]
+"""The matrices of the layers, by the names that families give them."""
+
+
+def taken(name: str, shape: Iterable[int], patterns: Iterable[str]) -> bool:
+    """`*` stands for anything in a name, dots too."""
+    return len(tuple(shape)) == 2 and any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def sides(name: str, shape: tuple[int, ...], options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of a parameter [m, n], which sides an optimizer with a `rank` and maybe a `side` projects. None where the rank
+    reaches the short side, as nothing would be saved.
+    """
+    if not taken(name, shape, options["targets"]) or options["rank"] >= min(shape):
+        return ()
+    side = options.get("side", "std")
+    if side == "full":
+        return "left", "right"
+    if side in ("left", "right"):
+        return (side,)
+    tall = shape[0] >= shape[1]
+    return ("right",) if tall == (side == "std") else ("left",)
+
+
+def under_plan(found: tuple[str, ...], cut: Collection[str], on_conflict: str) -> tuple[str, ...]:
+    """Of the sides that `sides` found for a matrix, those that are projected where ranks share out the sides `cut` of
+    it: with "flip" the other one, if every rank has that whole.
+    """
+    if on_conflict != "flip" or len(found) != 1 or found[0] not in cut:
+        return found
+    other = "left" if found[0] == "right" else "right"
+    return found if other in cut else (other,)
+
+
+def projected_shape(name: str, shape: tuple[int, ...], options: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of what is left of a gradient."""
+    found = sides(name, shape, options)
+    sizes = zip(("left", "right"), shape, strict=False)
+    return tuple(options["rank"] if side in found else size for side, size in sizes) if found else shape
+
+
+BLOCK, SMALLEST = 256, 4096
+"""Of moments in 8 bits: elements with a scale in common, and the size of a tensor below which nothing is packed."""
+
+Shape = tuple[int, ...]
+
+
+def adam(options: Mapping[str, Any], name: str, shape: Shape) -> Held:
+    return Held(values=2 * prod(shape))
+
+
+def adam_8bit(options: Mapping[str, Any], name: str, shape: Shape) -> Held:
+    if prod(shape) < SMALLEST:
+        return Held(bytes=2 * 4 * prod(shape))
+    return Held(bytes=2 * (prod(shape) + 4 * prod(shape[:-1]) * -(-shape[-1] // BLOCK)))
+
+
+def adafactor(options: Mapping[str, Any], name: str, shape: Shape) -> Held:
+    second = prod(shape) if len(shape) < 2 else prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
+    return Held(values=second + (prod(shape) if options["beta1"] else 0))
+
+
+def muon(options: Mapping[str, Any], name: str, shape: Shape) -> Held:
+    return Held(values=prod(shape) * (1 if taken(name, shape, options["targets"]) else 2))
+
+
+INNER = {"adamw": adam, "adamw_8bit": adam_8bit, "adafactor": adafactor}
+
+
+def galore(options: Mapping[str, Any], name: str, shape: Shape) -> Held:
+    """Bases on every rank; moments are shared out as the matrix is, or over its other side."""
+    found = sides(name, shape, options)
+    moments = INNER[options["inner"]](options, name, projected_shape(name, shape, options))
+    bases = options["rank"] * sum(shape[("left", "right").index(side)] for side in found)
+    limit = bool(found) and options["residual"] == "fira"
+    return moments.plus(Held(everywhere=bases, bytes=4 * limit))
+
+
+def apollo(options: Mapping[str, Any], name: str, shape: Shape) -> Held:
+    limit = bool(sides(name, shape, options))
+    return Held(values=2 * prod(projected_shape(name, shape, options)), bytes=4 * limit)

@@ -1,0 +1,342 @@
+"""The most that a rank of a job will have in memory, and what would make it fit.
+
+Small jobs are rehearsed whole. Of deep ones a few layers of each stage are, and one more: what lives in each part of a
+step grows by a line over the layers, and each part has its own, so that none is lost that is the highest only in the
+whole model. Of a pipeline's microbatches so many are run as it takes until no more are under way at once.
+"""
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import islice
+from typing import Any
+
+from torchtitan.build import parts
+from torchtitan.build.data import batches_of_a_step
+from torchtitan.config.job import JobConfig
+from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.pipeline.actions import merged
+from torchtitan.parallelisms.pipeline.simulator import simulate
+from torchtitan.planner.rehearsal import (
+    FROZEN,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    REFERENCE,
+    Moments,
+    Rehearsed,
+    Sent,
+    rehearse,
+)
+from torchtitan.planner.rehearsal_pool import all_of
+from torchtitan.planner.traffic import Group
+from torchtitan.rules import Device, check
+
+AT_ONCE = 24
+"""Layers x batches of a rank up to which a job is rehearsed whole; a layer takes some 30 ms."""
+TOGETHER = 200
+"""Layers x batches from which on rehearsals have processes of their own, of which each begins with less than that."""
+FIRST = 3
+"""Layers of a whole model that are rehearsed at least: the first, the last and one between them gather unlike."""
+BESIDE = {"cpu": 0.0, "cuda": 0.18}
+"""What an allocator's gaps, libraries and communicators take beside tensors, of these. torchtitan's published runs of
+8B with 2 samples a GPU took 77 to 82 GiB, for which 69.3 of tensors are foretold."""
+ON_THE_HOST = (PARAMETERS, FROZEN, GRADIENTS, OPTIMIZER, REFERENCE)
+"""With enable_cpu_offload."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    rank: int
+    pipeline_rank: int
+    moment: str
+    kinds: dict[str, int]
+    """Bytes at the moment when they are the most together."""
+    sent: Sent = field(default_factory=Counter)
+    groups: dict[str, Group] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> int:
+        return sum(self.kinds.values())
+
+    def needed(self, device: Device) -> float:
+        """With what is taken beside tensors."""
+        return self.peak * (1 + BESIDE[device])
+
+
+def predict(config: JobConfig, world_size: int, device: Device, traffic: bool = False) -> list[Prediction]:
+    """Of rank 0; of a pipeline, of the first and the last rank of it, which have the ends of the model and the most and
+    the fewest microbatches under way. `traffic`: what they send too, which may take twice as long to find.
+    """
+    dims = parts.dims(config, world_size)
+    stages = _stages(config, dims)
+    few = _with_few_microbatches(config, dims, len(stages))
+    jobs, rounds = [few], 0.0
+    if traffic and few is not config:  # each further round of microbatches sends what the one before it did
+        have, one = few.training.local_batch_size, dims.pp * config.parallelism.pipeline_parallel_microbatch_size
+        jobs.append(_with_samples(config, dims, have + one))
+        rounds = (config.training.local_batch_size - have) / one
+    places = sorted({0, dims.pp - 1})
+    shares = [_Share.of(job, place, dims, stages) for place in places for job in jobs]
+    found = []
+    wholes = _rehearsed(shares, stages, device)
+    for place in places:
+        of_rank, *more = islice(wholes, len(jobs))
+        moments = of_rank.moments
+        if more:
+            of_rank = of_rank.extended_by(rounds, of_rank, more[0])
+        moment = max(moments, key=lambda name: sum(moments[name].values()))
+        kinds = {kind: round(size) for kind, size in moments[moment].items() if round(size) > 0}
+        rank = place * (world_size // dims.pp)
+        found.append(Prediction(rank, place, moment, kinds, of_rank.sent, of_rank.groups))
+    return found
+
+
+def flops_of_a_rank(config: JobConfig, world_size: int) -> float:
+    """Of matrix products in a step, on average of all ranks. What is computed again does not count."""
+    args, seq_len = parts.model_args(config), config.training.seq_len
+    flops = parts.model_spec(config).flops_per_token(args, seq_len)
+    if parts.adapter(config) is not None:
+        flops = parts.adapted_model(config)[2].flops_per_token(flops, args.num_matmul_parameters, seq_len)
+    rows = parts.global_rows(config, parts.dims(config, world_size))
+    return flops.causal * rows * seq_len / world_size
+
+
+def worst(predictions: list[Prediction]) -> Prediction:
+    return max(predictions, key=lambda prediction: prediction.peak)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What is rehearsed of a job for one of its ranks."""
+
+    config: JobConfig
+    rank: int
+    dims: ParallelDims
+    layers: dict[int, int]
+    """By stage of the rank."""
+    kept: list[dict[int, int]]
+    """Layers that are rehearsed: of all stages the fewest, and for each one that has more, some more of it."""
+    passes: int
+    """Forward passes, each with so many layers."""
+
+    @classmethod
+    def of(cls, config: JobConfig, place: int, dims: ParallelDims, stages: list[list[str]]) -> "_Share":
+        pipeline = parts.pipeline_options(config)
+        mine = [0] if dims.pp == 1 else pipeline.stages_of_rank(place, dims.pp, len(stages))
+        layers = {stage: sum(map(_is_layer, stages[stage])) for stage in mine}
+        least = {stage: _kept(config, stages[stage], dims) for stage in mine}
+        passes = (1 if dims.pp == 1 else pipeline.microbatches) * min(2, batches_of_a_step(config, dims))
+        if sum(layers.values()) * passes <= AT_ONCE or _layers_differ(config):
+            least = layers
+        more = [least | {stage: least[stage] + _period(config)} for stage in mine if layers[stage] > least[stage]]
+        return cls(config, place * (dims.world_size // dims.pp), dims, layers, [least, *more], passes)
+
+    @property
+    def work(self) -> int:
+        return self.passes * sum(sum(kept.values()) for kept in self.kept)
+
+    def joined(self, found: Rehearsed, *more: Rehearsed) -> Rehearsed:
+        """By what was rehearsed, the whole."""
+        whole, (least, *others) = found, self.kept
+        for kept, each in zip(others, more, strict=True):
+            (stage,) = (stage for stage in kept if kept[stage] > least[stage])
+            times = (self.layers[stage] - least[stage]) / (kept[stage] - least[stage])
+            whole = whole.extended_by(times, found, each)
+        offloaded = self.config.training.enable_cpu_offload
+        return dataclasses.replace(whole, moments=_on_the_device(whole.moments) if offloaded else whole.moments)
+
+
+def _rehearsed(shares: list[_Share], stages: list[list[str]], device: Device) -> Iterator[Rehearsed]:
+    """Of each share the whole."""
+    tasks = [
+        (_thinned(share.config, stages, kept, share.dims), share.rank, share.dims.world_size, device)
+        for share in shares
+        for kept in share.kept
+    ]
+    together = sum(share.work for share in shares) >= TOGETHER
+    found = iter(all_of(rehearse, tasks) if together else [rehearse(*task) for task in tasks])
+    for share in shares:
+        yield share.joined(*islice(found, len(share.kept)))
+
+
+def _on_the_device(moments: Moments) -> Moments:
+    """The optimizer's step is on the host, and clipping before it."""
+    return {
+        moment: Counter({kind: size for kind, size in kinds.items() if kind not in ON_THE_HOST})
+        for moment, kinds in moments.items()
+        if moment not in ("clipping", "optimizer")
+    }
+
+
+# Fewer layers and microbatches
+
+
+def _is_layer(name: str) -> bool:
+    return name.startswith("layers.")
+
+
+def _stages(config: JobConfig, dims: ParallelDims) -> list[list[str]]:
+    """Names of the modules of every stage; without a pipeline, of the layers of the one that there is."""
+    if dims.pp > 1:
+        return parts.pipeline_options(config).stages(parts.meta_model(config), parts.model_spec(config).plan, dims.pp)
+    return [[f"layers.{number}" for number in range(parts.model_args(config).n_layers)]]
+
+
+def _layers_differ(config: JobConfig) -> bool:
+    """Whether some layers, by their numbers, have what others have not, or learn it."""
+    if config.adapter.kind == "neurocache" or config.adapter.layers:
+        return True
+    patterns = (*config.adapter.train_fully, *config.training.unfrozen)
+    if not patterns:
+        return False
+    layers: dict[str, set[str]] = defaultdict(set)  # by number
+    for name, _ in parts.meta_model(config).named_parameters():
+        if _is_layer(name):
+            _, number, own = name.split(".", 2)
+            layers[number].add(own)
+    kinds = {frozenset(owns) for owns in layers.values()}  # dense ones, and those with experts
+    return not all(_chooses_alike(pattern, layers, kind) for pattern in patterns for kind in kinds)
+
+
+def _chooses_alike(pattern: str, layers: Mapping[str, set[str]], kind: frozenset[str]) -> bool:
+    """Whether the pattern fits the same in all layers of this kind."""
+    of_kind = [number for number, owns in layers.items() if owns == kind]
+    return all(len({fnmatchcase(f"layers.{number}.{own}", pattern) for number in of_kind}) == 1 for own in kind)
+
+
+def _period(config: JobConfig) -> int:
+    """Layers after which recompute begins anew."""
+    recompute = config.activation_checkpoint
+    by_number = recompute.mode == "selective" and recompute.selective_ac_option != "op"
+    return int(recompute.selective_ac_option) if by_number else 1
+
+
+def _kept(config: JobConfig, stage: list[str], dims: ParallelDims) -> int:
+    """Layers of a stage that are rehearsed at least: those before the first one with experts, and some more."""
+    period, least = _period(config), FIRST if dims.pp == 1 else 1
+    dense = sum(_number(name) < _num_dense(config) for name in filter(_is_layer, stage))
+    return min(sum(map(_is_layer, stage)), dense + -(-least // period) * period)
+
+
+def _number(layer: str) -> int:
+    return int(layer.removeprefix("layers."))
+
+
+def _num_dense(config: JobConfig) -> int:
+    """Layers without experts at the beginning of a model that has such; else none."""
+    return getattr(parts.model_args(config), "n_dense_layers", 0)
+
+
+def _thinned(config: JobConfig, stages: list[list[str]], kept: dict[int, int], dims: ParallelDims) -> JobConfig:
+    """The job with the first layers of each stage alone, so many as are kept of it; of stages elsewhere with one."""
+    if all(kept.get(stage) == sum(map(_is_layer, names)) for stage, names in enumerate(stages)):
+        return config
+    cut: list[list[str]] = []
+    chosen: list[str] = []
+    for stage, names in enumerate(stages):
+        here = list(filter(_is_layer, names))[: kept.get(stage, 1)]
+        new = {name: f"layers.{len(chosen) + index}" for index, name in enumerate(here)}
+        cut.append([new.get(name, name) for name in names if name in new or not _is_layer(name)])
+        chosen += here
+    overrides: dict[str, Any] = dict(config.model.overrides) | {"n_layers": len(chosen)}
+    if _num_dense(config):
+        overrides["n_dense_layers"] = sum(_number(name) < _num_dense(config) for name in chosen)
+    degrees = config.parallelism
+    if dims.pp > 1:
+        degrees = dataclasses.replace(degrees, module_fqns_per_model_part=cut, pipeline_parallel_layers_per_stage=None)
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, overrides=overrides), parallelism=degrees
+    )
+
+
+def _with_few_microbatches(config: JobConfig, dims: ParallelDims, num_stages: int) -> JobConfig:
+    """The job with the fewest microbatches, a multiple of its pipeline's ranks, of which all ranks have as many under
+    way at once.
+    """
+    if dims.pp == 1 or config.parallelism.pipeline_parallel_schedule_csv is not None:
+        return config
+
+    def under_way(part: JobConfig) -> list[list[Any]]:
+        table = parts.pipeline_options(part).table(dims.pp, num_stages)
+        return [simulate(each).peak_activations for each in (table, merged(table))]
+
+    size = config.parallelism.pipeline_parallel_microbatch_size
+    wanted = under_way(config)
+    for rounds in range(2, config.training.local_batch_size // size // dims.pp):
+        part = _with_samples(config, dims, rounds * dims.pp * size)
+        if under_way(part) == wanted:
+            return part
+    return config
+
+
+def _with_samples(config: JobConfig, dims: ParallelDims, samples: int) -> JobConfig:
+    """The job with so many samples of a batch of a rank, in as many passes."""
+    of_all = samples * dims.dp * batches_of_a_step(config, dims)
+    training = dataclasses.replace(config.training, local_batch_size=samples, global_batch_size=of_all)
+    return dataclasses.replace(config, training=training)
+
+
+# What would make it fit
+
+Remedy = tuple[dict[str, Any], float]
+"""Options with their new values, and what the job then needs."""
+MOST_HALVES = 4
+
+
+def remedies(config: JobConfig, world_size: int, device: Device, memory: float) -> list[Remedy]:
+    """One change after another that makes the job fit; none of them does where the last one needs too much too."""
+    tried: list[Remedy] = []
+
+    def needs(changes: dict[str, Any]) -> float | None:
+        changed = _changed(config, changes)
+        before = {fault.key for fault in check(config, world_size, device)}
+        if any(fault.key not in before for fault in check(changed, world_size, device)):
+            return None
+        needed = worst(predict(changed, world_size, device)).needed(device)
+        tried.append((changes, needed))
+        return needed
+
+    stronger = list(_stronger_recompute(config))
+    for changes in [*stronger, *(each for each in _smaller_batches(config))]:
+        needed = needs(changes)
+        if needed is not None and needed <= memory and changes not in stronger:
+            break
+    if not any(needed <= memory for _, needed in tried):
+        for changes in _smaller_batches(config) if stronger else ():
+            needed = needs(stronger[-1] | changes)
+            if needed is not None and needed <= memory:
+                break
+    fitting = [remedy for remedy in tried if remedy[1] <= memory]
+    return fitting or sorted(tried, key=lambda remedy: remedy[1])[:1]
+
+
+def _stronger_recompute(config: JobConfig) -> Iterator[dict[str, Any]]:
+    mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
+    if mode in ("none", "memory_budget") or (mode == "selective" and option != "op"):
+        yield {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
+    if mode != "full":
+        yield {"activation_checkpoint.mode": "full"}
+
+
+def _smaller_batches(config: JobConfig) -> Iterator[dict[str, Any]]:
+    """Halves of a batch, in a pipeline of a microbatch; accumulation makes the step's as large as before."""
+    in_pipeline = config.parallelism.pipeline_parallel_degree > 1
+    name = "parallelism.pipeline_parallel_microbatch_size" if in_pipeline else "training.local_batch_size"
+    section, option = name.split(".")
+    size = getattr(getattr(config, section), option)
+    for _ in range(MOST_HALVES):
+        if size % 2:
+            return
+        size //= 2
+        yield {name: size}
+
+
+def _changed(config: JobConfig, changes: dict[str, Any]) -> JobConfig:
+    for name, value in changes.items():
+        section, option = name.split(".")
+        part = dataclasses.replace(getattr(config, section), **{option: value})
+        config = dataclasses.replace(config, **{section: part})
+    return config

@@ -1,0 +1,256 @@
+"""One step of one rank, of any world, rehearsed in this process: its model, optimizer and batch are made of tensors
+that have shapes and no values, and its messages go nowhere. All storages that live are counted, and all messages.
+
+Uncompiled, tokens spread evenly over the experts of a layer, attention on a GPU by a kernel that keeps no scores.
+"""
+
+import dataclasses
+import gc
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchtitan.build import parts as build
+from torchtitan.build.data import batches_of_a_step
+from torchtitan.config.batch_shape import batch_rows, microbatch_rows
+from torchtitan.config.job import JobConfig
+from torchtitan.models.layers import AttentionKernel
+from torchtitan.optimizers.build import Optimizers
+from torchtitan.parallelisms.context.kernel import Tokens
+from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
+from torchtitan.planner.live_tensors import ACTIVATIONS, BACKWARD, Answers, Bytes, Live
+from torchtitan.planner.traffic import Group, Traffic, axes_of
+from torchtitan.training.batches import batch_without_values
+
+PARAMETERS, FROZEN, BUFFERS = "parameters", "frozen parameters", "buffers and caches"
+GRADIENTS, OPTIMIZER, LOSS = "gradients", "optimizer state", "logits and loss"
+REFERENCE = "parameters of the reference"
+Moments = dict[str, Bytes]
+"""The most that lives in each part of a step, by kind."""
+Sent = Counter[tuple[str, str, str]]
+"""By axis of the mesh, kind of message, and what is counted: "calls" or "bytes"."""
+ANY_COUNT = 1000
+"""Of valid tokens, by which losses are divided."""
+WITHOUT_VALUES = FakeTensorMode(allow_non_fake_inputs=True)
+"""One for all rehearsals of a process: what is made once and kept, such as the tables of 8-bit moments, is of one mode.
+Nothing is trained in that process any more.
+"""
+
+
+class Flash(AttentionKernel):
+    """A GPU's: whatever the mask, neither it nor scores are written down. Stands for flash and flex attention."""
+
+    def prepare(self, queries: Tokens, keys: Tokens | None = None) -> None:
+        """No mask of any shape."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None) -> torch.Tensor:  # type: ignore[override]
+        width = v.shape[-1]  # a kernel for keys that are wider than values writes no wider result
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[..., :width], k[..., :width], v)[0]
+
+
+@dataclasses.dataclass
+class Rehearsed:
+    """Of one step of a rank: what lives at its moments; what it sends, and in how many calls."""
+
+    moments: Moments
+    sent: Sent
+    groups: dict[str, Group]
+    """Of the axes along which something is sent, this rank's."""
+
+    def extended_by(self, times: float, few: "Rehearsed", more: "Rehearsed") -> "Rehearsed":
+        """With so many times what `more` takes above `few`."""
+        moments = {
+            name: _extended(kinds, times, few.moments[name], more.moments[name]) for name, kinds in self.moments.items()
+        }
+        return Rehearsed(moments, _extended(self.sent, times, few.sent, more.sent), self.groups)
+
+
+def _extended(kinds: Counter, times: float, few: Counter, more: Counter) -> Counter:
+    return Counter({kind: kinds[kind] + times * (more[kind] - few[kind]) for kind in kinds | few | more})
+
+
+def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehearsed:
+    """What the rank has at most in forward and backward, in clipping and in the optimizer's step, of a step that is not
+    the first, and what it sends in all of it; and what it has where another model is asked of all pairs before the
+    first. `device`: "cpu" or "cuda", which need not be there.
+    """
+    config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, enable=False))
+    with warnings.catch_warnings(), _quiet(), _alone_as(rank, world_size):
+        warnings.simplefilter("ignore")
+        dims, cpu = build.dims(config, world_size), torch.device("cpu")
+        live = Live()
+        model = build.model(config, dims.build_mesh("cpu"), dims, cpu, drawn=False, storage=WITHOUT_VALUES)
+        optimizers = build.optimizers(config, model)
+        if device == "cuda":
+            _attend_as_on_a_gpu(model.parts)
+        _count_state(live, model.parts)
+        batch = batch_without_values(config, dims, model.draws)
+        rehearsal = Rehearsal(config, model, optimizers, batch, batches_of_a_step(config, dims))
+        asked = _reference(config, model, device)
+        with WITHOUT_VALUES, Answers(_rows_of_experts(config), dims.ep), live.watching():
+            before = {} if asked is None else _ask(asked, batch, live)
+            del asked
+            gc.collect()  # what FSDP wraps knows itself
+            if _keeps_more(config):
+                rehearsal.step(live)
+                _name_what_stays(live, optimizers)
+            found = rehearsal.step(live)
+            return dataclasses.replace(found, moments=found.moments | before)
+
+
+@dataclasses.dataclass
+class Rehearsal:
+    config: JobConfig
+    model: ParallelModel
+    optimizers: Optimizers
+    batch: Batch
+    passes: int
+
+    def __post_init__(self) -> None:
+        self.groups = self._groups()  # which a mesh tells by values, that a rehearsed step has not
+
+    def step(self, live: Live) -> Rehearsed:
+        """As the trainer's. What a first one leaves behind, the optimizer's state, is there in all others."""
+        before, moments = live.now.copy(), {}
+        sent: Sent = Counter()
+        early = self.config.optimizer.early_step_in_backward
+        live.forget_peak()
+        for left in reversed(range(min(2, self.passes))):  # a third one finds what the second did
+            with Traffic() as traffic:
+                self.model.forward_backward(self.batch, ANY_COUNT, is_last=not left)
+            self._add(sent, traffic, times=self.passes - 1 if left else 1)
+        moments["forward and backward"] = live.peak
+        with Traffic() as traffic:
+            live.forget_peak()
+            if not early:
+                self.model.clip_gradients(1.0)
+                moments["clipping"] = live.peak
+            live.forget_peak()
+            with live.of(OPTIMIZER):
+                self.optimizers.step()
+            optimizer = live.peak
+            self.model.after_step(1, self.optimizers.optimizers)
+            self.optimizers.zero_grad()
+        self._add(sent, traffic)
+        for peak in moments.values():
+            peak.update({kind: size - before[kind] for kind, size in live.now.items()})
+        names = {axis for axis, _, _ in sent}
+        groups = {axis: ranks for axis, ranks in self.groups.items() if axis in names}
+        return Rehearsed(moments | {"optimizer": optimizer}, sent, groups)
+
+    def _add(self, sent: Sent, traffic: Traffic, times: int = 1) -> None:
+        axes = self.groups
+        for (kind, axis), (calls, size) in traffic.totals(axes).items():
+            if "ep" in axes and kind == "all_to_all" and axes[axis] == axes["ep"]:
+                axis = "ep"  # which has the ranks of another axis, perhaps of all of them
+            if kind != "receive":  # what one rank receives another sends
+                sent[axis, kind, "calls"] += times * calls
+                sent[axis, kind, "bytes"] += times * size  # type: ignore[assignment]
+
+    def _groups(self) -> dict[str, Group]:
+        """Axes by which ranks talk, with this rank's group; of those with the same ranks the last one's name counts."""
+        model = self.model
+        meshes = [model.expert_mesh] if model.expert_mesh is not None else []
+        found = {"world": tuple(range(model.dims.world_size))}
+        for mesh in (*meshes, model.dims.dp_mesh(model.mesh), model.mesh):
+            found |= axes_of(mesh)
+        return found
+
+
+def _reference(config: JobConfig, model: ParallelModel, device: str) -> ParallelModel | None:
+    """The model beside the run's that is asked of its pairs, if another one is."""
+    if config.dpo.reference is None or "reference" not in build.objective(config).targets:
+        return None
+    options = {"drawn": False, "storage": WITHOUT_VALUES}
+    asked = build.model(build.as_reference(config), model.mesh, model.dims, model.device, **options)
+    if device == "cuda":
+        _attend_as_on_a_gpu(asked.parts)
+    return asked
+
+
+def _ask(asked: ParallelModel, batch: Batch, live: Live) -> Moments:
+    for part in asked.parts:
+        for parameter in part.parameters():
+            live.add(parameter, REFERENCE)
+    live.forget_peak()
+    asked.train(False)
+    with torch.no_grad():
+        asked.loss_sum(batch)
+    return {"asking the reference": live.peak}
+
+
+def _keeps_more(config: JobConfig) -> bool:
+    """Whether forward and backward leave behind what the next step begins with."""
+    return config.optimizer.early_step_in_backward or config.adapter.kind == "neurocache"
+
+
+def _name_what_stays(live: Live, optimizers: Optimizers) -> None:
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for tensor in filter(torch.is_tensor, state.values()):
+                live.add(tensor, OPTIMIZER)
+    live.rename({ACTIVATIONS, BACKWARD}, BUFFERS)
+
+
+def _count_state(live: Live, parts: list[nn.Module]) -> None:
+    """What lives between steps; and from now on gradients, and what is of the loss, by their own names."""
+
+    def gradient(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:  # nobody has taken a step with it yet
+            live.add(parameter.grad, GRADIENTS)
+
+    for part in parts:
+        for parameter in part.parameters():
+            live.add(parameter, PARAMETERS if parameter.requires_grad else FROZEN)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(gradient)
+        for buffer in part.buffers():
+            live.add(buffer, BUFFERS)
+        if part.loss is not None:
+            part.loss.register_forward_pre_hook(lambda *_: live.begin(LOSS))
+            part.loss.register_forward_hook(lambda *_: live.end())
+
+
+def _attend_as_on_a_gpu(parts: list[nn.Module]) -> None:
+    for part in parts:
+        if type(part.kernel) is AttentionKernel:
+            part.set_attention_kernel(Flash(part.kernel.backend, part.kernel.causal, part.kernel.window))
+
+
+def _rows_of_experts(config: JobConfig) -> int:
+    """Of one forward of a rank, before they travel."""
+    degrees = config.parallelism
+    at_once = microbatch_rows(config) if degrees.pipeline_parallel_degree > 1 else batch_rows(config)
+    tokens = at_once * config.training.seq_len // (degrees.context_parallel_degree * degrees.tensor_parallel_degree)
+    return tokens * getattr(build.model_args(config), "top_k", 0)
+
+
+@contextmanager
+def _alone_as(rank: int, world_size: int) -> Iterator[None]:
+    """A world in which this rank is the only one, and its messages are lost."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # in which DTensors keep this rank's groups for equal meshes of the next one
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What parts of a run say of themselves was said of the job."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

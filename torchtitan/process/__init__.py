@@ -1,0 +1,1 @@
+"""This process among others: rank, process group, log, heartbeat, exit."""

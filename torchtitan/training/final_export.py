@@ -1,0 +1,114 @@
+"""What a run leaves for other programs at its end, beside its last checkpoint."""
+
+import logging
+import shlex
+from pathlib import Path
+
+from torchtitan.adapters.interface import Adapter
+from torchtitan.build import parts
+from torchtitan.checkpoint import Checkpointer, CheckpointError, folders, load_weights
+from torchtitan.checkpoint.best_metric import Best, best_in
+from torchtitan.config.job import JobConfig
+from torchtitan.core.errors import JobError
+from torchtitan.core.tensor_storage import Value
+from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.process import distributed
+from torchtitan.process.exit import ExportError, kind_of
+from torchtitan.process.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_SECONDS = 1800
+
+
+class Exports:
+    """The weights alone, and the adapter in peft's layout, as far as the job asks for them."""
+
+    def __init__(self, config: JobConfig, ranks: Ranks, vocabulary: Tokenizer):
+        self.config, self.ranks = config, ranks
+        self.folder = Path(config.job.dump_folder)
+        self.weights: Path | None = None  # where they are, once written
+        self.beside: dict[str, bytes] = {}
+        if config.checkpoint.last_save_in_hf:  # whether the format has all this is better known before the run
+            self.beside = parts.beside_hf_weights(config, vocabulary)
+
+    def write(self, model: ParallelModel, checkpointer: Checkpointer | None, step: int) -> None:
+        """Write the exports of the job. Every rank calls it after the last step is saved. Raises ExportError."""
+        try:
+            self._write_all(model, checkpointer, step)
+        except Exception as error:
+            if kind_of(error) == "peer":  # the rank that failed has said why
+                raise
+            by_user = isinstance(error, JobError | OSError)
+            reason = str(error) if by_user else f"{type(error).__name__}: {error}"
+            remedy = self._remedy(saved=checkpointer is not None and not checkpointer.load_only)
+            message = f"training is complete (step {step}), but the export failed: {reason}; {remedy}"
+            raise ExportError(message) from error
+
+    def _remedy(self, saved: bool) -> str:
+        """How to export again. `saved`: whether the last step is in a checkpoint."""
+        if not saved:
+            return "nothing was saved that could be exported again, as checkpoint.enable is off or load_only is set"
+        options = self.config.checkpoint
+        command = ["torchtitan", "export", str(self.folder), "--to", "NEW_FOLDER"]
+        command += ["--merge", "--dtype", options.export_dtype] if options.last_save_model_only else []
+        command += ["--best"] if options.export_best else []
+        return f"everything is saved: run `{shlex.join(command)}`, or start the same job again, which then only exports"
+
+    def _write_all(self, model: ParallelModel, checkpointer: Checkpointer | None, step: int) -> None:
+        if self.config.checkpoint.export_best and checkpointer is not None:
+            step = self._take_best(model, checkpointer)
+        if self.config.adapter.last_save_in_peft:
+            self._write_adapter(model)
+        if checkpointer is not None and self.config.checkpoint.last_save_model_only:
+            self._write_weights(model, checkpointer, step)
+
+    def _take_best(self, model: ParallelModel, checkpointer: Checkpointer) -> int:
+        """The weights of the run's best checkpoint instead of the last step's. Its step."""
+        root, metric = checkpointer.folder, checkpointer.best
+        assert metric is not None  # the rules ask for it
+        checkpointer.finish()
+        best = checkpointer.main_peers.decide(
+            lambda: best_in(root, metric),
+            lambda best: [str(best.folder), best.value],
+            lambda fields: Best(Path(fields[0]), fields[1]),
+        )
+        step = load_weights(best.folder, model.parts, parts.left_out_of_checkpoints(self.config, model))
+        logger.info("exporting step %d, whose %s %.4g is the best of the checkpoints", step, metric.name, best.value)
+        return step
+
+    def _write_weights(self, model: ParallelModel, checkpointer: Checkpointer, step: int) -> None:
+        options = self.config.checkpoint
+        dtype = parts.DTYPES[options.export_dtype]
+        self.weights = self.folder / ("model_hf" if options.last_save_in_hf else "model")
+        if not options.last_save_in_hf:
+            checkpointer.export_model(self.weights, dtype, step, plain_tensors(model))
+            return
+        distributed.set_timeout(TIMEOUT_SECONDS)  # the others wait while one writes
+        try:
+            with folders.published(self.weights, write=self.ranks.is_main) as folder:
+                parts.model_spec(self.config).hf.save_hf(
+                    folder,
+                    plain_tensors(model),
+                    parts.model_args(self.config),
+                    dtype=dtype,
+                    write=self.ranks.is_main,
+                    beside=self.beside,
+                )
+        except OSError as error:
+            raise CheckpointError(f"the Hugging Face weights were not written: {error}") from error
+
+    def _write_adapter(self, model: ParallelModel) -> None:
+        adapter: Adapter = model.adapter
+        whole = distributed.gather_tensors(adapter.whole_tensors(model.parts))  # of a pipeline a rank has its layers'
+        if self.ranks.is_main:
+            try:
+                parts.save_peft(self.config, self.folder / "adapter", adapter, whole)
+            except OSError as error:
+                raise CheckpointError(f"the adapter was not written: {error}") from error
+
+
+def plain_tensors(model: ParallelModel) -> dict[str, Value]:
+    """The plain model's, by name: what an adapter has learned is folded into them."""
+    return dict(model.named_tensors()) if model.adapter is None else model.adapter.merged(model.parts)

@@ -1,0 +1,340 @@
+"""Log-probabilities of answers under a run's reference, the model that it began from or another one.
+
+They are computed before the first step, for the pairs that the steps and validations of the job will read, and kept
+with the run: an answer's log-probability under the reference never changes, so no second model is in memory while the
+run trains. Values are found by the content of a row, so neither order nor plan matters to them. What has been computed
+is written every few seconds, and a start that was stopped or killed goes on from there.
+"""
+
+import gc
+import hashlib
+import json
+import logging
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from torchtitan.build import parts as build
+from torchtitan.build.data import multiple_of
+from torchtitan.checkpoint import base_weights
+from torchtitan.checkpoint.base_weights import find_weights
+from torchtitan.checkpoint.weight_sources import fill, load_foreign, opened
+from torchtitan.config.job import JobConfig
+from torchtitan.config.options import show
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import require_file
+from torchtitan.datasets.loader import cut_to_longest
+from torchtitan.datasets.sources import DataError
+from torchtitan.launcher.run_folder import REFERENCE
+from torchtitan.losses.objective import IGNORE_INDEX
+from torchtitan.losses.preference import Preference
+from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.process.heartbeat import Progress
+from torchtitan.process.ranks import Ranks
+from torchtitan.training.batches import Batch, Feed
+from torchtitan.training.reference_pairs import Readings, Report
+
+logger = logging.getLogger(__name__)
+
+FILE = REFERENCE
+MODEL, IDENTITY, ROWS = "model", "identity", "rows"
+"""Of the file's metadata: the path of the reference; what its values depend on; how many rows of the training data it
+covers from the first one on. A file of an earlier version has the first alone, and covers all data of its run."""
+DIGEST_BYTES = 16
+SAVE_SECONDS = 5
+
+
+class References:
+    """Values by row, of `digests` [n, DIGEST_BYTES] uint8 and `values` [n] float32."""
+
+    def __init__(self, digests: np.ndarray, values: np.ndarray) -> None:
+        rows = (digest.tobytes() for digest in digests)
+        self.known = dict(zip(rows, values.tolist(), strict=True))
+
+    def add(self, batch: Batch) -> Batch:
+        """Add `reference` [B]: 0 for rows without labels, which fill up a step or a batch. DataError for rows without a
+        value.
+        """
+        has_labels = (batch["labels"] != IGNORE_INDEX).any(-1).tolist()
+        rows = zip(digests_of(batch), has_labels, strict=True)
+        try:
+            values = [self.known[digest.tobytes()] if counts else 0.0 for digest, counts in rows]
+        except KeyError:
+            raise DataError(
+                f"{FILE} in job.dump_folder does not have all pairs: the data are others than when the run began; "
+                "bring them back, or start anew in another job.dump_folder"
+            ) from None
+        return batch | {"reference": torch.tensor(values, dtype=torch.float32)}
+
+    def missing(self, batch: Batch) -> torch.Tensor:
+        """[P] True for pairs with a labelled answer that has no value yet."""
+        has_labels = (batch["labels"] != IGNORE_INDEX).any(-1)
+        unknown = torch.tensor([digest.tobytes() not in self.known for digest in digests_of(batch)])
+        return (has_labels & unknown).view(-1, 2).any(1)
+
+    def update(self, digests: np.ndarray, values: np.ndarray) -> None:
+        for digest, value in References(digests, values).known.items():
+            self.known.setdefault(digest, value)
+
+    def write(self, path: Path, metadata: dict[str, str]) -> None:
+        digests = np.frombuffer(b"".join(self.known), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+        values = np.fromiter(self.known.values(), dtype=np.float32, count=len(self.known))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(path.name + ".tmp")
+        save_file({"digests": digests, "values": values}, unfinished, metadata)
+        unfinished.rename(path)
+
+
+def digests_of(batch: Batch) -> np.ndarray:
+    """[B, DIGEST_BYTES] uint8, of what each row reads and learns, whatever padding stands behind it."""
+    rows = zip(batch["tokens"].cpu().numpy(), batch["labels"].cpu().numpy(), strict=True)
+    ends = (1 + np.flatnonzero(labels != IGNORE_INDEX).max(initial=-1) for labels in batch["labels"].cpu().numpy())
+    read = [(tokens[:end], labels[:end]) for (tokens, labels), end in zip(rows, ends, strict=True)]
+    hashes = [hashlib.sha256(tokens.tobytes() + labels.tobytes()).digest()[:DIGEST_BYTES] for tokens, labels in read]
+    return np.frombuffer(b"".join(hashes), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+
+
+def references(
+    config: JobConfig,
+    ranks: Ranks,
+    model: ParallelModel,
+    feed: Feed,
+    step: int,
+    progress: Progress,
+    state: dict[str, Any] | None = None,
+) -> References | None:
+    """Load and compute the values that the steps after `step` and all validations need; None for an objective without
+    a reference. Every rank calls it. `state`: the data position of a resumed run. JobError if a resumed run has lost
+    its values, or needs further ones that cannot be computed any more.
+    """
+    if not isinstance(feed.objective, Preference) or "reference" not in feed.objective.targets:
+        return None
+    path = Path(config.job.dump_folder, FILE)
+    saved, metadata = _load(path, _name_of(config.dpo.reference), step)
+    if step and ROWS not in metadata:
+        return saved  # by a version that computed the values of all pairs
+    readings = Readings(config, feed, step, state)
+    if step and state is not None and readings.rows <= int(metadata[ROWS]):
+        readings.steps = 0  # an earlier start has computed the pairs of all steps
+    identity = _identity(config)
+    if not step and metadata and metadata[IDENTITY] != identity:
+        logger.info("reference  %s was computed by another model; all pairs are computed again", path)
+        saved, metadata = References(np.zeros((0, DIGEST_BYTES), np.uint8), np.zeros(0, np.float32)), {}
+    covered = int(metadata.get(ROWS, 0))
+    about = {MODEL: _name_of(config.dpo.reference), IDENTITY: identity, ROWS: str(covered)}
+    work = _Pass(config, feed, saved, progress, path if ranks.is_main else None, about)
+    if not step or metadata[IDENTITY] == identity:
+        work.compute(readings, None if step or config.dpo.reference is not None else model, model)
+    elif work.lacks_any(readings):
+        raise JobError(
+            f"{path} lacks pairs that the run will read, and the reference has changed since it was written: bring "
+            "back the weights that the run started from (checkpoint.initial_load_path, dpo.reference), or its "
+            "training.steps and data"
+        )
+    if ranks.is_main and (work.computed or covered < readings.rows):
+        saved.write(path, about | {ROWS: str(max(readings.rows, covered))})
+    return saved
+
+
+def _load(path: Path, model_name: str, step: int) -> tuple[References, dict[str, str]]:
+    """Read the values of earlier starts and the file's metadata. JobError if a resumed run has lost the file, or names
+    another reference.
+    """
+    try:
+        require_file(path, missing_ok=True)
+        with safe_open(path, "numpy") as file:
+            metadata = dict(file.metadata() or {})
+            saved = References(file.get_tensor("digests"), file.get_tensor("values"))
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        if not step:
+            return References(np.zeros((0, DIGEST_BYTES), np.uint8), np.zeros(0, np.float32)), {}
+        raise JobError(
+            f"{path}: what the run's reference said of its pairs cannot be read ({error}); bring the file back, or "
+            "start anew in another job.dump_folder"
+        ) from None
+    if step:
+        _must_be_the_model_of_before(path, metadata.get(MODEL, model_name), model_name)
+    return saved, metadata if step else {IDENTITY: ""} | metadata
+
+
+def _name_of(path: str | None) -> str:
+    """Of the model at a path, the same however it is spelt; empty for the run's own."""
+    return "" if path is None else str(Path(path).absolute())
+
+
+def _must_be_the_model_of_before(path: Path, before: str, today: str) -> None:
+    """JobError where a run that goes on names another model than the one that it has asked, once and for all."""
+    if before != today:
+        kept = show(before) if before else "unset"
+        raise JobError(
+            f"dpo.reference: given {show(today or None)}; allowed: {kept}, as when {path} was made of the run's pairs; "
+            "bring it back, or start anew in another job.dump_folder"
+        )
+
+
+def _identity(config: JobConfig) -> str:
+    """Digest everything that log-probabilities depend on: sizes, adapter and precision of the model, and the path and
+    size of its weights.
+    """
+    training, checkpoint = config.training, config.checkpoint
+    start = checkpoint.initial_load_path if checkpoint.enable else None
+    weights = [path for path in (config.dpo.reference or start, config.adapter.initial_path) if path]
+    parts: list[Any] = [asdict(build.model_args(config)), asdict(config.adapter), config.debug.seed]
+    parts += [training.dtype, training.mixed_precision_param, *map(_path_and_size, weights)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _path_and_size(path: str) -> tuple[str, int]:
+    try:
+        return str(find_weights(Path(path))[1].resolve()), base_weights.size(path)
+    except JobError:  # not weights of a whole model: an adapter's folder, or none, which its reader reports
+        return str(Path(path).resolve()), sum(file.stat().st_size for file in Path(path).glob("*") if file.is_file())
+
+
+def _other_model(config: JobConfig, path: str, model: ParallelModel) -> ParallelModel:
+    """The weights at a path, spread as those of the run are. JobError where they are of another model."""
+    _, place = find_weights(Path(path))
+    built = build.model(build.as_reference(config), model.mesh, model.dims, model.device, drawn=False)
+    with opened(place, config.model.name, build.model_args(config, place)) as weights:
+        for part in built.parts:
+            fill(part, weights, build.model_args(config).tied_embeddings)
+    logger.info("the reference of the pairs is %s", place)
+    return built
+
+
+def _model_at_the_start(config: JobConfig, model: ParallelModel) -> ParallelModel:
+    """Rebuild the model as it was before the first step, under the run's plan."""
+    quiet = build.without_noise(config)
+    built = build.model(quiet, model.mesh, model.dims, model.device, drawn=False)
+    adapter, path = built.adapter, config.checkpoint.initial_load_path if config.checkpoint.enable else None
+    if path is None:
+        built.initialize()
+    else:
+        head, (kind, place) = build.own_head(config), find_weights(Path(path))
+        if kind == "ours" and adapter is not None:  # the checkpoint may hold a trained adapter
+            raise JobError(
+                f"training.steps: given {config.training.steps}; allowed: as many as the run began with, because the "
+                "reference of further pairs cannot be rebuilt from a checkpoint and an adapter; start with more steps "
+                "in another job.dump_folder"
+            )
+        fresh = adapter.fresh if adapter else frozenset()
+        built.initialize(head | fresh)
+        load_foreign(place, built.parts, config.model.name, build.model_args(config, place), fresh, head)
+        if adapter is not None:
+            adapter.follow_base(built.parts)
+    if config.adapter.initial_path:
+        adapter.begin_from(built.parts, build.peft_tensors(config, adapter))
+    logger.info("reference  the run reads further pairs: the model is rebuilt as it was before the first step")
+    return built
+
+
+class _Pass:
+    """Compute what is missing in `known`, in chunks of which all ranks have as many batches, and keep it at `path`."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        feed: Feed,
+        known: References,
+        progress: Progress,
+        path: Path | None,
+        metadata: dict[str, str],
+    ) -> None:
+        self.config, self.feed, self.known, self.progress = config, feed, known, progress
+        self.path, self.metadata, self.multiple = path, metadata, multiple_of(config)
+        self.saved_at, self.computed = time.monotonic(), False
+
+    def lacks_any(self, readings: Readings) -> bool:
+        return any(_most_of_ranks(int(self.known.missing(chunk).sum())) for _, chunk in readings.chunks())
+
+    def compute(self, readings: Readings, reference: ParallelModel | None, model: ParallelModel) -> None:
+        """`reference`: None if it has to be built next to `model`, which happens once a pair is missing."""
+        with Report(readings.pairs, len(self.known.known) // 2, self.path is not None) as report:
+            try:
+                for rows, chunk in readings.chunks():
+                    self.progress.enter("load")
+                    missing = self.known.missing(chunk)
+                    most = _most_of_ranks(int(missing.sum()))
+                    if not most:
+                        continue
+                    reference = self._build(model) if reference is None else reference
+                    self.computed = True
+                    self._ask(reference, _filled_up(chunk, missing, most, rows // 2), rows, report)
+            except KeyboardInterrupt:
+                self._save()
+                raise
+        if reference is not None and reference is not model:
+            del reference
+            gc.collect()  # what FSDP wraps knows itself, and training collects young objects only
+
+    def _build(self, model: ParallelModel) -> ParallelModel:
+        other = self.config.dpo.reference
+        return _model_at_the_start(self.config, model) if other is None else _other_model(self.config, other, model)
+
+    @torch.no_grad()
+    def _ask(self, model: ParallelModel, pairs: Batch, rows: int, report: Report) -> None:
+        """Compute `pairs` in batches of `rows` rows, which divide them."""
+        objectives = [part.loss for part in model.parts]
+        model.train(False)
+        try:
+            for first in range(0, len(pairs["tokens"]), rows):
+                batch = {name: tensor[first : first + rows] for name, tensor in pairs.items()}
+                batch = cut_to_longest(batch, self.multiple) if self.multiple else batch
+                for objective in objectives:
+                    objective.asked = []
+                model.loss_sum(self.feed.to_device(batch | {"reference": torch.zeros(rows)}))
+                logs = [log.float().flatten().cpu().numpy() for each in objectives for log in each.asked]
+                values = np.concatenate(logs) if logs else np.full(rows, np.nan, dtype=np.float32)
+                self.known.update(*_over_ranks(digests_of(batch), values))
+                self.progress.enter("load")
+                report.show(len(self.known.known) // 2)
+                if time.monotonic() - self.saved_at > SAVE_SECONDS:
+                    self._save()
+        finally:
+            for objective in objectives:
+                objective.asked = None
+            model.train()
+
+    def _save(self) -> None:
+        if self.path is not None:
+            self.known.write(self.path, self.metadata)
+        self.saved_at = time.monotonic()
+
+
+def _most_of_ranks(count: int) -> int:
+    most = torch.tensor([count])
+    if dist.get_world_size() > 1:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
+
+
+def _filled_up(chunk: Batch, missing: torch.Tensor, most: int, per_batch: int) -> Batch:
+    """Return the missing pairs of a chunk, longest first, filled up with other pairs to whole batches: the same number
+    of batches on each rank.
+    """
+    documents = chunk["document_ids"]
+    lengths = (documents == documents[:, :1]).sum(1).view(-1, 2).amax(1)
+    order = (lengths + missing * (1 + documents.shape[1])).argsort(descending=True, stable=True)
+    count = -(-most // per_batch) * per_batch
+    chosen = order.repeat(-(-count // len(order)))[:count]
+    rows = (chosen[:, None] * 2 + torch.arange(2)).flatten()
+    return {name: tensor[rows] for name, tensor in chunk.items()}
+
+
+def _over_ranks(digests: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Gather rows and values of all ranks, and drop the NaN of pipeline ranks without the last stage."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        own = torch.from_numpy(digests.copy()), torch.from_numpy(values)
+        everyone = [[torch.empty_like(each) for _ in range(dist.get_world_size())] for each in own]
+        for gathered, each in zip(everyone, own, strict=True):
+            dist.all_gather(gathered, each)
+        digests, values = (torch.cat(gathered).numpy() for gathered in everyone)
+    has_value = ~np.isnan(values)
+    return digests[has_value], values[has_value]

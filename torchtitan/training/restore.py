@@ -1,0 +1,102 @@
+"""What a run goes on from or begins with: a checkpoint of its own, weights of other jobs and programs, an adapter."""
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchtitan.build import parts
+from torchtitan.checkpoint import Checkpointer, CheckpointError, base_weights
+from torchtitan.checkpoint.adapter_state import Kept
+from torchtitan.checkpoint.base_weights import SCHEDULE_START, counters_of, find_weights
+from torchtitan.checkpoint.weight_sources import load_foreign
+from torchtitan.config.batch_shape import batch_rows
+from torchtitan.config.changes import changes, refused, remedy
+from torchtitan.config.job import JobConfig
+from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.parallel_model import ParallelModel
+
+logger = logging.getLogger(__name__)
+
+
+class Origin:
+    """Of a run on every rank."""
+
+    def __init__(self, config: JobConfig, dims: ParallelDims, model: ParallelModel):
+        self.config, self.dims, self.model = config, dims, model
+        self.base: dict[str, str] | None = None
+        """A reference to the model of an adapter that is saved alone."""
+        self.adapter_is_fresh = False
+        """Whether the run has an adapter that has learned nothing yet."""
+
+    def compare_with_job_of(self, trainer: dict[str, Any], model_only: bool) -> None:
+        """Before a checkpoint is taken: say what has changed since, refuse what makes the curve another."""
+        if self.base is not None and not model_only:
+            base_weights.refuse_another(trainer, self.base)
+        found = changes(trainer, parts.job_of_checkpoint(self.config, self.dims), model_only)
+        if bad := refused(found, self.config.checkpoint.allow_config_change):
+            told = "; ".join(f"{change}: {remedy(change)}" for change in bad)
+            raise CheckpointError(f"the checkpoint is of another job: {told}")
+        if found:
+            logger.info("changed since the checkpoint: %s", ", ".join(map(str, found)))
+
+    def restore(self, checkpointer: Checkpointer | None) -> int | None:
+        """Resume the job of this folder, else start from `initial_load_path`, else from initial weights, drawn only
+        then. The step resumed from, if any."""
+        if checkpointer is None:
+            self.model.initialize()
+            self.adapter_is_fresh = self.model.adapter is not None
+            return None
+        options = self.config.checkpoint
+        path = options.initial_load_path
+        if (adapter := self.model.adapter) is not None and adapter.keeps:
+            told = partial(setattr, adapter, "taken_back")
+            checkpointer.kept = Kept(partial(adapter.kept, self.model.parts), self._take_back, told)
+        if alone := options.enable and parts.saves_adapter_alone(self.config):  # what checkpoints only refer to
+            assert path is not None  # the rules ask for it
+            self.base = checkpointer.main_peers.decide(partial(parts.base_reference, self.config))
+            self._start_from(path, checkpointer)
+        resumed = checkpointer.load() if options.enable else None
+        if resumed is not None:
+            logger.info("resumed from step %d in %s", resumed, checkpointer.folder)
+            if path and not alone:
+                logger.info("checkpoint.initial_load_path = %s is not used: this folder's own checkpoints win", path)
+        elif not path:
+            self.model.initialize()
+        elif not alone:
+            self._start_from(path, checkpointer)
+        if resumed is None and self.config.adapter.initial_path:
+            self.model.adapter.begin_from(self.model.parts, parts.peft_tensors(self.config, self.model.adapter))
+            logger.info("adapter started from %s", self.config.adapter.initial_path)
+        known = resumed is not None or checkpointer.fresh_loaded or self.config.adapter.initial_path
+        self.adapter_is_fresh = self.model.adapter is not None and not known
+        return resumed
+
+    def _take_back(self, trainer: dict[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, Any] | None:
+        if trainer.get("degrees") != self.dims.all_degrees:
+            return None
+        return self.model.adapter.take_back(self.model.parts, shapes, batch_rows(self.config), self.model.device)
+
+    def _start_from(self, path: str, checkpointer: Checkpointer) -> None:
+        """Take the weights of another job or program; an adapter's own stay as they were drawn."""
+        options, adapter = self.config.checkpoint, self.model.adapter
+        head = parts.own_head(self.config)
+        self.model.initialize(head | adapter.fresh if adapter else head)
+        kind, place = find_weights(Path(path))
+        if kind == "ours":
+            base_weights.refuse_adapter_alone(place)
+            checkpointer.initial_load(place, options.initial_load_model_only, options.initial_load_counters)
+            logger.info("started from %s", path)
+        else:
+            args, fresh = parts.model_args(self.config, place), adapter.fresh if adapter else ()
+            lacking = load_foreign(place, self.model.parts, self.config.model.name, args, fresh, head)
+            if lacking:
+                logger.info("%s has no %s: the head begins anew", place, ", ".join(sorted(lacking)))
+            checkpointer.refuse_not_finite(Path(path))
+            whose = {"hf": "Hugging Face's", "torchtitan": "torchtitan's own"}[kind]
+            logger.info("started from %s weights in %s", whose, place)
+            if options.initial_load_counters and (counted := counters_of(kind, place)):
+                checkpointer.load_state(counted._asdict() | {SCHEDULE_START: counted.step}, [])
+        if adapter is not None and not checkpointer.fresh_loaded:
+            adapter.follow_base(self.model.parts)

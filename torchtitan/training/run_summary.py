@@ -1,0 +1,158 @@
+"""The lines at the start of a run: what runs, on what, on which data, and how the learning rate goes; and those at its
+end: how it went and where things are.
+"""
+
+import logging
+import math
+import time
+from pathlib import Path
+
+import torch
+
+from torchtitan.build import parts
+from torchtitan.config.batch_shape import notice, padding_multiple, sample_count
+from torchtitan.config.job import JobConfig, describe_sources, sources_of
+from torchtitan.core.files import FileError
+from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.launcher.run_folder import PICTURE
+from torchtitan.lr_scheduling import LRSchedulers
+from torchtitan.metrics.console import duration
+from torchtitan.metrics.goodput import Goodput
+from torchtitan.metrics.logger import MetricsLogger
+from torchtitan.metrics.plot import draw_training_curve
+from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.process.ranks import Ranks, Restart, heeded
+
+logger = logging.getLogger(__name__)
+
+
+def introduce(
+    config: JobConfig,
+    dims: ParallelDims,
+    device: torch.device,
+    model: ParallelModel,
+    vocabulary: Tokenizer,
+    schedulers: LRSchedulers,
+    sizes: str,
+    limited: str = "",
+    end: str = "",
+) -> None:
+    """Log them. `sizes`: the model's, in words; `limited`: how much memory there is for it, where that is; `end`: the
+    text of `describe_end`.
+    """
+    training, samples = config.training, parts.global_batch_size(config, dims)
+    passes = samples // (training.local_batch_size * dims.dp)
+    tags = f" [{', '.join(config.job.tags)}]" if config.job.tags else ""
+    logger.info("%s%s", config.job.description, tags)
+    logger.info("model      %s %s: %s", config.model.name, config.model.flavor, sizes)
+    logger.info(
+        "plan       %s on %s, %s; %s of %s%d tokens a step%s",
+        dims.describe(),
+        device.type,
+        describe_precision(config),
+        sample_count(config, samples),
+        "up to " * (padding_multiple(config, device.type, parts.has_experts(config)) > 0),
+        training.seq_len,
+        f" (accumulated over {passes} passes)" if passes > 1 else "",
+    )
+    if said := notice(config):
+        logger.info("pairs      %s", said)
+    if model.adapter is not None:
+        logger.info("adapter    %s", model.adapter.describe())
+        if config.checkpoint.enable and not config.checkpoint.load_only:
+            logger.info("saves      %s", describe_adapter_save(config))
+        for warning in model.adapter.warnings(passes):
+            logger.warning("adapter    %s", warning)
+    data = describe_sources(config, "training")
+    logger.info("data       %s, tokenizer of %d%s", data, vocabulary.vocab_size, end)
+    if config.metrics.log_lr_schedule:
+        logger.info("schedule   %s", schedulers.schedule.describe(config.optimizer.lr))
+    logger.info("cadence    %s", parts.cadence(config).describe(config))
+    before, now = schedulers.rate_before, schedulers.last_lr
+    if before is not None and not math.isclose(before, now, rel_tol=1e-3):
+        logger.warning("the learning rate jumps from %.3g, as the checkpoint's job had it, to %.3g", before, now)
+    if limited:
+        logger.info("memory     %s", limited)
+    if said := heeded():
+        logger.info("variables  %s, of the environment", said)
+    logger.info("folder     %s", Path(config.job.dump_folder).resolve())
+    if not config.checkpoint.enable or config.checkpoint.load_only:
+        off = "checkpoint.load_only is set" if config.checkpoint.enable else "checkpoint.enable is off"
+        logger.warning("nothing will be saved: %s; what this run learns is lost with its end", off)
+
+
+def describe_adapter_save(config: JobConfig) -> str:
+    if not parts.saves_adapter_alone(config):
+        return "checkpoints hold the whole model (adapter.save = whole)"
+    place = config.checkpoint.initial_load_path
+    return f"checkpoints hold the adapter alone (adapter.save = alone); the model in {place} has to stay there"
+
+
+def describe_precision(config: JobConfig) -> str:
+    compute = str(parts.parallel_options(config).param_dtype).removeprefix("torch.")
+    if compute == config.training.dtype:
+        return compute
+    return f"{compute} with {config.training.dtype} parameters and {config.training.mixed_precision_reduce} reduction"
+
+
+def look_back(
+    restart: Restart | None,
+    background: bool,
+    metrics: MetricsLogger,
+    goodput: Goodput,
+    step: int,
+    came_from: Path | None,
+) -> None:
+    """Account for the save by which this run goes on from `step`; and where the launcher has started it again, a row of
+    its own in metrics.jsonl. `background`: the run trained on while it saved, which was in vain if it then failed."""
+    since = None if came_from is None else came_from.stat().st_mtime
+    if since is not None and not (background and restart):
+        goodput.saved(since)
+    elif since is not None:
+        since = goodput.loaded_at or since
+    if restart is None:
+        return
+    now = time.monotonic()
+    lost = now - restart.since
+    if since is not None:
+        lost = min(lost, time.time() - since)
+    goodput.failed(max(0.0, lost - (now - restart.ended)))
+    told: dict[str, float | str] = {"cause": restart.cause, "rank": restart.rank, "restarts": restart.number}
+    told |= {"steps_lost": max(0, restart.step - step), "seconds_lost": round(lost, 1)}
+    metrics.record_event(step, "restart", told)
+
+
+def conclude(
+    config: JobConfig,
+    ranks: Ranks,
+    metrics: MetricsLogger,
+    goodput: Goodput,
+    places: dict[str, Path],
+    step: int,
+    enough: str = "",
+) -> None:
+    """Log how it went until `step`, where its time went and where things are, and draw the picture. `enough`: why it
+    has ended ahead of its steps, as one that is done.
+    """
+    if config.metrics.plot and metrics.path.exists():
+        picture = Path(config.job.dump_folder) / PICTURE
+        data = " + ".join(source.dataset for source in sources_of(config, "training").values())
+        try:
+            if ranks.is_main:
+                draw_training_curve(metrics.path, picture, f"{config.model.name} {config.model.flavor} on {data}")
+            places = places | {"picture": picture}
+        except (OSError, FileError) as error:  # a full disk; all else is written by now
+            logger.warning("%s cannot be drawn: %s", picture, error)
+    logger.info("\n%s", metrics.summary(places))
+    logger.info("time        %s", goodput.summary())
+    best = goodput.best_interval(ranks.world_size)
+    if best is not None and config.checkpoint.interval_type == "steps" and step:
+        steps = max(1, round(best * step / max(goodput.seconds["train"] + goodput.seconds["data"], 1e-9)))
+        known = "its own failures" if goodput.failures else "as many failures as others report"
+        logger.info("saves       best every %s, or %d steps, by %s (Young and Daly)", duration(best), steps, known)
+    if enough:
+        logger.info("ended after step %d of %d: %s", step, config.training.steps, enough)
+    elif step < config.training.steps:
+        how = "; start it again to go on" if "checkpoints" in places else " (checkpoint.enable is off: not saved)"
+        logger.info("stopped as asked after step %d%s", step, how)

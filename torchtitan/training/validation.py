@@ -1,0 +1,182 @@
+"""The measure of a run on its held-out data.
+
+What the model makes of a few prompts of the validation data at each validation, kept beside its metrics.
+
+All ranks read all of the prompts together, so that it is the same under every plan. Nothing that was read is kept, as
+the model under training has no place for it: a word costs a forward pass of all prompts.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from torchtitan.build import parts
+from torchtitan.build.data import seq_len_of, validation_loader
+from torchtitan.config.job import JobConfig
+from torchtitan.config.sections.training import DataLoader
+from torchtitan.datasets.loader import HeldOut
+from torchtitan.datasets.segments import HeldOutSegments
+from torchtitan.datasets.templates import turn_ends
+from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.losses.objective import IGNORE_INDEX, Batch
+from torchtitan.metrics.json_lines import JsonLines
+from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.process import distributed
+from torchtitan.process.heartbeat import Progress
+from torchtitan.training.batches import Feed
+
+
+def measure(
+    model: ParallelModel,
+    feed: Feed,
+    held_out: HeldOut | HeldOutSegments | None,
+    progress: Progress,
+    step: int,
+    stop: bool,
+) -> dict[str, float] | None:
+    """Return the loss and the other metrics of the task, the same numbers on all ranks; None if any rank called it with
+    `stop`. All ranks call it. Raises DataError, or PeerStopped on the ranks that have data while another has none.
+    """
+    assert held_out is not None, "the caller checks this"
+    # all before the first forward, which communicates
+    batches, failure = feed.take(iter(held_out), held_out.batches)
+    valid_tokens, stopping = feed.agree(batches, failure, stop, "validation data")
+    if stopping:
+        return None
+    watched = partial(progress.through, batches, "validate", step)
+    totals = model.evaluate(lambda: map(feed.to_device, watched()))
+    losses = {f"loss{way}": (model.whole(total) / valid_tokens).item() for way, total in totals.items()}
+    measured = losses | feed.measured(model.parts)
+    return dict(zip(measured, distributed.of_the_first(*measured.values()), strict=True))  # so that all judge alike
+
+
+logger = logging.getLogger(__name__)
+
+FILE = "generated.jsonl"
+SHOWN = 2
+"""Of the prompts, on the console."""
+NextWords = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Prompt(NamedTuple):
+    """Ids that a record begins with, and those that it goes on with."""
+
+    ids: list[int]
+    wanted: list[int]
+
+
+class Generated:
+    """Of a run, where it is asked for. `resumed`: the step that it goes on from. `writes`: whether this rank does."""
+
+    def __init__(self, config: JobConfig, vocabulary: Tokenizer, writes: bool, resumed: int | None) -> None:
+        self.vocabulary, self.ends = vocabulary, turn_ends(vocabulary)
+        self.context, self.most = seq_len_of(config, "validation"), config.validation.generated_tokens
+        degrees = config.parallelism
+        self.multiple = 1 if degrees.disable_sequence_parallel else degrees.tensor_parallel_degree
+        self.path = Path(config.job.dump_folder, FILE)
+        self.prompts = prompts_of(config, vocabulary) if config.validation.generated else []
+        self.file = JsonLines(self.path, resumed) if writes and (self.prompts or self.path.exists()) else None
+
+    def write(self, model: ParallelModel, step: int, progress: Progress) -> None:
+        """At the state after `step`. Every rank calls it."""
+        if not self.prompts:
+            return
+
+        def next_words(tokens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+            progress.enter("validate", step)
+            return model.logits_behind(tokens.to(model.device), last.to(model.device))
+
+        model.train(False)
+        answers = continued(
+            next_words,
+            [prompt.ids for prompt in self.prompts],
+            most=self.most,
+            context=self.context,
+            multiple=self.multiple,
+            vocab_size=self.vocabulary.vocab_size,
+            ends=self.ends,
+        )
+        model.train()
+        decode = self.vocabulary.decode
+        for number, (prompt, answer) in enumerate(zip(self.prompts, answers, strict=True)):
+            told = {"prompt": decode(prompt.ids), "wanted": decode(prompt.wanted), "generated": decode(answer)}
+            if self.file is not None:
+                self.file.write({"step": step, "number": number, **told})
+            if number < SHOWN:  # what a young model writes must not reach the terminal as commands
+                logger.info("generated  %r -> %r", told["prompt"][-60:], told["generated"])
+
+    def go_back(self, step: int) -> None:
+        """What was made of later states is kept beside."""
+        if self.file is not None:
+            self.file.close()
+            self.file = JsonLines(self.path, step)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+def prompts_of(config: JobConfig, vocabulary: Tokenizer) -> list[Prompt]:
+    """Of the first samples that are validated on, or of pairs, whatever the plan. Fewer where there are fewer."""
+    training = dataclasses.replace(config.training, dataloader=DataLoader(pin_memory=False))  # a few, read once, here
+    part = dataclasses.replace(config.validation, local_batch_size=1)
+    alone = parts.on_one_rank(dataclasses.replace(config, training=training, validation=part))
+    loader = validation_loader(alone, vocabulary, 0, parts.dims(alone, 1))
+    found = [prompt_of(batch, turn_ends(vocabulary)) for batch in islice(loader, config.validation.generated)]
+    loader.close()
+    return found
+
+
+def prompt_of(batch: Batch, ends: Collection[int]) -> Prompt:
+    """tokens, labels, document_ids [B, S]: of the first record of the first sample, what stands before its first
+    answer; of one that is learned from its beginning, the first half.
+    """
+    documents = batch["document_ids"][0]
+    own = documents == documents[(batch["labels"][0] != IGNORE_INDEX).int().argmax()]  # padding may stand before it
+    ids, labels = (batch[name][0][own].tolist() for name in ("tokens", "labels"))
+    first = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), 0)
+    first = first or max(0, len(ids) // 2 - 1)
+    stop = next((i for i in range(first, len(ids)) if labels[i] == IGNORE_INDEX or labels[i] in ends), len(ids))
+    return Prompt(ids[: first + 1], labels[first:stop])
+
+
+def continued(
+    next_words: NextWords,
+    prompts: Sequence[Sequence[int]],
+    *,
+    most: int,
+    context: int,
+    multiple: int,
+    vocab_size: int,
+    ends: Collection[int],
+) -> list[list[int]]:
+    """The likeliest ids behind each prompt, at most so many, up to one of `ends` or until there are `context` with the
+    prompt's. `next_words`: tokens [B, S] and last [B] -> logits [B, V]; S is a multiple of
+    `multiple`, as the context is. All ranks take the first one's choice, whose sums may differ in their last bits.
+    """
+    rows = [list(prompt) for prompt in prompts]
+    longest = min(context, max(map(len, rows)) + most)
+    tokens = torch.zeros(len(rows), -(-longest // multiple) * multiple, dtype=torch.int64)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = torch.tensor(ids)
+    going = {number for number, ids in enumerate(rows) if len(ids) < context}
+    for _ in range(most):
+        if not going:
+            break
+        last = torch.tensor([len(ids) - 1 for ids in rows])
+        logits = next_words(tokens, last)[:, :vocab_size]
+        choices = distributed.of_the_first(*logits.float().argmax(-1).tolist())
+        for number in sorted(going):
+            choice, ids = int(choices[number]), rows[number]
+            if choice not in ends:
+                tokens[number, len(ids)] = choice
+                ids.append(choice)
+            if choice in ends or len(ids) == context:
+                going.remove(number)
+    return [ids[len(prompt) :] for ids, prompt in zip(rows, prompts, strict=True)]
