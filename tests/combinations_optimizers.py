@@ -18,7 +18,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Muon": ("Muon", dict(precision="float32")),
     "GaLore": ("GaLore", LOW),
     "GaLore (right)": ("GaLore", LOW | dict(side="right", formula="galore_torch")),
-    "GaLore (flip)": ("GaLore", LOW | dict(on_conflict="flip")),
+    "GaLore (flip)": ("GaLore", LOW | dict(on_conflict="flip", formula="galore_torch")),
     "GaLore (reverse_std)": ("GaLore", LOW | dict(side="reverse_std", basis="svd", state_on_refresh="rotate")),
     "GaLore (full, 8 bits)": ("GaLore", LOW | dict(side="full", inner="adamw_8bit", basis="rsvd")),
     "GaLore (Adafactor)": ("GaLore", LOW | dict(inner="adafactor", basis="power", stagger=True)),

@@ -338,7 +338,8 @@ def with_reference(words):
 
 def test_the_reference_is_counted_beside_an_adapter_in_4_bits():
     """Its weights are whole and in float32, while nothing of the optimizer is there yet."""
-    words = argv(LEARNED["QLoRA"], {"task.kind": "dpo", "training.seq_len": 16, "training.loss_chunks": 0})
+    small = {"training.seq_len": 16, "training.local_batch_size": 2, "training.loss_chunks": 0}
+    words = argv(LEARNED["QLoRA"], {"task.kind": "dpo"} | small)
     ((before, kinds), (moment, more)), of_two = run_alone(with_reference, words)
     assert before == "forward and backward" and moment == "asking the reference"
     layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 2 * 128

@@ -20,8 +20,12 @@ def test_what_is_taken_back_lies_where_the_model_computes(compression):
     read(model, installed, segments(2))
     kept = installed.kept([model])
     assert kept["0.counts"].tolist() == [16, 16]
-    config = SimpleNamespace(training=SimpleNamespace(local_batch_size=2))
-    dims, whole = SimpleNamespace(degrees={}, ep=1), SimpleNamespace(adapter=installed, parts=[model], device=ELSEWHERE)
+    task = SimpleNamespace(kind="documents")
+    config = SimpleNamespace(training=SimpleNamespace(local_batch_size=2), task=task)
+    dims, whole = (
+        SimpleNamespace(all_degrees={"ep": 1}),
+        SimpleNamespace(adapter=installed, parts=[model], device=ELSEWHERE),
+    )
     back = Origin(config, dims, whole)._take_back({"degrees": {"ep": 1}}, {n: list(t.shape) for n, t in kept.items()})
     assert back.keys() == kept.keys()
     devices = {name: tensor.device for name, tensor in back.items()}

@@ -13,10 +13,11 @@ from tests.support import jobs
 from tests.support.pool import run_ranks
 from torchtitan.config import manager
 from torchtitan.datasets.sources import DataError
+from torchtitan.guards import NonFiniteError
 from torchtitan.metrics.json_lines import JsonLines, read_records
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.batches import PeerStopped
-from torchtitan.training.trainer import NonFiniteError, Trainer
+from torchtitan.training.trainer import Trainer
 
 BAD_STEP = 5
 KILLED = "a kill ahead of the last validation"

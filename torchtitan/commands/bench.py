@@ -24,6 +24,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from torchtitan.adapters import NONE
 from torchtitan.commands.job_of import refuse_strangers
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import load, said_by, to_toml
@@ -187,13 +188,14 @@ def named(case: dict[str, str]) -> str:
 def only_steps(config: JobConfig, steps: int) -> JobConfig:
     """The job as it is measured: what is computed in a step is the job's, what is read, written and shown beside it is
     left out."""
-    whole = dataclasses.replace(config.adapter, save="whole", initial_path=None, last_save_in_peft=False)
+    save = None if config.adapter.kind == NONE else "whole"
+    adapter = dataclasses.replace(config.adapter, save=save, initial_path=None, last_save_in_peft=False)
     training = dataclasses.replace(config.training, steps=steps + 1, epochs=None, tokens=None)
     job = dataclasses.replace(config.job, clean_start="never")  # in a folder of its own
     return dataclasses.replace(
         config,
         job=job,
-        adapter=whole,
+        adapter=adapter,
         training=training,
         validation=Validation(),
         early_stop=EarlyStop(),
