@@ -164,8 +164,19 @@ def test_a_file_of_accelerate_config(here):
     assert config.training.mixed_precision_param == "float32" and config.training.global_batch_size == 2
     (here / "accelerate.yaml").write_text(yaml.safe_dump(settings | {"nothing": 1}))
     assert "nothing" in refusal("accelerate launch --config_file accelerate.yaml")
+    (here / "accelerate.yaml").write_text(yaml.safe_dump(settings | {"distributed_type": ["DEEPSPEED"]}))
+    assert job("accelerate launch --config_file accelerate.yaml")[0].training.mixed_precision_param == "bfloat16"
     with pytest.raises(JobError, match="nowhere.yaml"):
         job("accelerate launch --config_file nowhere.yaml")
+
+
+def test_the_default_file_of_accelerate_is_named(here, monkeypatch):
+    assert "default_config.yaml" not in job("accelerate launch")[1]
+    (here / ".cache/huggingface/accelerate").mkdir(parents=True)
+    (here / ".cache/huggingface/accelerate/default_config.yaml").write_text("mixed_precision: bf16")
+    monkeypatch.setenv("HOME", str(here))
+    assert "default_config.yaml is not read; name it by --config_file" in job("accelerate launch")[1]
+    assert "default_config.yaml" not in job("torchrun")[1]
 
 
 def test_a_script_that_does_not_ask_accelerate():

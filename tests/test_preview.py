@@ -4,7 +4,10 @@ import json
 import sys
 
 import pytest
+import torch
 
+from torchtitan.build import parts
+from torchtitan.build.data import training_loader
 from torchtitan.commands import preview
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
@@ -173,3 +176,17 @@ def test_a_record_of_a_pack_begins_in_it(tmp_path, capsys):
     assert preview.main([*words, f"--job.dump_folder={tmp_path}/run", "--samples", "1"]) == 0
     shown = capsys.readouterr().out
     assert "--- document 1: tokens 10-19, positions 0-9 ---" in shown and "begun in an earlier" not in shown
+
+
+def test_samples_that_are_grouped_by_length_are_those_of_the_first_step(tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"prompt": "x" * n, "completion": "y"}) + "\n" for n in range(1, 41))
+    )
+    words = ["--task.kind=sft", "--model.tokenizer_path=bytes", "--training.dataset=text", "--training.seq_len=64"]
+    words += [f"--training.dataset_path={tmp_path}/a.jsonl", "--data.packing=off", "--data.group_by_length"]
+    words += ["--training.epochs=1", "--training.local_batch_size=8", f"--job.dump_folder={tmp_path}/run"]
+    config, tokenizer = manager.load(words), build_tokenizer("bytes")
+    alone = parts.on_one_rank(config)
+    trained = next(iter(training_loader(alone, tokenizer, 0, parts.dims(alone, 1))))["tokens"]
+    shown = preview.first_batch(config, tokenizer, 2)["tokens"]
+    assert torch.equal(shown[:, :8], trained[:2, :8])

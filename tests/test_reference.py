@@ -175,3 +175,17 @@ def test_it_says_how_far_it_is(whole, tmp_path, caplog, monkeypatch):
     assert first == "reference  150 of 400 pairs, 0:50 left"
     assert second == "reference  200 of 400 pairs, 1:22 left"
     assert last == "reference  100 pairs in 0:41"
+
+
+def test_values_belong_to_the_model_before_the_first_step(tmp_path):
+    """Weights count also where nothing is saved; options that change only what is saved or restarted do not."""
+    rows = write_pairs(tmp_path / "rows.jsonl")
+
+    def identity(**options):
+        return reference_logprobs._identity(load(words(tmp_path / "run", rows, adapter__kind="lora", **options)))
+
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    starts = [dict(checkpoint__initial_load_path=tmp_path / name, checkpoint__enable=False) for name in ("a", "b")]
+    assert identity(**starts[0]) != identity(**starts[1])
+    assert identity() == identity(adapter__last_save_in_peft=True) != identity(adapter__rank=4)

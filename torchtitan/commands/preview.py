@@ -18,6 +18,7 @@ import torch
 from torchtitan.build import parts
 from torchtitan.build.data import documents_apart, training_loader
 from torchtitan.config import manager
+from torchtitan.config.batch_shape import rows_per_sample
 from torchtitan.config.job import JobConfig, describe_sources
 from torchtitan.config.sections.training import DataLoader
 from torchtitan.datasets.loader import Batch
@@ -80,14 +81,17 @@ def first_batch(config: JobConfig, tokenizer: Tokenizer, samples: int) -> Batch:
     """Return the first global samples. They are the same for any number of ranks, so one rank is asked for all of them.
 
     Raises DataError for data that the trainer would refuse, with the same message."""
-    training = dataclasses.replace(config.training, local_batch_size=samples, dataloader=DataLoader(pin_memory=False))
+    size, step = samples, max(config.training.global_batch_size, config.training.local_batch_size)
+    if config.data.group_by_length:  # samples are sorted within the steps of the job
+        size = -(-samples // step) * step
+    training = dataclasses.replace(config.training, local_batch_size=size, dataloader=DataLoader(pin_memory=False))
     alone = parts.on_one_rank(dataclasses.replace(config, training=training))
     batches = iter(training_loader(alone, tokenizer, 0, parts.dims(alone, 1)))
     device = torch.device("cpu")
     taken, error = feed(alone, tokenizer, parts.dims(alone, 1), 0, device, draws=False).take(batches, 1, step=0)
     if error is not None:
         raise error
-    return taken[0]
+    return {name: tensor[: samples * rows_per_sample(config)] for name, tensor in taken[0].items()}
 
 
 def about(config: JobConfig) -> str:

@@ -178,7 +178,7 @@ def options_of_file(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, dict):
             options |= options_of_file(value)
         elif name == "distributed_type":
-            options |= {KINDS_OF_FILES[value]: ""} if value in KINDS_OF_FILES else {}
+            options |= {KINDS_OF_FILES[value]: ""} if isinstance(value, str) and value in KINDS_OF_FILES else {}
         elif name not in OF_FILES and value not in (None, [], {}):
             name = "cpu" if name == "use_cpu" else name
             text = str(value).lower() if isinstance(value, bool) else str(value)

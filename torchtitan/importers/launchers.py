@@ -4,6 +4,7 @@ accelerate launch sets up mixed precision, sharding and compilation for a script
 transformers does. What the script says itself counts before that, as it does there.
 """
 
+from pathlib import Path
 from typing import Any
 
 from torchtitan.config.options import hint
@@ -20,6 +21,8 @@ DEFAULT_STAGE = 2
 BACKENDS = ("eager", "aot_eager", "inductor", "cudagraphs")
 MAX_NORM = 1.0
 """Of the Trainer, where nothing is said."""
+DEFAULT_FILE = Path("~/.cache/huggingface/accelerate/default_config.yaml")
+"""The file that `accelerate config` writes, which accelerate launch reads if none is named."""
 NO, YES = ("no", "false", "none", ""), ("true", "1", "yes")
 
 
@@ -69,6 +72,12 @@ class _Launch:
         if of_start:
             self.note(f"of {self.name}, nothing that a job says, as {START}: --{', --'.join(of_start)}")
         if self.is_accelerated:
+            if (
+                self.line.launcher == "accelerate"
+                and "config_file" not in self.line.launched
+                and DEFAULT_FILE.expanduser().is_file()
+            ):
+                self.note(f"{self.name}: its default file {DEFAULT_FILE} is not read; name it by --config_file")
             self._precision()
             self._compile()
             self._deepspeed()
@@ -156,6 +165,8 @@ class _Launch:
             value = self.options.get(name)
             if value is not None and job_value is not None and value != job_value:
                 self._refuse(name, value, f"{job_value:g}, as the job has it", "say it once, to the script")
+            elif value is not None and job_value is None and value != 1:
+                self.note(f"{self.name} --{name} {value:g}: not compared with the job; say --world-size N")
         if self.options.get("parallelism_config_sp_size", 1) != 1:
             reason = "parallelism.context_parallel_degree shards sequences"
             self._refuse("parallelism_config_sp_size", self.options["parallelism_config_sp_size"], "1", reason)

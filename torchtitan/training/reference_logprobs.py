@@ -44,6 +44,8 @@ from torchtitan.training.reference_pairs import Readings, Report
 logger = logging.getLogger(__name__)
 
 FILE = REFERENCE
+LATER_OPTIONS = ("save", "last_save_in_peft", "relora")
+"""Options of [adapter] that do not change the model before the first step."""
 MODEL, IDENTITY, ROWS = "model", "identity", "rows"
 """Of the file's metadata: the path of the reference; what its values depend on; how many rows of the training data it
 covers from the first one on. A file of an earlier version has the first alone, and covers all data of its run."""
@@ -128,7 +130,8 @@ def references(
         logger.info("reference  %s was computed by another model; all pairs are computed again", path)
         saved, metadata = References(np.zeros((0, DIGEST_BYTES), np.uint8), np.zeros(0, np.float32)), {}
     covered = int(metadata.get(ROWS, 0))
-    about = {MODEL: _name_of(config.dpo.reference), IDENTITY: identity, ROWS: str(covered)}
+    # a resumed run keeps the identity of the model that its values are of
+    about = {MODEL: _name_of(config.dpo.reference), IDENTITY: metadata.get(IDENTITY, identity), ROWS: str(covered)}
     work = _Pass(config, feed, saved, progress, path if ranks.is_main else None, about)
     if not step or metadata[IDENTITY] == identity:
         work.compute(readings, None if step or config.dpo.reference is not None else model, model)
@@ -183,10 +186,11 @@ def _identity(config: JobConfig) -> str:
     """Digest everything that log-probabilities depend on: sizes, adapter and precision of the model, and the path and
     size of its weights.
     """
-    training, checkpoint = config.training, config.checkpoint
-    start = checkpoint.initial_load_path if checkpoint.enable else None
-    weights = [path for path in (config.dpo.reference or start, config.adapter.initial_path) if path]
-    parts: list[Any] = [asdict(build.model_args(config)), asdict(config.adapter), config.debug.seed]
+    training = config.training
+    start = config.dpo.reference or config.checkpoint.initial_load_path
+    weights = [path for path in (start, config.adapter.initial_path) if path]
+    adapter = {name: value for name, value in asdict(config.adapter).items() if name not in LATER_OPTIONS}
+    parts: list[Any] = [asdict(build.model_args(config)), adapter, config.debug.seed]
     parts += [training.dtype, training.mixed_precision_param, *map(_path_and_size, weights)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -213,7 +217,7 @@ def _model_at_the_start(config: JobConfig, model: ParallelModel) -> ParallelMode
     """Rebuild the model as it was before the first step, under the run's plan."""
     quiet = build.without_noise(config)
     built = build.model(quiet, model.mesh, model.dims, model.device, drawn=False)
-    adapter, path = built.adapter, config.checkpoint.initial_load_path if config.checkpoint.enable else None
+    adapter, path = built.adapter, config.checkpoint.initial_load_path
     if path is None:
         built.initialize()
     else:
