@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 WORD = 8
-"""Bytes of an integer that is summed."""
+"""Bytes of each integer in the sum."""
 
 
 class ShardSums:

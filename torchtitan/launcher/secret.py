@@ -1,8 +1,8 @@
-"""The secret that the launchers of a run share: a file in the run's folder that its owner alone may read.
+"""The secret that the launchers of a run share: a file in the run's folder that only its owner may read.
 
-Whoever can read the file belongs to the run. The secret is never sent: both ends of a connection prove that they know
-it, each by an HMAC over its role and a random number (nonce) of either end. A recorded conversation proves nothing in
-another one.
+Whoever can read the file belongs to the run. The secret is never sent. Both ends of a connection prove that they know
+it, each by an HMAC over its role and a random number (nonce) of either end. A recorded exchange proves nothing on
+another connection.
 """
 
 import hashlib
@@ -24,8 +24,9 @@ Role = Literal["first machine", "other machine"]
 
 
 def create(path: Path) -> bytes:
-    """Write a new secret and return it. The caller holds the run's folder, so that a file that is there is left over
-    from an earlier launch. Raises `JobError` if the file cannot be written, or be kept from other users."""
+    """Write a new secret and return it. The caller holds the run's folder, so an existing file is left over from an
+    earlier launch. Raises `JobError` if the file cannot be written or cannot be hidden from other users.
+    """
     secret = secrets.token_hex(32).encode()
     try:
         path.unlink(missing_ok=True)
