@@ -97,7 +97,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def key_of(place: Place, tensor: torch.Tensor) -> int:
-    """Return a number that is the same on all ranks with a tensor of this shape and dtype at this place, in any order."""
+    """Return a number that is the same on all ranks for a tensor of this shape and dtype at this place."""
     text = f"{place} {tuple(tensor.shape)} {tensor.dtype}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 

@@ -260,7 +260,7 @@ def _named(ranks: list[int]) -> str:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """Return the fields of the flight recorder's log that the verdict needs; empty for a rank that could not respond."""
+    """Return the fields of the flight recorder's log that the verdict needs; empty if a rank could not respond."""
     try:
         log = json.loads(text)
     except ValueError:
