@@ -26,7 +26,7 @@ class Kept:
         self,
         tensors: Callable[[], Tensors] = dict,
         take_back: Callable[[dict[str, Any], Mapping[str, list[int]]], Tensors | None] = lambda trainer, shapes: {},
-        tell: Callable[[bool], object] = lambda taken: None,
+        tell: Callable[[bool], object] = lambda restored: None,
     ):
         self.tensors, self.take_back, self.tell = tensors, take_back, tell
 

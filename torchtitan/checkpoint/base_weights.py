@@ -159,7 +159,7 @@ def size(path: str) -> int:
     return sum(file.stat().st_size for file in files if file.exists())
 
 
-def refuse_another(saved: dict[str, Any], here: dict[str, str]) -> None:
+def refuse_another(saved: dict[str, Any], job: dict[str, str]) -> None:
     """Raise `CheckpointError` unless the trainer's state `saved` belongs to the same base model."""
     base = saved.get(KEY)
     if not isinstance(base, dict):
@@ -167,10 +167,10 @@ def refuse_another(saved: dict[str, Any], here: dict[str, str]) -> None:
             'it holds a whole model, the job an adapter alone: write adapter.save = "whole", or start in another '
             "job.dump_folder"
         )
-    if base.get("sha256") != here["sha256"]:
+    if base.get("sha256") != job["sha256"]:
         raise CheckpointError(
             f"it holds an adapter to the model that was in {base.get('path')} (sha256 "
-            f"{str(base.get('sha256'))[:12]}), but {here['path']} holds another (sha256 {here['sha256'][:12]}); give "
+            f"{str(base.get('sha256'))[:12]}), but {job['path']} holds another (sha256 {job['sha256'][:12]}); give "
             f"the first as checkpoint.initial_load_path"
         )
 

@@ -110,12 +110,12 @@ class Checkpointer:
         self.place: folders.Place | None = None
         self.saved_step: int | None = None
         self.whole_step: int | None = None
-        """Like `saved_step`, but without a save that is under way or has failed."""
+        """The same as `saved_step`, but without a save that is under way or has failed."""
         self.needed_bytes = 0
         """Size of a checkpoint, as far as it is known."""
         self.longest_save_seconds = 0.0
         self.rewound_to: int | None = None
-        """Until the first save, the loaded step. Newer checkpoints (damaged, or not asked for) are obsolete."""
+        """The loaded step, until the first save. Newer checkpoints (damaged, or not asked for) are obsolete."""
         self.last_save_time = time.monotonic()
 
     # Saving
@@ -348,8 +348,8 @@ class Checkpointer:
     def refuse_not_finite(self, origin: Path) -> None:
         """Raise `NotFinite` if weights or moments read from `origin` contain a NaN or an infinity."""
         if names := self.not_finite():
-            rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise NotFinite(f"{origin}: {names[0]}{rest} holds NaN or infinity, from which no training comes back")
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise NotFinite(f"{origin}: {names[0]}{more} holds NaN or infinity, from which no training comes back")
 
     def _restore(self, source: Source, with_state: bool) -> None:
         judge = partial(self.before_load, source.state["trainer"], not with_state)

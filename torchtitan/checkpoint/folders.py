@@ -80,7 +80,7 @@ class Place:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Delete what crashed saves of this target left behind; for a step folder, those of all steps."""
+    """Delete leftovers of crashed saves of this target; for a step folder, of all steps."""
     name = r"step-[0-9]{8,}" if layout.step_of(target.name) is not None else re.escape(target.name)
     pattern = re.compile(rf"\.tmp-{name}-{_NONCE}")
     if target.parent.is_dir():

@@ -132,13 +132,13 @@ def complete_steps(root: Path) -> tuple[list[Path], list[Refused]]:
 
 
 def newest_complete(root: Path) -> tuple[Path | None, list[Refused]]:
-    """The folder that a resume takes, and the folders that are no complete checkpoints, with reasons."""
+    """Return the newest complete checkpoint, from which a run resumes, and the incomplete folders with reasons."""
     complete, refused = complete_steps(root)
     return (complete[0] if complete else None), refused
 
 
 def check_complete(folder: Path) -> Manifest:
-    """The manifest of a folder whose files are all there at their listed size. Raises `CheckpointError`."""
+    """Return the manifest of a folder if all its files exist with the listed sizes. Raises `CheckpointError`."""
     if folder.is_symlink() or not folder.is_dir():
         raise CheckpointError("it is not a folder of its own (a file or a symbolic link)")
     manifest = read_manifest(folder)

@@ -62,7 +62,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def _words_to_hex(values: list[int] | tuple[int, ...]) -> str:
-    return b"".join(word.to_bytes(4, "little") for word in values).hex()
+    return b"".join(value.to_bytes(4, "little") for value in values).hex()
 
 
 def _hex_to_words(text: str) -> list[int]:

@@ -148,9 +148,9 @@ def read_foreign(content: bytes) -> metadata.Metadata:
     return metadata.Metadata(tensors, storage_data={key: place for key, place in places.items() if key.fqn in tensors})
 
 
-def lack_of(name: str, found: metadata.Metadata) -> str | None:
+def lack_of(name: str, index: metadata.Metadata) -> str | None:
     """Describe why the pieces of a tensor do not cover each of its elements exactly once; None if they do."""
-    places, tensor = found.storage_data, found.state_dict_metadata[name]
+    places, tensor = index.storage_data, index.state_dict_metadata[name]
     return _lack(tensor, lambda offset: metadata.MetadataIndex(name, offset) in places)
 
 

@@ -43,7 +43,7 @@ class Snapshot:
     step: int
     tensors: Tensors = field(default_factory=dict)
     staged: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Copies to write instead of the live tensors; empty when the save is inline."""
+    """Copies to write instead of the live tensors; empty for an inline save."""
     trainer: dict[str, Any] = field(default_factory=dict)
     rank: dict[str, Any] = field(default_factory=dict)
     optimizer_values: dict[str, Any] = field(default_factory=dict)

@@ -128,19 +128,19 @@ def united(shares: Iterable[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
 
 
 def differences(
-    wanted: dict[str, TensorEntry], saved: dict[str, TensorEntry], cast: bool = False
+    expected: dict[str, TensorEntry], saved: dict[str, TensorEntry], cast: bool = False
 ) -> tuple[str | None, set[str]]:
     """Return why a checkpoint does not fit (None: it does), and which dtypes a load would cast (only if `cast` allows
     it).
     """
-    shared = wanted.keys() & saved.keys()
-    casts = {name for name in shared if wanted[name].dtype != saved[name].dtype}
-    allowed = {name for name in casts if cast and _floating(wanted[name]) and _floating(saved[name])}
-    mismatched = {name for name in shared if wanted[name].shape != saved[name].shape} | (casts - allowed)
+    shared = expected.keys() & saved.keys()
+    casts = {name for name in shared if expected[name].dtype != saved[name].dtype}
+    allowed = {name for name in casts if cast and _floating(expected[name]) and _floating(saved[name])}
+    mismatched = {name for name in shared if expected[name].shape != saved[name].shape} | (casts - allowed)
     messages = [
-        _told("it lacks", sorted(wanted.keys() - saved.keys())),
-        _told("it also holds", sorted(saved.keys() - wanted.keys())),
-        _told("they differ in", [f"{name} (saved {saved[name]}, job {wanted[name]})" for name in sorted(mismatched)]),
+        _told("it lacks", sorted(expected.keys() - saved.keys())),
+        _told("it also holds", sorted(saved.keys() - expected.keys())),
+        _told("they differ in", [f"{name} (saved {saved[name]}, job {expected[name]})" for name in sorted(mismatched)]),
     ]
     return "; ".join(text for text in messages if text) or None, {saved[name].dtype for name in allowed}
 

@@ -86,9 +86,9 @@ class TorchtitanCheckpoint:
 class _Reader(filesystem.FileSystemReader):
     """Reads tensors by metadata that have already been validated."""
 
-    def __init__(self, folder: Path, found: metadata.Metadata):
+    def __init__(self, folder: Path, index: metadata.Metadata):
         super().__init__(folder)
-        self.found = found
+        self.found = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         return self.found

@@ -123,7 +123,7 @@ class Guards:
 
     def go_back_if_damaged(self, step: int) -> None:
         """Raise `RollBack` if weights or moments after `step` are NaN or infinite and `go_back` allows it. Every rank
-        calls it. Reads all of them, so it is called only after a loss or gradient that is not finite.
+        calls it. It reads all of them, so it is called only after a non-finite loss or gradient.
         """
         if self.checkpointer is not None and (names := self.checkpointer.not_finite()):
             self.go_back(damage_of(names), step)
@@ -144,8 +144,8 @@ class Guards:
             raise RollBack(f"{damage} after step {step}")
 
     def refuse_changed_shards(self, step: int) -> None:
-        """Raise `RollBack`, or `BadStep` the second time, on all ranks if the memory of one of them has changed since
-        `step` was done.
+        """Raise `RollBack`, or `BadStep` the second time, on all ranks if the memory of any rank has changed since
+        `step`.
         """
         if self.shards is None:
             return

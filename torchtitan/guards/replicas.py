@@ -132,8 +132,10 @@ def told(digests_by_rank: dict[int, dict[int, int]], names: dict[int, str]) -> s
         majority = digest_counts[0][0]
         if digest_counts[0][1] * 2 > len(ranks):
             odd_ranks = [rank for rank, digest in ranks.items() if digest != majority]
-            rest = _named([rank for rank in ranks if rank not in odd_ranks])
-            tensors_of[f"{_named(odd_ranks)} differ{'s' if len(odd_ranks) == 1 else ''} from {rest}"].append(names[key])
+            peers = _named([rank for rank in ranks if rank not in odd_ranks])
+            tensors_of[f"{_named(odd_ranks)} differ{'s' if len(odd_ranks) == 1 else ''} from {peers}"].append(
+                names[key]
+            )
         else:
             tensors_of[f"{_named(list(ranks))} differ, and which is right is not known"].append(names[key])
     return "; ".join(

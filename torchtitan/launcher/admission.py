@@ -26,7 +26,7 @@ from torchtitan.process.exit import CRASHED
 MOST_VISITORS = 64
 """Connections that have not introduced themselves; one more closes the oldest. An introduction takes milliseconds."""
 GREETING_SECONDS = 10.0
-"""How long a connection may take to introduce itself."""
+"""Time for a connection to introduce itself."""
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 30.0
 """Timeouts of another machine: to connect, and for the first machine's answer, which may still be loading its job."""
 _LOOK_SECONDS = 0.05

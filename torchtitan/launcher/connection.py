@@ -1,4 +1,4 @@
-"""Messages between launchers over a TCP connection: one JSON object a line, and nothing in it is executed."""
+"""Messages between launchers over a TCP connection: one JSON object per line. Nothing in it is executed."""
 
 import json
 import select
@@ -11,7 +11,7 @@ Message = dict[str, Any]
 LONGEST_MESSAGE = 1 << 27
 """Largest message in bytes. After a hang a machine sends the flight recorder's log of each of its ranks."""
 LONGEST_GREETING = 1 << 12
-"""Bytes that the other end may send before it has proved that it belongs to the run."""
+"""Largest amount of data, in bytes, from the other end before it has proved that it belongs to the run."""
 SEND_SECONDS = 30.0
 SILENT_SECONDS = 30
 """The kernel closes a connection if the other end acknowledges nothing for this long."""

@@ -10,7 +10,7 @@ from torchtitan.process.exit import EXPLAINED, HUNG, STOPPED
 
 @dataclass(frozen=True)
 class End:
-    """How the ranks of a machine ended. Plain values, because machines send it to each other."""
+    """The end of a machine's ranks. Plain values, because machines send it to each other."""
 
     code: int
     cause: str = ""
@@ -55,7 +55,7 @@ def read_end(fields: dict[str, Any]) -> End:
 
 
 def together(ends: Sequence[End]) -> End:
-    """Combine the ends of all machines, in the order in which they were reported, to the run's."""
+    """Combine the ends of all machines, in the order of their reports, to the run's."""
     first = min(ends, key=_order)
     evidence = [end.evidence for end in ends if end.evidence is not None]
     cause, rank = explain(evidence) if first.code == HUNG and evidence else (first.cause, first.rank)

@@ -45,7 +45,9 @@ def _write_collectives(launcher: Launcher) -> None:
 ANSWER_SECONDS = 2.0
 """Time for ranks to write their stacks and collectives, and the period over which CPU usage is measured."""
 BUSY = 0.1
-"""Share of a core above which a rank and the processes that it started count as computing and not as waiting."""
+"""Share of a core above which a rank and the processes that it started count as computing and not as waiting. It is low
+because others may compute on the same core.
+"""
 LONG = ("start", "load", "first")
 """Phases limited by comm.init_timeout_seconds."""
 WITH_FILES = ("start", "load", "save", "export")
@@ -113,11 +115,11 @@ class Evidence:
     """
 
     seconds: float
-    """How long no rank had made progress."""
+    """Time without progress on any rank."""
     place: str
     """Folder with the stacks and collectives."""
     problem: str
-    """Why they could not be written there, or empty."""
+    """The error if they could not be written there, or empty."""
     doing: dict[int, tuple[str, int, float]]
     states: dict[int, str]
     logs: dict[int, dict[str, Any]]
@@ -154,17 +156,17 @@ def collect(processes: Processes, place: Path, seconds: float) -> Evidence:
     )
 
 
-def explain(found: list[Evidence]) -> tuple[str, int]:
+def explain(reports: list[Evidence]) -> tuple[str, int]:
     """Return a one-line explanation of a hang and the rank that is behind, from the evidence of all machines. The first
     machine also writes summary.txt.
     """
-    doing = {rank: Doing(*row) for item in found for rank, row in item.doing.items()}
-    states = {rank: state for item in found for rank, state in item.states.items()}
-    late_rank, reason = verdict(doing, states, {rank: log for item in found for rank, log in item.logs.items()})
-    line = f"hang: no rank has got on for {max(item.seconds for item in found):.0f} s; {reason}"
-    place = Path(found[0].place)
-    table = [f"rank {rank}: {item}, process {states[rank]}" for rank, item in sorted(doing.items())]
-    problem = next((item.problem for item in found if item.problem), "")
+    doing = {rank: Doing(*row) for report in reports for rank, row in report.doing.items()}
+    states = {rank: state for report in reports for rank, state in report.states.items()}
+    late_rank, reason = verdict(doing, states, {rank: log for report in reports for rank, log in report.logs.items()})
+    line = f"hang: no rank has got on for {max(report.seconds for report in reports):.0f} s; {reason}"
+    place = Path(reports[0].place)
+    table = [f"rank {rank}: {report}, process {states[rank]}" for rank, report in sorted(doing.items())]
+    problem = next((report.problem for report in reports if report.problem), "")
     try:
         (place / "summary.txt").write_text("\n".join([line, *table, ""]))
     except OSError as error:
@@ -245,7 +247,7 @@ def _behind(entered: Entered) -> list[int]:
 
 
 def _waits(entered: Entered) -> str:
-    """Describe the newest collective that only some ranks of a group have entered."""
+    """Describe the newest collective that only some ranks of a group have entered, or say that there is none."""
     for (name, _), ranks in entered.items():
         newest = max(max(numbers) for numbers in ranks.values())
         waiting = [rank for rank, numbers in ranks.items() if max(numbers) == newest]

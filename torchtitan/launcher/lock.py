@@ -27,9 +27,9 @@ from torchtitan.core.files import FileError, read_file
 _NAME = re.compile(r"run\.lock\.([0-9]{1,9})")
 _LONGEST = 4096
 WRITING_SECONDS = 3.0
-"""How long an empty lock file counts as one that is still being written."""
+"""Time during which an empty lock file counts as one that is still being written."""
 AT_WORK = {"RUNNING", "COMPLETING", "CONFIGURING", "STOPPED", "SUSPENDED", "SIGNALING", "STAGE_OUT"}
-"""States of a SLURM job whose processes may be alive."""
+"""States in which the processes of a SLURM job may be alive."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Owner:
     job: str
     """SLURM job ID, or empty."""
     restarts: int
-    """How often SLURM has restarted this job."""
+    """Number of times that SLURM has started this job before."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}" + (f", SLURM job {self.job}" if self.job else "")
@@ -100,27 +100,27 @@ def job_is_over(job: str) -> bool:
     return not AT_WORK & set(result.stdout.split())
 
 
-def lives(owner: Owner, here: Owner, is_over: Callable[[str], bool] = job_is_over) -> bool:
+def lives(owner: Owner, current: Owner, is_over: Callable[[str], bool] = job_is_over) -> bool:
     """Return True if an owner may still be alive, as far as this process can tell."""
-    if owner.job and owner.job == here.job and owner.restarts < here.restarts:
+    if owner.job and owner.job == current.job and owner.restarts < current.restarts:
         return False
-    if (owner.host, owner.machine) == (here.host, here.machine):
-        if owner.boot != here.boot:
+    if (owner.host, owner.machine) == (current.host, current.machine):
+        if owner.boot != current.boot:
             return False
-        if owner.pid_space == here.pid_space:
+        if owner.pid_space == current.pid_space:
             return start_of(owner.pid) == owner.started
-    return not (owner.job and owner.job != here.job and is_over(owner.job))
+    return not (owner.job and owner.job != current.job and is_over(owner.job))
 
 
 @contextmanager
-def held(folder: Path, here: Owner) -> Iterator[None]:
+def held(folder: Path, current: Owner) -> Iterator[None]:
     """Hold the folder's lock for the duration of the block. Raises `JobError` if another run holds it or the folder is
     unusable.
     """
     try:
-        lock_file = _acquire(folder, here)
+        lock_file = _acquire(folder, current)
     except OSError as error:
-        location = "" if error.filename is None else f": {error.filename}"  # a write to an open file names none
+        location = "" if error.filename is None else f": {error.filename}"  # a write error has no file name
         raise JobError(
             f"job.dump_folder: given {str(folder)!r}, which cannot be written ({error.strerror}{location}); "
             "allowed: one that this user may write to, with space on its disk"
@@ -132,36 +132,36 @@ def held(folder: Path, here: Owner) -> Iterator[None]:
             lock_file.unlink()
 
 
-def _acquire(folder: Path, here: Owner) -> Path:
+def _acquire(folder: Path, current: Owner) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + WRITING_SECONDS
     while True:
         earlier = _read(folder)
-        _refuse_if_owned(earlier, here)
+        _refuse_if_owned(earlier, current)
         if None in earlier.values() and time.monotonic() < deadline:
             time.sleep(0.05)
             continue
         names = (folder / f"run.lock.{number}" for number in itertools.count(max(earlier, default=0) + 1))
         lock_file = next(name for name in names if not os.path.lexists(name))  # a folder or link of this name stays
         try:
-            _write(lock_file, here)
+            _write(lock_file, current)
         except FileExistsError:  # another process was faster; the next iteration reads its lock
             continue
         owners = _read(folder)
         read_back = owners.pop(_number(lock_file) or 0, None)
-        if read_back not in (here, None):  # this process was paused, and another one took its file for an abandoned one
+        if read_back not in (current, None):  # while this process was paused, another took over its file
             continue
-        if not any(owner is not None and lives(owner, here) for owner in owners.values()) and lock_file.exists():
+        if not any(owner is not None and lives(owner, current) for owner in owners.values()) and lock_file.exists():
             for number in owners:
                 (folder / f"run.lock.{number}").unlink(missing_ok=True)
             return lock_file
-        lock_file.unlink(missing_ok=True)  # two processes saw each other and both back off; one returns first
+        lock_file.unlink(missing_ok=True)  # two processes saw each other: both back off, one is first to retry
         time.sleep(random.uniform(0.01, 0.2))
 
 
-def _refuse_if_owned(owners: dict[int, Owner | None], here: Owner) -> None:
+def _refuse_if_owned(owners: dict[int, Owner | None], current: Owner) -> None:
     for number, owner in owners.items():
-        if owner is not None and lives(owner, here):
+        if owner is not None and lives(owner, current):
             raise JobError(
                 f"job.dump_folder: given a folder in which another run is at work ({owner}); allowed: one run a "
                 f"folder; stop that one or give another. If it is gone for certain, delete run.lock.{number} there"

@@ -55,7 +55,7 @@ class Watch:
         self.hung: Evidence | None = None
         self.told_of_failure = False
         self.followed_at: float | None = None
-        """When this machine learned that another one had failed, while its own ranks were fine."""
+        """Time when another machine was reported to have failed while this machine's ranks were fine."""
         self.requests = Requests()
         self.asked_at = 0.0
         self.gave_up = False

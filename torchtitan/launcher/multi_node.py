@@ -1,5 +1,4 @@
-"""Coordinate the launchers of several machines: the first machine decides, the others report to it and follow its
-orders.
+"""Coordinate the launchers of several machines: the first decides, the others report to it and follow its orders.
 
 Each of the others has one connection to the first (connection.py), on which both ends first prove that they belong to
 the run (admission.py). A machine takes part as long as it is connected. A closed connection means that the machine is
@@ -26,13 +25,13 @@ from torchtitan.process.exit import CRASHED, REFUSED, TERMINATED
 from torchtitan.process.ranks import Restart
 
 LATE_SECONDS = 5.0
-"""How long the first machine waits for others only to tell them that nothing was started."""
+"""Time that the first machine waits for others only to tell them that nothing was started."""
 QUIET_SECONDS = 360.0
 """Longest wait of machines for each other at the end of a start: longer than any machine waits for its own ranks."""
 FRESH_SECONDS = 10.0
-"""How long a machine's report that its ranks are stuck stays valid. It is repeated at every poll, every few seconds."""
+"""Validity of a machine's report that its ranks are stuck. It is repeated at every poll, every few seconds."""
 FOLDER_SECONDS = 75.0
-"""How long another machine may take to see the secret: NFS clients cache a folder's entries for up to 60 s."""
+"""Time until another machine sees the secret: NFS clients cache a folder's entries for up to 60 s."""
 REPORT_SECONDS = 30.0
 """Interval between messages about machines that are waited for."""
 _LOOK_SECONDS = 0.5

@@ -1,8 +1,7 @@
 """Run several machines as one world: a launcher on each, and all ranks in one torch store.
 
-Launchers and the store listen on HEAD_ADDR only. gloo and NCCL use the interface by which a machine reaches that
-address. Launchers authenticate each other (admission.py), but store, gloo and NCCL do not, so the network has to be
-trusted.
+Launchers and the store listen on HEAD_ADDR only. gloo and NCCL use the interface on the route to that address.
+Launchers authenticate each other (admission.py), but store, gloo and NCCL do not, so the network has to be trusted.
 """
 
 import fcntl
@@ -63,7 +62,9 @@ def listen(nodes: Nodes, port: int) -> socket.socket:
 
 
 def stay_on_the_way_to(nodes: Nodes) -> None:
-    """Set the interface by which this machine reaches the head for gloo and NCCL, unless the user has set one."""
+    """Set the interface for gloo and NCCL to the one on this machine's route to the head, unless the user has set
+    one.
+    """
     name = interface_of(local_address(nodes))
     if name is not None:
         for library in ("GLOO", "NCCL"):

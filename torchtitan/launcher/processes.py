@@ -24,7 +24,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass
 class Ended:
-    """How a rank ended: its exit code, negative for a signal, and what it was doing."""
+    """The end of a rank: its exit code, negative for a signal, and its last reported activity."""
 
     rank: int
     code: int
@@ -79,7 +79,7 @@ class Processes:
         self.shared = [Shared() for _ in range(num_ranks)]
         self.progress = ProgressTable(self.told, num_ranks)
         self.ended: list[Ended] = []
-        """In the order in which their end was noticed."""
+        """Ranks that have ended, in the order in which this was noticed."""
         self._not_ours = _children()
         _adopt_orphans()
         self.running = {rank: self._start(command, rank, restart) for rank in range(num_ranks)}

@@ -53,8 +53,9 @@ def create(path: Path) -> bytes:
 
 
 def read(path: Path) -> bytes | None:
-    """Return the secret that the first machine has written; None if there is none (yet). Raises `JobError` if this user
-    may not read it, or others may."""
+    """Return the secret of the first machine; None if there is none (yet). Raises `JobError` if this user may not read
+    it, or others may.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except PermissionError:
@@ -96,7 +97,7 @@ def proof(secret: bytes, role: Role, first_nonce: str, other_nonce: str) -> str:
 
 
 def is_proof(value: object, secret: bytes, role: Role, first_nonce: str, other_nonce: str) -> bool:
-    """True if `value` proves that its sender knows the secret. Takes equally long for every wrong value."""
+    """Return True if `value` proves that its sender knows the secret. Takes equally long for every wrong value."""
     expected = proof(secret, role, first_nonce, other_nonce)
     return isinstance(value, str) and hmac.compare_digest(value.encode(errors="replace"), expected.encode())
 
