@@ -1,5 +1,5 @@
-"""Let all ranks reach the same decision: a failure on one rank is a failure on all, and no rank is left waiting in a
-collective.
+"""Let all ranks reach the same decision: a failure on one rank is raised on all, so none waits in a collective for
+ever.
 
 Each user has its own process group, over gloo on every machine. Two threads must not share one (gloo then silently
 returns wrong data), and the trainer's groups belong to the main thread.
@@ -57,8 +57,9 @@ class Peers:
         return [value] if self.group is None else distributed.gather_json(value, self.group)
 
     def agree(self, doing: str, action: Callable[[], T]) -> T:
-        """Run `action` on every rank. Return its result, or raise one `CheckpointError` on all ranks that names those
-        that failed.
+        """Run `action` on every rank. Return its result, or raise one `CheckpointError` that names the failed ranks.
+
+        The error is raised on all ranks.
         """
         result, failure, cause = None, None, None
         try:

@@ -12,9 +12,7 @@ from torchtitan.checkpoint import layout
 from torchtitan.checkpoint.layout import CheckpointError, NothingLoadable
 
 MEASURED = "measured"
-"""Key in the trainer's state: results of the validation at this very step, finite numbers by their names in
-metrics.jsonl.
-"""
+"""Key in the trainer's state: finite metrics of the validation at this very step, by their names in metrics.jsonl."""
 LOSS = "validation_loss"
 
 
@@ -27,9 +25,7 @@ class Metric:
 
     @classmethod
     def of(cls, name: str, mode: str | None) -> "Metric":
-        """Return the metric for a `mode`: "min", "max", or None for the lowest loss and the highest value of anything
-        else.
-        """
+        """Return the metric for a `mode`: "min", "max", or None for the lowest loss or the highest other value."""
         return cls(name, highest=not name.endswith("loss") if mode is None else mode == "max")
 
     def is_better(self, value: float, than: float | None, by: float = 0.0) -> bool:

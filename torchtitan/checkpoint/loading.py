@@ -112,8 +112,8 @@ def load_tensors(source: Source, live: Wanted, peers: Peers, *, prefixes: tuple[
 def _compare(
     local: dict[str, TensorEntry], saved: dict[str, TensorEntry], cast: bool, peers: Peers
 ) -> tuple[str | None, set[str]]:
-    """Compare the tensors that all ranks request together with the saved ones. Return `tensors.differences`, the same
-    on all ranks.
+    """Compare the tensors that all ranks request together with the saved ones: `tensors.differences`, equal on all
+    ranks.
 
     If a rank requests only saved tensors, it marks them in the list of saved names, and only these lists are exchanged.
     Names are exchanged only on a mismatch.

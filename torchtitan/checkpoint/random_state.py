@@ -44,9 +44,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the generators from `rng_state`. A generator that is missing in `state` or not in use here keeps its
-    state.
-    """
+    """Restore the generators from `rng_state`. One that is missing in `state` or not in use here is unchanged."""
     try:
         python = state["python"]
         random.setstate((_PYTHON_VERSION, tuple(_hex_to_words(python["words"])), python["gauss"]))

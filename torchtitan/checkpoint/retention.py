@@ -24,13 +24,13 @@ def retain(
     known_good: set[Path] | None,
     metric: Metric | None = None,
 ) -> None:
-    """Delete old complete step folders, and keep the newest `keep` (at least 2; 0 keeps all), the best by `metric` and
-    the protected ones.
+    """Delete all complete step folders but the newest `keep` (at least 2; 0 keeps all), the best and the protected
+    ones.
 
-    Nothing is deleted before two retained checkpoints are verified as undamaged. If newer ones are damaged, older ones
-    stay in their place. Folders that are incomplete, links, or not named by this project are neither counted nor
-    touched. `known_good` have just been verified; None skips verification. All ranks call it and share the reading. A
-    failure to delete is only logged, because the new checkpoint is already safe.
+    The best is selected by `metric`. Nothing is deleted before two retained checkpoints are verified as undamaged. If
+    newer ones are damaged, older ones stay in their place. Folders that are incomplete, links, or not named by this
+    project are neither counted nor touched. `known_good` have just been verified; None skips verification. All ranks
+    call it and share the reading. A failure to delete is only logged, because the new checkpoint is already safe.
     """
     if keep == 0:
         return

@@ -35,9 +35,7 @@ DISTRIBUTION = "torchtitan-toml"
 
 @dataclass
 class Snapshot:
-    """A rank's share of the data to save. If it could not be collected, `error` is set and fails the save on all
-    ranks.
-    """
+    """A rank's share of the data to save. `error`: why it could not be collected, which fails the save on all."""
 
     kind: Literal["full", "model"]
     step: int
@@ -143,9 +141,7 @@ def _save_once(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: 
 
 @dataclass
 class _Share:
-    """The data that rank 0 gets from each rank, for state and manifest. Small, because there may be thousands of
-    ranks.
-    """
+    """The data that rank 0 gets from each rank, for state and manifest. Small, as there may be thousands."""
 
     files: dict[str, FileEntry]
     rank: dict[str, Any]

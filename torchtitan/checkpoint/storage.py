@@ -80,8 +80,9 @@ def files_of_rank(folder: Path, rank: int) -> list[str]:
 
 
 def read_tensors(folder: Path, index: metadata.Metadata, tensors: Tensors, peers: Peers) -> None:
-    """Fill `tensors` in place: each rank reads its part, from any number of ranks' files. `index`: the result of
-    `read_metadata` for the folder.
+    """Fill `tensors` in place: each rank reads its part, from any number of ranks' files.
+
+    `index`: the result of `read_metadata` for the folder.
     """
     size = sum(local_part(tensor)[0].nbytes for tensor in tensors.values())
     with translated_errors(), progress_bar(f"loading {folder.name}", size) as progress:

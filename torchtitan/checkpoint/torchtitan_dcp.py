@@ -25,7 +25,8 @@ COMPUTED = ("freqs_cis",)
 
 
 class TorchtitanCheckpoint:
-    """The weights of a torchtitan checkpoint. `tensors`: name of a weight in torchtitan's model -> dtype and shape.
+    """The weights of a torchtitan checkpoint. `tensors`: torchtitan's name of a weight -> dtype and shape.
+
     Raises `CheckpointError`.
     """
 

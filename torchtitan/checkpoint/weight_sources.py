@@ -71,9 +71,7 @@ class _Ours(Weights):
 
 
 class _Theirs(Weights):
-    """Weights of a torchtitan checkpoint. Its folder describes the model only by names and shapes, so these have to
-    match.
-    """
+    """Weights of a torchtitan checkpoint. It describes the model only by names and shapes, which have to match."""
 
     def __init__(self, folder: Path, family: str, args: Any, shapes: Shapes, tied: bool):
         if family not in FORMS:

@@ -94,8 +94,7 @@ class Guards:
     def refuse_to_save(
         self, step: int, loss: torch.Tensor, norm: torch.Tensor | None, not_finite: Callable[[], list[str]]
     ) -> None:
-        """Raise if the state after `step` must not be saved. Called before every save, also after a step that was not
-        logged.
+        """Raise if the state after `step` must not be saved. Called before every save, even without a logged loss.
 
         `loss` and `norm` are scalars. The ranks' local losses differ, so the ranks agree first whether any is not
         finite.
@@ -144,9 +143,7 @@ class Guards:
             raise RollBack(f"{damage} after step {step}")
 
     def refuse_changed_shards(self, step: int) -> None:
-        """Raise `RollBack`, or `BadStep` the second time, on all ranks if the memory of any rank has changed since
-        `step`.
-        """
+        """Raise `RollBack`, or `BadStep` the second time, on all ranks if any rank's memory changed since `step`."""
         if self.shards is None:
             return
         names = self.shards.changed()
@@ -174,9 +171,7 @@ class Guards:
             self._compared = step
 
     def went_back_to(self, step: int) -> None:
-        """Reset the guards after a rollback to the state of `step`. Later steps are repeated, perhaps with other
-        values.
-        """
+        """Reset the guards after a rollback to `step`. Later steps are repeated, perhaps with other values."""
         self.steps.went_back_to(step)
         self._compared = -1
         if self.shards is not None:

@@ -1,6 +1,4 @@
-"""Validation results of a run: the metrics saved with each checkpoint, the best value so far, and early stopping. Needs
-no torch.
-"""
+"""Validation results of a run: metrics saved with checkpoints, the best value, and early stopping. Needs no torch."""
 
 import logging
 import math
@@ -41,9 +39,7 @@ class Findings:
             self.in_vain += 1
 
     def lack(self, step: int) -> bool:
-        """Return True if a run that resumes after this step still has to validate it, because a stop left the
-        validation out.
-        """
+        """Return True if a run that resumes after this step still has to validate it, as a stop prevented it."""
         return self.patience is not None and self.step != step
 
     @property

@@ -40,8 +40,9 @@ class Replicas:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Compare all replicated tensors. Every rank calls it. Raises `ReplicasDiffer`, on all of them, with the ranks
-        and the tensors.
+        """Compare all replicated tensors. Every rank calls it.
+
+        Raises `ReplicasDiffer`, on all ranks, with the ranks and the tensors that differ.
         """
         if dist.get_world_size() == 1:
             return
@@ -150,8 +151,9 @@ def _named(ranks: list[int]) -> str:
 
 
 def _exchange(keys: torch.Tensor, contents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gather the keys [n] and digests [n] (int64) of all ranks; n differs by rank. Return rank, key and digest of each
-    entry, [N] each.
+    """Gather the keys [n] and digests [n] (int64) of all ranks; n differs by rank.
+
+    Return rank, key and digest of each entry, [N] each.
     """
     size, length = dist.get_world_size(), torch.tensor([len(keys)])
     dist.all_reduce(length, op=dist.ReduceOp.MAX)

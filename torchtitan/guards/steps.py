@@ -18,8 +18,9 @@ Policy = Literal["off", "stop", "skip", "rollback"]
 
 WORDS = {"loss": "loss", "norm": "gradient norm"}
 SMALLEST_DEVIATION = 0.01
-"""Smallest standard deviation, as a fraction of the mean. Without it, a window of nearly equal values would make any
-other value a spike.
+"""Smallest standard deviation, as a fraction of the mean.
+
+Without it, a window of nearly equal values would make any other value a spike.
 """
 
 

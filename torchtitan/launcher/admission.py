@@ -162,8 +162,9 @@ def connect(nodes: Nodes, secret_file: Path, queue: SignalQueue, may_refuse: boo
 
 
 def _open(nodes: Nodes, queue: SignalQueue) -> socket.socket | int:
-    """Return a connection to the first machine. Checks for signals while it connects, which takes seconds if nothing
-    responds.
+    """Return a connection to the first machine.
+
+    Signals are checked while it connects, which takes seconds if nothing responds.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(nodes.head, nodes.port, type=socket.SOCK_STREAM)[0]

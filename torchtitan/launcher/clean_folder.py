@@ -31,8 +31,7 @@ _TOKENIZED = re.compile(r"\.lock|[0-9a-f]{16}")
 
 
 def clean(config: JobConfig, started_before: int = 0) -> str:
-    """Empty job.dump_folder if job.clean_start says so, except for this run's lock. Return a message about what was
-    done.
+    """Empty job.dump_folder, except for this run's lock, if job.clean_start says so. Return a message for the log.
 
     A job that SLURM has `started_before` resumes instead. Raises `JobError`, with nothing deleted, if the folder must
     not be emptied; also on a system error, which may leave the folder partly emptied.
@@ -78,9 +77,7 @@ def _beside_its_file(config: JobConfig, folder: Path) -> tuple[JobConfig, str]:
 
 
 def why_not(config: JobConfig, folder: Path) -> str:
-    """Return why an existing folder must not be emptied, or "" if it may be. Raises `OSError` if the folder cannot be
-    read.
-    """
+    """Return why an existing folder must not be emptied, or "". Raises `OSError` if the folder cannot be read."""
     if folder.is_symlink():
         return f"it is a link to {os.readlink(folder)}: name the folder itself"
     resolved = folder.resolve()
@@ -141,9 +138,7 @@ def _foreign(config: JobConfig, root: Path) -> Iterator[Path]:
 
 
 def _named_inside(value: Any, folder: Path, name: str = "") -> Iterator[str]:
-    """Yield the job's strings that name a file, folder or glob inside `folder`, except what the run itself writes
-    there.
-    """
+    """Yield the job's strings that name a file, folder or glob in `folder`, except what the run itself writes."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _named_inside(item, folder, f"{name}.{key}".strip("."))

@@ -25,9 +25,7 @@ _TCP_OPTIONS = {
 
 
 class Line:
-    """Sends and receives messages over a TCP connection; none after it has been closed. `longest`: largest message in
-    bytes.
-    """
+    """Sends and receives messages over a TCP connection; none once it is closed. `longest`: bytes per message."""
 
     def __init__(self, connection: socket.socket, longest: int = LONGEST_MESSAGE) -> None:
         self.connection, self.longest, self.open = connection, longest, True

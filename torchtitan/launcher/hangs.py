@@ -110,9 +110,7 @@ class Watchdog:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The state of a machine's ranks during a hang, by global rank. Plain values, because machines send it to each
-    other.
-    """
+    """The state of a machine's ranks during a hang, by global rank. Plain values, as machines exchange it."""
 
     seconds: float
     """Time without progress on any rank."""
@@ -157,8 +155,9 @@ def collect(processes: Processes, place: Path, seconds: float) -> Evidence:
 
 
 def explain(reports: list[Evidence]) -> tuple[str, int]:
-    """Return a one-line explanation of a hang and the rank that is behind, from the evidence of all machines. The first
-    machine also writes summary.txt.
+    """Return a one-line explanation of a hang and the rank that is behind, from the evidence of all machines.
+
+    The first machine also writes summary.txt.
     """
     doing = {rank: Doing(*row) for report in reports for rank, row in report.doing.items()}
     states = {rank: state for report in reports for rank, state in report.states.items()}

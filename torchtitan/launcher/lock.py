@@ -114,9 +114,7 @@ def lives(owner: Owner, current: Owner, is_over: Callable[[str], bool] = job_is_
 
 @contextmanager
 def held(folder: Path, current: Owner) -> Iterator[None]:
-    """Hold the folder's lock for the duration of the block. Raises `JobError` if another run holds it or the folder is
-    unusable.
-    """
+    """Hold the folder's lock during the block. Raises `JobError` if another run holds it or it cannot be written."""
     try:
         lock_file = _acquire(folder, current)
     except OSError as error:

@@ -1,5 +1,4 @@
-"""Monitor the ranks from their start to the end of the last one: pass on stop requests, set deadlines and choose the
-exit code.
+"""Monitor the ranks until the last one has ended: pass on stop requests, set deadlines and choose the exit code.
 
 A world is only useful if it is complete. Once a rank ends before its work is done, no collective of the others can
 finish, so the others get a moment to log their errors and are killed. Ranks that are saving their state are waited for.
@@ -37,8 +36,9 @@ def say(text: str, where: TextIO | None = None) -> None:
 
 
 class Watch:
-    """Monitors one start of this machine's ranks. Evidence of a hang is written below `folder`. `others` connects it to
-    the other machines.
+    """Monitors one start of this machine's ranks.
+
+    Evidence of a hang is written below `folder`. `others` connects it to the other machines.
     """
 
     def __init__(
@@ -166,9 +166,7 @@ class Watch:
         self.processes.signal(signal.SIGKILL)
 
     def exit_code(self) -> int:
-        """Return the exit code of the first failure and print its message. Failures that only follow from it are not
-        printed.
-        """
+        """Return the exit code of the first failure and print its message, but not those of its consequences."""
         failed = [ended for ended in self.processes.ended if ended.code]
         if self.hung is not None:
             return HUNG

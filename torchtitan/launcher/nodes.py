@@ -62,9 +62,7 @@ def listen(nodes: Nodes, port: int) -> socket.socket:
 
 
 def stay_on_the_way_to(nodes: Nodes) -> None:
-    """Set the interface for gloo and NCCL to the one on this machine's route to the head, unless the user has set
-    one.
-    """
+    """Make gloo and NCCL use the interface on this machine's route to the head, unless the user has set one."""
     name = interface_of(local_address(nodes))
     if name is not None:
         for library in ("GLOO", "NCCL"):

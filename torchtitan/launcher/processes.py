@@ -182,7 +182,8 @@ def _adopt_orphans() -> None:
 
 
 def _children() -> set[int]:
-    """Return the PIDs of this process's children. Linux only; elsewhere the processes that ranks start are left to end
-    by themselves.
+    """Return the PIDs of this process's children.
+
+    Linux only; elsewhere the processes that ranks start are left to end by themselves.
     """
     return set(map(int, _read(f"/proc/self/task/{os.getpid()}/children").split()))

@@ -104,8 +104,9 @@ def _report(text: str) -> None:
 
 
 def _pause(queue: SignalQueue, seconds: float, company: First) -> int | None:
-    """Wait before a restart. Return the stop signal that ended the wait, if any, or that arrived while the ends were
-    gathered.
+    """Wait before a restart.
+
+    Return the stop signal that ended the wait, if any, or that arrived while the ends were gathered.
     """
     deadline = time.monotonic() + seconds
     while True:

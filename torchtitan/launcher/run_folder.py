@@ -62,9 +62,7 @@ def out_of_place(folder: Path) -> str | None:
 
 
 def is_of_every_run(name: str) -> bool:
-    """Return True if a name at the top level of the folder belongs to any run, whatever its options, or is left by a
-    crash.
-    """
+    """Return True if a top-level name belongs to any run, whatever its options, or is left by a crash."""
     return name in OWN or _EARLIER.fullmatch(name) is not None or name.removesuffix(".tmp").removeprefix(".") in OWN
 
 
@@ -92,9 +90,7 @@ def note_way_back(folder: Path, step: int) -> bool:
 
 
 def missing_checkpoints(folder: Path, checkpoints: Path) -> str | None:
-    """Return evidence that this run has saved before, if its checkpoints are missing; None if there is no such
-    evidence.
-    """
+    """Return evidence that this run has saved before, if its checkpoints are missing; None without evidence."""
     if layout.step_folders(checkpoints):
         return None
     try:

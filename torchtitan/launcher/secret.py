@@ -53,8 +53,9 @@ def create(path: Path) -> bytes:
 
 
 def read(path: Path) -> bytes | None:
-    """Return the secret of the first machine; None if there is none (yet). Raises `JobError` if this user may not read
-    it, or others may.
+    """Return the secret of the first machine; None if there is none (yet).
+
+    Raises `JobError` if this user may not read it, or others may.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

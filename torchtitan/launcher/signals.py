@@ -1,5 +1,5 @@
-"""Handle signals to the launcher: the first asks all ranks to save and stop, the second changes nothing, the third
-kills them.
+"""Handle signals to the launcher: the first makes all ranks save and stop, the second does nothing, the third kills
+them.
 
 A scheduler, a shell and a parent launcher may each forward the same signal, so one request can arrive several times
 within moments. These count as one.
@@ -57,8 +57,9 @@ class SignalQueue:
         """Do nothing. A signal without a handler would not end the wait."""
 
     def wait(self, seconds: float, also: Sequence[socket.socket] = ()) -> list[int]:
-        """Return the stop signals received so far. Waits at most `seconds` for one, or until a socket in `also` is
-        readable.
+        """Return the stop signals received so far.
+
+        Waits at most `seconds` for one, or until a socket in `also` is readable.
         """
         if not self._came:
             select.select([self._read, *(connection.fileno() for connection in also)], [], [], max(0.0, seconds))

@@ -75,9 +75,7 @@ def start_on_all(command: list[str], queue: SignalQueue) -> int:
 
 
 def _cpus() -> int:
-    """Return the CPUs per task, which srun would otherwise limit to one: the smallest count in a list such as
-    "96(x3),48".
-    """
+    """Return the CPUs per task, which srun would otherwise limit to one: the smallest count in "96(x3),48"."""
     return min(map(int, re.findall(r"(?:^|,)(\d+)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "1"))), default=1)
 
 
@@ -109,9 +107,7 @@ def tasks_per_machine() -> int:
 
 
 def nodes_of_step(num_ranks: int) -> Nodes:
-    """Return which machine this is, or which rank if each task is a rank. Raises `JobError` for any other layout of
-    tasks.
-    """
+    """Return which machine this is, or which rank if each task is a rank. Raises `JobError` for other layouts."""
     tasks, task, local = number("SLURM_STEP_NUM_TASKS", 1), number("SLURM_PROCID", 0), number("SLURM_LOCALID", 0)
     machines, per_machine = number("SLURM_STEP_NUM_NODES", 1), tasks_per_machine()
     if tasks > machines:
