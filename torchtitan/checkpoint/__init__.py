@@ -1,6 +1,8 @@
-"""Checkpoints: saved whole or not at all, resumed from the newest whole one, never executing what is in them.
+"""Checkpoints: a save is published completely or not at all, and a run resumes from the newest complete one. Loading
+never executes code from a checkpoint.
 
-What finds and judges them needs no torch and neither does importing this package: the rest comes with its first use.
+Finding and validating checkpoints needs no torch, and neither does importing this package: the modules that need it are
+imported on first use.
 """
 
 from importlib import import_module

@@ -1,7 +1,8 @@
-"""All ranks take the same decision: a failure on one is a failure on all, and nobody is left waiting in a collective.
+"""Let all ranks reach the same decision: a failure on one rank is raised on all, so none waits in a collective for
+ever.
 
-A group of its own for whoever uses it, over gloo on every machine: two threads must not share one (gloo hands out
-silently wrong data then), and the trainer's groups belong to the main thread.
+Each user has its own process group, over gloo on every machine. Two threads must not share one (gloo then silently
+returns wrong data), and the trainer's groups belong to the main thread.
 """
 
 import itertools
@@ -16,10 +17,10 @@ from torchtitan.checkpoint.layout import CannotSave, CheckpointError, NotFinite,
 from torchtitan.process import distributed
 
 TIMEOUT = timedelta(minutes=30)
-"""A rank waits here while another writes or checks its files, which takes longer than any step."""
+"""Timeout of a rank that waits while another writes or checks its files, which takes longer than any step."""
 
 KINDS = (CheckpointError, CannotSave, NotFinite, NothingLoadable)
-"""What rank 0 may raise for all, by the number that tells the others which."""
+"""Errors that rank 0 may raise on all ranks; the other ranks receive the index in this tuple."""
 
 T = TypeVar("T")
 
@@ -29,15 +30,17 @@ def _as_it_is(value: Any) -> Any:
 
 
 class Peers:
-    """The ranks of the job, or this process alone. Every rank constructs it at the same point, and one thread uses it,
-    for `purpose`, which is in the group's name (where distributed.set_timeout sees whose group it is).
+    """The ranks of the job, or this process alone.
+
+    Every rank constructs it at the same point, and only one thread uses it. `purpose` becomes part of the group's name,
+    by which distributed.set_timeout recognizes the group.
     """
 
     _made = itertools.count()
 
     def __init__(self, purpose: str) -> None:
         self.name = f"{purpose} {next(self._made)}"
-        """Of no other in this process."""
+        """Unique in this process."""
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.group: dist.ProcessGroup | None = None
         if self.size > 1:
@@ -48,19 +51,22 @@ class Peers:
         return self.rank == 0
 
     def collect(self, value: T) -> list[T] | None:
-        """The values of all ranks, on rank 0; None on the others. They travel as JSON. What reaches rank 0 is as large
-        as if all values were as large as the largest.
+        """Gather the values of all ranks, as JSON. Return them on rank 0 and None on the others. Each value takes as
+        much memory on rank 0 as the largest.
         """
         return [value] if self.group is None else distributed.gather_json(value, self.group)
 
     def agree(self, doing: str, action: Callable[[], T]) -> T:
-        """Run `action` on every rank; its result, or one `CheckpointError` on all that says who failed."""
+        """Run `action` on every rank. Return its result, or raise one `CheckpointError` that names the failed ranks.
+
+        The error is raised on all ranks.
+        """
         result, failure, cause = None, None, None
         try:
             result = action()
         except Exception as error:
             failure, cause = describe(error), error
-        (failed,) = self.maximum(failure is not None)  # texts are exchanged only where there are some
+        (failed,) = self.maximum(failure is not None)  # error texts are exchanged only if there are any
         if not failed:
             return cast(T, result)
         ranks_of: dict[str, list[int]] = {}
@@ -69,14 +75,15 @@ class Peers:
                 ranks_of.setdefault(text, []).append(rank)
         if isinstance(cause, CheckpointError) and len(ranks_of) == 1 and len(ranks_of[str(cause)]) == self.size:
             raise cause
-        told = "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items())
-        raise CheckpointError(f"{doing} failed on {told}") from cause
+        failures = "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items())
+        raise CheckpointError(f"{doing} failed on {failures}") from cause
 
     def decide(
         self, action: Callable[[], T], encode: Callable[[T], Any] = _as_it_is, decode: Callable[[Any], T] = _as_it_is
     ) -> T:
-        """What `action` gives on rank 0, on all ranks; or its error, as a `CheckpointError`, on all ranks. A result
-        that is not what JSON knows is encoded on rank 0 and decoded on the others."""
+        """Run `action` on rank 0 and return its result, or raise its error as a `CheckpointError`, on all ranks. A
+        result that is not JSON-able is encoded on rank 0 and decoded on the others.
+        """
         result, refusal = None, None
         text: Any = None
         if self.is_main:
@@ -94,11 +101,11 @@ class Peers:
         return cast(T, result) if self.is_main else decode(text)
 
     def tell(self, value: T | None) -> T:
-        """Rank 0's value, on all ranks. It travels as JSON."""
+        """Broadcast rank 0's value to all ranks, as JSON."""
         return cast(T, value if self.group is None else distributed.broadcast_json(value, self.group))
 
     def maximum(self, *values: int) -> list[int]:
-        """Element by element over all ranks; a small message."""
+        """Return the element-wise maximum over all ranks, in one small message."""
         if self.group is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)

@@ -1,9 +1,8 @@
-"""Which kind of weights lies at a path: ours, torchtitan's own, or in the form of Hugging Face. Needs no torch.
+"""Find initial weights and identify the base model of an adapter. Needs no torch.
 
-How far the weights were trained that another run starts from: what their folder says of it. Needs no torch.
-
-What a checkpoint that holds an adapter alone says of the model that it belongs to: where it was, and its content's
-digest. Needs no torch.
+Determines the format of the weights at a path (this project's, torchtitan's or Hugging Face's) and how far they were
+trained, as recorded in their folder. For a checkpoint with only an adapter, records the path and digest of its base
+model.
 """
 
 import hashlib
@@ -31,9 +30,10 @@ ALLOWED = "a checkpoint, a folder of them, an export, a folder of Hugging Face o
 
 
 def find_weights(path: Path) -> tuple[Kind, Path]:
-    """The kind, and what holds it: of a folder of checkpoints, or a run's, the newest complete one.
+    """Return the format of the weights at a path, and the file or folder with the weights. In a folder of checkpoints
+    or a run's folder, this is the newest complete checkpoint.
 
-    Raises `NothingLoadable` where there is neither.
+    Raises `NothingLoadable` if there are none.
     """
     if path.is_file():
         if path.suffix != ".safetensors":
@@ -46,27 +46,29 @@ def find_weights(path: Path) -> tuple[Kind, Path]:
     for folder in (path, path / "checkpoint"):
         if step_folders(folder):
             return "ours", resolve(folder)
-        if theirs := _steps_of_torchtitan(folder):
-            return "torchtitan", theirs[-1]
-    # last, as a run on pairs keeps what its reference says as such a file
+        if steps := _steps_of_torchtitan(folder):
+            return "torchtitan", steps[-1]
+    # checked last, because preference training stores reference log-probabilities in such a file
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
         return "hf", path
-    what = "not a regular file" if path.exists() else "no such file or folder"
-    found = "no weights in it" if path.is_dir() else what
-    raise NothingLoadable(f"{path}: {found}; give {ALLOWED}")
+    fault = "not a regular file" if path.exists() else "no such file or folder"
+    problem = "no weights in it" if path.is_dir() else fault
+    raise NothingLoadable(f"{path}: {problem}; give {ALLOWED}")
 
 
 def _steps_of_torchtitan(folder: Path) -> list[Path]:
-    """Oldest first: `step-4`, without the zeros of ours, whose metadata are written last."""
-    named = {int(match[1]): each for each in folder.glob("step-*") if (match := THEIR_STEP.fullmatch(each.name))}
-    return [named[step] for step in sorted(named) if (named[step] / METADATA).is_file()]
+    """Return torchtitan's step folders, oldest first: `step-4`, without leading zeros. Only those with metadata, which
+    are written last, are complete.
+    """
+    folders = {int(match[1]): path for path in folder.glob("step-*") if (match := THEIR_STEP.fullmatch(path.name))}
+    return [folders[step] for step in sorted(folders) if (folders[step] / METADATA).is_file()]
 
 
 SCHEDULE_START = "schedule_start"
-"""In the trainer's state: the step at which the schedule of the learning rate began."""
+"""Key in the trainer's state: the step at which the learning rate schedule began."""
 
 TRAINING_STATE = "training_state.json"
-"""Beside the weights of ReLoRA's scripts: {update_step, tokens_seen, ...}."""
+"""Written next to the weights by ReLoRA's scripts: {update_step, tokens_seen, ...}."""
 
 
 class Counters(NamedTuple):
@@ -75,22 +77,22 @@ class Counters(NamedTuple):
 
 
 def counters_of(kind: Kind, place: Path) -> Counters | None:
-    """Of weights that `find_weights` found; None where nothing is said, as beside an export."""
+    """Return step and tokens of weights from `find_weights`; None if they are not recorded, e.g. for an export."""
     try:
         if kind == "ours":
-            said, names = read_state(place)["trainer"], ("step", "tokens")
+            record, names = read_state(place)["trainer"], ("step", "tokens")
         else:
-            beside = place if place.is_dir() else place.parent
-            said, names = read_json(beside / TRAINING_STATE), ("update_step", "tokens_seen")
+            folder = place if place.is_dir() else place.parent
+            record, names = read_json(folder / TRAINING_STATE), ("update_step", "tokens_seen")
     except (OSError, CheckpointError):
         return None
-    step, tokens = (said.get(name, 0) for name in names)
+    step, tokens = (record.get(name, 0) for name in names)
     return Counters(step, tokens) if type(step) is int and type(tokens) is int and step > 0 else None
 
 
 def schedule_start(dump_folder: str, options: Any) -> int:
-    """The step at which the schedule of a run begins or began, by its options in the section [checkpoint]. 0 where
-    nothing can be read, which loading and the rules have words for.
+    """Return the step at which the learning rate schedule of a run begins or began, from its section [checkpoint]. 0 if
+    nothing can be read, which loading and the rules report.
     """
     try:
         complete, _ = complete_steps(Path(dump_folder, options.folder)) if options.enable else ([], [])
@@ -98,21 +100,23 @@ def schedule_start(dump_folder: str, options: Any) -> int:
             return int(read_state(complete[0])["trainer"].get(SCHEDULE_START, 0))
         if not options.initial_load_counters or options.initial_load_path is None:
             return 0
-        found = counters_of(*find_weights(Path(options.initial_load_path)))
-        return 0 if found is None else found.step
+        counters = counters_of(*find_weights(Path(options.initial_load_path)))
+        return 0 if counters is None else counters.step
     except (OSError, ValueError, TypeError, CheckpointError):
         return 0
 
 
 KEY = "base"
-"""In the trainer's state."""
+"""Key in the trainer's state."""
 
 
 def reference(path: str) -> dict[str, str]:
-    """To a checkpoint of ours, a folder of them (its newest), or weights of others, which are read whole."""
+    """Return path and digest of a base model: a checkpoint of this project, the newest in a folder of them, or weights
+    of another format, which are read completely.
+    """
     kind, place = find_weights(Path(path))
     if kind == "ours":
-        digest = sha256_of(place / MANIFEST)  # which has the digests of all other files
+        digest = sha256_of(place / MANIFEST)  # it lists the digests of all other files
     else:
         digest = _of_files([place] if place.is_file() else _files_of(place, kind))
     return {"path": str(Path(path).resolve()), "sha256": digest}
@@ -120,7 +124,8 @@ def reference(path: str) -> dict[str, str]:
 
 def adapter_save(adapter: Any, options: Any, dump_folder: str) -> Literal["whole", "alone"]:
     """Return the value of adapter.save for a job with these sections [adapter] and [checkpoint]. If it is unset, a run
-    that has checkpoints keeps their form, and a new one saves the adapter alone if it starts from a folder that stays.
+    with checkpoints keeps their form, and a new run saves the adapter alone if it starts from weights that stay in
+    place.
     """
     if adapter.save is not None:
         return adapter.save
@@ -138,8 +143,8 @@ def adapter_save(adapter: Any, options: Any, dump_folder: str) -> Literal["whole
 
 
 def _stays(path: Path) -> bool:
-    """Return True if the path itself holds weights. Of a folder of checkpoints the newest is taken, which another may
-    be by the time of a resume, and retention deletes it.
+    """Return True if the path itself holds weights. In a folder of checkpoints the newest would be used, which may be
+    another one by the time of a resume, and retention deletes it.
     """
     try:
         return find_weights(path)[1] == path
@@ -148,34 +153,34 @@ def _stays(path: Path) -> bool:
 
 
 def size(path: str) -> int:
-    """Bytes that `reference` reads."""
+    """Return the number of bytes that `reference` reads."""
     kind, place = find_weights(Path(path))
     files = [place / MANIFEST] if kind == "ours" else [place] if place.is_file() else _files_of(place, kind)
     return sum(file.stat().st_size for file in files if file.exists())
 
 
-def refuse_another(saved: dict[str, Any], here: dict[str, str]) -> None:
-    """CheckpointError unless the trainer's state `saved` is of the same base."""
-    given = saved.get(KEY)
-    if not isinstance(given, dict):
+def refuse_another(saved: dict[str, Any], job: dict[str, str]) -> None:
+    """Raise `CheckpointError` unless the trainer's state `saved` belongs to the same base model."""
+    base = saved.get(KEY)
+    if not isinstance(base, dict):
         raise CheckpointError(
             'it holds a whole model, the job an adapter alone: write adapter.save = "whole", or start in another '
             "job.dump_folder"
         )
-    if given.get("sha256") != here["sha256"]:
+    if base.get("sha256") != job["sha256"]:
         raise CheckpointError(
-            f"it holds an adapter to the model that was in {given.get('path')} (sha256 "
-            f"{str(given.get('sha256'))[:12]}), but {here['path']} holds another (sha256 {here['sha256'][:12]}); give "
+            f"it holds an adapter to the model that was in {base.get('path')} (sha256 "
+            f"{str(base.get('sha256'))[:12]}), but {job['path']} holds another (sha256 {job['sha256'][:12]}); give "
             f"the first as checkpoint.initial_load_path"
         )
 
 
 def refuse_adapter_alone(folder: Path) -> None:
-    """CheckpointError if a checkpoint of ours holds no model that another job could start from."""
-    given = read_state(folder)["trainer"].get(KEY)
-    if isinstance(given, dict) and read_manifest(folder).kind == "full":
+    """Raise `CheckpointError` if a checkpoint of this project holds no full model that another job could start from."""
+    base = read_state(folder)["trainer"].get(KEY)
+    if isinstance(base, dict) and read_manifest(folder).kind == "full":
         raise CheckpointError(
-            f"{folder} holds an adapter alone, and its model is in {given.get('path')}: merge the two by `torchtitan "
+            f"{folder} holds an adapter alone, and its model is in {base.get('path')}: merge the two by `torchtitan "
             f'export {folder} --to NEW_FOLDER --merge` and start from that folder, or write adapter.save = "whole" in '
             "the first job"
         )

@@ -1,5 +1,5 @@
-"""Which checkpoint is the best by what a validation has measured at its step. They say it themselves, so that nothing
-has to be kept beside them. Needs no torch, and executes nothing that it reads.
+"""Find the best checkpoint by a validation metric. Each checkpoint stores its own metrics, so no separate record is
+needed. Needs no torch, and executes nothing that it reads.
 """
 
 import math
@@ -12,25 +12,24 @@ from torchtitan.checkpoint import layout
 from torchtitan.checkpoint.layout import CheckpointError, NothingLoadable
 
 MEASURED = "measured"
-"""In the trainer's state: what the validation at this very step has measured, finite numbers by their names in
-metrics.jsonl."""
+"""Key in the trainer's state: finite metrics of the validation at this very step, by their names in metrics.jsonl."""
 LOSS = "validation_loss"
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One of these names, and whether the highest value of it is the best."""
+    """A metric's name, and whether its highest value is the best."""
 
     name: str
     highest: bool
 
     @classmethod
     def of(cls, name: str, mode: str | None) -> "Metric":
-        """`mode`: "min", "max", or unset for the lowest loss and the highest of anything else."""
+        """Return the metric for a `mode`: "min", "max", or None for the lowest loss or the highest other value."""
         return cls(name, highest=not name.endswith("loss") if mode is None else mode == "max")
 
     def is_better(self, value: float, than: float | None, by: float = 0.0) -> bool:
-        """Whether it lies more than `by` on the better side. What is not finite never does."""
+        """Return True if `value` is better than `than` by more than `by`. A non-finite value never is."""
         if not math.isfinite(value):
             return False
         return than is None or (value - than if self.highest else than - value) > by
@@ -42,7 +41,7 @@ class Best(NamedTuple):
 
 
 def best_of(complete: Iterable[Path], metric: Metric) -> Best | None:
-    """The oldest with the best value; None where none was validated, or says so legibly."""
+    """Return the oldest checkpoint with the best value; None if none has a readable value."""
     best: Best | None = None
     for folder in sorted(complete):
         value = _measured(folder).get(metric.name)
@@ -60,7 +59,7 @@ def _measured(folder: Path) -> dict[str, Any]:
 
 
 def metric_of(trainer: Mapping[str, Any]) -> Metric | None:
-    """By which the job of a checkpoint tells the best, if it does."""
+    """Return the metric by which the job of a checkpoint selects the best, or None."""
     job = trainer.get("job")
     options = job.get("checkpoint") if isinstance(job, dict) else None
     name = options.get("best_metric") if isinstance(options, dict) else None
@@ -68,8 +67,8 @@ def metric_of(trainer: Mapping[str, Any]) -> Metric | None:
 
 
 def best_in(root: Path, metric: Metric | None = None) -> Best:
-    """Of a folder of checkpoints, by that metric or that of its newest one's job. Raises `NothingLoadable` where there
-    is none.
+    """Return the best checkpoint in a folder, by `metric` or by the metric of its newest checkpoint's job. Raises
+    `NothingLoadable` if there is none.
     """
     complete, _ = layout.complete_steps(root)
     if metric is None and complete:

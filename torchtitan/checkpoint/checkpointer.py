@@ -1,7 +1,7 @@
-"""When the trainer saves and what it resumes from. How a save is made is in saving.py, how one is read in loading.py.
+"""Decide when the trainer saves and what it resumes from. Saving is implemented in saving.py, loading in loading.py.
 
-In the background modes the loop stands still only while this rank's tensors are copied into host buffers; everything
-else happens in one thread at a time. A failed save is raised on all ranks at the same step: while a save is under way
+In the background modes the training loop only waits while this rank's tensors are copied to host buffers. Everything
+else happens in one thread at a time. A failed save is raised on all ranks at the same step: during a background save
 each `maybe_save` exchanges a few bytes to agree on whether it has ended.
 """
 
@@ -38,24 +38,24 @@ from torchtitan.core.tensor_storage import Value
 logger = logging.getLogger(__name__)
 
 RETRY_PAUSES = (2.0, 10.0)
-"""Seconds before a failed save is tried again."""
+"""Seconds before each retry of a failed save."""
 
 
 class Checkpointer:
     """Saves and resumes one job in one folder. Every rank constructs it and makes the same calls at the same steps.
 
-    `model_parts` are this rank's: the model, or its parts of a pipeline under the whole model's names; `optimizers`
-    are theirs. A part whose head is tied to an embedding in another part says so by `part.tied_names` =
-    {"output.weight": "tok_embeddings.weight"}: its copy is not saved, and filled by a load.
+    `model_parts` are this rank's: the model, or its parts of a pipeline under the whole model's names; `optimizers` are
+    theirs. A part with a head tied to an embedding in another part sets `part.tied_names` = {"output.weight":
+    "tok_embeddings.weight"}: its copy is not saved, but filled by a load.
 
-    `trainer_state()` gives JSON-able values that are the same on all ranks, `rank_state()` those of this rank;
-    `load_state(trainer_state, rank_states)` takes them back, the list in the order of the ranks that saved. Names in
-    `exclude_from_loading` are left out of both (top-level keys); "optimizer" leaves the optimizers' state fresh.
-    `before_save()` may raise, on all ranks alike, to keep a state from being saved. `before_load(trainer_state,
-    model_only)` may raise before anything is changed, to refuse what a checkpoint holds. `after_save(step)` is called
-    on rank 0, in the thread that saves, when one has been published. `fresh` are parameters that
-    another job's checkpoint may lack (an adapter's): an initial load then leaves them as they are. `left_out` are those
-    that checkpoints of this job lack: they have their values before `load` is called. `best` tells one that stays.
+    `trainer_state()` returns JSON-able values that are the same on all ranks, `rank_state()` those of this rank.
+    `load_state(trainer_state, rank_states)` restores them, the list in the order of the ranks that saved. Names in
+    `exclude_from_loading` are left out of both (top-level keys); "optimizer" leaves the optimizer state fresh.
+    `before_save()` may raise, on all ranks alike, to reject a state. `before_load(trainer_state, model_only)` may raise
+    before anything is changed, to refuse a checkpoint. `after_save(step)` is called on rank 0, in the saving thread,
+    after each save is published. `fresh` are parameters that another job's checkpoint may lack (an adapter's): an
+    initial load then leaves them unchanged. `left_out` are parameters that this job's checkpoints lack: they are set
+    before `load` is called. `best` selects a checkpoint to retain.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class Checkpointer:
         self.before_save, self.before_load, self.after_save = before_save, before_load, after_save
         self.fresh, self.left_out = ({MODEL + name for name in names} for names in (fresh, left_out))
         self.fresh_loaded = False
-        """Whether what has been loaded held an adapter's parameters too."""
+        """True if the loaded checkpoint also had an adapter's parameters."""
         self.interval, self.interval_type = interval, interval_type
         self.keep_latest_k, self.load_step, self.best = keep_latest_k, load_step, best
-        self.excluded, self.kept = set(exclude_from_loading), Kept()  # beside parameters; set by who has them
+        self.excluded, self.kept = set(exclude_from_loading), Kept()  # adapter state; set by its owner
         self.enable_first_step_checkpoint, self.load_only = enable_first_step_checkpoint, load_only
         self.verify, self.on_save_error, self.retry_pauses = verify, on_save_error, tuple(retry_pauses)
 
@@ -110,19 +110,19 @@ class Checkpointer:
         self.place: folders.Place | None = None
         self.saved_step: int | None = None
         self.whole_step: int | None = None
-        """The same, but for a save that is under way or has failed."""
+        """The same as `saved_step`, but without a save that is under way or has failed."""
         self.needed_bytes = 0
-        """Of a checkpoint, as far as it is known."""
+        """Size of a checkpoint, as far as it is known."""
         self.longest_save_seconds = 0.0
         self.rewound_to: int | None = None
-        """Until the first save, the step loaded: newer ones (passed over as damaged, or not asked for) are history."""
+        """The loaded step, until the first save. Newer checkpoints (damaged, or not asked for) are obsolete."""
         self.last_save_time = time.monotonic()
 
     # Saving
 
     def prepare(self) -> None:
-        """Before the first step: see that all ranks can write to the folder and that it is the same one for all, and
-        know it again at every save. Raises `CheckpointError` on all ranks."""
+        """Check, before the first step, that all ranks can write to the same folder, and mark it to recognize it at
+        every save. Raises `CheckpointError` on all ranks."""
         if self.load_only:
             return
         try:
@@ -137,28 +137,28 @@ class Checkpointer:
             raise CannotSave(f"checkpoints cannot be written to {self.folder}: {error}") from error
 
     def maybe_save(self, step: int, last: bool = False) -> bool:
-        """Save if it is time to, and always after the last step. Whether a save was made or begun.
+        """Save if it is time to, and always after the last step. Return True if a save was made or started.
 
-        Raises `CheckpointError`, on all ranks, if this save or an earlier one in the background failed; with
-        `on_save_error` "continue" only if it is the last, else the failure is said and the next one is tried.
+        Raises `CheckpointError`, on all ranks, if this save or an earlier background save failed. With `on_save_error`
+        "continue" only the last save raises; other failures are logged, and the next save is tried.
         """
         if self.load_only:
             return False
-        earlier = self.running is not None
+        was_running = self.running is not None
         try:
             return self._save_if_due(step, last)
         except CheckpointError as error:
-            if last and not earlier:
+            if last and not was_running:
                 raise
             self._go_on_without(error)
-        return self._save_if_due(step, last) if earlier else False
+        return self._save_if_due(step, last) if was_running else False
 
-    def _go_on_without(self, failed: CheckpointError) -> None:
+    def _go_on_without(self, error: CheckpointError) -> None:
         if self.on_save_error == "stop":
-            raise failed
+            raise error
         self.saved_step = self.whole_step
         if self.main_peers.is_main:
-            logger.error("%s; the run goes on without it (checkpoint.on_save_error = continue)", failed)
+            logger.error("%s; the run goes on without it (checkpoint.on_save_error = continue)", error)
 
     def _save_if_due(self, step: int, last: bool) -> bool:
         if not self._due(step, last) or step == self.saved_step:
@@ -179,43 +179,43 @@ class Checkpointer:
         return True
 
     def not_finite(self) -> list[str]:
-        """Names of weights and moments with a NaN or an infinity in them, on any rank; the same answer on all."""
+        """Return the names of weights and moments with a NaN or an infinity on any rank; the same on all."""
         names = tensors.not_finite(self._tensors()[0])
         if self.main_peers.maximum(bool(names)) == [0]:
             return []
-        return sorted({name for found in self.main_peers.tell(self.main_peers.collect(names)) for name in found})
+        return sorted({name for local in self.main_peers.tell(self.main_peers.collect(names)) for name in local})
 
     def finish(self) -> None:
         """Wait for the save under way. Raises `CheckpointError` on all ranks if it failed on any."""
         self._wait()
 
     def export_model(self, path: Path, dtype: torch.dtype, step: int, plain: Mapping[str, Value] | None = None) -> bool:
-        """Write the model alone, its parameters as `dtype`: a folder for `initial_load` and for inference. `plain`: the
-        tensors of the plain model by its names, where the live model is another one.
+        """Write the model alone, its parameters as `dtype`, to a folder for `initial_load` and for inference. `plain`:
+        the tensors of the plain model by name, if the live model differs.
 
-        False if it is there already, of the same step and job. Waits for the save under way.
+        Return False if it exists already, with the same step and job. Waits for the save under way.
         """
         self._wait()
         snapshot = saving.snapshot_of_model(step, self.model_parts, self.trainer_state, dtype, plain)
         return saving.save(snapshot, Path(path).resolve(), None, self.save_peers, Care(verify=self.verify)) > 0
 
     def _due(self, step: int, last: bool) -> bool:
-        """The same on all ranks; on the way, notice the end of a save in the background."""
+        """Return True, the same on all ranks, if a save is due; also handle the end of a background save."""
         due = last or (step == 1 and self.enable_first_step_checkpoint)
         if self.interval_type == "steps":
             due = due or step % self.interval == 0
-        elif self.main_peers.is_main:  # one clock decides, and no wall clock
+        elif self.main_peers.is_main:  # rank 0 decides, by a monotonic clock
             due = due or time.monotonic() - self.last_save_time >= self.interval
         if self.running is None and self.interval_type == "steps":
             return due
         unfinished = self.running is not None and self.running.is_alive()
-        somebody_due, somebody_unfinished = self.main_peers.maximum(due, unfinished)
-        if not somebody_unfinished:
+        any_due, any_unfinished = self.main_peers.maximum(due, unfinished)
+        if not any_unfinished:
             self._wait()
-        return bool(somebody_due)
+        return bool(any_due)
 
     def _wait(self) -> None:
-        """Join the save under way; if it failed anywhere, fail everywhere."""
+        """Join the save under way; a failure on any rank is raised on all."""
         if self.running is None:
             return
         self.running.join()
@@ -227,11 +227,11 @@ class Checkpointer:
             raise CheckpointError(f"the checkpoint of step {self.running_step} was not saved: {reason}") from failure
 
     def _snapshot(self, step: int) -> Snapshot:
-        """This rank's share, as of now. An error becomes part of it, since the other ranks are about to save."""
+        """Snapshot this rank's share. An error is stored in it, because the other ranks are about to save."""
         snapshot = Snapshot("full", step)
         try:
             snapshot.tensors, snapshot.optimizer_values = self._tensors()
-            # through text, so that it is JSON and later changes of nested values do not reach it
+            # via JSON text, which validates the values and isolates them from later changes
             text = json.dumps([self.trainer_state(), self.rank_state()], allow_nan=False)
             snapshot.trainer, snapshot.rank = json.loads(text)
             if self.staging is not None:
@@ -241,19 +241,19 @@ class Checkpointer:
         return snapshot
 
     def _tensors(self) -> tuple[tensors.Tensors, dict[str, Any]]:
-        of_optimizers, values = tensors.optimizer_state(self.model_parts, self.optimizers)
-        of_optimizers |= self.kept.live(self.main_peers.rank)
-        return self._without(self.left_out, tensors.model_tensors(self.model_parts)) | of_optimizers, values
+        optimizer_tensors, values = tensors.optimizer_state(self.model_parts, self.optimizers)
+        optimizer_tensors |= self.kept.live(self.main_peers.rank)
+        return self._without(self.left_out, tensors.model_tensors(self.model_parts)) | optimizer_tensors, values
 
-    def _without(self, names: Collection[str], of_model: tensors.Tensors) -> tensors.Tensors:
-        return {name: tensor for name, tensor in of_model.items() if name not in names}
+    def _without(self, names: Collection[str], model_tensors: tensors.Tensors) -> tensors.Tensors:
+        return {name: tensor for name, tensor in model_tensors.items() if name not in names}
 
     def _save(self, snapshot: Snapshot, target: Path) -> bool:
         started = time.monotonic()
         care = Care(self.place, self.verify, self.needed_bytes, self.retry_pauses)
         size = saving.save(snapshot, target, self.rewound_to, self.save_peers, care)
         self.whole_step = snapshot.step
-        self.rewound_to = None  # not before: after a save that fails, what is newer is still history
+        self.rewound_to = None  # only now: after a failed save, newer checkpoints are still obsolete
         self.needed_bytes = size or self.needed_bytes
         if self.save_peers.is_main:
             self.after_save(snapshot.step)
@@ -265,23 +265,23 @@ class Checkpointer:
     def _save_in_background(self, snapshot: Snapshot, target: Path) -> None:
         try:
             self._save(snapshot, target)
-        except BaseException as error:  # nobody else looks at what a thread raises
+        except BaseException as error:  # otherwise a thread's exception is lost
             self.failure = error
 
     # Loading
 
     def load(self) -> int | None:
-        """Resume from `load_step` or the newest checkpoint that is whole; the step, or None where there is none.
+        """Resume from `load_step` or the newest complete checkpoint; return the step, or None if there is none.
 
-        A damaged one is passed over for the next older one, which is said. One that is whole and does not fit the
-        job is refused with `CheckpointError`, as is a folder whose checkpoints are all damaged (`NothingLoadable`).
+        A damaged checkpoint is skipped with a warning, in favor of the next older one. An undamaged one that does not
+        fit the job is refused with `CheckpointError`, a folder with only damaged ones with `NothingLoadable`.
         """
         complete, refused = complete_steps(self.folder, self.main_peers)
         if not complete and not refused and self.load_step < 0:
             return None
         if self.load_step >= 0:
             complete = [path for path in complete if layout.step_of(path.name) == self.load_step]
-            refused = [old for old in refused if layout.step_of(old.folder.name) == self.load_step]
+            refused = [skipped for skipped in refused if layout.step_of(skipped.folder.name) == self.load_step]
         for folder in complete:
             try:
                 source = open_checkpoint(folder, self.main_peers)
@@ -290,45 +290,45 @@ class Checkpointer:
                 continue
             try:
                 self._restore(source, with_state=True)
-            except NotFinite as error:  # from before such were not published; an older one may be good
+            except NotFinite as error:  # saved by an old version; an older checkpoint may be finite
                 refused.append(Refused(folder, str(error)))
                 continue
             break
         else:
             raise NothingLoadable(self._nothing(refused))
         if self.main_peers.is_main:
-            for old in refused:
-                logger.warning("checkpoint not used: %s", old)
-            for what, here in saving.versions().items():
-                if (saved := source.manifest.versions.get(what)) != here:
-                    logger.warning("saved with %s %s, going on with %s: not bit-equal any more", what, saved, here)
+            for skipped in refused:
+                logger.warning("checkpoint not used: %s", skipped)
+            for name, version in saving.versions().items():
+                if (saved := source.manifest.versions.get(name)) != version:
+                    logger.warning("saved with %s %s, going on with %s: not bit-equal any more", name, saved, version)
         self.loaded_from = folder
         self.saved_step = self.whole_step = self.rewound_to = source.manifest.step
         return self.saved_step
 
     def can_go_back(self) -> bool:
-        """Whether this run has saved or loaded something that is whole, once the save under way has ended; the same on
-        all ranks. Raises `CheckpointError`, on all of them, if that save failed, unless the run goes on without it."""
+        """Return True, the same on all ranks, if this run has saved or loaded a complete checkpoint. Waits for the save
+        under way, and raises its `CheckpointError` on all ranks if it failed, unless the run continues without it."""
         try:
             self._wait()
         except CheckpointError as error:
             self._go_on_without(error)
         if self.saved_step is None or self.load_only:
             return False
-        partly = self.excluded & {"optimizer", "lr_scheduler"}  # nothing would bring these back to where they began
-        return not (partly and self.loaded_from and self.saved_step == layout.step_of(self.loaded_from.name))
+        partial = self.excluded & {"optimizer", "lr_scheduler"}  # their initial state is not saved anywhere
+        return not (partial and self.loaded_from and self.saved_step == layout.step_of(self.loaded_from.name))
 
     def go_back(self) -> None:
-        """In the middle of a run that can: take its newest checkpoint again."""
-        if self.rewound_to is None:  # the run has saved since it loaded, as it was told to or not
+        """Load the newest checkpoint again in the middle of a run that `can_go_back`."""
+        if self.rewound_to is None:  # the run has saved since it loaded: resume from its newest checkpoint
             self.load_step, self.excluded = -1, set()
         assert self.load() is not None
 
     def initial_load(self, path: Path, model_only: bool = True, counters: bool = False) -> int:
-        """Start from another job's checkpoint, folder of checkpoints (its newest) or export; the step to go on from.
+        """Start from another job's checkpoint, folder of checkpoints (its newest) or export; return the start step.
 
-        `model_only` takes the weights, cast to the model's dtype, and starts at step 0; with `counters` it goes on
-        counting, with a schedule that begins there: `load_state` is given the step as `SCHEDULE_START` too.
+        `model_only` loads the weights, cast to the model's dtype, and starts at step 0. With `counters` it continues
+        the step count, and the schedule begins there: `load_state` also gets the step as `SCHEDULE_START`.
         """
         source = open_checkpoint(resolve(Path(path).resolve(), self.main_peers), self.main_peers)
         if not model_only and source.manifest.kind == "model":
@@ -339,14 +339,14 @@ class Checkpointer:
         self._restore(source, with_state=not model_only)
         if model_only and counters:
             trainer, step = source.state["trainer"], source.manifest.step
-            kept = {"step": step, "tokens": trainer["tokens"], SCHEDULE_START: step}
-            of_data = {"dataloader"} - self.excluded
-            ranks = [{name: state[name] for name in of_data & state.keys()} for state in source.state["ranks"]]
-            self.main_peers.agree(f"going on from {source.folder.name}", lambda: self.load_state(kept, ranks))
+            trainer_state = {"step": step, "tokens": trainer["tokens"], SCHEDULE_START: step}
+            data_keys = {"dataloader"} - self.excluded
+            ranks = [{name: state[name] for name in data_keys & state.keys()} for state in source.state["ranks"]]
+            self.main_peers.agree(f"going on from {source.folder.name}", lambda: self.load_state(trainer_state, ranks))
         return 0 if model_only and not counters else source.manifest.step
 
     def refuse_not_finite(self, origin: Path) -> None:
-        """Where weights or moments that have been read from `origin` hold a NaN or an infinity. Raises `NotFinite`."""
+        """Raise `NotFinite` if weights or moments read from `origin` contain a NaN or an infinity."""
         if names := self.not_finite():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise NotFinite(f"{origin}: {names[0]}{more} holds NaN or infinity, from which no training comes back")
@@ -354,15 +354,15 @@ class Checkpointer:
     def _restore(self, source: Source, with_state: bool) -> None:
         judge = partial(self.before_load, source.state["trainer"], not with_state)
         self.main_peers.agree(f"comparing the job with that of {source.folder.name}", judge)
-        with_optimizer, reads_on = (with_state and part not in self.excluded for part in ("optimizer", "dataloader"))
+        with_optimizer, with_data = (with_state and part not in self.excluded for part in ("optimizer", "dataloader"))
         live = Wanted({}, {})
 
         def collect() -> None:
             live.tensors = tensors.model_tensors(self.model_parts)
             if with_optimizer:
                 tensors.allocate_state(self.optimizers)
-                of_optimizers, live.values = tensors.optimizer_state(self.model_parts, self.optimizers)
-                live.tensors |= of_optimizers
+                optimizer_tensors, live.values = tensors.optimizer_state(self.model_parts, self.optimizers)
+                live.tensors |= optimizer_tensors
             live.copies = tensors.copied_tensors(self.model_parts, self.optimizers if with_optimizer else ())
             self.fresh_loaded = not self.fresh.isdisjoint(source.manifest.tensors)
             absent = self.left_out if with_state else self.fresh
@@ -371,11 +371,11 @@ class Checkpointer:
             if not with_state:
                 live.unpack(self.model_parts, source)
 
-        # the parts of a pipeline differ, so a failure may be one rank's alone
+        # pipeline parts differ, so a single rank may fail
         self.main_peers.agree("collecting what to load", collect)
-        kept, others = self.kept.taken(source, self.main_peers) if reads_on else ({}, ())
-        live.tensors |= kept
-        prefixes = (MODEL, OPTIMIZER, *others) if with_optimizer else (MODEL, *others)
+        adapter_tensors, adapter_prefixes = self.kept.taken(source, self.main_peers) if with_data else ({}, ())
+        live.tensors |= adapter_tensors
+        prefixes = (MODEL, OPTIMIZER, *adapter_prefixes) if with_optimizer else (MODEL, *adapter_prefixes)
         load_tensors(source, live, self.main_peers, prefixes=prefixes, cast=not with_state)
         self.refuse_not_finite(source.folder)
 
@@ -393,8 +393,8 @@ class Checkpointer:
 
     def _nothing(self, refused: list[Refused]) -> str:
         if self.load_step >= 0:
-            what = f"no checkpoint of step {self.load_step} (checkpoint.load_step) can be loaded from {self.folder}"
+            fault = f"no checkpoint of step {self.load_step} (checkpoint.load_step) can be loaded from {self.folder}"
         else:
-            what = f"{self.folder} holds checkpoints and none can be loaded"
-        told = "; ".join(map(str, refused)) or "there is no such step"
-        return f"{what}: {told}. Repair or remove them, or give another job.dump_folder; nothing was started afresh"
+            fault = f"{self.folder} holds checkpoints and none can be loaded"
+        reasons = "; ".join(map(str, refused)) or "there is no such step"
+        return f"{fault}: {reasons}. Repair or remove them, or give another job.dump_folder; nothing was started afresh"

@@ -1,8 +1,8 @@
-"""Making, publishing and deleting checkpoint folders: the only code that renames or deletes any. Needs no torch.
+"""Create, publish and delete checkpoint folders. No other code renames or deletes any. Needs no torch.
 
-A folder is written under a temporary name and published by one rename, so whoever sees the final name sees all of it.
-Deleting goes the other way: rename first, then delete, so that a half-deleted folder has no final name either.
-Only real folders whose full name this project gives out are ever touched.
+A folder is written under a temporary name and published by one rename, so the final name always refers to a complete
+folder. Deletion works in reverse: rename first, then delete, so that a half-deleted folder has no final name either.
+Only real folders with a full name that this project assigns are ever touched.
 """
 
 import logging
@@ -24,7 +24,7 @@ _NONCE = r"[0-9a-f]{16}"
 
 
 def create_temporary(target: Path) -> Path:
-    """A fresh folder beside `target` to write it in."""
+    """Create a new folder next to `target` to write its content in."""
     target.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     temporary = _beside(target, "tmp")
     temporary.mkdir(mode=PRIVATE)
@@ -33,9 +33,10 @@ def create_temporary(target: Path) -> Path:
 
 @dataclass(frozen=True)
 class Place:
-    """The folder of the checkpoints as it was at the start, known again by the marker that the run has left in it.
+    """The folder of a run's checkpoints, identified by a marker file that the run has left in it.
 
-    A disk that is unmounted leaves an empty folder of the same name, which would take saves without a word.
+    Without the marker, an unmounted disk would leave an empty folder of the same name, which would silently accept
+    saves.
     """
 
     root: Path
@@ -47,19 +48,19 @@ class Place:
 
     @classmethod
     def claim(cls, root: Path) -> "Place":
-        """Make the folder if need be, and mark it."""
+        """Create the folder if needed, and mark it."""
         root.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         place = cls(root, secrets.token_hex(8))
         replace_file(place.marker, place.nonce)
         return place
 
     def check(self) -> None:
-        """Raises `CannotSave` where this is another folder by now, or another host's."""
+        """Raise `CannotSave` if this is another folder by now, or a folder of another host."""
         try:
-            found = layout.read_bytes(self.marker, most=100).decode(errors="replace")
+            marker_text = layout.read_bytes(self.marker, most=100).decode(errors="replace")
         except layout.CheckpointError as error:
-            found = str(error)
-        if found != self.nonce:
+            marker_text = str(error)
+        if marker_text != self.nonce:
             raise layout.CannotSave(
                 f"{self.root} is not the folder that this run began with: its marker {self.marker.name} is not there "
                 "or another's. Is the disk still mounted, the same on all hosts, and no other run using it? Nothing "
@@ -67,7 +68,7 @@ class Place:
             )
 
     def try_writing(self, rank: int) -> None:
-        """A few bytes, before the first step is paid for. Raises `OSError`."""
+        """Write and delete a small file, to detect errors before the first step. Raises `OSError`."""
         probe = self.root / f".probe-{rank}-{self.nonce}"
         try:
             with probe.open("xb") as file:
@@ -79,7 +80,7 @@ class Place:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Delete what crashed saves of this target left: for a step folder, those of all steps."""
+    """Delete leftovers of crashed saves of this target; for a step folder, of all steps."""
     name = r"step-[0-9]{8,}" if layout.step_of(target.name) is not None else re.escape(target.name)
     pattern = re.compile(rf"\.tmp-{name}-{_NONCE}")
     if target.parent.is_dir():
@@ -93,7 +94,7 @@ def remove_leftovers(target: Path) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a new file so that it survives a power cut under its name in full or not at all."""
+    """Write a new file durably: after a power failure it is complete under its name or does not exist."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("x", encoding="utf-8") as file:
         file.write(text)
@@ -103,9 +104,9 @@ def write_file(path: Path, text: str) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file whole under its name, or leave what was there; a link in its place is replaced, not followed."""
+    """Replace a file atomically, or leave the old one. A link in its place is replaced, not followed."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # of a crash
+    temporary.unlink(missing_ok=True)  # left by a crash
     with temporary.open("x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -114,7 +115,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def publish(temporary: Path, target: Path) -> None:
-    """Give a finished folder its final name, for good."""
+    """Rename a finished folder to its final name, durably."""
     sync_folder(temporary)
     temporary.rename(target)
     sync_folder(target.parent)
@@ -122,8 +123,10 @@ def publish(temporary: Path, target: Path) -> None:
 
 @contextmanager
 def published(target: Path, write: bool) -> Iterator[Path]:
-    """Where to write a folder that takes the place of `target`, whole, when the block ends; until then, and if it ends
-    badly, what was there stays as it is. Without `write` (another rank's) nothing is done. Raises `OSError`.
+    """Yield a temporary folder that replaces `target` atomically when the block ends.
+
+    Until then, and after an error, the old folder stays unchanged. Without `write` (on other ranks) nothing is done.
+    Raises `OSError`.
     """
     if not write:
         yield target
@@ -139,16 +142,16 @@ def published(target: Path, write: bool) -> Iterator[Path]:
             if target.is_symlink() or not target.is_dir():
                 raise NotADirectoryError(f"{target} is not a folder of its own: move it away")
             foreign = [path.name for path in target.iterdir() if not _is_of_export(path, temporary)]
-            before = move_aside(target)
+            old_folder = move_aside(target)
             try:
                 publish(temporary, target)
             except OSError:
-                before.rename(target)
+                old_folder.rename(target)
                 raise
             if foreign:
-                logger.warning("%s also held %s: what was there is now %s", target, foreign[0], before.name)
+                logger.warning("%s also held %s: what was there is now %s", target, foreign[0], old_folder.name)
             else:
-                shutil.rmtree(before)
+                shutil.rmtree(old_folder)
         else:
             publish(temporary, target)
     except BaseException:
@@ -157,25 +160,25 @@ def published(target: Path, write: bool) -> Iterator[Path]:
 
 
 def _is_of_export(path: Path, newer: Path) -> bool:
-    """Whether a file of an older export is one that the newer replaces, or a shard of weights."""
+    """Return True if a file of an older export is one that the newer replaces, or a shard of weights."""
     return path.is_file() and (path.suffix == ".safetensors" or (newer / path.name).exists())
 
 
 def move_aside(folder: Path) -> Path:
-    """Free a name that a save needs without deleting anything."""
+    """Rename a folder that is in the way of a save, without deleting anything."""
     aside = _beside(folder, "aside")
     folder.rename(aside)
     return aside
 
 
 def delete(folder: Path) -> None:
-    """Delete a temporary folder of ours."""
+    """Delete a temporary folder of this project."""
     assert folder.name.startswith(".tmp-"), folder
     shutil.rmtree(folder)  # refuses a symbolic link, and does not follow those inside
 
 
 def unpublish(folder: Path) -> None:
-    """Delete a step folder of ours: its name first, so that no half of it is ever seen."""
+    """Delete a step folder of this project. It loses its name first, so that it is never seen half deleted."""
     assert layout.step_of(folder.name) is not None, folder
     unpublished = _beside(folder, "tmp")
     folder.rename(unpublished)
@@ -184,7 +187,7 @@ def unpublish(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable (a no-op where folders cannot be opened, as on Windows)."""
+    """Make the names in a folder durable (a no-op on systems that cannot open folders, such as Windows)."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -194,5 +197,5 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _beside(path: Path, mark: str) -> Path:
-    return path.with_name(f".{mark}-{path.name}-{secrets.token_hex(8)}")
+def _beside(path: Path, prefix: str) -> Path:
+    return path.with_name(f".{prefix}-{path.name}-{secrets.token_hex(8)}")

@@ -1,13 +1,14 @@
-"""What a checkpoint is on disk and how one is found and judged. Needs no torch, and executes nothing that it reads.
+"""Layout of a checkpoint on disk, and how checkpoints are found and validated. Needs no torch, and executes nothing
+that it reads.
 
 checkpoint/step-00000500/      published by one rename, never written again
-    __0_0.distcp ...           tensors, by torch.distributed.checkpoint, a file a rank
-    .metadata                  where each tensor lies in them
+    __0_0.distcp ...           tensors, by torch.distributed.checkpoint, one file per rank
+    .metadata                  index of the tensors in these files
     state.json                 everything that is not a tensor
-    rank_0.json ...            but what is large, and of interest to the same rank alone
-    manifest.json              written last: what the others must be; without it the folder is no checkpoint
+    rank_0.json ...            large state that only the same rank needs
+    manifest.json              written last: size and checksum of all other files; required for a checkpoint
 checkpoint/.tmp-NAME-NONCE/    being written, or left over from a crash
-checkpoint/.aside-NAME-NONCE/  was in the way of a save: kept for its owner to look at, never read
+checkpoint/.aside-NAME-NONCE/  was in the way of a save: kept for the user to inspect, never read
 """
 
 import hashlib
@@ -31,25 +32,25 @@ FORMAT = 1
 MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
 MODEL, OPTIMIZER = "model.", "optimizer."
 KEPT = "kept."
-"""And the number of the rank that has kept it beside its parameters."""
-"""Prefixes of the tensors' names."""
+"""Prefixes of tensor names. KEPT is followed by the number of the rank that the adapter state belongs to."""
+
 OWN = ("rng",)
-"""Parts of a rank's state that are in a file of its own; older checkpoints have them in state.json, which all read."""
+"""Parts of a rank's state in a separate file; older checkpoints have them in state.json, which all ranks read."""
 
 _STEP = re.compile(r"step-([0-9]{8,})")
 _FILE = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _HASH_BLOCK = 1 << 20
 LARGEST_TEXT = 1 << 30
-"""Bytes of a manifest or state; the state of 100,000 ranks is half of it."""
+"""Largest manifest or state in bytes; the state of 100,000 ranks is half of it."""
 
 
 class CheckpointError(JobError):
-    """A checkpoint cannot be written or read. The message names folder, file or tensor, and the remedy."""
+    """A checkpoint cannot be written or read. The message names the folder, file or tensor, and the remedy."""
 
 
 class CannotSave(CheckpointError):
-    """The place of the checkpoints takes none (exit code 7, also before the first step)."""
+    """The checkpoint folder cannot be written (exit code 7, also before the first step)."""
 
 
 class NotFinite(CheckpointError):
@@ -57,7 +58,7 @@ class NotFinite(CheckpointError):
 
 
 class NothingLoadable(CheckpointError):
-    """There are checkpoints and none can be used: the run must not start afresh in silence (exit code 3)."""
+    """There are checkpoints but none can be used: the run must not silently restart from scratch (exit code 3)."""
 
 
 @dataclass(config=_STRICT, frozen=True)
@@ -104,21 +105,21 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a folder name as `step_name` writes it; None for anything else."""
+    """Return the step of a folder name written by `step_name`; None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def step_folders(root: Path) -> list[tuple[int, Path]]:
-    """Everything under `root` named like a step, newest first, complete or not."""
+    """Return all folders under `root` with a step's name, newest first, complete or not."""
     if not root.is_dir():
         return []
-    found = [(step, path) for path in root.iterdir() if (step := step_of(path.name)) is not None]
-    return sorted(found, reverse=True)
+    folders = [(step, path) for path in root.iterdir() if (step := step_of(path.name)) is not None]
+    return sorted(folders, reverse=True)
 
 
 def complete_steps(root: Path) -> tuple[list[Path], list[Refused]]:
-    """Step folders that are complete by their manifest and the sizes of their files, newest first; and the others."""
+    """Return the step folders that are complete by their manifest and file sizes, newest first, and the refused."""
     complete, refused = [], []
     for step, folder in step_folders(root):
         try:
@@ -131,13 +132,13 @@ def complete_steps(root: Path) -> tuple[list[Path], list[Refused]]:
 
 
 def newest_complete(root: Path) -> tuple[Path | None, list[Refused]]:
-    """The folder that a resume takes, and the folders that are no complete checkpoints, with reasons."""
+    """Return the newest complete checkpoint, from which a run resumes, and the incomplete folders with reasons."""
     complete, refused = complete_steps(root)
     return (complete[0] if complete else None), refused
 
 
 def check_complete(folder: Path) -> Manifest:
-    """The manifest of a folder whose files are all there at their listed size. Raises `CheckpointError`."""
+    """Return the manifest of a folder if all its files exist with the listed sizes. Raises `CheckpointError`."""
     if folder.is_symlink() or not folder.is_dir():
         raise CheckpointError("it is not a folder of its own (a file or a symbolic link)")
     manifest = read_manifest(folder)
@@ -146,7 +147,7 @@ def check_complete(folder: Path) -> Manifest:
 
 
 def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Refuse files that are missing, are links or have another size than listed. Raises `CheckpointError`."""
+    """Refuse files that are missing, are links or differ in size from the manifest. Raises `CheckpointError`."""
     for name in names:
         try:
             status = (folder / name).lstat()
@@ -159,14 +160,14 @@ def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def damaged_files(folder: Path, manifest: Manifest, names: Collection[str], bar: bool = False) -> list[str]:
-    """Those of the files whose content is not what was written. With a bar where somebody waits for it."""
+    """Return the files that differ in content from what was written. `bar` shows a progress bar where a user waits."""
     size = sum(manifest.files[name].size for name in names)
     with progress_bar(f"checking {folder.name}", size, shown=bar) as progress:
         return [name for name in names if sha256_of(folder / name, progress.update) != manifest.files[name].sha256]
 
 
 def forget(path: Path) -> None:
-    """Have what is written of a file dropped from memory, where the system can: the next reader asks the disk."""
+    """Drop a file's pages from the page cache, where the system can, so that the next read comes from the disk."""
     if hasattr(os, "posix_fadvise"):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
@@ -176,17 +177,17 @@ def forget(path: Path) -> None:
 
 
 def resolve(path: Path) -> Path:
-    """A checkpoint or export itself, or the newest complete step of a folder that holds some.
+    """Return the path itself if it is a checkpoint or export, or the newest complete step in a folder of checkpoints.
 
-    Raises `NothingLoadable` where there is neither, saying what was found.
+    Raises `NothingLoadable`, with the reasons, if there is neither.
     """
     if (path / MANIFEST).exists():
         return path
     newest, refused = newest_complete(path)
     if newest is None:
-        found = "; ".join(map(str, refused)) or ("no step-* folders in it" if path.is_dir() else "no such folder")
+        reasons = "; ".join(map(str, refused)) or ("no step-* folders in it" if path.is_dir() else "no such folder")
         raise NothingLoadable(
-            f"{path}: no complete checkpoint ({found}); give a step-* folder, a folder that holds some, or an export"
+            f"{path}: no complete checkpoint ({reasons}); give a step-* folder, a folder that holds some, or an export"
         )
     return newest
 
@@ -197,7 +198,7 @@ def manifest_text(manifest: Manifest) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Parse and judge `manifest.json`. Raises `CheckpointError`."""
+    """Parse and validate `manifest.json`. Raises `CheckpointError`."""
     path = folder / MANIFEST
     if not path.exists():
         raise CheckpointError(f"it has no {MANIFEST}, so it was never finished")
@@ -220,7 +221,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What `state.json` holds: step, trainer (the trainer's state), ranks (a list), optimizer (values), versions."""
+    """Read `state.json`: step, trainer (the trainer's state), ranks (a list), optimizer (values), versions."""
     state = read_json(folder / STATE)
     for key, kind in {"trainer": dict, "ranks": list, "optimizer": dict}.items():
         if not isinstance(state.get(key), kind):
@@ -233,17 +234,17 @@ def own_name(rank: int) -> str:
 
 
 def read_own(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
-    """What the rank of that number has kept for itself; nothing if it has no such file."""
+    """Read the separate state file of one rank; {} if it has none."""
     return read_json(folder / own_name(rank)) if own_name(rank) in manifest.files else {}
 
 
 def dump_json(value: Any) -> str:
-    """JSON text; numbers that JSON does not know (NaN, infinities) raise `ValueError`."""
+    """Return JSON text. NaN and infinities, which JSON lacks, raise `ValueError`."""
     return json.dumps(value, indent=1, allow_nan=False) + "\n"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, refusing duplicate keys and non-numbers. Raises `CheckpointError`."""
+    """Read a JSON object; duplicate keys and NaN or infinities are refused. Raises `CheckpointError`."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
@@ -266,7 +267,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_bytes(path: Path, most: int = LARGEST_TEXT) -> bytes:
-    """The content of a regular file, no link, pipe or device, of at most so many bytes. Raises `CheckpointError`."""
+    """Return the content of a regular file (no link or device) of at most `most` bytes. Raises `CheckpointError`."""
     try:
         return read_file(path, most, follow_links=False)
     except FileError as error:
@@ -274,7 +275,7 @@ def read_bytes(path: Path, most: int = LARGEST_TEXT) -> bytes:
 
 
 def sha256_of(path: Path, tell: Callable[[int], object] = int) -> str:
-    """`tell` hears of every block read, by its number of bytes."""
+    """Return the SHA-256 digest of a file. `tell` is called with the size of every block read."""
     digest, buffer = hashlib.sha256(), bytearray(_HASH_BLOCK)
     with open_file(path) as file:
         while count := file.readinto(buffer):

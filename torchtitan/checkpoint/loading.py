@@ -1,7 +1,7 @@
-"""Reading a checkpoint into live tensors, on any number of ranks and under any plan.
+"""Load a checkpoint into live tensors, on any number of ranks and under any parallel plan.
 
-Nothing is written to a tensor before the files' checksums, the index and every name, dtype and shape have been
-agreed on by all ranks; a tensor that is missing, left over or of another shape is refused by name.
+No tensor is written before all ranks have agreed on the files' checksums, the index and every name, dtype and shape. A
+tensor that is missing, surplus or of another shape is refused by name.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """A folder found complete and undamaged by all ranks."""
+    """A checkpoint folder that all ranks have found complete and undamaged."""
 
     folder: Path
     manifest: Manifest
@@ -34,7 +34,7 @@ class Source:
 
 
 def open_checkpoint(folder: Path, peers: Peers) -> Source:
-    """Judge a folder; the ranks share the work of hashing. Raises `CheckpointError` on all of them or on none."""
+    """Validate a folder; the ranks share the hashing. Raises `CheckpointError` on all ranks or on none."""
 
     def judge() -> Source:
         manifest = layout.read_manifest(folder)
@@ -57,18 +57,18 @@ def open_checkpoint(folder: Path, peers: Peers) -> Source:
 
 @dataclass
 class Wanted:
-    """What one rank's model, or its parts of a pipeline, takes from a checkpoint."""
+    """The tensors that one rank's model, or its parts of a pipeline, loads from a checkpoint."""
 
     tensors: Tensors
     copies: Tensors
-    """Filled too, from the same names: the other end's copy of tied weights, maybe beside them on one rank."""
+    """Filled from the same names: copies of tied weights, possibly on the same rank as their originals."""
     values: Iterable[str] = ()
-    """Names of optimizer values that are no tensors."""
+    """Names of optimizer values that are not tensors."""
     stores: Mapping[str, Store] = field(default_factory=dict)
-    """What is packed here and not there, by its name there."""
+    """Tensors packed in the model but plain in the checkpoint, by their names in the checkpoint."""
 
     def unpack(self, parts: Iterable[nn.Module], source: Source) -> None:
-        """Ask for plain tensors instead of packed ones, if the checkpoint has no packed ones."""
+        """Request plain tensors instead of packed ones if the checkpoint has no packed ones."""
         packed = {MODEL + name for part in parts for name in packed_names(part)} & self.tensors.keys()
         if packed and packed.isdisjoint(source.manifest.tensors):
             self.tensors = {name: tensor for name, tensor in self.tensors.items() if name not in packed}
@@ -76,18 +76,17 @@ class Wanted:
 
 
 def load_tensors(source: Source, live: Wanted, peers: Peers, *, prefixes: tuple[str, ...], cast: bool = False) -> None:
-    """Fill the live tensors of all ranks, which together have exactly the names that the checkpoint has under
-    `prefixes`.
+    """Fill the live tensors of all ranks, which together must have exactly the checkpoint's names under `prefixes`.
 
-    `cast` allows floating-point tensors to be saved in another dtype than the live ones; it is said in the log.
+    `cast` allows saved floating-point tensors to differ in dtype from the live ones; this is logged.
     """
     saved = source.manifest.tensors | dict.fromkeys(source.state["optimizer"], tensors.VALUE)
     saved = {name: entry for name, entry in saved.items() if name.startswith(prefixes)}
     packed: dict[str, tensors.TensorEntry] = {}
     for name, store in live.stores.items():
         packed |= tensors.entries({name: store.empty()})
-    own = (tensors.entries(live.tensors, live.values), tensors.entries(live.copies), packed)
-    reason, casts = _compare(tensors.united(own), saved, cast, peers)
+    shares = (tensors.entries(live.tensors, live.values), tensors.entries(live.copies), packed)
+    reason, casts = _compare(tensors.united(shares), saved, cast, peers)
     if reason is not None:
         raise CheckpointError(f"{source.folder} does not fit this job: {reason}")
     if casts and peers.is_main:
@@ -101,9 +100,9 @@ def load_tensors(source: Source, live: Wanted, peers: Peers, *, prefixes: tuple[
 
     read(live.tensors)
     copied, *unpacked = peers.maximum(bool(live.copies), *(name in packed for name in sorted(saved)))
-    if copied:  # by itself, as a rank can ask for a name only once at a time
+    if copied:  # in a separate read, because one read can request each name only once
         read(live.copies)
-    for name in compress(sorted(saved), unpacked):  # one by one: larger before they are packed
+    for name in compress(sorted(saved), unpacked):  # one by one, because unpacked tensors are larger
         values = {name: live.stores[name].empty()} if name in live.stores else {}
         read(values)
         if values:
@@ -111,33 +110,34 @@ def load_tensors(source: Source, live: Wanted, peers: Peers, *, prefixes: tuple[
 
 
 def _compare(
-    own: dict[str, TensorEntry], saved: dict[str, TensorEntry], cast: bool, peers: Peers
+    local: dict[str, TensorEntry], saved: dict[str, TensorEntry], cast: bool, peers: Peers
 ) -> tuple[str | None, set[str]]:
-    """`tensors.differences` between what all ranks want together and what is saved; the same on all.
+    """Compare the tensors that all ranks request together with the saved ones: `tensors.differences`, equal on all
+    ranks.
 
-    A rank that wants only what is saved marks its names in a list of the saved ones, and these lists are all that is
-    exchanged. Only where something does not fit do names travel.
+    If a rank requests only saved tensors, it marks them in the list of saved names, and only these lists are exchanged.
+    Names are exchanged only on a mismatch.
     """
     names = sorted(saved)
-    odd, _ = tensors.differences(own, {name: saved[name] for name in own if name in saved}, cast)
-    cast_here = (name in own and own[name].dtype != saved[name].dtype for name in names)
-    misfit, *marks = peers.maximum(odd is not None, *(name in own for name in names), *cast_here)
-    wanted = {name: saved[name] for name in compress(names, marks[: len(names)])}
-    if not misfit and len(wanted) == len(saved):
+    mismatch, _ = tensors.differences(local, {name: saved[name] for name in local if name in saved}, cast)
+    cast_here = (name in local and local[name].dtype != saved[name].dtype for name in names)
+    misfit, *marks = peers.maximum(mismatch is not None, *(name in local for name in names), *cast_here)
+    requested = {name: saved[name] for name in compress(names, marks[: len(names)])}
+    if not misfit and len(requested) == len(saved):
         return None, {saved[name].dtype for name in compress(names, marks[len(names) :])}
-    odd_names = [name for name, entry in own.items() if saved.get(name) != entry]
-    odd_entries: dict[str, Any] = {name: [own[name].dtype, own[name].shape] for name in odd_names}
-    others = peers.collect(odd_entries)
-    if others is not None:
-        wanted |= tensors.united([{name: TensorEntry(*entry) for name, entry in plain.items()} for plain in others])
-    reason, casts = tensors.differences(wanted, saved, cast)
+    mismatched_names = [name for name, entry in local.items() if saved.get(name) != entry]
+    mismatched_entries: dict[str, Any] = {name: [local[name].dtype, local[name].shape] for name in mismatched_names}
+    gathered = peers.collect(mismatched_entries)
+    if gathered is not None:
+        requested |= tensors.united([{name: TensorEntry(*entry) for name, entry in part.items()} for part in gathered])
+    reason, casts = tensors.differences(requested, saved, cast)
     reason, names = peers.tell((reason, sorted(casts)))
     return reason, set(names)
 
 
 def load_model_for_inference(path: Path, model: nn.Module, left_out: Collection[str] = ()) -> int:
     """Fill a model, plain or parallel, from a checkpoint, a folder of checkpoints (its newest) or an export, saved
-    under any plan. `left_out` are parameters that it lacks, and that stay as they are.
+    under any plan. `left_out` are parameters that the checkpoint lacks; they keep their values.
 
     Returns the step it was saved at. Weights are cast to the model's dtype. Raises `CheckpointError`.
     """
@@ -145,27 +145,27 @@ def load_model_for_inference(path: Path, model: nn.Module, left_out: Collection[
 
 
 def load_weights(path: Path, parts: Sequence[nn.Module], left_out: Collection[str] = ()) -> int:
-    """The same of the parts that this rank has of a model in a pipeline."""
+    """Fill this rank's parts of a pipelined model, like `load_model_for_inference`."""
     peers = Peers("loading")
     source = open_checkpoint(resolve(path, peers), peers)
     absent = {MODEL + name for name in left_out}
-    own, copies = (
-        {name: tensor for name, tensor in found.items() if name not in absent}
-        for found in (tensors.model_tensors(parts), tensors.copied_tensors(parts))
+    targets, copies = (
+        {name: tensor for name, tensor in tensors_of.items() if name not in absent}
+        for tensors_of in (tensors.model_tensors(parts), tensors.copied_tensors(parts))
     )
-    live = Wanted(own, copies)
+    live = Wanted(targets, copies)
     live.unpack(parts, source)
     load_tensors(source, live, peers, prefixes=(MODEL,), cast=True)
     return source.manifest.step
 
 
 def resolve(path: Path, peers: Peers) -> Path:
-    """`layout.resolve`, by rank 0 for all."""
+    """Run `layout.resolve` on rank 0, for all ranks."""
     return peers.decide(lambda: layout.resolve(path), str, Path)
 
 
 def complete_steps(root: Path, peers: Peers) -> tuple[list[Path], list[Refused]]:
-    """`layout.complete_steps`, by rank 0 for all."""
+    """Run `layout.complete_steps` on rank 0, for all ranks."""
     return peers.decide(
         lambda: layout.complete_steps(root),
         lambda both: [list(map(str, both[0])), [[str(old.folder), old.reason] for old in both[1]]],
@@ -174,5 +174,5 @@ def complete_steps(root: Path, peers: Peers) -> tuple[list[Path], list[Refused]]
 
 
 def claim(root: Path, peers: Peers) -> folders.Place:
-    """`folders.Place.claim`, by rank 0 for all."""
+    """Run `folders.Place.claim` on rank 0, for all ranks."""
     return folders.Place(root, peers.decide(lambda: folders.Place.claim(root).nonce))

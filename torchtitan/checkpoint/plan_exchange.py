@@ -1,8 +1,8 @@
-"""How ranks exchange the plans of torch.distributed.checkpoint (DCP), as JSON.
+"""Exchange the plans of torch.distributed.checkpoint (DCP) between ranks as JSON.
 
-DCP sends plans, results and errors between ranks as pickles, and unpickling can run code of whoever sent them. Here its
-exchange is replaced for the groups of `Peers`; other users of DCP in the process keep torch's. Items are lists of plain
-fields: rank 0 reads millions of them in a large run, and generic encoding would take minutes.
+DCP sends plans, results and errors as pickles, and unpickling can run the sender's code. This module replaces its
+exchange for the groups of `Peers`; other users of DCP in the process keep torch's. Items are lists of plain fields,
+because rank 0 reads millions of them in a large run, and generic encoding would take minutes.
 """
 
 import json
@@ -61,19 +61,19 @@ class JsonExchange(_DistWrapper):
 
 
 def exchange_of(group: dist.ProcessGroup | None, use_dist: bool, coordinator_rank: int) -> _DistWrapper:
-    """Return the exchange for a save or a load: ours for the groups of `Peers`."""
+    """Return the exchange for a save or a load: the JSON exchange for the groups of `Peers`, otherwise torch's."""
     ours = use_dist and group is not None and group.group_desc.startswith("checkpoint: ")
     return (JsonExchange if ours else _DistWrapper)(group, use_dist, coordinator_rank)
 
 
 def install() -> None:
-    """Have DCP's `save` and `load` use `exchange_of`."""
+    """Make DCP's `save` and `load` use `exchange_of`."""
     for module in (state_dict_saver, state_dict_loader):
         module._DistWrapper = exchange_of  # type: ignore[attr-defined, assignment]
 
 
 def encode(value: Any) -> Plain:
-    """Return what DCP's planners and file systems exchange as a plain value. Raises `TypeError` for anything else."""
+    """Encode an object of DCP's planners and storage as a plain value. Raises `TypeError` for any other object."""
     if value is None:
         return None
     if isinstance(value, SavePlan):
@@ -96,7 +96,7 @@ def encode(value: Any) -> Plain:
 
 
 def decode(plain: Plain) -> Any:
-    """Invert `encode`, of metadata without the places in files, of errors with no more than their texts."""
+    """Invert `encode`. Metadata come back without file locations, and errors only as their texts."""
     if plain is None:
         return None
     kind, *fields = plain
@@ -132,9 +132,9 @@ def _write_item(item: WriteItem) -> list[Plain]:
     data = item.tensor_data
     if data is None:
         raise TypeError(f"{item.index.fqn} is no tensor")
-    of_chunk, properties = data.chunk, data.properties
+    chunk, properties = data.chunk, data.properties
     dtype, flags = str(properties.dtype), [properties.requires_grad, properties.pin_memory]
-    return [_index(item.index), item.type.name, of_chunk.offsets, of_chunk.sizes, data.size, dtype, flags]
+    return [_index(item.index), item.type.name, chunk.offsets, chunk.sizes, data.size, dtype, flags]
 
 
 def _read_write_item(

@@ -1,4 +1,4 @@
-"""The state of every random generator of this process as JSON values: Python, numpy, torch on CPU and on its GPU."""
+"""The state of all random generators of this process as JSON values: Python, numpy, torch on the CPU and on its GPU."""
 
 import random
 import sys
@@ -9,12 +9,12 @@ import torch
 from torchtitan.checkpoint.layout import CheckpointError
 
 _PYTHON_VERSION = 3
-"""Of `random.getstate()`: 624 words and a position."""
+"""Version of `random.getstate()`: 624 words and a position."""
 
 
 class RandomState:
-    """As it is when this is made, in copies of a few kilobytes. numpy's is there if numpy has been imported, CUDA's (of
-    the current device) if CUDA has been used.
+    """A snapshot of the generators, a few kilobytes. It includes numpy's if numpy has been imported, and CUDA's (of the
+    current device) if CUDA has been used.
     """
 
     def __init__(self) -> None:
@@ -24,10 +24,10 @@ class RandomState:
         self.cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
 
     def to_json(self) -> dict[str, Any]:
-        version, words, gauss = self.python
+        version, state_words, gauss = self.python
         assert version == _PYTHON_VERSION, version
         state: dict[str, Any] = {
-            "python": {"words": _words_to_hex(words), "gauss": gauss},
+            "python": {"words": _words_to_hex(state_words), "gauss": gauss},
             "torch": self.torch.numpy().tobytes().hex(),
         }
         if self.numpy is not None:
@@ -39,28 +39,28 @@ class RandomState:
 
 
 def rng_state() -> dict[str, Any]:
-    """As it is now."""
+    """Return the current state."""
     return RandomState().to_json()
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Continue the generators of `rng_state`. What is not there, or not in use here, keeps its own state."""
+    """Restore the generators from `rng_state`. One that is missing in `state` or not in use here is unchanged."""
     try:
         python = state["python"]
         random.setstate((_PYTHON_VERSION, tuple(_hex_to_words(python["words"])), python["gauss"]))
         torch.set_rng_state(_bytes_tensor(state["torch"]))
         if "numpy" in state and (numpy := sys.modules.get("numpy")):
             saved = state["numpy"]
-            words = numpy.array(_hex_to_words(saved["words"]), dtype=numpy.uint32)
-            numpy.random.set_state(("MT19937", words, saved["position"], *saved["gauss"]))
+            state_words = numpy.array(_hex_to_words(saved["words"]), dtype=numpy.uint32)
+            numpy.random.set_state(("MT19937", state_words, saved["position"], *saved["gauss"]))
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(_bytes_tensor(state["cuda"]))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the saved state of the random generators cannot be used: {error!r}") from None
 
 
-def _words_to_hex(words: list[int] | tuple[int, ...]) -> str:
-    return b"".join(word.to_bytes(4, "little") for word in words).hex()
+def _words_to_hex(values: list[int] | tuple[int, ...]) -> str:
+    return b"".join(value.to_bytes(4, "little") for value in values).hex()
 
 
 def _hex_to_words(text: str) -> list[int]:

@@ -1,5 +1,5 @@
-"""Which old checkpoints go. Those that stay are looked at before any is deleted: disks rot, and a good old checkpoint
-is worth more than two damaged new ones.
+"""Delete old checkpoints. The retained ones are verified first: disks fail, and a good old checkpoint is worth more
+than two damaged new ones.
 """
 
 import logging
@@ -13,7 +13,7 @@ from torchtitan.checkpoint.layout import CheckpointError
 logger = logging.getLogger(__name__)
 
 GOOD = 2
-"""Checkpoints of sound content that are never deleted, however few are to be kept."""
+"""Number of undamaged checkpoints that are never deleted, even if fewer are to be kept."""
 
 
 def retain(
@@ -24,13 +24,13 @@ def retain(
     known_good: set[Path] | None,
     metric: Metric | None = None,
 ) -> None:
-    """Delete complete step folders but the newest `keep` (at least 2; 0 keeps all), the best by the metric and the
-    protected ones, once the content of two that stay has been found whole; where newer ones are damaged, older ones
-    stay in their place.
+    """Delete all complete step folders but the newest `keep` (at least 2; 0 keeps all), the best and the protected
+    ones.
 
-    Folders that are not complete, are links, or are not named by us are neither counted nor touched. `known_good` have
-    just been read; None leaves content unlooked at. All ranks call it and share the reading. Failing to delete is
-    reported and no more: the new checkpoint is safe by now.
+    The best is selected by `metric`. Nothing is deleted before two retained checkpoints are verified as undamaged. If
+    newer ones are damaged, older ones stay in their place. Folders that are incomplete, links, or not named by this
+    project are neither counted nor touched. `known_good` have just been verified; None skips verification. All ranks
+    call it and share the reading. A failure to delete is only logged, because the new checkpoint is already safe.
     """
     if keep == 0:
         return
@@ -38,8 +38,8 @@ def retain(
     def sort() -> tuple[list[Path], list[Path]]:
         complete, _ = layout.complete_steps(root)
         cut, best = max(keep, GOOD), metric and best_of(complete, metric)
-        stays = protected | ({best.folder} if best else set())
-        return complete[:cut], [folder for folder in complete[cut:] if folder not in stays]
+        retained = protected | ({best.folder} if best else set())
+        return complete[:cut], [folder for folder in complete[cut:] if folder not in retained]
 
     try:
         staying, surplus = peers.decide(
@@ -57,7 +57,7 @@ def retain(
 
 
 def _without_the_needed(staying: list[Path], surplus: list[Path], known_good: set[Path], peers: Peers) -> list[Path]:
-    """The surplus that may go: its newest stay until there are enough sound ones."""
+    """Return the surplus that may be deleted. Its newest stay until there are enough undamaged checkpoints."""
     good = 0
     for folder in staying:
         if good == GOOD:
@@ -70,7 +70,7 @@ def _without_the_needed(staying: list[Path], surplus: list[Path], known_good: se
 
 
 def is_whole(folder: Path, peers: Peers) -> bool:
-    """Whether all files of a checkpoint have the content that was written; the ranks share the reading."""
+    """Return True if all files of a checkpoint have the content that was written; the ranks share the reading."""
 
     def look() -> None:
         manifest = layout.check_complete(folder)

@@ -1,8 +1,8 @@
-"""One save, from a snapshot to a published folder: the same code inline and in the background thread.
+"""Save a snapshot to a published folder, with the same code inline and in the background thread.
 
-Who does what: rank 0 makes the folder, all ranks write and hash their own files, rank 0 writes state and manifest and
-publishes. After each part all ranks agree on how it went, by one number, so they go on or give up together, and
-whatever happens in between leaves at worst a temporary folder. What a rank tells rank 0 does not grow with the model.
+Rank 0 creates the folder, all ranks write and hash their own files, and rank 0 writes state and manifest and publishes
+the folder. After each phase all ranks exchange one number to agree on its success, so they continue or abort together.
+An interruption leaves at worst a temporary folder. The data that a rank sends to rank 0 does not grow with the model.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ DISTRIBUTION = "torchtitan-toml"
 
 @dataclass
 class Snapshot:
-    """A rank's share of what is saved. What could not be taken is known by `error`, and fails the save on all ranks."""
+    """A rank's share of the data to save. `error`: why it could not be collected, which fails the save on all."""
 
     kind: Literal["full", "model"]
     step: int
     tensors: Tensors = field(default_factory=dict)
     staged: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Copies to write instead of the live tensors; empty when the save is inline."""
+    """Copies to write instead of the live tensors; empty for an inline save."""
     trainer: dict[str, Any] = field(default_factory=dict)
     rank: dict[str, Any] = field(default_factory=dict)
     optimizer_values: dict[str, Any] = field(default_factory=dict)
@@ -59,18 +59,18 @@ def snapshot_of_model(
     dtype: torch.dtype,
     plain: Mapping[str, Value] | None,
 ) -> Snapshot:
-    """Of the model alone, as `Checkpointer.export_model` writes it."""
+    """Take a snapshot of the model alone, for `Checkpointer.export_model`."""
     snapshot = Snapshot("model", step)
     try:
         snapshot.trainer = json.loads(json.dumps(trainer_state(), allow_nan=False))
-        named = (name for part in parts for name, _ in part.named_buffers())
-        buffers = {MODEL + clean_name(name) for name in named}  # they stay as they are: biases of experts
+        names = (name for part in parts for name, _ in part.named_buffers())
+        buffers = {MODEL + clean_name(name) for name in names}  # they keep their dtype: expert biases
         live: Mapping[str, Value] = tensors.model_tensors(parts)
         if plain is not None:
             copies = {name for part in parts for name in getattr(part, "tied_names", ())}
             live = {MODEL + name: value for name, value in plain.items() if name not in copies}
         for name, value in live.items():
-            if isinstance(value, Deferred):  # the device has room for a few of them beside the model, not for all
+            if isinstance(value, Deferred):  # the device has memory for a few of these next to the model, not for all
                 snapshot.tensors[name] = value.detach().to(device="cpu", dtype=dtype)
             else:
                 snapshot.tensors[name] = value.detach() if name in buffers else value.detach().to(dtype)
@@ -81,21 +81,22 @@ def snapshot_of_model(
 
 @dataclass(frozen=True)
 class Care:
-    """How much a save looks at its disk."""
+    """Checks of a save's disk, and retries."""
 
     place: folders.Place | None = None
-    """What the folder must still be."""
+    """The folder that must still be in place."""
     verify: bool = False
     """Read every file back from the disk before it is published."""
     needed_bytes: int = 0
-    """Of a checkpoint, so that a full disk is known before it is filled to the last byte."""
+    """Size of a checkpoint, to detect a full disk before writing."""
     pauses: tuple[float, ...] = ()
-    """Seconds before each further try."""
+    """Seconds before each retry."""
 
 
 def save(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: Peers, care: Care) -> int:
-    """Write and publish `target`, trying again where that fails; its bytes, or 0 if it was there already. Raises
-    `CheckpointError` on all ranks or on none."""
+    """Write and publish `target`, with retries. Return its size in bytes, or 0 if it existed already. Raises
+    `CheckpointError` on all ranks or on none.
+    """
     started = time.monotonic()
     peers.agree("collecting what to save", snapshot.check)
     for pause in (*care.pauses, None):
@@ -125,8 +126,8 @@ def _save_once(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: 
         share, entries = peers.agree("writing a checkpoint", lambda: _write(snapshot, temporary, peers))
         if care.verify:
             peers.agree("reading a checkpoint back", lambda: _read_back(temporary, share))
-        plain = peers.collect(asdict(share))
-        shares = None if plain is None else [_share(fields) for fields in plain]
+        gathered = peers.collect(asdict(share))
+        shares = None if gathered is None else [_share(fields) for fields in gathered]
         peers.agree("finishing a checkpoint", lambda: _commit(snapshot, temporary, target, shares, entries))
     except CheckpointError:
         storage.forget_plans(peers)
@@ -140,7 +141,7 @@ def _save_once(snapshot: Snapshot, target: Path, rewound_to: int | None, peers: 
 
 @dataclass
 class _Share:
-    """What rank 0 learns from a rank, for state and manifest: of thousands, so it is small."""
+    """The data that rank 0 gets from each rank, for state and manifest. Small, as there may be thousands."""
 
     files: dict[str, FileEntry]
     rank: dict[str, Any]
@@ -148,12 +149,12 @@ class _Share:
 
 
 def _share(fields: dict[str, Any]) -> _Share:
-    """The inverse of `asdict`."""
+    """Invert `asdict`."""
     return _Share(**fields | {"files": {name: FileEntry(**entry) for name, entry in fields["files"].items()}})
 
 
 def _open(snapshot: Snapshot, target: Path, rewound_to: int | None, care: Care) -> Path | None:
-    """The temporary folder, once nothing is in the way of its final name; None if nothing is to be done."""
+    """Return the temporary folder, once its final name is free; None if there is nothing to save."""
     if care.place is not None:
         care.place.check()
     folders.remove_leftovers(target)
@@ -173,7 +174,7 @@ def _open(snapshot: Snapshot, target: Path, rewound_to: int | None, care: Care) 
 
 
 def _look_for_space(root: Path, needed: int) -> None:
-    needed = needed * 11 // 10  # headers, state, and what others write meanwhile
+    needed = needed * 11 // 10  # headers, state, and concurrent writes of other programs
     if needed and root.is_dir() and (free := shutil.disk_usage(root).free) < needed:
         raise CheckpointError(
             f"{root} has {in_units(free)} free and a checkpoint needs {in_units(needed)}: make room, or keep fewer "
@@ -182,11 +183,11 @@ def _look_for_space(root: Path, needed: int) -> None:
 
 
 def _unfit(folder: Path, snapshot: Snapshot) -> str | None:
-    """Why what is there is not the checkpoint of this step; None if it is."""
+    """Return why the existing folder is not the checkpoint of this step; None if it is."""
     try:
         if layout.check_complete(folder).step != snapshot.step:
             return "it belongs to another step"
-        # a run that went back comes to the same step as another job; of its own checkpoints it has moved the newer away
+        # after a rollback a run reaches a step again: it moved its newer checkpoints aside, but not an export
         other = snapshot.kind == "model" and layout.read_state(folder)["trainer"] != snapshot.trainer
         return "it is of the same step of another job" if other else None
     except CheckpointError as error:
@@ -194,23 +195,23 @@ def _unfit(folder: Path, snapshot: Snapshot) -> str | None:
 
 
 def _write(snapshot: Snapshot, temporary: Path, peers: Peers) -> tuple[_Share, dict[str, TensorEntry]]:
-    """This rank's files; and what tensors all ranks' files hold."""
+    """Write this rank's files. Return its share, and the tensors in all ranks' files."""
     keep_plan = snapshot.kind == "full"
     entries = storage.write_tensors(temporary, snapshot.tensors, snapshot.staged, peers, keep_plan)
     names = storage.files_of_rank(temporary, peers.rank)
-    own = {key: value for key, value in snapshot.rank.items() if key in layout.OWN}
-    if own:
+    separate = {key: value for key, value in snapshot.rank.items() if key in layout.OWN}
+    if separate:
         names.append(layout.own_name(peers.rank))
-        folders.write_file(temporary / names[-1], layout.dump_json(own))
-    for_all = {key: value for key, value in snapshot.rank.items() if key not in own}
+        folders.write_file(temporary / names[-1], layout.dump_json(separate))
+    shared = {key: value for key, value in snapshot.rank.items() if key not in separate}
     files = {name: _entry(temporary / name) for name in names}
-    share = _Share(files, for_all, snapshot.optimizer_values)
-    layout.dump_json(asdict(share))  # what JSON does not know fails here, on all ranks together
+    share = _Share(files, shared, snapshot.optimizer_values)
+    layout.dump_json(asdict(share))  # a value that is not JSON-able fails here, on all ranks together
     return share, entries
 
 
 def _read_back(temporary: Path, share: _Share) -> None:
-    """Compare what the disk gives back with what was written."""
+    """Compare the content on disk with what was written."""
     for name, entry in share.files.items():
         layout.forget(temporary / name)
         if _entry(temporary / name) != entry:
@@ -220,7 +221,7 @@ def _read_back(temporary: Path, share: _Share) -> None:
 def _commit(
     snapshot: Snapshot, temporary: Path, target: Path, shares: list[_Share] | None, entries: dict[str, TensorEntry]
 ) -> None:
-    """By rank 0, which has all shares."""
+    """Write state and manifest and publish the folder. Only on rank 0, which has all shares."""
     if shares is None:
         return
     state = {
@@ -252,10 +253,10 @@ def _commit(
 
 def versions() -> dict[str, str]:
     try:
-        ours = metadata.version(DISTRIBUTION)
+        version = metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
-        ours = "not installed"
-    return {"torchtitan": ours, "torch": torch.__version__, "python": platform.python_version()}
+        version = "not installed"
+    return {"torchtitan": version, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _entry(path: Path) -> FileEntry:

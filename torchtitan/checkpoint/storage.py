@@ -1,8 +1,8 @@
-"""Tensors to files and back by torch.distributed.checkpoint (DCP), with what it leaves open closed.
+"""Write tensors to files and read them by torch.distributed.checkpoint (DCP), with safeguards that it lacks.
 
-Notable: DCP reads its `.metadata` by plain `pickle`, which executes code in a hostile file; safe_unpickle.py reads it
-instead. What ranks tell each other of a save or a load goes as JSON (plan_exchange.py). DCP's error type is no
-`Exception`; it is caught here and nowhere else. Only tensors are ever written, so no entry needs unpickling.
+DCP reads its `.metadata` with plain `pickle`, which executes code in a hostile file; safe_unpickle.py reads it instead.
+Ranks exchange their plans as JSON (plan_exchange.py). DCP's error type is not an `Exception`; it is caught only here.
+Only tensors are ever written, so no entry needs unpickling.
 """
 
 import warnings
@@ -24,7 +24,7 @@ from torchtitan.checkpoint.layout import METADATA, CheckpointError, Manifest, Te
 from torchtitan.core.initialization import local_part
 from torchtitan.core.progress_bar import progress_bar
 
-# a single process is an ordinary case here
+# a single process is a normal case here
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 plan_exchange.install()
@@ -35,12 +35,11 @@ Tensors = dict[str, torch.Tensor]
 def write_tensors(
     folder: Path, tensors: Tensors, staged: Mapping[str, torch.Tensor], peers: Peers, keep_plan: bool = False
 ) -> dict[str, TensorEntry]:
-    """Write every rank's share, synced to disk; the names, dtypes and global shapes of all ranks' tensors.
+    """Write every rank's share, synced to disk. Return the names, dtypes and global shapes of all ranks' tensors.
 
-    Where a name is in `staged`, that copy of this rank's part is written instead of the live tensor. `keep_plan`: who
-    writes what is kept for the next save of these peers, which then exchange no more than that nothing has changed. Of
-    tensors that keep their types; and where a save fails, all ranks call `forget_plans`, else one could write by a plan
-    that is not the others'.
+    If a name is in `staged`, that copy of this rank's part is written instead of the live tensor. `keep_plan`: cache
+    the plan for the next save of these peers, which then only confirm that nothing has changed. The tensors must keep
+    their dtypes. If a save fails, all ranks must call `forget_plans`, because otherwise their plans could differ.
     """
     writer = filesystem.FileSystemWriter(
         folder,
@@ -57,32 +56,33 @@ def write_tensors(
             no_dist=peers.group is None,
         )
     entries = _entries(saved)
-    if lacking := sorted(tensors.keys() - entries.keys()):
-        raise CheckpointError(f"{lacking[0]} was planned to be written and was not; nothing is published")
+    if missing := sorted(tensors.keys() - entries.keys()):
+        raise CheckpointError(f"{missing[0]} was planned to be written and was not; nothing is published")
     return entries
 
 
 def forget_plans(peers: Peers) -> None:
-    """Have the next save of these peers begin with none."""
-    for kept in (
+    """Clear the cached plans of these peers."""
+    for cache in (
         SavePlanner._cached_save_plan,
         SavePlanner._cached_final_save_plan,
         SavePlanner._cached_all_plans,
         SavePlanner._cached_global_plan,
         SavePlanner._cached_metadata,
     ):
-        kept.pop(peers.name, None)
+        cache.pop(peers.name, None)
 
 
 def files_of_rank(folder: Path, rank: int) -> list[str]:
-    """Names of the files that `write_tensors` made on this rank."""
+    """Return the names of the files that `write_tensors` wrote on this rank."""
     names = [path.name for path in folder.glob(f"__{rank}_*{filesystem.DEFAULT_SUFFIX}")]
     return sorted(names) + ([METADATA] if rank == 0 else [])
 
 
 def read_tensors(folder: Path, index: metadata.Metadata, tensors: Tensors, peers: Peers) -> None:
-    """Fill `tensors` in place, each rank reading what it holds, however many ranks wrote the files. `index`: what
-    `read_metadata` gave for the folder.
+    """Fill `tensors` in place: each rank reads its part, from any number of ranks' files.
+
+    `index`: the result of `read_metadata` for the folder.
     """
     size = sum(local_part(tensor)[0].nbytes for tensor in tensors.values())
     with translated_errors(), progress_bar(f"loading {folder.name}", size) as progress:
@@ -96,7 +96,7 @@ def read_tensors(folder: Path, index: metadata.Metadata, tensors: Tensors, peers
 
 
 def read_metadata(folder: Path, manifest: Manifest) -> metadata.Metadata:
-    """DCP's index of a checkpoint, without executing anything in it. Raises `CheckpointError`."""
+    """Read DCP's index of a checkpoint, without executing anything in it. Raises `CheckpointError`."""
     return safe_unpickle.read(read_bytes(folder / METADATA, safe_unpickle.LARGEST), manifest)
 
 
@@ -106,12 +106,12 @@ class _CheckedReader(filesystem.FileSystemReader):
         self.index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Also when DCP, having failed once, asks for the metadata of one rank: there is one index and no other."""
+        """Return the checked index, also when DCP asks for the metadata of one rank after a first failure."""
         return self.index
 
 
 class _ToldPlanner(DefaultLoadPlanner):
-    """Tells how many bytes each tensor, or piece of one, has brought."""
+    """Reports the number of bytes of each tensor, or piece of one, that was read."""
 
     def __init__(self, tell: Callable[[int], object]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -123,12 +123,12 @@ class _ToldPlanner(DefaultLoadPlanner):
 
 
 class _StagedPlanner(DefaultSavePlanner):
-    """Plans by the live tensors, whose shapes and meshes do not change, and writes from the copies."""
+    """Plans with the live tensors, which keep their shapes and meshes, and writes from the copies."""
 
     def __init__(self, staged: Mapping[str, torch.Tensor], name: str | None):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, enable_plan_caching=name is not None)
         if name is not None:
-            self._cached_plans_key = name  # torch's is the name of the class, so of another job's too
+            self._cached_plans_key = name  # torch's default is the class name, which other jobs in the process share
         self.staged = staged
 
     def lookup_object(self, index: metadata.MetadataIndex) -> Any:
@@ -145,9 +145,9 @@ def translated_errors() -> Iterator[None]:
         raise CheckpointError(f"{'; '.join(sorted(reasons))} (on rank {ranks})") from error
 
 
-def _entries(found: metadata.Metadata) -> dict[str, TensorEntry]:
+def _entries(index: metadata.Metadata) -> dict[str, TensorEntry]:
     entries = {}
-    for name, entry in found.state_dict_metadata.items():
+    for name, entry in index.state_dict_metadata.items():
         if not isinstance(entry, metadata.TensorStorageMetadata):
             raise CheckpointError(f"{METADATA}: {name} is not a tensor")
         entries[name] = TensorEntry(str(entry.properties.dtype).removeprefix("torch."), list(entry.size))

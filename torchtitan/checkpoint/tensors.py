@@ -1,12 +1,11 @@
-"""The live tensors of model and optimizers by name, their copies for a save in the background, and how they compare
-with what a checkpoint holds.
+"""Tensors of model and optimizers by name, host copies for background saves, and comparison with a checkpoint.
 
-Of a pipeline's rank these are only its parts of the model. Names are those of the whole model, whatever the plan, and
-are compared as those of all ranks together.
+On a rank of a pipeline these are only its parts of the model. Names are those of the whole model, whatever the plan,
+and the names of all ranks are compared together.
 
-The names are those of torch.distributed.checkpoint.state_dict (a test compares them), which is not used itself: with
-an optimizer per parameter (`early_step_in_backward`) it walks all parameters for each of them: 0.8 s a save for 300
-parameters, against 2 ms here (measured: torch 2.13, CPU).
+The names equal those of torch.distributed.checkpoint.state_dict (a test compares them). It is not used itself: with an
+optimizer per parameter (`early_step_in_backward`) it walks all parameters for each of them, which takes 0.8 s per save
+for 300 parameters, against 2 ms here (measured: torch 2.13, CPU).
 """
 
 import threading
@@ -24,29 +23,31 @@ from torchtitan.core.initialization import clean_name
 
 Tensors = dict[str, torch.Tensor]
 VALUE = TensorEntry("value", [])
-"""Stands for a number or flag of an optimizer's state where names are compared."""
+"""Placeholder for a number or flag of an optimizer's state when names are compared."""
 _NAMED_IN_ERRORS = 5
 
 
 def model_tensors(model_parts: Iterable[nn.Module]) -> Tensors:
-    """Parameters and persistent buffers, sharing memory with the model; a tied tensor once, under its first name."""
+    """Return parameters and persistent buffers, sharing memory with the model; a tied tensor once, by its first
+    name.
+    """
     return {MODEL + name: tensor.detach() for name, tensor in _named(model_parts)[0].items()}
 
 
 def optimizer_state(
     model_parts: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors, sharing memory with the optimizers, and other values (numbers, flags) of their state, by name.
+    """Return the optimizers' tensors, sharing memory with them, and other state values (numbers, flags), by name.
 
-    Hyperparameters are not among them: they follow from the job and the schedule.
+    Hyperparameters are not included, because they follow from the job and the schedule.
     """
-    own, copies = _names(model_parts)
+    names, copies = _names(model_parts)
     tensors: Tensors = {}
     values: dict[str, Any] = {}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items() if parameter not in copies else ():
-                name = _state_name(own[parameter], key)
+                name = _state_name(names[parameter], key)
                 if isinstance(value, torch.Tensor):
                     tensors[name] = value.detach()
                 else:
@@ -55,12 +56,12 @@ def optimizer_state(
 
 
 def copied_tensors(model_parts: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer] = ()) -> Tensors:
-    """Copies of tensors that another part of a pipeline holds too and saves, and of their optimizer state: by the
-    names that those have. They are not saved, but filled by a load.
+    """Return copies of tensors that another part of a pipeline also holds and saves, and of their optimizer state, by
+    the names of the originals. They are not saved, but filled by a load.
     """
-    _, copied = _named(model_parts)
-    names = {tensor: name for name, tensor in copied.items()}
-    copies = {MODEL + name: tensor.detach() for name, tensor in copied.items()}
+    _, copied_params = _named(model_parts)
+    names = {tensor: name for name, tensor in copied_params.items()}
+    copies = {MODEL + name: tensor.detach() for name, tensor in copied_params.items()}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items() if parameter in names else ():
@@ -72,9 +73,9 @@ def copied_tensors(model_parts: Iterable[nn.Module], optimizers: Iterable[torch.
 def set_optimizer_values(
     model_parts: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], values: dict[str, Any]
 ) -> None:
-    """Put back what `optimizer_state` found beside tensors. Raises `CheckpointError` where something is missing."""
-    own, copies = _names(model_parts)
-    names = own | copies
+    """Restore the values from `optimizer_state` that are not tensors. Raises `CheckpointError` if one is missing."""
+    first_names, copies = _names(model_parts)
+    names = first_names | copies
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
@@ -86,9 +87,9 @@ def set_optimizer_values(
 
 
 def allocate_state(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Make optimizers that have not stepped yet create their state, by a step at rate 0 with gradients of 0.
+    """Make optimizers that have not stepped yet create their state, by a step with learning rate 0 and zero gradients.
 
-    Only the optimizer knows what it keeps, so this works for any. Weights stay as they are; the new state holds one
+    Only the optimizer knows its state, so this works for any optimizer. Weights do not change; the new state counts one
     step too many and must be overwritten.
     """
     for optimizer in optimizers:
@@ -108,13 +109,13 @@ def allocate_state(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def entries(tensors: Tensors, values: Iterable[str] = ()) -> dict[str, TensorEntry]:
-    """Name -> dtype and global shape, comparable with a manifest; and names of values that are no tensors."""
+    """Return dtype and global shape by name, comparable with a manifest; placeholders for non-tensor values."""
     of_tensors = {name: TensorEntry(str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()}
     return of_tensors | dict.fromkeys(values, VALUE)
 
 
 def united(shares: Iterable[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
-    """What the ranks hold together: under a pipeline each holds other layers."""
+    """Merge the ranks' entries; under a pipeline each rank has other layers."""
     union: dict[str, TensorEntry] = {}
     for share in shares:
         for name, entry in share.items():
@@ -123,45 +124,46 @@ def united(shares: Iterable[dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
 
 
 def differences(
-    wanted: dict[str, TensorEntry], saved: dict[str, TensorEntry], cast: bool = False
+    expected: dict[str, TensorEntry], saved: dict[str, TensorEntry], cast: bool = False
 ) -> tuple[str | None, set[str]]:
-    """Why a checkpoint does not fit (None: it does), and which dtypes a load would cast (only if `cast` allows it)."""
-    shared = wanted.keys() & saved.keys()
-    casts = {name for name in shared if wanted[name].dtype != saved[name].dtype}
-    allowed = {name for name in casts if cast and _floating(wanted[name]) and _floating(saved[name])}
-    other = {name for name in shared if wanted[name].shape != saved[name].shape} | (casts - allowed)
-    told = [
-        _told("it lacks", sorted(wanted.keys() - saved.keys())),
-        _told("it also holds", sorted(saved.keys() - wanted.keys())),
-        _told("they differ in", [f"{name} (saved {saved[name]}, job {wanted[name]})" for name in sorted(other)]),
+    """Return why a checkpoint does not fit (None: it does), and which dtypes a load would cast (if `cast`)."""
+    shared = expected.keys() & saved.keys()
+    casts = {name for name in shared if expected[name].dtype != saved[name].dtype}
+    allowed = {name for name in casts if cast and _floating(expected[name]) and _floating(saved[name])}
+    mismatched = {name for name in shared if expected[name].shape != saved[name].shape} | (casts - allowed)
+    messages = [
+        _told("it lacks", sorted(expected.keys() - saved.keys())),
+        _told("it also holds", sorted(saved.keys() - expected.keys())),
+        _told("they differ in", [f"{name} (saved {saved[name]}, job {expected[name]})" for name in sorted(mismatched)]),
     ]
-    return "; ".join(text for text in told if text) or None, {saved[name].dtype for name in allowed}
+    return "; ".join(text for text in messages if text) or None, {saved[name].dtype for name in allowed}
 
 
 def not_finite(tensors: Tensors) -> list[str]:
-    """Names of those that hold a NaN or an infinity in this rank's part. Waits for the device once."""
+    """Return the names of tensors with a NaN or an infinity in this rank's part. Waits for the device once."""
     floating = {name: local_part(t) for name, t in tensors.items() if t.is_floating_point() and local_part(t).numel()}
     if not floating:
         return []
-    largest = torch.stack([part.abs().amax().to(torch.float64) for part in floating.values()])  # NaN goes through
+    largest = torch.stack([part.abs().amax().to(torch.float64) for part in floating.values()])  # NaN propagates
     return [name for name, finite in zip(floating, torch.isfinite(largest).tolist(), strict=True) if not finite]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor of any shape: of a plain one all."""
+    """Return this rank's part of a tensor of any shape; a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 ALIGNMENT = 64
-"""In bytes, of a tensor in the memory of Staging."""
+"""Alignment in bytes of a tensor in the memory of Staging."""
 
 
 class Staging:
     """Host copies of this rank's parts of the tensors, in buffers that live as long as the job.
 
-    Getting that much memory for the first time takes longer than ten copies into it, so it is done ahead, in a thread.
-    With `pinned`, copies from a GPU run at the speed of the bus. It is one piece of memory, pinned as it is: torch's
-    allocator of pinned memory gives each tensor a power of two of bytes, up to twice as much in all.
+    The first allocation of that much memory takes longer than ten copies into it, so a thread does it in advance. With
+    `pinned`, copies from a GPU run at the speed of the bus. All buffers are in one piece of memory that is pinned in
+    place: torch's allocator of pinned memory rounds each tensor up to a power of two of bytes, up to twice as much in
+    total.
     """
 
     def __init__(self, pinned: bool):
@@ -172,14 +174,14 @@ class Staging:
         self.preparing: threading.Thread | None = None
 
     def prepare(self, tensors: Tensors) -> None:
-        """Get the buffers for these tensors in the background. Only while `fresh`: it overwrites them."""
+        """Allocate the buffers for these tensors in the background. Only while `fresh`, because it overwrites them."""
         self.fresh = False
         device = torch.cuda.current_device() if self.pinned else None
         self.preparing = threading.Thread(target=self._allocate, args=(tensors, device), name="staging")
         self.preparing.start()
 
     def copy(self, tensors: Tensors) -> Tensors:
-        """The values of the tensors as of now; valid until the next copy."""
+        """Copy the current values of the tensors; the copies are valid until the next call."""
         self.fresh = False
         if self.preparing is not None:
             self.preparing.join()
@@ -192,38 +194,38 @@ class Staging:
 
     def _allocate(self, tensors: Tensors, device: int | None) -> None:
         if device is not None:
-            torch.cuda.set_device(device)  # a setting of each thread; else pinning opens a context on GPU 0
+            torch.cuda.set_device(device)  # set per thread; otherwise pinning opens a context on GPU 0
         self._make_room(tensors)
 
     def _make_room(self, tensors: Tensors) -> None:
         parts = {name: local_part(tensor) for name, tensor in tensors.items()}
-        have, wanted = ({name: (t.shape, t.dtype) for name, t in each.items()} for each in (self.buffers, parts))
-        if have == wanted:
+        current, needed = ({name: (t.shape, t.dtype) for name, t in group.items()} for group in (self.buffers, parts))
+        if current == needed:
             return
-        places, end = {}, 0
+        offsets, end = {}, 0
         for name, part in parts.items():
-            places[name] = end
+            offsets[name] = end
             end += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
         if self.pinned and self.memory is not None:
             unpin_memory(self.memory.data_ptr())
-        self.buffers, self.memory = {}, None  # given back before more is asked for
+        self.buffers, self.memory = {}, None  # freed before the new allocation
         memory = torch.zeros(end, dtype=torch.uint8, device="cpu")
         if self.pinned:
             pin_memory(memory.data_ptr(), end)
         self.memory = memory
         for name, part in parts.items():
-            bytes_ = memory[places[name] : places[name] + part.nbytes]
+            bytes_ = memory[offsets[name] : offsets[name] + part.nbytes]
             self.buffers[name] = bytes_.view(part.dtype).view(part.shape)
 
 
 def _named(model_parts: Iterable[nn.Module]) -> tuple[Tensors, Tensors]:
-    """The tensors that the parts own and those that they have copies of, both by the name of the one that is saved.
+    """Return the tensors that the parts own, and their copies of tied tensors, by the names used in checkpoints.
 
-    Where a pipeline cuts tied weights apart, the part at the end says so: `tied_names` = {name there: first name}.
+    Where a pipeline separates tied weights, the last part declares it: `tied_names` = {its name: first name}.
     """
-    own: Tensors = {}
+    owned: Tensors = {}
     tied: list[tuple[str, torch.Tensor]] = []
-    seen: set[int] = set()
+    owned_ids: set[int] = set()
     for part in model_parts:
         module = part.module if isinstance(part, DistributedDataParallel) else part
         first_names = getattr(module, "tied_names", {})
@@ -233,20 +235,20 @@ def _named(model_parts: Iterable[nn.Module]) -> tuple[Tensors, Tensors]:
                 raise CheckpointError(f"{name} of the model is no tensor; checkpoints hold parameters and buffers only")
             if name in first_names:
                 tied.append((first_names[name], tensor))
-            elif id(tensor) not in seen:
-                assert name not in own, name
-                own[name] = tensor
-                seen.add(id(tensor))
-    # a pipeline may also have given both ends, where they are on one rank, the same tensor
-    copies = [(name, tensor) for name, tensor in tied if id(tensor) not in seen]
+            elif id(tensor) not in owned_ids:
+                assert name not in owned, name
+                owned[name] = tensor
+                owned_ids.add(id(tensor))
+    # if both ends are on one rank, they may be the same tensor
+    copies = [(name, tensor) for name, tensor in tied if id(tensor) not in owned_ids]
     assert len(dict(copies)) == len(copies), [name for name, _ in copies]
-    return own, dict(copies)
+    return owned, dict(copies)
 
 
 def _names(model_parts: Iterable[nn.Module]) -> tuple[dict[torch.Tensor, str], dict[torch.Tensor, str]]:
-    """`_named` by tensor."""
-    own, copies = _named(model_parts)
-    return {tensor: name for name, tensor in own.items()}, {tensor: name for name, tensor in copies.items()}
+    """Return `_named` with names by tensor."""
+    owned, copies = _named(model_parts)
+    return {tensor: name for name, tensor in owned.items()}, {tensor: name for name, tensor in copies.items()}
 
 
 def _state_name(parameter: str, key: str) -> str:
@@ -257,8 +259,8 @@ def _floating(entry: TensorEntry) -> bool:
     return entry.dtype in ("float32", "bfloat16", "float16", "float64")
 
 
-def _told(what: str, names: list[str]) -> str:
+def _told(prefix: str, names: list[str]) -> str:
     if not names:
         return ""
-    more = f" and {len(names) - _NAMED_IN_ERRORS} more" if len(names) > _NAMED_IN_ERRORS else ""
-    return f"{what} {', '.join(names[:_NAMED_IN_ERRORS])}{more}"
+    remainder = f" and {len(names) - _NAMED_IN_ERRORS} more" if len(names) > _NAMED_IN_ERRORS else ""
+    return f"{prefix} {', '.join(names[:_NAMED_IN_ERRORS])}{remainder}"

@@ -1,7 +1,7 @@
-"""Checkpoints that torchtitan itself wrote, by torch.distributed.checkpoint and nothing beside it: their weights.
+"""Read the weights of checkpoints that torchtitan itself wrote with torch.distributed.checkpoint.
 
-There is no manifest to hold them against. Their metadata are a pickle, read without making what it asks for
-(safe_unpickle.py), and no file but theirs is opened. Beside tensors they hold pickled values, which are never read.
+They have no manifest to verify them against. Their metadata are a pickle, which is read without executing it
+(safe_unpickle.py), and only files of the checkpoint are opened. Pickled values in it are never read.
 """
 
 import re
@@ -21,11 +21,14 @@ from torchtitan.checkpoint.storage import translated_errors
 _FILE = re.compile(r"[A-Za-z0-9_]{1,128}\.distcp")
 NOT_WEIGHTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 COMPUTED = ("freqs_cis",)
-"""A table of angles, which some of its versions saved."""
+"""A table of rotary angles, which some versions of torchtitan saved."""
 
 
 class TorchtitanCheckpoint:
-    """`tensors`: name of a weight, as torchtitan's model has it -> dtype and shape. Raises `CheckpointError`."""
+    """The weights of a torchtitan checkpoint. `tensors`: torchtitan's name of a weight -> dtype and shape.
+
+    Raises `CheckpointError`.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -34,7 +37,7 @@ class TorchtitanCheckpoint:
         except CheckpointError as error:
             raise CheckpointError(f"{folder}: {error}") from None
         entries = self.found.state_dict_metadata
-        # until 2024 all of the model stood under its name
+        # until 2024 the names of all weights had the prefix "model."
         self.prefix = MODEL if any(name.startswith(MODEL) for name in entries) else ""
         weights = {name.removeprefix(self.prefix): entry for name, entry in entries.items() if self._is_weight(name)}
         self.tensors = {name: (entry.properties.dtype, tuple(entry.size)) for name, entry in weights.items()}
@@ -42,15 +45,15 @@ class TorchtitanCheckpoint:
             raise CheckpointError(f"{folder}: holds no weights, only {', '.join(sorted(entries)[:5]) or 'values'}")
         self._check_places()
         for name in self.tensors:
-            if (lack := safe_unpickle.lack_of(self.prefix + name, self.found)) is not None:
-                raise CheckpointError(f"{folder / METADATA}: {name} {lack}")
+            if (fault := safe_unpickle.lack_of(self.prefix + name, self.found)) is not None:
+                raise CheckpointError(f"{folder / METADATA}: {name} {fault}")
 
     def _is_weight(self, name: str) -> bool:
         inner = name.removeprefix(self.prefix)
         return name.startswith(self.prefix) and inner not in COMPUTED and inner.split(".")[0] not in NOT_WEIGHTS
 
     def _check_places(self) -> None:
-        """Each tensor's in regular files of this folder."""
+        """Check that each tensor is stored in regular files of this folder."""
         for index, place in self.found.storage_data.items():
             if index.fqn.removeprefix(self.prefix) not in self.tensors:
                 continue
@@ -72,7 +75,7 @@ class TorchtitanCheckpoint:
                 raise CheckpointError(f"{self.folder / place.relative_path} is cut off: {index.fqn} is not all there")
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, of the shape that `tensors` says, from however many ranks' files."""
+        """Return the full tensor, of the shape in `tensors`, from any number of ranks' files."""
         dtype, shape = self.tensors[name]
         target = {self.prefix + name: torch.empty(shape, dtype=dtype)}
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -82,11 +85,11 @@ class TorchtitanCheckpoint:
 
 
 class _Reader(filesystem.FileSystemReader):
-    """Of metadata that have been read and judged."""
+    """Reads tensors by metadata that have already been validated."""
 
-    def __init__(self, folder: Path, found: metadata.Metadata):
+    def __init__(self, folder: Path, index: metadata.Metadata):
         super().__init__(folder)
-        self.found = found
+        self.found = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         return self.found

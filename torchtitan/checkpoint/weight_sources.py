@@ -1,5 +1,5 @@
-"""Weights of a model wherever they lie, by our names, read one tensor at a time: our checkpoints and exports,
-checkpoints that torchtitan wrote, folders and files of Hugging Face.
+"""Read model weights of any supported format by this project's names, one tensor at a time: its own checkpoints and
+exports, torchtitan's checkpoints, and folders and files of Hugging Face.
 """
 
 import os
@@ -32,20 +32,20 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Weights(ABC):
-    """`step`: the one at which they were saved; 0 where that is not known."""
+    """The weights of a model. `step`: the step at which they were saved; 0 if it is not known."""
 
     step = 0
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
-        """As it is stored."""
+        """Return the dtype of a stored tensor."""
 
     @abstractmethod
     def whole(self, name: str) -> torch.Tensor:
-        """On the CPU, of the model's shape, in that type."""
+        """Return the full tensor on the CPU, with the model's shape and the stored dtype."""
 
     def unread(self, name: str, shape: tuple[int, ...]) -> Deferred:
-        """In place of it, until its value is asked for."""
+        """Return a placeholder that reads the tensor when its value is needed."""
         return Deferred(shape, partial(self.whole, name))
 
 
@@ -71,29 +71,29 @@ class _Ours(Weights):
 
 
 class _Theirs(Weights):
-    """Of torchtitan. A folder of its steps says no more of the model than names and shapes, so those have to fit."""
+    """Weights of a torchtitan checkpoint. It describes the model only by names and shapes, which have to match."""
 
     def __init__(self, folder: Path, family: str, args: Any, shapes: Shapes, tied: bool):
         if family not in FORMS:
             raise CheckpointError(f"{folder} is torchtitan's, which has no {family}; families are {', '.join(FORMS)}")
         self.checkpoint, self.form = TorchtitanCheckpoint(folder), FORMS[family](args, MODELS[family].hf.form(args))
         self.step = int(folder.name.removeprefix("step-")) if folder.name.removeprefix("step-").isdecimal() else 0
-        held = self.checkpoint.tensors
-        wanted = {self.form.name(name): self.form.shape(name, shape) for name, shape in shapes.items()}
-        if tied:  # it saves both ends, which are one
-            held = {name: entry for name, entry in held.items() if name != "output.weight"}
-            wanted.pop("output.weight", None)
-        faults = [f"{name} is missing" for name in wanted if name not in held]
-        faults += [f"{name} is not part of the model" for name in held if name not in wanted]
+        saved = self.checkpoint.tensors
+        expected = {self.form.name(name): self.form.shape(name, shape) for name, shape in shapes.items()}
+        if tied:  # torchtitan saves both ends of tied weights
+            saved = {name: entry for name, entry in saved.items() if name != "output.weight"}
+            expected.pop("output.weight", None)
+        faults = [f"{name} is missing" for name in expected if name not in saved]
+        faults += [f"{name} is not part of the model" for name in saved if name not in expected]
         faults += [
-            f"{name} has shape {held[name][1]}, the model's is {shape}"
-            for name, shape in wanted.items()
-            if name in held and held[name][1] != shape
+            f"{name} has shape {saved[name][1]}, the model's is {shape}"
+            for name, shape in expected.items()
+            if name in saved and saved[name][1] != shape
         ]
         if faults:
-            more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+            remainder = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
             remedy = "Give the sizes that it was trained with: model.name, model.flavor, model.overrides"
-            raise CheckpointError(f"{folder} does not fit the model: {'; '.join(faults[:8])}{more}. {remedy}")
+            raise CheckpointError(f"{folder} does not fit the model: {'; '.join(faults[:8])}{remainder}. {remedy}")
 
     def dtype(self, name: str) -> torch.dtype:
         return self.checkpoint.tensors[self.form.name(name)][0]
@@ -115,21 +115,23 @@ class _HuggingFaces(Weights):
 
 @contextmanager
 def opened(path: str | os.PathLike[str], family: str, args: Any) -> Iterator[Weights]:
-    """The weights at a path, of the family's model with these sizes. JobError where there are none or others."""
-    kind, place = find_weights(Path(path))
+    """Open the weights at a path for a model of `family` with the sizes in `args`. Raises `JobError` if there are none
+    or they do not fit.
+    """
+    kind, location = find_weights(Path(path))
     hf = MODELS[family].hf
     if kind == "hf":
-        with hf.stored(place, args) as stored:
+        with hf.stored(location, args) as stored:
             yield _HuggingFaces(stored)
     elif kind == "ours":
-        yield _Ours(place, hf.shapes(args), args.tied_embeddings)
+        yield _Ours(location, hf.shapes(args), args.tied_embeddings)
     else:
-        yield _Theirs(place, family, args, hf.shapes(args), args.tied_embeddings)
+        yield _Theirs(location, family, args, hf.shapes(args), args.tied_embeddings)
 
 
 @torch.no_grad()
 def fill(model: nn.Module, weights: Weights, tied: bool, fresh: Collection[str] = ()) -> None:
-    """The model, or a part of it, plain or sharded: one whole tensor at a time on each rank, which keeps its part."""
+    """Fill a model or a part of it, plain or sharded. Each rank reads one full tensor at a time and keeps its part."""
     packed = packed_names(model)
     tensors = model.state_dict(keep_vars=True).items()
     with progress_bar("loading the weights", len(tensors), unit=" tensors") as progress:
@@ -138,15 +140,15 @@ def fill(model: nn.Module, weights: Weights, tied: bool, fresh: Collection[str] 
             if name not in fresh and name not in packed:
                 _copy_part(weights.whole("tok_embeddings.weight" if tied and name == "output.weight" else name), tensor)
             progress.update()
-    for name, store in stores(model):  # one after the other, as they are larger before they are packed
+    for name, store in stores(model):  # one at a time, because they are larger before they are packed
         values = store.empty()
         _copy_part(weights.whole(name), values)
         store.write(values)
 
 
-def _copy_part(whole: torch.Tensor, tensor: torch.Tensor) -> None:
+def _copy_part(full_tensor: torch.Tensor, tensor: torch.Tensor) -> None:
     local, _, offset = local_part(tensor)
-    local.copy_(whole[tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))])
+    local.copy_(full_tensor[tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))])
 
 
 def load_foreign(
@@ -157,16 +159,17 @@ def load_foreign(
     fresh: Collection[str] = (),
     may_lack: Collection[str] = (),
 ) -> frozenset[str]:
-    """Fill a model, or the parts of a pipeline's rank, from weights that are not this project's (`kinds.find_weights`).
-    JobError where they do not fit. `may_lack`: tensors of the head that a folder for another use need not have; those
-    that it lacked are returned, and stay as they were.
+    """Fill a model, or the parts of a pipeline's rank, from weights of another format (`base_weights.find_weights`).
+
+    Raises `JobError` if they do not fit. `may_lack`: tensors of the head that a checkpoint for another task may lack.
+    The missing ones keep their values, and their names are returned.
     """
-    lacking: frozenset[str] = frozenset()
-    if find_weights(place)[0] == "hf":  # of which each rank reads its own rows
+    missing: frozenset[str] = frozenset()
+    if find_weights(place)[0] == "hf":  # each rank reads only its own rows
         for part in parts:
-            lacking = MODELS[family].hf.load_hf(place, part, args, fresh, may_lack)
-        return lacking
+            missing = MODELS[family].hf.load_hf(place, part, args, fresh, may_lack)
+        return missing
     with opened(place, family, args) as weights:
         for part in parts:
             fill(part, weights, args.tied_embeddings, fresh)
-    return lacking
+    return missing

@@ -1,5 +1,7 @@
-"""What a run does about steps that go wrong: never save what is not finite, stop, leave the step out or go back; and
-see that ranks which must hold the same numbers do.
+"""Guards against bad training steps and damaged memory.
+
+A bad step stops the run, is skipped, or rolls the run back to a checkpoint. Non-finite state is never saved, and ranks
+that must hold equal values are compared.
 """
 
 import logging
@@ -21,9 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class Guards:
-    """Of a run on every rank, which all ask the same at the same steps. `compare_every`: so many steps, what ranks hold
-    alike; 0 is never. `note_way_back(step)` records, on rank 0, that the run returns to a checkpoint because its state
-    after `step` is damaged, and returns True if it has done so before.
+    """The guards of a run. Every rank has them and makes the same calls at the same steps.
+
+    `compare_every`: interval, in steps, at which replicated tensors are compared across ranks; 0 disables it.
+    `note_way_back(step)` records, on rank 0, that the run returns to a checkpoint because its state after `step` is
+    damaged, and returns True if it has done so before.
     """
 
     def __init__(
@@ -38,7 +42,7 @@ class Guards:
         self.steps, self.replicas, self.model, self.compare_every = steps, replicas, model, compare_every
         self.note_way_back, self.shards = note_way_back, shards
         self.checkpointer: Any = None
-        """Where the run returns to; set by the trainer once it has one."""
+        """The checkpointer that a rollback loads from; set by the trainer once it has one."""
         self._compared = -1
         self._ways_back: set[int] = set()
 
@@ -50,80 +54,82 @@ class Guards:
         *,
         can_skip: bool,
     ) -> str:
-        """Before the update of the `step`-th step: why it is left out, or nothing. `loss`, this rank's share, and
-        `norm` are scalars.
+        """Return why the update of the `step`-th step is skipped, or "" to apply it. Called before the update. `loss`,
+        this rank's share, and `norm` are scalars.
 
         Raises, on all ranks, `RollBack`, or `BadStep` for a run that has to stop.
         """
         self.refuse_changed_shards(step - 1)
         if not self.steps.looks:
-            if norm is not None and norm.device.type == "cpu":  # looking costs nothing there
+            if norm is not None and norm.device.type == "cpu":  # reading the value does not wait for a device there
                 self.refuse_non_finite("gradient norm", norm, step - 1)
             return ""
-        # the norm is every rank's, but a machine that errs may see another, and all have to judge alike
+        # the norm is global, but a faulty machine may compute another value, and all ranks must reach the same verdict
         dims = self.model.dims
-        whole, norms = distributed.add_up(float(loss) / dims.tp, 0.0 if norm is None else float(norm))
-        known = None if norm is None else norms / dims.world_size
-        finite = math.isfinite(whole) and math.isfinite(norms)
-        if not finite:  # with damaged weights every further step is bad, so none is worth leaving out
+        total_loss, norm_sum = distributed.add_up(float(loss) / dims.tp, 0.0 if norm is None else float(norm))
+        mean_norm = None if norm is None else norm_sum / dims.world_size
+        finite = math.isfinite(total_loss) and math.isfinite(norm_sum)
+        if not finite:  # with damaged weights every further step is bad too, so skipping this one would not help
             self.go_back_if_damaged(step - 1)
-        verdict = self.steps.judge(step, whole, known, can_skip=can_skip, can_go_back=self.can_go_back)
+        verdict = self.steps.judge(step, total_loss, mean_norm, can_skip=can_skip, can_go_back=self.can_go_back)
         if verdict.action == "go on":
             return ""
-        where = self._first_layer()
+        layer_hint = self._first_layer()
         if verdict.action == "stop":
             if not finite:
-                self.stop_non_finite(verdict.why, step - 1, where)
+                self.stop_non_finite(verdict.why, step - 1, layer_hint)
             raise BadStep(f"step {step}: {verdict.why}; the run stops before its update")
         if verdict.action == "roll back":
-            raise RollBack(verdict.why + where)
-        return verdict.why + where
+            raise RollBack(verdict.why + layer_hint)
+        return verdict.why + layer_hint
 
-    def refuse_non_finite(self, what: str, value: torch.Tensor | None, step: int) -> None:
-        """Of a scalar. Waits for the device, so it is asked only where the host waits anyway. Once NaN, weights stay
-        NaN.
+    def refuse_non_finite(self, name: str, value: torch.Tensor | None, step: int) -> None:
+        """Stop the run or roll it back if a scalar is NaN or infinite: once NaN, weights stay NaN. Waits for the
+        device, so it is called only where the host waits anyway.
         """
         if value is not None and not math.isfinite(value):
             self.go_back_if_damaged(step)
-            self.stop_non_finite(f"the {what} is {float(value)}", step, self._first_layer())
+            self.stop_non_finite(f"the {name} is {float(value)}", step, self._first_layer())
 
     def refuse_to_save(
         self, step: int, loss: torch.Tensor, norm: torch.Tensor | None, not_finite: Callable[[], list[str]]
     ) -> None:
-        """Before a save, also after a step that was not logged; `loss` and `norm` are scalars. Ranks' own losses
-        differ, so they agree first.
+        """Raise if the state after `step` must not be saved. Called before every save, even without a logged loss.
+
+        `loss` and `norm` are scalars. The ranks' local losses differ, so the ranks agree first whether any is not
+        finite.
         """
         self.compare(step, now=True)
         self.refuse_changed_shards(step)
-        (bad,) = distributed.sum_over_ranks(not math.isfinite(loss))
+        (num_bad_ranks,) = distributed.sum_over_ranks(not math.isfinite(loss))
         self.refuse_non_finite("gradient norm", norm, step)
-        self.refuse_non_finite("loss", torch.tensor(math.nan) if bad else None, step)
-        # the last update is in neither: of one step in backward nothing else is known, and any may overflow
+        self.refuse_non_finite("loss", torch.tensor(math.nan) if num_bad_ranks else None, step)
+        # neither value covers the last update: it may overflow, and with a step in backward there is no other check
         if names := not_finite():
             self.go_back(damage_of(names), step)
             self.stop_non_finite(damage_of(names), step)
 
-    def stop_non_finite(self, what: str, step: int, where: str = "") -> NoReturn:
+    def stop_non_finite(self, fault: str, step: int, hint: str = "") -> NoReturn:
         history = ", although the run went back to its checkpoint for that step before" * (step in self._ways_back)
         raise NonFiniteError(
-            f"{what} after step {step}{where}{history}; the run stops and saves no more. What usually helps, from the "
+            f"{fault} after step {step}{hint}{history}; the run stops and saves no more. What usually helps, from the "
             "last checkpoint on: lower optimizer.lr, longer lr_scheduler.warmup_steps, training.max_norm = 1.0, float32"
         )
 
     def can_go_back(self) -> bool:
-        """Whether the run has a checkpoint that it can load in the middle of a step. Every rank calls it."""
+        """Return True if the run has a checkpoint that it can load in the middle of a step. Every rank calls it."""
         return self.checkpointer is not None and self.checkpointer.can_go_back()
 
     def go_back_if_damaged(self, step: int) -> None:
         """Raise `RollBack` if weights or moments after `step` are NaN or infinite and `go_back` allows it. Every rank
-        calls it. Reads all of them, so it is called only after a loss or gradient that is not finite.
+        calls it. It reads all of them, so it is called only after a non-finite loss or gradient.
         """
         if self.checkpointer is not None and (names := self.checkpointer.not_finite()):
             self.go_back(damage_of(names), step)
 
     def go_back(self, damage: str, step: int) -> None:
-        """Raise `RollBack` for a damaged state after `step`, once for each step: an error of the machine does not
-        come a second time, and what the job itself computes does. Return if the run has to stop. Every rank calls it.
+        """Raise `RollBack` for a damaged state after `step`, once for each step: a hardware error does not recur, but a
+        fault of the job itself does. Return if the run has to stop. Every rank calls it.
         """
         if not self.can_go_back():
             return
@@ -137,16 +143,14 @@ class Guards:
             raise RollBack(f"{damage} after step {step}")
 
     def refuse_changed_shards(self, step: int) -> None:
-        """Raise `RollBack`, or `BadStep` the second time, on all ranks if the memory of one of them has changed since
-        `step` was done.
-        """
+        """Raise `RollBack`, or `BadStep` the second time, on all ranks if any rank's memory changed since `step`."""
         if self.shards is None:
             return
         names = self.shards.changed()
         if not sum(distributed.sum_over_ranks(len(names))):
             return
-        changed = distributed.all_gather_json(names)
-        damage = "; ".join(flips_of(rank, names) for rank, names in enumerate(changed) if names)
+        names_by_rank = distributed.all_gather_json(names)
+        damage = "; ".join(flips_of(rank, names) for rank, names in enumerate(names_by_rank) if names)
         self.go_back(damage, step)
         history = ", again" * (step in self._ways_back)
         raise BadStep(
@@ -155,8 +159,10 @@ class Guards:
         )
 
     def compare(self, step: int, now: bool = False) -> None:
-        """What ranks hold alike after `step`, if it is time to, or `now`. Raises `ReplicasDiffer` on all ranks. After
-        a step (not `now`) the checksums of shards are taken.
+        """Compare replicated tensors across ranks after `step`, if it is time to or with `now`. After a step (not
+        `now`), record the checksums of the shards first.
+
+        Raises `ReplicasDiffer` on all ranks.
         """
         if self.shards is not None and not now:
             self.shards.record()
@@ -165,7 +171,7 @@ class Guards:
             self._compared = step
 
     def went_back_to(self, step: int) -> None:
-        """The run is at the state of this step again; those after it come again, with other numbers perhaps."""
+        """Reset the guards after a rollback to `step`. Later steps are repeated, perhaps with other values."""
         self.steps.went_back_to(step)
         self._compared = -1
         if self.shards is not None:
@@ -182,6 +188,6 @@ def damage_of(names: list[str]) -> str:
 
 
 def flips_of(rank: int, names: list[str]) -> str:
-    """Describe the tensors of a rank that no step has changed and that are different all the same."""
-    more = f" and {len(names) - NAMED_IN_ERRORS} more" if len(names) > NAMED_IN_ERRORS else ""
-    return f"bits have changed in the memory of rank {rank}, in {', '.join(names[:NAMED_IN_ERRORS])}{more},"
+    """Describe the tensors of a rank that changed although no step has updated them."""
+    remainder = f" and {len(names) - NAMED_IN_ERRORS} more" if len(names) > NAMED_IN_ERRORS else ""
+    return f"bits have changed in the memory of rank {rank}, in {', '.join(names[:NAMED_IN_ERRORS])}{remainder},"

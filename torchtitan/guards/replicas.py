@@ -1,9 +1,9 @@
-"""What several ranks hold they must hold alike: replicas of DDP and HSDP, what tensor parallel does not split, both
-ends of tied weights, the moments of all these. With a bit flipped in one of them it is another model's step, and
-nothing else would tell.
+"""Compare tensors that several ranks must hold alike: replicas of DDP and HSDP, parameters that tensor parallel does
+not split, both ends of tied weights, and their optimizer state. A flipped bit in one copy would otherwise corrupt the
+model unnoticed.
 
-Whoever holds the same place of the same tensor compares, whatever the plan made of it; what one rank alone holds (a
-shard) cannot be compared. Hashes are made where the tensors are, and the ranks exchange 16 bytes a tensor.
+Ranks that hold the same part of the same tensor compare it, whatever the parallel plan. A shard that only one rank
+holds cannot be compared. Hashes are computed on the tensors' devices, and the ranks exchange 16 bytes per tensor.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from torchtitan.core.initialization import clean_name, local_part
 from torchtitan.process import distributed
 
 Place = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""Of a tensor: its name in the whole model, where in it this rank's part begins, and that part's shape."""
+"""A tensor's name in the whole model, the offset of this rank's part in it, and that part's shape."""
 NAMED_IN_ERRORS = 3
 
 
@@ -28,19 +28,22 @@ class ReplicasDiffer(RuntimeError):
 
 
 class Replicas:
-    """Of this rank's parts of a model and their optimizers."""
+    """Compares the replicated tensors of this rank's model parts and their optimizers."""
 
     def __init__(self, parts: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]):
         self.parts, self.optimizers = parts, optimizers
         self.shared = 0
-        """Of this rank's tensors, those that others had too when they were last compared."""
+        """Number of this rank's tensors that other ranks also held at the last comparison."""
         self._places: dict[torch.Tensor, Place] = {}
         self._alone: set[int] = set()
-        """Keys that no other rank has; they are not hashed again."""
+        """Keys that only this rank holds; their tensors are not hashed again."""
 
     @torch.no_grad()
     def check(self) -> None:
-        """Every rank calls it. Raises `ReplicasDiffer`, on all of them, with the ranks and the tensors."""
+        """Compare all replicated tensors. Every rank calls it.
+
+        Raises `ReplicasDiffer`, on all ranks, with the ranks and the tensors that differ.
+        """
         if dist.get_world_size() == 1:
             return
         keys, tensors, names = [], [], {}
@@ -50,35 +53,36 @@ class Replicas:
                 names[key] = place[0]
                 keys.append(key)
                 tensors.append(tensor)
-        ranks, everywhere, contents = _exchange(torch.tensor(keys, dtype=torch.int64), digests(tensors))
-        distinct, index, holders = everywhere.unique(return_inverse=True, return_counts=True)
-        self._alone |= set(distinct[holders == 1].tolist())
+        ranks, gathered_keys, contents = _exchange(torch.tensor(keys, dtype=torch.int64), digests(tensors))
+        distinct, key_index, holder_counts = gathered_keys.unique(return_inverse=True, return_counts=True)
+        self._alone |= set(distinct[holder_counts == 1].tolist())
         self.shared = len(set(keys) - self._alone)
-        least, most = (
-            contents.new_zeros(len(distinct)).scatter_reduce(0, index, contents, how, include_self=False)
-            for how in ("amin", "amax")
+        smallest, largest = (
+            contents.new_zeros(len(distinct)).scatter_reduce(0, key_index, contents, reduction, include_self=False)
+            for reduction in ("amin", "amax")
         )
-        unlike = {
-            key: dict(zip(ranks[everywhere == key].tolist(), contents[everywhere == key].tolist(), strict=True))
-            for key in distinct[least != most].tolist()
+        digests_by_rank = {
+            key: dict(zip(ranks[gathered_keys == key].tolist(), contents[gathered_keys == key].tolist(), strict=True))
+            for key in distinct[smallest != largest].tolist()
         }
-        if unlike:
-            known = distributed.all_gather_json([[key, names[key]] for key in unlike if key in names])
-            raise ReplicasDiffer(told(unlike, {key: name for each in known for key, name in each}))
+        if digests_by_rank:
+            named_keys = distributed.all_gather_json([[key, names[key]] for key in digests_by_rank if key in names])
+            raise ReplicasDiffer(told(digests_by_rank, {key: name for pairs in named_keys for key, name in pairs}))
 
 
 def held(
     parts: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], places: dict[torch.Tensor, Place]
 ) -> Iterator[tuple[Place, torch.Tensor]]:
-    """Parameters, buffers and optimizer state of this rank, of any shape. Under a pipeline the copy of tied weights has
-    the name of what it is a copy of. An optimizer's state is compared where its parameter is, whatever its own form.
-    `places` are those that are known from before, and learns others.
+    """Yield this rank's parameters, buffers and optimizer state, of any shape, with their places.
+
+    Under a pipeline the copy of tied weights has the name of its original. Optimizer state is compared where its
+    parameter is, whatever its own shape. `places` caches the places of tensors seen before and is extended.
     """
     for part in parts:
         tied = getattr(part, "tied_names", {})
-        for wrapped, tensor in part.state_dict(keep_vars=True).items():
+        for wrapped_name, tensor in part.state_dict(keep_vars=True).items():
             if tensor not in places:
-                name, (local, _, offset) = clean_name(wrapped), local_part(tensor)
+                name, (local, _, offset) = clean_name(wrapped_name), local_part(tensor)
                 places[tensor] = tied.get(name, name), tuple(offset), tuple(local.shape)
             yield places[tensor], _local(tensor.detach())
     for optimizer in optimizers:
@@ -94,47 +98,51 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def key_of(place: Place, tensor: torch.Tensor) -> int:
-    """The same number on all ranks with a tensor of this shape and type at this place, whatever their order."""
+    """Return a number that is the same on all ranks for a tensor of this shape and dtype at this place."""
     text = f"{place} {tuple(tensor.shape)} {tensor.dtype}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A 64-bit number of each one's content, [n] int64 on the host; waits for the device once for each kind of it."""
-    found = [digest(tensor) for tensor in tensors]
-    made = torch.zeros(len(found), dtype=torch.int64)
-    for device in {one.device for one in found}:
-        places = [index for index, one in enumerate(found) if one.device == device]
-        made[places] = torch.stack([found[index] for index in places]).cpu()
-    return made
+    """Return a 64-bit digest of each tensor, [n] int64 on the host. Waits once for each device."""
+    on_device = [digest(tensor) for tensor in tensors]
+    on_host = torch.zeros(len(on_device), dtype=torch.int64)
+    for device in {value.device for value in on_device}:
+        places = [index for index, value in enumerate(on_device) if value.device == device]
+        on_host[places] = torch.stack([on_device[index] for index in places]).cpu()
+    return on_host
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """[..., n] -> a scalar: torch.hash_tensor's exclusive or within each row, and the sum, modulo 2^64, of odd
-    multiples of the rows': any one flipped bit shows, and so does the same bit flipped twice unless both are in one
-    row. In integers, so the order in which a device adds does not matter.
+    """Return the digest of a tensor [..., n] as a scalar int64 tensor on its device.
+
+    Each row is hashed by torch.hash_tensor (exclusive or), and the row hashes are summed with odd multipliers, modulo
+    2^64. So any single flipped bit changes the digest, and so does the same bit flipped twice unless both are in one
+    row. Integer addition does not depend on the order in which a device adds.
     """
     rows = tensor if tensor.dim() > 1 else tensor.reshape(-1, 1)
     hashed = torch.hash_tensor(rows, dim=-1).view(torch.int64).flatten()
     return (hashed * torch.arange(1, 2 * hashed.numel(), 2, device=hashed.device)).sum()
 
 
-def told(unlike: dict[int, dict[int, int]], names: dict[int, str]) -> str:
-    """Who differs from most of those with the same numbers, and in what."""
-    blamed: dict[str, list[str]] = defaultdict(list)
-    for key, ranks in unlike.items():
-        counts = Counter(ranks.values()).most_common()
-        usual = counts[0][0]
-        if counts[0][1] * 2 > len(ranks):
-            who = [rank for rank, digest in ranks.items() if digest != usual]
-            others = _named([rank for rank in ranks if rank not in who])
-            blamed[f"{_named(who)} differ{'s' if len(who) == 1 else ''} from {others}"].append(names[key])
+def told(digests_by_rank: dict[int, dict[int, int]], names: dict[int, str]) -> str:
+    """Describe which ranks differ from the majority, and in which tensors."""
+    tensors_of: dict[str, list[str]] = defaultdict(list)
+    for key, ranks in digests_by_rank.items():
+        digest_counts = Counter(ranks.values()).most_common()
+        majority = digest_counts[0][0]
+        if digest_counts[0][1] * 2 > len(ranks):
+            odd_ranks = [rank for rank, digest in ranks.items() if digest != majority]
+            peers = _named([rank for rank in ranks if rank not in odd_ranks])
+            tensors_of[f"{_named(odd_ranks)} differ{'s' if len(odd_ranks) == 1 else ''} from {peers}"].append(
+                names[key]
+            )
         else:
-            blamed[f"{_named(list(ranks))} differ, and which is right is not known"].append(names[key])
+            tensors_of[f"{_named(list(ranks))} differ, and which is right is not known"].append(names[key])
     return "; ".join(
-        f"{who} in {', '.join(sorted(what)[:NAMED_IN_ERRORS])}"
-        + (f" and {len(what) - NAMED_IN_ERRORS} more" if len(what) > NAMED_IN_ERRORS else "")
-        for who, what in sorted(blamed.items())
+        f"{odd_ranks} in {', '.join(sorted(tensor_names)[:NAMED_IN_ERRORS])}"
+        + (f" and {len(tensor_names) - NAMED_IN_ERRORS} more" if len(tensor_names) > NAMED_IN_ERRORS else "")
+        for odd_ranks, tensor_names in sorted(tensors_of.items())
     )
 
 
@@ -143,14 +151,17 @@ def _named(ranks: list[int]) -> str:
 
 
 def _exchange(keys: torch.Tensor, contents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[n] and [n] int64 of each rank -> rank, key and content of all of them together, [N] each. n differs by rank."""
+    """Gather the keys [n] and digests [n] (int64) of all ranks; n differs by rank.
+
+    Return rank, key and digest of each entry, [N] each.
+    """
     size, length = dist.get_world_size(), torch.tensor([len(keys)])
     dist.all_reduce(length, op=dist.ReduceOp.MAX)
-    mine = torch.zeros(int(length), 3, dtype=torch.int64)
-    mine[: len(keys)] = torch.stack((torch.ones_like(keys), keys, contents), 1)
-    gathered = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(gathered, mine)
+    padded = torch.zeros(int(length), 3, dtype=torch.int64)
+    padded[: len(keys)] = torch.stack((torch.ones_like(keys), keys, contents), 1)
+    gathered = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(gathered, padded)
     rows = torch.stack(gathered)
-    there = rows[..., 0] == 1
-    ranks = torch.arange(size).unsqueeze(1).expand_as(there)
-    return ranks[there], rows[..., 1][there], rows[..., 2][there]
+    is_entry = rows[..., 0] == 1
+    ranks = torch.arange(size).unsqueeze(1).expand_as(is_entry)
+    return ranks[is_entry], rows[..., 1][is_entry], rows[..., 2][is_entry]

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 WORD = 8
-"""Bytes of an integer that is summed."""
+"""Bytes of each integer in the sum."""
 
 
 class ShardSums:
@@ -28,12 +28,12 @@ class ShardSums:
 
     @torch.no_grad()
     def record(self) -> None:
-        """Take the checksums, after an optimizer step or a load in the middle of the run."""
+        """Record the checksums, after an optimizer step or a load in the middle of the run."""
         self._names, self._sums = self._compute()
 
     @torch.no_grad()
     def changed(self) -> list[str]:
-        """Names of this rank's tensors that have changed since `record`. Waits for the device once."""
+        """Return the names of this rank's tensors that have changed since `record`. Waits for the device once."""
         if not self._sums:
             return []
         names, sums = self._compute()
@@ -47,7 +47,7 @@ class ShardSums:
         return changes
 
     def _compute(self) -> tuple[list[str], dict[torch.device, torch.Tensor]]:
-        """Names and, for each device, an int64 tensor of checksums in the same order."""
+        """Return the names and, for each device, an int64 tensor of checksums in the same order."""
         names: dict[torch.device, list[str]] = {}
         sums: dict[torch.device, list[torch.Tensor]] = {}
         for name, tensor in self._tensors():

@@ -1,10 +1,10 @@
-"""What becomes of a step whose loss or gradient is bad, judged before its update by what all ranks know alike.
+"""Decide how to handle a step with a bad loss or gradient, before its update, from values that all ranks share.
 
-A loss or gradient norm that is not finite, or that lies far above those before it (a spike: more than some standard
-deviations above the mean of a window, as in OLMo-core's optimizers that skip steps), makes the step bad. Then the run
-stops, or leaves the step's update out, or goes back to its newest checkpoint and does the steps again, as an error of
-the machine does not come a second time; what comes again is left out. So does a loss that stays above a threshold for
-several steps, each of which counts once. Needs no torch.
+A step is bad if its loss or gradient norm is not finite or is a spike: more than some standard deviations above the
+mean of a window of earlier steps, as in OLMo-core's optimizers that skip steps. The run then stops, skips the update,
+or rolls back to its newest checkpoint and repeats the steps, because a hardware error does not recur. A step that is
+bad again after a rollback is skipped. A loss above a threshold for several steps is handled in the same way, and each
+such step counts once. Needs no torch.
 """
 
 import math
@@ -18,11 +18,14 @@ Policy = Literal["off", "stop", "skip", "rollback"]
 
 WORDS = {"loss": "loss", "norm": "gradient norm"}
 SMALLEST_DEVIATION = 0.01
-"""Of the mean: a window of nearly equal values would call any other one a spike."""
+"""Smallest standard deviation, as a fraction of the mean.
+
+Without it, a window of nearly equal values would make any other value a spike.
+"""
 
 
 class BadStep(ArithmeticError):
-    """The run stops for what a step has computed."""
+    """The run stops because of a bad step."""
 
 
 class NonFiniteError(BadStep):
@@ -30,7 +33,7 @@ class NonFiniteError(BadStep):
 
 
 class RollBack(Exception):
-    """Raised on all ranks, before a step's update: the run goes back."""
+    """Raised on all ranks, before a step's update, to roll the run back to a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +43,16 @@ class Verdict:
 
 
 class StepGuard:
-    """Of one run. Every rank has one, asks it the same and gets the same answer.
+    """Judges the steps of one run. Every rank has one, makes the same calls and gets the same verdicts.
 
-    `loss_rise`: stop once the mean loss of a window lies this far above the lowest such mean; None: never.
-    `loss_threshold`: the `loss_patience`-th step in a row whose loss lies above it falls under `loss_policy`, and so
-    does each after it until one does not; None: never.
-    `patience`: the run also stops at so many bad steps in a row, and at so many ways back to one checkpoint.
+    `loss_rise`: stop once the mean loss of a window is this far above the lowest such mean; None: never.
+    `loss_threshold`: `loss_policy` applies from the `loss_patience`-th step in a row with a loss above it, until a step
+    is below it; None: never. `patience`: the run also stops after this many bad steps in a row, or this many rollbacks
+    to one checkpoint.
     """
 
     name = "guard"
-    """Of its state in a checkpoint."""
+    """Key of its state in a checkpoint."""
 
     def __init__(
         self,
@@ -69,20 +72,20 @@ class StepGuard:
         self.seen: dict[str, deque[float]] = {"loss": deque(maxlen=spike_window), "norm": deque(maxlen=spike_window)}
         self.loss_threshold, self.loss_patience, self.loss_policy = loss_threshold, loss_patience, loss_policy
         self.above = 0
-        """Steps in a row whose loss was above the threshold."""
+        """Number of steps in a row with a loss above the threshold."""
         self.lowest: float | None = None
-        """Mean loss of a window."""
+        """Lowest mean loss of a window."""
         self.skipped = self.in_a_row = 0
-        # what a way back does not take back:
+        # not reset by a rollback:
         self.rolled_back = 0
         self.again: set[int] = set()
-        """Steps that the run has gone back for: bad once more, they are left out."""
+        """Steps that the run has rolled back for; if bad again, they are skipped."""
         self.target, self.tries = -1, 0
-        """The checkpoint of the last way back, and how many have led there."""
+        """The checkpoint of the last rollback, and the number of rollbacks to it in a row."""
 
     @property
     def looks(self) -> bool:
-        """Whether it wants to see each step's loss and norm, for which the host waits."""
+        """True if the guard needs each step's loss and norm, which makes the host wait for the device."""
         thresholds = (self.loss_rise, self.loss_threshold)
         return self.non_finite != "stop" or self.spike != "off" or thresholds != (None, None)
 
@@ -94,34 +97,35 @@ class StepGuard:
         can_skip: bool = True,
         can_go_back: Callable[[], bool] = lambda: True,
     ) -> Verdict:
-        """Of the step that would be the `step`-th of the run. `norm` is the gradient's, None where it is not known;
-        `can_skip`: nothing of the update has been made; `can_go_back`: whether there is a checkpoint, which is asked
-        only for a step for which the run would go back.
+        """Return the verdict on the `step`-th step of the run.
+
+        `norm`: gradient norm, None if unknown. `can_skip`: no part of the update has been applied. `can_go_back`:
+        whether there is a checkpoint; called only if the run would roll back for this step.
         """
-        policy, why = self._fault(loss, norm)
-        if not why:
+        policy, fault = self._fault(loss, norm)
+        if not fault:
             return self._go_on(loss, norm)
         self.in_a_row += 1
         if policy == "stop":
-            return Verdict("stop", why)
+            return Verdict("stop", fault)
         if self.in_a_row >= self.patience:
-            return Verdict("stop", f"{why}: bad step {self.in_a_row} in a row (guard.patience)")
+            return Verdict("stop", f"{fault}: bad step {self.in_a_row} in a row (guard.patience)")
         if policy == "rollback" and step not in self.again and can_go_back():
             if self.tries >= self.patience:
-                return Verdict("stop", f"{why}: {self.tries} times back to step {self.target} (guard.patience)")
+                return Verdict("stop", f"{fault}: {self.tries} times back to step {self.target} (guard.patience)")
             self.again.add(step)
-            return Verdict("roll back", why)
+            return Verdict("roll back", fault)
         if not can_skip:
-            return Verdict("stop", f"{why}, and its update has been made in backward")
+            return Verdict("stop", f"{fault}, and its update has been made in backward")
         self.skipped += 1
-        return Verdict("skip", why)
+        return Verdict("skip", fault)
 
     def counts(self) -> dict[str, float]:
-        """For the log; nothing as long as nothing is looked at."""
+        """Return counters for the log; empty if no step is judged."""
         return {"steps_skipped": self.skipped, "rolled_back": self.rolled_back} if self.looks else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able; empty as long as nothing is looked at."""
+        """Return the JSON-able state; empty if no step is judged."""
         if not self.looks:
             return {}
         return {
@@ -135,24 +139,24 @@ class StepGuard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What `state_dict` gave; empty where a checkpoint has nothing of it."""
+        """Restore the state from `state_dict`; empty if a checkpoint has none."""
         for name, values in self.seen.items():
             values.clear()
             values.extend(state.get("seen", {}).get(name, ()))
         self.lowest, self.above = state.get("lowest"), state.get("above", 0)
         self.skipped, self.in_a_row = state.get("skipped", 0), state.get("in_a_row", 0)
-        # of a way back within this run more is known here than there
+        # after a rollback in this run, the live counters are newer than the checkpoint's
         self.rolled_back = max(self.rolled_back, state.get("rolled_back", 0))
         self.again |= set(state.get("again", ()))
 
     def went_back_to(self, target: int) -> None:
-        """The run is at the state of step `target` again."""
+        """Count a rollback to the state of step `target`."""
         self.rolled_back += 1
         self.tries = self.tries + 1 if target == self.target else 1
         self.target = target
 
     def _fault(self, loss: float, norm: float | None) -> tuple[Policy, str]:
-        """The policy that the step falls under, and what is wrong with it; "" if nothing is."""
+        """Return the policy that applies to the step and its fault, or "" if there is none."""
         self.above = 0 if self.loss_threshold is None or loss <= self.loss_threshold else self.above + 1
         values = {"loss": loss} | ({} if norm is None else {"norm": norm})
         for name, value in values.items():
@@ -160,17 +164,17 @@ class StepGuard:
                 return self.non_finite, f"the {WORDS[name]} is {value}"
         if self.spike != "off":
             for name, value in values.items():
-                # half a window is enough to know what is usual
-                if len(before := self.seen[name]) >= max(2, self.size // 2):
-                    mean = statistics.fmean(before)
-                    spread = math.sqrt(statistics.fmean((one - mean) ** 2 for one in before))
-                    deviation = max(spread, SMALLEST_DEVIATION * abs(mean))
+                # half a window is enough for mean and deviation
+                if len(window := self.seen[name]) >= max(2, self.size // 2):
+                    mean = statistics.fmean(window)
+                    std = math.sqrt(statistics.fmean((past_value - mean) ** 2 for past_value in window))
+                    deviation = max(std, SMALLEST_DEVIATION * abs(mean))
                     if value > mean + self.spike_sigmas * deviation:
-                        usual = f"{mean:.4g} +- {deviation:.2g} of the {len(before)} steps before"
-                        return self.spike, f"the {WORDS[name]} is {value:.4g}, against {usual}"
+                        baseline = f"{mean:.4g} +- {deviation:.2g} of the {len(window)} steps before"
+                        return self.spike, f"the {WORDS[name]} is {value:.4g}, against {baseline}"
         if self.above >= self.loss_patience:
-            for_long = f"for {self.above} step{'s' * (self.above > 1)} (guard.loss_threshold)"
-            return self.loss_policy, f"the loss is {loss:.4g}, above {self.loss_threshold:g} {for_long}"
+            duration = f"for {self.above} step{'s' * (self.above > 1)} (guard.loss_threshold)"
+            return self.loss_policy, f"the loss is {loss:.4g}, above {self.loss_threshold:g} {duration}"
         return "off", ""
 
     def _go_on(self, loss: float, norm: float | None) -> Verdict:
@@ -182,6 +186,6 @@ class StepGuard:
             mean = statistics.fmean(self.seen["loss"])
             self.lowest = mean if self.lowest is None else min(self.lowest, mean)
             if mean > self.lowest + self.loss_rise:
-                told = f"the mean loss of the last {self.size} steps is {mean:.4g}, and was {self.lowest:.4g} before"
-                return Verdict("stop", f"{told} (guard.loss_rise)")
+                message = f"the mean loss of the last {self.size} steps is {mean:.4g}, and was {self.lowest:.4g} before"
+                return Verdict("stop", f"{message} (guard.loss_rise)")
         return Verdict("go on")

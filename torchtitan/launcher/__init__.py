@@ -1,4 +1,4 @@
-"""What stands over the ranks of a machine: starts them, passes signals on, and sees that none is left behind.
+"""The launcher of a machine: starts its ranks, passes signals on, and leaves no process behind.
 
-Needs no torch, listens on nothing and reads nothing but shared memory of its own ranks.
+Needs no torch and, on a single machine, listens on nothing. It reads only shared memory of its own ranks.
 """

@@ -1,12 +1,12 @@
-"""How launchers on other machines come to the first one: a connection each, on which both ends prove that they belong
-to the run before anything else is said.
+"""Connect the launchers of other machines to the first one: on each connection both ends prove that they belong to the
+run before any other message.
 
 first machine -> {"kind": "challenge", "nonce"}
 other machine -> {"kind": "proof", "nonce", "proof"}
 first machine -> {"kind": "welcome", "proof"}, or {"kind": "stranger"} and the end
 other machine -> {"kind": "here", ...}: which machine it is
 
-Whoever has proved nothing may send little, has little time, and is one of few.
+Before its proof, a connection may send little, has little time, and is one of few.
 """
 
 import errno
@@ -26,9 +26,9 @@ from torchtitan.process.exit import CRASHED
 MOST_VISITORS = 64
 """Connections that have not introduced themselves; one more closes the oldest. An introduction takes milliseconds."""
 GREETING_SECONDS = 10.0
-"""How long a connection may take to introduce itself."""
+"""Time for a connection to introduce itself."""
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 30.0
-"""How long another machine waits for a connection, and on it for the first machine, which may be loading its job."""
+"""Timeouts of another machine: to connect, and for the first machine's answer, which may still be loading its job."""
 _LOOK_SECONDS = 0.05
 
 
@@ -46,7 +46,7 @@ class Door:
     def __init__(self, nodes: Nodes, key: bytes | None = None) -> None:
         self.listener = listen(nodes, nodes.port)
         self.key = key
-        """The secret; until it is known, connections are accepted and not answered."""
+        """The secret. Until it is known, connections are accepted and not answered."""
         self.visitors: list[_Visitor] = []
         self.strangers = 0
         """Connections that could not prove that they belong to the run."""
@@ -75,7 +75,7 @@ class Door:
                 return
             try:
                 line = Line(self.listener.accept()[0], LONGEST_GREETING)
-            except OSError:  # it has gone again
+            except OSError:  # the peer has disconnected again
                 continue
             visitor = _Visitor(line, secret.new_nonce(), time.monotonic() + GREETING_SECONDS)
             if self.key is not None:
@@ -85,7 +85,7 @@ class Door:
                 self.visitors.pop(0).line.close()
 
     def _hear(self, visitor: _Visitor) -> Message | None:
-        """Its "here", if it has proved that it belongs to the run."""
+        """Return the visitor's "here" message if it has proved that it belongs to the run."""
         messages = visitor.line.receive()
         if messages and not visitor.proved:
             if not self._is_proof(visitor, messages.pop(0)):
@@ -112,7 +112,7 @@ class Door:
         return True
 
     def turn_away(self, code: int) -> int:
-        """Tell all who wait that there is no run, and with which exit code to end; how many these were."""
+        """Tell all waiting machines that there is no run, and which exit code to use. Return how many there were."""
         self._accept()
         for visitor in self.visitors:
             visitor.line.send({"kind": "refuse", "code": code})
@@ -129,8 +129,9 @@ class Door:
 
 
 class NoAnswer(Exception):
-    """The first machine has not been reached. The text says why; `foreign` is True if it has been, and its secret is
-    not in this machine's folder."""
+    """The first machine was not reached; the message says why. `foreign` is True if it was reached, but its secret is
+    not in this machine's folder.
+    """
 
     def __init__(self, text: str, foreign: bool = False) -> None:
         super().__init__(text)
@@ -138,9 +139,12 @@ class NoAnswer(Exception):
 
 
 def connect(nodes: Nodes, secret_file: Path, queue: SignalQueue, may_refuse: bool) -> Line | int:
-    """Reach the first machine and prove that this one belongs to the run; the number of a signal that ended the wait.
-    Raises `NoAnswer`. `may_refuse`: whether it may end this run without a proof, as it has written no secret
-    yet if it refuses its job. Then its order is the next message."""
+    """Reach the first machine and prove that this one belongs to the run; return the connection, or the number of a
+    signal that ended the wait. Raises `NoAnswer`.
+
+    `may_refuse`: accept an order to end the run without a proof, because a first machine that refuses its job has not
+    written a secret yet. Its order is then the next message.
+    """
     connection = _open(nodes, queue)
     if isinstance(connection, int):
         return connection
@@ -158,22 +162,24 @@ def connect(nodes: Nodes, secret_file: Path, queue: SignalQueue, may_refuse: boo
 
 
 def _open(nodes: Nodes, queue: SignalQueue) -> socket.socket | int:
-    """A connection to the first machine. Signals are looked for while it is made, which takes seconds where nothing
-    comes back."""
+    """Return a connection to the first machine.
+
+    Signals are checked while it connects, which takes seconds if nothing responds.
+    """
     try:
         family, kind, _, _, address = socket.getaddrinfo(nodes.head, nodes.port, type=socket.SOCK_STREAM)[0]
         connection = socket.socket(family, kind)
     except OSError as error:
         raise NoAnswer(error.strerror or str(error)) from None
     connection.setblocking(False)
-    code, until = connection.connect_ex(address), time.monotonic() + CONNECT_SECONDS
+    code, deadline = connection.connect_ex(address), time.monotonic() + CONNECT_SECONDS
     while code == errno.EINPROGRESS:
         for number in queue.wait(_LOOK_SECONDS):
             connection.close()
             return number
         if select.select([], [connection], [], 0)[1]:
             code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        elif time.monotonic() > until:
+        elif time.monotonic() > deadline:
             code = errno.ETIMEDOUT
     if code:
         connection.close()
@@ -182,14 +188,14 @@ def _open(nodes: Nodes, queue: SignalQueue) -> socket.socket | int:
 
 
 def _introduce(line: Line, secret_file: Path, queue: SignalQueue, may_refuse: bool) -> int | None:
-    """The other machine's part; the number of a signal that ended it."""
+    """Do the other machine's part of the authentication; return the number of a signal that interrupted it."""
     key, first_nonce, nonce = None, "", secret.new_nonce()
-    until = time.monotonic() + ANSWER_SECONDS
-    while line.open and time.monotonic() < until:
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while line.open and time.monotonic() < deadline:
         for number in queue.wait(_LOOK_SECONDS, [line.connection]):
             return number
         messages = line.receive()
-        for place, message in enumerate(messages):
+        for index, message in enumerate(messages):
             kind = message["kind"]
             if kind == "challenge" and key is None and secret.is_nonce(message.get("nonce")):
                 key, first_nonce = secret.read(secret_file), message["nonce"]
@@ -200,7 +206,7 @@ def _introduce(line: Line, secret_file: Path, queue: SignalQueue, may_refuse: bo
             elif kind == "welcome" and key is not None:
                 if not secret.is_proof(message.get("proof"), key, "first machine", first_nonce, nonce):
                     raise NoAnswer(f"it does not know {secret_file} of this machine", foreign=True)
-                line.put_back(messages[place + 1 :])
+                line.put_back(messages[index + 1 :])
                 return None
             elif kind == "stranger":
                 raise NoAnswer(f"it does not know {secret_file} of this machine", foreign=True)

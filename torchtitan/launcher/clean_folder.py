@@ -1,10 +1,10 @@
-"""Emptying a run's folder before a new run begins in it (job.clean_start): only what is certainly a run's, and nothing
-that somebody could miss. Needs no torch.
+"""Empty a run's folder before a new run begins in it (job.clean_start). Only what certainly belongs to a run is
+deleted, and nothing that a user might miss. Needs no torch.
 
-A folder is a run's by what `run_folder.keep_job` leaves in it, and is refused with anything at its top that no run of
-this job makes. Links are removed and never followed. The job that `torchtitan import --run` has written into it stays
-where the run is started by it. What marks the folder goes last, so that an end in the midst
-leaves a folder that can be emptied by the next start.
+A folder belongs to a run if it contains the files of `run_folder.keep_job`. It is refused if it has anything at its top
+level that no run of this job writes. Links are removed and never followed. A job that `torchtitan import --run` has
+written into the folder stays if the run is started from it. The file that marks the folder is deleted last, so that the
+next start can finish an interrupted deletion.
 """
 
 import dataclasses
@@ -25,15 +25,16 @@ from torchtitan.metrics.trackers import left_by
 
 KEY = "job.clean_start"
 NO_PLACES = ("job.dump_folder", "job.description", "job.tags", "data.cache_dir")
-"""Options whose texts name no file, or only what the run itself has made."""
+"""String options that are not paths, or are only paths that the run itself creates."""
 _TOKENIZED = re.compile(r"\.lock|[0-9a-f]{16}")
-"""What lies in a folder of tokenized data."""
+"""Names of the entries in a folder of tokenized data."""
 
 
 def clean(config: JobConfig, started_before: int = 0) -> str:
-    """Empty job.dump_folder, if the job says so, but for the lock of this run, which holds it; what was done, in words.
-    A job that SLURM has `started_before` goes on. JobError, with nothing deleted, where it may not be emptied; also
-    where the system fails, which may be in the midst.
+    """Empty job.dump_folder, except for this run's lock, if job.clean_start says so. Return a message for the log.
+
+    A job that SLURM has `started_before` resumes instead. Raises `JobError`, with nothing deleted, if the folder must
+    not be emptied; also on a system error, which may leave the folder partly emptied.
     """
     folder = Path(config.job.dump_folder)
     if config.job.clean_start == "never" or not os.path.lexists(folder):
@@ -43,14 +44,14 @@ def clean(config: JobConfig, started_before: int = 0) -> str:
     try:
         return _empty(config, folder)
     except OSError as error:
-        what = f"{error.filename or folder} cannot be read or deleted ({error.strerror or error})"
+        fault = f"{error.filename or folder} cannot be read or deleted ({error.strerror or error})"
         remedy = "mend that and start again, empty it yourself, or name another job.dump_folder"
-        raise JobError(f"{KEY}: given {config.job.clean_start} with {folder}, of which {what}; {remedy}") from None
+        raise JobError(f"{KEY}: given {config.job.clean_start} with {folder}, of which {fault}; {remedy}") from None
 
 
 def _empty(config: JobConfig, folder: Path) -> str:
-    config, started_by = _beside_its_file(config, folder)
-    entries = [entry for entry in os.scandir(folder) if not is_lock(entry.name) and entry.name != started_by]
+    config, job_file = _beside_its_file(config, folder)
+    entries = [entry for entry in os.scandir(folder) if not is_lock(entry.name) and entry.name != job_file]
     if not entries:
         return ""
     if reason := why_not(config, folder):
@@ -65,53 +66,55 @@ def _empty(config: JobConfig, folder: Path) -> str:
 
 
 def _beside_its_file(config: JobConfig, folder: Path) -> tuple[JobConfig, str]:
-    """The job without the file of `torchtitan import --run` in this folder, and its name; nothing where it has none."""
-    own = folder.resolve() / IMPORTED
-    files = [file for file in config.job.config_file if Path(file).parent.resolve() / Path(file).name != own]
+    """Return the job without the config file of `torchtitan import --run` in this folder, and that file's name; the job
+    as is and "" if it has none.
+    """
+    imported_file = folder.resolve() / IMPORTED
+    files = [file for file in config.job.config_file if Path(file).parent.resolve() / Path(file).name != imported_file]
     if files == config.job.config_file:
         return config, ""
     return dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=files)), IMPORTED
 
 
 def why_not(config: JobConfig, folder: Path) -> str:
-    """Why the folder, which is there, may not be emptied; nothing if it may. OSError where it cannot be looked at."""
+    """Return why an existing folder must not be emptied, or "". Raises `OSError` if the folder cannot be read."""
     if folder.is_symlink():
         return f"it is a link to {os.readlink(folder)}: name the folder itself"
-    here = folder.resolve()
-    if here == here.parent:
+    resolved = folder.resolve()
+    if resolved == resolved.parent:
         return "it is the root of all files"
-    if Path.home().resolve().is_relative_to(here):
+    if Path.home().resolve().is_relative_to(resolved):
         return "a home lies in it"
-    if Path.cwd().is_relative_to(here):
+    if Path.cwd().is_relative_to(resolved):
         return "it is the folder that this was started in, or holds it"
-    if inside := next(_named_inside(as_dict(config), here), None):
+    if inside := next(_named_inside(as_dict(config), resolved), None):
         return f"the job reads {inside}, which lies in it: move that, or name another job.dump_folder"
-    if not is_of_a_run(here):
+    if not is_of_a_run(resolved):
         return f"no run has left its {STARTS} in it: empty it yourself, or name another job.dump_folder"
-    if held := next(_held(here, config.job.clean_start == "always"), ""):
-        return held
-    if foreign := next(_foreign(config, here), None):
+    if protected := next(_held(resolved, config.job.clean_start == "always"), ""):
+        return protected
+    if foreign := next(_foreign(config, resolved), None):
         return f"{foreign} is nothing that a run of this job makes: move it, or name another job.dump_folder"
     return ""
 
 
-def _held(here: Path, always: bool) -> Iterator[str]:
-    """What lies anywhere in it that is not to go, in words."""
-    for folder, folders, files in os.walk(here, onerror=_raise):
-        place, names = Path(folder), sorted([*folders, *files])
+def _held(root: Path, always: bool) -> Iterator[str]:
+    """Yield messages about anything in the folder, at any depth, that must not be deleted."""
+    for folder, folders, files in os.walk(root, onerror=_raise):
+        path, names = Path(folder), sorted([*folders, *files])
         if ".git" in names:
-            yield f"{place} is a work tree of git"
-        if place != here and (STARTS in names or any(map(is_lock, names))):
-            yield f"{place} is another run's folder: move it, or name another job.dump_folder"
-        if place != here and os.path.ismount(place):
-            yield f"another disk is mounted at {place}: empty it yourself, or name another job.dump_folder"
+            yield f"{path} is a work tree of git"
+        if path != root and (STARTS in names or any(map(is_lock, names))):
+            yield f"{path} is another run's folder: move it, or name another job.dump_folder"
+        if path != root and os.path.ismount(path):
+            yield f"another disk is mounted at {path}: empty it yourself, or name another job.dump_folder"
         if always:
             continue
         for name in names:
             if (step := layout.step_of(name)) is not None or name.startswith(".aside-step-"):
-                what = "a step" if step is None else f"step {step}"
-                yield f'{what} is saved in it, {place / name}: for this to go too write "always"'
-            if place == here and name in EXPORTS:
+                contents = "a step" if step is None else f"step {step}"
+                yield f'{contents} is saved in it, {path / name}: for this to go too write "always"'
+            if path == root and name in EXPORTS:
                 yield f'the weights of a run are in it, {name}: for these to go too write "always"'
 
 
@@ -119,39 +122,39 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _foreign(config: JobConfig, here: Path) -> Iterator[Path]:
-    """What lies at the top, or in a folder of tokenized data, and no run of this job has put there."""
-    cache = Path(config.data.cache_dir or here / "data").resolve()
+def _foreign(config: JobConfig, root: Path) -> Iterator[Path]:
+    """Yield the paths at the top level, or in a folder of tokenized data, that no run of this job writes."""
+    cache = Path(config.data.cache_dir or root / "data").resolve()
     options = [config.checkpoint.folder, config.metrics.save_tb_folder]
     options += [config.profiling.save_traces_folder, config.profiling.save_memory_snapshot_folder]
-    own = {os.path.normpath(folder).split(os.sep)[0] for folder in options} | left_by(trackers_of(config).values())
-    if here in cache.parents:
-        own.add(cache.relative_to(here).parts[0])
-    for path in sorted(here.iterdir()):
-        if path.name not in own and not is_lock(path.name) and not is_of_every_run(path.name):
+    allowed = {os.path.normpath(folder).split(os.sep)[0] for folder in options} | left_by(trackers_of(config).values())
+    if root in cache.parents:
+        allowed.add(cache.relative_to(root).parts[0])
+    for path in sorted(root.iterdir()):
+        if path.name not in allowed and not is_lock(path.name) and not is_of_every_run(path.name):
             yield path
-    if here in cache.parents and cache.is_dir():
+    if root in cache.parents and cache.is_dir():
         yield from (path for path in sorted(cache.iterdir()) if not _TOKENIZED.fullmatch(path.name))
 
 
-def _named_inside(said: Any, folder: Path, name: str = "") -> Iterator[str]:
-    """Texts of the job that name a file, a folder or a glob inside of it, but what the run itself puts there."""
-    if isinstance(said, dict):
-        for key, value in said.items():
-            yield from _named_inside(value, folder, f"{name}.{key}".strip("."))
-    elif isinstance(said, list):
-        for value in said:
-            yield from _named_inside(value, folder, name)
-    elif isinstance(said, str) and said and "\0" not in said and name not in NO_PLACES:
-        fixed = said[: min((said.index(sign) for sign in "*?[" if sign in said), default=len(said))]
+def _named_inside(value: Any, folder: Path, name: str = "") -> Iterator[str]:
+    """Yield the job's strings that name a file, folder or glob in `folder`, except what the run itself writes."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _named_inside(item, folder, f"{name}.{key}".strip("."))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _named_inside(item, folder, name)
+    elif isinstance(value, str) and value and "\0" not in value and name not in NO_PLACES:
+        fixed = value[: min((value.index(sign) for sign in "*?[" if sign in value), default=len(value))]
         try:
-            place = Path(said)
-            known = [place.resolve()] if fixed == said else [place.resolve(), Path(fixed).parent.resolve()]
-            found = any(each.is_relative_to(folder) and each.exists() for each in known)
-            if fixed != said:
-                matches = (Path(match).resolve() for match in glob.iglob(str(place), recursive=True))
-                found = found or any(folder in match.parents for match in matches)
-            if found:
-                yield f"{said} ({name})"
-        except (OSError, RuntimeError):  # no name that a file can have
+            path = Path(value)
+            candidates = [path.resolve()] if fixed == value else [path.resolve(), Path(fixed).parent.resolve()]
+            is_inside = any(candidate.is_relative_to(folder) and candidate.exists() for candidate in candidates)
+            if fixed != value:
+                matches = (Path(match).resolve() for match in glob.iglob(str(path), recursive=True))
+                is_inside = is_inside or any(folder in match.parents for match in matches)
+            if is_inside:
+                yield f"{value} ({name})"
+        except (OSError, RuntimeError):  # not a valid path
             return

@@ -1,4 +1,4 @@
-"""Messages between launchers over a TCP connection: one JSON object a line, and nothing in it is executed."""
+"""Messages between launchers over a TCP connection: one JSON object per line. Nothing in it is executed."""
 
 import json
 import select
@@ -9,9 +9,9 @@ from typing import Any
 Message = dict[str, Any]
 
 LONGEST_MESSAGE = 1 << 27
-"""Bytes of a message. After a hang a machine sends the flight recorder's log of each of its ranks."""
+"""Largest message in bytes. After a hang a machine sends the flight recorder's log of each of its ranks."""
 LONGEST_GREETING = 1 << 12
-"""Bytes that the other end may send before it has proved that it belongs to the run."""
+"""Largest amount of data, in bytes, from the other end before it has proved that it belongs to the run."""
 SEND_SECONDS = 30.0
 SILENT_SECONDS = 30
 """The kernel closes a connection if the other end acknowledges nothing for this long."""
@@ -25,8 +25,7 @@ _TCP_OPTIONS = {
 
 
 class Line:
-    """Messages over a connection, which carries none after it has been closed. `longest`: bytes that a message may
-    have."""
+    """Sends and receives messages over a TCP connection; none once it is closed. `longest`: bytes per message."""
 
     def __init__(self, connection: socket.socket, longest: int = LONGEST_MESSAGE) -> None:
         self.connection, self.longest, self.open = connection, longest, True
@@ -49,7 +48,7 @@ class Line:
 
     def receive(self) -> list[Message]:
         """Return the messages that have arrived, without waiting for more."""
-        before, self._put_back = self._put_back, []
+        put_back, self._put_back = self._put_back, []
         while self.open and select.select([self.connection], [], [], 0)[0]:
             try:
                 data = self.connection.recv(min(1 << 20, self.longest + 1))
@@ -68,7 +67,7 @@ class Line:
         if not all(isinstance(message, dict) and isinstance(message.get("kind"), str) for message in messages):
             self.close()  # the other end is not a launcher
             return []
-        return before + messages
+        return put_back + messages
 
     def put_back(self, messages: list[Message]) -> None:
         """Return these messages first at the next `receive`."""

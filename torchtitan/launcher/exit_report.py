@@ -1,4 +1,4 @@
-"""How a start of all ranks ended: on one machine, and of all machines together."""
+"""Results of a start of all ranks: per machine, and combined over all machines."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,54 +10,55 @@ from torchtitan.process.exit import EXPLAINED, HUNG, STOPPED
 
 @dataclass(frozen=True)
 class End:
-    """Of the ranks of a machine. Plain values, as machines tell it to each other."""
+    """The end of a machine's ranks. Plain values, because machines send it to each other."""
 
     code: int
     cause: str = ""
-    """What went wrong, if anything did."""
+    """The error, or empty."""
     rank: int = 0
-    """Whose fault it was, as far as is known."""
+    """The rank that caused the failure, as far as is known."""
     reached: int = 0
-    """The last step that was done on any rank."""
+    """The last step that any rank completed."""
     by_signal: bool = False
-    """Whether that rank was killed, which is nobody's consequence."""
+    """True if a signal killed this rank: a root cause, not a consequence of another failure."""
     followed: bool = False
-    """Whether another machine had failed before, so that this end says nothing of its own."""
+    """True if another machine had failed before, so that this end is only a consequence."""
     asked: bool = False
-    """Whether somebody wanted this end."""
+    """True if a stop was requested."""
     done: bool = False
-    """Whether every rank had come to its end, all saved: what fails there (the picture, a tracker, leaving the world)
-    does not come back by another start."""
+    """True if every rank had reached its end, with all state saved. Later failures (of the plot, a tracker or leaving
+    the process group) are not retried.
+    """
     trained: bool = False
-    """Whether every rank had saved the last step, so that at most the export was left to do."""
+    """True if every rank had saved the last step, so that at most the export was left to do."""
     evidence: Evidence | None = None
-    """Of a hang."""
+    """Evidence of a hang."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
     def is_final(self) -> bool:
-        """Whether another start would be no use, or not wanted."""
+        """True if another start would not help or is not wanted."""
         return self.code == 0 or self.code in EXPLAINED or self.asked or self.trained
 
 
 def read_end(fields: dict[str, Any]) -> End:
-    """The inverse of `End.plain`, after a journey as JSON, which knows no numbers as keys."""
+    """Invert `End.plain` after a transfer as JSON, which turns integer keys into strings."""
     evidence = fields["evidence"]
     if evidence is not None:
-        of_ranks = {
+        by_rank = {
             name: {int(rank): value for rank, value in evidence[name].items()} for name in ("doing", "states", "logs")
         }
-        evidence = Evidence(**evidence | of_ranks)
+        evidence = Evidence(**evidence | by_rank)
     return End(**fields | {"evidence": evidence})
 
 
 def together(ends: Sequence[End]) -> End:
-    """The run's, of its machines' in the order in which they were told."""
+    """Combine the ends of all machines, in the order of their reports, to the run's."""
     first = min(ends, key=_order)
-    seen = [end.evidence for end in ends if end.evidence is not None]
-    cause, rank = explain(seen) if first.code == HUNG and seen else (first.cause, first.rank)
+    evidence = [end.evidence for end in ends if end.evidence is not None]
+    cause, rank = explain(evidence) if first.code == HUNG and evidence else (first.cause, first.rank)
     return replace(
         first,
         cause=cause,
@@ -70,7 +71,7 @@ def together(ends: Sequence[End]) -> End:
 
 
 def _order(end: End) -> int:
-    """What says most about why a run ended comes first."""
+    """Return a sort key: the end that best explains why the run ended comes first."""
     if end.code in EXPLAINED - STOPPED:
         return 0
     if end.code == HUNG:

@@ -1,13 +1,11 @@
-"""The rank's side of a hang: its stacks and the log of its collectives, when the launcher asks.
+"""Detect hangs, collect each rank's stacks and collectives, and name the rank that is behind.
 
-Stacks come by a signal that is handled in C, so also while a thread holds Python's lock; the log of the collectives
-(torch's flight recorder) by a thread that sleeps in a pipe until then. Neither costs anything before.
+A rank writes its stacks in a signal handler in C, which also works while a thread holds the GIL. A thread that sleeps
+on a pipe writes the log of its collectives (torch's flight recorder). Neither costs anything before a hang.
 
-A hang: noticed, explained on disk, ended.
-
-The ranks of a world hang together, as each waits for the others in a collective; so nobody getting on is the sign, and
-who is behind the question. It is answered by what each has told last, by what the kernel says of its process, and by
-the numbers of the collectives that it has entered.
+The ranks of a world hang together, because each waits for the others in a collective. So a hang is detected by the
+absence of progress on all ranks. The rank that is behind is found from the ranks' last progress reports, their process
+states in the kernel, and the sequence numbers of the collectives that they have entered.
 """
 
 import faulthandler
@@ -30,8 +28,8 @@ STACKS = signal.SIGUSR2
 
 
 def answer(launcher: Launcher) -> None:
-    """From here on this rank answers."""
-    # stays open as long as the process lives
+    """Let this rank respond to the launcher's requests for stacks and collectives from now on."""
+    # stays open for the lifetime of the process
     faulthandler.register(STACKS, file=open(launcher.stacks, "w"), all_threads=True)  # noqa: SIM115
     thread = threading.Thread(target=_write_collectives, args=(launcher,), name="answers", daemon=True)
     thread.start()
@@ -45,26 +43,27 @@ def _write_collectives(launcher: Launcher) -> None:
 
 
 ANSWER_SECONDS = 2.0
-"""How long ranks get to write their stacks and collectives, and for how long it is watched whether one is busy."""
+"""Time for ranks to write their stacks and collectives, and the period over which CPU usage is measured."""
 BUSY = 0.1
-"""Share of a core from which on a rank, with the processes that it started, computes (others may compute beside it) and
-does not wait."""
+"""Share of a core above which a rank and the processes that it started count as computing and not as waiting. It is low
+because others may compute on the same core.
+"""
 LONG = ("start", "load", "first")
-"""Phases that may take comm.init_timeout_seconds."""
+"""Phases limited by comm.init_timeout_seconds."""
 WITH_FILES = ("start", "load", "save", "export")
-"""Phases in which reading and writing is getting on, though a large file says nothing else for minutes."""
+"""Phases in which file I/O counts as progress, because a large file reports nothing else for minutes."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """In seconds, of comm.*_timeout_seconds."""
+    """Timeouts in seconds, from comm.*_timeout_seconds."""
 
     start: float
     train: float
 
 
 class Watchdog:
-    """Asked now and then whether all ranks have stood still for too long."""
+    """Detects that no rank of this machine makes progress. Polled regularly."""
 
     def __init__(self, processes: Processes, limits: Limits) -> None:
         self.processes, self.limits = processes, limits
@@ -72,22 +71,22 @@ class Watchdog:
         self._busy_at = 0.0
 
     def standing(self, now: float) -> float | None:
-        """For how long nobody has got on, once that is too long."""
+        """Return how long no rank has made progress if that exceeds the limit, else None."""
         doing = {rank: self.processes.progress[rank] for rank in self.processes.running}
-        if not doing or any(each.phase == "end" for each in doing.values()):
+        if not doing or any(row.phase == "end" for row in doing.values()):
             return None
-        latest = max(self._busy_at, *(self._last(rank, each, now) for rank, each in doing.items()))
-        long = any(each.phase in LONG for each in doing.values())
+        latest = max(self._busy_at, *(self._last(rank, row, now) for rank, row in doing.items()))
+        long = any(row.phase in LONG for row in doing.values())
         limit = self.limits.start if long else self.limits.train
         if now - latest <= limit:
             return None
-        # a compiler computes for long and tells nothing. Of several ranks in a step, here or on other machines, those
-        # that wait for a GPU would look the same, so there the question is not asked
+        # A compiler computes for a long time without reporting progress. With several ranks in a step, here or on other
+        # machines, ranks that busy-wait for a GPU would look the same, so CPU usage is not considered there.
         if (long or self.processes.world_size == 1) and self._busy():
             self._busy_at = time.monotonic()
             return None
-        # looking took a while, in which a rank may have got on after all
-        moved = any(self.processes.progress[rank] != each for rank, each in doing.items())
+        # the check took a while, and a rank may have made progress meanwhile
+        moved = any(self.processes.progress[rank] != row for rank, row in doing.items())
         return None if moved else now - latest
 
     def _busy(self) -> bool:
@@ -98,50 +97,49 @@ class Watchdog:
         return any(b - a > BUSY * ANSWER_SECONDS for a, b in zip(before, after, strict=True))
 
     def _last(self, rank: int, doing: Doing, now: float) -> float:
-        told = doing.since or self.processes.began
+        reported = doing.since or self.processes.began
         if doing.phase not in WITH_FILES:
-            return told
-        moved, at = self._files.get(rank, (-1, told))
+            return reported
+        last_count, changed_at = self._files.get(rank, (-1, reported))
         count = self.processes.bytes_moved(rank)
-        if count != moved:
+        if count != last_count:
             self._files[rank] = count, now
             return now
-        return max(told, at)
+        return max(reported, changed_at)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the ranks of a machine were doing when none of them got on, by their number in the world. Plain values, as
-    machines tell it to each other."""
+    """The state of a machine's ranks during a hang, by global rank. Plain values, as machines exchange it."""
 
     seconds: float
-    """For how long none had got on."""
+    """Time without progress on any rank."""
     place: str
-    """Where their stacks and collectives are."""
+    """Folder with the stacks and collectives."""
     problem: str
-    """Why they could not be written there, or empty."""
+    """The error if they could not be written there, or empty."""
     doing: dict[int, tuple[str, int, float]]
     states: dict[int, str]
     logs: dict[int, dict[str, Any]]
 
 
 def folder_name() -> str:
-    """Of one hang that is seen now."""
+    """Return a folder name for a hang detected now."""
     return time.strftime("%Y%m%d-%H%M%S")
 
 
 def collect(processes: Processes, place: Path, seconds: float) -> Evidence:
-    """Ask all ranks of this machine for their stacks and collectives and write them into `place`."""
+    """Ask all ranks of this machine for their stacks and collectives and write them to `place`."""
     for rank in processes.running:
         os.write(processes.shared[rank].ask, b"?")
     processes.signal(STACKS)
     time.sleep(ANSWER_SECONDS)
-    here = {processes.first + local: local for local in processes.running}
-    logs = {rank: processes.shared[local].collectives.read() for rank, local in here.items()}
+    local_ranks = {processes.first + local: local for local in processes.running}
+    logs = {rank: processes.shared[local].collectives.read() for rank, local in local_ranks.items()}
     problem = ""
     try:
         place.mkdir(parents=True, exist_ok=True)
-        for rank, local in here.items():
+        for rank, local in local_ranks.items():
             (place / f"rank-{rank}.stacks.txt").write_text(processes.shared[local].stacks.read())
             (place / f"rank-{rank}.collectives.json").write_text(logs[rank])
     except OSError as error:
@@ -150,35 +148,39 @@ def collect(processes: Processes, place: Path, seconds: float) -> Evidence:
         seconds,
         str(place),
         problem,
-        {rank: astuple(processes.progress[local]) for rank, local in here.items()},
-        {rank: processes.state(local) for rank, local in here.items()},
+        {rank: astuple(processes.progress[local]) for rank, local in local_ranks.items()},
+        {rank: processes.state(local) for rank, local in local_ranks.items()},
         {rank: _parsed(text) for rank, text in logs.items()},
     )
 
 
-def explain(found: list[Evidence]) -> tuple[str, int]:
-    """Of all machines: one line for a person, and the rank behind; the first machine writes the summary."""
-    doing = {rank: Doing(*row) for each in found for rank, row in each.doing.items()}
-    states = {rank: state for each in found for rank, state in each.states.items()}
-    late, why = verdict(doing, states, {rank: log for each in found for rank, log in each.logs.items()})
-    line = f"hang: no rank has got on for {max(each.seconds for each in found):.0f} s; {why}"
-    place = Path(found[0].place)
-    table = [f"rank {rank}: {each}, process {states[rank]}" for rank, each in sorted(doing.items())]
-    problem = next((each.problem for each in found if each.problem), "")
+def explain(reports: list[Evidence]) -> tuple[str, int]:
+    """Return a one-line explanation of a hang and the rank that is behind, from the evidence of all machines.
+
+    The first machine also writes summary.txt.
+    """
+    doing = {rank: Doing(*row) for report in reports for rank, row in report.doing.items()}
+    states = {rank: state for report in reports for rank, state in report.states.items()}
+    late_rank, reason = verdict(doing, states, {rank: log for report in reports for rank, log in report.logs.items()})
+    line = f"hang: no rank has got on for {max(report.seconds for report in reports):.0f} s; {reason}"
+    place = Path(reports[0].place)
+    table = [f"rank {rank}: {report}, process {states[rank]}" for rank, report in sorted(doing.items())]
+    problem = next((report.problem for report in reports if report.problem), "")
     try:
         (place / "summary.txt").write_text("\n".join([line, *table, ""]))
     except OSError as error:
         problem = problem or str(error.strerror)
     if problem:
-        return f"{line}; what the ranks were doing could not be written to {place} ({problem})", late
-    return f"{line}; stacks and collectives of all ranks: {place}", late
+        return f"{line}; what the ranks were doing could not be written to {place} ({problem})", late_rank
+    return f"{line}; stacks and collectives of all ranks: {place}", late_rank
 
 
 def verdict(
     doing: Mapping[int, Doing], states: Mapping[int, str], logs: Mapping[int, dict[str, Any]]
 ) -> tuple[int, str]:
-    """The rank that is behind and why that is thought. `states` are the kernel's letters, `logs` the flight
-    recorder's."""
+    """Return the rank that is behind and the reason for this verdict. `states` are the kernel's process states
+    (letters), `logs` the flight recorders' logs.
+    """
     entered = collectives(logs)
     waiting = f"; {_waits(entered)}" if entered else ""
     differing = disagreement(entered)
@@ -187,9 +189,9 @@ def verdict(
     stopped = [rank for rank, state in states.items() if state in "Tt"]
     if stopped:
         return stopped[0], f"{_named(stopped)} stopped by a signal, {doing[stopped[0]]}{waiting}"
-    place = {rank: (each.step, PHASES.index(each.phase)) for rank, each in doing.items()}
-    last = [rank for rank in place if place[rank] == min(place.values())]
-    if len(last) == len(place):
+    position = {rank: (row.step, PHASES.index(row.phase)) for rank, row in doing.items()}
+    last = [rank for rank in position if position[rank] == min(position.values())]
+    if len(last) == len(position):
         last = _behind(entered)
     if not last:
         return min(doing), f"all ranks are {doing[min(doing)]}, none is behind"
@@ -197,12 +199,12 @@ def verdict(
 
 
 Entered = dict[tuple[str, str], dict[int, dict[int, str]]]
-"""(name, ranks) of a group -> rank -> number of a collective -> what it is."""
+"""Maps (name, ranks) of a process group -> rank -> sequence number of a collective -> its description."""
 
 
 def collectives(logs: Mapping[int, dict[str, Any]]) -> Entered:
-    """What each rank has entered, of the groups that more than one rank has told of."""
-    found: Entered = {}
+    """Return the collectives that each rank has entered, for groups that more than one rank has reported."""
+    entered: Entered = {}
     for rank, log in logs.items():
         for entry in log.get("entries", []):
             if entry["is_p2p"]:
@@ -210,29 +212,30 @@ def collectives(logs: Mapping[int, dict[str, Any]]) -> Entered:
             name, _ = entry["process_group"]
             members = log["pg_config"].get(name, {}).get("ranks", "")
             shapes = "x".join(str(size) for size in entry["input_sizes"])
-            group = found.setdefault((name, members), {})
+            group = entered.setdefault((name, members), {})
             group.setdefault(rank, {})[entry["collective_seq_id"]] = f"{entry['profiling_name']} of {shapes}"
-    return {group: ranks for group, ranks in found.items() if len(ranks) > 1}
+    return {group: ranks for group, ranks in entered.items() if len(ranks) > 1}
 
 
 def disagreement(entered: Entered) -> tuple[int, str] | None:
-    """The earliest collective of one number that is not the same on all ranks: a rank that is alone with its own, and
-    what each is in."""
+    """Return the earliest mismatch, a sequence number with different collectives on different ranks: the rank in the
+    minority, and a description of what each rank is in. None if there is no mismatch.
+    """
     for (name, _), ranks in entered.items():
         common = set.intersection(*(set(numbers) for numbers in ranks.values()))
         for number in sorted(common):
             kinds = {rank: numbers[number] for rank, numbers in ranks.items()}
-            # sizes differ by right where ranks have uneven parts; the operation never does
+            # sizes may differ where ranks have uneven shards; the operation must not
             operations = [kind.partition(" of ")[0] for kind in kinds.values()]
             if len(set(operations)) > 1:
-                alone = min(kinds, key=lambda rank: operations.count(kinds[rank].partition(" of ")[0]))
-                told = ", ".join(f"rank {rank} in {kind}" for rank, kind in kinds.items())
-                return alone, f"number {number} of group {name or 'world'}: {told}"
+                odd_rank = min(kinds, key=lambda rank: operations.count(kinds[rank].partition(" of ")[0]))
+                description = ", ".join(f"rank {rank} in {kind}" for rank, kind in kinds.items())
+                return odd_rank, f"number {number} of group {name or 'world'}: {description}"
     return None
 
 
 def _behind(entered: Entered) -> list[int]:
-    """Ranks that have not entered a collective in which others of their group are."""
+    """Return the rank that lags most behind the newest collective of its groups, as a list; empty if none does."""
     late: dict[int, int] = {}
     for ranks in entered.values():
         newest = max(max(numbers) for numbers in ranks.values())
@@ -243,13 +246,13 @@ def _behind(entered: Entered) -> list[int]:
 
 
 def _waits(entered: Entered) -> str:
-    """The newest collective that some ranks of a group are in and others not, else the newest of all."""
+    """Describe the newest collective that only some ranks of a group have entered, or say that there is none."""
     for (name, _), ranks in entered.items():
         newest = max(max(numbers) for numbers in ranks.values())
-        inside = [rank for rank, numbers in ranks.items() if max(numbers) == newest]
-        if len(inside) < len(ranks):
-            what = ranks[inside[0]][newest]
-            return f"{_named(inside)} waiting in {what} (number {newest} of group {name or 'world'})"
+        waiting = [rank for rank, numbers in ranks.items() if max(numbers) == newest]
+        if len(waiting) < len(ranks):
+            collective = ranks[waiting[0]][newest]
+            return f"{_named(waiting)} waiting in {collective} (number {newest} of group {name or 'world'})"
     return "all have entered the same collectives"
 
 
@@ -258,7 +261,7 @@ def _named(ranks: list[int]) -> str:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """Of the recorder's log what the verdict reads; nothing from a rank that could not answer."""
+    """Return the fields of the flight recorder's log that the verdict needs; empty if a rank could not respond."""
     try:
         log = json.loads(text)
     except ValueError:

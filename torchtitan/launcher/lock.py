@@ -1,10 +1,9 @@
-"""One run a folder: whoever is at work in `job.dump_folder` says so in a file there, with all that tells whether it
-still lives.
+"""Allow one run per folder: a run writes a lock file into `job.dump_folder` that identifies its process.
 
-Sound where several machines see the folder (NFS): a file is made exclusively, which file servers guarantee, and then
-all others are looked at again, so that a stale listing misleads nobody. Locks of the kernel (flock) are not used, as
-mounts without them are common. Whether an owner is dead is known on its own machine (boot, process, time it started)
-and, for a job of SLURM, from its restart count and from SLURM; else it is taken to live.
+Works where several machines see the folder (NFS): a lock file is created exclusively, which file servers guarantee, and
+then all other lock files are read again, so that a stale listing is harmless. Kernel locks (flock) are not used, as
+many mounts lack them. An owner is known to be dead from its machine, boot, process and start time if it ran on this
+machine; for a SLURM job from its restart count and from SLURM. Otherwise it is assumed to be alive.
 """
 
 import itertools
@@ -28,28 +27,28 @@ from torchtitan.core.files import FileError, read_file
 _NAME = re.compile(r"run\.lock\.([0-9]{1,9})")
 _LONGEST = 4096
 WRITING_SECONDS = 3.0
-"""Longest that a lock without content is taken for one that is just being written."""
+"""Time during which an empty lock file counts as one that is still being written."""
 AT_WORK = {"RUNNING", "COMPLETING", "CONFIGURING", "STOPPED", "SUSPENDED", "SIGNALING", "STAGE_OUT"}
-"""States of a SLURM job in which its processes may live."""
+"""States in which the processes of a SLURM job may be alive."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, so that no other is ever taken for it."""
+    """A process, identified uniquely."""
 
     host: str
     machine: str
-    """/etc/machine-id: hosts of one name are not always the same."""
+    """/etc/machine-id, because different hosts may have the same name."""
     boot: str
     pid_space: str
-    """Containers have numbers of their own for processes."""
+    """PID namespace, because containers number their own processes."""
     pid: int
     started: int
-    """In ticks of the clock since boot."""
+    """Start time in clock ticks since boot."""
     job: str
-    """Of SLURM, or empty."""
+    """SLURM job ID, or empty."""
     restarts: int
-    """How often SLURM has started this job before."""
+    """Number of times that SLURM has started this job before."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}" + (f", SLURM job {self.job}" if self.job else "")
@@ -71,8 +70,9 @@ def this_process(job: str = "", restarts: int = 0) -> Owner:
 
 
 def start_of(pid: int) -> int | None:
-    """When a process of this machine started, in ticks since boot; None if there is none, or only what is left of one
-    that has ended. Where there is no /proc, 0 for a process that is there."""
+    """Return when a process of this machine started, in clock ticks since boot; None if it does not exist or is a
+    zombie. Without /proc, return 0 for an existing process.
+    """
     if not os.path.exists("/proc/self/stat"):
         try:
             os.kill(pid, 0)
@@ -89,77 +89,77 @@ def start_of(pid: int) -> int | None:
 
 
 def job_is_over(job: str) -> bool:
-    """Whether SLURM says that nothing of a job can be at work. False where nobody answers."""
+    """Return True if SLURM says that no process of a job can be alive. False if SLURM does not answer."""
     try:
         command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return False
-    if asked.returncode:
-        return "invalid job id" in asked.stderr.lower()
-    return not AT_WORK & set(asked.stdout.split())
+    if result.returncode:
+        return "invalid job id" in result.stderr.lower()
+    return not AT_WORK & set(result.stdout.split())
 
 
-def lives(owner: Owner, here: Owner, is_over: Callable[[str], bool] = job_is_over) -> bool:
-    """Whether an owner may still be at work, as far as can be known from here."""
-    if owner.job and owner.job == here.job and owner.restarts < here.restarts:
+def lives(owner: Owner, current: Owner, is_over: Callable[[str], bool] = job_is_over) -> bool:
+    """Return True if an owner may still be alive, as far as this process can tell."""
+    if owner.job and owner.job == current.job and owner.restarts < current.restarts:
         return False
-    if (owner.host, owner.machine) == (here.host, here.machine):
-        if owner.boot != here.boot:
+    if (owner.host, owner.machine) == (current.host, current.machine):
+        if owner.boot != current.boot:
             return False
-        if owner.pid_space == here.pid_space:
+        if owner.pid_space == current.pid_space:
             return start_of(owner.pid) == owner.started
-    return not (owner.job and owner.job != here.job and is_over(owner.job))
+    return not (owner.job and owner.job != current.job and is_over(owner.job))
 
 
 @contextmanager
-def held(folder: Path, here: Owner) -> Iterator[None]:
-    """The folder is this run's until the end of the block. Raises `JobError` if it is another's, or can't be used."""
+def held(folder: Path, current: Owner) -> Iterator[None]:
+    """Hold the folder's lock during the block. Raises `JobError` if another run holds it or it cannot be written."""
     try:
-        mine = _acquire(folder, here)
+        lock_file = _acquire(folder, current)
     except OSError as error:
-        place = "" if error.filename is None else f": {error.filename}"  # a write to an open file names none
+        location = "" if error.filename is None else f": {error.filename}"  # a write error has no file name
         raise JobError(
-            f"job.dump_folder: given {str(folder)!r}, which cannot be written ({error.strerror}{place}); "
+            f"job.dump_folder: given {str(folder)!r}, which cannot be written ({error.strerror}{location}); "
             "allowed: one that this user may write to, with space on its disk"
         ) from None
     try:
         yield
     finally:
         with suppress(OSError):
-            mine.unlink()
+            lock_file.unlink()
 
 
-def _acquire(folder: Path, here: Owner) -> Path:
+def _acquire(folder: Path, current: Owner) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    patience = time.monotonic() + WRITING_SECONDS
+    deadline = time.monotonic() + WRITING_SECONDS
     while True:
-        before = _read(folder)
-        _refuse_if_owned(before, here)
-        if None in before.values() and time.monotonic() < patience:
+        earlier = _read(folder)
+        _refuse_if_owned(earlier, current)
+        if None in earlier.values() and time.monotonic() < deadline:
             time.sleep(0.05)
             continue
-        names = (folder / f"run.lock.{number}" for number in itertools.count(max(before, default=0) + 1))
-        mine = next(name for name in names if not os.path.lexists(name))  # a folder or link of this name stays
+        names = (folder / f"run.lock.{number}" for number in itertools.count(max(earlier, default=0) + 1))
+        lock_file = next(name for name in names if not os.path.lexists(name))  # a folder or link of this name stays
         try:
-            _write(mine, here)
-        except FileExistsError:  # somebody was faster; who, is seen next time
+            _write(lock_file, current)
+        except FileExistsError:  # another process was faster; the next iteration reads its lock
             continue
-        others = _read(folder)
-        own = others.pop(_number(mine) or 0, None)
-        if own not in (here, None):  # while this process stood still its file was taken for torn, and its name again
+        owners = _read(folder)
+        read_back = owners.pop(_number(lock_file) or 0, None)
+        if read_back not in (current, None):  # while this process was paused, another took over its file
             continue
-        if not any(owner is not None and lives(owner, here) for owner in others.values()) and mine.exists():
-            for number in others:
+        if not any(owner is not None and lives(owner, current) for owner in owners.values()) and lock_file.exists():
+            for number in owners:
                 (folder / f"run.lock.{number}").unlink(missing_ok=True)
-            return mine
-        mine.unlink(missing_ok=True)  # both have seen each other and step back; one comes again first
+            return lock_file
+        lock_file.unlink(missing_ok=True)  # two processes saw each other: both back off, one is first to retry
         time.sleep(random.uniform(0.01, 0.2))
 
 
-def _refuse_if_owned(found: dict[int, Owner | None], here: Owner) -> None:
-    for number, owner in found.items():
-        if owner is not None and lives(owner, here):
+def _refuse_if_owned(owners: dict[int, Owner | None], current: Owner) -> None:
+    for number, owner in owners.items():
+        if owner is not None and lives(owner, current):
             raise JobError(
                 f"job.dump_folder: given a folder in which another run is at work ({owner}); allowed: one run a "
                 f"folder; stop that one or give another. If it is gone for certain, delete run.lock.{number} there"
@@ -167,20 +167,20 @@ def _refuse_if_owned(found: dict[int, Owner | None], here: Owner) -> None:
 
 
 def _read(folder: Path) -> dict[int, Owner | None]:
-    """The owners by the number of their file; None for a file that is no lock (yet)."""
-    found: dict[int, Owner | None] = {}
+    """Return the owners by the number of their lock file; None for a file that is not a valid lock (yet)."""
+    owners: dict[int, Owner | None] = {}
     for path in folder.iterdir():
         number = _number(path)
         if number is None or path.is_symlink() or not path.is_file():
             continue
-        found[number] = None
+        owners[number] = None
         with suppress(FileError, ValidationError):
-            found[number] = _OWNER.validate_json(read_file(path, _LONGEST, follow_links=False), strict=True)
-    return found
+            owners[number] = _OWNER.validate_json(read_file(path, _LONGEST, follow_links=False), strict=True)
+    return owners
 
 
 def is_lock(name: str) -> bool:
-    """Whether a file of this name says who is at work."""
+    """Return True if this is the name of a lock file."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -194,7 +194,7 @@ def _write(path: Path, owner: Owner) -> None:
     try:
         os.write(descriptor, json.dumps(asdict(owner)).encode())
         os.fsync(descriptor)
-    except OSError:  # a full disk: without content it would be taken for one that is being written
+    except OSError:  # e.g. a full disk; an empty file would count as a lock that is still being written
         with suppress(OSError):
             path.unlink()
         raise

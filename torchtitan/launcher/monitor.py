@@ -1,7 +1,7 @@
-"""From the start of the ranks to the last one's end: who is asked to stop, who is waited for, and with which code.
+"""Monitor the ranks until the last one has ended: pass on stop requests, set deadlines and choose the exit code.
 
-A world is complete or it is nothing: once a rank has ended before its work was done, no collective of the others can
-end, so they get a moment to say what they have to say and are killed. Ranks that save their state are waited for.
+A world is only useful if it is complete. Once a rank ends before its work is done, no collective of the others can
+finish, so the others get a moment to log their errors and are killed. Ranks that are saving their state are waited for.
 """
 
 import shlex
@@ -23,21 +23,23 @@ from torchtitan.process.exit import EXPLAINED, HUNG, NOT_EXPORTED, SAID_BY_THE_F
 from torchtitan.process.heartbeat import TRAINED, WITHOUT_STATE
 
 FOLLOW_SECONDS = 5
-"""Longest wait for the other ranks, once one has ended before its work was done or all are to stop in their start."""
+"""Longest wait for the other ranks once one has failed, or once all are to stop during their start."""
 SHUTDOWN_SECONDS = 300
-"""Longest wait for a rank that tells no progress, after a request to stop, while it saves its state; and at its end."""
+"""Longest wait for a rank that reports no progress while it saves after a stop request, or while it exits."""
 LOOK_SECONDS = 0.5
 
 
 def say(text: str, where: TextIO | None = None) -> None:
-    """Print, unless nobody is there to read it any more: a terminal that was closed must not end the run."""
+    """Print a message, and ignore a closed terminal: it must not end the run."""
     with suppress(OSError):
         print(text, file=where or sys.stdout, flush=True)
 
 
 class Watch:
-    """One start of the ranks of this machine. What they were doing when they hung is written below `folder`; `others`
-    are told what happens here, and what happens there is heard of."""
+    """Monitors one start of this machine's ranks.
+
+    Evidence of a hang is written below `folder`. `others` connects it to the other machines.
+    """
 
     def __init__(
         self,
@@ -53,13 +55,13 @@ class Watch:
         self.hung: Evidence | None = None
         self.told_of_failure = False
         self.followed_at: float | None = None
-        """When another machine was heard to have failed, while all was well here."""
+        """Time when another machine was reported to have failed while this machine's ranks were fine."""
         self.requests = Requests()
         self.asked_at = 0.0
         self.gave_up = False
 
     def until_the_end(self) -> int:
-        """The exit code of this machine's ranks."""
+        """Wait for this machine's ranks to end and return their exit code."""
         try:
             while self.processes.running:
                 for number in self.queue.wait(LOOK_SECONDS, self.others.sockets):
@@ -82,16 +84,16 @@ class Watch:
 
     @property
     def well(self) -> bool:
-        """Whether no rank has ended before its work was done."""
+        """True if no rank has ended before its work was done."""
         return all(ended.doing.phase == "end" for ended in self.processes.ended)
 
     def hear(self, message: Message) -> None:
-        """Of other machines."""
+        """Handle a message from another machine."""
         if message["kind"] == "stop" and not self.requests.count:
             self.ask_to_stop(message["number"], told=True)
         elif message["kind"] == "follow" and self.well and self.followed_at is None:
             self.followed_at = time.monotonic()
-        elif message["kind"] == "collect" and self.hung is None and self.processes.running:  # or they have just ended
+        elif message["kind"] == "collect" and self.hung is None and self.processes.running:  # they may just have ended
             self.hung = hangs.collect(self.processes, self.folder / message["name"], message["seconds"])
             self.processes.signal(signal.SIGKILL)
 
@@ -103,42 +105,42 @@ class Watch:
             if not told:
                 self.others.tell("stop", number=number)
             say("stopping after this step (twice more to stop at once, without saving)")
-            self.processes.signal(signal.SIGTERM)  # whatever asked us: a rank that has just begun would make a fuss
+            self.processes.signal(signal.SIGTERM)  # always TERM: during its start a rank would print a traceback on INT
         elif self.requests.count == 2:
             say("still stopping (once more to stop at once, without saving)")
         else:
             self.processes.signal(signal.SIGKILL)
 
     def deadline(self) -> float | None:
-        """When the ranks that still run are killed, if ever."""
-        ends = [ended.at + FOLLOW_SECONDS for ended in self.processes.ended if ended.doing.phase != "end"]
+        """Return when the ranks that still run are killed, or None if there is no deadline."""
+        deadlines = [ended.at + FOLLOW_SECONDS for ended in self.processes.ended if ended.doing.phase != "end"]
         if self.followed_at is not None:
-            ends.append(self.followed_at + FOLLOW_SECONDS)
+            deadlines.append(self.followed_at + FOLLOW_SECONDS)
         doing = [self.processes.progress[rank] for rank in self.processes.running]
-        if doing and all(each.phase == "end" for each in doing):  # nobody else would end a wait in there
-            ends.append(max(each.since for each in doing) + SHUTDOWN_SECONDS)
+        if doing and all(row.phase == "end" for row in doing):  # nothing else would end a stuck exit
+            deadlines.append(max(row.since for row in doing) + SHUTDOWN_SECONDS)
         if self.requests.count:
-            if any(each.phase in WITHOUT_STATE for each in doing):
-                ends.append(self.asked_at + FOLLOW_SECONDS)
-            ends.append(max([self.asked_at, *(each.since for each in doing)]) + SHUTDOWN_SECONDS)
-        return min(ends, default=None)
+            if any(row.phase in WITHOUT_STATE for row in doing):
+                deadlines.append(self.asked_at + FOLLOW_SECONDS)
+            deadlines.append(max([self.asked_at, *(row.since for row in doing)]) + SHUTDOWN_SECONDS)
+        return min(deadlines, default=None)
 
     def look_for_a_hang(self) -> None:
         if self.hung is not None:
             return
         standing = self.watchdog.standing(time.monotonic())
         if standing is not None:
-            self.others.tell("hung", seconds=standing)  # if all stand, all then collect what they see
+            self.others.tell("hung", seconds=standing)  # once all machines are stuck, all collect evidence
 
     def reached(self) -> int:
-        """The last step that was done on any rank; 0 if none was since the start."""
+        """Return the last step that any rank completed; 0 if none was completed since the start."""
         rows = [self.processes.progress[rank] for rank in range(len(self.processes.shared))]
         return max(max(0, row.step - (row.phase in ("first", "data", "train"))) for row in rows)
 
     def end(self, code: int) -> End:
-        """For whoever decides what comes next."""
-        bad = [ended for ended in self.processes.ended if ended.code]
-        first = bad[0] if bad else None
+        """Return how the ranks ended, for the coordinator."""
+        failed = [ended for ended in self.processes.ended if ended.code]
+        first = failed[0] if failed else None
         return End(
             code,
             str(first) if first else "",
@@ -153,18 +155,18 @@ class Watch:
         )
 
     def all_in(self, *phases: str) -> bool:
-        """Return True if every rank of this machine told one of these phases last."""
+        """Return True if the last phase that every rank of this machine reported is one of these."""
         return all(self.processes.progress[rank].phase in phases for rank in range(len(self.processes.shared)))
 
     def kill_the_rest(self) -> None:
         if not self.processes.ended and self.followed_at is None:
             self.gave_up = True
-            late = ", ".join(f"rank {self.processes.first + local}" for local in self.processes.running)
-            say(f"not stopped in time and killed: {late}", sys.stderr)
+            rank_names = ", ".join(f"rank {self.processes.first + local}" for local in self.processes.running)
+            say(f"not stopped in time and killed: {rank_names}", sys.stderr)
         self.processes.signal(signal.SIGKILL)
 
     def exit_code(self) -> int:
-        """The first failure's; what follows from it is not told."""
+        """Return the exit code of the first failure and print its message, but not those of its consequences."""
         failed = [ended for ended in self.processes.ended if ended.code]
         if self.hung is not None:
             return HUNG
@@ -179,18 +181,19 @@ class Watch:
                 remedy = f"to export its newest checkpoint, run `{command}`, or start the same job again"
                 say(f"training is complete, but the export failed: {first}; {remedy}", sys.stderr)
             return NOT_EXPORTED
-        alone = first.exit_code in SAID_BY_THE_FIRST and self.processes.first not in {
+        unreported = first.exit_code in SAID_BY_THE_FIRST and self.processes.first not in {
             ended.rank for ended in failed if ended.exit_code == first.exit_code
         }
-        if (first.exit_code not in EXPLAINED or alone) and not self.gave_up and self.followed_at is None:
-            why = "" if first.code < 0 else "; its output above tells why"
-            why = " and the others did not" if alone else why
-            say(f"{first}{why}", sys.stderr)
+        if (first.exit_code not in EXPLAINED or unreported) and not self.gave_up and self.followed_at is None:
+            hint = "" if first.code < 0 else "; its output above tells why"
+            hint = " and the others did not" if unreported else hint
+            say(f"{first}{hint}", sys.stderr)
         return first.exit_code
 
     def stopped_as_asked(self, failed: list[Ended]) -> bool:
-        """Whether all ended for the request: by themselves, or killed while there was nothing to save, or in the end by
-        a person who did not want to wait."""
+        """Return True if all ranks ended because of the stop request: by themselves, killed with nothing to save, or
+        killed by the third request.
+        """
         return self.requests.count > 2 or all(
             ended.exit_code in STOPPED or (ended.code == -signal.SIGKILL and ended.doing.phase in WITHOUT_STATE)
             for ended in failed

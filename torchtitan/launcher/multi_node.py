@@ -1,9 +1,8 @@
-"""The launchers of several machines as one: the first decides, the others tell it how they fare and do as it says.
+"""Coordinate the launchers of several machines: the first decides, the others report to it and follow its orders.
 
-They speak over one connection each (connection.py), after both ends have proved that they belong to the run
-(admission.py). A machine is at work as long as it is connected: a connection that ends is a machine that is gone, and
-that may come back. On a single machine there are no connections.
-"""
+Each of the others has one connection to the first (connection.py), on which both ends first prove that they belong to
+the run (admission.py). A machine takes part as long as it is connected. A closed connection means that the machine is
+lost, and it may reconnect. On a single machine there are no connections."""
 
 import select
 import socket
@@ -26,22 +25,22 @@ from torchtitan.process.exit import CRASHED, REFUSED, TERMINATED
 from torchtitan.process.ranks import Restart
 
 LATE_SECONDS = 5.0
-"""For how long the first machine waits for others only to tell them that nothing was started."""
+"""Time that the first machine waits for others only to tell them that nothing was started."""
 QUIET_SECONDS = 360.0
-"""Longest that machines wait for each other at the end of a start: longer than any waits for its own ranks."""
+"""Longest wait of machines for each other at the end of a start: longer than any machine waits for its own ranks."""
 FRESH_SECONDS = 10.0
-"""How long a machine's word that none of its ranks gets on holds. It is given anew at every look, of some seconds."""
+"""Validity of a machine's report that its ranks are stuck. It is repeated at every poll, every few seconds."""
 FOLDER_SECONDS = 75.0
-"""How long another machine may take to see the secret: NFS clients cache a folder's entries for up to 60 s."""
+"""Time until another machine sees the secret: NFS clients cache a folder's entries for up to 60 s."""
 REPORT_SECONDS = 30.0
-"""Between two lines that say who is waited for."""
+"""Interval between messages about machines that are waited for."""
 _LOOK_SECONDS = 0.5
 _HOST = socket.gethostname()
 Report = Callable[[str], None]
 
 
 class First:
-    """On the first machine, and on the only one."""
+    """The coordinator, on the first machine or the only one."""
 
     def __init__(self, nodes: Nodes | None = None, num_ranks: int = 1) -> None:
         self.nodes, self.num_ranks = nodes or Nodes(), num_ranks
@@ -53,40 +52,40 @@ class First:
         self._secret_file: Path | None = None
         self._key: bytes | None = None
         self._orders: list[Message] = []
-        """What this machine has been told, by itself or by others, and has not looked at."""
+        """Orders for this machine, from itself or others, that it has not processed."""
         self._ends: list[End] = []
         self._ended: set[int] = set()
         self._lost: set[int] = set()
         self._standing: dict[int, float] = {}
-        """Machine -> when it last said that none of its ranks gets on."""
+        """Machine -> when it last reported that its ranks are stuck."""
         self._collected = False
 
     @property
     def sockets(self) -> list[socket.socket]:
-        at_the_door = self._door.sockets if self._door is not None else []
-        return at_the_door + [line.connection for line in self.lines.values() if line.open]
+        waiting = self._door.sockets if self._door is not None else []
+        return waiting + [line.connection for line in self.lines.values() if line.open]
 
     @property
     def gone(self) -> list[str]:
-        """Machines whose launcher cannot be reached any more."""
+        """Machines with a launcher that is not reachable any more."""
         return [f"machine {index} ({self.hosts[index]})" for index in sorted(self._lost)]
 
     # All machines come together
 
     def meet(self, queue: SignalQueue, seconds: float, secret_file: Path) -> int | None:
-        """Wait for all launchers; the number of a signal, here or there, that ended the wait. `secret_file`, in the
-        folder that all machines see, is written first. Raises `JobError` if some do not come, cannot take part or are
-        gone again."""
+        """Wait for all launchers; return the number of a signal, here or there, that ended the wait. `secret_file`, in
+        the folder that all machines share, is written first. Raises `JobError` if some do not come, cannot take part or
+        are lost again."""
         if self._door is None:
             return None
         self._key = self._door.key = secret.create(secret_file)
         self._secret_file = secret_file
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while len(self.hosts) < self.nodes.count:
-            left = until - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 raise JobError(self._absence(seconds))
-            for number in queue.wait(min(left, _LOOK_SECONDS), self.sockets):
+            for number in queue.wait(min(remaining, _LOOK_SECONDS), self.sockets):
                 return number
             for line, message in self._door.greet():
                 if fault := self._admit(line, message):
@@ -115,7 +114,7 @@ class First:
         )
 
     def _admit(self, line: Line, message: Message) -> str:
-        """Take a machine in that has proved to belong to the run; what keeps it from taking part, or nothing."""
+        """Admit a machine that has proved to belong to the run. Return what prevents it from taking part, or ""."""
         index, host, ranks = message.get("index"), str(message.get("host")), message.get("ranks")
         if not isinstance(index, int) or not 0 < index < self.nodes.count:
             line.close()
@@ -134,14 +133,14 @@ class First:
             line.send({"kind": "leave", "code": REFUSED, "text": fault})
             line.close()
             return fault
-        if index in self.lines:  # it has noticed before this machine that its connection was cut
+        if index in self.lines:  # it noticed the broken connection before this machine did
             self.lines[index].close()
         self.lines[index], self.hosts[index] = line, host
         self._lost.discard(index)
         return fault
 
     def rejoin(self, queue: SignalQueue, seconds: float, report: Report) -> int | None:
-        """Wait for lost machines to connect again. All ranks have ended by then, there and here. Return the number of a
+        """Wait for lost machines to reconnect. All ranks have ended by then, on every machine. Return the number of a
         signal that ended the wait. Machines that did not come in time are still `gone`."""
         began = reported = time.monotonic()
         names = ", ".join(self.gone)
@@ -180,10 +179,10 @@ class First:
     # While ranks are at work
 
     def begin(self, restart: Restart | None) -> tuple[Nodes, socket.socket | None]:
-        """All machines start their ranks. The store by which these find each other has a socket of its own each time,
-        so that none waits for what is left of the one before."""
+        """Start the ranks on all machines. Their store gets a new socket each time, so that no start waits for
+        leftovers of the one before."""
         self._orders, self._standing, self._collected = [], {}, False
-        self._ends, self._ended = [], set()  # of machines that were lost between two starts
+        self._ends, self._ended = [], set()  # of machines lost between two starts
         self.attempt += 1
         if self.nodes.count == 1:
             return self.nodes, None
@@ -194,11 +193,11 @@ class First:
         return nodes, listener
 
     def tell(self, kind: str, **more: Any) -> None:
-        """What happened on this machine and concerns all: stop (number), failed; hung (seconds), at every look."""
+        """Report an event on this machine that concerns all: stop (number), failed; hung (seconds), at every poll."""
         self._heed({"kind": kind, **more}, 0)
 
     def look(self) -> list[Message]:
-        """What this machine is to do: stop (number), follow, collect (name, seconds)."""
+        """Return the orders for this machine: stop (number), follow, collect (name, seconds)."""
         self._listen()
         orders, self._orders = self._orders, []
         return orders
@@ -232,10 +231,10 @@ class First:
             self._end_of(index, read_end({name: message[name] for name in message if name not in ("kind", "attempt")}))
 
     def _all_stand(self) -> bool:
-        """Whether no machine gets on. Where the ranks of one wait, those of another may be at work: exporting, or
-        compiling for longer than it takes others."""
-        fresh = {index for index, at in self._standing.items() if time.monotonic() - at < FRESH_SECONDS}
-        return fresh | self._ended == set(range(self.nodes.count))
+        """Return True if no machine makes progress. While the ranks of one machine wait, those of another may be
+        exporting, or compiling for longer than the others."""
+        stuck = {index for index, at in self._standing.items() if time.monotonic() - at < FRESH_SECONDS}
+        return stuck | self._ended == set(range(self.nodes.count))
 
     def _end_of(self, index: int, end: End) -> None:
         self._ended.add(index)
@@ -247,16 +246,16 @@ class First:
         for index, line in self.lines.items():
             if index != but:
                 line.send(message)
-        if but not in (0, None):  # it came from another machine, so it is news here
+        if but not in (0, None):  # from another machine, so this one must act on it too
             self._orders.append(message)
 
-    def gather(self, own: End, queue: SignalQueue) -> list[End]:
-        """How this start ended on all machines, in the order in which they told it. A stop that is heard on the way is
-        for who looks next."""
+    def gather(self, local_end: End, queue: SignalQueue) -> list[End]:
+        """Return how this start ended on all machines, in the order of their reports. A stop signal received meanwhile
+        stays in the queue for the next `look`."""
         self._listen()
-        self._end_of(0, own)
-        until = time.monotonic() + QUIET_SECONDS
-        while len(self._ended) < self.nodes.count and time.monotonic() < until:
+        self._end_of(0, local_end)
+        deadline = time.monotonic() + QUIET_SECONDS
+        while len(self._ended) < self.nodes.count and time.monotonic() < deadline:
             for number in queue.wait(_LOOK_SECONDS, self.sockets):
                 self.tell("stop", number=number)
                 self._orders.append({"kind": "stop", "number": number})
@@ -268,10 +267,10 @@ class First:
         return ends
 
     def dismiss(self, code: int) -> None:
-        """The run is over, on all machines with the same exit code. Those that have not come yet are waited for a
-        moment, so that they need not wait for long."""
-        until, turned_away = time.monotonic() + LATE_SECONDS, 0
-        while self._door is not None and time.monotonic() < until:
+        """End the run on all machines with the same exit code. Waits a moment for machines that have not come yet, so
+        that they need not wait for long."""
+        deadline, turned_away = time.monotonic() + LATE_SECONDS, 0
+        while self._door is not None and time.monotonic() < deadline:
             if len(self.hosts) + turned_away >= self.nodes.count:
                 break
             select.select(self.sockets, [], [], _LOOK_SECONDS)
@@ -290,35 +289,35 @@ class First:
 
 
 class Other:
-    """On every other machine."""
+    """A follower, on every machine except the first."""
 
     def __init__(self, nodes: Nodes, num_ranks: int, secret_file: Path) -> None:
         self.nodes, self.num_ranks, self.secret_file = nodes, num_ranks, secret_file
         self.line: Line | None = None
         self.attempt = 0
-        """Number of the start of the ranks that the first machine has ordered last."""
+        """Number of the newest start of the ranks that the first machine has ordered."""
 
     @property
     def sockets(self) -> list[socket.socket]:
         return [self.line.connection] if self.line is not None and self.line.open else []
 
     def meet(self, queue: SignalQueue, seconds: float, refused: str = "") -> int | None:
-        """Find the first machine, which may be started later; the number of a signal that ended the wait. `refused` is
-        what this machine has against the job. Raises `JobError` if nobody is there."""
-        until, foreign_since = time.monotonic() + seconds, None
+        """Connect to the first machine, which may start later; return the number of a signal that ended the wait.
+        `refused`: why this machine refuses the job, or "". Raises `JobError` if the first machine is not found."""
+        deadline, foreign_since = time.monotonic() + seconds, None
         while True:
             number, failure = self._reach(queue, refused)
             if failure is None:
                 return number
             now = time.monotonic()
             foreign_since = (foreign_since or now) if failure.foreign else None
-            if foreign_since is not None and now > min(until, foreign_since + FOLDER_SECONDS):
+            if foreign_since is not None and now > min(deadline, foreign_since + FOLDER_SECONDS):
                 raise JobError(
                     f"job.dump_folder: not the folder of the first machine ({self.nodes.head}): {failure}, "
                     f"{now - foreign_since:.0f} s after that machine was reached; allowed: one folder that all "
                     "machines share, e.g. on NFS"
                 )
-            if now > until:
+            if now > deadline:
                 raise JobError(
                     f"HEAD_ADDR, HEAD_PORT: given {self.nodes.head}, {self.nodes.port}, where no launcher answers "
                     f"within {seconds:.0f} s ({failure}); allowed: those of the machine with "
@@ -328,8 +327,8 @@ class Other:
                 return number
 
     def rejoin(self, queue: SignalQueue, seconds: float, report: Report) -> int | None:
-        """Find the first machine again, after this one's ranks have ended; the number of a signal that ended the wait.
-        `line` is closed as before where it was not found in time."""
+        """Reconnect to the first machine after this one's ranks have ended; return the number of a signal that ended
+        the wait. `line` stays closed if it was not found in time."""
         began = reported = time.monotonic()
         first = f"the first machine ({self.nodes.head}, port {self.nodes.port})"
         report(f"{first} is gone; trying for up to {seconds:.0f} s to reach it again (job.rejoin_seconds)")
@@ -347,15 +346,15 @@ class Other:
         return None
 
     def _reach(self, queue: SignalQueue, refused: str = "") -> tuple[int | None, NoAnswer | None]:
-        """Try once to connect and to say which machine this is: the number of a signal, if one came, or the reason why
-        the first machine was not reached."""
+        """Try once to connect and to introduce this machine: return the number of a signal, if one came, or the reason
+        why the first machine was not reached."""
         try:
-            reached = connect(self.nodes, self.secret_file, queue, may_refuse=not self.attempt)
+            result = connect(self.nodes, self.secret_file, queue, may_refuse=not self.attempt)
         except NoAnswer as failure:
             return None, failure
-        if isinstance(reached, int):
-            return reached, None
-        self.line = reached
+        if isinstance(result, int):
+            return result, None
+        self.line = result
         self.tell(
             "here", index=self.nodes.index, count=self.nodes.count, host=_HOST, ranks=self.num_ranks, refused=refused
         )
@@ -372,29 +371,29 @@ class Other:
         return orders if self.line.open else [*orders, {"kind": "follow"}]
 
     def next_order(self, queue: SignalQueue, report: Report, patience: float | None = None) -> Message:
-        """The first machine's word on what comes now: start (attempt, port, restart) or leave (code); or lost (code,
-        text), if the connection is. `patience`: for how long that machine may be silent."""
-        heard, asked = time.monotonic(), 0
+        """Return the first machine's next order: start (attempt, port, restart) or leave (code); or lost (code, text)
+        if the connection is lost. `patience`: how long that machine may be silent."""
+        heard_at, stop_signal = time.monotonic(), 0
         while True:
             for number in queue.wait(_LOOK_SECONDS, self.sockets):
-                asked = asked or number
+                stop_signal = stop_signal or number
                 self.tell("stop", number=number)
             orders = self.look()
-            for place, order in enumerate(orders):
+            for index, order in enumerate(orders):
                 if order["kind"] in ("start", "leave"):
                     assert self.line is not None
-                    crossed = [{"kind": "stop", "number": asked}] if asked else []  # a start that it has met on its way
-                    self.line.put_back(crossed + orders[place + 1 :])
+                    stop = [{"kind": "stop", "number": stop_signal}] if stop_signal else []  # it crossed a start
+                    self.line.put_back(stop + orders[index + 1 :])
                     self.attempt = order.get("attempt", self.attempt)
                     return order
                 if order["kind"] == "waiting":
-                    heard = time.monotonic()
+                    heard_at = time.monotonic()
                     report(order["text"])
             if not self.sockets:
                 text = f"the first machine ({self.nodes.head}) is gone"
-                return {"kind": "lost", "code": 128 + asked if asked else CRASHED, "text": text}
-            if patience is not None and time.monotonic() - heard > patience:
+                return {"kind": "lost", "code": 128 + stop_signal if stop_signal else CRASHED, "text": text}
+            if patience is not None and time.monotonic() - heard_at > patience:
                 assert self.line is not None
                 self.line.close()
                 text = f"the first machine ({self.nodes.head}) has not answered for {patience:.0f} s"
-                return {"kind": "lost", "code": TERMINATED if asked else CRASHED, "text": text}
+                return {"kind": "lost", "code": TERMINATED if stop_signal else CRASHED, "text": text}

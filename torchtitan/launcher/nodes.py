@@ -1,8 +1,7 @@
-"""Several machines as one world: a launcher on each, all ranks in one store of torch's.
+"""Run several machines as one world: a launcher on each, and all ranks in one torch store.
 
-Launchers and store listen where HEAD_ADDR says and nowhere else, and so do gloo and NCCL, on the interface by which a
-machine reaches that address. Launchers ask each other for a proof (admission.py); store, gloo and NCCL do not, so the
-network has to be trusted.
+Launchers and the store listen on HEAD_ADDR only. gloo and NCCL use the interface on the route to that address.
+Launchers authenticate each other (admission.py), but store, gloo and NCCL do not, so the network has to be trusted.
 """
 
 import fcntl
@@ -21,7 +20,7 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a run, each with as many ranks, and which this one is."""
+    """The machines of a run, all with the same number of ranks, and the index of this one."""
 
     count: int = 1
     index: int = 0
@@ -47,7 +46,7 @@ class Nodes:
 
 
 def listen(nodes: Nodes, port: int) -> socket.socket:
-    """A socket on the first machine, bound to the head's address alone; port 0 is any that is free."""
+    """Return a listening socket on the first machine, bound to the head's address only; port 0 picks a free one."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(nodes.head, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)
@@ -63,7 +62,7 @@ def listen(nodes: Nodes, port: int) -> socket.socket:
 
 
 def stay_on_the_way_to(nodes: Nodes) -> None:
-    """Tell gloo and NCCL the interface by which this machine reaches the head, unless the user has told them one."""
+    """Make gloo and NCCL use the interface on this machine's route to the head, unless the user has set one."""
     name = interface_of(local_address(nodes))
     if name is not None:
         for library in ("GLOO", "NCCL"):
@@ -71,7 +70,7 @@ def stay_on_the_way_to(nodes: Nodes) -> None:
 
 
 def local_address(nodes: Nodes) -> str:
-    """This machine's address on the way to the head. Nothing is sent."""
+    """Return this machine's address on the route to the head. Sends nothing."""
     try:
         family, _, _, _, address = socket.getaddrinfo(nodes.head, nodes.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -85,7 +84,7 @@ def local_address(nodes: Nodes) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The interface with an address of this machine; None if it cannot be told."""
+    """Return the network interface with this local address; None if it cannot be determined."""
     if sys.platform != "linux":
         return None
     if ip_address(address).version == 6:
@@ -94,7 +93,7 @@ def interface_of(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
+            except OSError:  # an interface without an IPv4 address
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
@@ -102,11 +101,11 @@ def interface_of(address: str) -> str | None:
 
 
 def _interface_of_ipv6(address: str, table: Path = Path("/proc/net/if_inet6")) -> str | None:
-    """By the kernel's table, a line an address: 32 hexadecimal digits, four numbers, the name. (An address that only
-    counts on its link, like fe80::1%eth0, says its interface itself.)
+    """Find the interface in the kernel's table, which has a line per address: 32 hexadecimal digits, four numbers, the
+    name. A link-local address such as fe80::1%eth0 names its interface itself.
     """
-    wanted, _, scope = address.partition("%")
+    bare_address, _, scope = address.partition("%")
     if scope:
         return scope
     lines = (line.split() for line in table.read_text().splitlines()) if table.exists() else ()
-    return next((fields[-1] for fields in lines if int(fields[0], 16) == int(ip_address(wanted))), None)
+    return next((fields[-1] for fields in lines if int(fields[0], 16) == int(ip_address(bare_address))), None)

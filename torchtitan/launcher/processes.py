@@ -1,7 +1,7 @@
-"""The ranks of this machine as processes: started, signalled, ended, and nothing of them left.
+"""The rank processes of this machine: start, signal and clean them up.
 
-Ranks of one machine find each other through a file in memory and talk over loopback, so nobody outside can reach them.
-Each is a session of its own, so that Ctrl-C comes to them from the launcher, once.
+Ranks of one machine find each other through a file in memory and communicate over loopback, so other machines cannot
+reach them. Each has its own session, so that only the launcher forwards Ctrl-C to it, once.
 """
 
 import ctypes
@@ -24,28 +24,28 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass
 class Ended:
-    """How a rank ended: its exit code, negative for a signal, and what it was doing."""
+    """The end of a rank: its exit code, negative for a signal, and its last reported activity."""
 
     rank: int
     code: int
     doing: Doing
     at: float
-    """On the monotonic clock."""
+    """End time on the monotonic clock."""
 
     @property
     def exit_code(self) -> int:
-        """As a shell tells it."""
+        """The exit code as a shell reports it."""
         return self.code if self.code >= 0 else 128 - self.code
 
     def __str__(self) -> str:
-        how = (
+        outcome = (
             f"was ended by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with exit code {self.code}"
         )
-        return f"rank {self.rank} {how}"
+        return f"rank {self.rank} {outcome}"
 
 
 class Shared:
-    """What one rank shares with the launcher for the day on which it hangs."""
+    """Files and a pipe that one rank shares with the launcher, to diagnose a hang."""
 
     def __init__(self) -> None:
         self.stacks, self.collectives = SharedFile("torchtitan-stacks"), SharedFile("torchtitan-collectives")
@@ -59,8 +59,9 @@ class Shared:
 
 
 class Processes:
-    """All ranks of this machine, by their local number. `command` is the program of a rank; `listener` is for the
-    store of several machines, on the first."""
+    """All ranks of this machine, by local rank. `command` is the program of a rank; `listener` is the socket for the
+    store of several machines, on the first.
+    """
 
     def __init__(
         self,
@@ -73,71 +74,72 @@ class Processes:
         self.began = time.monotonic()
         self.nodes, self.listener = nodes or Nodes(), listener
         self.first = self.nodes.index * num_ranks
-        """The rank in the world of the first one here."""
+        """Global rank of this machine's first rank."""
         self.store, self.told = SharedFile("torchtitan-store"), SharedFile("torchtitan-progress")
         self.shared = [Shared() for _ in range(num_ranks)]
         self.progress = ProgressTable(self.told, num_ranks)
         self.ended: list[Ended] = []
-        """In the order in which they were seen to end."""
+        """Ranks that have ended, in the order in which this was noticed."""
         self._not_ours = _children()
         _adopt_orphans()
         self.running = {rank: self._start(command, rank, restart) for rank in range(num_ranks)}
 
     @property
     def world_size(self) -> int:
-        """Ranks of all machines."""
+        """Number of ranks on all machines."""
         return self.nodes.count * len(self.shared)
 
     def _start(self, command: list[str], rank: int, restart: Restart | None) -> subprocess.Popen[bytes]:
-        own = self.shared[rank]
-        files = (self.store, self.told, own.stacks, own.collectives)
+        shared = self.shared[rank]
+        files = (self.store, self.told, shared.stacks, shared.collectives)
         listen = [] if self.listener is None or rank else [self.listener.fileno()]
         launcher = Launcher(
             os.getpid(),
             self.store.path,
             self.told.path,
-            own.stacks.path,
-            own.collectives.path,
-            ask=own.asked,
+            shared.stacks.path,
+            shared.collectives.path,
+            ask=shared.asked,
             listen=listen[0] if listen else None,
             restart=restart,
         )
         return subprocess.Popen(
             command,
             env=environment_of(rank, len(self.shared), launcher, astuple(self.nodes)),
-            pass_fds=[*(file.descriptor for file in files), own.asked, *listen],
+            pass_fds=[*(file.descriptor for file in files), shared.asked, *listen],
             start_new_session=True,
         )
 
     def look(self) -> list[Ended]:
-        """Those that have ended since the last look."""
-        seen = []
+        """Return the ranks that have ended since the last call."""
+        newly_ended = []
         for rank, process in list(self.running.items()):
             code = process.poll()
             if code is not None:
-                seen.append(Ended(self.first + rank, code, self.progress[rank], time.monotonic()))
+                newly_ended.append(Ended(self.first + rank, code, self.progress[rank], time.monotonic()))
                 del self.running[rank]
-        seen.sort(key=lambda ended: ended.code >= 0)  # who was killed did so before those who lost it
-        self.ended += seen
-        return seen
+        newly_ended.sort(key=lambda ended: ended.code >= 0)  # a killed rank ended before those that lost it
+        self.ended += newly_ended
+        return newly_ended
 
     def signal(self, number: int) -> None:
-        """To every rank that still runs."""
+        """Send a signal to every rank that still runs."""
         for process in self.running.values():
             process.send_signal(number)
 
     def state(self, rank: int) -> str:
-        """The kernel's letter for what the process does: R runs, S sleeps, D waits for a disk, T is stopped."""
+        """Return the kernel's letter for the process state: R runs, S sleeps, D waits for a disk, T is stopped."""
         return self._of(rank, "stat").rpartition(")")[2].strip()[:1] or "?"
 
     def bytes_moved(self, rank: int) -> int:
-        """Read and written by the process so far, in files."""
+        """Return the bytes that the process has read and written so far."""
         fields = dict(line.split(": ") for line in self._of(rank, "io").splitlines())
         return sum(int(fields.get(name, 0)) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
 
     def cpu_seconds(self, rank: int) -> float:
-        """Computed by the process and all that it has started, with ended children that it has waited for: without
-        these the sum would fall when a compiler ends."""
+        """Return the CPU time of the process and all its descendants, including children that have ended and were
+        waited for. Without those the sum would drop when a compiler ends.
+        """
         pids, ticks = [self.running[rank].pid], 0
         for pid in pids:
             fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
@@ -150,13 +152,13 @@ class Processes:
         return _read(f"/proc/{self.running[rank].pid}/{name}")
 
     def close(self) -> None:
-        """Kill what is left of ranks and of processes that they started, and free what they shared."""
+        """Kill the remaining ranks and the processes that they started, and free the shared files."""
         self.signal(signal.SIGKILL)
         for process in self.running.values():
             process.wait()
         self.look()
-        while left := _children() - self._not_ours:  # again: when one ends, its own children come to us
-            for child in left:
+        while orphans := _children() - self._not_ours:  # repeated: the children of a killed process become ours
+            for child in orphans:
                 with suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
                 with suppress(ChildProcessError):
@@ -166,7 +168,7 @@ class Processes:
 
 
 def _read(path: str | Path) -> str:
-    """What the kernel says; nothing of a process that is gone, and where there is no /proc."""
+    """Return the text of a /proc file; "" for a process that is gone, or without /proc."""
     try:
         return Path(path).read_text()
     except OSError:
@@ -174,11 +176,14 @@ def _read(path: str | Path) -> str:
 
 
 def _adopt_orphans() -> None:
-    """Processes whose parent rank has ended become this process's children, where `close` finds them."""
+    """Make this process the parent of processes that outlive their rank, so that `close` finds them."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _children() -> set[int]:
-    """Linux only; elsewhere ranks' own processes are left to end by themselves."""
+    """Return the PIDs of this process's children.
+
+    Linux only; elsewhere the processes that ranks start are left to end by themselves.
+    """
     return set(map(int, _read(f"/proc/self/task/{os.getpid()}/children").split()))

@@ -1,8 +1,8 @@
-"""A job that ends itself: after a crash or a hang all ranks are started again and go on from the newest checkpoint.
+"""Restart all ranks after a crash or a hang, from the newest checkpoint.
 
-What would only come again (a refused job, nothing loadable, a loss that is not finite) and what was asked for (a stop)
-is not started again. A job that crashes without saving anything in between is given up after `job.max_restarts`
-attempts; each new checkpoint makes the budget whole again.
+Deterministic failures (a refused job, no loadable checkpoint, a non-finite loss) and requested stops are not retried. A
+job that crashes repeatedly without saving in between is given up after `job.max_restarts` attempts. Each new checkpoint
+resets the count.
 """
 
 import sys
@@ -20,8 +20,9 @@ from torchtitan.process.ranks import Restart
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 60.0
 DONE_SECONDS = 90.0
-"""Longest wait for the first machine where all ranks had come to their end: it notices in half a minute if it lost this
-machine before it was told so, and then starts all again."""
+"""Longest wait for the first machine where all ranks had reached their end. If the first machine lost this one before
+it received that report, it notices within half a minute and restarts all ranks.
+"""
 _THE_END = "the run ends. Start all machines again to resume from the newest checkpoint"
 
 
@@ -33,10 +34,13 @@ def supervise(
     company: First | None = None,
     rejoin_seconds: float = 0,
 ) -> int:
-    """Start all ranks, again if need be; the exit code of the run. `newest()` is the step of the newest checkpoint.
-    Runs on the first machine, for all, and waits for machines that are gone for up to `rejoin_seconds`."""
+    """Start all ranks, restart them as needed, and return the exit code of the run.
+
+    Runs on the first machine, for all. `newest()` is the step of the newest checkpoint. Lost machines are waited for
+    for up to `rejoin_seconds`.
+    """
     company = company or First()
-    saved, used, number = newest(), 0, 0
+    saved, attempts, num_restarts = newest(), 0, 0
     first = saved
     restart: Restart | None = None
     faults: list[str] = []
@@ -46,7 +50,7 @@ def supervise(
         end = together(company.gather(local, queue))
         if end.code == HUNG:
             say(end.cause, sys.stderr)
-        if company.gone and local.done:  # every rank here has ended, all saved: the others were no further behind
+        if company.gone and local.done:  # all saved here, so the lost machines had saved too
             say(f"{', '.join(company.gone)} gone, after everything was saved", sys.stderr)
             return local.code
         if end.is_final or not max_restarts:
@@ -56,20 +60,20 @@ def supervise(
         if (code := _reunite(queue, company, rejoin_seconds)) is not None:
             return code
         step = newest()
-        if step != saved:  # also a lower one, of a run that went back and has moved the newer ones away
-            saved, used, faults = step, 0, []
+        if step != saved:  # it may be lower, if the run rolled back and moved newer ones aside
+            saved, attempts, faults = step, 0, []
         cause, ended = end.cause.partition("; stacks")[0], time.monotonic()
         faults.append(f"step {end.reached}: {cause}")
-        if used == max_restarts:
-            say(f"crashed {used + 1} times without saving anything in between; given up. Its faults:", sys.stderr)
+        if attempts == max_restarts:
+            say(f"crashed {attempts + 1} times without saving anything in between; given up. Its faults:", sys.stderr)
             say("\n".join(faults), sys.stderr)
             return CRASH_LOOP
-        used, number = used + 1, number + 1
-        pause = min(FIRST_PAUSE_SECONDS * 2 ** (used - 1), LONGEST_PAUSE_SECONDS)
-        again = max(0, end.reached - max(step, 0))
+        attempts, num_restarts = attempts + 1, num_restarts + 1
+        pause = min(FIRST_PAUSE_SECONDS * 2 ** (attempts - 1), LONGEST_PAUSE_SECONDS)
+        repeated_steps = max(0, end.reached - max(step, 0))
         say(
-            f"restart {used} of {max_restarts} in {pause:g} s: {cause} after step {end.reached}; going on from "
-            f"step {max(step, 0)}, so that {again} steps are done again",
+            f"restart {attempts} of {max_restarts} in {pause:g} s: {cause} after step {end.reached}; going on from "
+            f"step {max(step, 0)}, so that {repeated_steps} steps are done again",
             sys.stderr,
         )
         stop = _pause(queue, pause, company)
@@ -78,11 +82,11 @@ def supervise(
         if (code := _reunite(queue, company, rejoin_seconds)) is not None:
             return code
         has_saved = step != first or (restart is not None and restart.saved)
-        restart = Restart(number, cause, end.rank, end.reached, watch.processes.began, has_saved, ended)
+        restart = Restart(num_restarts, cause, end.rank, end.reached, watch.processes.began, has_saved, ended)
 
 
 def _reunite(queue: SignalQueue, company: First, seconds: float) -> int | None:
-    """Wait until all machines are there again; None, or the exit code of a run that ends instead."""
+    """Wait until all machines are connected again. Return None, or the exit code if the run ends instead."""
     if not company.gone:
         return None
     stop = company.rejoin(queue, seconds, _report) if seconds else None
@@ -100,24 +104,30 @@ def _report(text: str) -> None:
 
 
 def _pause(queue: SignalQueue, seconds: float, company: First) -> int | None:
-    """The stop signal that ended it, if any, or that was heard while the ends came in."""
-    until = time.monotonic() + seconds
+    """Wait before a restart.
+
+    Return the stop signal that ended the wait, if any, or that arrived while the ends were gathered.
+    """
+    deadline = time.monotonic() + seconds
     while True:
         for message in company.look():
             if message["kind"] == "stop":
                 return message["number"]
-        left = until - time.monotonic()
-        if left <= 0 or company.gone:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0 or company.gone:
             return None
-        for number in queue.wait(left, company.sockets):
+        for number in queue.wait(remaining, company.sockets):
             return number
 
 
 def follow(
     start: Callable[[int, Restart | None], Watch], queue: SignalQueue, other: Other, rejoin_seconds: float = 0
 ) -> int:
-    """On any other machine: start and end ranks as the first one says; the exit code of the run. `start` is given the
-    port of the ranks' store. If the first machine is gone, it is looked for for up to `rejoin_seconds`."""
+    """Start and end ranks as the first machine orders, on any other machine; return the exit code of the run.
+
+    `start` gets the port of the ranks' store. If the first machine is lost, this one tries to reconnect for up to
+    `rejoin_seconds`.
+    """
     patience = None
     end: End | None = None
     while True:
@@ -138,8 +148,9 @@ def follow(
 
 
 def _find_the_first(queue: SignalQueue, other: Other, lost: Message, end: End | None, seconds: float) -> int | None:
-    """After the connection to the first machine was lost, and all ranks here have ended: None once it is there again,
-    or the exit code of a run that ends instead. `end`: how the newest start of the ranks ended here."""
+    """Reconnect to the first machine after the connection was lost and all ranks here have ended. Return None on
+    success, or the exit code if the run ends instead. `end`: how the newest start of the ranks ended here.
+    """
     if end is not None and end.asked:
         return end.code
     complete_code = end.code if end is not None and end.done else None

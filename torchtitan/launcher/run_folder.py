@@ -1,5 +1,7 @@
-"""What a run keeps in job.dump_folder beside checkpoints and metrics: the job of every start, and which step was saved
-last, from which a folder of checkpoints that has been emptied is told from one that is new. Needs no torch.
+"""Files of a run in job.dump_folder in addition to checkpoints and metrics.
+
+They include the job of every start and the step of the last save, which distinguishes a folder that lost its
+checkpoints from a new one. Needs no torch.
 """
 
 import logging
@@ -13,28 +15,28 @@ logger = logging.getLogger(__name__)
 
 JOB, STARTS, LAST = "config.toml", "starts", "last_checkpoint"
 IMPORTED = "imported.toml"
-"""What `torchtitan import --run` starts a run by."""
+"""The job file that `torchtitan import --run` starts a run from."""
 LOGS = "logs"
-"""A file for each rank, of runs that are asked for them."""
+"""Folder of log files, one per rank, if the job asks for them."""
 EXPORTS = {"model", "model_hf", "adapter"}
-"""The weights that a run has ended with."""
+"""The weights exported at the end of a run."""
 HANGS = "hangs"
-"""Stacks of all ranks."""
+"""Folder with the stacks of all ranks during hangs."""
 WAYS_BACK = "ways_back.json"
 """The steps after which the run found its weights or optimizer state damaged and returned to a checkpoint."""
 SECRET = "launch.secret"
-"""By which the launchers of several machines know each other while the run lasts."""
+"""Authenticates the launchers of several machines to each other while the run lasts."""
 REFERENCE = "reference.safetensors"
 PICTURE = "training.png"
 FILES = {"metrics.jsonl", "generated.jsonl", PICTURE, REFERENCE}
 OWN = {JOB, STARTS, LAST, WAYS_BACK, IMPORTED, LOGS, "data", HANGS, SECRET} | FILES | EXPORTS
-"""Names at the top of the folder that no option says."""
+"""Names at the top level of the folder that do not depend on options."""
 _EARLIER = re.compile(r"(metrics|generated)\.(previous(-[0-9]+)?|redone)\.jsonl")
 _START = re.compile(r"([0-9]{4,})-from-step-[0-9]{8,}\.toml")
 
 
 def keep_job(folder: Path, text: str, step: int) -> None:
-    """The job as it starts at `step`: as config.toml, and beside it, never overwritten, among those of all starts."""
+    """Save the job as it starts at `step`: as config.toml, and as a new file in the history of all starts."""
     history = folder / STARTS
     history.mkdir(parents=True, exist_ok=True)
     numbers = [int(match[1]) for path in history.iterdir() if (match := _START.fullmatch(path.name))]
@@ -43,13 +45,13 @@ def keep_job(folder: Path, text: str, step: int) -> None:
 
 
 def is_of_a_run(folder: Path) -> bool:
-    """Whether `keep_job` has been at work in it."""
+    """Return True if `keep_job` has written to this folder."""
     starts = folder / STARTS
     return starts.is_dir() and not starts.is_symlink() and any(_START.fullmatch(p.name) for p in starts.iterdir())
 
 
 def out_of_place(folder: Path) -> str | None:
-    """What is a folder where a run has a file, or the other way round; None if nothing is."""
+    """Describe a folder where a run needs a file, or the reverse; None if there is none."""
     for name in sorted({JOB, LAST, WAYS_BACK} | FILES):
         if (folder / name).is_dir():
             return f"{folder / name} is a folder, where a run has a file"
@@ -60,12 +62,12 @@ def out_of_place(folder: Path) -> str | None:
 
 
 def is_of_every_run(name: str) -> bool:
-    """Whether what is called so, at the top of the folder, is a run's whatever its options; or is left by a crash."""
+    """Return True if a top-level name belongs to any run, whatever its options, or is left by a crash."""
     return name in OWN or _EARLIER.fullmatch(name) is not None or name.removesuffix(".tmp").removeprefix(".") in OWN
 
 
 def note_saved(folder: Path, step: int) -> None:
-    """That this step's checkpoint has been published. A note that cannot be written fails nothing."""
+    """Record that this step's checkpoint has been published. A failure to write the record is only logged."""
     try:
         folders.replace_file(folder / LAST, layout.step_name(step) + "\n")
     except OSError as error:
@@ -88,7 +90,7 @@ def note_way_back(folder: Path, step: int) -> bool:
 
 
 def missing_checkpoints(folder: Path, checkpoints: Path) -> str | None:
-    """What shows that this run has saved before, where there is no checkpoint to be seen; None if nothing does."""
+    """Return evidence that this run has saved before, if its checkpoints are missing; None without evidence."""
     if layout.step_folders(checkpoints):
         return None
     try:

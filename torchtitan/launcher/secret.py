@@ -1,8 +1,8 @@
-"""The secret that the launchers of a run share: a file in the run's folder that its owner alone may read.
+"""The secret that the launchers of a run share: a file in the run's folder that only its owner may read.
 
-Whoever can read the file belongs to the run. The secret is never sent: both ends of a connection prove that they know
-it, each by an HMAC over its role and a random number (nonce) of either end. A recorded conversation proves nothing in
-another one.
+Whoever can read the file belongs to the run. The secret is never sent. Both ends of a connection prove that they know
+it, each by an HMAC over its role and a random number (nonce) of either end. A recorded exchange proves nothing on
+another connection.
 """
 
 import hashlib
@@ -24,8 +24,9 @@ Role = Literal["first machine", "other machine"]
 
 
 def create(path: Path) -> bytes:
-    """Write a new secret and return it. The caller holds the run's folder, so that a file that is there is left over
-    from an earlier launch. Raises `JobError` if the file cannot be written, or be kept from other users."""
+    """Write a new secret and return it. The caller holds the run's folder, so an existing file is left over from an
+    earlier launch. Raises `JobError` if the file cannot be written or cannot be hidden from other users.
+    """
     secret = secrets.token_hex(32).encode()
     try:
         path.unlink(missing_ok=True)
@@ -52,8 +53,10 @@ def create(path: Path) -> bytes:
 
 
 def read(path: Path) -> bytes | None:
-    """Return the secret that the first machine has written; None if there is none (yet). Raises `JobError` if this user
-    may not read it, or others may."""
+    """Return the secret of the first machine; None if there is none (yet).
+
+    Raises `JobError` if this user may not read it, or others may.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except PermissionError:
@@ -95,7 +98,7 @@ def proof(secret: bytes, role: Role, first_nonce: str, other_nonce: str) -> str:
 
 
 def is_proof(value: object, secret: bytes, role: Role, first_nonce: str, other_nonce: str) -> bool:
-    """True if `value` proves that its sender knows the secret. Takes equally long for every wrong value."""
+    """Return True if `value` proves that its sender knows the secret. Takes equally long for every wrong value."""
     expected = proof(secret, role, first_nonce, other_nonce)
     return isinstance(value, str) and hmac.compare_digest(value.encode(errors="replace"), expected.encode())
 

@@ -1,7 +1,8 @@
-"""Signals to the launcher: the first asks all ranks to stop, saved; the second changes nothing; the third kills them.
+"""Handle signals to the launcher: the first makes all ranks save and stop, the second does nothing, the third kills
+them.
 
-A scheduler, a shell and a launcher above us may each send the same signal on, so that one request arrives several times
-within moments; those count as one.
+A scheduler, a shell and a parent launcher may each forward the same signal, so one request can arrive several times
+within moments. These count as one.
 """
 
 import os
@@ -18,16 +19,16 @@ ONE_REQUEST_SECONDS = 0.5
 
 
 class Requests:
-    """Counts requests to stop. Used by launcher and, where there is none, by the rank itself."""
+    """Counts stop requests. Used by the launcher and, without one, by the rank itself."""
 
     def __init__(self) -> None:
         self.first: int | None = None
-        """The signal that asked first."""
+        """The signal of the first request."""
         self.count = 0
         self._last = 0.0
 
     def add(self, number: int) -> bool:
-        """Whether this signal is a request of its own."""
+        """Return True if this signal is a new request and not a copy of the last one."""
         now = time.monotonic()
         if self.first is not None and now - self._last < ONE_REQUEST_SECONDS:
             return False
@@ -38,7 +39,7 @@ class Requests:
 
 
 class SignalQueue:
-    """Stop signals as they come, and a wait that ends early with one or with the end of a child."""
+    """Collects stop signals, and wakes its `wait` for them and for the end of a child."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -53,20 +54,23 @@ class SignalQueue:
         self._came.append(number)
 
     def _wake(self, number: int, frame: FrameType | None) -> None:
-        """Nothing; but a signal that has no handler would not end the wait."""
+        """Do nothing. A signal without a handler would not end the wait."""
 
     def wait(self, seconds: float, also: Sequence[socket.socket] = ()) -> list[int]:
-        """The stop signals that came until now, after `seconds` at most, or once there is something to read `also`."""
+        """Return the stop signals received so far.
+
+        Waits at most `seconds` for one, or until a socket in `also` is readable.
+        """
         if not self._came:
-            select.select([self._read, *(each.fileno() for each in also)], [], [], max(0.0, seconds))
+            select.select([self._read, *(connection.fileno() for connection in also)], [], [], max(0.0, seconds))
         while True:
             try:
                 if not os.read(self._read, 4096):
                     break
             except BlockingIOError:
                 break
-        came, self._came = self._came, []
-        return came
+        received, self._came = self._came, []
+        return received
 
     def close(self) -> None:
         signal.set_wakeup_fd(self._wakeup)

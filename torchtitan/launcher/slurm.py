@@ -1,8 +1,8 @@
-"""In an allocation of SLURM: how a launcher comes onto every machine, and how each finds out which one it is.
+"""Start a launcher on every machine of a SLURM allocation, and tell each which machine it is.
 
-Outside of a step (in a batch script, in salloc's shell) the launcher starts one with `srun`, a task a machine, and
-waits for it. In a step the environment tells the rest. Tasks of which several share a machine are taken for one rank
-each, as `srun --ntasks-per-node=8` means it. Whoever sets NNODES wants none of this.
+Outside of a step (in a batch script or salloc's shell) the launcher runs one task per machine with `srun` and waits for
+it. Inside a step it reads SLURM's environment variables. If several tasks share a machine, each is one rank, as with
+`srun --ntasks-per-node=8`. Setting NNODES disables all of this.
 """
 
 import os
@@ -19,26 +19,26 @@ from torchtitan.process.exit import STOPPED
 from torchtitan.process.ranks import likely_device, number, set_default
 
 _SPECIAL_STEPS = 0xFFFFFFF0
-"""Numbers from here on are of steps that no srun has made: the batch script's, that of salloc's shell."""
+"""Step numbers from here on were not made by srun: the batch script's and that of salloc's shell."""
 _SHAPE_OF_TASKS = (
     *("NTASKS", "NPROCS", "NTASKS_PER_NODE", "NTASKS_PER_CORE", "NTASKS_PER_SOCKET", "NTASKS_PER_GPU"),
     *("TASKS_PER_NODE", "CPUS_PER_TASK", "CPUS_PER_GPU", "GPUS_PER_TASK", "TRES_PER_TASK", "DISTRIBUTION"),
 )
-"""What srun would read of the allocation's request and take for a request for its step."""
+"""Variables of the allocation's request that srun would apply to its step."""
 FIRST_PORT, PORTS = 20000, 10000
-"""Below those that Linux hands out by itself, so that one per job and step is free as a rule."""
+"""Below the ports that Linux assigns by itself, so that one per job and step is usually free."""
 ASK_SECONDS = 30
 LOOK_SECONDS = 0.5
 
 
 def in_step() -> bool:
-    """Whether srun has started this process, and nobody has said by hand which machine it is."""
+    """Return True if srun has started this process and NNODES is not set."""
     step = os.environ.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < _SPECIAL_STEPS and "NNODES" not in os.environ
 
 
 def outside_of_step() -> bool:
-    """Whether this is an allocation's, and no step of it has begun."""
+    """Return True if this process is in an allocation but not in a step, and NNODES is not set."""
     return "SLURM_JOB_ID" in os.environ and "NNODES" not in os.environ and not in_step()
 
 
@@ -46,7 +46,7 @@ def outside_of_step() -> bool:
 
 
 def start_on_all(command: list[str], queue: SignalQueue) -> int:
-    """Run the command once on every machine of the allocation; the exit code, which they agree on."""
+    """Run the command once on every machine of the allocation and return the exit code that they agree on."""
     if which("srun") is None:
         raise JobError(
             f"SLURM_JOB_ID: given {os.environ['SLURM_JOB_ID']}, an allocation of SLURM, and there is no srun here to "
@@ -54,66 +54,66 @@ def start_on_all(command: list[str], queue: SignalQueue) -> int:
             "NODE_RANK and HEAD_ADDR on each"
         )
     _find_end_of_allocation()
-    given = os.environ.get("SLURM_JOB_NUM_NODES", "1")
-    shape = [f"--nodes={given}", f"--ntasks={given}", "--ntasks-per-node=1", f"--cpus-per-task={_cpus()}"]
-    # the launchers see themselves that all end; one that saves must not be ended for another's exit code
-    shape += ["--kill-on-bad-exit=0", "--wait=0", "--mpi=none"]
-    unwanted = {f"SLURM_{name}" for name in _SHAPE_OF_TASKS}
-    environment = {name: value for name, value in os.environ.items() if name not in unwanted}
-    # a session of its own: from Ctrl-C srun would cancel the step instead of letting it save
+    num_nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    options = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", f"--cpus-per-task={_cpus()}"]
+    # launchers end together by themselves; one that is saving must not be killed for another's exit code
+    options += ["--kill-on-bad-exit=0", "--wait=0", "--mpi=none"]
+    dropped_names = {f"SLURM_{name}" for name in _SHAPE_OF_TASKS}
+    environment = {name: value for name, value in os.environ.items() if name not in dropped_names}
+    # in its own session: on Ctrl-C srun would cancel the step instead of letting it save
     srun = subprocess.Popen(
-        ["srun", *shape, *command], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        ["srun", *options, *command], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
     )
     requests = Requests()
     while srun.poll() is None:
         for signaled in queue.wait(LOOK_SECONDS):
             if requests.add(signaled):
-                # which srun passes on to the launchers; TERM would end the step at once
+                # srun passes USR1 on to the launchers; TERM would end the step at once
                 srun.send_signal(signal.SIGUSR1 if requests.count <= 3 else signal.SIGTERM)
     code = srun.returncode if srun.returncode >= 0 else 128 - srun.returncode
     return 128 + requests.first if code in STOPPED and requests.first else code
 
 
 def _cpus() -> int:
-    """Of every machine, as srun gives a task one alone unless it is told: the fewest of "96(x3),48"."""
+    """Return the CPUs per task, which srun would otherwise limit to one: the smallest count in "96(x3),48"."""
     return min(map(int, re.findall(r"(?:^|,)(\d+)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "1"))), default=1)
 
 
 def _find_end_of_allocation() -> None:
-    """Newer SLURMs say it by themselves, others (22.05 does not) are asked."""
+    """Set SLURM_JOB_END_TIME. Newer versions of SLURM set it themselves, others (22.05) are asked."""
     if "SLURM_JOB_END_TIME" in os.environ:
         return
     command = ["squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%e"]
     try:
-        asked = subprocess.run(
+        result = subprocess.run(
             command,
             env=os.environ | {"SLURM_TIME_FORMAT": "standard"},
             capture_output=True,
             text=True,
             timeout=ASK_SECONDS,
         )
-        set_default("SLURM_JOB_END_TIME", str(int(datetime.fromisoformat(asked.stdout.strip()).timestamp())))
+        set_default("SLURM_JOB_END_TIME", str(int(datetime.fromisoformat(result.stdout.strip()).timestamp())))
     except (OSError, subprocess.TimeoutExpired, ValueError):
-        return  # without a limit, or nobody answers: the run then stops when SLURM says so
+        return  # no time limit, or SLURM does not answer: the run then stops on SLURM's signal
 
 
 # In a step
 
 
 def tasks_per_machine() -> int:
-    """Of this step; 0 if not all machines have as many."""
-    told = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    return int(told[0]) if len(set(told)) == 1 else 0
+    """Return the number of tasks per machine in this step; 0 if machines differ."""
+    counts = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    return int(counts[0]) if len(set(counts)) == 1 else 0
 
 
 def nodes_of_step(num_ranks: int) -> Nodes:
-    """Which machine this is, or which rank, where a task is one. Raises `JobError` for tasks that are neither."""
+    """Return which machine this is, or which rank if each task is a rank. Raises `JobError` for other layouts."""
     tasks, task, local = number("SLURM_STEP_NUM_TASKS", 1), number("SLURM_PROCID", 0), number("SLURM_LOCALID", 0)
-    machines, each = number("SLURM_STEP_NUM_NODES", 1), tasks_per_machine()
+    machines, per_machine = number("SLURM_STEP_NUM_NODES", 1), tasks_per_machine()
     if tasks > machines:
-        if not each or num_ranks > 1:
+        if not per_machine or num_ranks > 1:
             if task:
-                raise JobError("")  # the first task says it for all
+                raise JobError("")  # only the first task prints the message
             raise JobError(
                 f"srun: {tasks} tasks on {machines} machine{'s' if machines > 1 else ''}, with NGPU = {num_ranks}; "
                 "allowed: a task a machine (--ntasks-per-node=1), which starts NGPU ranks, or a task a GPU, which is a "
@@ -127,7 +127,7 @@ def nodes_of_step(num_ranks: int) -> Nodes:
 
 
 def _take_one_device(local: int) -> None:
-    """Of GPUs that several tasks of a machine see all of them, each takes its own."""
+    """Select one GPU per task where several tasks of a machine see all of its GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None and likely_device() == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = str(local)
@@ -142,24 +142,24 @@ def _take_one_device(local: int) -> None:
 
 
 def _head() -> str:
-    """The address of the step's first machine; names of nodes need not be known to the network."""
+    """Return the address of the step's first machine; node names may not be resolvable in the network."""
     if os.environ.get("HEAD_ADDR"):
         return os.environ["HEAD_ADDR"]
     first = _ask("scontrol", "show", "hostnames", os.environ.get("SLURM_STEP_NODELIST", "")).split()[0]
-    found = re.search(r"\bNodeAddr=(\S+)", _ask("scontrol", "--oneliner", "show", "node", first))
-    return found[1] if found else first
+    match = re.search(r"\bNodeAddr=(\S+)", _ask("scontrol", "--oneliner", "show", "node", first))
+    return match[1] if match else first
 
 
 def _ask(*command: str) -> str:
-    why = "no answer"
+    text = "no answer"
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS)
-        if asked.returncode == 0 and asked.stdout.strip():
-            return asked.stdout
-        why = asked.stderr.strip() or why
+        result = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS)
+        if result.returncode == 0 and result.stdout.strip():
+            return result.stdout
+        text = result.stderr.strip() or text
     except (OSError, subprocess.TimeoutExpired) as error:
-        why = str(error)
+        text = str(error)
     raise JobError(
-        f"HEAD_ADDR: not given, and SLURM does not tell it ({' '.join(command)}: {why}); allowed: the address of the "
+        f"HEAD_ADDR: not given, and SLURM does not tell it ({' '.join(command)}: {text}); allowed: the address of the "
         "step's first machine; e.g. HEAD_ADDR=10.0.0.1"
     )
