@@ -61,7 +61,7 @@ class Layout:
         return torch.Size(self.shape).numel()
 
     def resized(self, dim: int, size: int) -> "Layout":
-        """Of a tensor that differs in one dimension, which is whole on every rank."""
+        """Return the layout with another size of `dim`, which is not sharded."""
         dim %= len(self.shape)
         shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
         return replace(self, shape=shape, placements=self._without([dim]))
