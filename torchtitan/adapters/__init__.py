@@ -1,6 +1,6 @@
-"""Adapters by kind. No torch here, as `torchtitan check` reads the names; `build/parts.py` makes them.
+"""The registry of adapter kinds. It does not import torch, as `torchtitan check` reads the names.
 
-A new adapter is one file and one entry here.
+`build/parts.py` creates adapters. A new adapter is one file and one entry here.
 """
 
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torchtitan.core.registry import Registry
 
 NONE = "none"
-"""The kind of a job that trains the model itself."""
+"""The kind of a job without an adapter."""
 OF_EVERY_KIND = ("kind", "save", "train_fully", "train_dense_rest")
-"""Of [adapter], what the interface does whatever the kind."""
+"""Options of [adapter] that the interface handles for every kind."""
 BY_RULES = ("train_scaling", "lora_only", "relora", "neurocache")
-"""And what rules of their own allow to the kinds that can do it (rules/adapters.py, rules/neurocache.py)."""
+"""Options that separate rules allow for the kinds that support them (rules/adapters.py, rules/neurocache.py)."""
 OF_LOW_RANK = ("rank", "alpha", "dropout", "rslora", "target", "layers", "lr_ratio_b")
 _FOLDERS = ("initial_path", "last_save_in_peft")
 
@@ -20,11 +20,11 @@ _FOLDERS = ("initial_path", "last_save_in_peft")
 @dataclass(frozen=True, kw_only=True)
 class AdapterSpec:
     make: str
-    """Where the subclass of Adapter is, "module:attribute". It is made with the job's [adapter] and its seed."""
+    """The subclass of Adapter, as "module:attribute". It is created with the job's [adapter] and its seed."""
     reads: tuple[str, ...] = ()
-    """What it reads of [adapter] beside OF_EVERY_KIND and BY_RULES. A job that sets another option is refused, as that
-    would do nothing. With `target` the patterns and the rank are held against the model's linears, and `initial_path`
-    and `last_save_in_peft` need `read_folder` and `write_folder`."""
+    """Options of [adapter] that it reads in addition to OF_EVERY_KIND and BY_RULES. A job that sets any other option is
+    refused, as it would have no effect. If `target` is among them, its patterns and the rank are checked against the
+    model's linears. `initial_path` and `last_save_in_peft` need `read_folder` and `write_folder`."""
 
 
 def _low_rank(make: str) -> AdapterSpec:

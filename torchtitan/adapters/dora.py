@@ -1,7 +1,7 @@
-"""DoRA (arXiv:2402.09353): the learned matrix W + scale B A gives the directions of its rows, and their lengths are
-trained beside it. These begin as the lengths of W's rows, so the model begins as it was.
+"""DoRA (arXiv:2402.09353): the adapted matrix W + scale B A gives the directions of its rows; their norms are trained
+as a separate magnitude. It starts as the row norms of W, so the model starts unchanged.
 
-The rows of the learned matrix are measured anew in each forward, which counts as constant in backward (section 4.3).
+The row norms of the adapted matrix are recomputed in each forward and count as constant in backward (section 4.3).
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from torchtitan.models.layers import autocast_off
 
 @torch.no_grad()
 def learned_lengths(linear: Any) -> torch.Tensor:
-    """Of the rows of the learned matrix, [out]; `linear` may be a stand-in with a rank's weights."""
+    """Return the row norms [out] of the adapted matrix; `linear` may be a stand-in with a rank's weights."""
     with autocast_off(linear.weight.device.type):
         matrix = linear.weight + linear.low_rank.scale * (linear.lora_B @ linear.lora_A)
         squares = matrix.to(torch.promote_types(matrix.dtype, torch.float32)).square().sum(1)
@@ -30,9 +30,9 @@ def learned_lengths(linear: Any) -> torch.Tensor:
 
 
 class DirectedLinear(LowRankLinear):
-    """Beside what LowRankLinear has, `lora_magnitude` [out]."""
+    """A LowRankLinear with a trained row magnitude, `lora_magnitude` [out]."""
 
-    has_parts_of_rows = False  # as each of a group of ranks, that of `border`
+    has_parts_of_rows = False  # as each rank of the group of `border` does
 
     def add_parameters(self, strength: Strength) -> None:
         super().add_parameters(strength)
@@ -47,17 +47,17 @@ class DirectedLinear(LowRankLinear):
         return Constant(1.0) if name == "lora_magnitude" else super().own_init(name)
 
     def tensor_placements(self, role: str, whole: Placement) -> dict[str, tuple[Placement, Placement]]:
-        told = super().tensor_placements(role, whole)
+        placements = super().tensor_placements(role, whole)
         if role in ("column", "head"):
-            told["lora_magnitude"] = (Shard(0), Shard(0))
-        elif role == "row":  # each rank multiplies its part of a sum with it
-            told["lora_magnitude"] = (Replicate(), Partial())
+            placements["lora_magnitude"] = (Shard(0), Shard(0))
+        elif role == "row":  # each rank scales its partial sum by it
+            placements["lora_magnitude"] = (Replicate(), Partial())
             self.has_parts_of_rows = True
-        return told
+        return placements
 
     @torch.no_grad()
     def follow_base(self) -> None:
-        """The lengths of W's rows become the trained ones."""
+        """Initialize the trained magnitudes to the row norms of W."""
         local, _, offset = local_part(self.lora_magnitude)
         local.copy_(row_lengths(self.weight).narrow(0, offset[0], local.shape[0]))
 
@@ -76,7 +76,7 @@ class DoRA(LowRank):
 
 
 def row_lengths(matrix: torch.Tensor) -> torch.Tensor:
-    """[out] of a matrix [out, in], whole on every rank, which all call it."""
+    """Return the row norms [out] of a matrix [out, in], in full on every rank. Every rank calls it."""
     local, shape, offset = local_part(matrix)
     squares = torch.zeros(shape[0], dtype=torch.promote_types(matrix.dtype, torch.float32), device=local.device)
     squares.narrow(0, offset[0], local.shape[0]).add_(local.to(squares.dtype).square().sum(1))

@@ -1,5 +1,7 @@
-"""LoRA beside matrices in 8 bits: each weight a whole number from -127 to 127 times a float of its row, the largest
-magnitude there over 127. A weight takes 1 + 4/in bytes, and is off by at most 1/254 of its row's largest.
+"""LoRA on matrices quantized to 8 bits.
+
+Each weight is an integer from -127 to 127 times a float per row, the row's largest magnitude over 127. A weight takes
+1 + 4/in bytes; its error is at most 1/254 of its row's largest magnitude.
 """
 
 import torch
@@ -14,7 +16,10 @@ class Int8:
     names = ("weight_codes", "weight_rows")
 
     def like(self, outputs: int, inputs: int) -> tuple[torch.Tensor, ...]:
-        """codes int8 [out, in]; the bits of the rows' float32, int32 [out], which mixed precision does not round."""
+        """Return codes int8 [out, in] and the bits of the float32 row scales, int32 [out].
+
+        Mixed precision does not round integers.
+        """
         codes = torch.empty(outputs, inputs, dtype=torch.int8, device="meta")
         return codes, torch.empty(outputs, dtype=torch.int32, device="meta")
 

@@ -1,8 +1,8 @@
-"""Low-rank adapters (arXiv:2106.09685): beside a frozen matrix W [out, in] stand A [rank, in] and B [out, rank], and
-the layer computes x W^T + scale (x A^T) B^T. B begins at zero, so the model begins as it was.
+"""Low-rank adapters (arXiv:2106.09685): a frozen matrix W [out, in] gets A [rank, in] and B [out, rank].
 
-Any linear can have them, and the stacked matrices of experts, W [experts, in, out], with an A [experts, in, rank] and a
-B [experts, rank, out] of their own. A kind is a pair of classes, for linears and for experts, see lora.py.
+The layer computes x W^T + scale (x A^T) B^T. B starts at zero, so the model starts unchanged. Any linear can have such
+a pair. Stacked matrices of experts, W [experts, in, out], have A [experts, in, rank] and B [experts, rank, out]. A kind
+of adapter is a pair of classes, for linears and for experts, see lora.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,13 +33,15 @@ from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.parallelisms.steps import running_notes
 
 MATRICES = ("w1", "w2", "w3")
-"""Of experts."""
+"""Names of the matrices of experts."""
 
 
 @dataclass(frozen=True)
 class Strength:
-    """What a converted module is told. `scale`: of what A and B add; where it `learns` one, times tanh of a number of
-    each linear. `alone`: without the matrix that they stand beside.
+    """Settings of a converted module.
+
+    `scale`: factor of what A and B add. `learns`: it is multiplied by tanh of a trained number per linear. `alone`: the
+    module has A and B and no base matrix.
     """
 
     rank: int
@@ -49,18 +51,20 @@ class Strength:
 
 
 def plus_learned(linear: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x [..., in] and y [N, out], the plain output for its N rows, -> [..., out], y with what A and B of a
-    LowRankLinear, or of a stand-in with a rank's weights, add to it. y may be overwritten.
+    """Add the output of A and B to the plain output: x [..., in] and y [N, out] for its N rows -> [..., out].
 
-    One product adds to y where it lies: with a tensor of its own for what is added, a step of the debug Llama takes 4 %
-    longer. Not where an operator's output is kept to be used again (selective recompute), nor in a compiled graph,
-    which has no places.
+    `linear`: a LowRankLinear, or a stand-in with a rank's weights. y may be overwritten.
+
+    The second product is added to y in place: with a separate tensor for it, a step of the debug Llama takes 4 %
+    longer. It is out of place under selective recompute, which saves operator outputs for reuse, and in compiled
+    graphs, which are functional.
     """
     x = x if linear.dropout is None else dropped(linear, x)
-    inner, right = F.linear(x.flatten(0, -2), linear.lora_A), linear.lora_B.t().to(y.dtype)  # autocast knows no addmm_
-    if (
-        y.device.type == "cpu"
-    ):  # where products with few columns, in backward, are several times slower than with few rows
+    inner, right = (
+        F.linear(x.flatten(0, -2), linear.lora_A),
+        linear.lora_B.t().to(y.dtype),
+    )  # autocast does not cover addmm_
+    if y.device.type == "cpu":  # in backward, products with few columns are several times slower than with few rows
         right = right.contiguous()
     if linear.lora_scaling is not None:
         inner = inner * linear.lora_scaling.tanh().to(inner.dtype)
@@ -69,7 +73,7 @@ def plus_learned(linear: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def dropped(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """x [B, S, in], of which a rank of tensor parallel may have its tokens or its features -> some of it 0."""
+    """Apply dropout to x [B, S, in], of which a tensor-parallel rank may have a shard of the tokens or features."""
     notes = running_notes()
     keys = None if notes is None else notes.shared.keys
     if linear.role == "sequence":
@@ -78,26 +82,27 @@ def dropped(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class LowRankLinear(nn.Linear):
-    """A linear that has `lora_A`, `lora_B` and `low_rank`, a Strength, beside its frozen weight. `dropout`: of what A
-    reads. `lora_scaling` [1]: where the strength is learned. It begins at 1, and does again behind a restart: at 0,
-    where tanh is, all three would stop.
+    """A linear with `lora_A`, `lora_B` and `low_rank`, a Strength, in addition to its frozen weight.
+
+    `dropout`: applied to the input of A. `lora_scaling` [1]: present if the scale is trained. It starts at 1, and again
+    after a restart: at 0, tanh is 0 and none of the three would get a gradient.
     """
 
-    role = ""  # the plan's word for it, under tensor parallel
+    role = ""  # its role in the parallel plan, under tensor parallel
     folds: tuple[str, ...] = ("weight",)
 
     def add_parameters(self, strength: Strength) -> None:
         self.low_rank = strength
         self.dropout: Dropout | None = None
-        new = self.weight.detach().new_empty
-        self.lora_A = nn.Parameter(new(strength.rank, self.in_features))
-        self.lora_B = nn.Parameter(new(self.out_features, strength.rank))
-        self.lora_scaling = nn.Parameter(new(1)) if strength.learns else None
+        new_empty = self.weight.detach().new_empty
+        self.lora_A = nn.Parameter(new_empty(strength.rank, self.in_features))
+        self.lora_B = nn.Parameter(new_empty(self.out_features, strength.rank))
+        self.lora_scaling = nn.Parameter(new_empty(1)) if strength.learns else None
         if strength.alone:
             self.weight = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]"""
+        """Map [..., in] to [..., out]."""
         rows = x.flatten(0, -2)
         if self.weight is not None:
             return plus_learned(self, x, F.linear(rows, self.weight, self.bias))
@@ -106,23 +111,23 @@ class LowRankLinear(nn.Linear):
 
     def own_init(self, name: str) -> Init | None:
         if name == "lora_A":
-            return Uniform(self.in_features**-0.5)  # Kaiming's for a = sqrt(5), as torch begins its own linears
-        if name == "lora_B" and self.low_rank.alone:  # matrices that are all 0 give one another no gradient
+            return Uniform(self.in_features**-0.5)  # Kaiming's for a = sqrt(5), as torch initializes its linears
+        if name == "lora_B" and self.low_rank.alone:  # if both were 0, neither would get a gradient
             return Uniform(self.low_rank.rank**-0.5)
         return {"lora_B": Constant(0.0), "lora_scaling": Constant(1.0)}.get(name)
 
     def tensor_placements(self, role: str, whole: Placement) -> dict[str, tuple[Placement, Placement]]:
-        """Under tensor parallel, see tensor_parallel.py."""
+        """Return the placements of the parameters under tensor parallel, see tensor_parallel.py."""
         self.role = role
-        whole_here = (Replicate(), Partial())
-        if role in ("column", "head"):  # a rank has some outputs, and from these alone what they add to A's gradient
-            return {"lora_A": whole_here, "lora_B": (Shard(0), Shard(0)), "lora_scaling": whole_here}
-        if role == "row":  # every rank has some inputs, and B sees its part of a sum
-            return {"lora_A": (Shard(1), Shard(1)), "lora_B": whole_here, "lora_scaling": whole_here}
+        partial_grad = (Replicate(), Partial())
+        if role in ("column", "head"):  # a rank has some outputs, whose gradients give a partial sum for A
+            return {"lora_A": partial_grad, "lora_B": (Shard(0), Shard(0)), "lora_scaling": partial_grad}
+        if role == "row":  # a rank has some inputs, and B gets a partial sum
+            return {"lora_A": (Shard(1), Shard(1)), "lora_B": partial_grad, "lora_scaling": partial_grad}
         return {}
 
     def folded(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """The matrix [out, in] of that name, laid out as `value` is, with what has been learned added to it."""
+        """Return `value`, the matrix [out, in], with the learned product added, in the same layout."""
         scale = self.low_rank.scale
         if (learned := self.lora_scaling) is not None:
             scale *= (learned.full_tensor() if isinstance(learned, DTensor) else learned).tanh().item()
@@ -130,7 +135,7 @@ class LowRankLinear(nn.Linear):
 
 
 class LowRankExperts(Experts):
-    """Experts with a `lora_A_w1` and a `lora_B_w1` and so on beside each of their matrices."""
+    """Experts with low-rank pairs for each of their matrices: `lora_A_w1`, `lora_B_w1` and so on."""
 
     folds = MATRICES
 
@@ -144,7 +149,7 @@ class LowRankExperts(Experts):
 
     @staticmethod
     def product(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """x [rows, in], sorted by expert, of which each one's end at `ends` [experts] -> [rows, out]."""
+        """Map x [rows, in] to [rows, out]. Rows are sorted by expert and end at `ends` [experts]."""
         inner = Experts.product(experts, f"lora_A_{name}", x, ends) * experts.low_rank.scale
         return Experts.product(experts, name, x, ends) + Experts.product(experts, f"lora_B_{name}", inner, ends)
 
@@ -154,25 +159,25 @@ class LowRankExperts(Experts):
         return Constant(0.0) if name.startswith("lora_B_") else None
 
     def folded(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """The matrices [experts, in, out] of that name, with what has been learned added to them."""
+        """Return `value`, the matrices [experts, in, out], with the learned products added."""
         left, right = getattr(self, f"lora_A_{name}"), getattr(self, f"lora_B_{name}")
         return plus_product(value, left, right, self.low_rank.scale)
 
 
 class LowRank(Adapter):
-    """Puts one kind of low-rank matrices beside those that the options name."""
+    """Adds one kind of low-rank pairs to the modules that the options target."""
 
     linear: type[LowRankLinear]
-    experts: type[LowRankExperts] | None = None  # None: this kind has none for experts
-    unties = False  # a tied head has matrices of its own
+    experts: type[LowRankExperts] | None = None  # None: this kind does not support experts
+    unties = False  # True if a head tied to the embedding has an adapter
 
     def convert(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
-        found = dict(candidates(model))
-        if wrong := list(misfits({name: sizes_of(module) for name, module in found.items()}, self.options)):
-            raise JobError("; ".join(map(str, wrong)))
-        for name in targets(found, self.options):
-            self.convert_one(name, found[name])
-            self.replaced |= {f"{name}.{own}" for own in found[name].folds}
+        modules = dict(candidates(model))
+        if problems := list(misfits({name: sizes_of(module) for name, module in modules.items()}, self.options)):
+            raise JobError("; ".join(map(str, problems)))
+        for name in targets(modules, self.options):
+            self.convert_one(name, modules[name])
+            self.replaced |= {f"{name}.{attribute}" for attribute in modules[name].folds}
         head, embedding = (getattr(model, name, None) for name in ("output", "tok_embeddings"))
         self.unties = isinstance(head, LowRankLinear) and embedding is not None and head.weight is embedding.weight
         return plan
@@ -194,15 +199,17 @@ class LowRank(Adapter):
 
     @torch.no_grad()
     def metrics(self, parts: Sequence[nn.Module]) -> dict[str, float]:
-        """Of strengths that are learned, over all linears."""
+        """Return mean, minimum and maximum of the trained scales over all linears."""
         if not self.options.train_scaling:
             return {}
-        mine = [local_part(p)[0].float().tanh() for name, p in self._parameters(parts) if name.endswith("lora_scaling")]
-        values = torch.cat([torch.empty(0, device=next(parts[0].parameters()).device), *mine])
+        local_scales = [
+            local_part(p)[0].float().tanh() for name, p in self._parameters(parts) if name.endswith("lora_scaling")
+        ]
+        values = torch.cat([torch.empty(0, device=next(parts[0].parameters()).device), *local_scales])
         sums = torch.stack((values.sum(), torch.ones_like(values).sum()))
-        ends = torch.stack([torch.cat((each, each.new_tensor([-1.0]))).max() for each in (values, -values)])
-        sums, ends = sums.cpu(), ends.cpu()  # over gloo, as they are read
-        if dist.is_initialized():  # who has the same as others counts as often as they, all of it
+        ends = torch.stack([torch.cat((signed, signed.new_tensor([-1.0]))).max() for signed in (values, -values)])
+        sums, ends = sums.cpu(), ends.cpu()  # reduced over gloo, as they are read on the CPU
+        if dist.is_initialized():  # replicas count several times in both sum and number
             dist.all_reduce(sums)
             dist.all_reduce(ends, dist.ReduceOp.MAX)
         mean, largest, smallest = (sums[0] / sums[1]).item(), ends[0].item(), -ends[1].item()
@@ -213,32 +220,32 @@ class LowRank(Adapter):
 
     def convert_one(self, name: str, module: nn.Module) -> None:
         learns, alone = self.options.train_scaling, self.options.lora_only
-        into = self.linear if not isinstance(module, Experts) else None if learns or alone else self.experts
-        if into is None:
+        new_class = self.linear if not isinstance(module, Experts) else None if learns or alone else self.experts
+        if new_class is None:
             raise JobError(
                 f"adapter.kind = {self.options.kind!r} has no form for {name}, the stacked matrices of experts; leave "
                 f'them out of adapter.target, or write kind = "lora"'
             )
-        module.__class__ = into
+        module.__class__ = new_class
         module.add_parameters(Strength(self.options.rank, 1.0 if learns else scale_of(self.options), learns, alone))
         if self.options.dropout:
             module.dropout = Dropout(self.options.dropout, place_of(name))
 
 
 def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What can have low-rank matrices: plain linears and stacks of experts; no router, which chooses."""
+    """Yield the modules that can have low-rank pairs: plain linears and stacks of experts, but no routers."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear or isinstance(module, Experts):
             yield name, module
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:
-    """Outputs, inputs."""
+    """Return the number of outputs and inputs."""
     return tuple(module.w1.shape[:0:-1]) if isinstance(module, Experts) else (module.out_features, module.in_features)
 
 
 def place_of(name: str) -> int:
-    """Of a linear in its layer, which tells its draws from those of the others."""
+    """Return a number for a linear within its layer, which makes its random draws distinct."""
     return crc32(name.removeprefix(f"layers.{layer_of(name)}.").encode())
 
 
@@ -248,8 +255,10 @@ def scale_of(options: Options) -> float:
 
 @torch.no_grad()
 def plus_product(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
-    """weight [..., m, n] + scale left [..., m, r] right [..., r, n], laid out as `weight` is. Added up in float32 at
-    least and rounded once. Every rank calls it; of what is sharded by the same rows as `weight` nothing is gathered.
+    """Return weight [..., m, n] + scale left [..., m, r] right [..., r, n], laid out like `weight`.
+
+    It is computed in float32 or wider and rounded once. Every rank calls it. Factors that are sharded along the same
+    rows as `weight` are not gathered.
     """
     local, shape, offset = local_part(weight)
     dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -264,31 +273,30 @@ def plus_product(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, 
 def _part(
     tensor: torch.Tensor, dim: int, weight: torch.Tensor, local: torch.Tensor, offset: tuple[int, ...]
 ) -> torch.Tensor:
-    """What of a factor belongs to this rank's part of `weight`: all of its inner dimension, `weight`'s span of `dim`
-    and of the experts.
+    """Return the part of a factor that this rank's shard of `weight` needs.
+
+    That is its full inner dimension, and the span of `weight` along `dim` and along the experts.
     """
     if isinstance(tensor, DTensor):
         if _lies_alike(tensor, weight, dim):
             return tensor.to_local()
         tensor = tensor.full_tensor()
     dim %= weight.dim()
-    outer = range(weight.dim() - 2)
-    for each in (*outer, dim):
-        tensor = tensor.narrow(each, offset[each], local.shape[each])
+    expert_axes = range(weight.dim() - 2)
+    for axis in (*expert_axes, dim):
+        tensor = tensor.narrow(axis, offset[axis], local.shape[axis])
     return tensor
 
 
 def _lies_alike(tensor: DTensor, weight: torch.Tensor, dim: int) -> bool:
-    """Whether both are sharded along `dim` (or an expert's number) by the same ranks, and along nothing else that the
-    two share.
-    """
+    """Return True if both are sharded alike along `dim` (or the experts), and along no other shared dimension."""
     if not isinstance(weight, DTensor) or tensor.device_mesh != weight.device_mesh:
         return False
-    inner = tensor.dim() - (1 if dim == -2 else 2)
-    if any(placement.is_shard(inner) for placement in tensor.placements):
+    inner_dim = tensor.dim() - (1 if dim == -2 else 2)
+    if any(placement.is_shard(inner_dim) for placement in tensor.placements):
         return False
-    other = weight.dim() - (1 if dim == -2 else 2)
+    other_dim = weight.dim() - (1 if dim == -2 else 2)
     return all(
-        a == b or (a.is_replicate() and b.is_shard(other))
+        a == b or (a.is_replicate() and b.is_shard(other_dim))
         for a, b in zip(tensor.placements, weight.placements, strict=True)
     )

@@ -1,9 +1,11 @@
-"""QLoRA (arXiv:2305.14314): LoRA beside matrices in 4 bits, NF4. Each weight is one of 16 levels, the quantiles of a
-normal distribution, times the largest of its block of 64; these scales are in 8 bits, times the largest of their row,
-which is a float. So a weight takes 1/2 + 1/64 + 4/in bytes, 0.517 at 4096 inputs.
+"""QLoRA (arXiv:2305.14314): LoRA on matrices quantized to 4 bits (NF4).
 
-Blocks and rows of scales lie within a row of the matrix, so a rank that has some rows, or some whole blocks of every
-row, packs the very bits that the whole matrix has there. (The paper takes 256 scales together, wherever they stand.)
+Each weight is one of 16 levels, the quantiles of a normal distribution, times the largest magnitude of its block of 64.
+These block scales are stored in 8 bits, relative to the largest of their row, which is a float. So a weight takes
+1/2 + 1/64 + 4/in bytes, 0.517 at 4096 inputs.
+
+Blocks and their scales never cross a row of the matrix. So a rank that has some rows, or some complete blocks of every
+row, packs the same bits as the full matrix has there. (The paper groups 256 scales regardless of rows.)
 """
 
 import torch
@@ -37,8 +39,8 @@ class NF4:
     names = ("weight_codes", "weight_scales", "weight_rows")
 
     def like(self, outputs: int, inputs: int) -> tuple[torch.Tensor, ...]:
-        """codes uint8 [out, in / 2], the first of two in the high bits; scales uint8 [out, blocks]; the bits of the
-        rows' float32, int32 [out]. (As floats, mixed precision would round these.)
+        """Return codes uint8 [out, in / 2], the first of two in the high bits; scales uint8 [out, blocks]; the bits of
+        the float32 row scales, int32 [out]. (Mixed precision would round floats.)
         """
         codes = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device="meta")
         scales = torch.empty(outputs, inputs // block_of(inputs), dtype=torch.uint8, device="meta")
@@ -52,8 +54,8 @@ class NF4:
         largest = blocks.abs().amax(-1)
         scales = (largest / row.clamp(min=torch.finfo(torch.float32).tiny)[:, None] * 255).round().clamp(max=255)
         scales = scales.to(torch.uint8)
-        of_block = (scales.float() * (row / 255)[:, None])[..., None]
-        normal = torch.where(of_block > 0, blocks / of_block, 0.0)
+        block_scales = (scales.float() * (row / 255)[:, None])[..., None]
+        normal = torch.where(block_scales > 0, blocks / block_scales, 0.0)
         levels = torch.tensor(LEVELS, device=blocks.device)
         codes = torch.bucketize(normal, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).flatten(1)
         return codes[:, ::2] << 4 | codes[:, 1::2], scales, row.float().view(torch.int32)
@@ -61,9 +63,9 @@ class NF4:
     def unpack(self, *parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         codes, scales, rows = parts
         levels = torch.tensor(LEVELS, device=codes.device)
-        both = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(1).int()  # [out, in]
-        of_block = scales.float() * (rows.view(torch.float32) / 255)[:, None]  # [out, blocks]
-        values = levels[both].unflatten(1, (of_block.shape[1], -1)) * of_block[..., None]
+        indices = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(1).int()  # [out, in]
+        block_scales = scales.float() * (rows.view(torch.float32) / 255)[:, None]  # [out, blocks]
+        values = levels[indices].unflatten(1, (block_scales.shape[1], -1)) * block_scales[..., None]
         return values.flatten(1).to(dtype)
 
 

@@ -1,7 +1,7 @@
-"""LoRA beside matrices that are kept in few bits, in one of several forms (nf4.py, int8.py).
+"""LoRA on quantized matrices, in one of several forms (nf4.py, int8.py).
 
-A packed matrix is a few frozen parameters without a gradient, of whole numbers, which FSDP gathers and tensor parallel
-splits as it would the matrix. It is unpacked where it is used, once forward and once backward, and never kept.
+A packed matrix is a few frozen integer parameters, which FSDP gathers and tensor parallel shards like the matrix
+itself. It is unpacked on use, once in forward and once in backward, and never stored.
 """
 
 from typing import Any, Protocol
@@ -18,30 +18,32 @@ from torchtitan.models.layers import autocast_dtype
 
 
 class Form(Protocol):
-    """Of a matrix [out, in] whose rows are packed each by itself, by a number of its own at least: what a rank makes of
-    some rows, or of some of each row's blocks, has to be the bits that the whole matrix has there.
+    """A quantized form of a matrix [out, in], which packs each row independently, with at least one number per row.
+
+    A rank that packs some rows, or some blocks of every row, has to get the same bits as the full matrix has there.
     """
 
     names: tuple[str, ...]
-    """Of the parameters; the first has codes, [out, in / n], the last one number for each row, [out]."""
+    """Names of the parameters. The first holds codes [out, in / n], the last one number per row [out]."""
 
     def like(self, outputs: int, inputs: int) -> tuple[torch.Tensor, ...]:
-        """Parameters on the meta device, of a matrix [outputs, inputs]."""
+        """Return the parameters of a matrix [outputs, inputs], on the meta device."""
 
     def block_in(self, *parts: torch.Tensor) -> int:
-        """How many weights of a row are packed together, read off a rank's parameters, which are parts of those of
-        `like`'s shapes.
+        """Return how many weights of a row are packed together, given a rank's parameters.
+
+        These are shards of tensors of `like`'s shapes.
         """
 
     def pack(self, blocks: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """float32 [out, blocks, block], of whose whole rows `row` [out] are the largest magnitudes."""
+        """Pack float32 [out, blocks, block]; `row` [out]: the largest magnitude of each full row."""
 
     def unpack(self, *parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[out, in], rounded once."""
+        """Return the matrix [out, in], rounded once."""
 
 
 class PackedLinear(LowRankLinear):
-    """A LowRankLinear whose `weight` is packed into parameters of the form's names."""
+    """A LowRankLinear with its `weight` packed into parameters with the form's names."""
 
     form: Form
 
@@ -59,23 +61,23 @@ class PackedLinear(LowRankLinear):
         return plus_learned(self, x, y if self.bias is None else y + self.bias.to(y.dtype))
 
     def tensor_placements(self, role: str, whole: Placement) -> dict[str, tuple[Placement, Placement]]:
-        told = super().tensor_placements(role, whole)
-        lies = {"column": Shard(0), "head": Shard(0), "row": Shard(1)}.get(role, Replicate())
-        of_rows = self.form.names[-1]
+        placements = super().tensor_placements(role, whole)
+        usual = {"column": Shard(0), "head": Shard(0), "row": Shard(1)}.get(role, Replicate())
+        row_name = self.form.names[-1]
         for name in self.form.names:
-            told[name] = (Replicate(), Replicate()) if name == of_rows and role == "row" else (lies, lies)
-        return told
+            placements[name] = (Replicate(), Replicate()) if name == row_name and role == "row" else (usual, usual)
+        return placements
 
     def stores(self) -> dict[str, Store]:
         return {"weight": PackedWeight(self)}
 
 
 class _Packed(torch.autograd.Function):
-    """x W^T of a packed W, which backward unpacks again instead of keeping it."""
+    """Compute x W^T for a packed W. Backward unpacks it again instead of saving it."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
-        # one name for all: the compiler takes the context for an input where it counts one more than there are names
+        # A single *inputs: with more parameters than that, the compiler miscounts and takes the context for an input.
         x, form, *packed = inputs
         ctx.save_for_backward(*packed)
         ctx.form, ctx.types = form, (x.dtype, autocast_dtype(x.device.type) or x.dtype)
@@ -83,15 +85,15 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        others = (None,) * (1 + len(ctx.form.names))
+        no_grads = (None,) * (1 + len(ctx.form.names))
         if not ctx.needs_input_grad[0]:
-            return None, *others
-        of_input, computed = ctx.types
-        return (grad.to(computed) @ ctx.form.unpack(*ctx.saved_tensors, dtype=computed)).to(of_input), *others
+            return None, *no_grads
+        input_dtype, dtype = ctx.types
+        return (grad.to(dtype) @ ctx.form.unpack(*ctx.saved_tensors, dtype=dtype)).to(input_dtype), *no_grads
 
 
 class PackedWeight:
-    """Writes and reads the matrix of a PackedLinear, a rank its part of it."""
+    """Writes and reads the matrix of a PackedLinear; each rank handles its shard."""
 
     def __init__(self, linear: PackedLinear):
         self.linear, self.form, self.packed = linear, linear.form, linear.form.names
@@ -99,7 +101,7 @@ class PackedWeight:
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
-        """This rank's."""
+        """Return this rank's local tensors."""
         parts = (getattr(self.linear, name).detach() for name in self.packed)
         return [part.to_local() if isinstance(part, DTensor) else part for part in parts]
 
@@ -119,8 +121,9 @@ class PackedWeight:
 
     @torch.no_grad()
     def holds(self, values: torch.Tensor) -> bool:
-        """Whether it is what these are packed into; of a thousand codes one may have been rounded otherwise, as
-        another device does.
+        """Return True if packing `values` gives the stored codes.
+
+        One code in a thousand may differ, as another device rounds differently.
         """
         agree = self._pack(values.to(self.linear.dtype))[0] == self._parameters[0]
         return agree.float().mean().item() >= 0.999
@@ -132,18 +135,18 @@ class PackedWeight:
         row = local.abs().amax((-1, -2))
         if isinstance(codes, DTensor):
             for axis, placement in enumerate(codes.placements):
-                if placement.is_shard(1):  # the others on this axis have the rest of these rows
+                if placement.is_shard(1):  # the ranks of this axis share these rows
                     dist.all_reduce(row, op=dist.ReduceOp.MAX, group=codes.device_mesh.get_group(axis))
         return self.form.pack(local, row)
 
     @torch.no_grad()
     def read(self) -> torch.Tensor:
-        """The matrix [out, in] as it is computed with, laid out over the ranks as `empty` is."""
+        """Return the matrix [out, in] as used in computation, laid out over the ranks like `empty`."""
         return self._laid_out(self.form.unpack(*self._parameters, dtype=self.linear.dtype))
 
     def _laid_out(self, local: torch.Tensor) -> torch.Tensor:
         codes = self._codes
         if not isinstance(codes, DTensor):
             return local
-        how = dict(run_check=False, shape=torch.Size(self.shape), stride=(self.shape[1], 1))
-        return DTensor.from_local(local, codes.device_mesh, codes.placements, **how)
+        kwargs = dict(run_check=False, shape=torch.Size(self.shape), stride=(self.shape[1], 1))
+        return DTensor.from_local(local, codes.device_mesh, codes.placements, **kwargs)

@@ -1,5 +1,6 @@
-"""What adapter_config.json of the library peft says, against a job's options. No torch: a job is judged by it before it
-starts.
+"""Compare peft's adapter_config.json with a job's options.
+
+It does not import torch, as jobs are checked before they start.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,18 +14,19 @@ from torchtitan.models.hf.config import read_json
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _UNSAID = {"use_rslora": False, "use_dora": False, "bias": "none"}
-"""What a folder means that says nothing of these, as peft before 0.9 writes it."""
+"""Defaults of keys that are missing in a config, as peft before 0.9 writes it."""
 BY_MODULE = ("rank_pattern", "alpha_pattern")
-"""Ranks and strengths of some modules that are not those of the others."""
+"""Keys that override rank and alpha for single modules."""
 _KEEPS_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Of `init_lora_weights`. With the others (pissa, olora, corda, loftq, lora_ga) peft takes what A and B begin with off
-the model's matrices, so these matrices are not those that were published."""
+"""Values of `init_lora_weights` that leave the base model unchanged. With the others (pissa, olora, corda, loftq,
+lora_ga) peft subtracts the initial product of A and B from the model's matrices, which then differ from the published
+ones."""
 _OTHERWISE = ("layer_replication", "use_qalora", "alora_invocation_tokens", "arrow_config")
-"""Another model, or A and B in another way."""
+"""Keys that change the model, or how A and B are used."""
 
 
 def of_options(options: Options) -> dict[str, Any]:
-    """What an adapter of these options says of how it computes."""
+    """Return the config entries that define the computation of an adapter with these options."""
     return {
         "peft_type": "LORA",
         "r": options.rank,
@@ -36,7 +38,7 @@ def of_options(options: Options) -> dict[str, Any]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """JobError where there is none."""
+    """Read the adapter's config. Raises JobError if there is none."""
     try:
         return read_json(folder / CONFIG)
     except JobError as error:
@@ -46,22 +48,25 @@ def read(folder: Path) -> dict[str, Any]:
 def differences(
     config: Mapping[str, Any], options: Options, by_module: Mapping[str, Any] | None = None
 ) -> Iterator[str]:
-    """What keeps an adapter with this config from being the job's, each with what to do. `by_module`: what those of
-    BY_MODULE may be for the job's model, where that is known.
+    """Yield each reason why an adapter with this config does not fit the job, with a remedy.
+
+    `by_module`: values that the keys of BY_MODULE may have for the job's model, if that is known.
     """
-    given, mine = _UNSAID | config, of_options(options)
-    if other := [f"{k} = {given.get(k)!r}, the job's is {mine[k]!r}" for k in mine if given.get(k) != mine[k]]:
+    values, expected = _UNSAID | config, of_options(options)
+    if other := [
+        f"{k} = {values.get(k)!r}, the job's is {expected[k]!r}" for k in expected if values.get(k) != expected[k]
+    ]:
         yield f"{'; '.join(other)}: give the job's [adapter] the same"
-    known = by_module or {}
-    if own := [f"{key} = {config[key]!r}" for key in known if config.get(key) not in (None, {}, known[key])]:
+    allowed = by_module or {}
+    if extra := [f"{key} = {config[key]!r}" for key in allowed if config.get(key) not in (None, {}, allowed[key])]:
         yield (
-            f"{'; '.join(own)}, but the job's rank and alpha are those of all modules: leave adapter.initial_path "
+            f"{'; '.join(extra)}, but the job's rank and alpha are those of all modules: leave adapter.initial_path "
             "out, or give an adapter that has one of each"
         )
-    drawn = config.get("init_lora_weights")
-    if drawn not in _KEEPS_THE_BASE:
+    init = config.get("init_lora_weights")
+    if init not in _KEEPS_THE_BASE:
         yield (
-            f"init_lora_weights = {drawn!r}, which changes the matrices that the adapter stands beside: convert it "
+            f"init_lora_weights = {init!r}, which changes the matrices that the adapter stands beside: convert it "
             "with peft (save_pretrained with path_initial_model_for_weight_conversion)"
         )
     if other := [f"{key} = {config[key]!r}" for key in _OTHERWISE if config.get(key)]:

@@ -1,11 +1,12 @@
-"""ReLoRA (arXiv:2307.05695): every so often the learned product is added to the frozen matrix, A is drawn anew and B
-set to zero, so that many small steps in few directions make a change of any rank. At the same time the optimizer
-forgets what it knew of A and B, or most of it.
+"""ReLoRA (arXiv:2307.05695): periodically merge the learned product into the frozen matrix and restart A and B.
 
-With periods of k steps both happen behind the steps k + 1, 2 k + 1, ...: the rate of these is exactly 0
-(lr_schedules/restarts.py), so that they move no weight, and the first step with fresh matrices has a small one. All
-random values are a function of (seed, restart, name), and the retained optimizer state is chosen over full tensors, so
-no plan changes it.
+A is drawn again and B set to zero, so that many low-rank updates add up to a change of any rank. At the same time the
+optimizer state of A and B is reset, or most of it.
+
+With a period of k steps both happen after steps k + 1, 2 k + 1, ... The learning rate of these steps is exactly 0
+(lr_schedules/restarts.py), so they move no weight, and the first step with fresh matrices has a small rate. All random
+values are a function of (seed, restart, name), and the retained optimizer state is chosen over full tensors, so the
+result does not depend on the parallel plan.
 """
 
 import logging
@@ -26,12 +27,12 @@ from torchtitan.core.initialization import Constant, Uniform, clean_name, draw, 
 logger = logging.getLogger(__name__)
 
 LEARNED = re.compile(r"\blora_[AB]")
-"""In names: A and B, and not how strong they are."""
+"""Matches the names of A and B, and not those of learned scales."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Restarts:
-    """Of one run: when, how often so far, and what is done."""
+    """The restarts of one run: their schedule, their number so far, and the reset itself."""
 
     def __init__(self, options: Relora, seed: int):
         self.options, self.seed = options, seed
@@ -49,16 +50,16 @@ class Restarts:
             self.forget(parts, optimizers)
 
     def forget(self, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Of the moments of A and B all, or a share `prune_ratio`; of nothing else any."""
+        """Zero all moments of A and B, or a fraction `prune_ratio` of them, and of no other parameter."""
         names = {p: clean_name(name) for part in parts for name, p in part.named_parameters() if LEARNED.search(name)}
         zeros = elements = tensors = 0
         for optimizer in optimizers:
             for parameter in (p for p in optimizer.state if p in names):
                 state = optimizer.state[parameter]
                 key = f"{self.seed}/reset {self.resets}/{names[parameter]}"
-                for moment, kept in self.kept(state, key).items():
+                for moment, mask in self.kept(state, key).items():
                     local = local_part(state[moment])[0]
-                    local.mul_(kept)
+                    local.mul_(mask)
                     zeros, elements = zeros + int((local == 0).sum()), elements + local.numel()
                     tensors += 1
                 if self.options.reset_step:
@@ -70,8 +71,10 @@ class Restarts:
         )
 
     def kept(self, state: dict[str, Any], key: str) -> dict[str, torch.Tensor]:
-        """For each moment, 1 where this rank's part of it stays and 0 elsewhere. By default one choice for both, made
-        by the second: what keeps the first without the second would be divided by nearly nothing.
+        """Return a mask for each moment: 1 where this rank's shard of it is retained, 0 elsewhere.
+
+        By default both share one mask, chosen by the second moment: a first moment without its second would be divided
+        by nearly zero.
         """
         if self.options.mask == "joint":
             return dict.fromkeys(MOMENTS, self._kept(state["exp_avg_sq"], key))
@@ -85,19 +88,21 @@ class Restarts:
             drawn = torch.empty_like(moment, dtype=torch.float32)
             draw(drawn, Uniform(1.0), key)
             return (local_part(drawn)[0] > 2 * self.options.prune_ratio - 1).to(local.dtype)
-        whole = moment.full_tensor() if isinstance(moment, DTensor) else moment
+        full_tensor = moment.full_tensor() if isinstance(moment, DTensor) else moment
         spans = tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
-        return largest(whole, self.options.prune_ratio)[spans].to(local)
+        return largest(full_tensor, self.options.prune_ratio)[spans].to(local)
 
 
 def due(step: int, period: int | None) -> bool:
-    """Behind this step, the 1-based number of it in the schedule."""
+    """Return True if a restart follows this step, a 1-based number in the schedule."""
     return period is not None and step > 1 and step % period == 1
 
 
 def largest(values: torch.Tensor, prune_ratio: float) -> torch.Tensor:
-    """Of any shape: 1 at the largest magnitudes, 0 at floor(prune_ratio n) others: by count, of equal ones the first.
-    (A threshold keeps none of equal values, and torch.quantile ends at 2^24.)
+    """Return a mask of the same shape: 0 at the floor(prune_ratio n) smallest magnitudes, 1 elsewhere.
+
+    It goes by count, and of equal values it retains the first. (A threshold would retain none of equal values, and
+    torch.quantile is limited to 2^24 elements.)
     """
     count = values.numel() - math.floor(prune_ratio * values.numel())
     order = values.float().abs().flatten().argsort(descending=True, stable=True)
@@ -112,14 +117,14 @@ def adapted(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def merge(module: LowRankLinear | LowRankExperts) -> None:
-    """Add what has been learned to the frozen matrices, in place: optimizers and compiled graphs hold these tensors."""
+    """Merge A and B into the frozen matrices, in place, as optimizers and compiled graphs hold these tensors."""
     for name in module.folds:
         matrix = getattr(module, name)
         local_part(matrix)[0].copy_(local_part(module.folded(name, matrix))[0])
 
 
 def begin_anew(module: LowRankLinear | LowRankExperts, key: str) -> None:
-    """A as it begins, B zero."""
+    """Reinitialize A and set B to zero."""
     for name, parameter in module.named_parameters(recurse=False):
         if name.startswith("lora_"):
             init = module.own_init(name)

@@ -1,4 +1,7 @@
-"""Optimizers by name. No torch here; `build.py` makes them. A new optimizer is one file and one entry here."""
+"""The registry of optimizers. It does not import torch; `build.py` creates optimizers.
+
+A new optimizer is one file and one entry here.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -13,7 +16,7 @@ from torchtitan.optimizers.state_sizes import HIDDEN
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 _UNFUSED = {words: flags for words, flags in TORCHS.items() if words != "fused"}
-"""Of an optimizer whose fused form takes no DTensor."""
+"""Implementations of an optimizer without a fused form for DTensor."""
 
 
 def _nesterov(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -22,7 +25,7 @@ def _nesterov(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _by_shape(options: Mapping[str, Any]) -> None:
-    """What an optimizer keeps for each of a parameter's values, where that is said by `held`."""
+    """Return None: the size of the state depends on shapes, and `held` computes it."""
 
 
 def _one_sided(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -1,5 +1,7 @@
-"""Adafactor (arXiv:1804.04235): the second moment of a matrix [m, n] in m + n numbers. The rate is the schedule's, as
-of every other optimizer here; torch.optim.Adafactor makes one of its own from the step and the weights' size.
+"""Adafactor (arXiv:1804.04235): the second moment of a matrix [m, n] in m + n numbers.
+
+The rate is the schedule's, as for every optimizer here; torch.optim.Adafactor derives one from the step and the
+weights' size.
 """
 
 from typing import Any

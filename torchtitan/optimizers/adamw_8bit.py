@@ -1,4 +1,4 @@
-"""AdamW whose moments take 8 bits each (arXiv:2110.02861), of tensors with 4096 elements or more."""
+"""AdamW with moments in 8 bits (arXiv:2110.02861), for tensors with 4096 elements or more."""
 
 from typing import Any
 

@@ -1,10 +1,12 @@
-"""AdamW for weights kept in bfloat16, which has 8 bits of precision: a change below 1/512 of a weight is lost when it
-is added. Here it is not, in one of two ways.
+"""AdamW for weights in bfloat16, which has 8 bits of precision: plain addition loses changes below 1/512 of a weight.
 
-kahan: what rounding took is kept beside the weight, in bfloat16 too, and added with the next change (W. Kahan,
-"Further remarks on reducing truncation errors", 1965). 8 bytes a weight with both moments.
-stochastic: rounded up or down by chance, so that the mean is right (arXiv:2010.06192). 6 bytes a weight. The chance is
-a function of the parameter's name, the step and the place in the whole tensor, and so the same under every plan.
+There are two ways to preserve them.
+
+kahan: the rounding error is stored with the weight, in bfloat16 too, and added with the next change (W. Kahan, "Further
+remarks on reducing truncation errors", 1965). 8 bytes per weight with both moments.
+stochastic: weights are rounded up or down at random, so that the mean is right (arXiv:2010.06192). 6 bytes per weight.
+The random bits are a function of the parameter's name, the step and the index in the full tensor, so they are the same
+under every plan.
 """
 
 from typing import Any
@@ -18,7 +20,7 @@ from torchtitan.optimizers.layout import Layout, local
 from torchtitan.optimizers.moments import State
 
 AT_ONCE = 2**20
-"""Elements for which random numbers are made at once: they take 8 bytes each."""
+"""Number of elements per draw of random numbers, which take 8 bytes each."""
 
 
 class AdamWBF16(ByMoments):
@@ -40,18 +42,20 @@ class AdamWBF16(ByMoments):
 
 
 def add_with_lost(weight: torch.Tensor, lost: torch.Tensor, change: torch.Tensor, kept: float) -> None:
-    """Of tensors of one shape: weight * kept + lost + change, and in `lost` what did not fit. The sum is made in the
-    type of `change`, so that weight decay, a small change too, loses nothing either.
+    """Set `weight` to weight * kept + lost + change, and `lost` to the rounding error. All tensors have one shape.
+
+    The sum is computed in the dtype of `change`, so that weight decay, a small change too, loses nothing either.
     """
-    wanted = change + lost.to(change.dtype) + weight.to(change.dtype) * (kept - 1)
-    total = weight.to(change.dtype) + wanted
+    exact_change = change + lost.to(change.dtype) + weight.to(change.dtype) * (kept - 1)
+    total = weight.to(change.dtype) + exact_change
     weight.copy_(total)
     lost.copy_(total - weight.to(change.dtype))
 
 
 def stochastically_rounded(values: torch.Tensor, key: str, offset: tuple[int, ...]) -> torch.Tensor:
-    """float32 -> bfloat16, of any shape, up with the probability that the rest has of the gap. `offset`: where in the
-    whole tensor the first element is.
+    """Round float32 of any shape to bfloat16, up with a probability equal to the remainder's share of the gap.
+
+    `offset`: index of the first element in the full tensor.
     """
     if not values.dim():
         return stochastically_rounded(values[None], key, (0,))[0]

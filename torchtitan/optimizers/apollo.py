@@ -1,8 +1,9 @@
-"""APOLLO (arXiv:2412.05270): Adam's moments of a random projection of a matrix say by how much each of its rows or
-columns is to be stretched, and the raw gradient, so stretched, is the step. No singular vectors and nothing to keep of
-the projection: it follows from the matrix's name and the number of the refresh.
+"""APOLLO (arXiv:2412.05270): scale the raw gradient by factors from Adam's moments of a random projection.
 
-`per = "tensor"` has one factor for the whole matrix, with which a rank of 1 does (APOLLO-Mini; its scale is sqrt(128)).
+There is one factor for each row or column of a matrix. The projection needs no singular vectors and no state: it is a
+function of the matrix's name and the number of the refresh.
+
+`per = "tensor"` has one factor for the full matrix, where a rank of 1 suffices (APOLLO-Mini; its scale is sqrt(128)).
 """
 
 from typing import Any
@@ -26,9 +27,9 @@ class APOLLO(ByParameter):
         super().__init__(groups, lr=lr, **{key: options[key] for key in ("beta1", "beta2", "eps")})
 
     def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
-        kept, side = 1 - group["lr"] * group["weight_decay"], sides(name, tuple(parameter.shape), self.options)
+        decay_factor, side = 1 - group["lr"] * group["weight_decay"], sides(name, tuple(parameter.shape), self.options)
         if not side:
-            add(parameter, plain_change(self.adam, parameter, state, group), kept)
+            add(parameter, plain_change(self.adam, parameter, state, group), decay_factor)
             return
         projection = self.projection(name, parameter, state.get("step", 0) // self.options["update_gap"], side[0])
         if not state:
@@ -38,11 +39,17 @@ class APOLLO(ByParameter):
         low = projection.down(gradient)
         direction = self.adam.change(low, projection.low, state, group, 1.0)
         step = gradient * self.stretch(direction, low, projection)
-        add(parameter, limited(step, projection.layout, state, "norm"), kept, -group["lr"] * self.options["scale"])
+        add(
+            parameter,
+            limited(step, projection.layout, state, "norm"),
+            decay_factor,
+            -group["lr"] * self.options["scale"],
+        )
 
     def projection(self, name: str, parameter: torch.Tensor, refresh: int, side: str) -> Projection:
-        """Of a matrix [m, n], to [m, rank] or [rank, n]: normal with variance 1 / rank, so that lengths stay on
-        average.
+        """Return a random projection of a matrix [m, n] to [m, rank] or [rank, n].
+
+        It is normal with variance 1 / rank, which preserves norms on average.
         """
         rank, (rows, columns) = self.options["rank"], parameter.shape
         shape = (rows, rank) if side == "left" else (rank, columns)
@@ -50,10 +57,11 @@ class APOLLO(ByParameter):
         return Projection(Layout.of(parameter), **{side: basis})
 
     def stretch(self, direction: torch.Tensor, low: torch.Tensor, projection: Projection) -> torch.Tensor:
-        """How much longer `direction` is than `low`, both this rank's parts of what is projected: a scalar, or
-        [m, 1] or [1, n] per channel.
+        """Return the ratio of the norms of `direction` and `low`: a scalar, or [m, 1] or [1, n] per channel.
+
+        Both are this rank's shards of projected tensors.
         """
         if self.options["per"] == "channel":
             return projection.factors(direction, low)
-        after, before = (projection.low.summed(each.square().sum()).sqrt() for each in (direction, low))
+        after, before = (projection.low.summed(tensor.square().sum()).sqrt() for tensor in (direction, low))
         return torch.where(before > 0, after / before, 0)

@@ -1,4 +1,4 @@
-"""Optimizers of a job: parameter groups, one optimizer per model part, or one per parameter that steps in backward."""
+"""Build a job's optimizers: parameter groups, and one optimizer per model part, or per parameter, for in-backward."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pkgutil import resolve_name
@@ -17,8 +17,9 @@ from torchtitan.optimizers.spec import OptimizerSpec
 
 
 class Optimizers:
-    """Several optimizers that step as one. `optimizers` is the plain list, for schedules and checkpoints; `measures`:
-    see OptimizerSpec.
+    """Several optimizers that step together.
+
+    `optimizers` is the plain list, for schedules and checkpoints; `measures`: see OptimizerSpec.
     """
 
     def __init__(self, optimizers: list[Optimizer], measures: Sequence[str] = ()):
@@ -32,10 +33,10 @@ class Optimizers:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def measured(self) -> dict[str, float]:
-        """Means over all ranks, of what was measured anywhere since the last call; every rank calls it."""
-        told = [optimizer.measured() for optimizer in self.optimizers] if self.measures else []  # type: ignore[attr-defined]
-        numbers = [[number for each in told for number in each[name]] for name in self.measures]
-        totals = torch.tensor([[sum(each), len(each)] for each in numbers], dtype=torch.float64)
+        """Return means over all ranks of the measurements since the last call. Every rank calls it."""
+        measurements = [optimizer.measured() for optimizer in self.optimizers] if self.measures else []  # type: ignore[attr-defined]
+        numbers = [[number for values in measurements for number in values[name]] for name in self.measures]
+        totals = torch.tensor([[sum(values), len(values)] for values in numbers], dtype=torch.float64)
         if self.measures and dist.is_initialized():
             dist.all_reduce(totals)
         return {name: total / n for name, (total, n) in zip(self.measures, totals.tolist(), strict=True) if n}
@@ -50,12 +51,11 @@ class Optimizers:
 
 
 class OptimizersInBackward(Optimizers):
-    """Each parameter has an optimizer of its own, which steps in backward as soon as the gradient is complete and then
-    frees it: gradients of the whole model never exist at once.
+    """One optimizer per parameter, which steps in backward as soon as the gradient is complete and then frees it.
 
-    So nothing is left to do after backward, gradients cannot be clipped by their joint norm or accumulated, and the
-    schedule's rate must be set before backward. Parameters may be plain or FSDP2's, which calls the hooks after its
-    reduction; DistributedDataParallel calls them before it.
+    So the gradients of the full model never exist at once. They cannot be clipped by their joint norm or accumulated,
+    and the schedule's rate must be set before backward. Parameters may be plain or FSDP2's, which calls the hooks
+    after its reduction; DistributedDataParallel calls them before it.
     """
 
     def __init__(self, optimizers: list[Optimizer], measures: Sequence[str] = ()):
@@ -92,20 +92,20 @@ def build_optimizers(
     in_backward: bool = False,
     rate_of: Callable[[str], float] = lambda name: 1.0,
 ) -> Optimizers:
-    """One optimizer per model part, over the parameters that require gradients. Without `decay_norms_and_biases`,
-    those with fewer than two dimensions form groups of their own, with no weight decay.
+    """Build one optimizer per model part, over the parameters that require gradients.
 
+    Without `decay_norms_and_biases`, those with fewer than two dimensions form separate groups, with no weight decay.
     `shared` and `options` are the job's beta1, beta2 and eps, and its table (see OptimizerSpec). `implementation`: None
-    is the optimizer's first. `rate_of` a parameter's name: what its rate is of `lr`. JobError for what the optimizer
-    does not have.
+    selects the optimizer's first. `rate_of`: parameter name -> factor of `lr`. Raises JobError for options that the
+    optimizer does not support.
     """
     if name not in OPTIMIZERS:
         raise JobError(f"optimizer {name!r}: choose one of {', '.join(OPTIMIZERS)}")
     spec = OPTIMIZERS[name]
     implementation = implementation or next(iter(spec.implementations))
     if implementation not in spec.implementations:
-        known = ", ".join(spec.implementations)
-        raise JobError(f"optimizer implementation {implementation!r}: {name} has {known}; choose one of these")
+        available = ", ".join(spec.implementations)
+        raise JobError(f"optimizer implementation {implementation!r}: {name} has {available}; choose one of these")
     read = {key: shared[key] for key in spec.shared}
     for option, given, allowed, remedy in spec.wrong(name, read, options):
         raise JobError(f"{option}: given {given}; allowed: {allowed}; {remedy}")
@@ -114,7 +114,7 @@ def build_optimizers(
     groups = [_groups(part, spec, weight_decay, decay_norms_and_biases, rate_of) for part in model_parts]
     for group in (group for part in groups for group in part):
         group["lr"] = group.get("lr", lr) * group.pop("rate")
-    groups = [part for part in groups if part]  # of a pipeline, a part may have nothing that is trained
+    groups = [part for part in groups if part]  # a pipeline stage may have no trained parameter
     if not in_backward:
         return Optimizers([make(part, **arguments) for part in groups], spec.measures)
     singles = [{**group, "params": [p]} for part in groups for group in part for p in group["params"]]
@@ -128,9 +128,9 @@ def _groups(
     decay_norms_and_biases: bool,
     rate_of: Callable[[str], float],
 ) -> list[dict[str, Any]]:
-    """Groups of equal weight decay, rate and entries by `spec.group_of`; those that are decayed come first."""
+    """Return groups of equal weight decay, rate and entries of `spec.group_of`; decayed groups come first."""
     entries_of = resolve_name(spec.group_of) if spec.group_of else lambda name, parameter: {}
-    tied = getattr(part, "tied_names", {})  # a pipeline's copy of a tied weight steps as the weight does
+    tied = getattr(part, "tied_names", {})  # a pipeline's copy of a tied weight steps like the weight
     names = ((clean_name(name), p) for name, p in part.named_parameters() if p.requires_grad)
     parameters = [(tied.get(name, name), p) for name, p in names]
     groups: list[dict[str, Any]] = []

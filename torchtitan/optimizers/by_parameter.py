@@ -1,4 +1,4 @@
-"""Optimizers that step one parameter after the other, each with this rank's part of it."""
+"""Base classes of optimizers that step one parameter after the other, on this rank's shard."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torchtitan.optimizers.moments import Moments, Options, State
 
 
 class ByParameter(Optimizer):
-    """`options`: what every group has unless it says otherwise."""
+    """An optimizer that updates one parameter at a time. `options`: defaults of the groups."""
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         super().__init__(groups, {"weight_decay": 0.0} | options)
@@ -24,14 +24,15 @@ class ByParameter(Optimizer):
                     self.update(name, parameter, self.state[parameter], group)
 
     def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
-        """One step of one parameter of any shape, which has a gradient. `name`: of optimizers that ask for it
-        (OptimizerSpec).
+        """Update one parameter of any shape, which has a gradient.
+
+        `name` is empty unless the optimizer requests names (OptimizerSpec).
         """
         raise NotImplementedError
 
 
 class ByMoments(ByParameter):
-    """A change by moments, added to what weight decay leaves."""
+    """An optimizer that applies weight decay and adds an update computed from moments."""
 
     moments: Moments
 
@@ -40,18 +41,18 @@ class ByMoments(ByParameter):
         self.add(name, parameter, state, change, 1 - group["lr"] * group["weight_decay"])
 
     def add(self, name: str, parameter: torch.Tensor, state: State, change: torch.Tensor, kept: float) -> None:
-        """`change`: of this rank's part and of its shape; `kept`: the factor that weight decay leaves of it."""
+        """Add `change`, of the shape of this rank's shard; `kept`: the factor that weight decay leaves of it."""
         add(parameter, change, kept)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part, in its shape and in the type to compute in: the parameter's, but not below float32."""
+    """Return this rank's shard of the gradient, in the parameter's dtype, but at least float32."""
     assert parameter.grad is not None
     return local(parameter.grad).to(torch.promote_types(parameter.dtype, torch.float32))
 
 
 def plain_change(moments: Moments, parameter: torch.Tensor, state: State, group: Options) -> torch.Tensor:
-    """Of this rank's part and of its shape, by moments of the parameter as it is."""
+    """Return the update of this rank's shard, of its shape, from moments of the unprojected parameter."""
     layout = Layout.of(parameter)
     if "step" not in state:
         moments.begin(state, layout, group, parameter.dtype, parameter.device)
@@ -59,7 +60,7 @@ def plain_change(moments: Moments, parameter: torch.Tensor, state: State, group:
 
 
 def add(parameter: torch.Tensor, change: torch.Tensor, kept: float, times: float = 1.0) -> None:
-    """parameter * kept + times * change, of this rank's part and of its shape; where the types differ rounded once."""
+    """Set this rank's shard to parameter * kept + times * change, rounded once if the dtypes differ."""
     weight = local(parameter)
     if weight.dtype == change.dtype:
         weight.mul_(kept).add_(change, alpha=times)

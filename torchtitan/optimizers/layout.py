@@ -1,7 +1,7 @@
-"""Where this rank's part of a tensor lies in the whole, and sums over the ranks that have the other parts.
+"""The layout of a tensor over ranks, and collectives over the ranks that have its other shards.
 
-Optimizers compute with this rank's part, a plain tensor, and ask here for what they need of the others: sums over a
-dimension that is cut, or the whole. So the same lines serve one device and every plan.
+Optimizers compute with this rank's shard, a plain tensor, and use these functions for sums over a sharded dimension and
+for gathers. So the same code runs on one device and under every plan.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Layout:
-    """Of a tensor of this `shape`. `mesh`: None where it is whole on this rank."""
+    """The layout of a tensor with this global `shape`. `mesh`: None if this rank has the full tensor."""
 
     shape: tuple[int, ...]
     mesh: DeviceMesh | None = None
@@ -31,7 +31,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Layout":
-        """Of a tensor of any shape, plain (whole on this rank) or a DTensor."""
+        """Return the layout of a tensor of any shape: a DTensor, or a plain tensor, which is not sharded."""
         if not isinstance(tensor, DTensor):
             return cls(tuple(tensor.shape))
         return cls(tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements))
@@ -49,11 +49,11 @@ class Layout:
 
     @property
     def offset(self) -> tuple[int, ...]:
-        """Where in the whole this rank's part begins."""
+        """Return the offset of this rank's shard in the full tensor."""
         return self._place[1]
 
     def span(self, dim: int) -> slice:
-        """Of the whole's `dim`, what this rank has."""
+        """Return the slice of the full tensor's `dim` that this rank has."""
         return slice(self.offset[dim], self.offset[dim] + self.local_shape[dim])
 
     @property
@@ -61,30 +61,31 @@ class Layout:
         return torch.Size(self.shape).numel()
 
     def resized(self, dim: int, size: int) -> "Layout":
-        """Of a tensor that differs in one dimension, which is whole on every rank."""
+        """Return the layout with another size of `dim`, which is not sharded."""
         dim %= len(self.shape)
         shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
         return replace(self, shape=shape, placements=self._without([dim]))
 
     def _without(self, dims: Sequence[int]) -> tuple[Placement, ...]:
-        cut = set(self._axes(dims))
-        return tuple(Replicate() if axis in cut else placement for axis, placement in enumerate(self.placements))
+        axes = set(self._axes(dims))
+        return tuple(Replicate() if axis in axes else placement for axis, placement in enumerate(self.placements))
 
     def _axes(self, dims: Sequence[int]) -> list[int]:
-        """The mesh's axes along which one of these dimensions is cut."""
+        """Return the mesh axes along which one of these dimensions is sharded."""
         dims = [dim % len(self.shape) for dim in dims]
-        # a strided shard says no to is_shard()
-        cut = [
+        # is_shard() is False for a strided shard
+        axes = [
             axis for axis, p in enumerate(self.placements) if not p.is_replicate() and getattr(p, "dim", None) in dims
         ]
-        return [axis for axis in cut if self.mesh is not None and self.mesh.size(axis) > 1]
+        return [axis for axis in axes if self.mesh is not None and self.mesh.size(axis) > 1]
 
     def is_cut(self, dim: int) -> bool:
         return bool(self._axes([dim]))
 
     def summed(self, part: torch.Tensor, *dims: int, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """In place: of values that this rank has from its part of these dimensions, the sum over all parts, of
-        the shape of `part`. By default of all dimensions.
+        """Reduce `part` in place over the shards of these dimensions, by default of all dimensions.
+
+        `part`: values that this rank computed from its shard.
         """
         for axis in self._axes(dims or range(len(self.shape))):
             assert self.mesh is not None
@@ -92,38 +93,41 @@ class Layout:
         return part
 
     def crossed(self, dim: int, size: int) -> "Layout":
-        """Of a matrix of which `dim` is so short that it is whole on every rank: those that share it out share out the
-        other dimension instead, of what each has of that.
+        """Return the layout of a matrix with `dim` reduced to `size`, which is not sharded.
+
+        Ranks that sharded `dim` instead shard the other dimension, within each rank's shard of that.
         """
         other, placements = 1 - dim, list(self.resized(dim, size).placements)
         for axis in self._axes([dim]):
             assert self.mesh is not None
-            within = [later for later in self._axes([other]) if later > axis]
-            pieces = prod(self.mesh.size(each) for each in self._axes([dim, other]))
-            if not within:
+            inner_axes = [inner for inner in self._axes([other]) if inner > axis]
+            pieces = prod(self.mesh.size(mesh_axis) for mesh_axis in self._axes([dim, other]))
+            if not inner_axes:
                 placements[axis] = Shard(other)
-            elif self.shape[other] % pieces == 0:  # else parts would not be where torch says that they are
-                split = prod(self.mesh.size(each) for each in within)
+            elif self.shape[other] % pieces == 0:  # else shards would not be where torch expects them
+                split = prod(self.mesh.size(mesh_axis) for mesh_axis in inner_axes)
                 placements[axis] = _StridedShard(other, split_factor=split)
         return replace(self.resized(dim, size), placements=tuple(placements))
 
     def _shares(self, dim: int, crossed: "Layout") -> list[tuple[int, int, int, int]]:
-        """For each of the mesh's axes that share out the other dimension in `crossed`: the axis, how long it was for
-        this rank, how long the longest share of that is, and how long its own.
+        """Return the splits of the other dimension in `crossed`, one for each mesh axis that shards it.
+
+        Each is the axis, this rank's length before the split, the length of the longest shard and of its own.
         """
-        found, length = [], self.local_shape[1 - dim]
+        splits, length = [], self.local_shape[1 - dim]
         for axis in self._axes([dim]):
             if not crossed.placements[axis].is_replicate():
                 assert self.mesh is not None
                 longest = -(-length // self.mesh.size(axis))
-                own = max(0, min(longest, length - longest * self.mesh.get_local_rank(axis)))
-                found.append((axis, length, longest, own))
-                length = own
-        return found
+                local_length = max(0, min(longest, length - longest * self.mesh.get_local_rank(axis)))
+                splits.append((axis, length, longest, local_length))
+                length = local_length
+        return splits
 
     def scattered(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """Of values that this rank has from its part of `dim`, of which there are few, [size, n] or [m, size]: its part
-        of the sum over all parts, as `crossed` has it.
+        """Reduce-scatter values over the shards of `dim`: return this rank's part of the sum, laid out as `crossed`.
+
+        `part` [size, n] or [m, size]: values that this rank computed from its shard of `dim`.
         """
         crossed, other = self.crossed(dim, part.shape[dim]), 1 - dim
         shares = self._shares(dim, crossed)
@@ -132,28 +136,28 @@ class Layout:
             if crossed.placements[axis].is_replicate():
                 dist.all_reduce(part, group=self.mesh.get_group(axis))
         rows = part if other == 0 else part.T
-        for axis, length, longest, own in shares:
+        for axis, length, longest, local_length in shares:
             assert self.mesh is not None
             padded = F.pad(rows, (0, 0, 0, longest * self.mesh.size(axis) - length)).contiguous()
             summed = rows.new_empty(longest, rows.shape[1])
             dist.reduce_scatter_tensor(summed, padded, group=self.mesh.get_group(axis))
-            rows = summed[:own]
+            rows = summed[:local_length]
         return (rows if other == 0 else rows.T).contiguous()
 
     def collected(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """The way back: from the shape that `scattered` gave, or one of as many rows or columns, to all of a rank's."""
+        """Gather what `scattered` returned, or a tensor with as many rows or columns, to this rank's full length."""
         crossed, other = self.crossed(dim, part.shape[dim]), 1 - dim
         rows = part if other == 0 else part.T
-        for axis, length, longest, own in reversed(self._shares(dim, crossed)):
+        for axis, length, longest, local_length in reversed(self._shares(dim, crossed)):
             assert self.mesh is not None
-            padded = F.pad(rows, (0, 0, 0, longest - own)).contiguous()
-            whole = rows.new_empty(longest * self.mesh.size(axis), rows.shape[1])
-            dist.all_gather_into_tensor(whole, padded, group=self.mesh.get_group(axis))
-            rows = whole[:length]
+            padded = F.pad(rows, (0, 0, 0, longest - local_length)).contiguous()
+            full = rows.new_empty(longest * self.mesh.size(axis), rows.shape[1])
+            dist.all_gather_into_tensor(full, padded, group=self.mesh.get_group(axis))
+            rows = full[:length]
         return rows if other == 0 else rows.T
 
     def placed(self, local: torch.Tensor) -> torch.Tensor:
-        """This rank's part, of `local_shape`, as a part of the whole, of `shape`, as a checkpoint wants it."""
+        """Wrap this rank's shard, of `local_shape`, as a DTensor of `shape`, as checkpoints need it."""
         assert tuple(local.shape) == self.local_shape, (tuple(local.shape), self.local_shape)
         if self.mesh is None:
             return local
@@ -163,21 +167,21 @@ class Layout:
         )
 
     def gathered(self, local: torch.Tensor) -> torch.Tensor:
-        """`local_shape` -> `shape`: the whole, on every rank; all of them call it."""
+        """Gather shards of `local_shape` to the full tensor of `shape` on every rank. All ranks call it."""
         placed = self.placed(local)
         return placed.full_tensor() if isinstance(placed, DTensor) else placed
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """`shape` -> `local_shape`: this rank's part of a whole tensor, a view."""
+        """Return this rank's shard, of `local_shape`, of a full tensor of `shape`, as a view."""
         return whole[tuple(self.span(dim) for dim in range(whole.dim()))]
 
     def zeros(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Of `shape`, of which this rank holds `local_shape`."""
+        """Return zeros of `shape`, of which this rank holds `local_shape`."""
         return self.placed(torch.zeros(self.local_shape, dtype=dtype, device=device))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, of any shape; a plain tensor as it is."""
+    """Return this rank's shard of a tensor of any shape; a plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -188,34 +192,34 @@ def by_owners(
     work: Callable[[T, torch.Tensor], torch.Tensor],
     result: Callable[[T], torch.Tensor],
 ) -> Iterator[tuple[T, torch.Tensor]]:
-    """Each task with work(task, gather(task)), a whole tensor, which one rank has computed and handed to those that
-    share the task's tensor. They all gather it, but of as many tasks as they are each keeps and works on one, so that
-    ranks work side by side and hold one whole tensor at a time. `result(task)`: an empty tensor of the shape
-    of what `work` makes.
+    """Yield each task with work(task, gather(task)), computed by one rank and broadcast to those that share the tensor.
+
+    All of them take part in the gather. In each batch of one task per rank, a rank retains and works on one full
+    tensor, so that ranks work in parallel. `result(task)`: an empty tensor of the shape that `work` returns.
     """
     by_mesh: dict[DeviceMesh | None, list[T]] = {}
     for task in tasks:
         by_mesh.setdefault(layout_of(task).mesh, []).append(task)
-    for mesh, sharing in by_mesh.items():
-        size, here = (1, 0) if mesh is None else (mesh.size(), _number(mesh))
-        for start in range(0, len(sharing), size):
-            batch = sharing[start : start + size]
-            mine = None
+    for mesh, mesh_tasks in by_mesh.items():
+        size, local_number = (1, 0) if mesh is None else (mesh.size(), _number(mesh))
+        for start in range(0, len(mesh_tasks), size):
+            batch = mesh_tasks[start : start + size]
+            local_input = None
             for number, task in enumerate(batch):
-                whole = gather(task)
-                mine = whole if number == here else mine
-                del whole
-            done = work(batch[here], mine) if mine is not None else None
+                full_tensor = gather(task)
+                local_input = full_tensor if number == local_number else local_input
+                del full_tensor
+            local_result = work(batch[local_number], local_input) if local_input is not None else None
             for number, task in enumerate(batch):
-                found = done if number == here and done is not None else result(task)
+                output = local_result if number == local_number and local_result is not None else result(task)
                 if mesh is not None and size > 1:
-                    found = found.contiguous()
-                    _handed_out(found, mesh, number)
-                yield task, found
+                    output = output.contiguous()
+                    _handed_out(output, mesh, number)
+                yield task, output
 
 
 def _number(mesh: DeviceMesh) -> int:
-    """This rank's place in the mesh, counted along its axes."""
+    """Return this rank's flat index in the mesh."""
     number = 0
     for axis, coordinate in enumerate(mesh.get_coordinate() or ()):
         number = number * mesh.size(axis) + coordinate
@@ -223,7 +227,10 @@ def _number(mesh: DeviceMesh) -> int:
 
 
 def _handed_out(tensor: torch.Tensor, mesh: DeviceMesh, owner: int) -> None:
-    """Along one axis after the other: what ranks off the owner's line send first is overwritten later."""
+    """Broadcast from the owner, one mesh axis after the other.
+
+    Later broadcasts overwrite what other ranks than the owner's line sent first.
+    """
     for axis in reversed(range(mesh.ndim)):
         owner, coordinate = divmod(owner, mesh.size(axis))
         if mesh.size(axis) > 1:

@@ -1,5 +1,6 @@
-"""Lion (arXiv:2302.06675): every weight moves by the rate, in the direction that a running mean of gradients has the
-sign of. One value of state a parameter, half of Adam's; rates about a tenth of AdamW's and decays ten times as large.
+"""Lion (arXiv:2302.06675): every weight moves by the rate, along the sign of a running mean of gradients.
+
+It has one state value per parameter, half of Adam's. Rates are about a tenth of AdamW's, decays ten times as large.
 """
 
 from typing import Any

@@ -1,13 +1,11 @@
-"""Numbers in 8 bits: blocks of 256 with a scale each, and 256 values between -1 and 1, or 0 and 1, that lie the closer
-the nearer they are to 0 (arXiv:2110.02861).
+"""The moments of Adam and Adafactor and the updates computed from them, for this rank's shard of a tensor.
 
-A block lies within a row of its tensor (the last block of a row may be shorter), so that it is the same one however the
-tensor is sharded. Where a rank has a part of the columns, the largest of a block may be another rank's.
+The tensor may be a parameter, or a gradient's projection, which is smaller. The optimizers here combine one of these
+with a way to apply the update.
 
-What Adam and Adafactor remember of a tensor's gradients, and the change that follows, for this rank's part of it.
-
-The tensor may be a parameter, or a gradient's projection, which is smaller: optimizers here are made of one of these
-and of what they do with the change.
+Moments can be stored in 8 bits (arXiv:2110.02861): blocks of 256 with a scale each, and 256 levels between -1 and 1, or
+0 and 1, which are denser near 0. A block lies within a row of its tensor (the last block of a row may be shorter), so
+sharding does not change it. If columns are sharded, the largest value of a block may be on another rank.
 """
 
 from collections.abc import Mapping
@@ -23,8 +21,9 @@ from torchtitan.optimizers.state_sizes import BLOCK, SMALLEST
 
 @cache
 def codebook(signed: bool, device: torch.device) -> torch.Tensor:
-    """[256] values in order, float32: 0, 1 and for each of seven powers of ten the centres of equal steps, of which
-    each power has twice as many as the one below it.
+    """Return the [256] levels in ascending order, float32.
+
+    These are 0, 1 and for each of seven powers of ten the centres of equal steps, twice as many for each higher power.
     """
     values = [0.0, 1.0]
     for i in range(7):
@@ -36,14 +35,14 @@ def codebook(signed: bool, device: torch.device) -> torch.Tensor:
 
 @cache
 def _borders(signed: bool, device: torch.device) -> torch.Tensor:
-    """Between each value and the next, and behind the last."""
+    """Return the midpoints between successive levels, and infinity after the last."""
     values = codebook(signed, device)
     return torch.cat([(values[:-1] + values[1:]) / 2, torch.full((1,), torch.inf, device=device)])
 
 
 @cache
 def _lowest_codes(signed: bool, device: torch.device) -> torch.Tensor:
-    """Of all float32 whose upper 16 bits are alike, the code of the lowest: theirs are no two borders apart."""
+    """Return the lowest code of all float32 with the same upper 16 bits; their codes differ by at most one."""
     ends = torch.arange(2**16, dtype=torch.int32)[:, None] << 16 | torch.tensor([0, 0xFFFF], dtype=torch.int32)
     ends = ends.view(torch.float32)
     ends = ends.where(ends.isfinite().all(1, keepdim=True), 0).clamp(-1, 1).sort(1).values
@@ -53,8 +52,9 @@ def _lowest_codes(signed: bool, device: torch.device) -> torch.Tensor:
 
 
 def nearest_codes(values: torch.Tensor, signed: bool) -> torch.Tensor:
-    """float32 between -1 and 1, of any shape -> the nearest values' places in the codebook, int32. As torch.bucketize
-    by the borders, in a tenth of its time on a CPU.
+    """Return the int32 codes of the nearest levels for float32 between -1 and 1, of any shape.
+
+    It equals torch.bucketize by the borders, in a tenth of its time on a CPU.
     """
     flat = values.contiguous().flatten()
     cells = (flat.view(torch.int32) >> 16) & 0xFFFF
@@ -64,31 +64,31 @@ def nearest_codes(values: torch.Tensor, signed: bool) -> torch.Tensor:
 
 
 class Packed:
-    """A moment kept as codes [.., n], uint8, and the blocks' largest magnitudes [.., n / 256], float32."""
+    """A moment stored as codes [.., n], uint8, and the blocks' largest magnitudes [.., n / 256], float32."""
 
     def __init__(self, layout: Layout):
         self.layout = layout
         self.scales = layout.resized(-1, -(-layout.shape[-1] // BLOCK))
-        self.skipped = layout.offset[-1] % BLOCK  # of the first block of a row, what another rank has
+        self.skipped = layout.offset[-1] % BLOCK  # elements of a row's first block on another rank
         self.columns = layout.local_shape[-1]
         self.first = layout.offset[-1] // BLOCK
         self.count = -(-(self.skipped + self.columns) // BLOCK)
 
     def begin(self, state: dict[str, torch.Tensor], key: str, device: torch.device, signed: bool) -> None:
-        """As of zeros."""
+        """Initialize the moment to zeros."""
         zero = int(torch.searchsorted(codebook(signed, torch.device("cpu")), 0.0))
         codes = torch.full(self.layout.local_shape, zero, dtype=torch.uint8, device=device)
         state[f"{key}_codes"] = self.layout.placed(codes)
         state[f"{key}_scales"] = self.scales.zeros(torch.float32, device)
 
     def read(self, state: dict[str, torch.Tensor], key: str, signed: bool, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's part of the moment, [.., columns of this rank]."""
+        """Return this rank's shard of the moment, [.., columns of this rank]."""
         codes, scales = local(state[f"{key}_codes"]), local(state[f"{key}_scales"])
         values = codebook(signed, codes.device).index_select(0, codes.int().flatten()).view(codes.shape)
         return values.to(dtype) * self._spread(scales).to(dtype)
 
     def write(self, state: dict[str, torch.Tensor], key: str, signed: bool, values: torch.Tensor) -> None:
-        """`values` [.., columns of this rank]; where columns are cut, all ranks that share a row call it."""
+        """Store `values` [.., columns of this rank]. If columns are sharded, all ranks that share a row call it."""
         scales = local(state[f"{key}_scales"]).zero_()
         if self.columns:
             blocks = torch.nn.functional.pad(
@@ -101,36 +101,36 @@ class Packed:
         local(state[f"{key}_codes"]).copy_(nearest_codes(share.float(), signed))
 
     def _spread(self, scales: torch.Tensor) -> torch.Tensor:
-        """[.., blocks] -> [.., columns of this rank]."""
-        mine = scales[..., self.first : self.first + self.count].repeat_interleave(BLOCK, -1)
-        return mine[..., self.skipped : self.skipped + self.columns]
+        """Expand scales [.., blocks] to [.., columns of this rank]."""
+        local_scales = scales[..., self.first : self.first + self.count].repeat_interleave(BLOCK, -1)
+        return local_scales[..., self.skipped : self.skipped + self.columns]
 
 
 State = dict[str, Any]
 Options = Mapping[str, Any]
-"""Of a parameter's group."""
+"""Options of a parameter's group."""
 
 
 class Moments(Protocol):
     def begin(self, state: State, layout: Layout, group: Options, dtype: torch.dtype, device: torch.device) -> None:
-        """Of a tensor that has had no gradient. `dtype`: what the parameter is kept in."""
+        """Initialize the state of a tensor before its first gradient. `dtype`: that of the parameter."""
         ...
 
     def change(self, gradient: torch.Tensor, layout: Layout, state: State, group: Options, rate: float) -> torch.Tensor:
-        """What is to be added to this rank's part, of its shape as `gradient` is; computed in the gradient's type."""
+        """Return the update to add to this rank's shard, of its shape like `gradient`, in the gradient's dtype."""
         ...
 
 
 class Adam:
-    """Two moments in the type of the parameter, or those of large tensors `packed` in 8 bits (moments.py).
+    """Two moments in the dtype of the parameter, or `packed` in 8 bits for large tensors.
 
-    Operation by operation what torch.optim.AdamW does behind its weight decay, so that in float32 the bits are its own.
+    The operations are those of torch.optim.AdamW after its weight decay, so that float32 results are bitwise equal.
     `eps_first`: add eps to the root of the second moment before its bias correction, as GaLore's library and the former
     AdamW of transformers do. Early steps are then shorter where gradients are small.
     """
 
     KEYS = (("exp_avg", True), ("exp_avg_sq", False))
-    """Each with whether it has a sign."""
+    """Names of the moments, with True for the signed one."""
 
     def __init__(self, packed: bool = False, eps_first: bool = False):
         self.packed, self.eps_first = packed, eps_first
@@ -148,14 +148,14 @@ class Adam:
                 state[key] = layout.zeros(dtype, device)
 
     def read(self, state: State, layout: Layout, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Both, each of this rank's part's shape, to be changed in place and given to `write`."""
+        """Return both moments, of this rank's shard's shape, to be modified in place and passed to `write`."""
         if self.packs(layout):
             packed = Packed(layout)
             return [packed.read(state, key, signed, dtype) for key, signed in self.KEYS]
         return [local(state[key]).to(dtype) for key, _ in self.KEYS]
 
     def write(self, state: State, layout: Layout, moments: list[torch.Tensor]) -> None:
-        """Both, of the shapes that `read` gave."""
+        """Store both moments, of the shapes that `read` returned."""
         for (key, signed), moment in zip(self.KEYS, moments, strict=True):
             if self.packs(layout):
                 Packed(layout).write(state, key, signed, moment)
@@ -168,7 +168,7 @@ class Adam:
         first, second = self.read(state, layout, gradient.dtype)
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        self.write(state, layout, [first, second])  # the change is of the moments as they were before they were packed
+        self.write(state, layout, [first, second])  # the update uses the moments before packing
         correction = (1 - beta2 ** state["step"]) ** 0.5
         if self.eps_first:
             denominator = second.sqrt().add_(group["eps"]).div_(correction)
@@ -178,11 +178,13 @@ class Adam:
 
 
 class Adafactor:
-    """The second moment of a matrix as one number a row and one a column (arXiv:1804.04235, algorithm 4), with a rate
-    from outside, so without the paper's relative one; with `beta1` a running mean of changes too.
+    """The second moment of a matrix as one number per row and one per column (arXiv:1804.04235, algorithm 4).
+
+    The rate comes from the schedule, not from the paper's relative step. With `beta1` there is also a running mean of
+    updates.
     """
 
-    DECAY = -0.8  # of 1 - t^-0.8, the weight of what is remembered in step t
+    DECAY = -0.8  # exponent of 1 - t^-0.8, the weight of the old mean in step t
 
     def begin(self, state: State, layout: Layout, group: Options, dtype: torch.dtype, device: torch.device) -> None:
         state["step"] = 0
@@ -214,10 +216,10 @@ class Adafactor:
 
 
 def _moved(state: State, key: str, towards: torch.Tensor, weight: float) -> torch.Tensor:
-    """The mean under that key, after `towards` has entered it."""
-    kept = local(state[key])
-    mean = kept.to(towards.dtype)
+    """Update the running mean under that key by `towards` and return it."""
+    stored = local(state[key])
+    mean = stored.to(towards.dtype)
     mean.lerp_(towards, weight)
-    if mean is not kept:
-        kept.copy_(mean)
+    if mean is not stored:
+        stored.copy_(mean)
     return mean

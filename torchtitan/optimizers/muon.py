@@ -1,11 +1,11 @@
-"""Muon (kellerjordan.github.io/posts/muon): the mean gradient of a matrix, with all its singular values made about 1.
+"""Muon (kellerjordan.github.io/posts/muon): the update is a matrix's mean gradient with singular values of about 1.
 
-Only for the matrices of the layers; embeddings, head, norms and biases step as in AdamW at the same rate, and with the
-default `adjust` updates of both are about as long (arXiv:2502.16982), so that one rate and one decay serve both.
+It applies to the matrices of the layers. Embeddings, head, norms and biases step as in AdamW at the same rate. With the
+default `adjust` updates of both have about the same size (arXiv:2502.16982), so that one rate and one decay serve both.
 
-On one device a matrix steps bit for bit as by torch.optim.Muon. That takes matrices alone, and of sharded ones DTensor
-would gather factors of each product again and add up parts in bfloat16, so that the plan would change the answer. Here
-a rank gathers whole means in turn with the others, orthogonalizes its own and hands it out.
+On one device a matrix steps bit for bit like torch.optim.Muon. That supports matrices alone, and for sharded ones
+DTensor would gather the factors of each product again and add partial sums in bfloat16, so that the result would depend
+on the plan. Here ranks take turns: each gathers full means, orthogonalizes its own matrix and broadcasts it.
 """
 
 import math
@@ -25,11 +25,11 @@ TINY = 1e-7
 
 
 Task = tuple[torch.Tensor, Options, torch.Tensor]
-"""A parameter, its group and this rank's part of what is to be orthogonalized."""
+"""A parameter, its group and this rank's shard of the matrix to orthogonalize."""
 
 
 class Muon(ByParameter):
-    """`momentum`: decay of the mean; `precision`: what products are computed in; the rest as in AdamW."""
+    """The Muon optimizer. `momentum`: decay of the mean; `precision`: dtype of products; the rest as in AdamW."""
 
     adam = moments.Adam()
 
@@ -87,7 +87,7 @@ class Muon(ByParameter):
 
 
 def orthogonalized(matrix: torch.Tensor, precision: torch.dtype) -> torch.Tensor:
-    """[m, n], with singular values between about 0.7 and 1.2: a polynomial of fifth order, five times over."""
+    """Return the matrix [m, n] with singular values between about 0.7 and 1.2, by five fifth-order iterations."""
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if tall else matrix).to(precision, copy=True)
@@ -99,6 +99,9 @@ def orthogonalized(matrix: torch.Tensor, precision: torch.dtype) -> torch.Tensor
 
 
 def adjusted(rate: float, how: str, shape: torch.Size) -> float:
-    """original: of a tall matrix longer; rms: so that a weight's mean change is 0.2 of the rate, as in AdamW."""
+    """Return the rate adjusted for a matrix's shape.
+
+    original: larger for tall matrices; rms: a weight's mean change is 0.2 of the rate, as in AdamW.
+    """
     rows, columns = shape
     return rate * (math.sqrt(max(1, rows / columns)) if how == "original" else 0.2 * math.sqrt(max(rows, columns)))

@@ -1,16 +1,13 @@
-"""Orthonormal bases of the directions in which a gradient [m, n] is largest: rows [rank, n] for its right side, columns
-[m, rank] for its left.
+"""Low-rank projections of a sharded gradient [m, n], and the orthonormal bases that they use.
 
-Of singular vectors only the span and, up to sign, the order are determined; signs are fixed here by the largest
-component, which is positive, so that runs can be compared. One rank fits a basis and hands it out: no two need agree.
-
-A gradient [m, n] seen in few directions, of which this rank has a part.
+A basis spans the directions in which the gradient is largest: rows [rank, n] for its right side, columns [m, rank] for
+its left. Singular vectors are determined up to sign; here the largest component is positive, so that runs can be
+compared. One rank fits a basis and broadcasts it, so ranks need not agree numerically.
 
 right: R = G V^T [m, rank] with rows V [rank, n], left: R = U^T G [rank, n] with columns U [m, rank], full: both. Every
-rank has the whole basis. Where the side that is projected is cut over ranks, each has a part of a sum of rank x the
-other side, never of the matrix: they add it up, each a share of the other side, so that what is kept of R is shared out
-too, and hand one another what they made of it. Else nothing is exchanged, and R is laid out as G is, but for the side
-that is now short, which is whole.
+rank has the full basis. If the projected side is sharded, each rank has a partial sum of rank x the other side, never
+of the full matrix. These are reduce-scattered along the other side, so that the state for R is sharded too, and updates
+are gathered. Otherwise nothing is communicated, and R is laid out like G, with the shortened side not sharded.
 """
 
 from collections.abc import Callable
@@ -22,9 +19,9 @@ from torchtitan.optimizers.layout import Layout
 from torchtitan.optimizers.moments import State
 
 OVERSAMPLED = 8
-"""Directions that a random sketch has more than are wanted."""
+"""Extra directions of a random sketch."""
 ITERATIONS = 2
-"""Of powers, where a method uses them."""
+"""Number of power iterations, for the methods that use them."""
 
 
 def fit(
@@ -35,27 +32,29 @@ def fit(
     before: torch.Tensor | None,
     noise: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """The basis of one side of `matrix` [m, n]: rows [rank, n] for "right", columns [m, rank] for "left", not more than
-    the matrix has. `before`: the basis of that side so far, of the same shape. `noise(shape)`: random normals, for
-    sketches. Computed in float64 on a CPU and in float32 elsewhere.
+    """Return the basis of one side of `matrix` [m, n]: rows [rank, n] for "right", columns [m, rank] for "left".
+
+    It has at most as many directions as the matrix. `before`: the previous basis of that side, of the same shape.
+    `noise(shape)`: random normals, for sketches. Computed in float64 on a CPU and in float32 elsewhere.
     """
     matrix = matrix.to(torch.float64 if matrix.device.type == "cpu" else torch.float32)
-    wide = matrix if side == "right" else matrix.T  # then rows of the basis are wanted
+    oriented = matrix if side == "right" else matrix.T  # so that the basis consists of rows
     before = before if before is None or side == "right" else before.T
-    found = METHODS[method](wide, rank, before, noise)
-    largest = found.gather(1, found.abs().argmax(1, keepdim=True))
-    found = found * torch.where(largest < 0, -1.0, 1.0)
-    return found if side == "right" else found.T.contiguous()
+    basis = METHODS[method](oriented, rank, before, noise)
+    largest = basis.gather(1, basis.abs().argmax(1, keepdim=True))
+    basis = basis * torch.where(largest < 0, -1.0, 1.0)
+    return basis if side == "right" else basis.T.contiguous()
 
 
 def by_svd(matrix: torch.Tensor, rank: int, before: torch.Tensor | None, noise: Callable) -> torch.Tensor:
-    """[m, n] -> the rows [rank, n] of the largest singular values, in their order; so do the other methods."""
+    """Return the right singular vectors [rank, n] of [m, n], largest first, like all methods here."""
     return torch.linalg.svd(matrix, full_matrices=False)[2][:rank]
 
 
 def by_gram(matrix: torch.Tensor, rank: int, before: torch.Tensor | None, noise: Callable) -> torch.Tensor:
-    """[m, n] -> [rank, n]: eigenvectors of the short side's products; for the long side multiplied over and made
-    orthogonal again.
+    """Return [rank, n] for [m, n] from eigenvectors of the short side's Gram matrix.
+
+    For the long side they are multiplied by the matrix and orthonormalized.
     """
     rows, columns = matrix.shape
     if columns <= rows:
@@ -65,22 +64,22 @@ def by_gram(matrix: torch.Tensor, rank: int, before: torch.Tensor | None, noise:
 
 
 def by_sketch(matrix: torch.Tensor, rank: int, before: torch.Tensor | None, noise: Callable) -> torch.Tensor:
-    """[m, n] -> [rank, n]: randomized (Halko, Martinsson, Tropp, arXiv:0909.4061, algorithms 4.4 and 5.1)."""
+    """Return [rank, n] for [m, n] by randomized SVD (Halko, Martinsson, Tropp, arXiv:0909.4061, alg. 4.4 and 5.1)."""
     columns = min(rank + OVERSAMPLED, *matrix.shape)
-    found = torch.linalg.qr(matrix @ noise((matrix.shape[1], columns)).to(matrix))[0]
+    basis = torch.linalg.qr(matrix @ noise((matrix.shape[1], columns)).to(matrix))[0]
     for _ in range(ITERATIONS):
-        found = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ found)[0])[0]
-    return torch.linalg.svd(found.T @ matrix, full_matrices=False)[2][:rank]
+        basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis)[0])[0]
+    return torch.linalg.svd(basis.T @ matrix, full_matrices=False)[2][:rank]
 
 
 def by_power(matrix: torch.Tensor, rank: int, before: torch.Tensor | None, noise: Callable) -> torch.Tensor:
-    """[m, n] -> [rank, n]: from the basis so far, or from a sketch: once more towards the largest directions."""
+    """Return [rank, n] for [m, n] by power iterations from the previous basis, or by a sketch if there is none."""
     if before is None:
         return by_sketch(matrix, rank, before, noise)
-    found = before.T.to(matrix)
+    basis = before.T.to(matrix)
     for _ in range(ITERATIONS):
-        found = torch.linalg.qr(matrix.T @ (matrix @ found))[0]
-    return torch.linalg.svd(matrix @ found, full_matrices=False)[2] @ found.T  # in the order of their sizes
+        basis = torch.linalg.qr(matrix.T @ (matrix @ basis))[0]
+    return torch.linalg.svd(matrix @ basis, full_matrices=False)[2] @ basis.T  # ordered by singular values
 
 
 def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
@@ -97,7 +96,7 @@ METHODS: dict[str, Callable[..., torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Projection:
-    """`layout`: of the gradient."""
+    """A projection by one or two bases. `layout`: that of the gradient."""
 
     layout: Layout
     left: torch.Tensor | None = None
@@ -105,14 +104,14 @@ class Projection:
 
     @property
     def low(self) -> Layout:
-        """Of what is projected."""
+        """Return the layout of the projected gradient."""
         if self.left is not None and self.right is not None:
             return self.layout.resized(0, self.left.shape[1]).resized(1, self.right.shape[0])
         return self.layout.crossed(self.dim, self.rank)
 
     @property
     def dim(self) -> int:
-        """Which becomes short, of one."""
+        """Return the dimension that a one-sided projection shortens."""
         return 1 if self.left is None else 0
 
     @property
@@ -123,7 +122,7 @@ class Projection:
         return self.right.shape[0]
 
     def down(self, gradient: torch.Tensor) -> torch.Tensor:
-        """G [m, n] -> R [m, rank], [rank, n] or, of both sides, [rank, rank]; both this rank's parts."""
+        """Project G [m, n] to R [m, rank], [rank, n] or, on both sides, [rank, rank]; both are this rank's shards."""
         layout, both = self.layout, self.left is not None and self.right is not None
         if self.left is not None:
             gradient = self.left[layout.span(0)].to(gradient).T @ gradient
@@ -134,7 +133,7 @@ class Projection:
         return gradient
 
     def up(self, change: torch.Tensor) -> torch.Tensor:
-        """From R's shape back to [m, n], both this rank's parts."""
+        """Map a tensor of R's shape back to [m, n]; both are this rank's shards."""
         if self.left is None or self.right is None:
             change = self.layout.collected(change, self.dim)
         if self.left is not None:
@@ -144,24 +143,27 @@ class Projection:
         return change
 
     def factors(self, direction: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-        """How much longer `direction` is than the projected gradient, both of R's shape, for each of the side that is
-        not projected: [m, 1] or [1, n], of this rank's part of the matrix.
+        """Return the ratio of the norms of `direction` and of the projected gradient `low`, both of R's shape.
+
+        There is one for each row or column of the other side: [m, 1] or [1, n], for this rank's shard of the matrix.
         """
         before = torch.linalg.vector_norm(low, dim=self.dim, keepdim=True)
         after = torch.linalg.vector_norm(direction, dim=self.dim, keepdim=True)
         return self.layout.collected(torch.where(before > 0, after / before, 0), self.dim)
 
     def overlap(self, other: "Projection") -> float:
-        """Mean squared cosine between bases of the same sides and rank, the least of both sides: 1 where they span the
-        same.
+        """Return the mean squared cosine between bases of the same sides and rank: 1 if their spans are equal.
+
+        With two sides it is the smaller value.
         """
         pairs = [(self.left, other.left)] if self.left is not None else []
         pairs += [(self.right.T, other.right.T)] if self.right is not None and other.right is not None else []
         return min(float((a.double().T @ b.double()).square().sum() / a.shape[1]) for a, b in pairs)
 
     def onto(self, new: "Projection", moment: torch.Tensor, square: bool) -> torch.Tensor:
-        """A moment of what is projected, of R's shape, in the new basis' directions; of squares as if directions were
-        independent.
+        """Rotate a moment of R's shape into the new basis.
+
+        `square`: it is a moment of squares, which treats the directions as independent.
         """
         if self.left is not None and new.left is not None:
             turn = (new.left.T.double() @ self.left.double()).to(moment)
@@ -173,15 +175,16 @@ class Projection:
 
 
 GROWTH = 1.01
-"""How much longer than the last a raw step may be."""
+"""Maximum ratio of a step's norm to that of the last one."""
 
 
 def limited(step: torch.Tensor, layout: Layout, state: State, key: str) -> torch.Tensor:
-    """`step`, of any shape, cut to GROWTH times the length of the last step, which is kept under `key`; the first is as
-    it is.
+    """Clip `step`, of any shape, to GROWTH times the norm of the last step, which is stored under `key`.
+
+    The first step is not clipped.
     """
     norm = layout.summed(step.square().sum()).sqrt()
-    most = state[key].to(norm) * GROWTH
-    factor = torch.where((most > 0) & (norm > most), most / norm, 1)
+    max_norm = state[key].to(norm) * GROWTH
+    factor = torch.where((max_norm > 0) & (norm > max_norm), max_norm / norm, 1)
     state[key].copy_(norm * factor)
     return step * factor

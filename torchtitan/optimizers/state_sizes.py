@@ -1,7 +1,6 @@
-"""Which parameters an optimizer for matrices takes, by name. No torch: `torchtitan check` asks it too.
+"""Sizes of optimizer states that depend on a parameter's name and full shape, and which parameters are matrices.
 
-What an optimizer keeps for a parameter, by the parameter's name and whole shape, where that is not so many values
-for each of its own. No torch: `torchtitan check` adds it up.
+It does not import torch, as `torchtitan check` uses it.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -12,17 +11,18 @@ from typing import Any
 from torchtitan.optimizers.spec import Held
 
 HIDDEN = ["*attn*", "*attention*", "*mlp*", "*feed_forward*"]
-"""The matrices of the layers, by the names that families give them."""
+"""Patterns for the matrices of the layers, in the model families' names."""
 
 
 def taken(name: str, shape: Iterable[int], patterns: Iterable[str]) -> bool:
-    """`*` stands for anything in a name, dots too."""
+    """Return True for a matrix whose name matches a pattern; `*` matches anything, dots too."""
     return len(tuple(shape)) == 2 and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def sides(name: str, shape: tuple[int, ...], options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of a parameter [m, n], which sides an optimizer with a `rank` and maybe a `side` projects. None where the rank
-    reaches the short side, as nothing would be saved.
+    """Return the sides of a parameter [m, n] that an optimizer with a `rank`, and maybe a `side`, projects.
+
+    There are none if the rank reaches the short side, as nothing would be saved.
     """
     if not taken(name, shape, options["targets"]) or options["rank"] >= min(shape):
         return ()
@@ -36,8 +36,9 @@ def sides(name: str, shape: tuple[int, ...], options: Mapping[str, Any]) -> tupl
 
 
 def under_plan(found: tuple[str, ...], cut: Collection[str], on_conflict: str) -> tuple[str, ...]:
-    """Of the sides that `sides` found for a matrix, those that are projected where ranks share out the sides `cut` of
-    it: with "flip" the other one, if every rank has that whole.
+    """Return the sides to project, out of those of `sides`, if the sides `cut` are sharded.
+
+    With "flip" it is the other side, if every rank has that in full.
     """
     if on_conflict != "flip" or len(found) != 1 or found[0] not in cut:
         return found
@@ -46,14 +47,14 @@ def under_plan(found: tuple[str, ...], cut: Collection[str], on_conflict: str) -
 
 
 def projected_shape(name: str, shape: tuple[int, ...], options: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of what is left of a gradient."""
-    found = sides(name, shape, options)
+    """Return the shape of a projected gradient."""
+    projected = sides(name, shape, options)
     sizes = zip(("left", "right"), shape, strict=False)
-    return tuple(options["rank"] if side in found else size for side, size in sizes) if found else shape
+    return tuple(options["rank"] if side in projected else size for side, size in sizes) if projected else shape
 
 
 BLOCK, SMALLEST = 256, 4096
-"""Of moments in 8 bits: elements with a scale in common, and the size of a tensor below which nothing is packed."""
+"""For moments in 8 bits: elements per scale, and the size of a tensor below which it is not packed."""
 
 Shape = tuple[int, ...]
 
@@ -81,11 +82,11 @@ INNER = {"adamw": adam, "adamw_8bit": adam_8bit, "adafactor": adafactor}
 
 
 def galore(options: Mapping[str, Any], name: str, shape: Shape) -> Held:
-    """Bases on every rank; moments are shared out as the matrix is, or over its other side."""
-    found = sides(name, shape, options)
+    """Return GaLore's state: bases in full on every rank; moments sharded like the matrix, or over its other side."""
+    projected = sides(name, shape, options)
     moments = INNER[options["inner"]](options, name, projected_shape(name, shape, options))
-    bases = options["rank"] * sum(shape[("left", "right").index(side)] for side in found)
-    limit = bool(found) and options["residual"] == "fira"
+    bases = options["rank"] * sum(shape[("left", "right").index(side)] for side in projected)
+    limit = bool(projected) and options["residual"] == "fira"
     return moments.plus(Held(everywhere=bases, bytes=4 * limit))
 
 

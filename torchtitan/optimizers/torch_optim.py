@@ -1,4 +1,4 @@
-"""Optimizers of torch whose arguments are called otherwise in a job."""
+"""Optimizers of torch whose arguments have different names in a job."""
 
 from typing import Any
 

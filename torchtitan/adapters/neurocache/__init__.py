@@ -1,9 +1,9 @@
 """Neurocache (arXiv:2407.02486): a frozen decoder that remembers its document.
 
-A document is read segment by segment. What each token's state was at one layer is compressed and kept, and tokens of
-later segments look up which of the kept states are nearest to theirs; a small attention beside the model's own, in the
-upper layers, reads what they found.
+A document is read segment by segment. Each token's state at one layer is compressed and stored. Tokens of later
+segments look up the stored states that are nearest to theirs, and a small attention in the upper layers, in addition to
+the model's own, reads these.
 
-`lookup` says which entries are found, `store` keeps them, `memory` is the module that does both for a model,
-`attention` reads what was found, `kind` puts it all into a model.
+`lookup` finds entries, `store` holds them, `memory` is the module that does both for a model, `attention` reads the
+retrieved entries, `adapter` installs it all in a model.
 """

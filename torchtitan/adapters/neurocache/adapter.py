@@ -1,7 +1,7 @@
 """Neurocache as an adapter: a frozen model with a memory, and an attention to it in some of its layers.
 
-Beside it the model's own linears may have low-rank matrices, of a kind that stands alone too; those in few bits keep
-the matrices that they stand beside so.
+In addition, the model's linears may have low-rank pairs of another adapter kind; quantized kinds also quantize their
+base matrices.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ from torchtitan.models.layers import GroupedQueryAttention
 from torchtitan.parallelisms.plan import ParallelPlan
 
 PCA_SEGMENTS = 256
-"""By whose states a compression begins, with init = "pca"."""
+"""Number of segments that initialize the compression with init = "pca"."""
 
 
 class Neurocache(Adapter):
@@ -41,21 +41,21 @@ class Neurocache(Adapter):
 
     def __init__(self, options: Options, seed: int = 0):
         super().__init__(options, seed)
-        beside = of_linears(options)
+        extra_options = of_linears(options)
         self.beside: Adapter | None = None
-        if beside is not None:
-            self.beside = resolve_name(ADAPTERS[beside.kind].make)(beside, seed)
+        if extra_options is not None:
+            self.beside = resolve_name(ADAPTERS[extra_options.kind].make)(extra_options, seed)
 
     def install(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
         plan = super().install(model, plan)
-        of_cache = names(self.options.neurocache, self.n_layers)
-        self.met_added = weights_met(model, self.fresh - of_cache.keys())  # of the cache by cache_flops
+        cache_names = names(self.options.neurocache, self.n_layers)
+        self.met_added = weights_met(model, self.fresh - cache_names.keys())  # cache_flops counts the cache
         return plan
 
     def convert(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
         options, blocks = self.options.neurocache, model.layers
-        if wrong := list(misfits_of(options, len(blocks), model.args.dim)):
-            raise JobError("; ".join(map(str, wrong)))
+        if problems := list(misfits_of(options, len(blocks), model.args.dim)):
+            raise JobError("; ".join(map(str, problems)))
         self.n_layers, self.dim = len(blocks), model.args.dim
         self.heads, self.head_dim = model.args.n_heads, model.args.head_dim
         layers = self.layers = layers_of(options, len(blocks))
@@ -63,7 +63,7 @@ class Neurocache(Adapter):
         if self.beside is not None:
             plan = self.beside.convert(model, plan)
             self.replaced |= self.beside.replaced
-        like = dict(dtype=norm.weight.dtype, device=norm.weight.device)
+        kwargs = dict(dtype=norm.weight.dtype, device=norm.weight.device)
         for layer in layers.attending:
             attention = blocks[str(layer)].attention
             if type(attention) is not GroupedQueryAttention or attention.q_norm is not None or not model.kernel.causal:
@@ -79,11 +79,11 @@ class Neurocache(Adapter):
                     options.compat_head_layout,
                     options.init != "random",
                 )
-            attention.cache.to(**like)
+            attention.cache.to(**kwargs)
             attention.measures = options.track_hits
         reads_stream = blocks[str(layers.first)].order == "post"
         with norm.weight.device:
-            model.memory = Memory(options, layers, model.args.dim, reads_stream).to(**like)
+            model.memory = Memory(options, layers, model.args.dim, reads_stream).to(**kwargs)
         return replace(
             plan,
             column=(*plan.column, "attention.cache.wq"),
@@ -99,10 +99,10 @@ class Neurocache(Adapter):
         )
 
     def read_folder(self, folder: Path, form: Form) -> dict[str, torch.Tensor]:
-        own, others = load(folder, self.options.neurocache, self.n_layers, self.shapes)
-        low_rank = {name: shape for name, shape in self.shapes.items() if name not in own}
+        cache_tensors, extra_tensors = load(folder, self.options.neurocache, self.n_layers, self.shapes)
+        low_rank = {name: shape for name, shape in self.shapes.items() if name not in cache_tensors}
         try:
-            return own | from_peft(others, form, low_rank)
+            return cache_tensors | from_peft(extra_tensors, form, low_rank)
         except JobError as error:
             raise JobError(f"{folder}: {error}") from None
 
@@ -130,8 +130,8 @@ class Neurocache(Adapter):
 
     @property
     def recalls(self) -> int:
-        again = self.options.neurocache.resume_warmup != "cold" and not self.taken_back
-        return self.options.neurocache.cache_size if again else 0
+        replays = self.options.neurocache.resume_warmup != "cold" and not self.taken_back
+        return self.options.neurocache.cache_size if replays else 0
 
     def begin_recall(self, parts: Iterable[nn.Module]) -> None:
         for memory in memories(parts):
@@ -153,8 +153,12 @@ class Neurocache(Adapter):
         self, parts: Iterable[nn.Module], shapes: Mapping[str, list[int]], rows: int, device: torch.device
     ) -> dict[str, torch.Tensor] | None:
         rows = 1 if self.options.neurocache.scope == "global" else rows
-        found = [memory.take_back(shapes, rows, device) for memory in memories(parts)]
-        return None if None in found else {name: tensor for each in found for name, tensor in each.items()}
+        tensors_by_memory = [memory.take_back(shapes, rows, device) for memory in memories(parts)]
+        return (
+            None
+            if None in tensors_by_memory
+            else {name: tensor for tensors in tensors_by_memory for name, tensor in tensors.items()}
+        )
 
     @property
     def looks_at(self) -> int:
@@ -163,21 +167,23 @@ class Neurocache(Adapter):
     def begin_looking(self, parts: Iterable[nn.Module]) -> None:
         for memory in memories(parts):
             memory.forget()
-            memory.moments = torch.zeros(memory.dim, memory.dim, dtype=torch.float64)  # goes to where states are
+            memory.moments = torch.zeros(
+                memory.dim, memory.dim, dtype=torch.float64
+            )  # moved to the device of the states
 
     @torch.no_grad()
     def follow_what_was_seen(self, parts: Sequence[nn.Module]) -> None:
-        """The compression keeps the directions of which the states have most, and reads of them as the layers do."""
+        """Initialize the compression with the states' principal directions, and the cache attention to match."""
         moments = torch.zeros(self.dim, self.dim, dtype=torch.float64)
         for memory in memories(parts):
             moments, memory.moments = memory.moments, None
             memory.forget()
         moments = moments.cpu()
-        if dist.is_initialized():  # over gloo; that some saw the same changes nothing about directions
+        if dist.is_initialized():  # over gloo; states counted on several ranks do not change the directions
             dist.all_reduce(moments)
         directions = principal(moments, self.dim // self.options.neurocache.compression)
         for module in (module for part in parts for module in part.modules() if hasattr(module, "reshard")):
-            module.reshard()  # FSDP's, which may have whole weights at hand that were gathered before
+            module.reshard()  # FSDP may still hold full weights from an earlier gather
         for memory in memories(parts):
             local, _, offset = local_part(memory.h_proj.weight)
             local.copy_(directions.t()[offset[0] : offset[0] + len(local)])
@@ -185,20 +191,20 @@ class Neurocache(Adapter):
             module.follow_directions(directions)
 
     def readings(self, parts: Iterable[nn.Module]) -> Iterator[str]:
-        options, all_ = self.options.neurocache, memories(parts)
-        others = [size for size in options.eval_cache_sizes if size != options.cache_size]
-        for size in (options.cache_size, *others):
-            for memory in all_:
+        options, all_memories = self.options.neurocache, memories(parts)
+        other_sizes = [size for size in options.eval_cache_sizes if size != options.cache_size]
+        for size in (options.cache_size, *other_sizes):
+            for memory in all_memories:
                 memory.forget_evaluated()
                 memory.cache_size[False] = size
             yield "" if size == options.cache_size else f"_cache_{size}"
-        for memory in all_:
+        for memory in all_memories:
             memory.cache_size[False] = options.cache_size
 
     def flops_per_token(self, plain: FlopsPerToken, weights: int, seq_len: int) -> FlopsPerToken:
-        options, told = self.options.neurocache, super().flops_per_token(plain, weights, seq_len)
-        own = cache_flops(options, self.n_layers, self.dim, self.heads, self.head_dim, seq_len)
-        return FlopsPerToken(full=told.full + own, causal=told.causal + own)
+        options, model_flops = self.options.neurocache, super().flops_per_token(plain, weights, seq_len)
+        cache = cache_flops(options, self.n_layers, self.dim, self.heads, self.head_dim, seq_len)
+        return FlopsPerToken(full=model_flops.full + cache, causal=model_flops.causal + cache)
 
     def warnings(self, passes: int) -> Iterator[str]:
         if passes == 1:
@@ -211,24 +217,26 @@ class Neurocache(Adapter):
                 yield f"layer {reader} looks up by its own states what layer {storing} stored of others"
 
     def metrics(self, parts: Sequence[nn.Module]) -> dict[str, float]:
-        of_beside = {} if self.beside is None else self.beside.metrics(parts)
+        extra_metrics = {} if self.beside is None else self.beside.metrics(parts)
         if not self.options.neurocache.track_hits:
-            return of_beside
+            return extra_metrics
         sums = torch.zeros(len(Hits.names) + 1, 2, dtype=torch.float64)
         for memory in memories(parts):
             sums[:-1] += memory.hits.take().cpu()
-        attending = (module for part in parts for module in part.modules() if isinstance(module, CachedAttention))
-        if squares := [each for module in attending for each in module.take_squares()]:
+        attending = (module for count in parts for module in count.modules() if isinstance(module, CachedAttention))
+        if squares := [pair for module in attending for pair in module.take_squares()]:
             sums[-1] = torch.stack(squares).double().sum(0).cpu()
-        if dist.is_initialized():  # over gloo; who has the same as others counts as often as they, all of it
+        if dist.is_initialized():  # over gloo; replicas count several times in both sum and total
             dist.all_reduce(sums)
-        told = {name: part / whole for name, (part, whole) in zip(Hits.names, sums.tolist()[:-1], strict=True) if whole}
-        cache, own = sums[-1].sqrt().tolist()
-        return of_beside | told | ({"cache_norm": cache / own} if own else {})
+        rates = {
+            name: count / total for name, (count, total) in zip(Hits.names, sums.tolist()[:-1], strict=True) if total
+        }
+        cache, attention = sums[-1].sqrt().tolist()
+        return extra_metrics | rates | ({"cache_norm": cache / attention} if attention else {})
 
     def describe(self) -> str:
-        beside = "" if self.beside is None else f", beside it {self.options.neurocache.beside}"
-        return f"{super().describe()}; {self.options.neurocache.cache_size:,} entries a lane{beside}"
+        extra = "" if self.beside is None else f", beside it {self.options.neurocache.beside}"
+        return f"{super().describe()}; {self.options.neurocache.cache_size:,} entries a lane{extra}"
 
     def after_batch(self, parts: Sequence[nn.Module]) -> None:
         for memory in memories(parts):
@@ -236,9 +244,10 @@ class Neurocache(Adapter):
 
 
 def principal(moments: torch.Tensor, width: int) -> torch.Tensor:
-    """Of second moments [D, D] the directions [D, width] of which the vectors have most, as columns, the most first:
-    among all projections to so many it loses the least of their squares. Of either sign the one whose largest number
-    is positive.
+    """Return the principal directions [D, width] of second moments [D, D], as columns, largest first.
+
+    Among all projections to this width, theirs has the least squared error. The sign makes each direction's largest
+    component positive.
     """
     directions = torch.linalg.eigh(moments).eigenvectors.flip(-1)[:, :width]
     largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))

@@ -1,11 +1,11 @@
-"""The attention that reads what was found in a cache, beside a layer's own.
+"""The attention to retrieved cache entries, in addition to a layer's own attention.
 
-Keys and values are linear in the entries, which all heads share. So instead of making both of each entry, the query is
-brought to the entries and what was read to the values: (W_k r) q = r (W_k' q), and sum p W_v r = W_v sum p r. Per
-token and layer that is 2 D C + 2 c H N C products instead of 2 N C D and more.
+Keys and values are linear in the entries, which all heads share. So instead of computing both for each entry, the key
+matrix is applied to the query and the value matrix to the weighted sum of entries: (W_k r) q = r (W_k' q), and
+sum p W_v r = W_v sum p r. Per token and layer that is 2 D C + 2 c H N C products instead of 2 N C D and more.
 
-Letters of the shapes: B lanes, S tokens, D width, H query heads, K key/value heads, E width of a head, N entries that a
-token found, C their width, c tokens whose entries are read.
+Shapes: B lanes, S tokens, D width, H query heads, K key/value heads, E width of a head, N entries retrieved by a token,
+C their width, c tokens whose entries are read.
 """
 
 from collections.abc import Iterator
@@ -21,16 +21,17 @@ from torchtitan.models.layers import GroupedQueryAttention, Shared
 
 
 class Retrieved(NamedTuple):
-    """What the tokens of a microbatch found."""
+    """The entries retrieved by the tokens of a microbatch."""
 
     rows: torch.Tensor  # [B, S, N, C]
     there: torch.Tensor  # bool [B, S, N]
-    joined: bool = False  # whether what the tokens before found is among it
+    joined: bool = False  # True if entries of preceding tokens are included
 
 
 def of_earlier_token(x: torch.Tensor, by: int, repeat: bool = False) -> torch.Tensor:
-    """x [B, S, ...] -> at each token what the one `by` before it has. Where no such token exists: zeros, or False; with
-    `repeat` the value of the first token.
+    """Shift x [B, S, ...] by `by` tokens, so that each token has the value of an earlier one.
+
+    Without such a token the value is zero or False; with `repeat` it is that of the first token.
     """
     if not by:
         return x
@@ -40,8 +41,9 @@ def of_earlier_token(x: torch.Tensor, by: int, repeat: bool = False) -> torch.Te
 
 
 class Reading(nn.Module):
-    """Attention to entries [B, S, N, C] with matrices `wk` and `wv` [K E, C]; each token reads what it and the
-    `context` - 1 before it found.
+    """Attention to entries [B, S, N, C] with matrices `wk` and `wv` [K E, C].
+
+    Each token reads the entries retrieved by itself and by the `context` - 1 tokens before it.
 
     `scrambled`: compute what the authors' program computes, for adapters that were trained with it. It reads the keys
     [N, K, E] of a token's entries as [K, N, E] without a transpose, and likewise the values, and joins the `context`
@@ -56,7 +58,7 @@ class Reading(nn.Module):
         self.wv = nn.Parameter(torch.empty(heads * head_dim, width))
 
     def forward(self, q: torch.Tensor, found: Retrieved) -> torch.Tensor:
-        """q [B, S, H, E] -> [B, S, H, E], zeros for a token for which there is nothing to read."""
+        """Map queries [B, S, H, E] to outputs [B, S, H, E], zeros for a token without entries."""
         if self.scrambled:
             return self.scrambled_heads(q, found)
         context = 1 if found.joined else self.context
@@ -65,8 +67,9 @@ class Reading(nn.Module):
         return self.absorbed(q, reads, there[..., None, :])
 
     def absorbed(self, q: torch.Tensor, reads: list[torch.Tensor], there: torch.Tensor) -> torch.Tensor:
-        """q [B, S, H, E], for each of c tokens its entries [B, S, N, C], which of all are there [B, S, 1, c N] ->
-        [B, S, H, E]
+        """Attend with q [B, S, H, E] to the entries of c tokens, [B, S, N, C] each: [B, S, H, E].
+
+        `there` [B, S, 1, c N]: True for existing entries.
         """
         wk, wv = (w.unflatten(0, (-1, self.head_dim)).to(q.dtype) for w in (self.wk, self.wv))  # [K, E, C]
         grouped = q.unflatten(2, (len(wk), -1))  # [B, S, K, H / K, E]
@@ -83,7 +86,7 @@ class Reading(nn.Module):
         return self._attend(q, *(heads.transpose(2, 3) for heads in split), there)
 
     def scrambled_heads(self, q: torch.Tensor, retrieved: Retrieved) -> torch.Tensor:
-        """q [B, S, H, E] -> [B, S, H, E], with the heads of keys and values as the authors' program has them."""
+        """Map q [B, S, H, E] to [B, S, H, E], with the heads of keys and values ordered as in the authors' program."""
         parts = self.context if retrieved.joined else 1
         rows = retrieved.rows.unflatten(2, (parts, -1)).to(q.dtype)  # [B, S, c or 1, N, C]
         sizes = -1, rows.shape[3], self.head_dim  # K, N, E: the layout of the numbers is N, K, E
@@ -97,8 +100,9 @@ class Reading(nn.Module):
         return self._attend(q, k, v, None)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """q [B, S, H, E], k and v [B, S, K, n, E], `mask` [B, S, 1, n] True for the entries to read (None: all) ->
-        [B, S, H, E].
+        """Attend with q [B, S, H, E] to k and v [B, S, K, n, E]: [B, S, H, E].
+
+        `mask` [B, S, 1, n]: True for the entries to read (None: all).
         """
         repeats = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
@@ -106,22 +110,22 @@ class Reading(nn.Module):
         return (weights.to(v.dtype)[..., None, :] @ v).squeeze(-2)
 
     def _weights(self, scores: torch.Tensor, there: torch.Tensor | None) -> torch.Tensor:
-        """Softmax of scores [B, S, H, n] over what is there [B, S, 1, n] (None: all), 0 where nothing is."""
-        wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.head_dim**-0.5
+        """Return the softmax of scores [B, S, H, n] over existing entries [B, S, 1, n] (None: all), 0 without any."""
+        scaled = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.head_dim**-0.5
         if there is None:
-            return wide.softmax(-1)
-        return wide.masked_fill(~there, torch.finfo(wide.dtype).min).softmax(-1).masked_fill(~there, 0.0)
+            return scaled.softmax(-1)
+        return scaled.masked_fill(~there, torch.finfo(scaled.dtype).min).softmax(-1).masked_fill(~there, 0.0)
 
     def own_init(self, name: str) -> Init:
         return Normal(self.wk.shape[1] ** -0.5)
 
     def tensor_placements(self, role: str, whole: Placement) -> dict[str, tuple[Placement, Placement]]:
-        """Each rank of tensor parallel has some heads."""
+        """Shard both matrices by heads over the ranks of tensor parallel."""
         return dict.fromkeys(("wk", "wv"), (Shard(0), Shard(0)))
 
 
 class CacheAttention(nn.Module):
-    """[B, S, D] -> what of the cache is added to the stream, with queries of the layer's own."""
+    """Maps the layer's input [B, S, D] to the cache attention's output, which is added to the residual stream."""
 
     def __init__(self, own: nn.Module, width: int, context: int, scrambled: bool):
         super().__init__()
@@ -142,15 +146,18 @@ class Projection(nn.Linear):
 
 
 class CachedAttention(GroupedQueryAttention):
-    """A layer's attention with `cache`, a CacheAttention, whose result it adds: no gate. `measures`: how much that is,
-    but in what is compiled.
+    """A layer's attention plus the output of `cache`, a CacheAttention, without a gate.
+
+    `measures`: record the norms of both, except in compiled graphs.
     """
 
     measures = False
 
     def add_cache(self, width: int, context: int, scrambled: bool, copies: bool) -> None:
-        """`copies`: it begins with the matrices of the layer's own attention, of keys and values as many columns as an
-        entry is wide; else at random.
+        """Add the cache attention for entries of this width.
+
+        `copies`: initialize it from the layer's own attention, for keys and values from the first `width` columns.
+        Otherwise its initialization is random.
         """
         self.cache, self.copies = CacheAttention(self, width, context, scrambled), copies
         self.squares: list[torch.Tensor] = []
@@ -166,12 +173,13 @@ class CachedAttention(GroupedQueryAttention):
 
     @torch.no_grad()
     def _measure(self, read: torch.Tensor, own: torch.Tensor) -> None:
-        # kept apart: added up, a recompute would run other operations than the forward did
-        self.squares.append(torch.stack([each.float().square().sum() for each in (read, own)]))
+        # A list and no running sum: with a sum, a recompute would run different operations from the forward.
+        self.squares.append(torch.stack([output.float().square().sum() for output in (read, own)]))
 
     def take_squares(self) -> list[torch.Tensor]:
-        """Sums [2] of the squares of what the cache and the layer's own attention have added since the last time, each
-        time that they did.
+        """Return and clear the recorded sums of squares [2] of the cache attention's and the layer's own output.
+
+        There is one tensor for each forward since the last call.
         """
         taken, self.squares = self.squares, []
         return taken
@@ -182,21 +190,21 @@ class CachedAttention(GroupedQueryAttention):
             return
         for name, target in (("wq", self.cache.wq.weight), ("wo", self.cache.wo.weight)):
             local_part(target)[0].copy_(local_part(_weight(getattr(self, name)))[0])
-        for target, own in self._of_entries():
-            target.copy_(own[:, : target.shape[1]])
+        for target, source in self._of_entries():
+            target.copy_(source[:, : target.shape[1]])
 
     @torch.no_grad()
     def follow_directions(self, directions: torch.Tensor) -> None:
-        """What the layer's own keys and values would be of states along the directions [D, C] that an entry keeps."""
-        for target, own in self._of_entries():
-            target.copy_(own @ directions.to(own))
+        """Project the layer's own key and value matrices on the directions [D, C] that an entry retains."""
+        for target, source in self._of_entries():
+            target.copy_(source @ directions.to(source))
 
     def _of_entries(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's rows of what makes keys and values of entries, and of what makes the layer's own of states."""
+        """Yield this rank's rows of the cache's key and value matrices, each with those of the layer's own matrix."""
         for name, target in (("wk", self.cache.reading.wk), ("wv", self.cache.reading.wv)):
             yield local_part(target)[0], local_part(_weight(getattr(self, name)))[0]
 
 
 def _weight(linear: nn.Module) -> torch.Tensor:
-    """The matrix, wherever it is packed."""
+    """Return the linear's matrix, unpacked if it is quantized."""
     return linear.stores()["weight"].read() if hasattr(type(linear), "stores") else linear.weight

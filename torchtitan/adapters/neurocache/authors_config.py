@@ -1,5 +1,6 @@
-"""neurocache_config.json of the authors' library, against a job's options. No torch: a job is judged by it before it
-starts.
+"""Compare neurocache_config.json of the authors' library with a job's options.
+
+It does not import torch, as jobs are checked before they start.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,13 +22,13 @@ NAMES = {
     "similarity": "similarity_fn",
     "cache_dtype": "cache_dtype",
 }
-"""Options, ours -> theirs."""
+"""Names of options, ours -> the authors'."""
 OF_THE_WEIGHTS = ("compression_factor", "neighborhood_size", "context_size", "similarity_fn")
-"""What an adapter was trained with and cannot do without; the others may be chosen anew for another use of it."""
+"""Options that must match those of training; the others may be changed when the adapter is reused."""
 
 
 def config_of(options: Options, n_layers: int, base: str) -> dict[str, Any]:
-    """Of the adapter of a job; `base`: where its model is."""
+    """Return the authors' config for a job's adapter; `base`: path of its model."""
     layers = layers_of(options, n_layers)
     return {theirs: getattr(options, ours) for ours, theirs in NAMES.items()} | {
         "cache_type": options.ordering.upper(),
@@ -41,17 +42,17 @@ def config_of(options: Options, n_layers: int, base: str) -> dict[str, Any]:
 
 
 def options_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse: a job's options by name, as far as the file says them, of any type."""
-    found = {ours: config[theirs] for ours, theirs in NAMES.items() if theirs in config}
+    """Return the job's options that the config contains, by name; values are not validated."""
+    options = {ours: config[theirs] for ours, theirs in NAMES.items() if theirs in config}
     if "cache_type" in config:
-        found["ordering"] = str(config["cache_type"]).lower()
+        options["ordering"] = str(config["cache_type"]).lower()
     if config.get("global_cache"):
-        found["scope"] = "global"
-    return found | {name: config[name] for name in ("retrieval_map", "attention_layers") if config.get(name)}
+        options["scope"] = "global"
+    return options | {name: config[name] for name in ("retrieval_map", "attention_layers") if config.get(name)}
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """JobError where there is none."""
+    """Read the adapter's config. Raises JobError if there is none."""
     try:
         return read_json(folder / CONFIG)
     except JobError as error:
@@ -59,22 +60,22 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def differences(config: Mapping[str, Any], options: Options, n_layers: int) -> Iterator[str]:
-    """What keeps an adapter with this config from being the job's."""
-    mine, layers = config_of(options, n_layers, ""), layers_of(options, n_layers)
+    """Yield each reason why an adapter with this config does not fit the job."""
+    expected, layers = config_of(options, n_layers, ""), layers_of(options, n_layers)
     for name in OF_THE_WEIGHTS:
-        if config.get(name, mine[name]) != mine[name]:
-            yield f"{name} = {config[name]!r}, the job's is {mine[name]!r}"
-    given = _layers(config, layers)
-    if given is None or (given.readers, given.attending) != (layers.readers, layers.attending):
-        told = ", ".join(f"{name} = {config.get(name)!r}" for name in ("retrieval_map", "attention_layers"))
-        yield f"{told}, the job's are {mine['retrieval_map']} and {mine['attention_layers']}"
+        if config.get(name, expected[name]) != expected[name]:
+            yield f"{name} = {config[name]!r}, the job's is {expected[name]!r}"
+    config_layers = _layers(config, layers)
+    if config_layers is None or (config_layers.readers, config_layers.attending) != (layers.readers, layers.attending):
+        description = ", ".join(f"{name} = {config.get(name)!r}" for name in ("retrieval_map", "attention_layers"))
+        yield f"{description}, the job's are {expected['retrieval_map']} and {expected['attention_layers']}"
 
 
 def _layers(config: Mapping[str, Any], default: Layers) -> Layers | None:
-    """None where they are not layers."""
+    """Return the config's layers, or None if they are malformed."""
     map_, attending = config.get("retrieval_map") or default.readers, config.get("attention_layers")
     try:
         readers = {int(reader): int(storing) for reader, storing in map_.items()}
         return Layers(readers, default.attending if attending is None else [int(layer) for layer in attending])
-    except (AttributeError, TypeError, ValueError, OverflowError):  # the last of an infinity, which json reads
+    except (AttributeError, TypeError, ValueError, OverflowError):  # OverflowError: json reads Infinity
         return None

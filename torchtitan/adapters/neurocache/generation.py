@@ -1,5 +1,7 @@
-"""Writing with a cache that grows: what was read and written before the segment under way is looked up, and keys and
-values are kept within the segment. When it is full, it is stored, and the next one begins.
+"""Generation with a growing cache.
+
+Earlier segments are looked up in the cache, and the current segment has a key-value cache. When it is full, it is
+stored and the next one begins.
 """
 
 from collections.abc import Iterator
@@ -11,11 +13,11 @@ from torchtitan.models.decoder import Decoder
 from torchtitan.models.kv_cache import Remembering
 
 ENDLESS = 2**31
-"""Tokens of a context: it need not end."""
+"""Context length in tokens of a model with a cache: unlimited."""
 
 
 class ReadingOn(Remembering):
-    """A decoder with a memory called with growing sequences; segments are of `seq_len` tokens."""
+    """Calls a decoder that has a memory with growing sequences; a segment has `seq_len` tokens."""
 
     def __init__(self, model: Decoder, seq_len: int):
         assert model.memory is not None
@@ -29,9 +31,9 @@ class ReadingOn(Remembering):
 
     def read(self, ids: torch.Tensor, known: int) -> torch.Tensor:
         while known < ids.shape[1]:
-            place = known % self.seq_len
-            piece = ids[:, known : known - place + self.seq_len]
-            positions = torch.arange(place, place + piece.shape[1], device=ids.device)[None]
+            offset = known % self.seq_len
+            piece = ids[:, known : known - offset + self.seq_len]
+            positions = torch.arange(offset, offset + piece.shape[1], device=ids.device)[None]
             logits = self.model(piece, positions=positions)
             known += piece.shape[1]
             if known % self.seq_len == 0:
@@ -45,7 +47,7 @@ class ReadingOn(Remembering):
 
 
 def reader_of(model: Decoder, seq_len: int) -> tuple[Remembering, int]:
-    """What keeps what a model has read, and how many tokens it reads at most."""
+    """Return the incremental reader of a model, and the maximum number of tokens that it reads."""
     if getattr(model, "memory", None) is None:
         return Remembering(model), seq_len
     return ReadingOn(model, seq_len), ENDLESS
@@ -53,7 +55,7 @@ def reader_of(model: Decoder, seq_len: int) -> tuple[Remembering, int]:
 
 @contextmanager
 def reading(model: Decoder, seq_len: int) -> Iterator[tuple[Remembering, int]]:
-    """The same, and behind it the model takes whole batches again."""
+    """Yield `reader_of`, and afterwards prepare the model for full batches again."""
     kernel = model.kernel
     try:
         yield reader_of(model, seq_len)

@@ -1,5 +1,6 @@
-"""Sizes of a cache: which layers store, look up and read, how wide entries are, how many bytes they take. No torch, so
-that `torchtitan check` asks the same.
+"""Sizes of a cache: which layers store, look up and read, the width of entries, and their bytes.
+
+It does not import torch, so `torchtitan check` uses it too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +16,10 @@ KEY = "adapter.neurocache."
 
 @dataclass(frozen=True)
 class Layers:
-    """`readers`: those before which tokens look up -> whose entries they find. `attending`: those that read what the
-    nearest reader at or below them found.
+    """The layers that use a cache.
+
+    `readers`: layers before which tokens look up -> layer that stored the entries. `attending`: layers that read the
+    entries retrieved at the nearest reader at or below them.
     """
 
     readers: dict[int, int]
@@ -36,20 +39,20 @@ class Layers:
 
 
 def layers_of(options: Options, n_layers: int) -> Layers:
-    """Of a model with so many; where the options say nothing, three quarters up."""
+    """Return the cache layers of a model with `n_layers`; the default reader is the layer at 3/4 of the depth."""
     readers = {int(reader): storing for reader, storing in options.retrieval_map.items()}
     readers = readers or {3 * n_layers // 4: 3 * n_layers // 4}
     return Layers(readers, options.attention_layers or list(range(min(readers), n_layers)))
 
 
 def widths(options: Options, dim: int, training: bool) -> dict[str, int]:
-    """Of what is kept of a token, by name: its key, and in training the state that the key was made of."""
-    kept = {"key": dim // options.compression}
-    return kept | ({"state": dim} if training and options.compression > 1 else {})
+    """Return the widths of what is stored per token: its key, and in training the state that it was computed from."""
+    key_width = {"key": dim // options.compression}
+    return key_width | ({"state": dim} if training and options.compression > 1 else {})
 
 
 def cache_bytes(options: Options, dim: int, n_layers: int, lanes: int, training: bool, tp: int = 1) -> int:
-    """Of one rank, of `tp` of tensor parallel."""
+    """Return the bytes of a cache on one rank, out of `tp` of tensor parallel."""
     entry = sum(widths(options, dim, training).values()) * BYTES[options.cache_dtype]
     entry += 4 * (options.ordering == "lru") + 8 * (options.track_hits and training)
     lanes = 1 if options.scope == "global" else lanes
@@ -60,40 +63,45 @@ def cache_bytes(options: Options, dim: int, n_layers: int, lanes: int, training:
 def added_parameters(
     options: Options, n_layers: int, dim: int, heads: int, kv_heads: int, head_dim: int
 ) -> tuple[int, int]:
-    """Of all the attention to a cache, and of the compression with its norm."""
+    """Return the number of parameters of all cache attentions, and of the compression with its norm."""
     width = dim // options.compression
-    each = 2 * dim * heads * head_dim + 2 * width * kv_heads * head_dim
+    per_layer = 2 * dim * heads * head_dim + 2 * width * kv_heads * head_dim
     compression = (dim + 2) * width if options.compression > 1 else 0
-    return len(layers_of(options, n_layers).attending) * each, compression
+    return len(layers_of(options, n_layers).attending) * per_layer, compression
 
 
 def cache_flops(options: Options, n_layers: int, dim: int, heads: int, head_dim: int, seq_len: int) -> int:
-    """Floating-point operations of a token in training with a full cache, in the convention of models/flops.py: those
-    of its attention, brought to the entries, as those of weights that are trained; of the compression, which nothing
-    learns by, and of the lookup, forward alone; of what is compressed anew the gradient of weights, too.
+    """Return the floating-point operations per training token with a full cache, as defined in models/flops.py.
+
+    The cache attention counts as trained weights. The compression of new states, which gets no gradient, and the lookup
+    count in forward only. States that are compressed again also count the gradient of the weights.
     """
-    layers, width, found = layers_of(options, n_layers), dim // options.compression, options.topk * options.window
+    layers, width, entries = layers_of(options, n_layers), dim // options.compression, options.topk * options.window
     learned, compressed = options.compression > 1, dim * width
     matrices = 2 * heads * head_dim * (dim + width)
-    reading = 2 * heads * options.context * found * width
-    total = len(layers.attending) * (6 * matrices + (6 if learned else 4) * reading)
+    attention = 2 * heads * options.context * entries * width
+    total = len(layers.attending) * (6 * matrices + (6 if learned else 4) * attention)
     total += len(layers.readers) * 2 * options.cache_size * width
     if learned:
-        anew = min(options.cache_size // seq_len, found)
-        total += 2 * compressed * len({*layers.storing, *layers.readers}) + 4 * compressed * anew * len(layers.readers)
+        recompressed = min(options.cache_size // seq_len, entries)
+        total += 2 * compressed * len({*layers.storing, *layers.readers}) + 4 * compressed * recompressed * len(
+            layers.readers
+        )
     return total
 
 
 def misfits_of(options: Options, n_layers: int, dim: int, seq_len: int | None = None) -> Iterator[Misfit]:
-    """What of the options does not fit a model with so many layers of this width, and segments of this length."""
-    if wrong := [reader for reader in options.retrieval_map if not reader.isdecimal()]:
-        yield Misfit(KEY + "retrieval_map", "numbers of layers in its keys", f'"{wrong[0]}" is none')
+    """Yield the options that do not fit a model with `n_layers` of width `dim`, and segments of `seq_len` tokens."""
+    if invalid := [reader for reader in options.retrieval_map if not reader.isdecimal()]:
+        yield Misfit(KEY + "retrieval_map", "numbers of layers in its keys", f'"{invalid[0]}" is none')
         return
     layers = layers_of(options, n_layers)
-    named = {"retrieval_map": [*layers.readers, *layers.storing], "attention_layers": layers.attending}
-    if beyond := {name: found for name, numbers in named.items() if (found := _beyond(numbers, n_layers))}:
-        for name, found in beyond.items():
-            yield Misfit(KEY + name, f"layers from 0 to {n_layers - 1}", f"drop {found}")
+    layer_options = {"retrieval_map": [*layers.readers, *layers.storing], "attention_layers": layers.attending}
+    if beyond := {
+        name: out_of_range for name, numbers in layer_options.items() if (out_of_range := _beyond(numbers, n_layers))
+    }:
+        for name, out_of_range in beyond.items():
+            yield Misfit(KEY + name, f"layers from 0 to {n_layers - 1}", f"drop {out_of_range}")
         return
     if min(layers.attending) < min(layers.readers):
         allowed = f"layers from {min(layers.readers)} on, before which tokens look up first"
@@ -108,17 +116,17 @@ def misfits_of(options: Options, n_layers: int, dim: int, seq_len: int | None = 
         )
     if dim % options.compression:
         yield Misfit(KEY + "compression", f"what divides the width {dim} of the model", "")
-    least = max(seq_len or 1, options.topk, options.window + 1)
-    if options.cache_size < least:
-        why = "a segment's tokens" if least == seq_len else "topk" if least == options.topk else "window + 1"
-        yield Misfit(KEY + "cache_size", f"at least {least}, {why}", "raise it")
+    minimum = max(seq_len or 1, options.topk, options.window + 1)
+    if options.cache_size < minimum:
+        reason = "a segment's tokens" if minimum == seq_len else "topk" if minimum == options.topk else "window + 1"
+        yield Misfit(KEY + "cache_size", f"at least {minimum}, {reason}", "raise it")
     if options.lookup == "bucketed":
         if options.cache_size % BUCKETS:
-            below = options.cache_size // BUCKETS * BUCKETS
+            multiple = options.cache_size // BUCKETS * BUCKETS
             yield Misfit(
                 KEY + "cache_size",
                 f'a multiple of {BUCKETS} with lookup = "bucketed"',
-                f"write {below} or {below + BUCKETS}",
+                f"write {multiple} or {multiple + BUCKETS}",
             )
         if options.topk > BUCKETS:
             yield Misfit(KEY + "topk", f'at most {BUCKETS} with lookup = "bucketed"', "a bucket gives one entry")
@@ -133,7 +141,7 @@ def misfits_of(options: Options, n_layers: int, dim: int, seq_len: int | None = 
 
 
 def apart(layers: Layers) -> str:
-    """Of a pipeline that cuts between them."""
+    """Return the error message for a pipeline that splits these layers."""
     return (
         f"layers {layers.first} to {layers.last}, which store, look up and read, have to be in one stage of the "
         f"pipeline; cut it elsewhere (parallelism.module_fqns_per_model_part), or choose others of them"
