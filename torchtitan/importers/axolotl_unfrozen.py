@@ -1,4 +1,4 @@
-"""Regexes of parameters' names, as Axolotl has them: a dot stands for itself, and a regex only has to fit how a name
+r"""Regexes of parameters' names, as Axolotl has them: a dot stands for itself, and a regex only has to fit how a name
 begins.
 
 A regex of a file is data, which must not take long, so none is given to `re`: here the set of places that it has come

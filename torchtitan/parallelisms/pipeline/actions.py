@@ -304,7 +304,7 @@ def _read(path: Path) -> tuple[Table, list[list[int]], list[ScheduleFault]]:
         rows = list(csv.reader(io.StringIO(content, newline="")))
     except (ValueError, csv.Error) as error:
         why = error.reason if isinstance(error, FileError) else str(error)
-        return [], [], [ScheduleFault("the file", f"what cannot be read ({why})", allowed, "name another file")]
+        return [], [], [ScheduleFault("the file", f"what {why}" if isinstance(error, FileError) else f"what cannot be read ({why})", allowed, "name another file")]
     while rows and not any(map(str.strip, rows[-1])):
         rows.pop()
     if not rows:
