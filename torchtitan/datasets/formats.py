@@ -113,7 +113,7 @@ def preference(record: Record, columns: Mapping[str, str], place: str, short_pla
     these. Raises DataError, which names `place`."""
     answers = {name: record[name] for name in ("chosen", "rejected")}
     contexts = [record[name] for name in ("messages", "prompt") if record.get(name) not in (None, "")]
-    if contexts and all(isinstance(conversation, str) for conversation in (contexts[0], *answers.values())):
+    if contexts and all(isinstance(part, str) for part in (contexts[0], *answers.values())):
         prompt, texts = contexts[0], list(answers.values())
         if all(text.startswith(prompt) and text != prompt for text in texts):  # the answers repeat the prompt
             texts = [text.removeprefix(prompt) for text in texts]
@@ -123,9 +123,9 @@ def preference(record: Record, columns: Mapping[str, str], place: str, short_pla
         is_text = isinstance(answer, str) and bool(contexts)
         if not (is_text or isinstance(answer, list) and answer) or not all(isinstance(b, str | list) for b in contexts):
             kind = "nothing (null)" if answer is None else type(answer).__name__
-            context_kinds = " and ".join(type(context).__name__ for context in contexts) or "nothing"
+            types = " and ".join(type(context).__name__ for context in contexts) or "nothing"
             raise DataError(
-                f"{place}: field {columns[name]!r} holds {kind}, beside {context_kinds} as prompt; allowed: text behind a "
+                f"{place}: field {columns[name]!r} holds {kind}, beside {types} as prompt; allowed: text behind a "
                 f"prompt or messages, or messages; {REMEDY}"
             )
     turns = [_turns(answer, "assistant") for answer in answers.values()]
