@@ -1,4 +1,4 @@
-"""Where text comes from. Adding a dataset: a file that makes a Source, and a line here."""
+"""The datasets. To add one, write a file that returns a Source and add a line here."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,16 +21,14 @@ from torchtitan.datasets.sources import DataError, Source
 
 
 class Dataset(NamedTuple):
-    """What a dataset's name stands for: functions that look at names and sizes, no more. An entry point may lead to the
-    first of them alone.
-    """
+    """The functions that open a dataset; they read only names and sizes. An entry point may provide only `of_field`."""
 
     of_field: Callable[[str | None, str], Source]
-    """(dataset_path, text_field): of documents that are said by one field, or by nothing."""
+    """(dataset_path, text_field) -> a source of documents with one text field, or without fields."""
     of_records: Callable[[str | None, Reading], Source] | None = None
-    """Of records of several fields, in whatever way the job reads them (training.format)."""
+    """(dataset_path, reading) -> a source of records with several fields, read as training.format says."""
     of_classes: Callable[[str | None, Fields], Source] | None = None
-    """Of records with classes, from local files."""
+    """(dataset_path, fields) -> a source of labelled records from local files."""
 
     def __call__(self, path: str | None, text_field: str) -> Source:
         return self.of_field(path, text_field)
@@ -72,22 +70,23 @@ DATASETS: Registry[Dataset] = Registry(
 
 
 def has_records(dataset: str) -> bool:
-    """Whether that is a dataset whose records can be of several fields."""
+    """Return True if the records of this dataset can have several fields."""
     return dataset in DATASETS and DATASETS[dataset].of_records is not None
 
 
 def open_source(dataset: str, dataset_path: str | None, reading: Reading, fields: Fields | None = None) -> Source:
-    """Names and sizes are looked at, no more. Raises DataError, JobError for a dataset that is not there. `fields`: of
-    records that have classes, which are read instead of text.
+    """Open a dataset, reading only names and sizes. `fields`: read labelled records instead of text.
+
+    Raises DataError for unusable data, JobError for an unknown dataset.
     """
     if dataset not in DATASETS:
         raise JobError(f"dataset is {dataset!r}; allowed: {', '.join(DATASETS)}")
-    known = DATASETS[dataset]
+    entry = DATASETS[dataset]
     if fields is not None:
-        if known.of_classes is None:
-            allowed = ", ".join(name for name, each in _own.items() if each.of_classes is not None)
+        if entry.of_classes is None:
+            allowed = ", ".join(name for name, candidate in _own.items() if candidate.of_classes is not None)
             raise DataError(f"dataset {dataset!r} has no classes; allowed: {allowed}")
-        return known.of_classes(dataset_path, replace(fields, text=reading.text_field))
-    if known.of_records is not None:
-        return known.of_records(dataset_path, reading)
-    return known(dataset_path, reading.text_field)
+        return entry.of_classes(dataset_path, replace(fields, text=reading.text_field))
+    if entry.of_records is not None:
+        return entry.of_records(dataset_path, reading)
+    return entry(dataset_path, reading.text_field)

@@ -1,9 +1,7 @@
-"""Where data end: the samples and steps of whole passes over prepared shards, or of a budget of tokens, and the blocks
-of several folders as one.
+"""The end of the data: the number of samples and steps of whole epochs or of a token budget, and joined folders.
 
-With training.epochs every block of every source (or every document, where these are packed) is met once in a pass,
-whatever the number of ranks. The last step may want more samples than are left: it is filled with samples of which no
-label counts.
+With training.epochs every block of every source (or every document, with packing) is read once per epoch for any number
+of ranks. If too few samples are left for the last step, it is filled with samples without loss.
 """
 
 from collections.abc import Sequence
@@ -24,15 +22,16 @@ def samples_in(
     shuffle: bool = True,
     packing: Packing | None = None,
 ) -> int:
-    """Global samples of so many passes, which with packing depend on the seed. Raises DataError for shards that are
-    shorter than a sample, or documents that are longer than a pack."""
+    """Return the number of global samples in `epochs` passes; with packing it depends on the seed.
+
+    Raises DataError for shards shorter than a sample, or documents longer than a pack."""
     if packing is not None:
         return PackReader(sources, seq_len, seed, shuffle, packing).samples(epochs)
     return epochs * sum(source.blocks(seq_len) for source in sources)
 
 
 def samples_of(tokens: int, seq_len: int) -> int:
-    """Those of a budget of tokens, where samples are full: one that is begun is whole."""
+    """Return the number of full samples in a token budget, rounded up."""
     return -(-tokens // seq_len)
 
 
@@ -45,7 +44,7 @@ def end_of(
     shuffle: bool = True,
     packing: Packing | None = None,
 ) -> int | None:
-    """The global sample before which data end; None where they do not. Raises as `samples_in`."""
+    """Return the number of global samples in the data; None if endless. Raises errors like `samples_in`."""
     if tokens is not None and packing is not None:
         return PackReader(sources, seq_len, seed, shuffle, packing).samples_with(tokens)
     if tokens is not None:
@@ -54,12 +53,12 @@ def end_of(
 
 
 def steps_for(samples: int, global_batch_size: int) -> int:
-    """The last one may be filled up."""
+    """Return the number of steps, rounded up: the last one may be filled up."""
     return -(-samples // global_batch_size)
 
 
 class JoinedBlocks:
-    """As a BlockReader, of several folders: their blocks are numbered through, and every pass shuffles all of them."""
+    """A reader like BlockReader for several folders: blocks are numbered consecutively and shuffled together."""
 
     def __init__(self, sources: Sequence[TokenShards], seq_len: int, seed: int, shuffle: bool) -> None:
         self.seq_len, self.seed, self.shuffle = seq_len, seed, shuffle
@@ -68,35 +67,35 @@ class JoinedBlocks:
         self.blocks = int(self.firsts[-1])
 
     def order(self, samples: np.ndarray) -> np.ndarray:
-        """Global sample indices to the numbers of their blocks."""
+        """Map global sample indices to block numbers."""
         epochs, blocks = np.divmod(samples, self.blocks)
         return permute(blocks, self.blocks, key(self.seed, epochs)) if self.shuffle else blocks
 
     def read(self, blocks: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-        """As BlockReader.read."""
+        """Read blocks like BlockReader.read."""
         rows = np.empty((len(blocks), self.seq_len + 1), dtype=np.int64)
         begin_rows, begin_columns = [], []
-        for reader, here, starts in self._by_reader(blocks):
-            rows[here], (within, columns) = reader.read(starts)
-            begin_rows.append(here[within])
+        for reader, indices, starts in self._by_reader(blocks):
+            rows[indices], (within, columns) = reader.read(starts)
+            begin_rows.append(indices[within])
             begin_columns.append(columns)
         return rows, (np.concatenate(begin_rows), np.concatenate(begin_columns))
 
     def trained(self, blocks: np.ndarray) -> np.ndarray:
-        """As BlockReader.trained."""
+        """Return loss masks like BlockReader.trained."""
         flags = np.ones((len(blocks), self.seq_len + 1), dtype=bool)
-        for reader, here, starts in self._by_reader(blocks):
-            own = reader.trained(starts)
-            if own is not None:
-                flags[here] = own
+        for reader, indices, starts in self._by_reader(blocks):
+            mask = reader.trained(starts)
+            if mask is not None:
+                flags[indices] = mask
         return flags
 
     def _by_reader(self, blocks: np.ndarray) -> list[tuple[BlockReader, np.ndarray, np.ndarray]]:
-        """Each reader with the rows that are its, and where their blocks begin in it."""
+        """Return each reader with its rows and the start tokens of their blocks."""
         numbers = self.firsts.searchsorted(blocks, side="right") - 1
         rows = [np.flatnonzero(numbers == number) for number in range(len(self.readers))]
         return [
-            (reader, here, (blocks[here] - first) * self.seq_len)
-            for reader, first, here in zip(self.readers, self.firsts[:-1], rows, strict=True)
-            if len(here)
+            (reader, indices, (blocks[indices] - first) * self.seq_len)
+            for reader, first, indices in zip(self.readers, self.firsts[:-1], rows, strict=True)
+            if len(indices)
         ]

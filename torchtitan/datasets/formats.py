@@ -1,11 +1,10 @@
-"""What stands before the answer of an instruct record, by a prompt of one's own or by Stanford Alpaca's.
+"""Formats of fine-tuning records with several fields: which fields identify a format, and which parts are trained.
 
-Places are filled by plain replacement, all at once: what a record says is never read as a place, or as a format.
+The prompt of an instruct record comes from a custom template or is Stanford Alpaca's. All placeholders are replaced in
+one pass, so the text of a record is never interpreted as a placeholder or as a format.
 
-Records of several fields, as fine-tuning data have them: which fields tell a format, and what of them is trained.
-
-Adding a format: a function from a record to spans, and a line in FORMATS. How a source's records are read, by one of
-these or by a single field, says record_format.py.
+To add a format, write a function from a record to spans and add a line to FORMATS. record_format.py decides whether a
+source's records are read by one of these formats or by a single field.
 """
 
 import re
@@ -23,9 +22,11 @@ _PLACE = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Prompt:
-    """`format` and, for records without an input, `no_input_format`: with the places {instruction}, {input} and
-    {system}. `system_format`: what stands before them where something is said as system and they have no place for it;
-    `system_prompt` is said where a record says nothing. `separator`: between prompt and answer.
+    """A prompt template for instruct records.
+
+    `format`, and `no_input_format` for records without an input, may contain {instruction}, {input} and {system}.
+    `system_format`: prefix for a system message if the format has no {system}. `system_prompt`: default system message
+    of records without one. `separator`: text between prompt and answer.
     """
 
     format: str = (
@@ -43,26 +44,28 @@ class Prompt:
 
     @classmethod
     def of(cls, template: Mapping[str, str]) -> "Prompt":
-        """What is not said is Alpaca's; a format alone is also that of records without an input. LimitError for a part
-        that is not known, a place that nothing fills, or one that is missing."""
+        """Return a prompt with these parts; parts that are not set are Alpaca's.
+
+        `format` without `no_input_format` also applies to records without an input. Raises LimitError for an unknown
+        part and for an unknown or missing placeholder."""
         parts = [part.name for part in fields(cls)]
         for name, text in template.items():
-            key, said = "training.template", f"{name} = {text!r}"
+            key, shown = "training.template", f"{name} = {text!r}"
             if name not in parts:
-                raise LimitError(key, said, f"parts that are known: {', '.join(parts)}", "correct its name")
-            wanted = {"format": "instruction", "no_input_format": "instruction", "system_format": "system"}.get(name)
-            places = _PLACE.findall(text) if wanted else []
-            if wanted and (wanted not in places or set(places) - set(PLACES)):
-                known = ", ".join(f"{{{place}}}" for place in PLACES)
-                raise LimitError(key, said, f"text with {{{wanted}}}; places are {known}", "correct them")
+                raise LimitError(key, shown, f"parts that are known: {', '.join(parts)}", "correct its name")
+            required = {"format": "instruction", "no_input_format": "instruction", "system_format": "system"}.get(name)
+            places = _PLACE.findall(text) if required else []
+            if required and (required not in places or set(places) - set(PLACES)):
+                allowed_places = ", ".join(f"{{{place}}}" for place in PLACES)
+                raise LimitError(key, shown, f"text with {{{required}}}; places are {allowed_places}", "correct them")
         if "format" in template:
             template = {"no_input_format": template["format"]} | dict(template)
         return replace(cls(), **template)
 
-    def text(self, instruction: str, given: str, system: str) -> str:
-        """`given`: the input; empty where there is none, as `system` is."""
-        values = {"instruction": instruction, "input": given, "system": system or self.system_prompt}
-        body = self.format if given else self.no_input_format
+    def text(self, instruction: str, record_input: str, system: str) -> str:
+        """Return the prompt text. `record_input` and `system` are empty if the record has none."""
+        values = {"instruction": instruction, "input": record_input, "system": system or self.system_prompt}
+        body = self.format if record_input else self.no_input_format
         head = self.system_format if values["system"] and "{system}" not in body else ""
         return _PLACE.sub(lambda place: values[place[1]], head + body) + self.separator
 
@@ -72,24 +75,26 @@ ALPACA = Prompt()
 
 Record = Mapping[str, Any]
 MESSAGE = ("role", "content")
-"""Names inside messages."""
+"""Keys inside messages."""
 
 
 class Format(NamedTuple):
+    """A record format."""
+
     fields: tuple[str, ...]
-    """That a record of it has."""
+    """Required fields of a record."""
     read: Callable[[Record, Prompt], list[Span]] | None = None
-    """None: the first field says all, as document_of reads it."""
+    """None: the first field holds the whole document, read by document_of."""
     asked: str = ""
-    """The field that holds a question, where a model can be asked in this form."""
+    """Name of the field that holds the question, if prompts can be built in this format."""
     more: tuple[str, ...] = ()
-    """Fields that it may have."""
+    """Optional fields."""
     holds: type | None = None
-    """What the content of its documents is, for one that is asked for by name."""
+    """Required type of a document's content if the job names this format."""
     parts: tuple[str, ...] = ()
-    """Of a prompt, those that it is read by."""
+    """Parts of the prompt template that this format uses."""
     by_fields: bool = True
-    """Whether its fields tell it."""
+    """True if the format is detected from a record's fields."""
 
 
 def prompt_completion(record: Record, prompt: Prompt) -> list[Span]:
@@ -102,35 +107,39 @@ def alpaca(record: Record, prompt: Prompt) -> list[Span]:
 
 
 def preference(record: Record, columns: Mapping[str, str], place: str, short_place: str) -> Document:
-    """Two answers: texts behind the prompt, or messages behind those of prompt or messages, perhaps repeated in both.
-    Raises DataError, which names `place`."""
+    """Convert a preference record to a pair of answers.
+
+    Answers are texts after the prompt, or messages after those of `prompt` or `messages`; both answers may repeat
+    these. Raises DataError, which names `place`."""
     answers = {name: record[name] for name in ("chosen", "rejected")}
-    befores = [record[name] for name in ("messages", "prompt") if record.get(name) not in (None, "")]
-    if befores and all(isinstance(each, str) for each in (befores[0], *answers.values())):
-        prompt, texts = befores[0], list(answers.values())
-        if all(text.startswith(prompt) and text != prompt for text in texts):  # it would be read twice
+    contexts = [record[name] for name in ("messages", "prompt") if record.get(name) not in (None, "")]
+    if contexts and all(isinstance(part, str) for part in (contexts[0], *answers.values())):
+        prompt, texts = contexts[0], list(answers.values())
+        if all(text.startswith(prompt) and text != prompt for text in texts):  # the answers repeat the prompt
             texts = [text.removeprefix(prompt) for text in texts]
         pair = [Document([Span(prompt, False), Span(text)], short_place) for text in texts]
         return Document(Pair(*pair), short_place)
     for name, answer in answers.items():
-        is_text = isinstance(answer, str) and bool(befores)
-        if not (is_text or isinstance(answer, list) and answer) or not all(isinstance(b, str | list) for b in befores):
+        is_text = isinstance(answer, str) and bool(contexts)
+        if not (is_text or isinstance(answer, list) and answer) or not all(isinstance(b, str | list) for b in contexts):
             kind = "nothing (null)" if answer is None else type(answer).__name__
-            beside = " and ".join(type(before).__name__ for before in befores) or "nothing"
+            types = " and ".join(type(context).__name__ for context in contexts) or "nothing"
             raise DataError(
-                f"{place}: field {columns[name]!r} holds {kind}, beside {beside} as prompt; allowed: text behind a "
+                f"{place}: field {columns[name]!r} holds {kind}, beside {types} as prompt; allowed: text behind a "
                 f"prompt or messages, or messages; {REMEDY}"
             )
     turns = [_turns(answer, "assistant") for answer in answers.values()]
-    for before in [*(_turns(before, "user") for before in befores), []]:
-        if _repeated(before, turns):
-            wholes = turns
-        elif _followed(before, turns):
-            wholes = [[*before, *each] for each in turns]
+    for context in [*(_turns(context, "user") for context in contexts), []]:
+        if _repeated(context, turns):
+            conversations = turns
+        elif _followed(context, turns):
+            conversations = [[*context, *conversation] for conversation in turns]
         else:
-            continue  # as where the preferred conversation stands in messages, beside its prompt
+            # e.g. `messages` holds the preferred conversation and `prompt` its beginning
+            continue
         pair = [
-            document_of(each, columns[name], place, short_place) for name, each in zip(answers, wholes, strict=True)
+            document_of(conversation, columns[name], place, short_place)
+            for name, conversation in zip(answers, conversations, strict=True)
         ]
         return Document(Pair(*pair), short_place)
     raise DataError(
@@ -148,23 +157,26 @@ def _speaker(message: Any) -> Any:
 
 
 def _repeated(before: list[Any], turns: list[list[Any]]) -> bool:
-    """Whether both conversations begin with these messages, perhaps behind what the system says, and go on; without
-    any, whether they begin alike, and not with an answer."""
+    """Return True if both conversations begin with these messages, perhaps after a system message, and continue.
+
+    Without messages: True if both begin with the same message and it is not an answer."""
     if not before:
         return turns[0][0] == turns[1][0] and _speaker(turns[0][0]) != "assistant"
     if _speaker(before[0]) != "system":
-        turns = [each[1:] if _speaker(each[0]) == "system" else each for each in turns]
-    return all(each[: len(before)] == before and len(each) > len(before) for each in turns)
+        turns = [conversation[1:] if _speaker(conversation[0]) == "system" else conversation for conversation in turns]
+    return all(conversation[: len(before)] == before and len(conversation) > len(before) for conversation in turns)
 
 
 def _followed(before: list[Any], turns: list[list[Any]]) -> bool:
-    """Whether both are what comes behind these messages: nobody speaks twice, and neither holds them, nor is held at
-    their end, as the preferred conversation is behind what the system says."""
+    """Return True if both conversations continue these messages.
+
+    The first speaker of a continuation differs from the last one before it, and a continuation neither repeats the
+    messages nor is their end, as the preferred conversation after a system message would be."""
     return bool(before) and all(
-        each[: len(before)] != before
-        and before[-len(each) :] != each
-        and _speaker(each[0]) not in ("system", _speaker(before[-1]))
-        for each in turns
+        conversation[: len(before)] != before
+        and before[-len(conversation) :] != conversation
+        and _speaker(conversation[0]) not in ("system", _speaker(before[-1]))
+        for conversation in turns
     )
 
 
@@ -182,6 +194,6 @@ FORMATS: dict[str, Format] = {
 
 
 def format_of(fields: Collection[str]) -> str | None:
-    """The first of FORMATS whose fields are all there."""
-    told = (name for name, known in FORMATS.items() if known.by_fields)
-    return next((name for name in told if all(field in fields for field in FORMATS[name].fields)), None)
+    """Return the first of FORMATS whose required fields are all present, or None."""
+    detectable = (name for name, record_format in FORMATS.items() if record_format.by_fields)
+    return next((name for name in detectable if all(field in fields for field in FORMATS[name].fields)), None)

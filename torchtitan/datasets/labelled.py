@@ -31,15 +31,17 @@ from torchtitan.datasets.sources_tables import BESIDE_ARROW, saved_split
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 LARGEST = 2**31
-"""Bytes of a file, unpacked: it is held in memory, and a few bytes of a hostile one can stand for gigabytes."""
+"""Largest decompressed file in bytes: it is held in memory, and a hostile file can expand to gigabytes."""
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Fields:
-    """What of a record is what. `second`: of the other text, where there are two. `names`: of the classes, in their
-    order; without them they are numbers. `ended`: whether a token ends each text, as for a model that reads a class
-    from the first one; else the last of the text speaks for it.
+    """The fields of labelled records.
+
+    `second`: field of the second text, if there are two. `names`: class names in order; without them classes are
+    numbers. `ended`: append an end token to each text, for a model that reads the class at the first token; otherwise
+    the last token of the text is used.
     """
 
     text: str
@@ -51,42 +53,42 @@ class Fields:
 
     @classmethod
     def of(cls, task: Any, classes: int, ended: bool) -> "Fields":
-        """Of a job's [task]; `open_source` knows the field of each source's text."""
+        """Return the fields of a job's [task]; `open_source` sets each source's text field."""
         return cls("", task.label_field, classes, task.second_text_field, tuple(task.labels), ended)
 
     def document(self, row: Row, place: str, short_place: str) -> Document:
-        """Raises DataError, which names `place`."""
+        """Convert a row to a document. Raises DataError, which names `place`."""
         texts = []
         for field in (self.text, *([self.second] if self.second else [])):
             value = row.get(field)
             if isinstance(value, str):
                 texts.append(value)
             else:
-                there = ", ".join(map(repr, list(row)[:20])) or "none"
-                what = f"holds {type(value).__name__}, not text" if field in row else f"is not there; there are {there}"
+                keys = ", ".join(map(repr, list(row)[:20])) or "none"
+                issue = f"holds {type(value).__name__}, not text" if field in row else f"is not there; there are {keys}"
                 remedy = "set training.text_field and task.second_text_field"
-                raise DataError(f"{place}: field {field!r} {what}; {remedy}, or {REMEDY}")
+                raise DataError(f"{place}: field {field!r} {issue}; {remedy}, or {REMEDY}")
         return Document(Labelled(texts, self._class_of(row, place), self.ended), short_place, framed=True)
 
     def _class_of(self, row: Row, place: str) -> int:
-        given = row.get(self.label)
-        if isinstance(given, str) and given in self.names:
-            return self.names.index(given)
-        if isinstance(given, str) and given.isdecimal():  # as a table of text has it
-            given = int(given)
-        if isinstance(given, int) and 0 <= given < self.classes:
-            return int(given)
-        what = f"holds {given!r}" if self.label in row else "is not there"
+        label = row.get(self.label)
+        if isinstance(label, str) and label in self.names:
+            return self.names.index(label)
+        if isinstance(label, str) and label.isdecimal():  # as a table of text has it
+            label = int(label)
+        if isinstance(label, int) and 0 <= label < self.classes:
+            return int(label)
+        problem = f"holds {label!r}" if self.label in row else "is not there"
         names = f", or one of {', '.join(map(repr, self.names))}" if self.names else ", or names that task.labels has"
-        remedy = "correct task.label_field, task.labels or n_classes in model.overrides"
+        fix = "correct task.label_field, task.labels or n_classes in model.overrides"
         raise DataError(
-            f"{place}: field {self.label!r} {what}; allowed: a class from 0 to {self.classes - 1}{names}; {remedy}, or "
+            f"{place}: field {self.label!r} {problem}; allowed: a class from 0 to {self.classes - 1}{names}; {fix}, or "
             f"{REMEDY}"
         )
 
 
 def saved(path: str | None, fields: Fields, split: str) -> Indexed:
-    """A split of a local folder that `datasets` has saved, or all files of another one. Raises DataError."""
+    """Open a split of a local folder saved by `datasets`, or all files of another folder. Raises DataError."""
     if not os.path.isdir(path or ""):
         raise DataError(f"{path}: no local folder; classes are read from local files: save the dataset there first")
     assert path is not None
@@ -94,7 +96,7 @@ def saved(path: str | None, fields: Fields, split: str) -> Indexed:
 
 
 def labelled_files(path: str | None, fields: Fields) -> Indexed:
-    """Names and sizes are looked at, no more. Raises DataError."""
+    """Open labelled files, reading only names and sizes. Raises DataError."""
     files = {name: file for name, file in find_files(path, SUFFIXES).items() if file.name not in BESIDE_ARROW}
     fingerprint = {"dataset_path": os.path.normpath(path or ""), "fields": asdict(fields), **files_fingerprint(files)}
     return Indexed(str(path), fingerprint, [LabelledFile(file, name, fields) for name, file in files.items()])
@@ -112,7 +114,7 @@ class LabelledFile(IndexedFile):
         return self.fields.document(self._rows[index], f"{self.path}, row {index}", f"{self.name}, row {index}")
 
     def probe(self) -> None:
-        """The last row, in which a wrong field shows too."""
+        """Read the last row, which also reveals a wrong field name."""
         if len(self):
             self.get(len(self) - 1)
 
@@ -149,15 +151,15 @@ def _json_rows(path: Path) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
-    """A quotation mark in a .tsv is one of the text, as GLUE's files have them."""
+    """Yield the rows of a .csv or .tsv file. Quotation marks in a .tsv are literal, as in GLUE's files."""
     tabs = path.suffix.lower() == ".tsv"
     form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {"delimiter": ","}
     with TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
         for number, row in enumerate(csv.DictReader(file, strict=True, **form)):
             if None in row:  # what DictReader calls the values beyond the header's
                 remedy = "write a text without tabs" if tabs else "put a text with commas in quotation marks"
-                given = f"{len(row) - 1 + len(row[None])} values under a header of {len(row) - 1}"
-                raise DataError(f"{path}, row {number}: {given}; {remedy}, or {REMEDY}")
+                counts = f"{len(row) - 1 + len(row[None])} values under a header of {len(row) - 1}"
+                raise DataError(f"{path}, row {number}: {counts}; {remedy}, or {REMEDY}")
             yield row
 
 

@@ -1,12 +1,11 @@
 """Batches for the trainer, and the position to resume from.
 
-Workers: from text, every worker makes the samples of its own share of the lanes, for every batch, so no document is
-tokenized twice, and the batch is put together here. Prepared shards need no shares: there a worker makes whole
-batches. The position is ours and not the StatefulDataLoader's: it is what the trainer was given, whatever has been
-fetched ahead, and it is free of the numbers of ranks and workers. Errors in the data come from workers as messages
-and are raised here as DataError.
+Workers: for text, every worker builds the samples of its share of the lanes for every batch, so no document is
+tokenized twice, and the loader assembles the batch. For prepared shards a worker builds complete batches. The position
+is not the StatefulDataLoader's: it counts what the trainer has received, regardless of prefetching, and does not depend
+on the number of ranks or workers. Workers send data errors as messages, which are raised here as DataError.
 
-What is validated on: the first samples of a data set, the same ones whatever the plan and the size of a batch.
+HeldOut yields the validation batches: the first samples of a dataset, the same for any parallelism and batch size.
 """
 
 import hashlib
@@ -52,7 +51,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Weighted(NamedTuple):
-    """A source, its key in DATASETS, and how often samples are from it in proportion to the others."""
+    """A source, its key in DATASETS, and its relative weight in the mixture."""
 
     dataset: str
     source: Source
@@ -77,17 +76,19 @@ class _Pieces(IterableDataset):
             except OSError as error:
                 piece, more = f"{error}; the data must stay where and as they are while a job runs", False
             if info and not isinstance(piece, str) and len(piece[1]):
-                piece = piece[0], torch.stack(tuple(piece[1])), piece[2]  # one tensor crosses over faster than three
+                piece = piece[0], torch.stack(tuple(piece[1])), piece[2]  # one tensor is sent faster than three
             yield piece
 
 
 class Loader:
-    """Iterating yields batches: tokens, labels, positions and document_ids, each [local_batch_size, seq_len] int64 on
-    the CPU, or shorter where packing.multiple says so. Without document_mask all batches share one tensor of positions.
-    Every iteration begins at the same place, and state_dict is about the latest one. Raises DataError."""
+    """An iterable over one rank's batches. Raises DataError.
+
+    A batch has tokens, labels, positions and document_ids, each [local_batch_size, seq_len] int64 on the CPU,
+    or shorter with packing.multiple. Without document_mask all batches share one tensor of positions. Every iteration
+    begins at the same position, and state_dict describes the latest one."""
 
     verification: Verification | None = None
-    """Of the prepared shards that are read."""
+    """Checksum comparison of the prepared shards that are read."""
 
     def __init__(
         self, pieces: LanePieces | BlockPieces, start: Position, num_workers: int, pin_memory: bool, **options: Any
@@ -105,7 +106,7 @@ class Loader:
                 worker_init_fn=_leave_signals_to_the_trainer,
                 # A fork is ready in milliseconds and shares the index of the files. Elsewhere it is not safe.
                 multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
-                generator=torch.Generator(),  # its own: the iterator must not draw from the run's random numbers
+                generator=torch.Generator(),  # separate, so that the iterator does not advance the run's random state
                 snapshot_every_n_steps=0,
                 **options,
             )
@@ -145,15 +146,15 @@ class Loader:
         if len(full) == 1:
             return list(full[0][1])
         size, form = self._pieces.share.batch_size, self._pieces.form
-        whole = [torch.empty(size, form.seq_len, dtype=torch.int64) for _ in full[0][1]]
+        merged = [torch.empty(size, form.seq_len, dtype=torch.int64) for _ in full[0][1]]
         for rows, tensors in full:
-            for all_rows, tensor in zip(whole, tensors, strict=True):
+            for all_rows, tensor in zip(merged, tensors, strict=True):
                 all_rows[rows] = tensor
-        return whole
+        return merged
 
     @property
     def skipped(self) -> int:
-        """Records that this rank's lanes have left out as unreadable, since the beginning of the job."""
+        """Return how many unreadable records this rank's lanes have skipped since the beginning of the job."""
         return sum(self._cursors[lane].skipped for lane in self._pieces.own_lanes if lane in self._cursors)
 
     @property
@@ -161,19 +162,19 @@ class Loader:
         return self._pieces.share
 
     def position(self) -> Position:
-        """What the trainer has been given so far; kept, it is of that moment."""
+        """Return a snapshot of the position after the batches that the trainer has received."""
         share = self._pieces.share
         samples = self._start.samples + self._batches * share.batch_size * share.ranks
         if self._pieces.end is not None:
-            samples = min(samples, self._pieces.end)  # what fills up the last step is nobody's
+            samples = min(samples, self._pieces.end)  # samples that only fill up the last step do not count
         return Position(samples, self._start.lanes, dict(self._cursors), self._start.fingerprint)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: the position. merge_states joins those of all ranks."""
+        """Return the position, JSON-able. merge_states merges the states of all ranks."""
         return self.position().to_dict()
 
     def close(self) -> None:
-        """End the workers. A new iteration starts new ones."""
+        """Stop the workers. A new iteration starts new ones."""
         if self._running is not None and self._loader.num_workers:
             self._running._shutdown_workers()
         self._running = self._loader._iterator = None
@@ -242,7 +243,7 @@ def build_loader(
 
 
 def cut_to_longest(batch: Batch, multiple: int) -> Batch:
-    """Tensors [B, S] up to the longest sample, rounded up; each sample is one document with padding after it."""
+    """Cut tensors [B, S] to the longest sample, rounded up; each sample is one document, padded on the right."""
     documents = batch["document_ids"]
     longest = int((documents == documents[:, :1]).sum(1).max())
     width = -(-longest // multiple) * multiple
@@ -250,7 +251,7 @@ def cut_to_longest(batch: Batch, multiple: int) -> Batch:
 
 
 def _say_how_often_text_is_read(pieces: LanePieces, dp_rank: int, dp_size: int, lanes: int, most: int) -> None:
-    """Warn where more than `most` ranks read the same documents."""
+    """Warn if several ranks read the same documents, because there are more than `most` ranks."""
     if dp_size > most and dp_rank == 0:
         times = max(1, round(len(pieces.own_lanes) * dp_size / lanes))
         logger.warning(LANES_ARE_SHARED, dp_size, lanes, times)
@@ -265,7 +266,7 @@ def _check_workers(num_workers: int, prefetch_factor: int | None, persistent: bo
 def _open(
     source: Source, seed: int, shuffle: bool, stop: bool, tokenizer: Tokenizer, seq_len: int | None
 ) -> Lanes | TokenShards:
-    """`seq_len`: of samples that are cut, which take a source of so many tokens at least."""
+    """Open a source. `seq_len`: length of samples that are cut, None with packing; shards must fill one sample."""
     if isinstance(source, TokenShards):
         source.check_tokenizer(tokenizer.fingerprint, tokenizer.vocab_size)
         if seq_len is not None:
@@ -285,18 +286,18 @@ def _open(
 def _fingerprint(
     sources: Sequence[Weighted], in_passes: bool, tokenizer: Tokenizer, packing: Packing | None
 ) -> dict[str, Any]:
-    """What the order depends on, beside the settings; of one source as it has always been."""
-    found: dict[str, Any] = {"tokenizer": tokenizer.fingerprint}
+    """Return what the order depends on in addition to the settings; a single source is not nested."""
+    fingerprint: dict[str, Any] = {"tokenizer": tokenizer.fingerprint}
     if tokenizer.chat_template is not None:
-        found["chat_template"] = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+        fingerprint["chat_template"] = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
     if packing is not None:
-        found["packing"] = packing.fingerprint
-    each: list[dict[str, Any]] = [{"dataset": name} | source.fingerprint for name, source, _ in sources]
-    if len(each) == 1:
-        return found | each[0]
-    for content, (_, _, weight) in zip(each, sources, strict=True):
+        fingerprint["packing"] = packing.fingerprint
+    descriptions: list[dict[str, Any]] = [{"dataset": name} | source.fingerprint for name, source, _ in sources]
+    if len(descriptions) == 1:
+        return fingerprint | descriptions[0]
+    for content, (_, _, weight) in zip(descriptions, sources, strict=True):
         content["weight"] = "in epochs" if in_passes else weight
-    return found | {"sources": {str(number): content for number, content in enumerate(each)}}
+    return fingerprint | {"sources": {str(number): content for number, content in enumerate(descriptions)}}
 
 
 def _as_it_is(piece: Piece | str) -> Piece | str:
@@ -312,15 +313,16 @@ def _leave_signals_to_the_trainer(worker: int) -> None:
 
 
 class HeldOut:
-    """The batches of a data-parallel rank. Whatever its last one has beyond the first `samples` of all ranks is left
-    out by `first`: (batch, how many rows count) -> batch.
+    """The held-out batches of a data-parallel rank.
+
+    `first`: (batch, number of rows to keep) -> batch; removes the rows beyond the first `samples` of all ranks.
     """
 
     def __init__(self, loader: Loader, samples: int, first: Callable[[Batch, int], Batch]):
         self.loader, self.share, self.first = loader, loader.share, first
         self.samples = -(-samples // self.share.together) * self.share.together
         together = self.share.batch_size * self.share.ranks
-        self.batches = -(-self.samples // together)  # on every rank, as they communicate in each
+        self.batches = -(-self.samples // together)  # the same on every rank, because each batch communicates
 
     def __iter__(self) -> Iterator[Batch]:
         for index, batch in enumerate(islice(self.loader, self.batches)):

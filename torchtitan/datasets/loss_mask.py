@@ -1,4 +1,4 @@
-"""Which of a document is learned, and what becomes of one that is too long or has nothing to learn."""
+"""The loss mask of documents, and the handling of documents that are too long or have nothing to train on."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,20 +11,23 @@ from torchtitan.datasets.sources import Chat, DataError, Document, Labelled, Spa
 
 PERCENTILES = (50, 90, 99, 100)
 ROOMY = 0.99
-"""The share of records that an advice about seq_len wants to keep whole."""
+"""Fraction of records that the suggested seq_len keeps uncut."""
 
 
 class TrainOn(NamedTuple):
-    """`what`: the answers, everything, or the last answer alone. `ends`: the token that ends a turn is learned after
-    each answer, after the last one, after each turn of anybody, or never.
+    """Which tokens have a loss.
+
+    `what`: all answers, everything, or only the last answer. `ends`: train the end-of-turn token after each answer,
+    after the last answer only, after every turn, or never.
     """
 
     what: Literal["completion", "all", "last_turn"] = "completion"
     ends: Literal["turn", "last", "all", "none"] = "turn"
 
     def choose(self, spans: Sequence[Span], closed: bool) -> list[Span]:
-        """Spans with these flags instead. `closed`: whether they bring the tokens that end turns: a special token at
-        the end of an answer.
+        """Return the spans with `trained` set by these options.
+
+        `closed`: the spans contain end-of-turn tokens, a special token at the end of each answer.
         """
         answers = list(_answers(spans))
         ends = [stop - 1 for _, stop in answers if not isinstance(spans[stop - 1].content, str)] if closed else []
@@ -33,9 +36,9 @@ class TrainOn(NamedTuple):
             for start, stop in answers[:-1]:
                 trained[start:stop] = [False] * (stop - start)
         if self.ends == "all":
-            known = {tuple(spans[end].content) for end in ends}
+            end_tokens = {tuple(spans[end].content) for end in ends}
             ends = [i for i, span in enumerate(spans) if not isinstance(span.content, str)]
-            ends = [i for i in ends if tuple(spans[i].content) in known]
+            ends = [i for i in ends if tuple(spans[i].content) in end_tokens]
             trained = [flag or i in ends for i, flag in enumerate(trained)]
         elif self.ends != "turn":
             for end in ends if self.ends == "none" else ends[:-1]:
@@ -47,7 +50,7 @@ ANSWERS = TrainOn()
 
 
 def _answers(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
-    """Where each run of trained spans begins and ends."""
+    """Yield the start and end of each run of trained spans."""
     start = None
     for i, trained in enumerate([*(span.trained for span in spans), False]):
         if trained and start is None:
@@ -58,12 +61,12 @@ def _answers(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
 
 
 Pieces = list[tuple[np.ndarray, np.ndarray | None]]
-"""Of a document: ids, and whether each is trained (None: all)."""
+"""A document's parts: token ids and their loss mask (None: all trained)."""
 Fate = Literal["whole", "truncated", "split", "dropped", "empty"]
 
 
 class Made(NamedTuple):
-    """What has become of a document of so many tokens."""
+    """A tokenized document: its pieces, its length in tokens, and whether it was cut or dropped."""
 
     pieces: Pieces
     length: int
@@ -73,9 +76,11 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """`longest`: tokens of a document that a sample has room for; None: samples are cut from all documents, end to end,
-    so that none is too long, and one without trained tokens is read. `together`: documents of a record, 2 of a pair,
-    which stay or go together.
+    """Options for turning documents into training pieces.
+
+    `longest`: the most tokens of a document that fit into a sample; None: samples are cut from the concatenation of all
+    documents, so no document is too long, and documents without trained tokens are read too. `together`: documents per
+    record (2 for a pair), which are kept or dropped together.
     """
 
     train_on: TrainOn = ANSWERS
@@ -85,7 +90,7 @@ class Recipe:
     together: int = 1
 
     def apply(self, ids: np.ndarray, trained: np.ndarray, document: Document) -> Made:
-        """DataError for a document that is too long where that is one, or that must not be cut."""
+        """Cut, drop or keep a document. Raises DataError if it is too long and must not be cut or dropped."""
         fate: Fate = "whole"
         parts = [(ids, trained)] if len(ids) else []
         if self.longest is not None and len(ids) > self.longest:
@@ -106,32 +111,36 @@ class Recipe:
         is_chat = isinstance(document.content, Chat)
         if self.too_long == "error" or is_chat:
             cut = f", and data.too_long = {self.too_long!r} would cut its last answer off" * (self.too_long != "error")
-            others = '"drop"' if is_chat else '"drop", "truncate" or "split"'
+            alternatives = '"drop"' if is_chat else '"drop", "truncate" or "split"'
             raise DataError(
                 f"{document.place}: {len(ids)} tokens, but a sample of training.seq_len = {longest - 1} has room for "
-                f"{longest}{cut}; raise training.seq_len to {len(ids) - 1}, or set data.too_long to {others}"
+                f"{longest}{cut}; raise training.seq_len to {len(ids) - 1}, or set data.too_long to {alternatives}"
             )
-        if isinstance(document.content, Labelled):  # its class stands behind it, and perhaps the end of its text
-            own = 2 if document.content.ended else 1
-            ids, trained = (np.concatenate([x[: longest - own], x[-own:]]) for x in (ids, trained))
+        if isinstance(
+            document.content, Labelled
+        ):  # keep the class label at the end, and the end-of-text token if there is one
+            suffix = 2 if document.content.ended else 1
+            ids, trained = (np.concatenate([x[: longest - suffix], x[-suffix:]]) for x in (ids, trained))
             return [(ids, trained)], "truncated"
         if self.too_long == "truncate":
             return [(ids[:longest], trained[:longest])], "truncated"
-        # a piece begins with the last token of the one before, so that every token is learned once
+        # each piece repeats the last token of the previous one as its first input, so that every token is a label once
         starts = range(0, len(ids) - 1, longest - 1)
         return [(ids[start : start + longest], trained[start : start + longest]) for start in starts], "split"
 
 
 def joined(made: Sequence[Made]) -> Made:
-    """Of documents that stay together, what has become of the record: that of the first that is not whole."""
-    gone = [one for one in made if not one.pieces]
-    changed = [one for one in made if one.fate != "whole"]
-    pieces = [] if gone else [piece for one in made for piece in one.pieces]
-    return Made(pieces, max(one.length for one in made), (gone + changed + [*made])[0].fate, made[0].place)
+    """Join the documents of one record; its fate is that of the first document that was not kept whole."""
+    without_pieces = [document for document in made if not document.pieces]
+    changed = [document for document in made if document.fate != "whole"]
+    pieces = [] if without_pieces else [piece for document in made for piece in document.pieces]
+    return Made(
+        pieces, max(document.length for document in made), (without_pieces + changed + [*made])[0].fate, made[0].place
+    )
 
 
 class Tally:
-    """Counts what becomes of the documents of a source."""
+    """Counters of kept, cut and dropped documents of a source."""
 
     def __init__(self) -> None:
         self.fates: Counter[str] = Counter()
@@ -139,7 +148,7 @@ class Tally:
         self._lengths: list[int] = []
 
     def add(self, made: Made) -> None:
-        """One without text, such as an empty line, is no record."""
+        """Count a record. One without text, such as an empty line, does not count."""
         if not made.length:
             return
         self.fates[made.fate] += 1
@@ -148,7 +157,7 @@ class Tally:
             self.first_empty = made.place
 
     def check(self, name: str, recipe: Recipe) -> None:
-        """DataError if there is too little to learn."""
+        """Raise DataError if too many records have no trained tokens."""
         records, empty = sum(self.fates.values()), self.fates["empty"]
         if recipe.longest is not None and empty > recipe.max_empty_ratio * records:
             raise DataError(
@@ -158,29 +167,29 @@ class Tally:
             )
 
     def nothing_left(self, recipe: Recipe) -> str:
-        """Why no token is left of a source."""
+        """Return the reason why no token of a source is left."""
         if recipe.longest is None or not self.fates["dropped"]:
             return "no text in it; give documents with text"
-        said = told(self.to_dict(), recipe.longest - 1)
-        return f"no record is left of it ({said}); raise training.seq_len, or set data.too_long"
+        description = told(self.to_dict(), recipe.longest - 1)
+        return f"no record is left of it ({description}); raise training.seq_len, or set data.too_long"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able: how many records had each fate, and percentiles of their lengths."""
+        """Return the number of records by fate and percentiles of their lengths, JSON-able."""
         lengths = np.percentile(self._lengths or [0], PERCENTILES, method="higher").astype(int).tolist()
         fates = {"whole": self.fates["whole"]} | {fate: n for fate, n in sorted(self.fates.items()) if fate != "whole"}
         return {"fates": fates, "lengths": {str(p): length for p, length in zip(PERCENTILES, lengths, strict=True)}}
 
 
 def told(records: dict[str, Any], seq_len: int) -> str:
-    """What Tally.to_dict gave, in words, with an advice where records were cut or left out for their length."""
+    """Describe the result of Tally.to_dict, with advice if records were cut or dropped for their length."""
     fates, lengths = records["fates"], records["lengths"]
-    said = ", ".join(f"{count:,} {fate}" for fate, count in fates.items())
-    said += "; lengths " + ", ".join(f"{length} ({p} %)" for p, length in lengths.items())
-    return "; ".join(filter(None, (said, advice(records, seq_len))))
+    description = ", ".join(f"{count:,} {fate}" for fate, count in fates.items())
+    description += "; lengths " + ", ".join(f"{length} ({p} %)" for p, length in lengths.items())
+    return "; ".join(filter(None, (description, advice(records, seq_len))))
 
 
 def advice(records: dict[str, Any], seq_len: int) -> str:
-    """Where records were cut or left out for their length, the length of samples that would keep most of them."""
+    """Suggest a seq_len that keeps most records uncut; empty if few were cut or dropped."""
     fates, lengths = records["fates"], records["lengths"]
     cut = sum(fates.get(fate, 0) for fate in ("truncated", "split", "dropped"))
     if cut <= (1 - ROOMY) * sum(fates.values()):

@@ -1,14 +1,15 @@
-"""Which source a sample is from, which of that source's lanes, and which of the lane's samples it is.
+"""The mixture of sources: which source and lane a global sample comes from, and its number in that lane.
 
-Both are functions of the seed, the weights and the sample's number alone. A period is the fewest samples that hold each
-source as often as its weight says (weights 7, 2 and 1: ten samples), in an order that a keyed permutation draws. As
-many periods as there are lanes share an order, shifted now and then by one, so that every lane of a source is met
-equally often: where a sample stands in its lane is computed, and no lane runs ahead. Then the next order is drawn.
+Both are functions of the seed, the weights and the sample's number alone. A period is the fewest samples that contain
+each source in proportion to its weight (weights 7, 2 and 1: ten samples), in the order of a keyed permutation. A block
+of as many periods as there are lanes shares one order, which is shifted by one at times, so that every lane of a source
+is used equally often. The position of a sample in its lane is therefore computed, and no lane runs ahead. The next
+block uses a new permutation.
 
-Lanes take turns, and a few of them (MIXED) change places from turn to turn. At fixed places a small batch would meet
-the same lanes every so many steps, and a lane stays in a long document for hundreds of samples: the loss would show a
-sawtooth. Only lanes that are equal modulo the groups of MIXED change places, so that a rank which takes every n-th
-sample still reads its own lanes and no others.
+Lanes take turns, and groups of MIXED lanes are permuted from turn to turn. With fixed positions a small batch would
+meet the same lanes every few steps. As a lane stays in a long document for hundreds of samples, the loss would show a
+sawtooth. Only lanes that are equal modulo the number of groups are permuted, so a rank that takes every n-th sample
+still reads its own lanes and no others.
 """
 
 import math
@@ -22,62 +23,62 @@ from torchtitan.core.errors import JobError
 from torchtitan.datasets.shuffle import key, permute
 
 LARGEST_PERIOD = 10_000
-"""Weights that want a longer one are met to within one sample in so many."""
+"""Longest period; weights that would need a longer one are rounded to one sample in this many."""
 MIXED = 4
-"""Lanes that change places with each other. As many ranks as there are groups of them read no lane twice."""
+"""Number of lanes in a group that is permuted. Up to as many ranks as groups, no lane is read by two ranks."""
 MIXING, PLACES = 0x6D6978, 0x706C6163
-"""Keep the order of sources, and of lanes, apart from that of documents under the same seed."""
+"""Salts: the orders of sources and lanes are independent of the document order of the same seed."""
 
 
 class Mixture:
-    """`lanes`: how many each source has. All of them are numbered through, source after source."""
+    """A weighted mixture of sources. `lanes`: number of lanes per source, numbered consecutively over all sources."""
 
     def __init__(self, weights: Sequence[float], lanes: Sequence[int], seed: int) -> None:
         self.seed, self.counts, self.lanes = seed, np.array(shares(weights)), np.array(lanes)
         self.first_lanes = np.array([0, *accumulate(lanes)])
         self.period, self.width = int(self.counts.sum()), math.lcm(*lanes)
         self.block = self.period * self.width
-        """Samples after which every lane has been met as often as the others of its source."""
+        """Number of samples after which all lanes of a source have been used equally often."""
         self._per_block = np.repeat(self.counts * self.width // self.lanes, self.lanes)
         self.mixed = np.gcd(self.lanes, MIXED)
-        """Of each source: lanes in a group, and the groups, which are numbered through as well."""
+        """Lanes per group, for each source. Groups are numbered consecutively over all sources."""
         self.groups = self.lanes // self.mixed
         self.first_groups = np.array([0, *accumulate(self.groups)])
         self._tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[n] global samples to the lane of each, and its number in that lane."""
+        """Map [n] global samples to their lanes [n] and their numbers [n] in these lanes."""
         if len(self.counts) == 1:
-            numbers, place = np.divmod(samples, self.width)
-            which, group = np.divmod(place, self.groups[0])
-            return self._mixed(self.mixed[0], numbers, which, group) * self.groups[0] + group, numbers
+            numbers, turn_index = np.divmod(samples, self.width)
+            member, group = np.divmod(turn_index, self.groups[0])
+            return self._mixed(self.mixed[0], numbers, member, group) * self.groups[0] + group, numbers
         lanes, numbers = np.empty_like(samples), np.empty_like(samples)
         blocks, places = np.divmod(samples, self.block)
         for block in np.unique(blocks).tolist():
-            here = blocks == block
-            lanes[here], within = (column[places[here]] for column in self._table(block))
-            numbers[here] = block * self._per_block[lanes[here]] + within
+            in_block = blocks == block
+            lanes[in_block], within = (column[places[in_block]] for column in self._table(block))
+            numbers[in_block] = block * self._per_block[lanes[in_block]] + within
         return lanes, numbers
 
     def own(self, first: int, stride: int) -> list[int]:
-        """The lanes that the samples first, first + stride, ... are from."""
-        found = []
+        """Return the lanes that the samples first, first + stride, ... come from."""
+        result = []
         for lanes, groups, mixed in zip(self.first_lanes, self.groups.tolist(), self.mixed.tolist(), strict=False):
-            met = dict.fromkeys((first + i * stride) % groups for i in range(groups))
-            found += [int(lanes) + which * groups + group for group in met for which in range(mixed)]
-        return found
+            reached_groups = dict.fromkeys((first + i * stride) % groups for i in range(groups))
+            result += [int(lanes) + member * groups + group for group in reached_groups for member in range(mixed)]
+        return result
 
     def taken(self, samples: int) -> np.ndarray:
-        """[lanes] how many of the first global samples are from each."""
-        blocks, rest = divmod(samples, self.block)
-        started = np.bincount(self._table(blocks)[0][:rest], minlength=len(self._per_block))
+        """Return how many of the first `samples` global samples come from each lane, [lanes]."""
+        blocks, remainder = divmod(samples, self.block)
+        started = np.bincount(self._table(blocks)[0][:remainder], minlength=len(self._per_block))
         return blocks * self._per_block + started
 
     def _table(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """The lane of every sample of a block, and its number among those of the lane in the block."""
+        """Return the lane of every sample of a block, and its number among the block's samples of that lane."""
         if block not in self._tables:
-            for old in [b for b in self._tables if b < block - 1]:
-                del self._tables[old]
+            for finished in [b for b in self._tables if b < block - 1]:
+                del self._tables[finished]
             self._tables[block] = self._build_table(block)
         return self._tables[block]
 
@@ -95,34 +96,36 @@ class Mixture:
         return lanes, numbers
 
     def _lanes_of(self, block: int, places: np.ndarray, sources: np.ndarray) -> np.ndarray:
-        """Of each sample of a block, its lane among those of its source."""
+        """Return the lane of each sample of a block, numbered within its source."""
         group = places % self.groups[sources]
-        through = self.first_groups[sources] + group
-        by_group = np.argsort(through, kind="stable")
-        begins = through[by_group].searchsorted(np.arange(self.first_groups[-1]))
-        met = np.empty_like(places)  # samples of the group before this one, from the block's first on
-        met[by_group] = places - begins[through[by_group]]
+        global_group = self.first_groups[sources] + group
+        by_group = np.argsort(global_group, kind="stable")
+        begins = global_group[by_group].searchsorted(np.arange(self.first_groups[-1]))
+        earlier = np.empty_like(places)  # number of earlier samples of the group in this block
+        earlier[by_group] = places - begins[global_group[by_group]]
         per_block = self.mixed * self.counts * self.width // self.lanes
-        turns, which = np.divmod(block * per_block[sources] + met, self.mixed[sources])
+        turns, member = np.divmod(block * per_block[sources] + earlier, self.mixed[sources])
         for mixed in np.unique(self.mixed).tolist():
-            here = self.mixed[sources] == mixed
-            which[here] = self._mixed(mixed, turns[here], which[here], through[here])
-        return which * self.groups[sources] + group
+            selected = self.mixed[sources] == mixed
+            member[selected] = self._mixed(mixed, turns[selected], member[selected], global_group[selected])
+        return member * self.groups[sources] + group
 
-    def _mixed(self, mixed: int, turns: np.ndarray, which: np.ndarray, group: np.ndarray) -> np.ndarray:
-        """Where in its group the lane stands whose turn it is."""
-        return permute(which, int(mixed), key(self.seed, PLACES, group, turns)) if mixed > 1 else which
+    def _mixed(self, mixed: int, turns: np.ndarray, member: np.ndarray, group: np.ndarray) -> np.ndarray:
+        """Return the index within its group of the lane whose turn it is."""
+        return permute(member, int(mixed), key(self.seed, PLACES, group, turns)) if mixed > 1 else member
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Samples of each source in a period, by largest remainders where the weights want a longer one. Raises JobError
-    for a weight of less than a sample."""
-    given = [Fraction(repr(weight)) for weight in weights]
-    exact = [weight / sum(given) for weight in given]
+    """Return the number of samples of each source in a period.
+
+    Rounds by largest remainders if the weights need a longer period than LARGEST_PERIOD. Raises JobError for a weight
+    below one sample."""
+    fractions = [Fraction(repr(weight)) for weight in weights]
+    exact = [weight / sum(fractions) for weight in fractions]
     period = min(math.lcm(*(share.denominator for share in exact)), LARGEST_PERIOD)
     counts = [math.floor(share * period) for share in exact]
-    behind = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i] * period)
-    for i in behind[: period - sum(counts)]:
+    most_rounded_down = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i] * period)
+    for i in most_rounded_down[: period - sum(counts)]:
         counts[i] += 1
     for number, count in enumerate(counts):
         if count == 0:

@@ -1,7 +1,7 @@
-"""Documents to samples: tokens packed end to end, with positions, document numbers and labels.
+"""Packing of documents into samples: concatenated tokens, with positions, document numbers and labels.
 
-What a token's label is, by what the task learns: the next token (packing.batch_arrays), the token itself, or the
-class of its record.
+The label of a token depends on the task: the next token (batch_arrays), the token itself (own_arrays), or the class of
+its record (class_arrays).
 """
 
 import logging
@@ -18,13 +18,13 @@ from torchtitan.datasets.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 IGNORE = -100
-"""A label that does not count (torch's default for cross-entropy)."""
+"""Label without a loss (PyTorch's default ignore_index of cross-entropy)."""
 SHOWN_ERRORS = 10
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where a lane goes on: its next sample begins at a token of a document. Also counts what it has met so far."""
+    """The position of a lane: the document and token at which its next sample begins, and counts so far."""
 
     samples: int = 0
     place: Place = Place()
@@ -41,8 +41,10 @@ class Cursor:
 
 
 class LanePacker:
-    """Packs the documents of one lane. A sample begins with the last label of the one before, so every token is
-    input once and label once. `stop`: raise at a record that cannot be read instead of counting it."""
+    """Packs the documents of one lane into samples.
+
+    A sample begins with the last label of the previous one, so every token is an input once and a label once. `stop`:
+    raise at an unreadable record instead of counting it."""
 
     def __init__(
         self, lanes: Lanes, reader: LaneReader, lane: int, cursor: Cursor, tokenizer: Tokenizer, stop: bool
@@ -65,15 +67,15 @@ class LanePacker:
         return Cursor(self.samples, self._place, self._offset, self.skipped)
 
     def sample(self, number: int, row: np.ndarray, trained: np.ndarray) -> list[int]:
-        """Fill the rows with the lane's sample of that number: the next, or, if other ranks have the lane too, one
-        further on."""
+        """Fill the rows with the lane's sample of this number; return the columns at which documents begin.
+
+        It is the next sample, or a later one if other ranks read the lane too."""
         while self.samples <= number:
             columns = self.fill(row, trained)
         return columns
 
     def fill(self, row: np.ndarray, trained: np.ndarray) -> list[int]:
-        """Write the next sample's seq_len + 1 ids, and whether each is trained, into rows; returns the columns at
-        which documents begin."""
+        """Write the next sample's seq_len + 1 ids and loss mask; return the columns at which documents begin."""
         filled, begins = 0, []
         while filled < len(row):
             if self._offset == len(self._tokens.ids):
@@ -124,12 +126,13 @@ def batch_arrays(
     vocab_size: int,
     trained: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Tokens, labels and document numbers, each [n, S] int64, from [n, S + 1] ids, the (row, column) at which
-    documents begin, and [n, S + 1] whether the tokens are trained (None: all). The label of one that is not is IGNORE.
+    """Return tokens, labels and document numbers, each [n, S] int64.
 
-    With document_mask also positions, which restart with each document; and the label that would be the next
-    document's first token is IGNORE, as it cannot be known from the document before. Raises DataError at an id outside
-    the vocabulary.
+    `rows`: [n, S + 1] ids; `begins`: (row, column) of each document's first token; `trained`: [n, S + 1] loss mask
+    (None: all trained). Labels of tokens that are not trained are IGNORE.
+
+    With document_mask it also returns positions, which restart at each document, and the label that would be the next
+    document's first token is IGNORE, because it cannot be predicted. Raises DataError for an id outside the vocabulary.
     """
     if rows.max() >= vocab_size or (rows.dtype.kind == "i" and rows.min() < 0):
         raise DataError(
@@ -156,31 +159,33 @@ def batch_arrays(
 
 
 Labels = Literal["next", "same", "first", "last"]
-"""The next token, the token itself, or the class of a record as that of its first or its last token."""
+"""The label: the next token, the token itself, or the record's class at its first or last token."""
 Begins = tuple[np.ndarray, np.ndarray]
 
 
 def own_arrays(
     rows: np.ndarray, begins: Begins, document_mask: bool, vocab_size: int, trained: np.ndarray | None
 ) -> list[np.ndarray]:
-    """As batch_arrays, but each trained token is its own label, for a model from which some are hidden."""
+    """Return arrays like batch_arrays, with each trained token as its own label (masked language modelling)."""
     arrays = batch_arrays(rows, begins, document_mask, vocab_size)
-    known = True if trained is None else trained[:, :-1]
-    arrays[1] = np.where(known, arrays[0], IGNORE)
+    mask = True if trained is None else trained[:, :-1]
+    arrays[1] = np.where(mask, arrays[0], IGNORE)
     return arrays
 
 
 def class_arrays(
     rows: np.ndarray, begins: Begins, vocab_size: int, trained: np.ndarray, pad_id: int, first: bool
 ) -> list[np.ndarray]:
-    """As batch_arrays with a document mask, of records that end with their class, which alone is trained: the class is
-    the label of the record's first token, or of its last one, and in its own place stands padding.
+    """Return arrays like batch_arrays with a document mask, for classification.
+
+    Each record ends with its class, its only trained id. The class becomes the label of the record's first or last
+    token, and is replaced by padding in the tokens.
     """
     row, column = np.nonzero(trained)
     classes, rows = rows[row, column], rows.copy()
     rows[row, column] = pad_id
-    apart = np.concatenate([begins[0], row]), np.concatenate([begins[1], column])
-    arrays = batch_arrays(rows, apart, True, vocab_size)
+    all_begins = np.concatenate([begins[0], row]), np.concatenate([begins[1], column])
+    arrays = batch_arrays(rows, all_begins, True, vocab_size)
     _, labels, _, positions = arrays
     labels[:] = IGNORE
     last = column - 1

@@ -1,4 +1,4 @@
-"""The position in the data as a checkpoint keeps it: for no particular number of ranks, and only for the same data."""
+"""The position in the data that a checkpoint stores: valid for any number of ranks, but only for the same data."""
 
 import json
 import os
@@ -13,12 +13,12 @@ from torchtitan.datasets.packing import Cursor
 from torchtitan.datasets.sources import CONTENTS
 
 VERSION = 2
-"""1: lanes took turns at fixed places. Prepared shards have no lanes that take turns: their order is still the same."""
+"""In version 1 lanes took turns in a fixed order. Prepared shards have no such lanes, so their order is unchanged."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """`samples` have been consumed by all ranks together; the cursors say where each of the `lanes` goes on."""
+    """A position: `samples` consumed by all ranks together, and a cursor for each of the `lanes`."""
 
     samples: int
     lanes: int
@@ -36,7 +36,7 @@ class Position:
 
 
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The states of all data-parallel ranks after the same step, as one that any number of ranks can resume from."""
+    """Merge the states of all data-parallel ranks after one step; any number of ranks can resume from the result."""
     first = states[0]
     if any(s["samples"] != first["samples"] or s["fingerprint"] != first["fingerprint"] for s in states):
         raise JobError(
@@ -57,9 +57,10 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
 def resume(
     state: dict[str, Any] | None, lanes: list[int], taken: Callable[[int], np.ndarray], fingerprint: dict[str, Any]
 ) -> Position:
-    """The position of a merged state, or the beginning. `lanes` are those that have cursors; `taken` says how many of
-    the first samples each lane has given. Raises JobError if the state is of other data, or of a program that read them
-    in another order."""
+    """Return the position of a merged state, or the beginning without a state.
+
+    `lanes`: the lanes with cursors. `taken`: returns how many of the first samples come from each lane. Raises JobError
+    if the state belongs to other data, or to a version that read the data in another order."""
     if state is None:
         return Position(0, len(lanes), {}, fingerprint)
     if state.get("version") != VERSION and not (state.get("version") == 1 and not lanes and not state["lanes"]):
@@ -81,10 +82,10 @@ def resume(
     expected_of = taken(state["samples"]).tolist()
     for lane in lanes:
         expected = expected_of[lane]
-        found = cursors.get(lane, Cursor()).samples
-        if found != expected:
+        count = cursors.get(lane, Cursor()).samples
+        if count != expected:
             raise JobError(
-                f"the checkpoint's data position is not whole: lane {lane} is at sample {found} instead of {expected}; "
+                f"the checkpoint's data position is not whole: lane {lane} is at sample {count} instead of {expected}; "
                 "join the states of all data-parallel ranks with merge_states"
             )
     return Position(state["samples"], len(lanes), cursors, fingerprint)
@@ -94,9 +95,9 @@ def check_same_data(state: dict[str, Any], fingerprint: dict[str, Any]) -> None:
     """Raise JobError unless the state belongs to the data with this fingerprint."""
     # A checkpoint is JSON, which returns tuples as lists: compare both after a round trip.
     before, fingerprint = json.loads(json.dumps([state["fingerprint"], fingerprint]))
-    # states from before there were templates say nothing of them
-    known = {name: said for name, said in fingerprint.items() if name != "chat_template" or name in before}
-    _refuse(_differences(before, known), _packing_of(before, known))
+    # States saved before chat templates existed do not contain one.
+    now = {name: value for name, value in fingerprint.items() if name != "chat_template" or name in before}
+    _refuse(_differences(before, now), _packing_of(before, now))
 
 
 def _packing_of(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -119,15 +120,15 @@ def _refuse(different: list[str], advice: str = "") -> None:
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
-    found = []
+    differences = []
     for name in sorted(old.keys() | new.keys()):
         if name == CONTENTS and name not in old:
             continue
         a, b = old.get(name, "nothing"), new.get(name, "nothing")
         if name == "dataset_path" and isinstance(a, str):
-            a = os.path.expanduser(a)  # a state from before a home's ~ was taken for it where a job is read
+            a = os.path.expanduser(a)  # old states contain an unexpanded ~
         if isinstance(a, dict) and isinstance(b, dict):
-            found += _differences(a, b, f"{path}{name}: ")
+            differences += _differences(a, b, f"{path}{name}: ")
         elif a != b:
-            found.append(f"{path}{name}: {a} in the checkpoint, {b} now")
-    return found
+            differences.append(f"{path}{name}: {a} in the checkpoint, {b} now")
+    return differences

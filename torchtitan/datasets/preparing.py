@@ -1,4 +1,4 @@
-"""Tokenizing a source once, into prepared shards: by the command `torchtitan prepare`, and before a run of epochs."""
+"""Tokenization of a source into prepared shards, by `torchtitan prepare` and before a run with epochs."""
 
 import fcntl
 import glob
@@ -25,18 +25,18 @@ from torchtitan.datasets.sources import BadRecord, DataError, Document, Indexed,
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokens import ShardWriter, TokenShards
 
-# What goes to a worker at a time.
+# Limits of the chunks that are sent to workers.
 CHUNK_DOCUMENTS = 256
 CHUNKS_AHEAD = 4
 CHUNK_CHARACTERS = 2**20
 Encoded = Made | BadRecord
 WHOLE = Recipe()
 PAIRS_READ = 2
-"""Another number whenever the same records of pairs become other tokens, as texts that repeat their prompt did: what
-was made before is then made anew, also in a folder that jobs share."""
+"""Version of the tokenization of preference pairs. Raise it whenever the same records give other tokens: older shards
+are then prepared again, also in a folder that several jobs share."""
 
 CONVERSATIONS_READ = 2
-"""The same for conversations, which were tokenized in pieces, an answer apart from its header, in version 1."""
+"""Version of the tokenization of conversations. Version 1 tokenized an answer separately from its header."""
 
 
 def prepared(
@@ -49,9 +49,11 @@ def prepared(
     recipe: Recipe = WHOLE,
     chat_template: str | None = None,
 ) -> TokenShards:
-    """The shards of a source, made in `folder` unless they are there: by one of the processes that ask for them at the
-    same time, while the others wait. What decides their content decides their name, with the times at which the files
-    at dataset_path were changed. Their fingerprint is the source's and their own checksums.
+    """Return the shards of a source, preparing them in `folder` if they do not exist.
+
+    If several processes ask at the same time, one prepares them and the others wait. The folder name is a hash of all
+    inputs and of the modification times of the files at dataset_path. The fingerprint contains the source's and the
+    shards' checksums.
     """
     origin = dict(source.fingerprint)  # opening a source may add to it
     tokenizer = build_tokenizer(tokenizer_path, chat_template)
@@ -68,17 +70,17 @@ def prepared(
                 prepare(source, tokenizer_path, shards, workers, stop, recipe, chat_template)
     except OSError as error:
         raise JobError(f"{folder}: cannot hold the tokenized data: {error}; give a job.dump_folder that can") from None
-    made = TokenShards(shards)
-    made.fingerprint = origin | {"shards": made.fingerprint["files"]}
-    return made
+    result = TokenShards(shards)
+    result.fingerprint = origin | {"shards": result.fingerprint["files"]}
+    return result
 
 
 def _changed(path: str | None) -> list[tuple[str, int]]:
-    """Each file at a path, and when it was last changed, in nanoseconds: a file may be another one of the same size."""
+    """Return each file at a path with its modification time in ns: a changed file may have the same size."""
     if path is None:
         return []
-    found = glob.glob(os.path.join(path, "**"), recursive=True) if os.path.isdir(path) else glob.glob(path)
-    return sorted((name, os.stat(name).st_mtime_ns) for name in found if os.path.isfile(name))
+    paths = glob.glob(os.path.join(path, "**"), recursive=True) if os.path.isdir(path) else glob.glob(path)
+    return sorted((name, os.stat(name).st_mtime_ns) for name in paths if os.path.isfile(name))
 
 
 def prepare(
@@ -90,7 +92,7 @@ def prepare(
     recipe: Recipe = WHOLE,
     chat_template: str | None = None,
 ) -> dict[str, Any]:
-    """Make the folder; returns its header. Raises DataError for bad data, JobError if it cannot be written."""
+    """Write the folder and return its header. Raises DataError for bad data, JobError if it cannot be written."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise JobError(f"{output}: exists and is not an empty folder; give another --output, or remove it first")
     encoder = Encoder(tokenizer_path, chat_template, recipe)
@@ -132,7 +134,7 @@ def _write(source: Source, encoder: "Encoder", folder: Path, workers: int, stop:
 
 
 class _Readable:
-    """Texts in chunks for the workers. Records that cannot be read are counted, or raised with `stop`."""
+    """Chunks of documents for the workers. Unreadable records are counted, or raised with `stop`."""
 
     def __init__(self, items: Iterable[Item], stop: bool) -> None:
         self.items, self.stop, self.skipped = items, stop, 0
@@ -162,7 +164,7 @@ def _tokenized(chunks: Iterable[list[Document]], encoder: "Encoder", workers: in
     if workers == 1:
         yield from (encoder.all(chunk) for chunk in chunks)
         return
-    # not a multiprocessing.Pool: that one waits for ever for a worker that was killed
+    # not a multiprocessing.Pool, which waits forever for a killed worker
     with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=encoder.made_of) as pool:
         pending: deque[Future[list[Encoded]]] = deque()
         try:
@@ -177,7 +179,7 @@ def _tokenized(chunks: Iterable[list[Document]], encoder: "Encoder", workers: in
 
 
 class Encoder:
-    """Documents to ids, in this process."""
+    """An encoder of documents to ids in this process."""
 
     def __init__(self, tokenizer_path: str, chat_template: str | None, recipe: Recipe) -> None:
         self.tokenizer_path, self.recipe = tokenizer_path, recipe
@@ -200,8 +202,8 @@ class Encoder:
             encoded = [encode(self.tokenizer, part, self.recipe.train_on) for part in parts]
         except BadRecord as error:
             return error
-        made = [self.recipe.apply(*tokens, part) for tokens, part in zip(encoded, parts, strict=True)]
-        return joined(made) if len(made) > 1 else made[0]
+        encoded_parts = [self.recipe.apply(*tokens, part) for tokens, part in zip(encoded, parts, strict=True)]
+        return joined(encoded_parts) if len(encoded_parts) > 1 else encoded_parts[0]
 
 
 _worker: dict[str, Encoder] = {}

@@ -1,9 +1,9 @@
-"""From the value of a record's field to a document, and from a document to tokens and which of them are trained.
+"""Conversion of a record's field to a document, and of a document to token ids with a loss mask.
 
-Spans meet where training begins or ends, and there a token ends too: a prompt then has the ids that it has when the
-model is asked, and no token is half trained. Neighbours that are both trained, or both not, are joined before, so no
-other border leaves a mark. Conversations are the exception: their ids are those of the text that the template makes, as
-transformers' apply_chat_template has them, and the offsets of characters say which tokens are trained.
+A token never crosses a border between trained and untrained spans. A prompt therefore has the same ids in training as
+in generation, and no token is partly trained. Adjacent spans that are both trained, or both not, are joined first, so
+other borders have no effect. Conversations are the exception: their ids are those of the rendered text, as in
+transformers' apply_chat_template, and character offsets decide which tokens are trained.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,23 +20,25 @@ from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError
 LARGEST_ID = 2**31 - 1
 ROLES = {"role", "from"}
 ROLE_OF = {"human": "user", "gpt": "assistant"}
-"""Names of ShareGPT's format."""
+"""Role names of the ShareGPT format."""
 
 
 class Tokens(NamedTuple):
     ids: np.ndarray
     """[n] integers."""
     trained: np.ndarray
-    """[n] bool: whether the model learns to predict the token."""
+    """[n] bool: the loss mask."""
 
 
 NO_TOKENS = Tokens(np.empty(0, dtype=np.int64), np.empty(0, dtype=bool))
 
 
 def document_of(value: Any, field: str, place: str, short_place: str) -> Document:
-    """The document of a field's value: text; a list of token ids, which brings its own begin and end; a list of
-    segments {text, label}, of which those with label = true are trained; or a conversation, a list of messages {role,
-    content} or {from, value}, of which the assistant's are trained. Raises DataError, which names `place`."""
+    """Convert a field's value to a document. Raises DataError, which names `place`.
+
+    The value is text; a list of token ids, which includes begin and end; a list of segments {text, label}, trained if
+    label is true; or a conversation, a list of messages {role, content} or {from, value}, in which the assistant's
+    messages are trained."""
     if isinstance(value, str):
         return Document(value, short_place)
     if isinstance(value, list) and all(type(item) is int and 0 <= item <= LARGEST_ID for item in value):
@@ -53,16 +55,16 @@ def document_of(value: Any, field: str, place: str, short_place: str) -> Documen
 def _segment(item: dict[str, Any], number: int, field: str, place: str) -> Span:
     content, trained = item.get("text"), item.get("label")
     if not isinstance(content, str) or not isinstance(trained, bool):
-        given = ", ".join(f"{name}: {type(value).__name__}" for name, value in list(item.items())[:20]) or "nothing"
+        types = ", ".join(f"{name}: {type(value).__name__}" for name, value in list(item.items())[:20]) or "nothing"
         raise DataError(
-            f"{place}: segment {number} of field {field!r} has {given}; allowed: text: str and label: bool (whether it "
+            f"{place}: segment {number} of field {field!r} has {types}; allowed: text: str and label: bool (whether it "
             f"is trained); {REMEDY}"
         )
     return Span(content, trained)
 
 
 def role_of(name: Any) -> Any:
-    """As the others call it, for a name of ShareGPT's."""
+    """Map a ShareGPT role name to the usual one; return other names unchanged."""
     return ROLE_OF.get(name, name) if isinstance(name, str) else name
 
 
@@ -72,15 +74,16 @@ def _message(item: dict[str, Any], number: int, field: str, place: str) -> dict[
     item = {key: value for key, value in item.items() if value is not None}
     for key in ("role", "content"):
         if not isinstance(item.get(key), str):
-            given = type(item[key]).__name__ if key in item else "nothing"
-            raise DataError(f"{place}: message {number} of field {field!r} has {given} as {key}, not text; {REMEDY}")
+            kind = type(item[key]).__name__ if key in item else "nothing"
+            raise DataError(f"{place}: message {number} of field {field!r} has {kind} as {key}, not text; {REMEDY}")
     return item
 
 
 def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = ANSWERS) -> Tokens:
-    """Ids between those of document begin and end; none for a document without text. Begin and end count as what is
-    beside them does. BadRecord for a document that the template or the tokenizer fails on, DataError where they do not
-    fit each other."""
+    """Encode a document, with its begin and end ids; no ids for a document without text.
+
+    Begin and end have the loss mask of the adjacent token. Raises BadRecord if the template or the tokenizer fails on
+    the document, DataError if template and tokenizer do not match."""
     if isinstance(document.content, Pair):
         raise PairFound(
             f"{document.place}: a pair of answers, which only task.kind dpo, ipo and orpo learn; choose one of these, "
@@ -131,23 +134,23 @@ def _encode_rendered(tokenizer: Tokenizer, spans: Sequence[Span]) -> Tokens:
         ranges = [
             (stop - len(text), stop) for text, stop, flag in zip(texts, stops, flags, strict=True) if text and flag
         ]
-        piece, chosen = tokenizer.encode_with_ranges("".join(texts), ranges)
-        learned = [False] * len(piece)
-        for first, last in chosen:
-            learned[first:last] = [True] * (last - first)
+        piece, token_ranges = tokenizer.encode_with_ranges("".join(texts), ranges)
+        mask = [False] * len(piece)
+        for first, last in token_ranges:
+            mask[first:last] = [True] * (last - first)
         ids += piece
-        trained += learned
+        trained += mask
     return Tokens(np.array(ids, dtype=np.int64), np.array(trained, dtype=bool))
 
 
 def prompt_ids(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], place: str) -> list[int]:
-    """What a model reads of a conversation before it answers, with the ids that it was trained on. As `encode`."""
+    """Return the prompt ids of a conversation, the same ids as in training. Raises errors like `encode`."""
     spans = prompt_spans(tokenizer, messages, place)
     return encode(tokenizer, Document(spans, place, framed=True)).ids.tolist()
 
 
 def _pieces(tokenizer: Tokenizer, document: Document) -> Iterator[tuple[Sequence[int], bool]]:
-    """The ids of each run of like spans, and whether they are trained; nothing if there is no more than blanks."""
+    """Yield the ids and the trained flag of each run of similar spans; nothing for a blank document."""
     spans = [span for span in document.spans if len(span.content)]
     if all(isinstance(span.content, str) and span.content.isspace() for span in spans):
         return

@@ -1,9 +1,9 @@
-"""Whole documents as samples, several in one where they fit: for what is learned record by record.
+"""Sample packing: whole documents as samples, several in one sample where they fit.
 
-A document is never cut and never read behind another: attention, positions and labels keep to it, and what is left of a
-sample is padding that nobody learns. Which documents share a sample is a function of their lengths, the seed and the
-epoch alone, worked out anew for each epoch, window by window of its shuffled documents. So the number of samples is
-known before the first one, and the position in the data is a number, for any number of ranks.
+A document is never cut, and never sees another one: attention, positions and labels stay within the document. The rest
+of a sample is padding without loss. Which documents share a sample depends only on their lengths, the seed and the
+epoch. It is computed once per epoch, for one window of the shuffled documents after the other. So the number of samples
+is known before the first one, and the position in the data is a single number for any number of ranks.
 """
 
 from bisect import bisect_left, insort
@@ -19,21 +19,23 @@ from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokens import TokenReader, TokenShards
 
 Split = float | int
-"""A share of each source's documents, below 1; or how many documents of all sources together."""
+"""A fraction of each source's documents (below 1), or a number of documents over all sources."""
 PACKS, SPLIT, GROUPS = 0x7061636B, 0x73706C69, 0x67726F75
-"""Keep the order of packs and of groups, and who is held out, apart from the order of documents under the same seed."""
+"""Salts: the orders of packs and groups and the held-out split are independent of the order of documents."""
 GROUPED_STEPS = 64
-"""Steps whose samples are put in order of their length together."""
+"""Number of steps whose samples are sorted by length together."""
 KEPT_EPOCHS = 2
 
 
 class Packing(NamedTuple):
-    """How documents become samples. `window`: documents that are packed together; 1: each is a sample of its own.
-    `split`: what of the documents is held out, and `held_out` whether these are read, or the others. `left`: padding
-    stands before them. `together`: neighbours that stay so, as pairs do; each is a sample then. `multiple`: batches are
-    as long as their longest sample, up to a multiple of this; 0: all as long as a sample may be. `group`: samples of a
-    step, where those of one are to be about as long; else 0. `shard`: which of how many equal parts of the documents
-    that are not held out is read.
+    """Options of sample packing.
+
+    `window`: number of documents packed together; 1: one document per sample. `split`: the documents that are held out;
+    `held_out`: read these instead of the others. `left`: pad on the left. `together`: adjacent documents that stay
+    adjacent, such as pairs; each is then one sample. `multiple`: pad batches to their longest sample, rounded up to
+    this multiple; 0: pad to the full sample length. `group`: samples per step if the samples of a step should have
+    similar lengths, else 0. `shard`: (number, count) of the equal part of the documents to read, without the held-out
+    ones.
     """
 
     window: int
@@ -48,54 +50,55 @@ class Packing(NamedTuple):
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What the order of samples depends on, JSON-able."""
-        said: dict[str, Any] = {} if self.split is None else {"split": self.split}
-        said |= {"group": self.group} if self.group else {}
-        said |= {"shard": list(self.shard)} if self.shard != (1, 1) else {}
-        return {"window": self.window} | said
+        """Return what the order of samples depends on, JSON-able."""
+        options: dict[str, Any] = {} if self.split is None else {"split": self.split}
+        options |= {"group": self.group} if self.group else {}
+        options |= {"shard": list(self.shard)} if self.shard != (1, 1) else {}
+        return {"window": self.window} | options
 
 
 def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
-    """[n] lengths, none above the room -> the number of the pack that each goes into, [n].
+    """Assign documents of [n] lengths, none above `room`, to packs; return pack numbers [n].
 
-    The longest first, each into the pack that it leaves the least room in (best fit decreasing, which needs at most
-    11/9 of the fewest possible packs and one more: D. S. Johnson, 1973). O(n log n).
+    Best fit decreasing: the longest document first, each into the pack that then has the least room left. It needs at
+    most 11/9 of the fewest possible packs plus one (D. S. Johnson, 1973). O(n log n).
     """
     packs = np.empty(len(lengths), dtype=np.int64)
-    rooms: list[int] = []  # that packs have left, sorted
-    having: dict[int, list[int]] = {}  # such a room, the packs
+    rooms: list[int] = []  # sorted room left in the open packs
+    packs_by_room: dict[int, list[int]] = {}  # room left -> pack numbers
     sizes, count = lengths.tolist(), 0
     for index in np.argsort(-lengths, kind="stable").tolist():
-        place = bisect_left(rooms, sizes[index])
-        if place == len(rooms):
-            left, pack, count = room, count, count + 1
+        index_of_room = bisect_left(rooms, sizes[index])
+        if index_of_room == len(rooms):
+            remaining, pack, count = room, count, count + 1
         else:
-            left = rooms[place]
-            pack = having[left].pop()
-            if not having[left]:
-                del having[left], rooms[place]
+            remaining = rooms[index_of_room]
+            pack = packs_by_room[remaining].pop()
+            if not packs_by_room[remaining]:
+                del packs_by_room[remaining], rooms[index_of_room]
         packs[index] = pack
-        left -= sizes[index]
-        if left not in having:
-            having[left] = []
-            insort(rooms, left)
-        having[left].append(pack)
+        remaining -= sizes[index]
+        if remaining not in packs_by_room:
+            packs_by_room[remaining] = []
+            insort(rooms, remaining)
+        packs_by_room[remaining].append(pack)
     return packs
 
 
 def held_out_of(sizes: Sequence[int], split: Split) -> list[int]:
-    """How many documents of each source are held out, as large a share of every one. DataError unless some are held
-    out and some left."""
-    whole = sum(sizes)
-    share = Fraction(str(split)) if split < 1 else Fraction(int(split), max(whole, 1))
-    exact = [share * size for size in sizes]
+    """Return how many documents of each source are held out, the same fraction of every source.
+
+    Raises DataError unless some documents are held out and some are left."""
+    total = sum(sizes)
+    fraction = Fraction(str(split)) if split < 1 else Fraction(int(split), max(total, 1))
+    exact = [fraction * size for size in sizes]
     counts = [int(part) for part in exact]
-    behind = sorted(range(len(sizes)), key=lambda i: counts[i] - exact[i])
-    for i in behind[: int(sum(exact) + Fraction(1, 2)) - sum(counts)]:
+    most_rounded_down = sorted(range(len(sizes)), key=lambda i: counts[i] - exact[i])
+    for i in most_rounded_down[: int(sum(exact) + Fraction(1, 2)) - sum(counts)]:
         counts[i] += 1
-    if not 0 < sum(counts) < whole:
+    if not 0 < sum(counts) < total:
         raise DataError(
-            f"validation.split = {split}: {sum(counts)} of {whole} documents would be held out; allowed: at least one "
+            f"validation.split = {split}: {sum(counts)} of {total} documents would be held out; allowed: at least one "
             "and not all; correct it, or give more data"
         )
     return counts
@@ -103,14 +106,15 @@ def held_out_of(sizes: Sequence[int], split: Split) -> list[int]:
 
 class _Epoch(NamedTuple):
     documents: np.ndarray
-    """Numbers of documents, pack after pack."""
+    """Document numbers, pack after pack."""
     begins: np.ndarray
-    """[packs + 1] Where in these each pack begins."""
+    """[packs + 1] Start of each pack in `documents`."""
 
 
 class PackReader:
-    """As a BlockReader, of packs of seq_len + 1 tokens from one or several folders, whose documents are numbered
-    through. DataError for documents that are longer than that."""
+    """A reader with BlockReader's interface for packs of seq_len + 1 tokens, from one or several folders.
+
+    Documents are numbered consecutively over all folders. Raises DataError for documents longer than a pack."""
 
     def __init__(
         self, sources: Sequence[TokenShards], seq_len: int, seed: int, shuffle: bool, packing: Packing
@@ -122,38 +126,38 @@ class PackReader:
         self.lengths = np.concatenate([lengths_of(reader, seq_len) for reader in self.readers])
         self.numbers = self._chosen()
         self._epochs: dict[int, _Epoch] = {}
-        self._ends: list[int] = []  # of the epochs that were worked out: packs up to their end
+        self._ends: list[int] = []  # per computed epoch: number of packs up to its end
 
     def samples(self, epochs: int) -> int:
-        """In so many passes."""
+        """Return the number of samples in `epochs` passes."""
         return self._end(epochs - 1) if epochs else 0
 
     def samples_with(self, tokens: int) -> int:
-        """How many of the first samples hold so many tokens of documents; a sample that is begun is whole."""
+        """Return how many samples it takes to read `tokens` document tokens; a partly needed sample counts."""
         epoch, before = 0, 0
         while True:
             documents, begins = self._epoch(epoch)
-            held = before + np.cumsum(self.lengths[documents])[begins[1:] - 1]
-            if held[-1] >= tokens:
-                return (self._end(epoch - 1) if epoch else 0) + int(held.searchsorted(tokens)) + 1
-            epoch, before = epoch + 1, int(held[-1])
+            cumulative = before + np.cumsum(self.lengths[documents])[begins[1:] - 1]
+            if cumulative[-1] >= tokens:
+                return (self._end(epoch - 1) if epoch else 0) + int(cumulative.searchsorted(tokens)) + 1
+            epoch, before = epoch + 1, int(cumulative[-1])
 
     @property
     def efficiency(self) -> float:
-        """The share of the first pass that is no padding."""
+        """Return the fraction of the first pass that is not padding."""
         return float(self.lengths[self.numbers].sum()) / (self.samples(1) * self.room)
 
     def order(self, samples: np.ndarray) -> np.ndarray:
-        """Global samples are found by their numbers."""
+        """Return the samples unchanged: they are read by their global numbers."""
         return samples
 
     def read(self, samples: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-        """As BlockReader.read. Padding counts as a document."""
+        """Read samples like BlockReader.read. Padding counts as a document."""
         rows, _, begins = self._read(samples)
         return rows, begins
 
     def trained(self, samples: np.ndarray) -> np.ndarray:
-        """As BlockReader.trained."""
+        """Return loss masks like BlockReader.trained."""
         return self._read(samples)[1]
 
     def _read(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
@@ -185,8 +189,8 @@ class PackReader:
         while self._end(epoch) <= sample:
             epoch += 1
         documents, begins = self._epoch(epoch)
-        place = sample - (self._ends[epoch - 1] if epoch else 0)
-        return documents[begins[place] : begins[place + 1]]
+        pack = sample - (self._ends[epoch - 1] if epoch else 0)
+        return documents[begins[pack] : begins[pack + 1]]
 
     def _end(self, epoch: int) -> int:
         for number in range(len(self._ends), epoch + 1):
@@ -195,8 +199,8 @@ class PackReader:
 
     def _epoch(self, epoch: int) -> _Epoch:
         if epoch not in self._epochs:
-            for old in list(self._epochs)[: 1 - KEPT_EPOCHS]:
-                del self._epochs[old]
+            for oldest in list(self._epochs)[: 1 - KEPT_EPOCHS]:
+                del self._epochs[oldest]
             self._epochs[epoch] = self._packed(epoch)
         return self._epochs[epoch]
 
@@ -215,31 +219,33 @@ class PackReader:
             packs = best_fit(self.lengths[window], self.room)
             if self.shuffle:
                 packs = permute(packs, int(packs.max()) + 1, key(self.seed, PACKS, epoch, first))
-            else:  # by the first document of each
-                found = np.unique(packs, return_index=True)[1]
-                packs = np.argsort(np.argsort(found))[packs]
+            else:  # order packs by their first document
+                first_documents = np.unique(packs, return_index=True)[1]
+                packs = np.argsort(np.argsort(first_documents))[packs]
             documents[first : first + len(window)] = window[np.argsort(packs, kind="stable")]
             counts.append(np.bincount(packs))
         return _Epoch(documents, np.concatenate([[0], np.cumsum(np.concatenate(counts))]))
 
     def _grouped(self, order: np.ndarray, epoch: int) -> np.ndarray:
-        """An epoch's order with steps of samples of about the same length: those of GROUPED_STEPS steps by length, then
-        the steps drawn anew. What does not fill a step stays at the end."""
-        step, together = self.packing.group, self.packing.together
-        found = []
+        """Reorder an epoch so that the samples of a step have similar lengths.
+
+        The samples of GROUPED_STEPS steps are sorted by length, then these steps are shuffled. Samples that do not fill
+        a step stay at the end."""
+        step, group_size = self.packing.group, self.packing.together
+        ordered = []
         for first in range(0, len(order), GROUPED_STEPS * step):
-            rows = order[first : first + GROUPED_STEPS * step].reshape(-1, together)
+            rows = order[first : first + GROUPED_STEPS * step].reshape(-1, group_size)
             longest = self.lengths[self.numbers[rows]].max(1)
-            own = rows[np.argsort(-longest, kind="stable")].ravel()
-            whole = len(own) // step * step
-            steps, rest = own[:whole].reshape(-1, step), own[whole:]
+            by_length = rows[np.argsort(-longest, kind="stable")].ravel()
+            num_full = len(by_length) // step * step
+            steps, remainder = by_length[:num_full].reshape(-1, step), by_length[num_full:]
             if len(steps):
                 steps = steps[permute(np.arange(len(steps)), len(steps), key(self.seed, GROUPS, epoch, first))]
-            found += [steps.ravel(), rest]
-        return np.concatenate(found)
+            ordered += [steps.ravel(), remainder]
+        return np.concatenate(ordered)
 
     def _chosen(self) -> np.ndarray:
-        """The numbers of the documents that are read, in their order."""
+        """Return the numbers of the documents to read, in stored order."""
         sizes = [len(reader.documents) for reader in self.readers]
         for reader, size in zip(self.readers, sizes, strict=True):
             if size % self.packing.together:
@@ -252,11 +258,11 @@ class PackReader:
         sizes = [size // self.packing.together for size in sizes]
         numbers = []
         split, (shard, shards) = self.packing.split, self.packing.shard
-        held_out_each = [0] * len(sizes) if split is None else held_out_of(sizes, split)
-        for first, size, held_out in zip(self.firsts, sizes, held_out_each, strict=False):
+        held_out_counts = [0] * len(sizes) if split is None else held_out_of(sizes, split)
+        for first, size, held_out in zip(self.firsts, sizes, held_out_counts, strict=False):
             order = permute(np.arange(size), size, key(self.seed, SPLIT)) if size else np.arange(0)
-            own = order[:held_out] if self.packing.held_out else order[held_out:][shard - 1 :: shards]
-            numbers.append(first + self._members(np.sort(own)))
+            selected = order[:held_out] if self.packing.held_out else order[held_out:][shard - 1 :: shards]
+            numbers.append(first + self._members(np.sort(selected)))
         if not sum(map(len, numbers)):
             raise DataError(
                 f"data.shards = {shard}/{shards}: none of {sum(sizes)} records are in it; give fewer shards, or more "
@@ -265,13 +271,13 @@ class PackReader:
         return np.concatenate(numbers)
 
     def _members(self, groups: np.ndarray) -> np.ndarray:
-        """The numbers of the documents in groups that stay together."""
-        together = self.packing.together
-        return (groups[:, None] * together + np.arange(together)).ravel()
+        """Return the document numbers of the given groups, `together` adjacent documents each."""
+        group_size = self.packing.together
+        return (groups[:, None] * group_size + np.arange(group_size)).ravel()
 
 
 def lengths_of(reader: TokenReader, seq_len: int) -> np.ndarray:
-    """Of each document, in tokens. DataError for those that no sample has room for."""
+    """Return the length of each document in tokens. Raises DataError for documents longer than a sample."""
     lengths = np.diff(reader.documents, append=reader.shards.tokens)
     if len(lengths) and lengths.min() < 1:
         raise reader.damaged()

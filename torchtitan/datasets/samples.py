@@ -1,9 +1,9 @@
 """The samples of one rank as pieces of batches, from lanes of documents or from prepared shards.
 
 Global sample i is a function of i alone. Data-parallel rank r of n takes the samples r, r + n, r + 2n, ... (counted
-from the sample at which the run began or was resumed), local_batch_size of them for a batch. So after any number of
-batches the ranks together have taken an unbroken run of samples, and any other number of ranks can go on from there.
-Samples of which one loss is made, such as pairs, are dealt out together.
+from the sample at which the run began or was resumed), local_batch_size of them per batch. After any number of batches
+the ranks together have consumed a contiguous range of samples, so any other number of ranks can continue from there.
+Adjacent samples that share a loss, such as pairs, go to the same rank.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,8 +22,8 @@ from torchtitan.datasets.streams import Lanes
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokens import BlockReader, TokenShards
 
-# A part of a batch: its rows (None: all of one batch or more), [rows, S] for each name (or nothing), and the new
-# cursors of the lanes that it is from.
+# A part of a batch: its rows (None: one or more complete batches), a [rows, S] tensor per name (or none), and the new
+# cursors of the lanes it was read from.
 Piece = tuple[list[int] | None, Sequence[torch.Tensor] | torch.Tensor, dict[int, Cursor]]
 
 
@@ -31,13 +31,13 @@ Numbers = TypeVar("Numbers", np.ndarray, torch.Tensor)
 
 
 def dealt(own: Numbers, rank: int, ranks: int, together: int) -> Numbers:
-    """Of a rank's own samples, numbered from 0, their numbers among those of all ranks."""
+    """Map a rank's local sample numbers, counted from 0, to sample numbers over all ranks."""
     return (own // together * ranks + rank) * together + own % together
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which global samples a rank takes from `start` on, batch_size for a batch, `together` at a time."""
+    """One rank's share of the global samples from `start` on: batch_size per batch, in runs of `together` samples."""
 
     start: int
     rank: int
@@ -46,22 +46,24 @@ class Share:
     together: int = 1
 
     def samples(self, batches: np.ndarray) -> np.ndarray:
-        """[n] numbers of batches to [n, batch_size] global samples."""
-        own = batches[:, None] * self.batch_size + np.arange(self.batch_size)
-        return self.start + dealt(own, self.rank, self.ranks, self.together)
+        """Map [n] batch numbers to [n, batch_size] global samples."""
+        local_samples = batches[:, None] * self.batch_size + np.arange(self.batch_size)
+        return self.start + dealt(local_samples, self.rank, self.ranks, self.together)
 
     def lanes(self, mixture: Mixture) -> list[int]:
-        """Those that its samples are from."""
+        """Return the lanes that this rank's samples come from."""
         first, stride = self.start + self.rank * self.together, self.ranks * self.together
         return list(
-            dict.fromkeys(lane for place in range(self.together) for lane in mixture.own(first + place, stride))
+            dict.fromkeys(lane for offset in range(self.together) for lane in mixture.own(first + offset, stride))
         )
 
 
 @dataclass(frozen=True)
 class Form:
-    """What a batch looks like, and how many there are (None: no end). `packing`: of whole documents, from prepared
-    shards; None: samples are cut from all documents, end to end. `labels`: what they are, see packing.py."""
+    """The form of batches.
+
+    `batches`: number of batches (None: endless). `packing`: pack whole documents from prepared shards; None: cut
+    samples from the concatenation of all documents. `labels`: kind of labels, see packing.py."""
 
     tokenizer: Tokenizer
     seq_len: int
@@ -76,18 +78,18 @@ class Form:
     def tensors(
         self, rows: np.ndarray, begins: tuple[np.ndarray, np.ndarray], trained: np.ndarray | None
     ) -> list[torch.Tensor]:
-        """What `batch_arrays` makes of ids [n, seq_len + 1]: each [n, seq_len]."""
-        words = self.tokenizer.vocab_size
+        """Convert ids [n, seq_len + 1] to batch tensors, each [n, seq_len], as `batch_arrays` does."""
+        vocab_size = self.tokenizer.vocab_size
         if self.labels in ("first", "last"):
             assert self.packing is not None and trained is not None, "classes are of whole records"
-            arrays = class_arrays(rows, begins, words, trained, self.packing.pad_id, self.labels == "first")
+            arrays = class_arrays(rows, begins, vocab_size, trained, self.packing.pad_id, self.labels == "first")
         else:
             make = own_arrays if self.labels == "same" else batch_arrays
-            arrays = make(rows, begins, self.document_mask, words, trained)
+            arrays = make(rows, begins, self.document_mask, vocab_size, trained)
         return [torch.from_numpy(array) for array in arrays]
 
     def reader(self, sources: Sequence[TokenShards], seed: int, shuffle: bool) -> "Reader":
-        """Of prepared shards, one folder or several as one."""
+        """Return a reader of prepared shards from one folder, or from several joined folders."""
         if self.packing is not None:
             return PackReader(sources, self.seq_len, seed, shuffle, self.packing)
         if len(sources) == 1:
@@ -99,9 +101,10 @@ Reader = BlockReader | JoinedBlocks | PackReader
 
 
 class LanePieces:
-    """Samples packed from text, of one source or several; prepared shards among these are a source of one lane, in
-    which each sample is found by itself. `stop`: raise at a record that cannot be read. From global sample `end` on
-    nothing is read, and no label counts."""
+    """Pieces of batches packed from text, of one or several sources.
+
+    Prepared shards among several sources count as a source of one lane with random access. `stop`: raise at an
+    unreadable record instead of skipping it. From global sample `end` on nothing is read, and no label has a loss."""
 
     def __init__(
         self,
@@ -126,12 +129,12 @@ class LanePieces:
         packers = self._packers(self.own_lanes[worker::workers])
         for batch in self.form.numbers():
             samples = self.share.samples(np.array([batch]))[0]
-            lanes, numbers = (found.tolist() for found in self.mixture.locate(samples))
-            own = [row for row, lane in enumerate(lanes) if lane in packers]
-            ids = np.zeros((len(own), self.form.seq_len + 1), dtype=np.int64)
+            lanes, numbers = (array.tolist() for array in self.mixture.locate(samples))
+            local_rows = [row for row, lane in enumerate(lanes) if lane in packers]
+            ids = np.zeros((len(local_rows), self.form.seq_len + 1), dtype=np.int64)
             trained = np.zeros(ids.shape, dtype=bool)
             begin_rows, begin_columns, cursors = [], [], {}
-            for i, row in enumerate(own):
+            for i, row in enumerate(local_rows):
                 if self.end is not None and samples[row] >= self.end:
                     continue
                 packer = packers[lanes[row]]
@@ -141,14 +144,14 @@ class LanePieces:
                 if isinstance(packer, LanePacker):
                     cursors[lanes[row]] = packer.cursor
             begins = np.array(begin_rows, dtype=np.int64), np.array(begin_columns, dtype=np.int64)
-            yield own, self.form.tensors(ids, begins, trained) if own else [], cursors
+            yield local_rows, self.form.tensors(ids, begins, trained) if local_rows else [], cursors
 
-    def _packers(self, own: list[int]) -> dict[int, "LanePacker | ShardLane"]:
+    def _packers(self, local_lanes: list[int]) -> dict[int, "LanePacker | ShardLane"]:
         packers: dict[int, LanePacker | ShardLane] = {}
         for source, first, end in zip(
             self.sources, self.mixture.first_lanes.tolist(), self.mixture.first_lanes[1:].tolist(), strict=False
         ):
-            lanes = [lane for lane in own if first <= lane < end]
+            lanes = [lane for lane in local_lanes if first <= lane < end]
             if isinstance(source, TokenShards):
                 reader = self.form.reader([source], self.seed, self.shuffle) if lanes else None
                 packers |= {lane: ShardLane(reader) for lane in lanes if reader is not None}
@@ -161,13 +164,13 @@ class LanePieces:
 
 
 class ShardLane:
-    """Prepared shards as one of several sources."""
+    """A lane of prepared shards, which are one of several sources."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
 
     def sample(self, number: int, row: np.ndarray, trained: np.ndarray) -> list[int]:
-        """As LanePacker.sample."""
+        """Fill the rows with a sample, like LanePacker.sample."""
         start = self.reader.order(np.array([number]))
         ids, (_, columns) = self.reader.read(start)
         flags = self.reader.trained(start)
@@ -176,13 +179,15 @@ class ShardLane:
 
 
 class BlockPieces:
-    """Samples of prepared shards; each is found by itself. Several batches go into a piece, as handing one over costs
-    more than reading a few thousand tokens. From global sample `end` on, no label counts."""
+    """Pieces of batches from prepared shards, with random access to samples.
+
+    A piece contains several batches, because handing a piece over costs more than reading a few thousand tokens. From
+    global sample `end` on, no label has a loss."""
 
     PIECE_TOKENS = 2**16
     PIECE_BATCHES = 64
     AHEAD = 2048
-    """Samples whose places are worked out at a time."""
+    """Number of samples whose order is computed at a time."""
     own_lanes: list[int] = []
 
     def __init__(
@@ -197,21 +202,23 @@ class BlockPieces:
     def pieces(self, worker: int, workers: int) -> Iterator[Piece]:
         reader = self.form.reader(self.sources, self.seed, self.shuffle)
         size, limit = self.share.batch_size, self.form.batches
-        together = min(max(1, self.PIECE_TOKENS // (size * self.form.seq_len)), self.PIECE_BATCHES)
-        ahead = max(1, self.AHEAD // (together * size))
+        per_piece = min(max(1, self.PIECE_TOKENS // (size * self.form.seq_len)), self.PIECE_BATCHES)
+        ahead = max(1, self.AHEAD // (per_piece * size))
         for first in count(worker, workers * ahead):
-            batches = (first + np.arange(ahead)[:, None] * workers) * together + np.arange(together)
+            batches = (first + np.arange(ahead)[:, None] * workers) * per_piece + np.arange(per_piece)
             samples = self.share.samples(batches.ravel()).ravel()
             past = np.zeros(len(samples), dtype=bool) if self.end is None else samples >= self.end
             starts = reader.order(np.where(past, 0, samples))
-            together_of = zip(batches.tolist(), np.split(starts, ahead), np.split(past, ahead), strict=True)
-            for numbers, own, filling in together_of:
-                left = together if limit is None else max(0, min(together, limit - numbers[0]))
-                if left == 0:
+            chunks = zip(batches.tolist(), np.split(starts, ahead), np.split(past, ahead), strict=True)
+            for numbers, piece_starts, is_past in chunks:
+                remaining = per_piece if limit is None else max(0, min(per_piece, limit - numbers[0]))
+                if remaining == 0:
                     return
-                own, filling = own[: left * size], filling[: left * size]
-                trained = reader.trained(own)
-                if filling.any():
-                    trained = np.ones((len(own), self.form.seq_len + 1), dtype=bool) if trained is None else trained
-                    trained = trained & ~filling[:, None]
-                yield None, self.form.tensors(*reader.read(own), trained), {}
+                piece_starts, is_past = piece_starts[: remaining * size], is_past[: remaining * size]
+                trained = reader.trained(piece_starts)
+                if is_past.any():
+                    trained = (
+                        np.ones((len(piece_starts), self.form.seq_len + 1), dtype=bool) if trained is None else trained
+                    )
+                    trained = trained & ~is_past[:, None]
+                yield None, self.form.tensors(*reader.read(piece_starts), trained), {}

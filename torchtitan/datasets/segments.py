@@ -1,9 +1,9 @@
-"""Documents that are read from beginning to end: each row of a batch reads one, a segment at a time, and then the next.
+"""Segment batches: each batch row reads one document from start to end, a segment per step, and then the next document.
 
-A document stays in its row, so that what a model remembers of it (adapters/neurocache) goes on from batch to batch.
-Documents are tokenized before the run, and all their lengths are known: every rank knows what all rows of the global
-batch read, and makes the batches of its own ones. Of the shuffled order, which goes on from epoch to epoch, a row that
-is free takes the next document.
+A document stays in its row, so a stateful model (adapters/neurocache) can carry its memory from batch to batch.
+Documents are tokenized before the run and their lengths are known, so every rank can compute what all rows of the
+global batch read, and builds only the batches of its own rows. A row that has finished its document takes the next one
+of the shuffled order, which continues from epoch to epoch.
 """
 
 import logging
@@ -24,11 +24,11 @@ from torchtitan.datasets.verification import Verification
 logger = logging.getLogger(__name__)
 Batch = dict[str, torch.Tensor]
 STAGGER = 0x5E6
-"""Keeps where rows begin apart from the order of documents under the same seed."""
+"""Salt: the offsets at which rows begin are independent of the document order of the same seed."""
 
 
 class Reading(NamedTuple):
-    """Of a row: a document, how many of its tokens are behind, and at which the row began."""
+    """A row's document, the offset of its next token, and the offset at which the row began."""
 
     document: int
     offset: int = 0
@@ -36,14 +36,14 @@ class Reading(NamedTuple):
 
 
 class Documents:
-    """Of several folders, numbered one behind the other; of these the `chosen`, if they are said."""
+    """The documents of several folders, numbered consecutively; only those in `chosen`, if set."""
 
     def __init__(self, sources: Sequence[TokenShards], chosen: np.ndarray | None = None) -> None:
         self.readers = [TokenReader(source) for source in sources]
         starts = [reader.documents for reader in self.readers]
-        ends = [np.append(each[1:], source.tokens) for each, source in zip(starts, sources, strict=True)]
+        ends = [np.append(values[1:], source.tokens) for values, source in zip(starts, sources, strict=True)]
         self.starts, self.ends = np.concatenate(starts), np.concatenate(ends)
-        self.owners = np.repeat(np.arange(len(starts)), [len(each) for each in starts])
+        self.owners = np.repeat(np.arange(len(starts)), [len(values) for values in starts])
         if chosen is not None:
             self.starts, self.ends, self.owners = self.starts[chosen], self.ends[chosen], self.owners[chosen]
         if len(self.starts) == 0 or (self.ends < self.starts).any():
@@ -56,11 +56,11 @@ class Documents:
         return int(self.ends[document] - self.starts[document])
 
     def segments(self, document: int, seq_len: int) -> int:
-        """Of so many tokens, each with the one behind it; what is too short has none."""
+        """Return the number of segments of `seq_len` input tokens; 0 for a document without a label."""
         return max(0, -(-(self.length(document) - 1) // seq_len))
 
     def predicted(self, document: int) -> np.ndarray:
-        """The ids of a document that are labels: those trained, but the first, [tokens]."""
+        """Return the ids [tokens] of a document that are labels: all trained tokens except the first token."""
         ids = np.empty(self.length(document), dtype=np.int64)
         trained = np.zeros(len(ids), dtype=bool)
         self.copy(Reading(document), ids, trained)
@@ -74,7 +74,9 @@ class Documents:
 
 @dataclass(frozen=True)
 class LanePosition:
-    """`samples` have been consumed, and documents `taken`, by all ranks together; of this one: what its rows read."""
+    """A position in the data.
+
+    `samples` and `taken` count the samples and documents consumed by all ranks; `rows` are this rank's readings."""
 
     samples: int
     fingerprint: dict[str, Any]
@@ -84,24 +86,26 @@ class LanePosition:
     rows: tuple[Reading | None, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        own = {"taken": self.taken, "rows": [None if row is None else list(row) for row in self.rows]}
-        told = {"version": VERSION, "samples": self.samples, "lanes": 0, "cursors": {}, "ranks": self.ranks}
-        return told | {"fingerprint": self.fingerprint, "read": {str(self.rank): own}}
+        reading = {"taken": self.taken, "rows": [None if row is None else list(row) for row in self.rows]}
+        state = {"version": VERSION, "samples": self.samples, "lanes": 0, "cursors": {}, "ranks": self.ranks}
+        return state | {"fingerprint": self.fingerprint, "read": {str(self.rank): reading}}
 
 
 class SegmentLoader:
-    """Iterating yields batches without an end: tokens, labels and positions [rows, seq_len], and of each row, [rows],
-    `lanes`, its number; `begins`, whether its document does; `filled`, how many of the tokens are there; `offsets`,
-    where in the document the first stands. All int64 on the CPU but `begins`. Raises DataError.
+    """An endless iterator over segment batches.
 
-    `stagger`: rows begin somewhere inside of their first document, or all would end their first ones together. `rows`:
-    of this rank, dealt as the samples of other loaders are: what they read together depends on `rows` x `ranks` alone.
+    Each batch has tokens, labels and positions [rows, seq_len], and per row [rows]: `lanes`, the row's number;
+    `begins`, True if its document begins here; `filled`, the number of real tokens; `offsets`, the position of the
+    first token in its document. All are int64 on the CPU except `begins`. Raises DataError.
+
+    `stagger`: start each row at a random offset in its first document, so that rows do not all finish together.
+    `rows`: number of rows of this rank; what all ranks read depends only on `rows` x `ranks`.
     """
 
     skipped = 0
 
     verification: Verification | None = None
-    """Of the prepared shards that are read."""
+    """Background check of the prepared shards."""
 
     def __init__(
         self,
@@ -130,13 +134,13 @@ class SegmentLoader:
 
     @property
     def rows(self) -> list[Reading | None]:
-        """Of this rank."""
+        """Return the readings of this rank's rows."""
         return self.all_rows[self.rank :: self.ranks]
 
     def _resume(self, state: dict[str, Any]) -> None:
         check_same_data(state, self.fingerprint)
         self.samples, read = state["samples"], state.get("read", {})
-        self.taken = max((each["taken"] for each in read.values()), default=0)
+        self.taken = max((reading["taken"] for reading in read.values()), default=0)
         ranks = state.get("ranks", 1)
         by_rank = [read[str(rank)]["rows"] for rank in range(ranks) if str(rank) in read]
         if sum(map(len, by_rank)) == len(self.all_rows) and len(by_rank) == ranks:
@@ -150,8 +154,8 @@ class SegmentLoader:
         room = self.documents.length(reading.document) - 1 - self.seq_len
         if room <= 0:
             return reading
-        drawn = int(key(self.seed, STAGGER, row)[0] % np.uint64(room))
-        return Reading(reading.document, drawn, drawn)
+        offset = int(key(self.seed, STAGGER, row)[0] % np.uint64(room))
+        return Reading(reading.document, offset, offset)
 
     def _next_document(self) -> Reading:
         while True:
@@ -167,26 +171,29 @@ class SegmentLoader:
             if self.verification is not None:
                 self.verification.refuse_damaged()
             self.all_rows = [row or self._next_document() for row in self.all_rows]
-            own = self.rows
-            begun = {index for index, row in enumerate(own) if row is not None and row.offset == row.start}
-            batch = segment_batch(self.documents, own, self.seq_len, begun)
+            local_rows = self.rows
+            begun = {index for index, row in enumerate(local_rows) if row is not None and row.offset == row.start}
+            batch = segment_batch(self.documents, local_rows, self.seq_len, begun)
             self.all_rows = [after(row, self.documents, self.seq_len) for row in self.all_rows]
             self.samples += len(self.all_rows)
             yield batch
 
     def again(self, tokens: int) -> Iterator[Batch]:
-        """What the rows have read last of their documents, so many tokens of it or what there is, in the segments in
-        which they read it: for a model that has forgotten it.
+        """Yield again the segments that the rows read last, up to `tokens` tokens of their current documents.
+
+        Used to rebuild the state of a model, such as a cache, after a restore.
         """
-        most = -(-tokens // self.seq_len)
-        own = self.rows
-        behind = [0 if row is None else min(most, (row.offset - row.start) // self.seq_len) for row in own]
-        for ago in range(most, 0, -1):  # on all ranks as many, which may communicate
+        max_segments = -(-tokens // self.seq_len)
+        local_rows = self.rows
+        num_segments = [
+            0 if row is None else min(max_segments, (row.offset - row.start) // self.seq_len) for row in local_rows
+        ]
+        for ago in range(max_segments, 0, -1):  # the same number on all ranks, because the model may communicate
             rows = [
                 row._replace(offset=row.offset - ago * self.seq_len) if row is not None and ago <= count else None
-                for row, count in zip(own, behind, strict=True)
+                for row, count in zip(local_rows, num_segments, strict=True)
             ]
-            yield segment_batch(self.documents, rows, self.seq_len, {i for i, n in enumerate(behind) if n == ago})
+            yield segment_batch(self.documents, rows, self.seq_len, {i for i, n in enumerate(num_segments) if n == ago})
 
     def position(self) -> LanePosition:
         return LanePosition(self.samples, self.fingerprint, self.rank, self.ranks, self.taken, tuple(self.rows))
@@ -199,14 +206,14 @@ class SegmentLoader:
 
 
 def after(row: Reading | None, documents: Documents, seq_len: int) -> Reading | None:
-    """Where a row goes on behind this segment; None where its document ends."""
+    """Return the row's reading after this segment; None at the end of its document."""
     if row is None or row.offset + seq_len >= documents.length(row.document) - 1:
         return None
     return row._replace(offset=row.offset + seq_len)
 
 
 def segment_batch(documents: Documents, rows: Sequence[Reading | None], seq_len: int, begun: set[int]) -> Batch:
-    """The segments of rows; of one that reads nothing, and behind a document's end, tokens are 0 and do not count."""
+    """Return the batch of the rows' segments. Idle rows and positions after a document's end are 0 without loss."""
     ids = np.zeros((len(rows), seq_len + 1), dtype=np.int64)
     trained = np.zeros((len(rows), seq_len + 1), dtype=bool)
     filled = np.zeros(len(rows), dtype=np.int64)
@@ -229,8 +236,10 @@ def segment_batch(documents: Documents, rows: Sequence[Reading | None], seq_len:
 
 
 class HeldOutSegments:
-    """The batches of a data-parallel rank that read the first documents, in their order, until these have `samples`
-    segments; 0 for all. Each is read to its end, and ranks and rows that are through wait for the others with nothing.
+    """The held-out batches of one data-parallel rank: the first documents in stored order.
+
+    Reads as many documents as it takes to have `samples` segments (0: all), each to its end. Ranks and rows that finish
+    early yield empty rows until all others have finished.
     """
 
     def __init__(self, documents: Documents, samples: int, *, seq_len: int, rows: int, rank: int, ranks: int) -> None:
@@ -238,14 +247,14 @@ class HeldOutSegments:
         counts = [documents.segments(document, seq_len) for document in range(len(documents))]
         enough = np.searchsorted(np.cumsum(counts), samples) + 1 if samples else len(counts)
         self.order = [document for document in range(min(int(enough), len(counts))) if counts[document]]
-        self.batches = max(sum(1 for _ in self._readings(each)) for each in range(ranks))
+        self.batches = max(sum(1 for _ in self._readings(values)) for values in range(ranks))
 
     def _readings(self, rank: int) -> Iterator[list[Reading | None]]:
-        left = iter(self.order[rank :: self.ranks])
+        remaining = iter(self.order[rank :: self.ranks])
         rows: list[Reading | None] = [None] * self.rows
         while True:
             for index, row in enumerate(rows):
-                if row is None and (document := next(left, None)) is not None:
+                if row is None and (document := next(remaining, None)) is not None:
                     rows[index] = Reading(document)
             if not any(row is not None for row in rows):
                 return

@@ -14,7 +14,7 @@ _WORD = 2**64 - 1
 
 
 def key(*numbers: int | np.ndarray) -> np.ndarray:
-    """64 bits from a seed and from what it is used for (epoch, part, block); as many keys as a number is an array."""
+    """Return a 64-bit key from a seed and its uses (epoch, part, block); arrays give one key per element."""
     value = np.zeros(1, dtype=np.uint64)
     for number in numbers:
         word = number & _WORD if isinstance(number, int) else number.astype(np.uint64)
@@ -23,8 +23,9 @@ def key(*numbers: int | np.ndarray) -> np.ndarray:
 
 
 def permute(index: np.ndarray, length: int, key: np.ndarray) -> np.ndarray:
-    """Where a shuffle of range(length) sends each index, as int64; one key for all, or one for each. The indices must
-    be below the length."""
+    """Return where a shuffle of range(length) sends each index, as int64.
+
+    `key`: one for all indices, or one per index. The indices must be below the length."""
     bits = max(2, (length - 1).bit_length())
     key = np.broadcast_to(key, index.shape)
     out = _network(index.astype(np.uint64), bits, key)

@@ -1,8 +1,8 @@
-"""What a source of documents is, and how files are found and named.
+"""Sources of documents, and the search for data files.
 
-There are two kinds. An Indexed source gives any document by its number, so a shuffle can jump about in it. A Stream is
-a list of parts (files, row groups, shards) that can only be read forward, each from any record on. Both are cheap to
-make, only names and sizes are looked at: `torchtitan check` makes them too. Nothing here imports torch.
+There are two kinds of sources. An Indexed source has random access to documents by number, so it can be fully shuffled.
+A Stream is a list of parts (files, row groups, shards) that can only be read forward, each from any record on. Both are
+cheap to create, because only names and sizes are read: `torchtitan check` creates them too. Nothing here imports torch.
 """
 
 import glob
@@ -21,11 +21,11 @@ from torchtitan.core.files import FileError, open_file, require_file
 
 REMEDY = 'repair the file, or set training.on_bad_data = "skip" to count and leave out what cannot be read'
 MAX_RECORD = 2**25
-"""A longer line, field or element is taken for damage: one runaway record must not take all memory."""
-# A fingerprint lists this many files one by one, so that a difference can be named; more go into one checksum.
+"""Longest line, field or element, in bytes. A longer one counts as damage, so that it cannot exhaust the memory."""
+# A fingerprint lists up to this many files, so that an error can name the difference; more go into one checksum.
 LISTED_FILES = 256
 CONTENTS = "samples of the contents"
-"""In a fingerprint; those of older checkpoints have none."""
+"""Key in a fingerprint; fingerprints of older checkpoints lack it."""
 SAMPLE_BYTES = 4096
 
 
@@ -34,19 +34,19 @@ class DataError(JobError):
 
 
 class Unreachable(DataError):
-    """Data that may be good and cannot be had now. Never skipped: what is left out would depend on the network."""
+    """Data that cannot be reached now but may be good. Never skipped: the samples would depend on the network."""
 
 
 class PairFound(DataError):
-    """Of a pair of answers, where text is read."""
+    """A preference pair in data that are read as text."""
 
 
 class BadRecord(DataError):
-    """Of a document that was read and has no tokens: its template or the tokenizer fails on it, and not on others."""
+    """A document that cannot be tokenized: the template or the tokenizer fails on it, but not on others."""
 
 
 class Span(NamedTuple):
-    """A stretch of a document. The model always reads it; what is not trained has no loss."""
+    """A part of a document. The model always reads it; only trained spans have a loss."""
 
     content: str | Sequence[int]
     """Text, or the ids of the job's tokenizer."""
@@ -54,15 +54,16 @@ class Span(NamedTuple):
 
 
 class Chat(NamedTuple):
-    """A conversation; the tokenizer's chat template says what its text is."""
+    """A conversation, rendered to text by the tokenizer's chat template."""
 
     messages: Sequence[dict[str, Any]]
-    """{role, content} each, and what else the template knows."""
+    """Messages {role, content}, with any further keys that the template uses."""
 
 
 class Labelled(NamedTuple):
-    """One text or two, and the class that they are of. `ended`: whether the token that ends a document stands behind
-    each text; else it stands between two of them.
+    """One or two texts and their class.
+
+    `ended`: each text is followed by the end-of-document token; otherwise that token only separates two texts.
     """
 
     texts: Sequence[str]
@@ -70,7 +71,7 @@ class Labelled(NamedTuple):
     ended: bool
 
     def spans(self, begin: Sequence[int], end: int) -> list[Span]:
-        """Between these ids, and behind all the class as an id, which alone is trained."""
+        """Return the spans: `begin`, the texts with `end`, and last the class as an id, the only trained span."""
         texts = [Span(text, False) for text in self.texts]
         after = [Span([end], False)]
         between = after * (2 if self.ended else 1)
@@ -80,18 +81,17 @@ class Labelled(NamedTuple):
 
 class Document(NamedTuple):
     content: "str | Sequence[Span] | Chat | Labelled | Pair"
-    """A text, all of which is trained, spans, a conversation, texts of a class, or two answers. May be empty: such a
-    document is left out."""
+    """A fully trained text, spans, a conversation, labelled texts, or a pair. Empty documents are skipped."""
     place: str
-    """Where it came from, for people."""
+    """The document's origin, for messages."""
     framed: bool = False
-    """Whether it brings the tokens that begin and end it; else they are added."""
+    """True if it already contains its begin and end tokens; otherwise they are added."""
     form: str = ""
-    """The format of the record that it was made of (formats.py), if it was one."""
+    """Format of the record that it was read from (formats.py), if any."""
 
     @property
     def spans(self) -> Sequence[Span]:
-        """Of a conversation what was said, without its template."""
+        """Return the spans of the content; for a conversation the messages without the template."""
         if isinstance(self.content, Labelled):
             return [Span(text, False) for text in self.content.texts]
         if isinstance(self.content, Pair):
@@ -102,12 +102,12 @@ class Document(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What of it is text."""
+        """Return the text of all spans; spans of ids are left out."""
         return "".join(span.content for span in self.spans if isinstance(span.content, str))
 
 
 class Pair(NamedTuple):
-    """Two answers to one question, each with the question."""
+    """Two answers to the same prompt; both documents include the prompt."""
 
     chosen: Document
     rejected: Document
@@ -117,7 +117,7 @@ Item = Document | DataError
 
 
 def attempt(read: Callable[..., Document], *args: Any) -> Item:
-    """What it gives, or the error that it raises."""
+    """Call `read` and return its document, or the DataError that it raises."""
     try:
         return read(*args)
     except DataError as error:
@@ -125,15 +125,17 @@ def attempt(read: Callable[..., Document], *args: Any) -> Item:
 
 
 class Part(ABC):
-    """Something that is read forward: a file, a row group, a shard."""
+    """A part of a stream that is read forward: a file, a row group, a shard."""
 
     size = 1
-    """How much there is in it, in a unit that all parts of its class share."""
+    """Amount of data, in a unit that all parts of the class share."""
 
     @abstractmethod
     def read(self, start: int) -> Iterator[Item]:
-        """The records from number `start` on. A record that cannot be read comes as the error that says why, so that
-        the numbers of the others stay; if nothing can be read after it, it is the last."""
+        """Yield the records from number `start` on.
+
+        An unreadable record is yielded as its error, so that the numbers of the others do not change. If nothing can
+        be read after it, it is the last."""
 
 
 class IndexedFile(Part):
@@ -147,10 +149,10 @@ class IndexedFile(Part):
 
     @abstractmethod
     def get(self, index: int) -> Document:
-        """Raises DataError."""
+        """Return a document. Raises DataError."""
 
     def probe(self) -> None:
-        """As Indexed.probe."""
+        """Check the file like Indexed.probe."""
 
     def read(self, start: int) -> Iterator[Item]:
         for index in range(start, len(self)):
@@ -170,15 +172,15 @@ class IndexedFile(Part):
 
 class Source:
     packages: tuple[str, ...] = ()
-    """What reading it needs of what is not always installed."""
+    """Optional packages that are needed for reading it."""
 
     def __init__(self, name: str, fingerprint: dict[str, Any]) -> None:
         self.name = name
         self.fingerprint = fingerprint
-        """What the order of documents depends on, JSON-able. A resume compares it."""
+        """Everything that the order of documents depends on, JSON-able; compared when a run resumes."""
 
     def documents(self) -> Iterator[Item]:
-        """All of them, in the order in which they are stored."""
+        """Yield all documents in stored order."""
         raise NotImplementedError
 
 
@@ -199,13 +201,14 @@ class Indexed(Source):
             yield from file.read(0)
 
     def get(self, index: int) -> Document:
-        """Raises DataError."""
+        """Return a document. Raises DataError."""
         file = bisect_right(self._ends, index)
         return self.files[file].get(index - (self._ends[file - 1] if file else 0))
 
     def probe(self) -> None:
-        """Look where damage shows cheaply, so that it is found before the job starts, by all ranks alike. Raises
-        DataError."""
+        """Check for damage that is cheap to detect, so that all ranks find it before the job starts.
+
+        Raises DataError."""
         for file in self.files:
             file.probe()
 
@@ -220,7 +223,7 @@ class Stream(Source):
         return self._parts if self._parts is not None else self.open()
 
     def open(self) -> list[Part]:
-        """The parts, for sources that must ask far away for them."""
+        """Return the parts; for sources that fetch the list from a server."""
         raise NotImplementedError
 
     def documents(self) -> Iterator[Item]:
@@ -229,43 +232,43 @@ class Stream(Source):
 
 
 def find_files(path: str | None, suffixes: tuple[str, ...]) -> dict[str, Path]:
-    """Name -> path, sorted by name, of a file, of all files with such a suffix under a folder, or of a glob."""
+    """Return name -> path, sorted by name: one file, all files with these suffixes in a folder, or a glob's matches."""
     option = "training.dataset_path"
     allowed = f"a file, a folder or a glob of {', '.join(suffixes)}"
     if not path:
         raise DataError(f"{option} is not set; this dataset needs {allowed}; set {option}")
     if os.path.lexists(path) and not os.path.isdir(path):
-        found = {os.path.basename(path): Path(path)}
+        files = {os.path.basename(path): Path(path)}
     elif os.path.isdir(path):
-        found = walk(path, suffixes)
+        files = walk(path, suffixes)
     elif glob.has_magic(path):
-        found = {
+        files = {
             os.path.normpath(f): Path(f)
             for f in glob.glob(path, recursive=True)
             if os.path.exists(f) and not os.path.isdir(f)
         }
     else:
         raise DataError(f"{path}: no such file or folder; {allowed} is needed; correct {option}")
-    wrong = sorted(name for name in found if not name.lower().endswith(suffixes))
-    if wrong or not found:
-        what = f"{wrong[0]} is of another kind" if wrong else "nothing is there"
-        raise DataError(f"{path}: {what}; {allowed} is needed; correct {option}")
-    for file in found.values():
+    wrong = sorted(name for name in files if not name.lower().endswith(suffixes))
+    if wrong or not files:
+        problem = f"{wrong[0]} is of another kind" if wrong else "nothing is there"
+        raise DataError(f"{path}: {problem}; {allowed} is needed; correct {option}")
+    for file in files.values():
         try:
             require_file(file)
         except FileError as error:
             raise DataError(f"{file} {error.reason}; {allowed} is needed; correct {option}") from None
         if not os.access(file, os.R_OK):
             raise DataError(f"{file}: may not be read by this user; change its permissions or {option}")
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))
 
 
 def files_fingerprint(files: dict[str, Path]) -> dict[str, Any]:
-    """Names, sizes and a checksum of samples of the content; DataError if there is not a byte in them."""
+    """Return names, sizes and a checksum of samples of the content. Raises DataError if all files are empty."""
     sizes = {name: path.stat().st_size for name, path in files.items()}
     if not any(sizes.values()):
-        what = "it is" if len(files) == 1 else f"all {len(files)} files are"
-        raise DataError(f"{next(iter(files.values()))}: no data, {what} empty; give files with text")
+        subject = "it is" if len(files) == 1 else f"all {len(files)} files are"
+        raise DataError(f"{next(iter(files.values()))}: no data, {subject} empty; give files with text")
     contents = {CONTENTS: _samples_checksum(files, sizes)}
     if len(sizes) <= LISTED_FILES:
         return {"files": sizes} | contents
@@ -278,8 +281,10 @@ def files_fingerprint(files: dict[str, Path]) -> dict[str, Any]:
 
 
 def _samples_checksum(files: dict[str, Path], sizes: dict[str, int]) -> str:
-    """Over the beginning, the end and two places between of up to LISTED_FILES files, evenly spaced: other texts of the
-    same names and sizes are told apart in milliseconds, a change of a few bytes elsewhere is not."""
+    """Return a checksum over the beginning, the end and two positions between in up to LISTED_FILES files.
+
+    The files are evenly spaced. Different texts with the same names and sizes are detected in milliseconds; a change of
+    a few bytes elsewhere is not."""
     names = list(files)
     digest = hashlib.sha256()
     for name in names[:: -(-len(names) // LISTED_FILES)]:
@@ -291,15 +296,15 @@ def _samples_checksum(files: dict[str, Path], sizes: dict[str, int]) -> str:
 
 
 def walk(folder: str, suffixes: tuple[str, ...], left_out: Collection[str] = ()) -> dict[str, Path]:
-    """Name relative to the folder -> path, of all files below it, without hidden ones and folders of those names."""
-    found = {}
+    """Return relative name -> path of all files below a folder, without hidden files and the `left_out` folders."""
+    files = {}
     for root, folders, names in os.walk(folder):
         folders[:] = [f for f in folders if not f.startswith(".") and f not in left_out]
         for name in names:
             file = Path(root, name)
             if not name.startswith(".") and name.lower().endswith(suffixes) and file.exists():
-                found[file.relative_to(folder).as_posix()] = file
-    return found
+                files[file.relative_to(folder).as_posix()] = file
+    return files
 
 
 def decode(content: bytes, place: str, offset: int) -> str:

@@ -35,7 +35,7 @@ def c4_validation(path: str | None, text_field: str) -> Source:
 
 
 def c4_test(path: str | None, text_field: str) -> Source:
-    """torchtitan's 2,000 documents, which are not shipped here."""
+    """Open torchtitan's 2,000 test documents, which are not shipped here."""
     if path is None:
         raise DataError(
             "dataset c4_test is torchtitan's tests/assets/c4_test, which is not shipped here; set "
@@ -53,7 +53,7 @@ def huggingface_validation(path: str | None, text_field: str) -> Source:
 
 
 def named(name: str, path: str | None, split: str, reading: Reading) -> Source:
-    """Of the hub, or a local folder."""
+    """Open a dataset of the hub, or a local folder."""
     if path is None:
         raise DataError(
             f"dataset {name} needs dataset_path: the name of a dataset on the hub (owner/name, or "
@@ -65,7 +65,7 @@ def named(name: str, path: str | None, split: str, reading: Reading) -> Source:
 
 
 class _Hub(Stream):
-    """Nothing is fetched before the parts are asked for."""
+    """A dataset of the hub. Nothing is fetched before `parts` is read."""
 
     packages = ("datasets",)
 
@@ -110,16 +110,16 @@ class _Shard(Part):
     def read(self, start: int) -> Iterator[Item]:
         row = start
         try:
-            # In batches, because going through the rows would deal them out to loader workers a second time.
+            # In batches, because iterating over rows would split them among loader workers a second time.
             for batch in self.dataset.skip(start).iter(BATCH):
-                lack = self.reading.lacks(batch) or self.reading.unclear(batch)
-                names = list(batch) if lack else self.reading.columns(batch)
+                problem = self.reading.lacks(batch) or self.reading.unclear(batch)
+                names = list(batch) if problem else self.reading.columns(batch)
                 for values in zip(*(batch[name] for name in names), strict=True):
                     place = f"{self.name}, row {row}"
                     record = dict(zip(names, values, strict=True))
                     yield attempt(self.reading.document, record, place, place)
                     row += 1
-                    if lack:
+                    if problem:
                         return
         except Exception as error:  # as in open
             yield Unreachable(f"{self.name}, row {row}: cannot be read: {type(error).__name__}: {error}; {REMEDY}")

@@ -27,7 +27,7 @@ def pretokenized_validation(path: str | None, text_field: str) -> Source:
 
 
 class Blocks(Indexed):
-    """Of one split; of a folder without splits all. Raises DataError."""
+    """The blocks of one split, or of a folder without splits. Raises DataError."""
 
     packages = ("pyarrow",)
 
@@ -47,7 +47,7 @@ class Blocks(Indexed):
             raise DataError(f"{self.folder}: its {split} has no rows; one block at least is needed: save it again")
 
     def check(self, seq_len: int, tokenizer: Tokenizer, tokenizer_path: str) -> None:
-        """Whether samples of this length, and ids of the job's tokenizer, are what it holds. Looks at three blocks."""
+        """Raise DataError unless blocks match this sample length and the job's tokenizer. Reads three blocks."""
         self.check_length(seq_len)
         self._check_tokenizer(tokenizer, tokenizer_path)
         for index in {0, len(self) // 2, len(self) - 1}:
@@ -66,7 +66,7 @@ class Blocks(Indexed):
             )
 
     def _check_tokenizer(self, tokenizer: Tokenizer, path: str) -> None:
-        """Where what args.json names is here, the two have to be one; of a name on the hub, the path has to say it."""
+        """Compare tokenizers if the one in args.json exists locally; otherwise the job's path must contain its name."""
         try:
             same = build_tokenizer(self.tokenizer).fingerprint == tokenizer.fingerprint
         except (OSError, TokenizerError):
@@ -89,23 +89,23 @@ class BlockFile(ArrowFile):
         document = super().get(index)
         ids = document.spans[0].content
         if isinstance(ids, str) or len(ids) != self.length:
-            what = "text" if isinstance(ids, str) else f"{len(ids)} ids"
-            raise DataError(f"{self.path}, row {index}: {what} instead of {self.length} ids; save the dataset again")
+            content = "text" if isinstance(ids, str) else f"{len(ids)} ids"
+            raise DataError(f"{self.path}, row {index}: {content} instead of {self.length} ids; save the dataset again")
         return Document([Span(ids[:1], trained=False), Span(ids[1:])], document.place, framed=True)
 
 
 def _read_args(folder: Path) -> tuple[str, int]:
-    """The tokenizer's name and the length of a block."""
+    """Return the tokenizer's name and the length of a block."""
     path = folder / ARGS
     try:
-        said: Any = json.loads(read_file(path, LARGEST_TABLE))
+        args: Any = json.loads(read_file(path, LARGEST_TABLE))
     except FileError as error:
         remedy = f'give a folder with {ARGS}, or read ids without it: dataset = "text", text_field = "{COLUMN}"'
         raise DataError(f"{path} {error.reason}; {remedy}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: damaged: {error}; write it again") from None
-    said = said if isinstance(said, dict) else {}
-    name, length = said.get("tokenizer"), said.get("sequence_length")
+    args = args if isinstance(args, dict) else {}
+    name, length = args.get("tokenizer"), args.get("sequence_length")
     if not isinstance(name, str) or type(length) is not int or length < 1:
         raise DataError(f"{path}: has to say the tokenizer (a name) and the sequence_length; write them into it")
     return name, length

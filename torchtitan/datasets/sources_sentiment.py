@@ -1,5 +1,6 @@
-"""Made sentences that say something good or bad, to try out telling classes apart where there is no data: no file is
-read. One in five says it by a negation, so that the word alone is right in four of five.
+"""Generated positive and negative sentences for trying out classification without data files.
+
+One sentence in five contains a negation, so the adjective alone predicts four of five labels.
 """
 
 from collections.abc import Iterator
@@ -14,9 +15,9 @@ WHOSE = ("the", "this", "their new", "our old", "your")
 GOOD = ("good", "great", "lovely", "brilliant", "clever", "charming", "bright", "warm", "fresh", "superb")
 BAD = ("bad", "awful", "boring", "stupid", "dull", "ugly", "broken", "cold", "stale", "poor")
 SAYS = {"was": False, "is": False, "is really": False, "seems": False, "was not": True}
-"""Whether it turns the word behind it round."""
+"""Verb phrase -> True if it negates the adjective."""
 HELD_OUT = 8
-"""One sentence of so many is held out."""
+"""One sentence in this many is held out."""
 
 
 def sentiment(path: str | None, text_field: str, fields: Fields | None = None) -> Source:
@@ -24,12 +25,12 @@ def sentiment(path: str | None, text_field: str, fields: Fields | None = None) -
 
 
 def sentiment_validation(path: str | None, text_field: str, fields: Fields | None = None) -> Source:
-    """Sentences that the training set does not have."""
+    """Return the held-out sentences, which are not in the training set."""
     return Sentences("sentiment_validation", True, path, fields)
 
 
 class Sentences(Indexed):
-    """As text, or with `fields` as records of a class, 1 where something good is said."""
+    """Sentences as text or, with `fields`, as labelled records: class 1 is positive."""
 
     def __init__(self, name: str, held_out: bool, path: str | None, fields: Fields | None) -> None:
         if path is not None:
@@ -52,10 +53,10 @@ class Sentences(Indexed):
         return self.fields.document({"text": text, "label": label}, place, place)
 
     def probe(self) -> None:
-        """The first, in which wrong fields show."""
+        """Read the first sentence, which reveals wrong field names."""
         self.get(0)
 
 
 def _rows() -> Iterator[tuple[str, int]]:
-    for whose, thing, (says, turned), word in product(WHOSE, THINGS, SAYS.items(), GOOD + BAD):
-        yield f"{whose} {thing} {says} {word}", int((word in GOOD) != turned)
+    for determiner, thing, (verb, negated), word in product(WHOSE, THINGS, SAYS.items(), GOOD + BAD):
+        yield f"{determiner} {thing} {verb} {word}", int((word in GOOD) != negated)

@@ -47,7 +47,7 @@ KINDS: dict[str, Callable[[Path, str, Reading], list[Part]]] = {
     ".csv": lambda *of: [CsvFile(*of)],
     ".tsv": lambda *of: [CsvFile(*of)],
 }
-"""By what a file's name ends with: (file, its name in messages, reading) -> its parts."""
+"""File name ending -> function (file, its name in messages, reading) that returns the parts."""
 PIECE = 256 * 1024
 """A text file longer than this is cut into documents of about this many bytes."""
 LINE_END_WITHIN = 64 * 1024
@@ -78,13 +78,14 @@ def _parts(file: Path, name: str, reading: Reading) -> list[Part]:
 
 
 def _first_sign(file: Path) -> bytes:
-    with open_file(file) as opened:
-        return opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    with open_file(file) as stream:
+        return stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
 
 
 class TextFile(IndexedFile):
-    """Pieces of about PIECE bytes, cut at line ends. Where a piece ends is found by looking at the bytes around a
-    multiple of PIECE, so no file is read through to be cut."""
+    """A text file in pieces of about PIECE bytes, cut at line ends.
+
+    The end of a piece is found near a multiple of PIECE, so the file need not be read from the beginning."""
 
     def __len__(self) -> int:
         return -(-self.size // PIECE)
@@ -117,13 +118,13 @@ class JsonLines(IndexedFile):
 
     @cached_property
     def _offsets(self) -> np.ndarray:
-        """Where each line begins, and the end of the file."""
-        found, base = [np.zeros(1, dtype=np.int64)], 0
+        """Return the start of each line, and the end of the file, in bytes."""
+        starts, base = [np.zeros(1, dtype=np.int64)], 0
         with open_file(self.path) as file:
             while block := file.read(2**24):
-                found.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + (base + 1))
+                starts.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + (base + 1))
                 base += len(block)
-        offsets = np.concatenate(found)
+        offsets = np.concatenate(starts)
         return offsets if offsets[-1] == base else np.append(offsets, base)
 
     def __len__(self) -> int:
@@ -137,7 +138,7 @@ class JsonLines(IndexedFile):
         return parse_line(line, f"{self.path}:{index + 1}", f"{self.name}:{index + 1}", start, self.reading)
 
     def probe(self) -> None:
-        """The last line: it is broken if the file was cut off, and a wrong text field shows in any line."""
+        """Read the last line: it is damaged if the file is truncated, and reveals a wrong text field."""
         if len(self):
             self.get(len(self) - 1)
 
@@ -147,7 +148,7 @@ class CompressedJsonLines(Part):
 
     def __init__(self, path: Path, reading: Reading) -> None:
         self.path, self.reading, self.size = path, reading, path.stat().st_size
-        _decompressor(path)  # or what it needs is said at once
+        _decompressor(path)  # raise at once if its package is missing
 
     def read(self, start: int) -> Iterator[Item]:
         for number, offset, line in self._lines():
@@ -158,7 +159,7 @@ class CompressedJsonLines(Part):
                 yield attempt(parse_line, line, *places, offset, self.reading)
 
     def _lines(self) -> Iterator[tuple[int, int, bytes | DataError]]:
-        """(line number from 1, where it begins in the decompressed text, line), or the error that ends it."""
+        """Yield (line number from 1, its offset in the decompressed text, the line or the error that ends it)."""
         head: list[bytes] = []
         number, offset, length = 1, 0, 0
         for chunk in self._chunks():
@@ -182,7 +183,7 @@ class CompressedJsonLines(Part):
         new, error_type = _decompressor(self.path)
         frame = None
         with open_file(self.path) as file:
-            # Small bites: a few bytes of a hostile file can stand for gigabytes.
+            # Small reads: a few bytes of a hostile file can expand to gigabytes.
             while compressed := file.read(2**14):
                 while compressed:
                     if frame is None:
@@ -202,7 +203,7 @@ class CompressedJsonLines(Part):
 
 
 class RowGroup(Part):
-    """`columns`: of the table, those that its records are made of."""
+    """A row group of a parquet file. `columns`: the columns that records are read from."""
 
     def __init__(
         self, path: Path, name: str, number: int, first_row: int, rows: int, reading: Reading, columns: list[str]

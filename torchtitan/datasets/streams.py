@@ -1,15 +1,15 @@
-"""The order of documents: every epoch's shuffled sequence is dealt to lanes, and each lane goes its own way.
+"""The order of documents: each epoch's shuffled documents are distributed over lanes, which advance independently.
 
-Which lane a sample comes from, mixing.py says. The number of lanes is a function of the data alone: the order is the
-same for any number of ranks and workers. A lane that has used up its documents begins its next epoch without waiting
-for the others.
+mixing.py decides which lane a sample comes from. The number of lanes depends only on the data, so the order is the same
+for any number of ranks and workers. A lane that has used up its documents begins its next epoch without waiting for the
+others.
 
-* An Indexed source: the epoch's permutation of all documents, dealt one by one.
-* A Stream of few parts: one pass over the parts in shuffled order, documents dealt one by one; a reader keeps what
-  comes for those of its lanes that are behind. Documents are shuffled within blocks of BLOCK.
-* A Stream of many parts of even size (the shards of a big dataset): each lane has parts of its own.
+* An Indexed source: the epoch's permutation of all documents, distributed one by one.
+* A Stream of few parts: one pass over the parts in shuffled order, documents distributed one by one; a reader queues
+  documents for those of its lanes that are not there yet. Documents are shuffled within blocks of BLOCK.
+* A Stream of many parts of even size (the shards of a big dataset): each lane has its own parts.
 
-Without shuffling there is one lane, as several would pack documents that are not neighbours into one sample.
+Without shuffling there is one lane, because several lanes would pack documents that are not adjacent into one sample.
 """
 
 from collections import deque
@@ -25,15 +25,15 @@ from torchtitan.datasets.sources import DataError, Indexed, Item, Part, Stream, 
 
 MAX_LANES = 64
 LEAST_DOCUMENTS = 8
-"""Per lane; a small source has fewer lanes instead: the fewer documents, the more unlike in length the lanes, and the
-sooner a short one repeats itself."""
+"""Least number of documents per lane; a small source has fewer lanes instead. The fewer documents a lane has, the more
+the lanes differ in length, and the sooner a short one repeats."""
 BLOCK = 1024
 EMPTY_EPOCHS = 8
-"""A lane gives up when it has found no text for so many of its epochs."""
+"""A lane raises an error after this many epochs without text."""
 
 
 class Place(NamedTuple):
-    """Of a document in its lane. Stable over runs: it is what a checkpoint keeps."""
+    """A document's position in its lane. Stable between runs, because checkpoints store it."""
 
     epoch: int = 0
     part: int = 0
@@ -46,11 +46,11 @@ class IndexedLanes:
         self.count = lanes_for(len(source)) if shuffle else 1
 
     def reader(self, places: dict[int, Place]) -> "IndexedReader":
-        """Reads on from these places; the lanes that it will be asked for are the keys."""
+        """Return a reader that continues from these places; the keys are the lanes it will serve."""
         return IndexedReader(self, dict(places))
 
     def first_epoch(self) -> Iterator[tuple[int, Item]]:
-        """Every document once, with its lane."""
+        """Yield every document once, with its lane."""
         for n, index in enumerate(self.order(0, np.arange(len(self.source))).tolist()):
             yield n % self.count, attempt(self.source.get, index)
 
@@ -59,7 +59,7 @@ class IndexedLanes:
 
 
 class IndexedReader:
-    """Works the order out for AHEAD documents of a lane at a time."""
+    """A reader that computes the order of AHEAD documents of a lane at a time."""
 
     AHEAD = 64
 
@@ -75,8 +75,8 @@ class IndexedReader:
         return Place(epoch, 0, ordinal), attempt(self.lanes.source.get, self._index(lane, epoch, ordinal))
 
     def _index(self, lane: int, epoch: int, ordinal: int) -> int:
-        known_epoch, first, indices = self._ahead.get(lane, (-1, 0, []))
-        if epoch != known_epoch or not first <= ordinal < first + len(indices):
+        cached_epoch, first, indices = self._ahead.get(lane, (-1, 0, []))
+        if epoch != cached_epoch or not first <= ordinal < first + len(indices):
             positions = lane + np.arange(ordinal, ordinal + self.AHEAD) * self.lanes.count
             first, indices = ordinal, self.lanes.order(epoch, positions[positions < len(self.lanes.source)]).tolist()
             self._ahead[lane] = (epoch, first, indices)
@@ -84,7 +84,7 @@ class IndexedReader:
 
 
 class StreamLanes:
-    """`stop`: raise an error that shows while the documents are counted."""
+    """The lanes of a stream. `stop`: raise an error that occurs while documents are counted."""
 
     def __init__(self, source: Stream, seed: int, shuffle: bool, stop: bool) -> None:
         self.source, self.seed, self.shuffle = source, seed, shuffle
@@ -101,14 +101,14 @@ class StreamLanes:
                 yield lane if self.own_parts else self.lane_of(place), item
 
     def lane_of(self, place: Place) -> int:
-        # Dealt anew in every round and part: with a fixed deal, data that alternates (question, answer) would give each
-        # lane documents of one kind, and the lanes of the short ones would run epochs ahead. Parts of a few documents
-        # reach all lanes too.
+        # The assignment changes with every round and part. With a fixed one, alternating data (question, answer) would
+        # give each lane documents of one kind, and lanes of short documents would run epochs ahead. Parts of only a
+        # few documents reach all lanes too.
         turn, place_in_turn = divmod(place.ordinal, self.count)
         return _deal(self.seed, place.part, turn, self.count)[place_in_turn]
 
     def read(self, group: int, start: Place) -> Iterator[tuple[Place, Item]]:
-        """The documents of one epoch from a place on: of a lane's own parts (group = lane), or all (group 0)."""
+        """Yield the documents of one epoch from a place on: of a lane's parts (group = lane), or all (group 0)."""
         epoch, first_part, first_ordinal = start
         parts = self._parts(group, epoch)
         for position in range(first_part, len(parts)):
@@ -134,22 +134,22 @@ class StreamLanes:
         return [numbers[i] for i in order.tolist()]
 
     def _records(self, enough: int, stop: bool) -> int:
-        """How many there are, counted no further than is needed."""
-        found = 0
+        """Count the records, up to `enough`."""
+        count = 0
         for part in self.source.parts:
-            for item in islice(part.read(0), enough - found):
+            for item in islice(part.read(0), enough - count):
                 if stop and isinstance(item, DataError):
                     raise item
-                found += 1
-            if found == enough:
+                count += 1
+            if count == enough:
                 break
-        if not found:
+        if not count:
             raise DataError(f"{self.source.name}: there is not one document in it; give data with text")
-        return found
+        return count
 
 
 class StreamReader:
-    """One pass over the stream for each epoch that a lane is in; what comes for the other lanes waits in queues."""
+    """A reader with one pass over the stream per active epoch; documents of other lanes wait in queues."""
 
     def __init__(self, lanes: StreamLanes, places: dict[int, Place]) -> None:
         self.lanes, self.places = lanes, places
@@ -159,11 +159,11 @@ class StreamReader:
     def next(self, lane: int) -> tuple[Place, Item]:
         epoch = self.places[lane].epoch
         for later in range(epoch, epoch + EMPTY_EPOCHS):
-            found = self._next_of_epoch(lane, later)
-            if found is not None:
-                place = found[0]
+            result = self._next_of_epoch(lane, later)
+            if result is not None:
+                place = result[0]
                 self.places[lane] = place._replace(ordinal=place.ordinal + 1)
-                return found
+                return result
         raise no_text(self.lanes.source.name, lane, self.lanes.count)
 
     def _next_of_epoch(self, lane: int, epoch: int) -> tuple[Place, Item] | None:
@@ -187,7 +187,7 @@ class StreamReader:
         return [group] if self.lanes.own_parts else list(self.places)
 
     def _start(self, lane: int, epoch: int) -> Place:
-        """Where a lane's next document of the epoch may be. Beyond the epoch if the lane is through with it."""
+        """Return the earliest place of a lane's next document of an epoch; in a later epoch if this one is over."""
         return max(self.places[lane], Place(epoch))
 
     def _open(self, group: int, epoch: int) -> None:
@@ -206,7 +206,7 @@ class StreamReader:
 
 @lru_cache(maxsize=256)
 def _deal(seed: int, part: int, turn: int, lanes: int) -> list[int]:
-    """The lane of each document of a round."""
+    """Return the lane of each document of a round."""
     return permute(np.arange(lanes), lanes, key(seed, part, turn)).tolist()
 
 
@@ -222,12 +222,12 @@ def no_text(source: str, lane: int, lanes: int) -> DataError:
 
 
 def lanes_for(documents: int) -> int:
-    """The largest power of two that leaves every lane LEAST_DOCUMENTS."""
+    """Return the largest power of two that leaves at least LEAST_DOCUMENTS per lane."""
     return 1 << (min(max(documents // LEAST_DOCUMENTS, 1), MAX_LANES).bit_length() - 1)
 
 
 def _even(parts: list[Part]) -> bool:
-    """Whether the lanes can have parts of their own without some documents being seen more often than others."""
+    """Return True if each lane can have its own parts without some documents being read much more often."""
     if len(parts) < MAX_LANES or len({type(part) for part in parts}) > 1:
         return False
     sizes = sorted((part.size for part in parts), reverse=True)

@@ -1,10 +1,9 @@
-"""Chat templates: conversations to text, and which of it the model answers.
+"""Chat templates: conversations rendered as text, with the parts that are trained.
 
-A template is Jinja, as Hugging Face's tokenizers have it, run in a sandbox that can change nothing, in a process with
-limits of time and memory (template_process.py). What it marks with
-{% generation %} is trained; in one without such marks, what an answer adds to the text before it, up to the special
-token that ends it. What people said never becomes a special token: inside the messages the names of those are broken
-apart while the template runs.
+A template is Jinja, as in Hugging Face's tokenizers. It runs in a sandbox without side effects, in a process with time
+and memory limits (template_process.py). Text inside {% generation %} is trained. Without such marks, the text that an
+answer adds to the text before it is trained, up to the special token that ends it. Message content never becomes a
+special token: names of special tokens in messages are broken apart while the template runs.
 """
 
 import re
@@ -19,33 +18,35 @@ from torchtitan.datasets.template_worker import BEGIN, END, LARGEST_TEXT, SYNTAX
 from torchtitan.datasets.tokenizer import Tokenizer
 
 BREAK = "\ue0f2"
-"""Inside the names of special tokens in messages. Of the private use area, as BEGIN and END are: no text has them."""
+"""Inserted into names of special tokens in messages. Like BEGIN and END a private use character."""
 Message = dict[str, Any]
 
 
 def chat_spans(tokenizer: Tokenizer, messages: Sequence[Message], place: str) -> list[Span]:
-    """A conversation under the tokenizer's template: texts, and special tokens as ids, each trained or not. Raises
-    DataError, which names `place`, where the template refuses it, or would teach the model to begin twice or never to
-    end."""
+    """Render a conversation with the tokenizer's template: trained and untrained texts, and special tokens as ids.
+
+    Raises DataError, which names `place`, if the template refuses the conversation, or would train the model to begin
+    twice or never to stop."""
     text = _rendered(tokenizer, messages, place)
     _refuse_foreign(tokenizer, text, messages, place)
     return _split(tokenizer, text, _answers_trained(messages, place), place)
 
 
 def prompt_spans(tokenizer: Tokenizer, messages: Sequence[Message], place: str) -> list[Span]:
-    """The same of a conversation that the model is to answer, up to where its answer begins: spans that give the ids
-    which it was trained behind."""
+    """Render a conversation that the model is to answer, up to the beginning of the answer.
+
+    The spans give the same prompt ids as in training."""
     return _split(tokenizer, _rendered(tokenizer, messages, place, prompt=True), [], place)
 
 
 def turn_ends(tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens behind which an answer is over: the one that ends a document, and the template's."""
+    """Return the tokens that end an answer: the end-of-document token, and the template's end-of-turn token."""
     ends = {tokenizer.eos_id}
     if tokenizer.chat_template is not None:
-        asked, answered = ({"role": role, "content": "a"} for role in ("user", "assistant"))
+        question, answer = ({"role": role, "content": "a"} for role in ("user", "assistant"))
         try:
-            spans = chat_spans(tokenizer, [asked, answered], "the chat template")
-        except DataError:  # which is said where a conversation meets it
+            spans = chat_spans(tokenizer, [question, answer], "the chat template")
+        except DataError:  # reported when a conversation is rendered
             return frozenset(ends)
         *_, last = (span.content for span in spans if span.trained)
         ends |= set() if isinstance(last, str) else {last[-1]}
@@ -65,29 +66,31 @@ def _rendered(tokenizer: Tokenizer, messages: Sequence[Message], place: str, pro
 
 
 def _refusal(error: RenderingFailed, tokenizer: Tokenizer, place: str) -> DataError:
-    """A BadRecord is left out where the job says so; a template that no conversation can be made with is not."""
+    """Return the error of a failed rendering.
+
+    It is a BadRecord, which a job may skip, unless the template itself is unusable."""
     if error.kind == TOO_LONG:
         return BadRecord(f"{place}: the chat template makes more than {LARGEST_TEXT:,} characters of it; {REMEDY}")
     if error.kind in (OUT_OF_TIME, TOO_MUCH_MEMORY, CRASH):
-        what = f"ended its process ({error})" if error.kind == CRASH else f"needs more than {limits()}"
+        text = f"ended its process ({error})" if error.kind == CRASH else f"needs more than {limits()}"
         return DataError(
-            f"{place}: {tokenizer.template_name} {what} for this conversation, which no template of a model does; give "
+            f"{place}: {tokenizer.template_name} {text} for this conversation, which no template of a model does; give "
             "another one with data.chat_template"
         )
-    kind = DataError if error.kind == SYNTAX else BadRecord  # the first is met by all conversations
+    kind = DataError if error.kind == SYNTAX else BadRecord  # a syntax error concerns all conversations
     return kind(f"{place}: the chat template refuses this conversation: {error}; {REMEDY}")
 
 
 def _answers_trained(messages: Sequence[Message], place: str) -> list[bool]:
-    """Of each answer, whether it is trained: a message may say so by `train`, or by `weight` 0 or 1."""
+    """Return whether each answer is trained; a message sets this by `train`, or by `weight` 0 or 1."""
     flags = []
     for number, message in enumerate(messages):
-        said = message.get("train", message.get("weight", True))
-        if not isinstance(said, bool | int) or said not in (0, 1):
-            raise DataError(f"{place}: message {number} has train = {said!r}; allowed: true or false; {REMEDY}")
+        flag = message.get("train", message.get("weight", True))
+        if not isinstance(flag, bool | int) or flag not in (0, 1):
+            raise DataError(f"{place}: message {number} has train = {flag!r}; allowed: true or false; {REMEDY}")
         if message["role"] == "assistant":
-            flags.append(bool(said))
-        elif said and ("train" in message or "weight" in message):
+            flags.append(bool(flag))
+        elif flag and ("train" in message or "weight" in message):
             raise DataError(
                 f"{place}: message {number} of role {message['role']!r} is to be trained, but only the assistant's "
                 'are; leave its flag out, or set data.train_on = "all"'
@@ -96,11 +99,12 @@ def _answers_trained(messages: Sequence[Message], place: str) -> list[bool]:
 
 
 def _refuse_foreign(tokenizer: Tokenizer, text: str, messages: Sequence[Message], place: str) -> None:
-    """DataError for a template that writes special tokens of another tokenizer, which this one would take to pieces, or
-    that leaves out what the system says."""
+    """Raise DataError if the template writes another tokenizer's special tokens, or drops the system message.
+
+    Special tokens of another tokenizer would be encoded as several ordinary tokens."""
     assert tokenizer.chat_template is not None
-    named = set(re.findall(r"<\|[^|<>\s]{1,40}\|>", tokenizer.chat_template)) - tokenizer.special_tokens.keys()
-    foreign = sorted(name for name in named if name in text)
+    mentioned = set(re.findall(r"<\|[^|<>\s]{1,40}\|>", tokenizer.chat_template)) - tokenizer.special_tokens.keys()
+    foreign = sorted(name for name in mentioned if name in text)
     if foreign:
         raise DataError(
             f"{place}: the chat template writes {foreign[0]!r}, which is no special token of the tokenizer, so that it "
@@ -116,38 +120,38 @@ def _refuse_foreign(tokenizer: Tokenizer, text: str, messages: Sequence[Message]
 
 
 def _marked(tokenizer: Tokenizer, messages: Sequence[Message], place: str, prompt: bool) -> str:
-    """The whole text, what is trained between BEGIN and END, and with `prompt` what an answer stands behind."""
+    """Return the full text with trained parts between BEGIN and END; `prompt`: with the header of an answer."""
     names = tokenizer.special_tokens
-    said = [_without_names(message, names, place) for message in messages]
+    cleaned = [_without_names(message, names, place) for message in messages]
     assert tokenizer.chat_template is not None
     by_id: dict[int | None, str] = {number: name for name, number in names.items()}
     ends = {"bos_token": by_id.get(tokenizer.bos_id, ""), "eos_token": by_id.get(tokenizer.eos_id, "")}
-    answers = [number for number, message in enumerate(said) if message.get("role") == "assistant"]
+    answers = [number for number, message in enumerate(cleaned) if message.get("role") == "assistant"]
     if "generation" in _tags(tokenizer.chat_template):
         answers = []
-    around = [each for number in answers for each in ((number, True), (number + 1, False))]
-    whole, *texts = render(tokenizer.chat_template, said, ends, [(len(said), prompt), *around])
-    marked, done = "", 0
+    borders = [border for number in answers for border in ((number, True), (number + 1, False))]
+    full_text, *texts = render(tokenizer.chat_template, cleaned, ends, [(len(cleaned), prompt), *borders])
+    marked, position = "", 0
     for number, before, after in zip(answers, texts[::2], texts[1::2], strict=True):
-        if not (whole.startswith(after) and after.startswith(before)):
+        if not (full_text.startswith(after) and after.startswith(before)):
             raise DataError(
                 f"{place}: under the chat template the text up to message {number} is not how the whole text begins, "
                 "so its answer cannot be told; give a template that has {% generation %} around answers"
             )
         answer = _to_its_end(after[len(before) :], names)
-        marked += whole[done : len(before)] + BEGIN + answer + END
-        done = len(before) + len(answer)
-    return marked + whole[done:]
+        marked += full_text[position : len(before)] + BEGIN + answer + END
+        position = len(before) + len(answer)
+    return marked + full_text[position:]
 
 
 def _to_its_end(answer: str, names: Collection[str]) -> str:
-    """Without the blanks behind the special token that ends an answer: asked, the model stops before them."""
+    """Strip blanks after the special token that ends an answer: in generation the model stops before them."""
     stripped = answer.rstrip()
     return stripped if stripped.endswith(tuple(names)) else answer
 
 
 def _without_names(value: Any, names: Collection[str], place: str) -> Any:
-    """A message with the names of special tokens in its texts broken apart."""
+    """Return a message with the names of special tokens in its texts broken apart."""
     if isinstance(value, dict):
         return {key: _without_names(inner, names, place) for key, inner in value.items()}
     if isinstance(value, list):
@@ -161,12 +165,12 @@ def _without_names(value: Any, names: Collection[str], place: str) -> Any:
 
 @lru_cache(maxsize=16)
 def _any_of(names: tuple[str, ...]) -> re.Pattern[str]:
-    """Kept, as it takes longer to make than all else that is done with a record: some tokenizers have 256 names."""
+    """Return a pattern for any of the names. Cached: compiling up to 256 names costs more than rendering a record."""
     return re.compile("(" + "|".join(map(re.escape, names)) + ")")
 
 
 def _split(tokenizer: Tokenizer, text: str, answers: Sequence[bool], place: str) -> list[Span]:
-    """`answers`: whether each is trained."""
+    """Split rendered text into spans. `answers`: whether each answer is trained."""
     if text.count(BEGIN) != len(answers) and not all(answers):
         raise DataError(
             f"{place}: the chat template marks {text.count(BEGIN)} stretches as generated in {len(answers)} messages "

@@ -1,6 +1,6 @@
-"""Prepared shards: documents tokenized once, memory-mapped ever after.
+"""Prepared shards: documents that are tokenized once and then memory-mapped.
 
-A folder holds `shard-00000.bin` and so on (ids as uint16 or uint32, little-endian, all documents one after another),
+A folder contains `shard-00000.bin` and so on (ids as uint16 or uint32, little-endian, all documents one after another),
 `documents.bin` (where each document begins, as int64 over the whole), if some tokens are not trained `trained.bin` (a
 byte for each over the whole: 1 or, not trained, 0), and `header.json`, which is written last. A
 sample is a block of seq_len + 1 ids at a multiple of seq_len. The blocks of an epoch are shuffled by a computed
@@ -26,7 +26,7 @@ from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.sources import DataError, Source
 
 VERSION, VERSION_WITH_FLAGS = 1, 2
-"""Of the folder, without and with `trained.bin`, which a program that knows only the first must not leave out."""
+"""Versions of the folder without and with `trained.bin`; programs that only know the first must refuse the second."""
 HEADER = "header.json"
 DOCUMENTS = "documents.bin"
 TRAINED = "trained.bin"
@@ -47,7 +47,7 @@ def tokens(path: str | None, text_field: str) -> Source:
 
 
 class TokenShards(Source):
-    """Checks the header and the sizes; the contents are checked by verify, which reads them all."""
+    """A folder of prepared shards. Opening it checks the header and the sizes; `verify` reads all contents."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -70,7 +70,7 @@ class TokenShards(Source):
         super().__init__(str(folder), {"dataset_path": os.path.normpath(folder), "files": hashes})
 
     def check_tokenizer(self, fingerprint: str, vocab_size: int) -> None:
-        """DataError unless the shards were made with this tokenizer."""
+        """Raise DataError unless the shards were prepared with this tokenizer."""
         if self.header["tokenizer"] != fingerprint:
             raise DataError(
                 f"{self.folder}: prepared with the tokenizer {self.header['tokenizer_path']} (fingerprint "
@@ -96,7 +96,7 @@ class TokenShards(Source):
                     raise DataError(f"{self.folder / part['name']}: its contents are not those of the header; {REMEDY}")
 
     def blocks(self, seq_len: int) -> int:
-        """Samples in one epoch."""
+        """Return the number of samples in one epoch. Raises DataError if there are none."""
         blocks = (self.tokens - 1) // seq_len
         if blocks < 1:
             raise DataError(
@@ -107,20 +107,20 @@ class TokenShards(Source):
 
 
 class TokenReader:
-    """Runs of memory-mapped shards. Opened in the process that reads."""
+    """A reader of memory-mapped shards, opened in the process that reads."""
 
     def __init__(self, shards: TokenShards) -> None:
         self.shards = shards
         self._maps = [_map(shards.folder / s["name"], shards.dtype) for s in shards.header["shards"]]
         self.documents = _map(shards.folder / DOCUMENTS, np.dtype("<i8"))
-        """The first token of each."""
+        """The first token of each document."""
         self._trained = None if shards.flags is None else _map(shards.folder / TRAINED, np.dtype("u1"))
         names = [*(s["name"] for s in shards.header["shards"]), DOCUMENTS, *([TRAINED] if shards.flags else [])]
         self._open = [open_file(shards.folder / name) for name in names]
         self._sizes = [os.fstat(file.fileno()).st_size for file in self._open]
 
     def copy(self, start: int, ids: np.ndarray, trained: np.ndarray | None = None) -> None:
-        """Fill `ids` with the tokens from `start` on, and `trained`, of the same length, with whether they are."""
+        """Fill `ids` with the tokens from `start` on, and `trained`, of the same length, with their loss mask."""
         shard = bisect_right(self.shards.starts, start) - 1
         done, offset = 0, start - self.shards.starts[shard]
         while done < len(ids):
@@ -131,7 +131,7 @@ class TokenReader:
             trained[:] = True if self._trained is None else self._trained[start : start + len(trained)]
 
     def refuse_shrunk(self) -> None:
-        """Reading a mapping beyond its file's end would end the process by a signal, without a word."""
+        """Raise DataError if a file shrank: reading a mapping beyond its file's end would kill the process."""
         for file, before in zip(self._open, self._sizes, strict=True):
             if (size := os.fstat(file.fileno()).st_size) < before:
                 raise DataError(
@@ -150,32 +150,32 @@ class BlockReader(TokenReader):
         self.seq_len, self.seed, self.shuffle = seq_len, seed, shuffle
         self.blocks = shards.blocks(seq_len)
         super().__init__(shards)
-        # With one shard (2**28 tokens) all rows come by one indexing.
+        # With a single shard (up to 2**28 tokens) one indexing operation reads all rows.
         self._windows = sliding_window_view(self._maps[0], seq_len + 1) if len(self._maps) == 1 else None
         self._flags = None if self._trained is None else sliding_window_view(self._trained, seq_len + 1)
 
     def order(self, samples: np.ndarray) -> np.ndarray:
-        """Global sample indices to the first token of their blocks."""
+        """Map global sample indices to the first tokens of their blocks."""
         epochs, blocks = np.divmod(samples, self.blocks)
         if self.shuffle:
             blocks = permute(blocks, self.blocks, key(self.seed, epochs))
         return blocks * self.seq_len
 
     def read(self, starts: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-        """[n, seq_len + 1] ids of the blocks at these tokens, and (row, column) of each document's first token."""
+        """Return the ids [n, seq_len + 1] of the blocks at `starts`, and (row, column) of each document start."""
         self.refuse_shrunk()
         rows = self._rows(starts)
         first = self.documents.searchsorted(starts)
         last = self.documents.searchsorted(starts + self.seq_len, side="right")
-        found = last - first
-        index = np.arange(found.sum()) + np.repeat(first - np.cumsum(found) + found, found)
-        columns = self.documents[index] - np.repeat(starts, found)
+        counts = last - first
+        index = np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
+        columns = self.documents[index] - np.repeat(starts, counts)
         if len(columns) and not 0 <= columns.min() <= columns.max() <= self.seq_len:
             raise self.damaged()
-        return rows, (np.repeat(np.arange(len(starts)), found), columns)
+        return rows, (np.repeat(np.arange(len(starts)), counts), columns)
 
     def trained(self, starts: np.ndarray) -> np.ndarray | None:
-        """[n, seq_len + 1] whether the tokens of these blocks are trained; None: all of the folder are."""
+        """Return the loss mask [n, seq_len + 1] of these blocks; None if all tokens of the folder are trained."""
         return None if self._flags is None else self._flags[starts] != 0
 
     def _rows(self, starts: np.ndarray) -> np.ndarray:
@@ -188,7 +188,7 @@ class BlockReader(TokenReader):
 
 
 class ShardWriter:
-    """Writes a folder of shards. Nothing of it counts before finish has written the header."""
+    """A writer of a folder of shards, which is only valid after `finish` has written the header."""
 
     def __init__(self, folder: Path, vocab_size: int, shard_tokens: int = SHARD_TOKENS) -> None:
         self.folder, self.vocab_size, self.shard_tokens = folder, vocab_size, shard_tokens
@@ -197,10 +197,10 @@ class ShardWriter:
         self.shards: list[dict[str, Any]] = []
         self._shard: _File | None = None
         self._index = _File(folder / DOCUMENTS)
-        self._flags: _File | None = None  # from the first token on that is not trained
+        self._flags: _File | None = None  # created at the first untrained token
 
     def write(self, document: Iterable[int], trained: np.ndarray | None = None) -> None:
-        """A document's ids, and whether each is trained (None: all)."""
+        """Write a document's ids and loss mask (None: all trained)."""
         ids = np.asarray(document, dtype=np.int64)
         if not len(ids):
             return
@@ -223,7 +223,7 @@ class ShardWriter:
                 self._end_shard()
 
     def finish(self, **about: Any) -> dict[str, Any]:
-        """Close the files and write the header; returns it."""
+        """Close the files, write the header and return it."""
         if self._shard is not None:
             self._end_shard()
         counts = {"tokens": self.tokens, "documents": self.documents, "vocab_size": self.vocab_size}
@@ -243,7 +243,7 @@ class ShardWriter:
         self.not_trained += len(trained) - int(trained.sum())
         if self._flags is None and self.not_trained:
             self._flags = _File(self.folder / TRAINED)
-            for start in range(0, self.tokens, AT_A_TIME):  # those before
+            for start in range(0, self.tokens, AT_A_TIME):  # the earlier tokens, all trained
                 self._flags.write(np.ones(min(AT_A_TIME, self.tokens - start), dtype=np.uint8))
         if self._flags is not None:
             self._flags.write(trained.astype(np.uint8))
@@ -277,16 +277,16 @@ class _File:
 
 
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:
-    # A plain array over the mapping: memmap's own class makes every slice dearer.
+    # A plain array over the mapping: slicing a np.memmap object is slower.
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
 def _read_header(folder: Path) -> dict[str, Any]:
-    """Raises DataError unless everything that is used later is there and of the right kind."""
+    """Read the header. Raises DataError unless all fields that are used later exist with the right types."""
     path = folder / HEADER
     if not path.exists():
-        what = "there is no header.json in it" if folder.is_dir() else "no such folder"
-        raise DataError(f"{folder}: {what}; give a folder made by torchtitan prepare as training.dataset_path")
+        problem = "there is no header.json in it" if folder.is_dir() else "no such folder"
+        raise DataError(f"{folder}: {problem}; give a folder made by torchtitan prepare as training.dataset_path")
     try:
         header = json.loads(read_file(path, LARGEST_HEADER))
     except FileError as error:
@@ -295,8 +295,8 @@ def _read_header(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path}: damaged: {error}; {REMEDY}") from None
     if not isinstance(header, dict) or header.get("version") not in (VERSION, VERSION_WITH_FLAGS):
         version = header.get("version") if isinstance(header, dict) else None
-        known = f"versions {VERSION} and {VERSION_WITH_FLAGS}"
-        raise DataError(f"{path}: version {version}, but this program reads {known}; {REMEDY}")
+        versions = f"versions {VERSION} and {VERSION_WITH_FLAGS}"
+        raise DataError(f"{path}: version {version}, but this program reads {versions}; {REMEDY}")
 
     def is_file(entry: Any, item_bytes: int, items: str) -> bool:
         return bool(

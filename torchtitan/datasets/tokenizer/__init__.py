@@ -23,25 +23,27 @@ TOKENIZERS: Registry[Callable[[str], Tokenizer]] = Registry(
     },
     Callable,
 )
-"""Those that are called by a word, and made of what comes after "word:" (nothing without a colon)."""
+"""Tokenizers by word; each function receives the text after "word:" (empty without a colon)."""
 
-# What a folder is searched for, in this order.
+# File names that are searched in a folder, in this order.
 FILE_NAMES = ["tokenizer.json", "tokenizer.model", "*.tiktoken", "*.model", "vocab.json"]
 _TIKTOKEN_LINE = re.compile(rb"\s*[A-Za-z0-9+/]+={0,2} \d+\s")
 _SENTENCEPIECE_HEAD = re.compile(rb"\n.{1,2}\n", re.DOTALL)  # the first piece, and its text
 
 
 def build_tokenizer(path: str | Path, chat_template: str | None = None) -> Tokenizer:
-    """The tokenizer of a file (tiktoken ranks, a sentencepiece model, a tokenizer.json, a vocab.json with merges.txt
-    beside it), of a folder that holds one, of a word of TOKENIZERS, or of such a word, a colon and a path; with its own
-    chat template or, as chat_templates.py reads it, this one. Raises TokenizerError."""
-    built = _build(path)
-    built.template_name = f"the chat template of the tokenizer {path}"
+    """Build a tokenizer. Raises TokenizerError.
+
+    `path`: a file (tiktoken ranks, a sentencepiece model, a tokenizer.json, a vocab.json next to its merges.txt), a
+    folder with one, a word of TOKENIZERS, or such a word, a colon and a path. `chat_template`: replaces its own chat
+    template, see chat_templates.py."""
+    tokenizer = _build(path)
+    tokenizer.template_name = f"the chat template of the tokenizer {path}"
     if chat_template is not None:
-        built.chat_template = template_of(chat_template)
+        tokenizer.chat_template = template_of(chat_template)
         is_name = chat_template in NAMED or chat_template.endswith(".jinja")
-        built.template_name = f"the chat template {chat_template}" if is_name else "the Jinja in data.chat_template"
-    return built
+        tokenizer.template_name = f"the chat template {chat_template}" if is_name else "the Jinja in data.chat_template"
+    return tokenizer
 
 
 def _build(path: str | Path) -> Tokenizer:
@@ -57,9 +59,9 @@ def _build(path: str | Path) -> Tokenizer:
     kinds = ((_TIKTOKEN_LINE, TiktokenTokenizer), (_SENTENCEPIECE_HEAD, SentencePieceTokenizer))
     for head, kind in kinds:
         if head.match(content):
-            built = kind(file, content)
-            built.chat_template = template_beside(file)
-            return built
+            tokenizer = kind(file, content)
+            tokenizer.chat_template = template_beside(file)
+            return tokenizer
     if content.startswith(b"version https://git-lfs"):
         raise TokenizerError(file, "a Git LFS pointer instead of the file", "run git lfs pull in its repository")
     cause = f"neither tiktoken ranks, nor a sentencepiece model, nor a tokenizer.json (it begins {content[:24]!r})"
@@ -72,11 +74,11 @@ def _is_word(kind: str) -> bool:
 
 def _file_in(folder: Path) -> Path:
     for name in FILE_NAMES:
-        found = sorted(folder.glob(name))
-        if len(found) > 1:
-            names = ", ".join(f.name for f in found)
+        matches = sorted(folder.glob(name))
+        if len(matches) > 1:
+            names = ", ".join(f.name for f in matches)
             raise TokenizerError(folder, f"the folder has several tokenizers ({names})", "give one of the files")
-        if found:
-            return found[0]
+        if matches:
+            return matches[0]
     cause = f"the folder has no tokenizer ({', '.join(FILE_NAMES)})"
     raise TokenizerError(folder, cause, "give the folder that holds it, its file, or the word bytes")

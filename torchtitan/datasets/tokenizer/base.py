@@ -1,6 +1,7 @@
-"""What every tokenizer offers, and how a tokenizer file is read: one error type that names file, cause and remedy.
+"""The tokenizer interface, reading of tokenizer files, and incremental decoding.
 
-The text of tokens that come one by one, in pieces of whole characters; the work for a token does not grow.
+TokenizerError names the file, the cause and the remedy. Incremental decoding yields whole characters, at constant cost
+per token.
 """
 
 import hashlib
@@ -15,11 +16,11 @@ from types import MappingProxyType
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError, read_file
 
-# The largest vocabularies in use take 40 MB as JSON. What is larger is another kind of file (weights, data).
+# The largest vocabularies in use take 40 MB as JSON. A much larger file is something else (weights, data).
 MAX_BYTES = 128 * 2**20
 Range = tuple[int, int]
 GUARD = "\n"
-"""A text that takes the added blank upon itself, and of tokens that join with nothing after them."""
+"""A prefix that receives the blank some tokenizers add, and whose tokens never merge with the text after it."""
 
 
 class TokenizerError(JobError):
@@ -39,30 +40,32 @@ class Tokenizer(ABC):
     vocab_size: int
     """The largest id plus one: the least number of embedding rows a model needs."""
     bos_id: int | None
-    """None where documents begin without a sign, as T5's do."""
+    """None if documents have no begin token, as for T5."""
     eos_id: int
     special_tokens: Mapping[str, int] = MappingProxyType({})
-    """Name -> id of the tokens that no text becomes."""
+    """Name -> id of the tokens that ordinary text is never encoded to."""
     chat_template: str | None = None
-    """Jinja that makes text of conversations, see templates.py."""
+    """Jinja template that renders conversations as text, see templates.py."""
     template_name = "the chat template"
-    """How messages call it."""
+    """Name of the template in messages."""
     fingerprint: str
     """sha256 in hexadecimal over what decides the ids; data tokenized with another fingerprint is not compatible."""
 
     def encode(self, text: str, bos: bool = False, eos: bool = False) -> list[int]:
-        """Ids of the text, between the ids of document begin and end if asked for. No text, no ids."""
+        """Return the ids of the text, with the document's begin and end ids if requested; none for an empty text."""
         ids = self._encode(_without_lone_surrogates(text))
         return self.begin * bos + ids + [self.eos_id] * eos
 
     @property
     def begin(self) -> list[int]:
-        """The ids that begin a document: one, or none."""
+        """Return the ids that begin a document: one, or none."""
         return [] if self.bos_id is None else [self.bos_id]
 
     def encode_after(self, text: str) -> list[int]:
-        """Ids of a text that goes on where another one ended. Some tokenizers (sentencepiece's, mostly) put a blank
-        before every text; here there is none, so that the ids of both together decode to both texts."""
+        """Return the ids of a text that continues another one.
+
+        Some tokenizers (mostly sentencepiece) prepend a blank to every text. This method does not, so that the joined
+        ids decode to the joined texts."""
         if not self._adds_blank:
             return self.encode(text)
         return self.encode(GUARD + text)[len(self.encode(GUARD)) :]
@@ -87,14 +90,17 @@ class Tokenizer(ABC):
         return list(zip([0, *ends], ends, strict=False))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids. Special tokens are left out; ids outside the vocabulary (a model may have spare rows) and
-        bytes that are not UTF-8 show as U+FFFD."""
+        """Return the text of the ids, without special tokens.
+
+        Ids outside the vocabulary (a model may have spare rows) and bytes that are not UTF-8 become U+FFFD."""
         runs = groupby((int(i) for i in ids), key=lambda i: 0 <= i < self.vocab_size)
-        return "".join(self._decode(list(run)) if known else "\ufffd" * len(list(run)) for known, run in runs)
+        return "".join(
+            self._decode(list(run)) if in_vocabulary else "\ufffd" * len(list(run)) for in_vocabulary, run in runs
+        )
 
     @abstractmethod
     def as_hf_files(self) -> dict[str, bytes]:
-        """Name -> content of the files by which Hugging Face's programs open it. JobError where it has no such form."""
+        """Return name -> content of its Hugging Face files. Raises JobError if it has no such form."""
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
@@ -104,7 +110,7 @@ class Tokenizer(ABC):
 
 
 def read_content(path: Path) -> bytes:
-    """The bytes of a tokenizer file; TokenizerError if it is missing, unreadable, empty or far too large."""
+    """Return the bytes of a tokenizer file. Raises TokenizerError if it is missing, unreadable, empty or too large."""
     try:
         content = read_file(path, MAX_BYTES)
     except FileError as error:
@@ -119,13 +125,13 @@ def tokens_in(ranges: Sequence[Range], offsets: Sequence[Range]) -> list[Range]:
     """Return for each range of characters the tokens that have one of them, by the offsets of all tokens. White space
     that offsets leave out ahead of a token belongs to it."""
     ends = [end for _, end in offsets]
-    found = []
+    token_ranges = []
     for begin, end in ranges:
         first, last = bisect_right(ends, begin), bisect_left(ends, end)
         while last + 1 < len(ends) and offsets[last + 1][0] < end:  # bytes of the same last character
             last += 1
-        found.append((first, min(last + 1, len(ends))))
-    return found
+        token_ranges.append((first, min(last + 1, len(ends))))
+    return token_ranges
 
 
 def offsets_of_bytes(text: str, lengths: Iterable[int]) -> list[Range]:
@@ -151,28 +157,29 @@ def _without_lone_surrogates(text: str) -> str:
 
 
 PENDING = "\ufffd"
-"""What bytes that are no character, or not yet, decode to."""
+"""Replacement character for bytes that are not, or not yet, a complete character."""
 MOST_PENDING = 3
-"""Of a character's bytes, as many as may wait for the last one; some tokenizers show each."""
+"""Most bytes of an incomplete character; some tokenizers decode each to PENDING."""
 LOOK_BACK = 8
-"""Tokens before the new one that are decoded along: what it becomes may depend on them (a blank that begins a text is
-left out, say), and the bytes of a character are among them."""
+"""Number of earlier tokens that are decoded together with a new one. Its text may depend on them: a blank at the
+beginning of a text is dropped, for example, and the bytes of a character may be spread over several tokens."""
 
 
 def text_of(tokens: Iterable[int], prompt: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """What the tokens add to the prompt's text. Put together, the pieces are the text of all ids less the prompt's;
-    bytes of a character that has not become whole at the end are left out.
+    """Yield the text that the tokens add to the prompt's.
+
+    The joined pieces are the text of all ids without the prompt's. Bytes of an incomplete last character are dropped.
     """
     window = list(prompt[-LOOK_BACK:])
     shown = len(tokenizer.decode(window))
     for token in tokens:
         window.append(token)
         text = tokenizer.decode(window)
-        waiting = min(MOST_PENDING, len(text) - len(text.rstrip(PENDING)))
-        settled = len(text) - waiting
-        if settled > shown:
-            yield text[shown:settled]
-            shown = settled
+        num_pending = min(MOST_PENDING, len(text) - len(text.rstrip(PENDING)))
+        num_complete = len(text) - num_pending
+        if num_complete > shown:
+            yield text[shown:num_complete]
+            shown = num_complete
         if len(window) > LOOK_BACK:
             window = window[-LOOK_BACK:]
             shown += len(tokenizer.decode(window)) - len(text)

@@ -1,7 +1,7 @@
-"""Chat templates by name, for tokenizers that bring none or another one; they mark what the model answers.
+"""Named chat templates, for tokenizers without one or with another one. They mark the model's answers.
 
-Each is written here after the format that its model's publisher describes. A template needs its special tokens in the
-tokenizer, which templates.py sees to.
+Each template follows the format that its model's publisher describes. Its special tokens must exist in the tokenizer,
+which templates.py checks.
 """
 
 from torchtitan.core.errors import JobError
@@ -31,7 +31,7 @@ LLAMA3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
 """
-# What a system message says goes into the first question.
+# The system message becomes part of the first question.
 LLAMA2 = """\
 {%- set said = namespace(system='') %}
 {%- for m in messages %}
@@ -69,7 +69,7 @@ NAMED = {"chatml": CHATML, "llama3": LLAMA3, "llama2": LLAMA2, "alpaca": ALPACA}
 
 
 def template_of(given: str) -> str:
-    """The Jinja of a name in NAMED, of a file, or what is Jinja itself. JobError for what is none of these."""
+    """Return the Jinja template of a name in NAMED, of a file, or given directly. Raises JobError otherwise."""
     if given in NAMED:
         return NAMED[given]
     if "{{" in given or "{%" in given:
@@ -80,6 +80,6 @@ def template_of(given: str) -> str:
 
 
 def template_file(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The file by which Hugging Face's programs find a tokenizer's template; none where it has none."""
+    """Return name -> content of the tokenizer's template file for Hugging Face; empty without a template."""
     template = tokenizer.chat_template
     return {} if template is None else {"chat_template.jinja": template.encode()}

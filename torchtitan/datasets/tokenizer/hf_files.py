@@ -1,9 +1,9 @@
-"""A tokenizer as the files by which Hugging Face's programs open it: tokenizer.json and tokenizer_config.json.
+"""Export of a tokenizer to Hugging Face's files, tokenizer.json and tokenizer_config.json.
 
-What is written makes the same ids of ordinary text as the tokenizer here, and puts the token that begins a document in
-front, as a model is asked to go on with a text.
+The exported tokenizer gives the same ids for ordinary text, and prepends the token that begins a document, as for a
+prompt that a model continues.
 
-Special tokens that a tokenizer is to have beside its own, as the files by which it is opened then.
+The module also adds special tokens to a tokenizer and returns the files of the extended one.
 """
 
 import base64
@@ -23,26 +23,28 @@ QWEN2 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 UNIGRAM, BPE = 1, 2
-BLANK = "\u2581"  # what a blank is in sentencepiece
+BLANK = "\u2581"  # sentencepiece's symbol for a blank
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """What a sentencepiece model says, with the names of its own format's fields in words."""
+    """The contents of a sentencepiece model, with readable names for the fields of its format."""
 
     kind: int
     ids: dict[str, int]
-    scores: dict[str, float]  # of the pieces that text can become
+    scores: dict[str, float]  # only of pieces that text can be encoded to
     unknown: str
     byte_fallback: bool
-    prefixed: bool  # a blank is put in front
+    prefixed: bool  # a blank is prepended to the text
     remove_extra_blanks: bool
     suffixed: bool  # blanks end words instead of beginning them
     charsmap: bytes  # rules of normalization, compiled
 
 
 def files_of(tokenizer_json: Json, bos: str | None, eos: str, unknown: str | None = None) -> dict[str, bytes]:
-    """The class takes tokenizer.json as it is, while those named after a model bring steps of their own."""
+    """Return name -> content of the tokenizer's files.
+
+    PreTrainedTokenizerFast uses tokenizer.json unchanged; the classes named after a model add steps."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "eos_token": eos}
     config |= {key: token for key, token in (("bos_token", bos), ("unk_token", unknown)) if token is not None}
     return {"tokenizer.json": dumped(tokenizer_json, indent=None), "tokenizer_config.json": dumped(config)}
@@ -72,26 +74,28 @@ def tokenizer_json(
 def _in_front(token: str, id_: int) -> Json:
     first, second = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
     begin = {"SpecialToken": {"id": token, "type_id": 0}}
-    known = {token: {"id": token, "ids": [id_], "tokens": [token]}}
+    tokens = {token: {"id": token, "ids": [id_], "tokens": [token]}}
     return {
         "type": "TemplateProcessing",
         "single": [begin, first],
         "pair": [begin, first, begin, second],
-        "special_tokens": known,
+        "special_tokens": tokens,
     }
 
 
 def byte_level(
     ranks: Mapping[bytes, int], special: Mapping[str, int], bos: str, pattern: str | None, merges: bool
 ) -> Json:
-    """A byte-level BPE of tokens and their ids, which are also their order of merging; `pattern` splits first."""
+    """Return a byte-level BPE tokenizer. `ranks` are ids and merge order at once; `pattern` splits the text first."""
     steps = [] if pattern is None else [_split(pattern)]
     steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
     letters = _letters()
-    named = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    vocabulary = {named[token]: id_ for token, id_ in ranks.items()}
-    pairs = [(named[left], named[right]) for left, right in _pairs(ranks)] if merges else []
-    model = _bpe(vocabulary | special, pairs) | {"ignore_merges": True}  # a word that is a token is that token
+    spelling = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    vocabulary = {spelling[token]: id_ for token, id_ in ranks.items()}
+    pairs = [(spelling[left], spelling[right]) for left, right in _pairs(ranks)] if merges else []
+    model = _bpe(vocabulary | special, pairs) | {
+        "ignore_merges": True
+    }  # a word that is itself a token is not merged from parts
     pre_tokenizer = {"type": "Sequence", "pretokenizers": steps}
     decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     return tokenizer_json(model, special, bos, normalizer=None, pre_tokenizer=pre_tokenizer, decoder=decoder)
@@ -102,7 +106,7 @@ def _split(pattern: str) -> Json:
 
 
 def letters_bpe(vocabulary: Mapping[str, int], merges: Merges, special: Mapping[str, int], qwen: bool) -> Json:
-    """A vocabulary of letters that stand for bytes, split in GPT-2's way or Qwen 2's, and no token in front."""
+    """Return a BPE tokenizer whose letters stand for bytes, with GPT-2's or Qwen 2's split and no prepended token."""
     split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": not qwen}
     pre_tokenizer = {"type": "Sequence", "pretokenizers": [_split(QWEN2), split]} if qwen else split
     decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
@@ -116,37 +120,38 @@ def _bpe(vocabulary: Mapping[str, int], merges: Merges) -> Json:
 
 
 def _pairs(ranks: Mapping[Any, int]) -> Iterable[tuple[Any, Any]]:
-    """Every two tokens that make a third, by the place of that one and then by their own: what merges first."""
+    """Yield all pairs of tokens that form a third one, in merge order: by its rank, then by the ranks of the pair."""
     for token in sorted(ranks, key=ranks.__getitem__):
         halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        known = [(left, right) for left, right in halves if left in ranks and right in ranks]
-        yield from sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        splits = [(left, right) for left, right in halves if left in ranks and right in ranks]
+        yield from sorted(splits, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
 
 
 def _letters() -> list[str]:
-    """The letter that stands for each byte in byte-level vocabularies: itself where that is printed, else one from 256
-    on (source: OpenAI's GPT-2, encoder.py).
+    """Return the letter that stands for each byte in byte-level vocabularies.
+
+    A printable byte stands for itself, any other for a letter from 256 on (source: OpenAI's GPT-2, encoder.py).
     """
     printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
+    substitutes = iter(range(256, 512))
+    return [chr(byte) if byte in printed else chr(next(substitutes)) for byte in range(256)]
 
 
 def pieces(tokens: "Pieces", special: Mapping[str, int], bos: str | None) -> Json:
-    """A sentencepiece model, of either kind. JobError for what tokenizer.json has no words for."""
+    """Convert a sentencepiece model, unigram or BPE. Raises JobError for features that tokenizer.json lacks."""
     if tokens.kind not in (UNIGRAM, BPE) or tokens.suffixed or (tokens.kind == BPE and tokens.charsmap):
         raise JobError("its kind of sentencepiece model has no tokenizer.json")
     if tokens.kind == UNIGRAM:
         return _unigram(tokens, special, bos)
     order = sorted(tokens.scores, key=lambda piece: -tokens.scores[piece])
-    model = _bpe(tokens.ids, _pairs({piece: place for place, piece in enumerate(order)}))
+    model = _bpe(tokens.ids, _pairs({piece: rank for rank, piece in enumerate(order)}))
     model |= {"unk_token": tokens.unknown, "fuse_unk": True, "byte_fallback": tokens.byte_fallback}
     steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": BLANK}] if tokens.prefixed else []
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": BLANK})
     normalizer = {"type": "Sequence", "normalizers": _without_extra_blanks(tokens) + steps}
     spaces = [{"type": "Replace", "pattern": {"String": BLANK}, "content": " "}, {"type": "ByteFallback"}]
-    first = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if tokens.prefixed else []
-    decoder = {"type": "Sequence", "decoders": [*spaces, {"type": "Fuse"}, *first]}
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if tokens.prefixed else []
+    decoder = {"type": "Sequence", "decoders": [*spaces, {"type": "Fuse"}, *strip]}
     return tokenizer_json(model, special, bos, normalizer=normalizer, pre_tokenizer=None, decoder=decoder)
 
 
@@ -165,29 +170,30 @@ def _unigram(tokens: "Pieces", special: Mapping[str, int], bos: str | None) -> J
 def _without_extra_blanks(tokens: "Pieces") -> list[Json]:
     if not tokens.remove_extra_blanks:
         return []
-    changes = {r"\A +| +\z": "", " {2,}": " "}  # blanks alone: Strip would take line ends too
+    changes = {r"\A +| +\z": "", " {2,}": " "}  # only blanks: Strip would remove line ends too
     return [{"type": "Replace", "pattern": {"Regex": old}, "content": new} for old, new in changes.items()]
 
 
 SHORTEST = 2
-"""Letters of a special token: one alone is in what people write."""
+"""Least number of letters of a special token: single letters occur in ordinary text."""
 MAP, ADDED, CONFIG = "special_tokens_map.json", "added_tokens.json", "tokenizer_config.json"
 
 
 def lacking(vocabulary: Tokenizer, tokens: Sequence[str]) -> list[str]:
-    """Those that are no special tokens yet, each once. JobError for what cannot be one."""
-    new = [token for token in dict.fromkeys(tokens) if token not in vocabulary.special_tokens]
-    for token in new:
+    """Return the tokens that are not special tokens yet, each once. Raises JobError for an unusable name."""
+    missing = [token for token in dict.fromkeys(tokens) if token not in vocabulary.special_tokens]
+    for token in missing:
         if len(token) < SHORTEST or token != token.strip():
             allowed = f"at least {SHORTEST} letters, without blanks around them"
             raise JobError(f"token {token!r}: allowed: {allowed}; what people write is not to be taken for it")
-    return new
+    return missing
 
 
 def extended(vocabulary: Tokenizer, tokens: Sequence[str], eos: str | None) -> dict[str, bytes]:
-    """Name -> content of its files with these special tokens, which it lacks, behind all others, and with `eos` as the
-    one that ends a document. Text becomes the ids that it became. JobError for a kind that has no such files, and for
-    tokens that it has as ordinary ones.
+    """Return name -> content of the tokenizer's files with these new special tokens appended.
+
+    `eos`: the token that ends a document. The ids of ordinary text stay the same. Raises JobError for a kind of
+    tokenizer without such files, and for tokens that are already ordinary tokens.
     """
     import tokenizers
 
@@ -196,26 +202,32 @@ def extended(vocabulary: Tokenizer, tokens: Sequence[str], eos: str | None) -> d
     except JobError as error:
         remedy = "write its tokenizer.json first (AutoTokenizer's save_pretrained does)"
         raise JobError(f"the tokenizer cannot be given tokens: {error}; {remedy}") from error
-    opened = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
-    known = opened.get_vocab()
-    if ordinary := [token for token in tokens if token in known]:
-        number = known[ordinary[0]]
+    extended_tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+    entries = extended_tokenizer.get_vocab()
+    if ordinary := [token for token in tokens if token in entries]:
+        number = entries[ordinary[0]]
         raise JobError(f"token {ordinary[0]!r}: text becomes it already, as number {number}; give it another name")
-    if eos is not None and eos not in known and eos not in tokens:
+    if eos is not None and eos not in entries and eos not in tokens:
         raise JobError(f"eos token {eos!r}: the tokenizer has no such token; add it too")
-    opened.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in tokens])
-    numbers = {token: opened.token_to_id(token) for token in tokens}
+    extended_tokenizer.add_special_tokens(
+        [tokenizers.AddedToken(token, special=True, normalized=False) for token in tokens]
+    )
+    new_ids = {token: extended_tokenizer.token_to_id(token) for token in tokens}
     expected = range(vocabulary.vocab_size, vocabulary.vocab_size + len(tokens))
-    if list(numbers.values()) != list(expected):
+    if list(new_ids.values()) != list(expected):
         remedy = "number them without gaps, or take the tokenizer of the model's own repository"
-        raise JobError(f"the tokenizer cannot be given tokens: its own are {len(known)}, up to number "
+        raise JobError(f"the tokenizer cannot be given tokens: its own are {len(entries)}, up to number "
                        f"{vocabulary.vocab_size - 1}; {remedy}")  # fmt: skip
-    return files | {"tokenizer.json": opened.to_str().encode()} | _beside(files, opened, numbers, eos)
+    return (
+        files
+        | {"tokenizer.json": extended_tokenizer.to_str().encode()}
+        | _beside(files, extended_tokenizer, new_ids, eos)
+    )
 
 
 def _beside(files: dict[str, bytes], opened: Any, numbers: dict[str, Any], eos: str | None) -> dict[str, bytes]:
-    """What stands beside tokenizer.json, as far as it is there and tells of tokens."""
-    ends = {} if eos is None else {"eos_token": eos}
+    """Return the updated files next to tokenizer.json that list tokens, as far as they exist."""
+    eos_entry = {} if eos is None else {"eos_token": eos}
     listed = {
         str(number): {
             "content": token.content,
@@ -227,6 +239,6 @@ def _beside(files: dict[str, bytes], opened: Any, numbers: dict[str, Any], eos: 
         }
         for number, token in sorted(opened.get_added_tokens_decoder().items())
     }
-    changes = {CONFIG: {"added_tokens_decoder": listed} | ends, MAP: ends, ADDED: numbers}
-    found = {name: json.loads(files[name]) | more for name, more in changes.items() if name in files}
-    return {name: dumped(content) for name, content in found.items()}
+    changes = {CONFIG: {"added_tokens_decoder": listed} | eos_entry, MAP: eos_entry, ADDED: numbers}
+    updated = {name: json.loads(files[name]) | changed for name, changed in changes.items() if name in files}
+    return {name: dumped(content) for name, content in updated.items()}

@@ -1,9 +1,11 @@
-"""Regular expressions that come with a tokenizer.json. Some need, on a short text, more steps than there are: the
-library then panics, in the middle of a run. A pattern that repeats what repeats itself is tried out before it is used,
-in a process of its own.
+"""Tokenizers from Hugging Face's tokenizer.json, or from the older vocab.json and merges.txt.
 
-Hugging Face's tokenizer.json, or the vocab.json and merges.txt that came before it. Which tokens begin and end a
-document stands in the tokenizer_config.json beside it, if there is one; else they are found by the names in use.
+The tokens that begin and end a document come from tokenizer_config.json in the same folder; without one, they are found
+by their usual names.
+
+The regular expressions of a tokenizer.json can be dangerous: some exceed the library's step limit on a short text, and
+the library then panics in the middle of a run. A pattern with nested repetition is therefore tried out first, in a
+separate process.
 """
 
 import json
@@ -20,7 +22,7 @@ from torchtitan.datasets.tokenizer.base import Range, Tokenizer, TokenizerError,
 from torchtitan.datasets.tokenizer.chat_templates import template_of
 
 MANY = 10
-"""A repetition that may be longer counts as one without end."""
+"""Longest repetition that counts as bounded."""
 RUN, SECONDS = 64, 30
 _TRIAL = """
 import json, sys, tokenizers
@@ -34,21 +36,23 @@ _SIGN = re.compile(r"\\.|[\[\]()|]|(?:[*+]|\{\d*,?\d*\})[?+]?|.", re.DOTALL)
 
 
 def check_patterns(path: Path, content: bytes) -> None:
-    """TokenizerError where a pattern of a tokenizer.json can run away."""
+    """Raise TokenizerError if a pattern of a tokenizer.json backtracks without limit."""
     try:
         patterns = [p for p in _patterns(json.loads(content)) if may_run_away(p)]
     except (ValueError, RecursionError):
-        return  # said by the library, which reads it next
+        return  # the library reads the file next and reports the error
     if not patterns:
         return
     letters = {*"a1 !é中\n", *(letter for pattern in patterns for letter in pattern if letter.isalnum())}
     texts = [letter * RUN + end for letter in sorted(letters) for end in ("", "\0", " ", "b!")]
     try:
         trial = [sys.executable, "-I", "-c", _TRIAL]
-        done = subprocess.run(trial, input=json.dumps([patterns, texts]).encode(), capture_output=True, timeout=SECONDS)
+        process = subprocess.run(
+            trial, input=json.dumps([patterns, texts]).encode(), capture_output=True, timeout=SECONDS
+        )
     except subprocess.TimeoutExpired:
-        done = None
-    if done is None or done.returncode:
+        process = None
+    if process is None or process.returncode:
         cause = f"its pattern {patterns[0][:80]!r} needs more steps than there are on a text of {RUN} letters"
         raise TokenizerError(path, cause, "give a tokenizer whose pattern does not repeat what repeats itself")
 
@@ -63,7 +67,7 @@ def _patterns(value: Any) -> Iterator[str]:
 
 
 def may_run_away(pattern: str) -> bool:
-    """Whether a group is repeated that holds a repetition or a choice, or something refers back."""
+    """Return True for a repeated group that contains a repetition or an alternative, and for a back reference."""
     if re.search(r"\\(?:[1-9]|[kg]<)", pattern):
         return True
     inside, depth, closed = [False], 0, False
@@ -87,8 +91,8 @@ def may_run_away(pattern: str) -> bool:
 
 
 def _is_long(braces: str) -> bool:
-    least, comma, most = braces.rstrip("?+").strip("{}").partition(",")
-    return int((most or MANY + 1) if comma else (least or 0)) > MANY
+    minimum, comma, maximum = braces.rstrip("?+").strip("{}").partition(",")
+    return int((maximum or MANY + 1) if comma else (minimum or 0)) > MANY
 
 
 # <|endoftext|> both begins and ends a document in the GPT-2 family.
@@ -96,7 +100,7 @@ BOS_NAMES = ["<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]", "<
 EOS_NAMES = ["<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]", "[SEP]"]
 CONFIG = "tokenizer_config.json"
 BESIDE = (CONFIG, "special_tokens_map.json", "chat_template.jinja", "chat_template.json", "added_tokens.json")
-"""Files that belong to a tokenizer.json and go where it goes."""
+"""Files that belong to a tokenizer.json and are copied with it."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -110,7 +114,7 @@ class HuggingFaceTokenizer(Tokenizer):
         except Exception as error:  # the library raises nothing narrower
             cause = f"not a complete tokenizer.json ({error})"
             raise TokenizerError(path, cause, "fetch it again, from a model that has a fast tokenizer") from None
-        # What the file says about batches of model inputs is not meant for a stream of text.
+        # Truncation and padding are for batches of model inputs, not for a stream of text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -131,33 +135,33 @@ class HuggingFaceTokenizer(Tokenizer):
         self.fingerprint = sha256(content + f"bos {self.bos_id}, eos {self.eos_id}".encode())
 
     def as_hf_files(self) -> dict[str, bytes]:
-        """With those that came beside it, such as the chat template; code that one of them names is left out."""
+        """Return its files and those next to it, such as the chat template. References to custom code are dropped."""
         name = self._tokenizer.id_to_token
         bos = None if self.bos_id is None else name(self.bos_id)
         eos = name(self.eos_id)
         assert eos is not None
-        written = hf_files.files_of(json.loads(self._tokenizer.to_str()), bos, eos)
-        beside = {name: self._path.with_name(name) for name in BESIDE}
-        found = {name: read_content(file) for name, file in beside.items() if os.path.lexists(file)}
-        if CONFIG in found:
-            config = _read_config(beside[CONFIG])
-            found[CONFIG] = hf_files.dumped({key: value for key, value in config.items() if key != "auto_map"})
-        return written | found
+        exported = hf_files.files_of(json.loads(self._tokenizer.to_str()), bos, eos)
+        paths = {name: self._path.with_name(name) for name in BESIDE}
+        existing = {name: read_content(file) for name, file in paths.items() if os.path.lexists(file)}
+        if CONFIG in existing:
+            config = _read_config(paths[CONFIG])
+            existing[CONFIG] = hf_files.dumped({key: value for key, value in config.items() if key != "auto_map"})
+        return exported | existing
 
     def _encode(self, text: str) -> list[int]:
         return self._encoding_of(text).ids
 
     def _encode_with_ranges(self, text: str, ranges: Sequence[Range]) -> tuple[list[int], list[Range]]:
         encoding = self._encoding_of(text)
-        found = []
-        for begin, end in ranges:  # a list of all offsets takes as long as a third of the encoding
+        token_ranges = []
+        for begin, end in ranges:  # listing all offsets would take a third of the encoding time
             first, last = encoding.char_to_token(begin), encoding.char_to_token(end - 1)
-            if first is None or last is None:  # white space that offsets leave out
+            if first is None or last is None:  # white space without offsets
                 return encoding.ids, tokens_in(ranges, encoding.offsets)
             while (characters := encoding.token_to_chars(last + 1)) and characters[0] < end:
                 last += 1
-            found.append((first, last + 1))
-        return encoding.ids, found
+            token_ranges.append((first, last + 1))
+        return encoding.ids, token_ranges
 
     def _encoding_of(self, text: str) -> Any:
         try:
@@ -173,7 +177,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _translated(error: BaseException, path: Path, text: str) -> BaseException:
-    """A panic of the library, which is no Exception, as an error of the tokenizer; any other as it is."""
+    """Convert a panic of the library, which is not an Exception, to a TokenizerError; return others unchanged."""
     if type(error).__name__ != "PanicException":
         return error
     cause = f"it fails ({str(error)[:200]}) on a text that begins {text[:40]!r}"
@@ -181,8 +185,9 @@ def _translated(error: BaseException, path: Path, text: str) -> BaseException:
 
 
 def from_vocab_and_merges(path: Path) -> bytes:
-    """The tokenizer.json of a vocab.json and the merges.txt beside it, in the two ways that are in use: GPT-2's, or
-    Qwen 2's where tokenizer_config.json says so.
+    """Return the tokenizer.json of a vocab.json and the merges.txt next to it.
+
+    Splits text as GPT-2 does, or as Qwen 2 if tokenizer_config.json names its class.
     """
     kind = _read_config(path.with_name(CONFIG)).get("tokenizer_class", "GPT2Tokenizer")
     family = str(kind).removesuffix("Fast").removesuffix("Tokenizer")
@@ -197,25 +202,27 @@ def from_vocab_and_merges(path: Path) -> bytes:
         raise TokenizerError(path, cause, "fetch both again")
     added = _read_config(path.with_name("added_tokens.json"))
     special = {name: i for name, i in (vocabulary | added).items() if name in added or name in (*BOS_NAMES, *EOS_NAMES)}
-    written = hf_files.letters_bpe(vocabulary, pairs, special, qwen=family == "Qwen2")
-    return hf_files.dumped(written, indent=None)
+    tokenizer_json = hf_files.letters_bpe(vocabulary, pairs, special, qwen=family == "Qwen2")
+    return hf_files.dumped(tokenizer_json, indent=None)
 
 
 def _add_tokens(tokenizer: Any, config: dict[str, Any], path: Path) -> None:
-    """Those of tokenizer_config.json that tokenizer.json lacks, behind the others, in the order of their numbers there,
-    as transformers does it: the numbers themselves may be of a larger vocabulary.
+    """Append the tokens of tokenizer_config.json that tokenizer.json lacks.
+
+    They are appended in the order of their numbers, as in transformers. The numbers themselves are not used: they may
+    belong to a larger vocabulary.
     """
     import tokenizers
 
     listed = config.get("added_tokens_decoder", {})
     try:
         entries = [entry for _, entry in sorted(listed.items(), key=lambda item: int(item[0]))]
-        known = tokenizer.get_vocab()
+        vocabulary = tokenizer.get_vocab()
         for entry in entries:
-            if entry["content"] not in known:
+            if entry["content"] not in vocabulary:
                 flags = {flag: bool(entry[flag]) for flag in FLAGS if flag in entry}
                 tokenizer.add_tokens([tokenizers.AddedToken(entry["content"], **flags)])
-                if (number := tokenizer.token_to_id(entry["content"])) in known.values():
+                if (number := tokenizer.token_to_id(entry["content"])) in vocabulary.values():
                     raise ValueError(f"{entry['content']} would be number {number}, which is another token's")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         cause = f"added_tokens_decoder of {CONFIG} is damaged ({type(error).__name__}: {error})"
@@ -223,7 +230,7 @@ def _add_tokens(tokenizer: Any, config: dict[str, Any], path: Path) -> None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Of a JSON file; empty where there is none."""
+    """Return the contents of a JSON file; empty if it does not exist."""
     if not os.path.lexists(path):
         return {}
     try:
@@ -238,28 +245,30 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def template_beside(path: Path) -> str | None:
-    """The chat template of the folder that a tokenizer's file is in."""
+    """Return the chat template in the folder of a tokenizer's file."""
     return _template(_read_config(path.with_name(CONFIG)), path)
 
 
 def _template(config: dict[str, Any], path: Path) -> str | None:
-    """Of a file beside the tokenizer, or of its configuration, where several may have names."""
+    """Return the chat template from chat_template.jinja, or the (default) one of the tokenizer's configuration."""
     file = path.with_name("chat_template.jinja")
     if os.path.lexists(file):
         return template_of(str(file))
-    said = config.get("chat_template")
-    if isinstance(said, list):
-        said = next((e.get("template") for e in said if isinstance(e, dict) and e.get("name") == "default"), None)
-    return said if isinstance(said, str) else None
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = next(
+            (e.get("template") for e in template if isinstance(e, dict) and e.get("name") == "default"), None
+        )
+    return template if isinstance(template, str) else None
 
 
 def _find(key: str, config: dict[str, Any], names: list[str], vocabulary: dict[str, int], path: Path) -> int | None:
-    said = config.get(key)
-    if isinstance(said, dict):  # older files describe the token instead of naming it
-        said = said.get("content")
-    if said is not None:
-        if not isinstance(said, str) or said not in vocabulary:
-            cause = f"tokenizer_config.json names {said!r} as {key}, which is not in the vocabulary"
+    token = config.get(key)
+    if isinstance(token, dict):  # older files describe the token instead of naming it
+        token = token.get("content")
+    if token is not None:
+        if not isinstance(token, str) or token not in vocabulary:
+            cause = f"tokenizer_config.json names {token!r} as {key}, which is not in the vocabulary"
             raise TokenizerError(path, cause, "take both files from the same model")
-        return vocabulary[said]
+        return vocabulary[token]
     return next((vocabulary[name] for name in names if name in vocabulary), None)
