@@ -1,4 +1,4 @@
-"""What the rules look at: a job, where it is to run, and what follows from both. Each is worked out once."""
+"""The job, its environment and the values derived from both, which the rules read. Each value is computed once."""
 
 import dataclasses
 import re
@@ -38,16 +38,16 @@ Device = Literal["cpu", "cuda"]
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the rules look at: the job, where it is to run, and what follows from both."""
+    """The job, its ranks and device, and the values derived from them."""
 
     config: JobConfig
     world_size: int
     device: Device
     said_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Of options, the file or the command line that said their value; of others the job's files are named."""
+    """The file or command line that set an option, by option. For all other options, faults name the job's files."""
 
     def fault(self, key: str, allowed: str, remedy: str, given: str = "") -> Fault:
-        """A fault of the job's option `key`, with its value unless `given` says it better. In a list of tables the key
+        """Return a fault of the option `key`, with its value unless `given` replaces it. In a list of tables the key
         names one of them, or an option of it: "training.sources[0].weight".
         """
         value: Any = self.config
@@ -60,7 +60,7 @@ class Facts:
         return self.fault(error.option, error.allowed, error.remedy, error.given)
 
     def judged(self, check: Callable[..., object], *given: object, **named: object) -> Iterator[Fault]:
-        """The fault that a function of core/constraints.py or degrees.py finds, if it does."""
+        """Yield the fault for the `LimitError` that `check` (core/constraints.py or degrees.py) raises, if any."""
         try:
             check(*given, **named)
         except LimitError as error:
@@ -68,7 +68,7 @@ class Facts:
 
     @cached_property
     def shard_or_error(self) -> int | LimitError:
-        """Data-parallel shards, with -1 worked out, or why the degrees do not fit the ranks."""
+        """Data-parallel shards, with -1 resolved, or the error if the degrees do not fit the ranks."""
         asked = self.config.parallelism.data_parallel_shard_degree
         try:
             return shards_of_ranks(
@@ -114,18 +114,20 @@ class Facts:
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Of samples, by the options that say them."""
+        """Sample lengths in tokens, by the option that sets them."""
         training, validation = self.config.training.seq_len, self.config.validation
-        own = {"validation.seq_len": validation.seq_len} if validation.enable and validation.seq_len else {}
-        return {"training.seq_len": training} | own
+        validation_length = (
+            {"validation.seq_len": validation.seq_len} if validation.enable and validation.seq_len else {}
+        )
+        return {"training.seq_len": training} | validation_length
 
     def needs_of_a_sequence(self, split: bool) -> dict[str, int]:
-        """What its length has to be a multiple of, in words. `split`: whether sequence parallel cuts it, too."""
+        """Describe the multiples that a sequence length must be of. `split`: sequence parallel also splits it."""
         return sequence_needs(self.config, split)
 
     @cached_property
     def microbatches(self) -> int | None:
-        """Of a local batch in the pipeline; None where it does not divide."""
+        """Pipeline microbatches in a local batch; None if it does not divide."""
         local, size = self.config.training.local_batch_size, self.config.parallelism.pipeline_parallel_microbatch_size
         return local // size if local % size == 0 else None
 
@@ -135,8 +137,8 @@ class Facts:
         degrees = self.config.parallelism
         if self.pp == 1 or degrees.pipeline_parallel_schedule_csv is None or self.microbatches is None:
             return None
-        named = degrees.module_fqns_per_model_part
-        num_stages = None if named is None else len(named)
+        stage_modules = degrees.module_fqns_per_model_part
+        num_stages = None if stage_modules is None else len(stage_modules)
         try:
             return load_schedule_csv(degrees.pipeline_parallel_schedule_csv, self.pp, num_stages, self.microbatches)
         except ScheduleTableError as error:
@@ -254,23 +256,23 @@ class Facts:
 
     @property
     def padding_multiple(self) -> int:
-        """What the lengths of batches are rounded up to; 0 where all are training.seq_len."""
+        """Multiple that batch lengths are rounded up to; 0 if all are training.seq_len."""
         return padding_multiple(self.config, self.device, self.expert_layers > 0)
 
     @property
     def experts(self) -> int:
-        """Of a layer; 0 where no layer of the model has any."""
+        """Experts in a layer; 0 if no layer has any."""
         return self.args.n_experts if self.expert_layers else 0
 
     @property
     def packs(self) -> bool:
-        """Whether samples are made of whole records."""
+        """True if samples are packed from whole records."""
         kind = self.config.task.kind
         return kind in TASKS and TASKS[kind].packs
 
     @property
     def tells_classes(self) -> bool:
-        """Whether the classes of records are learned."""
+        """True if the task learns the classes of records."""
         kind = self.config.task.kind
         return kind in TASKS and TASKS[kind].labels == "classes"
 
@@ -284,7 +286,7 @@ class Facts:
 
     @cached_property
     def sources(self) -> dict[str, DataSource]:
-        """All that the job reads, by place."""
+        """All data sources that the job reads, by their place in the config."""
         own = self.config.validation.enable and self.config.validation.split is None
         return sources_of(self.config, "training") | (sources_of(self.config, "validation") if own else {})
 
