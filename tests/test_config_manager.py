@@ -19,6 +19,7 @@ from torchtitan.config.manager import ConfigError, load, to_toml
 from torchtitan.config.options import Fault, columns, describe, help_text, options, options_of, sections, show
 
 REPOSITORY = Path(__file__).parent.parent
+STEPS_HELP = options()["training.steps"].help.splitlines()[0]
 
 
 def write(path: Path, text: str | bytes) -> str:
@@ -202,14 +203,14 @@ BAD_FILES = {
     ),
     "flag for a number": (
         "[training]\nsteps = true\n",
-        ["FILE: training.steps: given true; allowed: a whole number >= 1; help: Optimizer steps."],
+        ["FILE: training.steps: given true; allowed: a whole number >= 1; help: " + STEPS_HELP],
     ),
     "out of range": (
         "[optimizer]\nlr = 0\n[optimizer2]\n[training]\nsteps = 0\n",
         [
             "FILE: optimizer2: given the section [optimizer2]; allowed: a section of the job; did you mean optimizer?",
             "FILE: optimizer.lr: given 0; allowed: a number > 0; help: Peak learning rate.",
-            "FILE: training.steps: given 0; allowed: a whole number >= 1; help: Optimizer steps.",
+            "FILE: training.steps: given 0; allowed: a whole number >= 1; help: " + STEPS_HELP,
         ],
     ),
     "unknown word": (
@@ -245,7 +246,7 @@ BAD_FILES = {
     ),
     "table for a value": (
         "[training.steps]\nx = 1\n",
-        ["FILE: training.steps: given {x = 1}; allowed: a whole number >= 1; help: Optimizer steps."],
+        ["FILE: training.steps: given {x = 1}; allowed: a whole number >= 1; help: " + STEPS_HELP],
     ),
     "not numbers": (
         "[optimizer]\nlr = nan\neps = inf\nweight_decay = 1e999\n",
@@ -326,7 +327,7 @@ BAD_FILES = {
         "extends = 3\n[training]\nsteps = 0\n",
         [
             "FILE: extends: given 3; allowed: a file name or a list of them",
-            "FILE: training.steps: given 0; allowed: a whole number >= 1; help: Optimizer steps.",
+            "FILE: training.steps: given 0; allowed: a whole number >= 1; help: " + STEPS_HELP,
         ],
     ),
     "a key that would break the line": (
@@ -418,11 +419,11 @@ BAD_ARGUMENTS = {
     "without its section": (["--lr=1"], ['lr: given "1"; allowed: a known option; did you mean optimizer.lr?']),
     "no number": (
         ["--training.steps=many"],
-        ['training.steps: given "many"; allowed: a whole number >= 1; help: Optimizer steps.'],
+        ['training.steps: given "many"; allowed: a whole number >= 1; help: ' + STEPS_HELP],
     ),
     "no whole number": (
         ["--training.steps", "1.5"],
-        ["training.steps: given 1.5; allowed: a whole number >= 1; help: Optimizer steps."],
+        ["training.steps: given 1.5; allowed: a whole number >= 1; help: " + STEPS_HELP],
     ),
     "not finite": (
         ["--optimizer.lr", "nan"],
@@ -443,7 +444,7 @@ BAD_ARGUMENTS = {
     "twice": (
         ["--training.steps=1", "--training.steps=2", "--compile.enable", "--compile.no-enable"],
         [
-            'training.steps: given "2" after 1; allowed: once; keep one',
+            'training.steps: given 2 after 1; allowed: once; keep one',
             "compile.enable: given false after true; allowed: once; keep one",
         ],
     ),
@@ -678,7 +679,7 @@ def test_help_has_every_option_with_type_default_and_text(capsys):
         assert f"--{key}  (" in text and option.help, key
         assert option.help.splitlines()[0].strip() in text
         assert all(column.help.splitlines()[0].strip() in text for column in columns(key).values()), key
-    assert "  --training.steps  (a whole number >= 1; default 10000)\n      Optimizer steps.\n" in text
+    assert "  --training.steps  (a whole number >= 1; default 10000)\n      Optimizer steps." in text
     assert "  --training.dataset_path  (text; default unset)\n" in text
     assert all(f"[{section}]" in text for section in sections())
 

@@ -72,7 +72,7 @@ def to_toml(config: JobConfig) -> str:
     sections = as_dict(config)
     for section, key in NOT_KEPT:
         sections[section].pop(key, None)
-    if config.training.steps == NO_LIMIT:
+    if isinstance(config, JobConfig) and config.training.steps == NO_LIMIT:
         del sections["training"]["steps"]
     return tomli_w.dumps(sections)
 

@@ -115,8 +115,8 @@ class TokenReader:
         self.documents = _map(shards.folder / DOCUMENTS, np.dtype("<i8"))
         """The first token of each document."""
         self._trained = None if shards.flags is None else _map(shards.folder / TRAINED, np.dtype("u1"))
-        names = [*(s["name"] for s in shards.header["shards"]), DOCUMENTS, *([TRAINED] if shards.flags else [])]
-        self._open = [open_file(shards.folder / name) for name in names]
+        self._names = [*(s["name"] for s in shards.header["shards"]), DOCUMENTS, *([TRAINED] if shards.flags else [])]
+        self._open = [open_file(shards.folder / name) for name in self._names]
         self._sizes = [os.fstat(file.fileno()).st_size for file in self._open]
 
     def copy(self, start: int, ids: np.ndarray, trained: np.ndarray | None = None) -> None:
@@ -132,10 +132,10 @@ class TokenReader:
 
     def refuse_shrunk(self) -> None:
         """Raise DataError if a file shrank: reading a mapping beyond its file's end would kill the process."""
-        for file, before in zip(self._open, self._sizes, strict=True):
+        for name, file, before in zip(self._names, self._open, self._sizes, strict=True):
             if (size := os.fstat(file.fileno()).st_size) < before:
                 raise DataError(
-                    f"{file.name}: the file shrank to {size} bytes from the {before} at the start; leave the data as "
+                    f"{name}: the file shrank to {size} bytes from the {before} at the start; leave the data as "
                     f"it is while a job runs; {REMEDY}"
                 )
 

@@ -80,8 +80,7 @@ class Training:
     max_norm: Annotated[float, Field(ge=0)] = 1.0
     """Clip the gradient's global 2-norm to this; 0 turns clipping off (the norm is still logged)."""
     steps: Positive = 10000
-    """Optimizer steps. Beside epochs or tokens, the run ends with whichever comes first; without a value of its own it
-    then sets no end."""
+    """Optimizer steps. With epochs or tokens the run ends with whichever comes first; a default sets no limit then."""
     epochs: Positive | None = None
     """Passes over all of the data, after which the run ends. Text is tokenized before the run, into
     job.dump_folder/data. Unset: the data go round until training.steps."""

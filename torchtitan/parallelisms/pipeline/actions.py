@@ -303,8 +303,8 @@ def _read(path: Path) -> tuple[Table, list[list[int]], list[ScheduleFault]]:
         content = read_file(path, LARGEST_FILE).decode("utf-8-sig")
         rows = list(csv.reader(io.StringIO(content, newline="")))
     except (ValueError, csv.Error) as error:
-        why = error.reason if isinstance(error, FileError) else str(error)
-        return [], [], [ScheduleFault("the file", f"what {why}" if isinstance(error, FileError) else f"what cannot be read ({why})", allowed, "name another file")]
+        reason = error.reason if isinstance(error, FileError) else f"cannot be read ({error})"
+        return [], [], [ScheduleFault("the file", f"what {reason}", allowed, "name another file")]
     while rows and not any(map(str.strip, rows[-1])):
         rows.pop()
     if not rows:
