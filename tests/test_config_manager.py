@@ -444,7 +444,7 @@ BAD_ARGUMENTS = {
     "twice": (
         ["--training.steps=1", "--training.steps=2", "--compile.enable", "--compile.no-enable"],
         [
-            'training.steps: given 2 after 1; allowed: once; keep one',
+            "training.steps: given 2 after 1; allowed: once; keep one",
             "compile.enable: given false after true; allowed: once; keep one",
         ],
     ),

@@ -135,7 +135,7 @@ class TokenReader:
         for name, file, before in zip(self._names, self._open, self._sizes, strict=True):
             if (size := os.fstat(file.fileno()).st_size) < before:
                 raise DataError(
-                    f"{name}: the file shrank to {size} bytes from the {before} at the start; leave the data as "
+                    f"{self.shards.folder / name}: the file shrank to {size} bytes from the {before} at the start; leave the data as "
                     f"it is while a job runs; {REMEDY}"
                 )
 

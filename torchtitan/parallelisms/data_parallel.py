@@ -32,11 +32,11 @@ def apply_data_parallel(
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shard each block by itself, last norm and head together, and the rest (the embedding) with the root, in place.
-    Experts that are split by expert parallel are sharded over what is left of the ranks, `expert_mesh`. `prefetch`:
-    blocks that are gathered ahead, their experts too; one at least where there are such, since FSDP gathers ahead only
-    as far as the host is, and that waits in each block to know which tokens go where.
+    Experts that are split by expert parallel are sharded over the remaining ranks, `expert_mesh`. `prefetch`: number of
+    blocks to prefetch, with their experts; at least one if there are such experts. FSDP prefetches only as far as the
+    host has got, and the host waits in each block to learn which tokens go where.
 
-    The head stays gathered between forward and backward, as its parameters are needed first thing there.
+    The head stays gathered between forward and backward, because backward needs its parameters first.
     """
     # pinned memory needs an accelerator; without one, torch raises on the default
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
@@ -104,36 +104,38 @@ def _until_the_loss(head: list[nn.Module], loss: nn.Module | None) -> None:
 
 
 def _gather_ahead(blocks: list[nn.Module], head: list[nn.Module], prefetch: int, travelling: set[nn.Module]) -> None:
-    """`head`: what stands for its unit, if it is one."""
+    """Set which FSDP units each block prefetches. `head`: the modules of the head's unit, if it is one; the first
+    stands for it.
+    """
 
     def units(near: list[nn.Module]) -> list[nn.Module]:
         return [unit for block in near for unit in (block, *(m for m in block.modules() if m in travelling))]
 
     last = next((block for block in reversed(blocks) if not _in_training_only(block)), None)
     for index, block in enumerate(blocks):
-        ahead = blocks[index + 1 : index + 1 + prefetch]
+        prefetched = blocks[index + 1 : index + 1 + prefetch]
         if not _in_training_only(block):  # in evaluation nothing would run, and so free, what is gathered
-            ahead = [each for each in ahead if not _in_training_only(each)]
-        block.set_modules_to_forward_prefetch([*units(ahead), *(head if block is last else ())])
+            prefetched = [candidate for candidate in prefetched if not _in_training_only(candidate)]
+        block.set_modules_to_forward_prefetch([*units(prefetched), *(head if block is last else ())])
         block.set_modules_to_backward_prefetch(units(blocks[max(0, index - prefetch) : index][::-1]))
     for module in head:
         module.set_modules_to_backward_prefetch(units(blocks[-prefetch:][::-1]))
 
 
 def _in_training_only(block: nn.Module) -> bool:
-    """Whether evaluation leaves the block out, which its class then says."""
+    """Return True if evaluation skips the block, as its class declares."""
     return getattr(block, "in_training_only", False)
 
 
 def _shard_experts(shards: int, parameter: nn.Parameter) -> Shard:
-    """Whole experts to each rank, or, where a rank has too few of them, a part of every one."""
+    """Return the placement of experts: full experts per rank or, with too few of them, a part of every expert."""
     shape = parameter.to_local().shape
     return Shard(next((dim for dim, size in enumerate(shape) if size % shards == 0), 0))
 
 
 def _hide_from_selective_recompute(module: FSDPModule) -> None:
-    """Recompute by operator counts what runs inside a block and wants the same again. FSDP gathers the parameters of a
-    module inside the block there, but not always both times.
+    """Hide the gathers of FSDP from selective recompute, which counts the operators inside a block and expects the same
+    ones the second time. FSDP gathers the parameters of a module inside the block there, but not always both times.
     """
     group = module._get_fsdp_state()._fsdp_param_group
     for name in ("pre_forward", "post_forward"):
@@ -141,13 +143,15 @@ def _hide_from_selective_recompute(module: FSDPModule) -> None:
 
 
 def _without_recompute(function: Callable) -> Callable:
-    """All other modes stay: in a rehearsal what FSDP gathers would else be gathered with values, and not counted."""
+    """Return `function` without the recompute modes. All other modes stay: otherwise a rehearsal would gather FSDP's
+    parameters with values and would not count them.
+    """
 
     def run(*args: object, **kwargs: object) -> object:
-        with _disable_current_modes() as modes, ExitStack() as others:
+        with _disable_current_modes() as modes, ExitStack() as other_modes:
             for mode in reversed(modes):  # the innermost comes first among them
                 if not isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)):
-                    others.enter_context(mode)
+                    other_modes.enter_context(mode)
             return function(*args, **kwargs)
 
     return run
@@ -158,6 +162,8 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def set_last_microbatch(model: nn.Module, is_last: bool, replicas: bool) -> None:
-    """Before each backward of an accumulated step: replicas exchange gradients once per step, not per microbatch."""
+    """Let replicas exchange gradients once per step, not once per microbatch. Call it before each backward
+    of a step.
+    """
     if isinstance(model, FSDPModule) and replicas:
         model.set_requires_all_reduce(is_last)

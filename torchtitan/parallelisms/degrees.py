@@ -15,9 +15,9 @@ DEGREES, SEQ_LEN = "parallelism.", "training.seq_len (or validation.seq_len)"
 def shards_of_ranks(world_size: int, dp_shard: int, *, dp_replicate: int, cp: int, tp: int, pp: int) -> int:
     """Data-parallel shards, with -1 worked out: what the other degrees leave of the ranks."""
     key, ranks = DEGREES + "data_parallel_shard_degree", f"{world_size} rank{'s' * (world_size > 1)}"
-    others = {"data_parallel_replicate": dp_replicate, "context_parallel": cp}
-    others |= {"tensor_parallel": tp, "pipeline_parallel": pp}
-    product, longer = math.prod(others.values()), [f"{name} {n}" for name, n in others.items() if n > 1]
+    other_degrees = {"data_parallel_replicate": dp_replicate, "context_parallel": cp}
+    other_degrees |= {"tensor_parallel": tp, "pipeline_parallel": pp}
+    product, longer = math.prod(other_degrees.values()), [f"{name} {n}" for name, n in other_degrees.items() if n > 1]
     if dp_shard == 0:
         raise LimitError(key, 0, "at least 1, or -1 for the ranks that are left", "write -1")
     if dp_shard == -1 and world_size % product:
@@ -62,15 +62,15 @@ def check_split(tp: int, sizes: Mapping[str, int]) -> None:
     unevenly.
     """
     if wrong := uneven(tp, sizes):
-        others = ", ".join(f"{name} {size}" for name, size in sizes.items() if name not in wrong)
-        told = ("these" if len(wrong) > 1 else "it") + f" and {others}" * bool(others)
+        other_sizes = ", ".join(f"{name} {size}" for name, size in sizes.items() if name not in wrong)
+        divided = ("these" if len(wrong) > 1 else "it") + f" and {other_sizes}" * bool(other_sizes)
         remedy = "write one of these"
         if wrong == ["vocab_size"]:
             remedy += f", or fill it up: model.overrides = {{vocab_size = {-(-sizes['vocab_size'] // tp) * tp}}}"
         raise LimitError(
             DEGREES + "tensor_parallel_degree",
             f"{tp}, which does not divide {' and '.join(f'{name} {sizes[name]}' for name in wrong)}",
-            f"what divides {told}: {divisors(math.gcd(*sizes.values()))}",
+            f"what divides {divided}: {divisors(math.gcd(*sizes.values()))}",
             remedy,
         )
 
@@ -86,7 +86,7 @@ def is_levelled(method: str, load_balance: bool) -> bool:
 
 
 def needs_of_a_sequence(cp: int, tp: int, *, levelled: bool, sequence_parallel: bool) -> dict[str, int]:
-    """What a sequence's length has to be a multiple of, and in which words."""
+    """Return the numbers that a sequence's length must be a multiple of, by their descriptions for messages."""
     needs = {}
     if cp > 1 and levelled:
         needs[f"2 x context_parallel {cp} (a head and a tail each)"] = 2 * cp
@@ -140,7 +140,7 @@ def check_async(device: str, compiled: bool, sequence_parallel: bool) -> None:
         "a compiled model (compile.enable)": compiled,
         "sequence parallel (no disable_sequence_parallel)": sequence_parallel,
     }
-    if missing := [name for name, there in needs.items() if not there]:
+    if missing := [name for name, is_met in needs.items() if not is_met]:
         allowed, key = f"true only with {', '.join(needs)}", DEGREES + "enable_async_tensor_parallel"
         raise LimitError(key, "true", allowed, f"add {' and '.join(missing)}, or leave it out")
 

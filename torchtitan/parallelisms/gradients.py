@@ -33,15 +33,15 @@ def clip_gradients(
     sum_partial_gradients(parameters)
     grads = [(p.grad, p in copies) for p in parameters if p.grad is not None]
     sharing: dict[Ranks, list[torch.Tensor]] = defaultdict(list)
-    known = _Groups()
+    groups = _Groups()
     for grad, is_copy in grads:
         if not is_copy:
-            sharing[known.ranks(_groups_sharing(grad))].append(_local(grad))
+            sharing[groups.ranks(_groups_sharing(grad))].append(_local(grad))
     squares = []
     for ranks, locals_ in sharing.items():
         norms = [norm.to(torch.promote_types(norm.dtype, torch.float32)) for norm in _norms(locals_)]
         square = torch.linalg.vector_norm(torch.stack(norms)) ** 2
-        for group in known.groups(ranks):
+        for group in groups.groups(ranks):
             dist.all_reduce(square, group=group)
         squares.append(square)
     if squares:
@@ -81,17 +81,17 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
     parallel, which DTensor leaves at that and FSDP, where it is there, has already summed. One reduction for all.
     """
     waiting: dict[tuple[Ranks, torch.dtype], list[nn.Parameter]] = defaultdict(list)
-    known = _Groups()
+    groups = _Groups()
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, DTensor):
             for axis, placement in enumerate(grad.placements):
                 if placement.is_partial():
                     assert placement.reduce_op == "sum" and parameter.placements[axis].is_replicate()
-                    waiting[known.ranks((grad.device_mesh.get_group(axis),)), grad.dtype].append(parameter)
+                    waiting[groups.ranks((grad.device_mesh.get_group(axis),)), grad.dtype].append(parameter)
     for (ranks, _), owners in waiting.items():
         flat = torch.cat([owner.grad.to_local().flatten() for owner in owners])
-        for group in known.groups(ranks):
+        for group in groups.groups(ranks):
             dist.all_reduce(flat, group=group)
         for owner, summed in zip(owners, flat.split([owner.grad.to_local().numel() for owner in owners]), strict=True):
             local = summed.view_as(owner.grad.to_local())

@@ -26,8 +26,8 @@ class ParallelDims:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        others = dict(dp_replicate=self.dp_replicate, cp=self.cp, tp=self.tp, pp=self.pp)
-        object.__setattr__(self, "dp_shard", shards_of_ranks(self.world_size, self.dp_shard, **others))
+        other_degrees = dict(dp_replicate=self.dp_replicate, cp=self.cp, tp=self.tp, pp=self.pp)
+        object.__setattr__(self, "dp_shard", shards_of_ranks(self.world_size, self.dp_shard, **other_degrees))
         check_borrowing(self.ep, self.dp_shard, self.cp, self.tp)
 
     @property
@@ -58,7 +58,7 @@ class ParallelDims:
 
     @property
     def readers(self) -> int:
-        """How many ranks read the same samples: those that share the work on them."""
+        """Number of ranks that read the same samples and share the work on them."""
         return self.pp * self.cp * self.tp
 
     def build_mesh(self, device_type: str) -> DeviceMesh:

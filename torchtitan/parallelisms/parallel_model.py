@@ -1,10 +1,9 @@
-"""What happens once per optimizer step beside the optimizer's own: biases of experts move, an adapter is restarted.
+"""A model under a parallel plan: assembled on this rank, and run forward and backward whatever the plan.
 
-A hook is asked after each step, and what it has to remember is saved with the trainer's state under its name.
+This is the one place where the parts of parallelism meet. Trainer, tests and benchmarks assemble and run a model by it.
 
-A model under a plan: assembled on this rank, and run forward and backward whatever the plan.
-
-The one place where the parts of parallelism meet. Trainer, tests and benchmarks assemble and run a model by it.
+Step hooks run once per optimizer step, after the optimizer: biases of experts move, an adapter is restarted. The state
+of a hook is saved with the trainer's state under the hook's name.
 """
 
 import math
@@ -44,24 +43,25 @@ from torchtitan.process import distributed
 
 class StepHook(Protocol):
     name: str
-    """Of its state in a checkpoint; no other hook's, and none of the trainer's own (step, tokens, ...)."""
+    """Key of its state in a checkpoint. Unique among hooks, and not a key of the trainer's state (step, tokens, ...).
+    """
 
     def after_step(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """The `step`-th of the learning rate's schedule is done; every rank calls it. `parts`: of the model, on this
-        rank."""
+        """Run after the `step`-th step of the learning rate schedule, on every rank. `parts`: this rank's parts of the
+        model."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able and the same on all ranks; empty where there is nothing to remember."""
+        """Return the state, JSON-able and the same on all ranks; empty if there is nothing to save."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What `state_dict` gave; empty where a checkpoint has nothing of it."""
+        """Restore what `state_dict` returned; empty if the checkpoint has no state of this hook."""
         ...
 
 
 class StepHooks(list[StepHook]):
-    """In the order in which they are asked."""
+    """The step hooks, in the order in which they run."""
 
     def append(self, hook: StepHook) -> None:
         assert hook.name not in {other.name for other in self}, f"a second hook called {hook.name}"
@@ -72,7 +72,7 @@ class StepHooks(list[StepHook]):
             hook.after_step(step, parts, optimizers)
 
     def state_dict(self) -> dict[str, Any]:
-        """By name, of those that have something to remember."""
+        """Return the states by hook name, of the hooks that have one."""
         return {hook.name: state for hook in self if (state := hook.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -92,21 +92,21 @@ def parallel_parts(
     pipeline: PipelineOptions | None = None,
     expert_mesh: DeviceMesh | None = None,
 ) -> tuple[list[nn.Module], list[int], int]:
-    """This rank's parts of the model, parallel and still without values; the stages that they are, and the number of
-    all stages.
+    """Return this rank's parts of the model, parallel and still without values; their stage numbers; and the number
+    of all stages.
     """
-    parts, stages, mine = [model], [[]], [0]
+    parts, stages, local_stages = [model], [[]], [0]
     if dims.pp > 1:
         assert pipeline is not None
         stages = pipeline.stages(model, plan, dims.pp)
-        mine = pipeline.stages_of_rank(dims.rank_in(mesh, "pp"), dims.pp, len(stages))
-        parts = cut_model(model, stages, mine, plan)
+        local_stages = pipeline.stages_of_rank(dims.rank_in(mesh, "pp"), dims.pp, len(stages))
+        parts = cut_model(model, stages, local_stages, plan)
     if runs_by_segments(dims, options):
         require_steps(model, plan)
         options = replace(options, recompute="none")  # which the segments do themselves
     for part in parts:
         parallelize(part, mesh, dims, plan, options, expert_mesh)
-    return parts, mine, len(stages)
+    return parts, local_stages, len(stages)
 
 
 def runs_by_segments(dims: ParallelDims, options: ParallelOptions) -> bool:
@@ -180,10 +180,10 @@ class ParallelModel:
     def _pipelined(
         self, pipeline: PipelineOptions | None, stages: list[int], num_stages: int, tied: dict[str, str]
     ) -> Pipeline:
-        """The parts of this rank, which are these `stages` of so many."""
+        """Return the pipeline over this rank's parts, which are these `stages` of `num_stages`."""
         options = self.options
         segments = self._segments() if runs_by_segments(self.dims, options) else None
-        whole = options.recompute != "none" or options.compile_model
+        full_backward = options.recompute != "none" or options.compile_model
         return Pipeline(
             self.parts,
             stages,
@@ -194,13 +194,13 @@ class ParallelModel:
             hidden_dtype=options.param_dtype,
             sequence_shards=self.dims.tp if options.sequence_parallel else 1,
             forward_context=self.autocast,
-            merge_backward=whole and segments is None,
+            merge_backward=full_backward and segments is None,
             tied=tied,
             segments=segments,
         )
 
     def _segments(self) -> Segmented:
-        """How the stages of a pipeline run that hides the all-to-alls of experts."""
+        """Return how stages run in a pipeline that hides the all-to-alls of experts."""
         options = self.options
         policy = segment_policy(options.recompute, options.selective_option, options.preserve_rng_state)
         # gloo works its messages off at once; a communicator of NCCL does one after the other
@@ -217,7 +217,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def _forget(self) -> None:
-        """What nobody fills is seen then: every load looks for NaN."""
+        """Fill with NaN, so that a load, which looks for NaN, notices values that were never filled."""
         for _, parameter in self.named_parameters():
             if parameter.is_floating_point():
                 parameter.fill_(math.nan)
@@ -232,7 +232,7 @@ class ParallelModel:
             yield from ((clean_name(name), parameter) for name, parameter in part.named_parameters())
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a model is saved as: parameters, and buffers that belong to it (the biases of experts)."""
+        """Return the tensors that are saved: parameters, and persistent buffers (the biases of experts)."""
         for part in self.parts:
             yield from ((clean_name(name), tensor) for name, tensor in part.state_dict(keep_vars=True).items())
 
@@ -276,22 +276,22 @@ class ParallelModel:
         """
         ways = iter(("",)) if self.adapter is None else self.adapter.readings(self.parts)
         self.train(False)
-        found = {way: sum(map(self.loss_sum, batches()), torch.zeros((), device=self.device)) for way in ways}
+        losses = {way: sum(map(self.loss_sum, batches()), torch.zeros((), device=self.device)) for way in ways}
         self.train()
-        return found
+        return losses
 
     @torch.no_grad()
     def logits_behind(self, tokens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """tokens [B, S], the same on all ranks, and places of theirs, last [B] -> the logits [B, V] of the words behind
-        these. Of a model that is not cut, in layers or along the sequence. Every rank calls it.
+        """tokens [B, S], the same on all ranks, and positions in them, last [B] -> the logits [B, V] of the tokens
+        after these positions. The model must not be cut into stages or along the sequence. Every rank calls it.
         """
         assert self.dims.pp == self.dims.cp == 1
         with self.autocast:
             return self.parts[0](tokens=tokens, positions=counted(tokens), last=last)
 
     def whole(self, shares: torch.Tensor) -> torch.Tensor:
-        """Losses of all ranks from those of each, of any shape, of which those of a tp group are the same.
-        Over gloo: who asks reads them, and NCCL would make a communicator of all ranks for this alone.
+        """Sum losses of any shape over all ranks; those of a tp group are the same and count once. The sum runs over
+        gloo: the caller reads the values, and NCCL would create a communicator of all ranks for this alone.
         """
         shares = shares.cpu()
         if self.dims.world_size > 1:
@@ -299,7 +299,7 @@ class ParallelModel:
         return shares / self.dims.tp
 
     def recall(self, batches: Iterable[Batch]) -> None:
-        """What an adapter had kept of these batches, which were trained on before."""
+        """Rebuild what an adapter had cached of these batches, which were trained on before."""
         self.train(False)
         self.adapter.begin_recall(self.parts)
         for batch in batches:
@@ -307,7 +307,7 @@ class ParallelModel:
         self.train()
 
     def look_at(self, batches: Iterable[Batch]) -> None:
-        """What an adapter has to have seen of these batches before it begins."""
+        """Show an adapter the batches that it has to see before training begins."""
         self.train(False)
         self.adapter.begin_looking(self.parts)
         for batch in batches:
@@ -320,8 +320,8 @@ class ParallelModel:
             self.adapter.after_batch(self.parts)
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Once per step, after the last backward: the norm of the whole model's gradient, a scalar; the gradient is
-        clipped in place.
+        """Clip the gradient in place and return its norm over the full model, a scalar. Call it once per step, after
+        the last backward.
         """
         if self.pipeline is None:
             return clip_gradients(self.parts[0].parameters(), max_norm)
@@ -330,39 +330,39 @@ class ParallelModel:
         return clip_gradients(parameters, max_norm, self.pp_group, self.pipeline.duplicated)
 
     def after_step(self, step: int = 0, optimizers: Sequence[Optimizer] = (), updated: bool = True) -> None:
-        """After each optimizer step, the `step`-th of the schedule: what moves with it. Not `updated`: its
-        update was left out, so biases of experts stay as they are too, and what was counted for them is forgotten.
+        """Run the hooks after the `step`-th optimizer step of the schedule. With `updated=False` the update was
+        skipped, so the biases of experts stay as they are too, and the counts for them are dropped.
         """
         if self.balance is not None:
             self.balance.moves_biases = updated
         self.hooks.after_step(step, self.parts, optimizers)
 
     def extra_metrics(self) -> dict[str, float]:
-        """Of the last step, the same on all ranks. Every rank calls it, and waits for the device."""
+        """Return metrics of the last step, the same on all ranks. Every rank calls it, and waits for the device."""
         of_adapter = self.adapter.metrics(self.parts) if self.adapter is not None else {}
         of_adapter |= self._measured_by_the_loss()
         return of_adapter | (self.balance.metrics(self.device) if self.balance is not None else {})
 
     def _measured_by_the_loss(self) -> dict[str, float]:
-        """Means over what all ranks have trained since the last time, of an objective that measures more than its
-        loss.
+        """Return means over what all ranks have trained since the last call, for an objective that measures more than
+        its loss.
         """
         names = self.parts[0].loss.measured
         if not names:
             return {}
         sums = torch.zeros(len(names) + 1, device=self.device)
         for part in self.parts:
-            own = part.loss.take_sums()
-            sums += 0 if own is None else own
-        *found, count = distributed.add_up(*sums.tolist())
-        return {name: value / max(count, 1) for name, value in zip(names, found, strict=True)}
+            part_sums = part.loss.take_sums()
+            sums += 0 if part_sums is None else part_sums
+        *totals, count = distributed.add_up(*sums.tolist())
+        return {name: value / max(count, 1) for name, value in zip(names, totals, strict=True)}
 
     def not_finite_layers(self) -> list[str]:
-        """Where a model that can tell has met NaN or infinity, in the order of the layers. Every rank calls it."""
+        """Return the layers that have met NaN or infinity, in order, if the model tracks it. Every rank calls it."""
         return self.balance.not_finite() if self.balance is not None else []
 
     def _share(self, batch: Batch) -> Batch:
-        """The tokens of the samples that are this rank's under context parallel, all with their positions."""
+        """Return this rank's tokens of the samples under context parallel, with their positions."""
         batch = {"positions": counted(batch["tokens"])} | batch
         if self.dims.cp == 1:
             return batch

@@ -99,14 +99,14 @@ def parallelize(
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """The type in which a model's numbers are kept. Weights packed into integers are none."""
+    """Return the dtype of a model's parameters. Weights packed into integers do not count."""
     return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
 
 
 def uses_fully_shard(dims: ParallelDims, options: ParallelOptions, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether there are gradients to sum over data, sequence or copies of experts, parameters that live on the host,
-    or, on several ranks, parameters of a `dtype` that is not computed in. (One rank has autocast for that, which a
-    pipeline could not use.)
+    """Return True if fully_shard is needed: for gradients to sum over data, sequence or copies of experts, parameters
+    on the host, or, on several ranks, parameters of a `dtype` other than the compute dtype. (One rank has autocast for
+    that, which a pipeline could not use.)
     """
     mixed = dims.world_size > 1 and options.param_dtype != dtype
     several_copies_of_experts = 1 < dims.ep < dims.lenders
@@ -155,7 +155,11 @@ def _compiled_parts(module: nn.Module, travelling: set[nn.Module]) -> list[nn.Mo
         return list(module.children())
     if travelling.isdisjoint(module.modules()):
         return [module]
-    children = [each for each in module.children() if list(each.children()) and getattr(each, "compiled_apart", True)]
+    children = [
+        submodule
+        for submodule in module.children()
+        if list(submodule.children()) and getattr(submodule, "compiled_apart", True)
+    ]
     return [part for child in children for part in _compiled_parts(child, travelling)]
 
 

@@ -1,4 +1,4 @@
-"""What of a model each parallelism takes hold of: patterns of module names, as data that stands beside the model."""
+"""The plan of a model's parallelism: patterns of the module names that each kind of parallelism applies to."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -41,19 +41,19 @@ def match(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     wrapped module the outermost wrapper is returned. ValueError when nothing fits.
     """
     components = pattern.split(".")
-    found: dict[str, nn.Module] = {}
+    matches: dict[str, nn.Module] = {}
     for wrapped_name, module in model.named_modules():
         name = clean_name(wrapped_name)
         parts = name.split(".")
         if len(parts) == len(components) and all(map(fnmatchcase, parts, components)):
-            found.setdefault(name, module)
-    if not found:
+            matches.setdefault(name, module)
+    if not matches:
         names = sorted({clean_name(name) for name, _ in model.named_children()})
         raise ValueError(
             f"no module of {type(model).__name__} is called {pattern!r} (it has {', '.join(names)}): "
             f"correct the pattern in the model's plan"
         )
-    return list(found.items())
+    return list(matches.items())
 
 
 def match_end(model: nn.Module, name: str) -> nn.Module | None:
@@ -69,7 +69,7 @@ def match_end(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def is_part(model: nn.Module, plan: ParallelPlan) -> bool:
-    """Whether this is a pipeline part: at least one end is cut off."""
+    """Return True if this is a pipeline part: at least one end is cut off."""
     return any(match_end(model, name) is None for name in (plan.embedding, *plan.head))
 
 

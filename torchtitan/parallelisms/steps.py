@@ -20,9 +20,9 @@ from torchtitan.parallelisms.statements import stands_behind
 
 
 class Notes:
-    """What the steps of a block know of their microbatch beside tensors with gradients.
+    """The data of a microbatch that a block's steps share, apart from tensors with gradients.
 
-    shared: what the model made of the microbatch's positions and documents, the same for all blocks.
+    shared: what the model computed from the microbatch's positions and documents, the same for all blocks.
     """
 
     def __init__(self, shared: Any):
@@ -30,15 +30,15 @@ class Notes:
         self._saved: dict[str, Any] = {}
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """make(), the first time; what it gave then, when the step is run again. For choices that a second run might
-        not repeat (routed experts) and for counting (their load). No tensors that need gradients.
+        """Return make() the first time, and the same result when the step is run again. For choices that a second run
+        might not repeat (routed experts) and for counting (their load). No tensors that need gradients.
         """
         if name not in self._saved:
             self[name] = make()
         return self._saved[name]
 
     def get(self, name: str) -> Any:
-        """None before it is there."""
+        """Return the value, or None if it is not set yet."""
         return self._saved.get(name)
 
     def __getitem__(self, name: str) -> Any:
@@ -52,8 +52,8 @@ class Notes:
 
 @contextmanager
 def running(notes: Notes) -> Iterator[None]:
-    """While a step of these notes runs: for modules that steps call with tensors alone, and that need to know of which
-    microbatch. A step may run at any time and again, so what a module was told at another one would be wrong.
+    """Make `notes` those of the running step, for modules that steps call with tensors alone and that need to know the
+    microbatch. A step may run at any time and again, so notes that a module had stored earlier would be wrong.
     """
     before, _now.notes = _now.notes, notes
     try:
@@ -63,7 +63,7 @@ def running(notes: Notes) -> Iterator[None]:
 
 
 def running_notes() -> Notes | None:
-    """Those of the step that runs."""
+    """Return the notes of the running step."""
     return _now.notes
 
 
@@ -76,7 +76,7 @@ _now = _Now()
 
 
 def same_notes() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Around a block's first run, and around those that compute it again: these find what the first has noted. For
+    """Return the contexts of a block's first run and of its recomputation, which reuses the notes of the first. For
     torch's checkpoint, as its `context_fn`.
     """
     noted: list[Notes] = []
@@ -93,7 +93,7 @@ def _next(noted: Iterator[Notes], shared: Any) -> Notes:
 
 
 class _Beginning(AbstractContextManager):
-    """While it is entered, which it may be several times, blocks begin with notes of what `make` gives."""
+    """A context, which may be entered several times, inside which blocks begin with notes from what `make` returns."""
 
     def __init__(self, make: Callable[[], Callable[[Any], Notes]]):
         self.make = make
@@ -146,7 +146,7 @@ class Stepwise(nn.Module):
     """A module whose forward is its steps."""
 
     def steps(self) -> tuple[Segment | RoutedExperts, ...]:
-        """From the tensor called x to the one called out, each name made once."""
+        """Return the steps from the tensor called x to the one called out; each name is made once."""
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor, shared: Any = None) -> torch.Tensor:
@@ -159,28 +159,28 @@ class Stepwise(nn.Module):
                 if isinstance(step, RoutedExperts):
                     values[step.target] = step.module(values[step.source], notes["counts"])
                     continue
-                made = step.run(notes, *[values[name] for name in step.inputs])
-            values.update(zip(step.outputs, made if isinstance(made, tuple) else (made,), strict=True))
+                results = step.run(notes, *[values[name] for name in step.inputs])
+            values.update(zip(step.outputs, results if isinstance(results, tuple) else (results,), strict=True))
         return values["out"]
 
 
 class StepwiseModel(Protocol):
-    """What a pipeline part needs that is run by its steps: its forward is its chains, one behind the other."""
+    """The interface of a pipeline part that is run by its steps: its forward runs its chains one after the other."""
 
     def chains(self) -> list[Chain]:
-        """Of the embedding, if it is there, the blocks and the head."""
+        """Return the chains of the embedding, if there is one, the blocks and the head."""
         ...
 
     def context(self, x: torch.Tensor, **batch: torch.Tensor) -> Any:
-        """What the steps find as notes.shared: of the part's input, tokens [B, S] or hidden states [B, S, D], and what
-        else its forward takes.
+        """Return notes.shared for the steps, from the part's input, tokens [B, S] or hidden states [B, S, D], and the
+        other arguments of its forward.
         """
         ...
 
 
 def require_steps(model: nn.Module, plan: ParallelPlan) -> None:
-    """JobError that names the first module whose forward does something else than its steps, which is what would run:
-    a forward of its own, or hooks around it. To be asked of the plain model, as parallelisms have hooks too.
+    """Raise a JobError that names the first module whose forward does something else than its steps, which is what
+    would run: it overrides forward, or has hooks around it. Call it on the plain model: parallelisms add hooks too.
     """
     if not stands_behind(model, "chains", "forward"):
         _refuse("the model", model, "a forward of its own", "give it `chains` beside it that do the same")
@@ -193,8 +193,8 @@ def require_steps(model: nn.Module, plan: ParallelPlan) -> None:
             _refuse(name, block, "hooks around its forward", "do in its `steps` what they do")
 
 
-def _refuse(name: str, module: nn.Module, what: str, remedy: str) -> None:
+def _refuse(name: str, module: nn.Module, fault: str, remedy: str) -> None:
     raise JobError(
-        f"{name} ({type(module).__name__}) has {what}, which pipeline_parallel_expert_parallel_overlap would not run: "
+        f"{name} ({type(module).__name__}) has {fault}, which pipeline_parallel_expert_parallel_overlap would not run: "
         f"it schedules the steps that a block offers; {remedy}, or turn the overlap off"
     )

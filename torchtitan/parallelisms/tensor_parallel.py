@@ -74,8 +74,8 @@ def apply_tensor_parallel(
     for name, module in norms if norm is None else [*norms, *_leaves(model, plan.head[0])]:
         laid = defaultdict(lambda: (Replicate(), tokens_gradient))
         _split(name, module, mesh, "sequence", _Whole, laid, whole=tokens_gradient, border=border)
-    beside = [leaf for name in plan.with_embedding if embedding is not None for leaf in _leaves(model, name)]
-    for name, module in [*_matching(model, plan, plan.indexed), *beside]:
+    end_leaves = [leaf for name in plan.with_embedding if embedding is not None for leaf in _leaves(model, name)]
+    for name, module in [*_matching(model, plan, plan.indexed), *end_leaves]:
         laid = defaultdict(lambda: (Replicate(), tokens_gradient))
         _split(name, module, mesh, "indexed", _Indexed, laid, whole=tokens_gradient, border=border)
     _split_beside(model, mesh, plan, border)
@@ -108,7 +108,7 @@ def _split_across(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, border
 
 
 def _split_beside(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, border: "Border") -> None:
-    """What the model has beside its blocks: it reads all tokens, and of what it makes each rank's heads take a part."""
+    """Split the modules outside the blocks: they read all tokens, and each rank's heads take a part of their output."""
     for name, _ in plan.with_block:
         if (module := match_end(model, name)) is not None:
             module.border = border
@@ -128,8 +128,8 @@ def require_even_split(model: nn.Module, tp: int, plan: ParallelPlan) -> None:
                         f"norm of features that are split stands in across, what is whole on all ranks in replicated"
                     )
                 unit = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", 1)
-                what = "heads" if unit > 1 else side
-                check_split(tp, {f"{what} of {name}": getattr(module, side) // unit})
+                unit_name = "heads" if unit > 1 else side
+                check_split(tp, {f"{unit_name} of {name}": getattr(module, side) // unit})
     for name, side in ((plan.embedding, "num_embeddings"), (plan.head[1], "out_features")):
         end = match_end(model, name)
         if end is not None:
@@ -141,7 +141,7 @@ def _is_split(module: nn.Module) -> bool:
 
 
 def _matching(model: nn.Module, plan: ParallelPlan, patterns: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
-    return [named for pattern in patterns for named in match_blocks(model, plan, pattern)]
+    return [match for pattern in patterns for match in match_blocks(model, plan, pattern)]
 
 
 def _leaves(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
@@ -208,7 +208,7 @@ class _Sum(torch.autograd.Function):
 
 
 class Border:
-    """Between the tokens of a rank and a region of split matrices."""
+    """The border between the tokens of a rank and a region of split matrices."""
 
     def __init__(self, mesh: DeviceMesh, sequence: bool):
         self.sequence, self.size, self.group = sequence, mesh.size(), mesh.get_group().group_name
@@ -307,8 +307,8 @@ class _Embedding:
             check_sequence(SEQ_LEN, tokens.shape[1], needs)
         weight = self.weight.to_local()  # [V / tp, D]
         rows = tokens - self.border.rank * weight.shape[0]
-        here = (rows >= 0) & (rows < weight.shape[0])
-        return self.border.leave(F.embedding(rows.where(here, 0), weight).where(here[..., None], 0))
+        is_local = (rows >= 0) & (rows < weight.shape[0])
+        return self.border.leave(F.embedding(rows.where(is_local, 0), weight).where(is_local[..., None], 0))
 
 
 Laid = tuple[Placement, Placement]
@@ -332,23 +332,23 @@ def _split(
     plan's word for it, and `whole` how the gradient of a parameter comes there that all ranks have whole. The others
     lie as `laid` has it.
     """
-    assert all("." not in own for own, _ in module.named_parameters()), "a module with weights of its own only"
-    said = module.tensor_placements(role, whole) if hasattr(type(module), "tensor_placements") else {}
+    assert all("." not in leaf for leaf, _ in module.named_parameters()), "a module with weights of its own only"
+    placements = module.tensor_placements(role, whole) if hasattr(type(module), "tensor_placements") else {}
     gradients = {}
-    for own, parameter in module.named_parameters():
+    for leaf, parameter in module.named_parameters():
         try:
-            placement, gradient = said[own] if own in said else laid[own]
+            placement, gradient = placements[leaf] if leaf in placements else laid[leaf]
         except KeyError:
             raise ValueError(
-                f"{name}.{own}: tensor parallel knows weight and bias of a {role} module; say in tensor_placements of "
+                f"{name}.{leaf}: tensor parallel knows weight and bias of a {role} module; say in tensor_placements of "
                 f"{type(module).__name__} how this parameter lies over the ranks"
             ) from None
         if isinstance(placement, Shard):
-            check_split(mesh.size(), {f"dimension {placement.dim} of {name}.{own}": parameter.shape[placement.dim]})
+            check_split(mesh.size(), {f"dimension {placement.dim} of {name}.{leaf}": parameter.shape[placement.dim]})
         # every rank takes its part of its own values: they are the same everywhere, or have yet to come
         part = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-        module.register_parameter(own, nn.Parameter(part, parameter.requires_grad))
-        gradients[own] = (_ONE_FOR_EACH.setdefault(gradient, gradient),)
+        module.register_parameter(leaf, nn.Parameter(part, parameter.requires_grad))
+        gradients[leaf] = (_ONE_FOR_EACH.setdefault(gradient, gradient),)
     module.__class__ = _converted(kind, type(module))
     module.gradient_placements = gradients
     for key, value in settings.items():

@@ -106,14 +106,14 @@ class GatheredAttention(ContextParallelAttention):
         if says(self.inner, "plain_attention") and not self.inner.uses_flex(tokens):
             return documents if documents is None else (documents, everywhere)
         length, device = len(tokens.places), tokens.places.device
-        here = Tokens(self.layout.positions(self.rank, length, device), documents)
+        local_tokens = Tokens(self.layout.positions(self.rank, length, device), documents)
         every = Tokens(torch.arange(length * self.layout.ranks, device=device), everywhere)
-        return OwnMask(self.inner.prepare(here, every))
+        return OwnMask(self.inner.prepare(local_tokens, every))
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *draws: torch.Tensor
     ) -> torch.Tensor:
-        """As the others; `draws`: this rank's keys [B, s], for a kernel that drops."""
+        """Attend like the other methods; `draws`: this rank's keys [B, s], for a kernel that drops."""
         widths = (k.shape[-1], v.shape[-1])
         both = GatherSequence.apply(torch.cat((k, v), dim=-1), self.layout, self.group_name)
         k, v = both.split(widths, dim=-1)  # [B, K, S, E] and [B, K, S, V]
@@ -156,10 +156,10 @@ class HeadwiseAttention(ContextParallelAttention):
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         shares = [x.transpose(1, 2).unflatten(2, (ranks, -1)).flatten(3).movedim(2, 0) for x in (q, k, v)]
         dealt = Swap.apply(torch.cat(shares, dim=-1), self.group_name)  # [ranks, B, s, this rank's heads x widths]
-        whole = dealt.transpose(0, 1).flatten(1, 2).split([x.shape[-1] for x in shares], dim=-1)
+        sequences = dealt.transpose(0, 1).flatten(1, 2).split([x.shape[-1] for x in shares], dim=-1)
         heads_first = [
             x.unflatten(-1, (-1, width)).transpose(1, 2)
-            for x, width in zip(whole, (q.shape[-1], k.shape[-1], v.shape[-1]), strict=True)
+            for x, width in zip(sequences, (q.shape[-1], k.shape[-1], v.shape[-1]), strict=True)
         ]
         y = self.inner(*heads_first, mask)  # [B, H / ranks, S, V]
         y = y.transpose(1, 2).unflatten(1, (ranks, -1)).movedim(1, 0)  # [ranks, B, s, H / ranks, V]

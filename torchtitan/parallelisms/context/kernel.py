@@ -1,4 +1,4 @@
-"""What context parallel asks of a model's attention kernel, and may take over from it.
+"""The interface between context parallel and a model's attention kernel.
 
 A kernel has `prepare`, once per forward, and `forward`, once per layer. What may be done with it where a rank has a
 part of the sequence, two attributes of its class say. They hold for the two methods of that class: a subclass with
@@ -22,7 +22,7 @@ from torchtitan.parallelisms.statements import stands_behind
 
 
 class Tokens(NamedTuple):
-    """Those that look, or are looked at."""
+    """The tokens of queries or of keys."""
 
     places: torch.Tensor  # [S], which of the sequence's tokens they are
     documents: torch.Tensor | None  # [B, S]; None: one document
@@ -51,13 +51,13 @@ def says(kernel: Kernel, statement: str) -> bool:
 
 
 def drops(kernel: Any) -> bool:
-    """Whether it takes keys, [B, Q] of its queries' draws, behind the mask."""
+    """Return True if the kernel takes its queries' dropout keys [B, Q], as an argument after the mask."""
     return getattr(kernel, "drops", False)
 
 
 def knows_heads(kernel: Any) -> bool:
-    """Whether it treats heads differently by their numbers, and so is told in `share` which of as many equal shares of
-    them as tensor parallel has made is here.
+    """Return True if the kernel treats heads differently by their numbers. `share` then tells it which of as many equal
+    shares of them as tensor parallel has made is here.
     """
     return hasattr(kernel, "share")
 

@@ -96,7 +96,9 @@ class JoinedAttention:
         logsumexp.copy_(total)
 
     def results(self) -> tuple[torch.Tensor, ...]:
-        """What backward needs: output [B, H, Q, V] in q's type, logarithm [B, H, Q], and what kernels want back."""
+        """Return what backward needs: output [B, H, Q, V] in q's type, logarithm [B, H, Q], and what
+        kernels want back.
+        """
         return (self.out.to(self.dtype), self.logsumexp, *self.extras)
 
 
@@ -125,10 +127,10 @@ class JoinedGradients:
         rows, columns = slice(region.first_query, region.last_query), slice(region.first_key, region.last_key)
         of_row = (x[:, :, rows].contiguous() for x in (self.grad, self.out, self.logsumexp))
         parts = block_backward(q, k, v, region.causal, bias, *of_row, self.extras)
-        for whole, part in zip(
+        for total, part in zip(
             (self.grad_q[:, :, rows], grad_k[:, :, columns], grad_v[:, :, columns]), parts, strict=True
         ):
-            whole.add_(part)
+            total.add_(part)
 
 
 def _cut(
@@ -148,7 +150,7 @@ def _cut(
 
 
 def kernel_type(q: torch.Tensor) -> torch.dtype:
-    """What the kernels compute in for q of any shape."""
+    """Return the dtype in which the kernels compute, for q of any shape."""
     return accumulation_type(q.dtype) if q.device.type == "cpu" else q.dtype
 
 
@@ -230,8 +232,8 @@ def block_backward(
 
 
 def kernel_for(q: torch.Tensor, bias: torch.Tensor | None) -> str:
-    """Which kernel takes these, shaped as in block_forward: cpu, flash, efficient, or written out, which takes all and
-    keeps all scores.
+    """Return the name of the kernel for these inputs, shaped as in block_forward: cpu, flash, efficient, or written
+    out, which takes all and keeps all scores.
     """
     if q.device.type == "cpu":
         return "cpu"
@@ -268,7 +270,9 @@ def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, bias: torch.Tensor |
 
 
 def _aligned(q: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """For all heads, rows beginning at multiples of 16 elements, as the efficient kernel wants them."""
+    """Expand the mask to all heads, with rows beginning at multiples of 16 elements, as the efficient kernel wants
+    them.
+    """
     if bias is None:
         return None
     length = bias.shape[-1]
@@ -301,7 +305,7 @@ class Ring:
         return arriving, dist.batch_isend_irecv(messages), x  # x must live until it is sent
 
     def finish(self, started: tuple[Any, ...]) -> torch.Tensor:
-        """What the rank before has sent, of the shape of what was sent from here."""
+        """Wait for the tensor that the previous rank has sent; it has the shape of the tensor sent from here."""
         arriving, messages, _ = started
         for message in messages:
             message.wait()

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a context-parallel rank holds, and which of them may look at which.
+"""The layout of a sequence over context-parallel ranks: the tokens of each rank, and which of them attend to which.
 
 A sequence is cut into equal pieces. In order, rank r holds piece r. Under causal attention the last rank then has all
 the work and the first almost none, so "headtail" cuts twice as many pieces and gives rank r the pieces r and
@@ -48,17 +48,21 @@ class SequenceLayout:
 
     @property
     def sequence_order(self) -> list[int]:
-        """Where in the joined shares each piece of the sequence is: the inverse of `rank_order`."""
+        """Return where in the joined shares each piece of the sequence is: the inverse of `rank_order`."""
         order = self.rank_order
         return [order.index(piece) for piece in range(self.pieces)]
 
     def share(self, x: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
-        """What `rank` holds of a whole sequence that runs along `dim` of x: [.., S, ..] -> [.., S / ranks, ..]"""
+        """Return the share of `rank` of a full sequence that runs along `dim` of x: [.., S, ..] -> [.., S /
+        ranks, ..]
+        """
         every = x.unflatten(dim, (self.pieces, -1)).unbind(dim)
         return torch.cat([every[piece] for piece in self.pieces_of(rank)], dim)
 
     def seen_in_share(self, rank: int, source: int, length: int, causal: bool = True) -> Region | None:
-        """What the queries of `rank` see of the keys of rank `source`; both have `length` tokens. None: nothing."""
+        """Return what the queries of `rank` see of the keys of rank `source`; both have `length` tokens.
+        None: nothing.
+        """
         if not causal:
             return Region(0, length, 0, length, False)
         if source == rank:  # pieces in order, so causal in the whole
@@ -71,16 +75,16 @@ class SequenceLayout:
         return Region(half, length, 0, length, False)  # both of its pieces are between our head and our tail
 
     def seen_in_sequence(self, rank: int, length: int, causal: bool = True) -> list[Region]:
-        """What the `length` queries of `rank` see of the keys of the whole sequence, which are in its order."""
+        """Return what the `length` queries of `rank` see of the keys of the full sequence, which are in its order."""
         if not causal:
             return [Region(0, length, 0, length * self.ranks, False)]
         size = length // self.pieces_per_rank
         regions = []
         for index, piece in enumerate(self.pieces_of(rank)):
-            queries, own = (index * size, (index + 1) * size), piece * size
-            if own:
-                regions.append(Region(*queries, 0, own, False))
-            regions.append(Region(*queries, own, own + size, True))
+            queries, first_key = (index * size, (index + 1) * size), piece * size
+            if first_key:
+                regions.append(Region(*queries, 0, first_key, False))
+            regions.append(Region(*queries, first_key, first_key + size, True))
         return regions
 
     def positions(self, rank: int, length: int, device: torch.device) -> torch.Tensor:

@@ -19,13 +19,13 @@ from torchtitan.process import distributed
 
 
 class Balance(Protocol):
-    """What a family with experts does about their load, each of a model or a pipeline part of it."""
+    """The load balancing of a model family with experts. Each function takes a model or a pipeline part of it."""
 
     def set_sequence_sum(self, model: nn.Module, sum_over_sequence: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Once, where ranks have parts of the same sequences: what adds up their counts [B, E]."""
+        """Set the function that adds up counts [B, E] of ranks with parts of the same sequences. Called once."""
 
     def set_aux_loss_scale(self, model: nn.Module, scale: float) -> None:
-        """Before a step's first forward: what the sum of the tokens' losses is multiplied by."""
+        """Set the factor of the sum of the tokens' losses, before a step's first forward."""
 
     def take_load(self, model: nn.Module) -> tuple[list[str], torch.Tensor]:
         """Layers, and the tokens that went to each of their experts since the last call, [layers, E] int64."""
@@ -34,7 +34,7 @@ class Balance(Protocol):
         """The sum of the auxiliary losses since the last call, a scalar; None without them."""
 
     def update_biases(self, model: nn.Module, load: torch.Tensor) -> None:
-        """By the load of all ranks, [layers, E]."""
+        """Move the biases by the load of all ranks, [layers, E]."""
 
     def metrics(self, model: nn.Module, load: torch.Tensor) -> dict[str, torch.Tensor]:
         """Scalars: load_max, load_max_mean, entropy and, with biases, bias_range."""
@@ -82,7 +82,7 @@ class ExpertBalance:
 
     @torch.no_grad()
     def after_step(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Once per optimizer step: count the tokens of all ranks, move the biases."""
+        """Count the tokens of all ranks and move the biases, once per optimizer step."""
         self.loads, self.aux_loss, self.extra_losses = [], None, {}
         for part in self.parts:
             layers, load = self.rules.take_load(part)
@@ -100,14 +100,16 @@ class ExpertBalance:
                 self._sum(total)
                 self.extra_losses[name] = total / self.valid_tokens
 
-    def _sum(self, own: torch.Tensor) -> None:
-        """Over the ranks with other tokens of the same layers, in place, a tensor of any shape."""
+    def _sum(self, local_counts: torch.Tensor) -> None:
+        """Add up a tensor of any shape in place, over the ranks with other tokens of the same layers."""
         for group in self.stage_groups:
-            dist.all_reduce(own, group=group)
+            dist.all_reduce(local_counts, group=group)
 
     @torch.no_grad()
     def metrics(self, device: torch.device) -> dict[str, float]:
-        """Of all layers of the model, the same on all ranks. Every rank calls it, and waits for the device."""
+        """Return metrics of all layers of the model, the same on all ranks. Every rank calls it, and waits for the
+        device.
+        """
         most, sums, layers = torch.zeros(2), torch.zeros(2), 0
         for part, load in zip(self.parts, self.loads, strict=True):
             values = {name: value.item() for name, value in self.rules.metrics(part, load).items()} if len(load) else {}
@@ -125,15 +127,15 @@ class ExpertBalance:
         load_max, bias_range = most.tolist()
         if not count:  # all layers are dense
             return {}
-        named = {"load_max": load_max, "load_max_mean": load_sum / count, "entropy": entropy_sum / count}
-        named |= {"bias_range": bias_range} | ({"aux_loss": aux_loss} if has_aux_loss else {})
-        beside = {name: loss.item() for name, loss in self.extra_losses.items()}
-        return {f"expert_{name}": value for name, value in named.items()} | beside
+        metrics_by_name = {"load_max": load_max, "load_max_mean": load_sum / count, "entropy": entropy_sum / count}
+        metrics_by_name |= {"bias_range": bias_range} | ({"aux_loss": aux_loss} if has_aux_loss else {})
+        extra_losses = {name: loss.item() for name, loss in self.extra_losses.items()}
+        return {f"expert_{name}": value for name, value in metrics_by_name.items()} | extra_losses
 
     def not_finite(self) -> list[str]:
         """Layers whose routers have seen scores that are not finite, on any rank. All ranks call it."""
-        mine = [layer for part in self.parts for layer in self.rules.not_finite(part)]
-        return sorted({layer for layers in distributed.all_gather_json(mine) for layer in layers}, key=_number)
+        local_layers = [layer for part in self.parts for layer in self.rules.not_finite(part)]
+        return sorted({layer for layers in distributed.all_gather_json(local_layers) for layer in layers}, key=_number)
 
 
 class _Sum:

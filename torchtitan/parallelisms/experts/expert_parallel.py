@@ -36,16 +36,16 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan
 
 def run_experts(ep: int, group: str, module: nn.Module, xs: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """xs [R, D], this rank's tokens sorted by expert, sizes [E], how many each of all experts gets -> [R, D]."""
-    tell, notes = partial(_tell, ep, group, sizes), running_notes()
-    counts, send, receive = tell() if notes is None else notes.once("sizes", tell)
+    exchange_sizes, notes = partial(_tell, ep, group, sizes), running_notes()
+    counts, send, receive = exchange_sizes() if notes is None else notes.once("sizes", exchange_sizes)
     ys = run_received(module, _Exchange.apply(xs, send, receive, group), counts)
     return _Exchange.apply(ys, receive, send, group)
 
 
 def _tell(ep: int, group: str, sizes: torch.Tensor) -> Sizes:
     """sizes [E], how many rows each of all experts gets from this rank."""
-    each = [sizes.numel() // ep] * ep
-    counts = _all_to_all(sizes, each, each, group).view(ep, -1)  # [ep, experts here], tokens from each rank
+    splits = [sizes.numel() // ep] * ep
+    counts = _all_to_all(sizes, splits, splits, group).view(ep, -1)  # [ep, experts here], tokens from each rank
     return Sizes(counts, *torch.stack((sizes.view(ep, -1).sum(1), counts.sum(1))).tolist())  # here the host waits
 
 
@@ -68,7 +68,7 @@ def by_expert(counts: torch.Tensor, total: int) -> torch.Tensor:
 
 
 def inverse(rows: torch.Tensor) -> torch.Tensor:
-    """Of a permutation, int64 [R]."""
+    """Return the inverse of a permutation, int64 [R]."""
     return torch.empty_like(rows).scatter_(0, rows, torch.arange(rows.numel(), device=rows.device))
 
 

@@ -1,5 +1,5 @@
-"""What a pipeline schedule is made of, and how one is read from a CSV file and judged. No torch, so that a job's own
-schedule can be checked before anything starts.
+"""The actions of a pipeline schedule, reading a schedule from a CSV file, and checking it. No torch, so that a job's
+own schedule can be checked before anything starts.
 
 A table has one row per rank: the actions of the rank in the order in which it runs them. When they run follows from
 their inputs, so a table is right if every action is in it once and some order of all ranks together gives every action
@@ -167,10 +167,10 @@ def _stuck(table: Table, at: list[int], done: set[Key], place: Place) -> Schedul
     ring = chain[[waiting for waiting, _, _ in chain].index(rank) :]
     links, remedies = [], []
     for waiting, other, step in ring:
-        wanted, first = table[other][step], table[other][at[other]]
-        behind = "" if step == at[other] else f", which comes after {first} ({place(other, at[other])})"
-        links.append(f"{table[waiting][at[waiting]]} waits for {wanted} ({place(other, step)}){behind}")
-        remedies += [] if step == at[other] else [f"move {wanted} before {first}"]
+        needed, first = table[other][step], table[other][at[other]]
+        position = "" if step == at[other] else f", which comes after {first} ({place(other, at[other])})"
+        links.append(f"{table[waiting][at[waiting]]} waits for {needed} ({place(other, step)}){position}")
+        remedies += [] if step == at[other] else [f"move {needed} before {first}"]
     return ScheduleFault(
         f"{place(rank, at[rank])}, action {table[rank][at[rank]]}",
         "a deadlock: " + "; ".join(links),
@@ -190,7 +190,7 @@ def _named(key: Key) -> str:
 def faults_of(
     table: Table, ranks: int, num_stages: int, microbatches: int, place: Place = _in_table
 ) -> list[ScheduleFault]:
-    """What is wrong with a table: rows, numbers, places, doubles; if these are right, gaps; and then its order."""
+    """Return the faults of a table: rows, numbers, places, duplicates; if these are right, gaps; and then its order."""
     faults = []
     if len(table) != ranks:
         allowed = f"{ranks}, one for each rank of the pipeline"
@@ -218,7 +218,7 @@ def _located(table: Table, place: Place) -> Iterator[tuple[int, str, Action]]:
 
 
 def _out_of_range(table: Table, num_stages: int, microbatches: int, place: Place) -> list[ScheduleFault]:
-    """Of each kind the first one, with the number of the others."""
+    """Return the first fault of each kind, with the number of the others."""
     faults = []
     for name, limit, numbers in (
         ("stage", num_stages, [(where, single.stage) for _, where, single in _located(table, place)]),
@@ -227,8 +227,8 @@ def _out_of_range(table: Table, num_stages: int, microbatches: int, place: Place
         beyond = [(where, number) for where, number in numbers if number >= limit]
         if beyond:
             more = f" (and {len(beyond) - 1} more such actions)" if len(beyond) > 1 else ""
-            given, allowed = f"{name} {beyond[0][1]}{more}", f"0 to {limit - 1}"
-            faults.append(ScheduleFault(beyond[0][0], given, allowed, f"correct it, or make more {PLURAL[name]}"))
+            value, allowed = f"{name} {beyond[0][1]}{more}", f"0 to {limit - 1}"
+            faults.append(ScheduleFault(beyond[0][0], value, allowed, f"correct it, or make more {PLURAL[name]}"))
     return faults
 
 
@@ -239,14 +239,14 @@ def _misplaced(table: Table, place: Place) -> list[ScheduleFault]:
     first: dict[Key, str] = {}
     for rank, where, single in _located(table, place):
         if owner.setdefault(single.stage, rank) != rank:
-            given = f"stage {single.stage}, which is on rank {owner[single.stage]}"
+            value = f"stage {single.stage}, which is on rank {owner[single.stage]}"
             faults.append(
-                ScheduleFault(where, given, "each stage on one rank", f"move it to rank {owner[single.stage]}")
+                ScheduleFault(where, value, "each stage on one rank", f"move it to rank {owner[single.stage]}")
             )
         double = {first.setdefault(key, where) for key in _work(single)} - {where}
         if double:
-            given, remedy = f"a second time, after {double.pop()}", "drop one of them (B is I and W together)"
-            faults.append(ScheduleFault(where, given, "every action once", remedy))
+            value, remedy = f"a second time, after {double.pop()}", "drop one of them (B is I and W together)"
+            faults.append(ScheduleFault(where, value, "every action once", remedy))
     return faults
 
 
@@ -258,26 +258,26 @@ def _work(single: Action) -> list[Key]:
 def _missing(table: Table, num_stages: int, microbatches: int) -> list[ScheduleFault]:
     """One fault for each stage of which something is missing, or for the whole table if it ends too early."""
     singles = [single for row in table for action in row for single in action.singles]
-    there = {key for single in singles for key in _work(single)}
+    present = {key for single in singles for key in _work(single)}
     most, stages = 1 + max(single.microbatch for single in singles), rank_of_stages(table)
     short = [("stages", len(stages), num_stages), ("microbatches", most, microbatches)]
     faults = [
-        ScheduleFault("the table", f"{has} {what}", f"{needed}", f"write it for {needed}, or use {has}")
-        for what, has, needed in short
+        ScheduleFault("the table", f"{has} {subject}", f"{needed}", f"write it for {needed}, or use {has}")
+        for subject, has, needed in short
         if has < needed
     ]
     for stage, rank in () if faults else sorted(stages.items()):
-        gone = []
+        absent = []
         for microbatch in range(microbatches):
-            kinds = [kind for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD) if (stage, kind, microbatch) not in there]
+            kinds = [kind for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD) if (stage, kind, microbatch) not in present]
             if kinds[-2:] == [INPUT_GRAD, WEIGHT_GRAD]:
                 kinds[-2:] = [BACKWARD]
-            gone += [f"{stage}{kind}{microbatch}" for kind in kinds]
-        if gone:
-            more = f" and {len(gone) - MOST_NAMED} more" if len(gone) > MOST_NAMED else ""
-            given = f"no action {', '.join(gone[:MOST_NAMED])}{more}"
+            absent += [f"{stage}{kind}{microbatch}" for kind in kinds]
+        if absent:
+            more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
+            value = f"no action {', '.join(absent[:MOST_NAMED])}{more}"
             allowed = f"every action of {microbatches} microbatches once"
-            faults.append(ScheduleFault(f"rank {rank}, stage {stage}", given, allowed, "add what is missing"))
+            faults.append(ScheduleFault(f"rank {rank}, stage {stage}", value, allowed, "add what is missing"))
     return faults
 
 

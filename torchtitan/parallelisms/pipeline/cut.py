@@ -1,4 +1,4 @@
-"""Where a pipeline cuts the model, which rank has which stage, and what each schedule asks for. Numbers and names only:
+"""The cut of a model into pipeline stages, their ranks, and the requirements of each schedule. Numbers and names only:
 no torch, so that a job can be checked at once.
 
 A stage is a list of module names in the model's order. Layers are handed out by cost: every stage gets one, then each
@@ -15,7 +15,9 @@ from torchtitan.core.errors import JobError
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleTraits:
-    """What torch's class of that name needs. In a loop, stage s is on rank s % pp; in a V the second half goes back."""
+    """The requirements of torch's class of that name. In a loop, stage s is on rank s % pp; in a V the second half goes
+    back.
+    """
 
     name: str
     style: str = "loop"  # loop or v
@@ -41,7 +43,7 @@ SCHEDULES = {
 
 
 def schedule_traits(name: str) -> ScheduleTraits:
-    """By name, in any case."""
+    """Return the traits of a schedule by its name, in any case."""
     for traits in SCHEDULES.values():
         if traits.name.lower() == name.lower():
             return traits
@@ -86,8 +88,8 @@ def check_stages(schedule: str, pp: int, num_stages: int) -> None:
 
 def _stages_fault(traits: ScheduleTraits, pp: int, num_stages: int) -> str:
     if traits.exact and num_stages != pp * traits.stages_per_rank:
-        each = "1 stage" if traits.stages_per_rank == 1 else f"{traits.stages_per_rank} stages"
-        return f"{traits.name} needs exactly {each} per rank, {pp * traits.stages_per_rank} on {pp} ranks"
+        per_rank = "1 stage" if traits.stages_per_rank == 1 else f"{traits.stages_per_rank} stages"
+        return f"{traits.name} needs exactly {per_rank} per rank, {pp * traits.stages_per_rank} on {pp} ranks"
     if num_stages % pp or num_stages < 2 * pp and not traits.exact:
         return f"{traits.name} needs a multiple of {pp} ranks, at least {2 * pp}"
     return ""
@@ -184,7 +186,9 @@ def check_modules(stages: Sequence[Sequence[str]], modules: Sequence[str], block
     if twice:
         faults.append(f"{_listed(twice)} is named more than once")
     if not faults and dealt != list(modules):
-        first = next(index for index, (given, right) in enumerate(zip(dealt, modules, strict=True)) if given != right)
+        first = next(
+            index for index, (dealt_name, right) in enumerate(zip(dealt, modules, strict=True)) if dealt_name != right
+        )
         faults.append(f"{dealt[first]} stands where {modules[first]} comes in the model")
     if bare:
         faults.append(f"stage {_listed(bare)} has none of the layers")

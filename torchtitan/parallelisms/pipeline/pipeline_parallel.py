@@ -120,7 +120,9 @@ class Segmented:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Of parameters with several names: each further name -> the first. Asked of the whole model, before the cut."""
+    """Map each further name of a parameter with several names to its first. Call it on the full model,
+    before the cut.
+    """
     first: dict[nn.Parameter, str] = {}
     named_parameters = list(model.named_parameters(remove_duplicate=False))
     for name, parameter in named_parameters:
@@ -129,22 +131,22 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def cut_model(
-    model: nn.Module, stages: Sequence[Sequence[str]], mine: Sequence[int], plan: ParallelPlan | None = None
+    model: nn.Module, stages: Sequence[Sequence[str]], local_stages: Sequence[int], plan: ParallelPlan | None = None
 ) -> list[nn.Module]:
-    """Copies of `model`, on the meta device, with the modules of the stages `mine`; those of the others are None or, in
+    """Copies of `model`, on the meta device, with the modules of `local_stages`; those of other stages are None or, in
     a container, gone. What no stage names (rotary angles, loss) every part has, but what the plan has beside the
     embedding or a block goes with it."""
-    beside: dict[str, tuple[str, ...]] = {} if plan is None else {plan.embedding: plan.with_embedding}
+    attached: dict[str, tuple[str, ...]] = {} if plan is None else {plan.embedding: plan.with_embedding}
     for module, block in () if plan is None else plan.with_block:
-        beside[block] = (*beside.get(block, ()), module)
-    stages = [[*stage, *(name for end in stage for name in beside.get(end, ()))] for stage in stages]
+        attached[block] = (*attached.get(block, ()), module)
+    stages = [[*stage, *(name for end in stage for name in attached.get(end, ()))] for stage in stages]
     everything = {name for stage in stages for name in stage}
     parts = []
-    for index in mine:
-        others = everything.difference(stages[index])
+    for index in local_stages:
+        removed = everything.difference(stages[index])
         # what is "copied" already stays what it is said to be: None. A large model's other stages take a while to copy.
-        part = copy.deepcopy(model, {id(model.get_submodule(name)): None for name in others})
-        for name in others:
+        part = copy.deepcopy(model, {id(model.get_submodule(name)): None for name in removed})
+        for name in removed:
             parent_name, _, child = name.rpartition(".")
             parent = part.get_submodule(parent_name)
             if isinstance(parent, nn.ModuleDict):
@@ -205,7 +207,7 @@ class Pipeline:
         Returns sum of losses / valid_tokens where the last stage is, else 0. `is_last`: of the step's local batches;
         replicas exchange gradients there only.
         """
-        tokens, others = self._inputs(batch)
+        tokens, extra_inputs = self._inputs(batch)
         if len(tokens) != self.options.local_batch_size:
             raise ValueError(
                 f"a batch of {len(tokens)} samples for a pipeline that takes {self.options.local_batch_size} "
@@ -214,12 +216,12 @@ class Pipeline:
         schedule = self._schedule(tokens.shape[1])
         for stage in schedule._stages:
             stage.sums_over_replicas = is_last
-        loss = schedule.run(tokens, others, valid_tokens)
+        loss = schedule.run(tokens, extra_inputs, valid_tokens)
         return self._no_loss(self.device) if loss is None else loss
 
     def _inputs(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        others = {name: tensor for name, tensor in batch.items() if name != "tokens" and tensor is not None}
-        return batch["tokens"].contiguous(), others
+        extra_inputs = {name: tensor for name, tensor in batch.items() if name != "tokens" and tensor is not None}
+        return batch["tokens"].contiguous(), extra_inputs
 
     def _schedule(self, seq_len: int) -> TableSchedule:
         if seq_len not in self.schedules:
@@ -260,12 +262,12 @@ class Pipeline:
         )
 
     def _hidden(self, samples: int, seq_len: int, device: torch.device | str) -> torch.Tensor:
-        """What passes between stages: [B, S, D], under sequence parallel this rank's [B, S / shards, D]."""
+        """Return what passes between stages: [B, S, D], under sequence parallel this rank's [B, S / shards, D]."""
         shape = (samples, seq_len // self.sequence_shards, self.options.hidden_dim)
         return torch.empty(shape, dtype=self.hidden_dtype, device=device)
 
     def _no_loss(self, device: torch.device | str) -> torch.Tensor:
-        """In the type in which losses come (see losses/objective.py)."""
+        """Return an empty loss in the dtype of losses (see losses/objective.py)."""
         return torch.zeros((), dtype=torch.promote_types(self.hidden_dtype, torch.float32), device=device)
 
     def _merged(self, table: Table) -> Table:
@@ -288,9 +290,9 @@ class Pipeline:
 
         A pass of its own: torch's takes the shapes of training only, and fails where neighbouring stages share a rank.
         """
-        tokens, others = self._inputs(batch)
+        tokens, extra_inputs = self._inputs(batch)
         pieces = tokens.split(self.options.microbatch_size)
-        pieces_of = microbatches_of(others, pieces)
+        pieces_of = microbatches_of(extra_inputs, pieces)
         part_of = dict(zip(self.stage_indices, self.parts, strict=True))
         targets = targets_of(self.parts[0])
         total: torch.Tensor | None = None
@@ -299,8 +301,8 @@ class Pipeline:
         sending: list[tuple[dist.Work, torch.Tensor]] = []  # tensors must live until they are sent
         for stage, index in forward_order(self.ranks, len(pieces)):
             last = stage == self.num_stages - 1
-            here, there = self.ranks[stage], self.ranks[-1 if last else stage + 1]
-            if here == self.rank:
+            sender, receiver = self.ranks[stage], self.ranks[-1 if last else stage + 1]
+            if sender == self.rank:
                 if (stage, index) in receiving:
                     receiving.pop((stage, index)).wait()
                 kwargs = {name: part for name, part in pieces_of[index].items() if last or name not in targets}
@@ -308,14 +310,14 @@ class Pipeline:
                     out = part_of[stage](inputs.pop((stage, index)), **kwargs)
                 if last:
                     total = out if total is None else total + out
-                elif there == self.rank:
+                elif receiver == self.rank:
                     inputs[stage + 1, index] = out
                 else:
                     out = out.contiguous()
-                    sending.append((dist.isend(out, group=self.group, group_dst=there), out))
-            elif there == self.rank and not last:
+                    sending.append((dist.isend(out, group=self.group, group_dst=receiver), out))
+            elif receiver == self.rank and not last:
                 buffer = inputs[stage + 1, index] = self._hidden(*pieces[index].shape, self.device)
-                receiving[stage + 1, index] = dist.irecv(buffer, group=self.group, group_src=here)
+                receiving[stage + 1, index] = dist.irecv(buffer, group=self.group, group_src=sender)
         for work, _ in sending:
             work.wait()
         for part in self.parts:  # they stay gathered after a forward, and who asks for parameters next wants shards
@@ -332,7 +334,9 @@ class Pipeline:
 
     @torch.no_grad()
     def sum_tied_gradients(self) -> None:
-        """Once per step, after the last backward: both copies get the sum of the two gradients, equal to the bit."""
+        """Give both copies the sum of the two gradients, bit-identical. Call it once per step, after the
+        last backward.
+        """
         first, last = self.ranks[0], self.ranks[-1]
         if self.rank not in (first, last):
             return
@@ -347,11 +351,11 @@ class Pipeline:
             else:
                 (grad,) = grads
                 peer = last if self.rank == first else first
-                mine = grad.to(self.device).contiguous()
-                other = torch.empty_like(mine)
+                local_grad = grad.to(self.device).contiguous()
+                other = torch.empty_like(local_grad)
                 # one after the other and not as a batch, which NCCL carries in the communicator of all pipeline ranks:
                 # the others are not here to make it
-                send = partial(dist.isend, mine, group=self.group, group_dst=peer)
+                send = partial(dist.isend, local_grad, group=self.group, group_dst=peer)
                 receive = partial(dist.irecv, other, group=self.group, group_src=peer)
                 for message in (send, receive) if self.rank == first else (receive, send):
                     message().wait()

@@ -59,12 +59,15 @@ def targets_of(part: nn.Module) -> tuple[str, ...]:
 
 
 def microbatches_of(
-    others: Mapping[str, torch.Tensor], tokens: Sequence[torch.Tensor]
+    extra_inputs: Mapping[str, torch.Tensor], tokens: Sequence[torch.Tensor]
 ) -> list[dict[str, torch.Tensor]]:
-    """What goes with each microbatch of tokens [b, S], of tensors [B, ...]. One with a single row is of all samples."""
+    """Split tensors [B, ...] to match the microbatches of tokens [b, S]. A tensor with one row belongs to
+    all samples.
+    """
     sizes = [len(piece) for piece in tokens]
     pieces_of = {
-        name: [tensor] * len(sizes) if len(tensor) == 1 else tensor.split(sizes) for name, tensor in others.items()
+        name: [tensor] * len(sizes) if len(tensor) == 1 else tensor.split(sizes)
+        for name, tensor in extra_inputs.items()
     }
     return [{name: pieces[index] for name, pieces in pieces_of.items()} for index in range(len(sizes))]
 
@@ -122,9 +125,11 @@ class Stage(PipelineStage):
     # One microbatch
 
     def forward_one_chunk(self, fwd_chunk_id, args, kwargs=None, save_forward_output=True):
-        mine = {name: tensor for name, tensor in (kwargs or {}).items() if self.is_last or name not in self.targets}
+        stage_inputs = {
+            name: tensor for name, tensor in (kwargs or {}).items() if self.is_last or name not in self.targets
+        }
         with named(self.stage_index, fwd_chunk_id, "forward"), self.forward_context:
-            return super().forward_one_chunk(fwd_chunk_id, args, mine, save_forward_output)
+            return super().forward_one_chunk(fwd_chunk_id, args, stage_inputs, save_forward_output)
 
     def backward_one_chunk(self, bwd_chunk_id, *args, **kwargs):
         with named(self.stage_index, bwd_chunk_id, "backward"):
@@ -138,7 +143,9 @@ class Stage(PipelineStage):
             group.post_backward()  # with synchronisation off it only adds to the sum, in the type of the reduction
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Once per local batch, after this stage's last backward: sum over ranks, and free what was gathered."""
+        """Sum gradients over ranks and free what was gathered, once per local batch, after this stage's
+        last backward.
+        """
         assert grad_scale_factor == 1
         if not isinstance(self.submod, FSDPModule):
             return
@@ -156,9 +163,9 @@ class Stage(PipelineStage):
 
 
 def lay_out_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """As the parameters lie in memory, which autograd sees to. torch's split backward keeps gradients as they come out
-    of their products, perhaps transposed, and fused optimizers read both in the order of memory: on a CPU without a
-    word, so that entries get one another's steps.
+    """Give gradients the memory layout of their parameters, as autograd does. torch's split backward keeps gradients as
+    they come out of their products, perhaps transposed, and fused optimizers read both in the order of memory: on a CPU
+    without a word, so that entries get one another's steps.
     """
     for parameter in parameters:
         grad = parameter.grad

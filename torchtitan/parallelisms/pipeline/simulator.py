@@ -1,4 +1,4 @@
-"""How long a schedule takes and what it keeps, from its table and the costs of forward and backward. No torch.
+"""The time and the activation memory of a schedule, from its table and the costs of forward and backward. No torch.
 
 The definitions hold everywhere. F, I and W are the times of forward, input gradient and weight gradient of one rank's
 whole share of the layers for one microbatch; all stages cost the same, so with v stages a rank an action takes a v-th.
@@ -88,13 +88,13 @@ def simulate(table: Table, costs: Costs = EVEN, p2p: Time = 0, overlap: Time | N
     share = Fraction(len(table), num_stages)
     times = {kind: costs.of(kind) * share for kind in (FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)}
     delay = Fraction(p2p)
-    there: dict[Key, tuple[Fraction, int]] = {}
+    outputs: dict[Key, tuple[Fraction, int]] = {}
     free = [Fraction(0)] * len(table)
     busy = [Fraction(0)] * len(table)
     spans: list[list[Span]] = [[] for _ in table]
 
     def run(rank: int, action: Action, length: Fraction) -> tuple[Fraction, Fraction]:
-        arrivals = (there[key] for key in needs(action, num_stages))
+        arrivals = (outputs[key] for key in needs(action, num_stages))
         start = max([free[rank], *(end if maker == rank else end + delay for end, maker in arrivals)])
         free[rank] = start + length
         busy[rank] += length
@@ -103,11 +103,11 @@ def simulate(table: Table, costs: Costs = EVEN, p2p: Time = 0, overlap: Time | N
     for rank, action in running_order(table):
         if action.parts and overlap is not None:
             length = sum(times[part.kind] for part in action.parts) * Fraction(overlap)
-            together = run(rank, action, length)
-            spans[rank] += [Span(part, *together, overlapped=True) for part in action.parts]
+            joint_run = run(rank, action, length)
+            spans[rank] += [Span(part, *joint_run, overlapped=True) for part in action.parts]
         else:
             spans[rank] += [Span(single, *run(rank, single, times[single.kind])) for single in action.singles]
-        there.update((key, (free[rank], rank)) for key in makes(action))
+        outputs.update((key, (free[rank], rank)) for key in makes(action))
     return Simulation(spans, max(free), busy, [share * _peak(row) for row in table])
 
 

@@ -18,8 +18,8 @@ Grads = tuple[torch.Tensor | None, ...]
 
 
 class WeightGradients:
-    """What is left of a backward. It holds the graph's saved tensors until it is run, once. `free`: outputs that depend
-    on weights alone, with gradients of their shapes.
+    """The weight gradients that are left of a backward. It holds the graph's saved tensors until it is run, once.
+    `free`: outputs that depend on weights alone, with gradients of their shapes.
     """
 
     def __init__(self, free: list[tuple[GradientEdge, torch.Tensor]], groups: list["Group"]):
@@ -75,10 +75,10 @@ def backward_inputs(
     outputs' shapes.
     """
     inputs = [tensor for tensor in inputs if tensor.requires_grad]
-    leaves = {get_gradient_edge(tensor).node for tensor in inputs}
+    leaf_nodes = {get_gradient_edge(tensor).node for tensor in inputs}
     roots = [output.node for output in outputs]
-    users, weights = _walk(roots, leaves)
-    between, _ = _ancestors(leaves, users, set())  # every node above an input
+    users, weights = _walk(roots, leaf_nodes)
+    between, _ = _ancestors(leaf_nodes, users, set())  # every node above an input
     groups: list[Group] = []
     for leaf, weight in weights.items():
         group = Group([weight], _ancestors({leaf}, users, between)[1])
@@ -103,20 +103,20 @@ def backward_inputs(
     return WeightGradients(free, groups)
 
 
-def _walk(roots: list[Node], leaves: set[Node]) -> tuple[dict[Node, list[Node]], dict[Node, torch.Tensor]]:
+def _walk(roots: list[Node], leaf_nodes: set[Node]) -> tuple[dict[Node, list[Node]], dict[Node, torch.Tensor]]:
     """The graph below `roots`: of every node those that use it, and the weights by their leaf nodes."""
     users: dict[Node, list[Node]] = defaultdict(list)
     weights: dict[Node, torch.Tensor] = {}
-    seen, waiting = set(roots), list(dict.fromkeys(roots))
+    visited, waiting = set(roots), list(dict.fromkeys(roots))
     while waiting:
         node = waiting.pop()
-        if node not in leaves and (variable := getattr(node, "variable", None)) is not None:
+        if node not in leaf_nodes and (variable := getattr(node, "variable", None)) is not None:
             weights[node] = variable
         for below, _ in node.next_functions:
             if below is not None:
                 users[below].append(node)
-                if below not in seen:
-                    seen.add(below)
+                if below not in visited:
+                    visited.add(below)
                     waiting.append(below)
     return users, weights
 

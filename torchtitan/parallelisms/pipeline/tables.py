@@ -65,11 +65,11 @@ def _gpipe(rank: int, pp: int, microbatches: int) -> list[Action]:
 
 def _1f1b(rank: int, pp: int, microbatches: int) -> list[Action]:
     """Forwards until the first gradient can be back, then one of each in turn."""
-    ahead = min(pp - rank, microbatches)
-    row = [Action(rank, FORWARD, m) for m in range(ahead)]
+    warmup = min(pp - rank, microbatches)
+    row = [Action(rank, FORWARD, m) for m in range(warmup)]
     for m in range(microbatches):
         row.append(Action(rank, BACKWARD, m))
-        row += [Action(rank, FORWARD, m + ahead)] if m + ahead < microbatches else []
+        row += [Action(rank, FORWARD, m + warmup)] if m + warmup < microbatches else []
     return row
 
 
@@ -77,7 +77,9 @@ OWN = {"GPipe": _gpipe, "1F1B": _1f1b}
 
 
 def _table_of_torch(schedule: str, pp: int, microbatches: int, stages_per_rank: int) -> Table:
-    """Of a schedule of several stages per rank. Its constructor works out the rows of all ranks from these numbers."""
+    """Return torch's table of a schedule of several stages per rank. Its constructor works out the rows of all ranks
+    from these numbers.
+    """
     stages = [
         SimpleNamespace(num_stages=pp * stages_per_rank, group_size=pp, group_rank=0, submod=None)
         for _ in range(stages_per_rank)

@@ -33,8 +33,8 @@ from torchtitan.parallelisms.steps import Notes, Segment, running
 class _Block:
     """One block's share of a chunk."""
 
-    def __init__(self, program: Program, keeps_graphs: bool, kept: set[str], shared: Any):
-        self.program, self.keeps_graphs, self.kept = program, keeps_graphs, kept
+    def __init__(self, program: Program, keeps_graphs: bool, saved_names: set[str], shared: Any):
+        self.program, self.keeps_graphs, self.kept = program, keeps_graphs, saved_names
         self.notes = Notes(shared if program.own is None else program.own(shared))
         self.values: dict[str, torch.Tensor] = {}  # leaves
         self.grads: dict[str, torch.Tensor] = {}  # that came by an all-to-all or from another stage
@@ -80,8 +80,8 @@ class Chunk:
         self.blocks = []
         for index, program in enumerate(lists.programs):
             keeps = torch.is_grad_enabled() and self.policy.keeps_graphs(lists.programs, index)
-            kept = self.policy.kept(program) if torch.is_grad_enabled() else set()
-            self.blocks.append(_Block(program, keeps, kept, shared))
+            saved_names = self.policy.kept(program) if torch.is_grad_enabled() else set()
+            self.blocks.append(_Block(program, keeps, saved_names, shared))
         self.blocks[0].values[lists.programs[0].input] = x
         self.input = x if torch.is_grad_enabled() else None
         self.output: torch.Tensor | None = None
@@ -92,7 +92,9 @@ class Chunk:
         self.on_input_gradient: Callable[[], None] | None = None
 
     def start_backward(self, output_gradient: torch.Tensor | None) -> None:
-        """By the output's gradient [B, S, D]. None: the output, a leaf, has it by a backward of its own (a loss)."""
+        """Start from the output's gradient [B, S, D]. None: the output, a leaf, has it by a backward of its own (a
+        loss).
+        """
         last = self.blocks[-1]
         if output_gradient is not None:
             last.grads[last.program.output] = output_gradient
@@ -186,7 +188,7 @@ class Chunk:
                 block.weights[index] = later
 
     def has_weights(self, node: Node) -> bool:
-        """Whether the gradient of the inputs left some of weights to be computed."""
+        """Return True if weight gradients are still to be computed after the gradient of the inputs."""
         return node.step in self.blocks[node.block].weights
 
     def _weight_grads(self, block: _Block, index: int, node: Node) -> None:
@@ -203,9 +205,9 @@ class Chunk:
         else:
             rows = block.values[step.source].detach()
             self._forget(block, index)
-        there = (sizes.send, sizes.receive)
-        there = there if step.back == (phase == BACKWARD) else there[::-1]
-        block.flying[phase, index] = self.transport.issue(rows, *there)
+        splits = (sizes.send, sizes.receive)
+        splits = splits if step.back == (phase == BACKWARD) else splits[::-1]
+        block.flying[phase, index] = self.transport.issue(rows, *splits)
 
     def _wait(self, block: _Block, index: int, node: Node) -> None:
         step = block.program.steps[index]
@@ -234,16 +236,17 @@ class Chunk:
             block.values[name] = leaf
 
     def _forget(self, block: _Block, index: int) -> None:
-        """What no later step reads and no backward needs. Where graphs are kept, a leaf must live to get its gradient;
-        an all-to-all's gradient needs none."""
+        """Drop what no later step reads and no backward needs. Where graphs are kept, a leaf must live to get its
+        gradient; an all-to-all's gradient needs none.
+        """
         steps = block.program.steps
         step = steps[index]
         names = step.inputs + step.outputs if isinstance(step, Segment) else (step.source,)
         for name in names:
             users = block.program.users[name]
             over = all(user <= index for user in users)
-            wanted = block.keeps_graphs and any(isinstance(steps[user], Segment) for user in users)
-            if over and not wanted and name not in block.kept and name != block.program.output:
+            needs_leaf = block.keeps_graphs and any(isinstance(steps[user], Segment) for user in users)
+            if over and not needs_leaf and name not in block.kept and name != block.program.output:
                 block.values.pop(name, None)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 
 class Sizes(NamedTuple):
-    """What ranks tell each other before tokens travel."""
+    """The sizes that ranks exchange before the tokens."""
 
     received_counts: torch.Tensor  # [ep, experts here], tokens that come from each rank for each expert of this one
     send: list[int]  # tokens to each rank
@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
 
 class Transfer(Protocol):
     def wait(self) -> torch.Tensor:
-        """What was received, of the shape that `issue` says."""
+        """Wait for the received tensor, which has the shape given to `issue`."""
         ...
 
 
@@ -35,7 +35,7 @@ class SizesTransfer(Protocol):
 
 
 class Transport(Protocol):
-    """What the segments need of a group; tests and benchmarks have others than AllToAll."""
+    """The interface of a group for the segments; tests and benchmarks have others than AllToAll."""
 
     size: int
 

@@ -61,23 +61,25 @@ def merge(forward: Iterable[Node], backward: Iterable[Node]) -> list[Turn]:
     Where the forward issues one and the backward is about to, with next to nothing to compute before, the backward's
     goes first: it is waited for sooner, and all-to-alls travel one after the other.
     """
-    ours, theirs = slots(forward), slots(backward)
+    forward_slots, backward_slots = slots(forward), slots(backward)
     order: list[Turn] = []
     f = b = 0
-    while f < len(ours) or b < len(theirs):
-        if b < len(theirs) and b * len(ours) <= f * len(theirs):
-            steps_back = bool(order) and order[-1].of == 0 and order[-1].node.kind == ISSUE and _hastens(theirs[b])
+    while f < len(forward_slots) or b < len(backward_slots):
+        if b < len(backward_slots) and b * len(forward_slots) <= f * len(backward_slots):
+            steps_back = (
+                bool(order) and order[-1].of == 0 and order[-1].node.kind == ISSUE and _hastens(backward_slots[b])
+            )
             held = [order.pop()] if steps_back else []
-            order += [*(Turn(1, node) for node in theirs[b]), *held]
+            order += [*(Turn(1, node) for node in backward_slots[b]), *held]
             b += 1
         else:
-            order += [Turn(0, node) for node in ours[f]]
+            order += [Turn(0, node) for node in forward_slots[f]]
             f += 1
     return order
 
 
 def _hastens(slot: list[Node]) -> bool:
-    """Whether it ends in an all-to-all with nothing of weight before that."""
+    """Return True if it ends in an all-to-all with only light steps before that."""
     return slot[-1].kind == ISSUE and all(node.light for node in slot if node.kind == COMPUTE)
 
 
@@ -126,7 +128,7 @@ class Loop:
                 self.weights.append((chunk, node._replace(phase=WEIGHT)))
 
     def catch_up(self, chunk: Chunk) -> None:
-        """Where the table has the weight gradients of `chunk`: run what may not be carried further."""
+        """Run what may not be carried further, where the table has the weight gradients of `chunk`."""
         if not self.overlap:
             self.finish(lambda other: other is chunk)
         while len(self.weights) > self.carried and self.overlap:

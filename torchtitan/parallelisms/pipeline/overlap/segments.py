@@ -54,9 +54,10 @@ Step = Segment | CountExchange | Exchange
 
 @dataclass(frozen=True)
 class Program:
-    """What a block (the embedding, the head) does, in order. `recompute`: whether the policy is for it. `own`: Chain's.
+    """The steps of a block (the embedding, the head), in order. `recompute`: whether the policy is for it. `own`:
+    Chain's.
 
-    ValueError where a name is used before it is made, or made twice.
+    ValueError if a name is used before it is made, or made twice.
     """
 
     name: str
@@ -102,7 +103,7 @@ def makes(step: Step) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Policy:
-    """What stays after the forward.
+    """The policy of what is kept after the forward.
 
     none: everything, with its graph. full_keep_comm: the block's input and what all-to-alls brought. full: the input
     alone. selective: as full_keep_comm, and the results of the operators that `save_op` names; or, with `every` above
@@ -240,7 +241,7 @@ class _BlockBackward:
         self.add(COMPUTE, INPUT if split else BACKWARD, index)
 
     def is_awaited(self, index: int) -> bool:
-        """Whether an all-to-all or the next rank waits for the gradient of this segment's input."""
+        """Return True if an all-to-all or the next rank waits for the gradient of this segment's input."""
         makers = [self.program.maker[name] for name in self.program.steps[index].inputs]
         if any(maker >= 0 and isinstance(self.program.steps[maker], Exchange) for maker in makers):
             return True
@@ -270,7 +271,7 @@ ARRIVED, RETURNED = "rows that arrived", "rows that go back"
 
 
 def programs_of(part: StepwiseModel) -> list[Program]:
-    """Of a model or a pipeline part of it, which has been asked by `require_steps`."""
+    """Return the programs of a model or a pipeline part of it that `require_steps` has checked."""
     return [
         Program(chain.name, tuple(with_exchanges(chain.steps)), chain.recompute, chain.own) for chain in part.chains()
     ]
@@ -280,13 +281,13 @@ def with_exchanges(steps: Sequence[Segment | RoutedExperts]) -> list[Step]:
     at = next((index for index, step in enumerate(steps) if isinstance(step, RoutedExperts)), None)
     if at is None:
         return list(steps)
-    experts, behind = steps[at], steps[at + 1 :]
+    experts, later_steps = steps[at], steps[at + 1 :]
     waits = {experts.target}
-    beside = []
-    for step in behind:
+    concurrent = []
+    for step in later_steps:
         assert isinstance(step, Segment), "a block has one step of routed experts"
         if waits.isdisjoint(step.inputs):
-            beside.append(step)
+            concurrent.append(step)
         else:
             waits.update(step.outputs)
 
@@ -297,8 +298,8 @@ def with_exchanges(steps: Sequence[Segment | RoutedExperts]) -> list[Step]:
         *steps[:at],
         CountExchange(),
         Exchange("dispatch", experts.source, ARRIVED),
-        *beside,
+        *concurrent,
         Segment(experts.name, compute, (ARRIVED,), (RETURNED,)),
         Exchange("combine", RETURNED, experts.target, back=True),
-        *(step for step in behind if step not in beside),
+        *(step for step in later_steps if step not in concurrent),
     ]

@@ -89,9 +89,11 @@ class SegmentedStage(Stage):
     def begin_forward(self, microbatch: int, args: tuple, kwargs: dict[str, Any] | None) -> Chunk:
         self._keep_gradients_here()
         (x,) = args if self.is_first else self._retrieve_recv_activations(microbatch)
-        mine = {name: value for name, value in (kwargs or {}).items() if self.is_last or name not in self.targets}
+        stage_inputs = {
+            name: value for name, value in (kwargs or {}).items() if self.is_last or name not in self.targets
+        }
         with self.forward_context:
-            shared = self.context(x, **mine)
+            shared = self.context(x, **stage_inputs)
         chunk = self.underway[microbatch] = Chunk(
             self.lists,
             self.transport,
@@ -113,7 +115,7 @@ class SegmentedStage(Stage):
         return output
 
     def take_gradient(self, microbatch: int, loss: torch.Tensor | None) -> None:
-        """Of the output: from the loss, a scalar, or as received, [B, S, D]."""
+        """Take the gradient of the output: from the loss, a scalar, or as received, [B, S, D]."""
         chunk = self.underway[microbatch]
         if self.is_last:
             loss.backward()  # as far as the output, which is a leaf
@@ -165,7 +167,7 @@ class SegmentedStage(Stage):
         self.keeps_gradients_here = False
 
     def _keep_gradients_here(self) -> None:
-        """Until perform_reduce_grad."""
+        """Keep the gradients on this rank until perform_reduce_grad."""
         if isinstance(self.submod, FSDPModule) and not self.keeps_gradients_here:
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)
