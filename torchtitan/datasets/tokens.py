@@ -134,8 +134,9 @@ class TokenReader:
         """Raise DataError if a file shrank: reading a mapping beyond its file's end would kill the process."""
         for name, file, before in zip(self._names, self._open, self._sizes, strict=True):
             if (size := os.fstat(file.fileno()).st_size) < before:
+                path = self.shards.folder / name
                 raise DataError(
-                    f"{self.shards.folder / name}: the file shrank to {size} bytes from the {before} at the start; leave the data as "
+                    f"{path}: the file shrank to {size} bytes from the {before} at the start; leave the data as "
                     f"it is while a job runs; {REMEDY}"
                 )
 
