@@ -223,9 +223,9 @@ BAD_FILES = {
     "not of the pattern": (
         '[activation_checkpoint]\nselective_ac_option = "0"\n',
         [
-            'FILE: activation_checkpoint.selective_ac_option: given "0"; allowed: "op" or a whole number >= 1 in quotes, '
-            'as "2"; help: "op": keep matrix products and attention, recompute the rest; a number n: recompute every n-th '
-            "block."
+            'FILE: activation_checkpoint.selective_ac_option: given "0"; allowed: "op" or a whole number >= 1 in '
+            'quotes, as "2"; help: "op": keep matrix products and attention, recompute the rest; a number n: recompute '
+            "every n-th block."
         ],
     ),
     "wrong elements of a list, one line for the list": (
