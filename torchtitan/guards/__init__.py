@@ -15,7 +15,17 @@ from torchtitan.guards.steps import BadStep, NonFiniteError, RollBack, StepGuard
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed
 
-__all__ = ["BadStep", "Guards", "NonFiniteError", "Replicas", "ReplicasDiffer", "RollBack", "ShardSums", "StepGuard"]
+__all__ = [
+    "BadStep",
+    "Guards",
+    "NonFiniteError",
+    "Replicas",
+    "ReplicasDiffer",
+    "RollBack",
+    "ShardSums",
+    "StepGuard",
+    "not_finite",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +67,9 @@ class Guards:
         """
         self.refuse_changed_shards(step - 1)
         if not self.steps.looks:
-            if norm is not None and norm.device.type == "cpu":  # looking costs nothing there
-                self.refuse_non_finite("gradient norm", norm, step - 1)
+            if norm is not None and norm.device.type == "cpu":  # looking and agreeing cost next to nothing there
+                (ranks,) = distributed.sum_over_ranks(not_finite(norm))
+                self.refuse_non_finite("gradient norm", norm, ranks, step - 1)
             return ""
         # the norm is every rank's, but a machine that errs may see another, and all have to judge alike
         dims = self.model.dims
@@ -79,27 +90,33 @@ class Guards:
             raise RollBack(verdict.why + where)
         return verdict.why + where
 
-    def refuse_non_finite(self, what: str, value: torch.Tensor | None, step: int) -> None:
-        """Of a scalar. Waits for the device, so it is asked only where the host waits anyway. Once NaN, weights stay
-        NaN.
+    def refuse_non_finite(self, what: str, value: torch.Tensor | None, ranks: float, step: int) -> None:
+        """Of a scalar that is not finite on so many `ranks`, 0 if on none: all have to agree on that first. Copies of
+        a model each compute their own norm, so an error of one machine may show there alone, and what is done about
+        it waits for every rank. Once NaN, weights stay NaN.
         """
-        if value is not None and not math.isfinite(value):
-            self.go_back_if_damaged(step)
-            self.stop_non_finite(f"the {what} is {float(value)}", step, self._first_layer())
+        if not ranks:
+            return
+        self.go_back_if_damaged(step)
+        here = not_finite(value)
+        where = [str(rank) for rank, bad in enumerate(distributed.all_gather_json(here)) if bad]
+        alone = len(where) < torch.distributed.get_world_size()
+        found = f"NaN or infinite on rank {', '.join(where)} alone" if alone or value is None else str(float(value))
+        self.stop_non_finite(f"the {what} is {found}", step, self._first_layer())
 
     def refuse_to_save(
-        self, step: int, loss: torch.Tensor, norm: torch.Tensor | None, not_finite: Callable[[], list[str]]
+        self, step: int, loss: torch.Tensor, norm: torch.Tensor | None, damaged: Callable[[], list[str]]
     ) -> None:
         """Before a save, also after a step that was not logged; `loss` and `norm` are scalars. Ranks' own losses
-        differ, so they agree first.
+        differ, and norms may, so they agree first.
         """
         self.compare(step, now=True)
         self.refuse_changed_shards(step)
-        (bad,) = distributed.sum_over_ranks(not math.isfinite(loss))
-        self.refuse_non_finite("gradient norm", norm, step)
-        self.refuse_non_finite("loss", torch.tensor(math.nan) if bad else None, step)
+        norms, losses = distributed.sum_over_ranks(not_finite(norm), not_finite(loss))
+        self.refuse_non_finite("gradient norm", norm, norms, step)
+        self.refuse_non_finite("loss", torch.tensor(math.nan), losses, step)
         # the last update is in neither: of one step in backward nothing else is known, and any may overflow
-        if names := not_finite():
+        if names := damaged():
             self.go_back(damage_of(names), step)
             self.stop_non_finite(damage_of(names), step)
 
@@ -174,6 +191,13 @@ class Guards:
     def _first_layer(self) -> str:
         layers = self.model.not_finite_layers()
         return f" (first seen by the router of {layers[0]})" if layers else ""
+
+
+def not_finite(value: torch.Tensor | None) -> int:
+    """1 for a scalar that is NaN or infinite, else 0. Waits for its device, so it is asked only where the host waits
+    anyway.
+    """
+    return int(value is not None and not math.isfinite(value))
 
 
 def damage_of(names: list[str]) -> str:

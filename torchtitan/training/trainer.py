@@ -22,7 +22,7 @@ from torchtitan.config.manager import to_toml
 from torchtitan.core.cadence import describe_end, with_end
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.sources import DataError
-from torchtitan.guards import BadStep, ReplicasDiffer, RollBack
+from torchtitan.guards import BadStep, ReplicasDiffer, RollBack, not_finite
 from torchtitan.launcher import run_folder
 from torchtitan.metrics.device import describe_memory
 from torchtitan.metrics.goodput import CAUSE_OF, Goodput
@@ -293,13 +293,13 @@ class Trainer:
         """`loss`, this rank's share, and `norm` are scalars. `refuse`: that one of them is not finite."""
         extra: dict[str, torch.Tensor | float] = {}
         if self.metrics.due(self.step):
-            means = loss.new_zeros(self.dims.dp)  # of the data-parallel ranks' own tokens
-            means[self.dp_rank] = loss / self.feed.share
-            extra["max_loss"] = self.model.whole(means).max()
-            loss = self.model.whole(loss)
+            means = loss.new_zeros(self.dims.dp + 1)  # of the data-parallel ranks' own tokens; ranks with a bad norm
+            means[self.dp_rank], means[-1] = loss / self.feed.share, 0 if norm is None else ~norm.isfinite()
+            means, loss = self.model.whole(means), self.model.whole(loss)
+            extra["max_loss"] = means[:-1].max()
             if refuse:
-                self.guards.refuse_non_finite("gradient norm", norm, self.step)
-                self.guards.refuse_non_finite("loss", loss, self.step)
+                self.guards.refuse_non_finite("gradient norm", norm, float(means[-1]), self.step)
+                self.guards.refuse_non_finite("loss", loss, not_finite(loss), self.step)
             extra |= self.model.extra_metrics() | self.guards.steps.counts() | self.optimizers.measured()
             if (epochs := self.config.training.epochs) is not None:
                 extra["epoch"] = self.step * epochs / (self.of_data or 1)
