@@ -327,7 +327,7 @@ class Trainer:
         self.loader.close()
         self.loader = training_loader(self.config, self.tokenizer, self.dp_rank, self.dims, self.data_state)
         recall(self.loader, self.model, self.feed)
-        self.position, self.random = self.loader.position(), None
+        self.position, self.random, self.between_steps = self.loader.position(), None, True
         self.metrics.go_back(self.step, self.tokens)
         self.generated.go_back(self.step)
         logger.warning("step %d: %s; back to step %d, to do its steps again", bad, why, self.step)
