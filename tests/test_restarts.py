@@ -39,18 +39,18 @@ assert nothing_is_left  # a fixture, for all tests here too
 SUPERVISOR = """
 import os, sys
 from pathlib import Path
-from torchtitan.launcher import hangs, restarts, watching
+from torchtitan.launcher import hangs, monitor, restarts
 from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.processes import Processes
 from torchtitan.launcher.restarts import supervise
 from torchtitan.launcher.signals import SignalQueue
 from torchtitan.launcher.monitor import Watch
-watching.FOLLOW_SECONDS, watching.LOOK_SECONDS = {follow}, 0.1
+monitor.FOLLOW_SECONDS, monitor.LOOK_SECONDS = {follow}, 0.1
 restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS, hangs.BUSY = {pause}, {answer}, {busy}
 queue, folder = SignalQueue(), Path(sys.argv[2])
 def start(restart):
     ranks = Processes([sys.executable, "-c", sys.argv[1]], 2, restart)
-    return Watch(ranks, queue, Limits({start}, {limit}), folder / "hangs")
+    return Watch(ranks, queue, Limits({start}, {limit}), folder / "hangs", remedy="export it again")
 def newest():
     return int((folder / "saved").read_text()) if (folder / "saved").exists() else -1
 sys.exit(supervise(start, queue, {budget}, newest))
@@ -140,8 +140,7 @@ def test_what_fails_when_all_is_saved_is_not_started_again(tmp_path):
 def test_a_rank_that_dies_in_the_export_is_not_started_again(tmp_path):
     code, out, err = end(supervise(f"tell('export', 3); {CRASH}", tmp_path))
     assert code == 10 and err == (
-        "training is complete, but the export failed: rank 1 was ended by SIGKILL; to export its newest checkpoint, "
-        f"run `torchtitan export {tmp_path} --to NEW_FOLDER --merge`, or start the same job again\n"
+        "training is complete, but the export failed: rank 1 was ended by SIGKILL; export it again\n"
     )
 
 

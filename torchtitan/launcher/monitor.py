@@ -4,7 +4,6 @@ A world is complete or it is nothing: once a rank has ended before its work was 
 end, so they get a moment to say what they have to say and are killed. Ranks that save their state are waited for.
 """
 
-import shlex
 import signal
 import sys
 import time
@@ -37,7 +36,7 @@ def say(text: str, where: TextIO | None = None) -> None:
 
 class Watch:
     """One start of the ranks of this machine. What they were doing when they hung is written below `folder`; `others`
-    are told what happens here, and what happens there is heard of."""
+    are told what happens here, and what happens there is heard of. `remedy`: how to make up for a failed export."""
 
     def __init__(
         self,
@@ -46,7 +45,9 @@ class Watch:
         limits: Limits,
         folder: Path,
         others: First | Other | None = None,
+        remedy: str = "",
     ) -> None:
+        self.remedy = remedy
         self.processes, self.queue, self.folder = processes, queue, folder
         self.others = others or First()
         self.watchdog = Watchdog(processes, limits)
@@ -175,9 +176,8 @@ class Watch:
         first = failed[0]
         if first.exit_code not in EXPLAINED and first.doing.phase == "export" and self.all_in(*TRAINED):
             if self.followed_at is None:
-                command = f"torchtitan export {shlex.quote(str(self.folder.parent))} --to NEW_FOLDER --merge"
-                remedy = f"to export its newest checkpoint, run `{command}`, or start the same job again"
-                say(f"training is complete, but the export failed: {first}; {remedy}", sys.stderr)
+                remedy = self.remedy and f"; {self.remedy}"
+                say(f"training is complete, but the export failed: {first}{remedy}", sys.stderr)
             return NOT_EXPORTED
         alone = first.exit_code in SAID_BY_THE_FIRST and self.processes.first not in {
             ended.rank for ended in failed if ended.exit_code == first.exit_code

@@ -1,7 +1,6 @@
 """What a run leaves for other programs at its end, beside its last checkpoint."""
 
 import logging
-import shlex
 from pathlib import Path
 
 from torchtitan.adapters.interface import Adapter
@@ -12,6 +11,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.core.tensor_storage import Value
 from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.launcher import run_folder
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed
 from torchtitan.process.exit import ExportError, kind_of
@@ -42,19 +42,9 @@ class Exports:
                 raise
             by_user = isinstance(error, JobError | OSError)
             reason = str(error) if by_user else f"{type(error).__name__}: {error}"
-            remedy = self._remedy(saved=checkpointer is not None and not checkpointer.load_only)
+            remedy = run_folder.how_to_export(self.config)
             message = f"training is complete (step {step}), but the export failed: {reason}; {remedy}"
             raise ExportError(message) from error
-
-    def _remedy(self, saved: bool) -> str:
-        """How to export again. `saved`: whether the last step is in a checkpoint."""
-        if not saved:
-            return "nothing was saved that could be exported again, as checkpoint.enable is off or load_only is set"
-        options = self.config.checkpoint
-        command = ["torchtitan", "export", str(self.folder), "--to", "NEW_FOLDER"]
-        command += ["--merge", "--dtype", options.export_dtype] if options.last_save_model_only else []
-        command += ["--best"] if options.export_best else []
-        return f"everything is saved: run `{shlex.join(command)}`, or start the same job again, which then only exports"
 
     def _write_all(self, model: ParallelModel, checkpointer: Checkpointer | None, step: int) -> None:
         if self.config.checkpoint.export_best and checkpointer is not None:
