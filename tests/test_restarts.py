@@ -384,8 +384,14 @@ def test_a_run_without_memory_says_who_has_it(texts, tmp_path):
     assert "  optimizer " in told and "  at most " in told
 
 
-def failing_export(argv, error: str):
-    """Exit code and lines of a run whose weights cannot be written, for `error`."""
+def failing_export(argv, error: str, tracker: bool = False):
+    """Exit code and lines of a run whose weights cannot be written, for `error`. `tracker`: it fails in the end too."""
+
+    def unreachable(trainer: Trainer) -> None:
+        raise RuntimeError("the tracker is unreachable")
+
+    if tracker:
+        Trainer.report = unreachable
 
     def fail(*args: object) -> None:
         raise {"bug": KeyError("tok_embeddings"), "disk": OSError(28, "No space left on device")}[error]
@@ -415,6 +421,13 @@ def test_a_failed_export_says_that_training_is_complete_and_has_a_code_of_its_ow
     )
     assert ("Traceback" in printed) == (error == "bug")
     assert "step 2/2, loss" in printed  # the lines at the end of every run
+
+
+def test_a_tracker_that_fails_too_hides_no_failed_export(texts, tmp_path):
+    options = dict(checkpoint__enable=True, checkpoint__last_save_model_only=True, training__steps=2)
+    code, printed = run_alone(failing_export, jobs.arguments(tmp_path, texts, **options), "disk", True)
+    assert code == 10 and "Traceback" not in printed
+    assert printed.index("but the export failed: [Errno 28]") < printed.index("RuntimeError: the tracker is unreach")
 
 
 def resumed(argv, saved: bool):
