@@ -252,21 +252,28 @@ def test_a_rank_that_compiles_is_no_hang(where, tmp_path):
 
 
 class Spinning(Processes):
-    """One rank on this machine, in a step, which computes without getting on."""
+    """One rank on this machine, in a phase, which computes without getting on."""
 
-    def __init__(self, machines: int) -> None:
+    def __init__(self, machines: int, phase: str) -> None:
         self.nodes, self.shared, self.running, self.began = Nodes(machines, 0, "head", 1), [None], {0: None}, 0.0
-        self.progress, self.computed = {0: Doing("train", 3, 1.0)}, 0.0
+        self.progress, self.computed = {0: Doing(phase, 3, 1.0)}, 0.0
 
     def cpu_seconds(self, rank: int) -> float:
         self.computed += 10
         return self.computed
 
+    def bytes_moved(self, rank: int) -> int:
+        return 0
 
-@pytest.mark.parametrize(("machines", "standing"), [(1, None), (2, 99.0)])
-def test_a_rank_that_spins_in_a_collective_with_another_machine_does_not_get_on(machines, standing, monkeypatch):
+
+@pytest.mark.parametrize(
+    ("machines", "phase", "standing"), [(1, "train", None), (2, "train", 99.0), (2, "export", None)]
+)
+def test_a_rank_that_spins_in_a_collective_with_another_machine_does_not_get_on(machines, phase, standing, monkeypatch):
+    """In an export of several ranks one computes while the others wait."""
     monkeypatch.setattr(hangs, "ANSWER_SECONDS", 0.01)
-    assert hangs.Watchdog(Spinning(machines), Limits(1, 1)).standing(100.0) == standing
+    watchdog = hangs.Watchdog(Spinning(machines, phase), Limits(1, 1))
+    assert watchdog.standing(100.0) == standing
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ ANSWER_SECONDS = 2.0
 BUSY = 0.1
 """Share of a core from which on a rank, with the processes that it started, computes (others may compute beside it) and
 does not wait."""
-LONG = ("start", "load", "first")
+LONG = ("start", "load", "first", "export")
 """Phases that may take comm.init_timeout_seconds."""
 WITH_FILES = ("start", "load", "save", "export")
 """Phases in which reading and writing is getting on, though a large file says nothing else for minutes."""

@@ -35,6 +35,7 @@ class Exports:
 
     def write(self, model: ParallelModel, checkpointer: Checkpointer | None, step: int) -> None:
         """Write the exports of the job. Every rank calls it after the last step is saved. Raises ExportError."""
+        distributed.set_timeout(max(TIMEOUT_SECONDS, self.config.comm.init_timeout_seconds))  # while one rank writes
         try:
             self._write_all(model, checkpointer, step)
         except Exception as error:
@@ -75,7 +76,6 @@ class Exports:
         if not options.last_save_in_hf:
             checkpointer.export_model(self.weights, dtype, step, plain_tensors(model))
             return
-        distributed.set_timeout(TIMEOUT_SECONDS)  # the others wait while one writes
         try:
             with folders.published(self.weights, write=self.ranks.is_main) as folder:
                 parts.model_spec(self.config).hf.save_hf(
