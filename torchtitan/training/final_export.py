@@ -1,6 +1,7 @@
 """What a run leaves for other programs at its end, beside its last checkpoint."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan.adapters.interface import Adapter
@@ -10,12 +11,14 @@ from torchtitan.checkpoint.best_metric import Best, best_in
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.core.tensor_storage import Value
+from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.launcher import run_folder
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed
 from torchtitan.process.exit import ExportError, kind_of
 from torchtitan.process.ranks import Ranks
+from torchtitan.training.batches import PeerStopped
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +36,20 @@ class Exports:
         if config.checkpoint.last_save_in_hf:  # whether the format has all this is better known before the run
             self.beside = parts.beside_hf_weights(config, vocabulary)
 
-    def write(self, model: ParallelModel, checkpointer: Checkpointer | None, step: int) -> None:
-        """Write the exports of the job. Every rank calls it after the last step is saved. Raises ExportError."""
+    def write(
+        self,
+        model: ParallelModel,
+        checkpointer: Checkpointer | None,
+        step: int,
+        validate: Callable[[], None] | None = None,
+    ) -> None:
+        """Write the exports of the job. Every rank calls it after the last step is saved. Raises ExportError. Before
+        them it calls `validate`, if the last step lacks its validation, whose failure is no reason not to export.
+        """
         distributed.set_timeout(max(TIMEOUT_SECONDS, self.config.comm.init_timeout_seconds))  # while one rank writes
         try:
+            if validate is not None:
+                self._try(validate)
             self._write_all(model, checkpointer, step)
         except Exception as error:
             if kind_of(error) == "peer":  # the rank that failed has said why
@@ -46,6 +59,20 @@ class Exports:
             remedy = run_folder.how_to_export(self.config)
             message = f"training is complete (step {step}), but the export failed: {reason}; {remedy}"
             raise ExportError(message) from error
+
+    def _try(self, validate: Callable[[], None]) -> None:
+        """Raises where this rank alone has failed, as the others are still in the validation."""
+        try:
+            validate()
+        except Exception as error:
+            on_all = self.ranks.world_size == 1 or isinstance(error, DataError | PeerStopped)
+            if kind_of(error) == "peer":
+                raise
+            if not on_all:
+                raise RuntimeError(
+                    f"before it, the validation of the last step: {type(error).__name__}: {error}"
+                ) from error
+            logger.warning("the last step is saved, but could not be validated: %s: %s", type(error).__name__, error)
 
     def _write_all(self, model: ParallelModel, checkpointer: Checkpointer | None, step: int) -> None:
         if self.config.checkpoint.export_best and checkpointer is not None:

@@ -221,11 +221,11 @@ class Trainer:
         self.goodput.enter("end")
         if self.checkpointer:
             self.checkpointer.finish()
-        if self.done and self.held_out is not None and self.findings.step != self.step:
-            self.validate(stop=False)  # a stop in the last step is saved first
         if self.done:
             self.enter("export", self.step)
-            self.exports.write(self.model, self.checkpointer, self.step)
+            lacks = self.held_out is not None and self.findings.step != self.step  # as after a stop in it
+            validate = partial(self.validate, False, "export") if lacks else None
+            self.exports.write(self.model, self.checkpointer, self.step, validate)
         self.enter("end", self.step)
         return self.done
 
@@ -344,16 +344,16 @@ class Trainer:
         if self.held_out is not None and (done or self.step % self.validate_every == 0):
             self.validate(self.stop_requested)
 
-    def validate(self, stop: bool) -> None:
-        """Evaluate the held-out data, unless a rank calls this with `stop`."""
-        self.enter("validate" if self.validated else "first", self.step)
-        measured = measure(self.model, self.feed, self.held_out, self.progress, self.step, stop)
+    def validate(self, stop: bool, phase: str = "validate") -> None:
+        """Evaluate the held-out data, unless a rank calls this with `stop`. `phase`: that this is told as."""
+        self.enter(phase if self.validated or phase == "export" else "first", self.step)
+        measured = measure(self.model, self.feed, self.held_out, self.progress, self.step, stop, phase)
         self.stopping = measured is None
         if measured is None:
             return
         self.validated = True
         self.findings.note(self.step, self.metrics.record_validation(self.step, measured.pop("loss"), measured))
-        self.generated.write(self.model, self.step, self.progress)
+        self.generated.write(self.model, self.step, self.progress, phase)
 
     def maybe_save(self, done: bool) -> None:
         self.enter("save", self.step)
