@@ -40,7 +40,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "config": (59, 29),
     "core": (21, 13),
     "datasets": (197, 104),
-    "guards": (24, 24),
+    "guards": (23, 24),
     "importers": (199, 34),
     "launch": (4, 3),
     "launcher": (82, 56),
@@ -54,7 +54,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "process": (13, 27),
     "rules": (141, 52),
     "train": (3, 0),
-    "training": (91, 40),
+    "training": (91, 39),
 }
 """Room -> (unclear names, fragments) that it still has. Lower them with every file that you clean up."""
 

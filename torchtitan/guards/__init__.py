@@ -98,11 +98,10 @@ class Guards:
         if not ranks:
             return
         self.go_back_if_damaged(step)
-        here = not_finite(value)
-        where = [str(rank) for rank, bad in enumerate(distributed.all_gather_json(here)) if bad]
-        alone = len(where) < torch.distributed.get_world_size()
-        found = f"NaN or infinite on rank {', '.join(where)} alone" if alone or value is None else str(float(value))
-        self.stop_non_finite(f"the {what} is {found}", step, self._first_layer())
+        flags = distributed.all_gather_json(not_finite(value))
+        numbers = ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
+        reading = f"NaN or infinite on rank {numbers} alone" if value is None or not all(flags) else str(float(value))
+        self.stop_non_finite(f"the {what} is {reading}", step, self._first_layer())
 
     def refuse_to_save(
         self, step: int, loss: torch.Tensor, norm: torch.Tensor | None, damaged: Callable[[], list[str]]

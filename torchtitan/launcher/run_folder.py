@@ -104,7 +104,7 @@ def missing_checkpoints(folder: Path, checkpoints: Path) -> str | None:
 
 
 def how_to_export(config: JobConfig) -> str:
-    """What to do about a run of this job that is complete except for its export."""
+    """Return what to do about a run of this job that is complete except for its export."""
     options = config.checkpoint
     if not options.enable or options.load_only:
         return "nothing was saved that could be exported again, as checkpoint.enable is off or load_only is set"
