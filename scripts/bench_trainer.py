@@ -50,7 +50,7 @@ from torchtitan.training.trainer import Trainer
 
 SEQ_LEN, BATCH = 256, 4
 THREADS = 1
-ON_HOST = ("count", "refuse_non_finite")
+ON_HOST = ("count", "not_finite")
 """Functions of the trainer that look at values: at labels before they go to the device; at the norm, on a CPU only."""
 
 

@@ -98,6 +98,54 @@ def test_without_a_checkpoint_it_ends_the_run(texts, tmp_path):
     assert error.startswith("NonFiniteError") and (step, ways_back) == (DAMAGED, 0)
 
 
+# What one rank alone sees
+
+
+def spoiled(argv, where, step):
+    """As `run`, for a NaN in the last rank's gradient of this step, once, after it has been reduced. Unless `where` it
+    is found is the step, norms are not looked at ahead of the update, as on a GPU.
+    """
+    trainer = Trainer(manager.load(argv), read_ranks())
+    clip, spoilt, raised = trainer.model.clip_gradients, [], None
+
+    def spoil(max_norm):
+        if trainer.step == step - 1 and trainer.ranks.rank == trainer.ranks.world_size - 1 and not spoilt:
+            spoilt.append(True)
+            gradient = next(parameter.grad for _, parameter in trainer.model.named_parameters())
+            gradient.view(-1)[0] = math.nan
+        return clip(max_norm)
+
+    trainer.model.clip_gradients = spoil
+    if where != "step":
+        trainer.guards.leaves_out = lambda *args, **options: ""
+    try:
+        trainer.train()
+    except BadStep as error:
+        raised = f"{type(error).__name__}: {error}"
+    trainer.metrics.close()
+    return raised, trainer.step, jobs.state_hash(trainer), trainer.guards.steps.rolled_back
+
+
+ALONE = PLANS["DDP"] | dict(comm__train_timeout_seconds=20)
+
+
+@pytest.mark.parametrize(("where", "step", "every"), [("log", 5, 1), ("save", 6, 100)])
+def test_what_one_replica_alone_sees_after_an_update_brings_all_back(where, step, every, texts, tmp_path):
+    """Each replica computes its own norm, and what is done about it waits for all ranks."""
+    job = options(**ALONE, metrics__log_freq=every, guard__replica_check_interval=0)
+    straight = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "straight", texts, **job))
+    healed = run_ranks(2, spoiled, jobs.arguments(tmp_path / "healed", texts, **job), where, step, limit=120)
+    assert healed == [(None, 8, state, 1) for _, state in straight]
+
+
+def test_what_one_replica_alone_sees_before_an_update_ends_all_and_the_step_before_is_saved(texts, tmp_path):
+    found = run_ranks(2, spoiled, jobs.arguments(tmp_path, texts, **options(**ALONE)), "step", 5, limit=120)
+    raised, *rest = zip(*found, strict=True)
+    assert raised[0] == raised[1] and rest[0] == (4, 4) and rest[2] == (0, 0) and len(set(rest[1])) == 1
+    assert raised[0].startswith("NonFiniteError: the gradient norm is NaN or infinite on rank 1 alone after step 4")
+    assert (tmp_path / "checkpoint/step-00000004").is_dir()
+
+
 # Checksums of shards
 
 

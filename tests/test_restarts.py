@@ -39,18 +39,18 @@ assert nothing_is_left  # a fixture, for all tests here too
 SUPERVISOR = """
 import os, sys
 from pathlib import Path
-from torchtitan.launcher import hangs, restarts, watching
+from torchtitan.launcher import hangs, monitor, restarts
 from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.processes import Processes
 from torchtitan.launcher.restarts import supervise
 from torchtitan.launcher.signals import SignalQueue
 from torchtitan.launcher.monitor import Watch
-watching.FOLLOW_SECONDS, watching.LOOK_SECONDS = {follow}, 0.1
+monitor.FOLLOW_SECONDS, monitor.LOOK_SECONDS = {follow}, 0.1
 restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS, hangs.BUSY = {pause}, {answer}, {busy}
 queue, folder = SignalQueue(), Path(sys.argv[2])
 def start(restart):
     ranks = Processes([sys.executable, "-c", sys.argv[1]], 2, restart)
-    return Watch(ranks, queue, Limits({start}, {limit}), folder / "hangs")
+    return Watch(ranks, queue, Limits({start}, {limit}), folder / "hangs", remedy="export it again")
 def newest():
     return int((folder / "saved").read_text()) if (folder / "saved").exists() else -1
 sys.exit(supervise(start, queue, {budget}, newest))
@@ -140,8 +140,7 @@ def test_what_fails_when_all_is_saved_is_not_started_again(tmp_path):
 def test_a_rank_that_dies_in_the_export_is_not_started_again(tmp_path):
     code, out, err = end(supervise(f"tell('export', 3); {CRASH}", tmp_path))
     assert code == 10 and err == (
-        "training is complete, but the export failed: rank 1 was ended by SIGKILL; to export its newest checkpoint, "
-        f"run `torchtitan export {tmp_path} --to NEW_FOLDER --merge`, or start the same job again\n"
+        "training is complete, but the export failed: rank 1 was ended by SIGKILL; export it again\n"
     )
 
 
@@ -253,21 +252,28 @@ def test_a_rank_that_compiles_is_no_hang(where, tmp_path):
 
 
 class Spinning(Processes):
-    """One rank on this machine, in a step, which computes without getting on."""
+    """One rank on this machine, in a phase, which computes without getting on."""
 
-    def __init__(self, machines: int) -> None:
+    def __init__(self, machines: int, phase: str) -> None:
         self.nodes, self.shared, self.running, self.began = Nodes(machines, 0, "head", 1), [None], {0: None}, 0.0
-        self.progress, self.computed = {0: Doing("train", 3, 1.0)}, 0.0
+        self.progress, self.computed = {0: Doing(phase, 3, 1.0)}, 0.0
 
     def cpu_seconds(self, rank: int) -> float:
         self.computed += 10
         return self.computed
 
+    def bytes_moved(self, rank: int) -> int:
+        return 0
 
-@pytest.mark.parametrize(("machines", "standing"), [(1, None), (2, 99.0)])
-def test_a_rank_that_spins_in_a_collective_with_another_machine_does_not_get_on(machines, standing, monkeypatch):
+
+@pytest.mark.parametrize(
+    ("machines", "phase", "standing"), [(1, "train", None), (2, "train", 99.0), (2, "export", None)]
+)
+def test_a_rank_that_spins_in_a_collective_with_another_machine_does_not_get_on(machines, phase, standing, monkeypatch):
+    """In an export of several ranks one computes while the others wait."""
     monkeypatch.setattr(hangs, "ANSWER_SECONDS", 0.01)
-    assert hangs.Watchdog(Spinning(machines), Limits(1, 1)).standing(100.0) == standing
+    watchdog = hangs.Watchdog(Spinning(machines, phase), Limits(1, 1))
+    assert watchdog.standing(100.0) == standing
 
 
 @pytest.mark.parametrize(
@@ -385,8 +391,14 @@ def test_a_run_without_memory_says_who_has_it(texts, tmp_path):
     assert "  optimizer " in told and "  at most " in told
 
 
-def failing_export(argv, error: str):
-    """Exit code and lines of a run whose weights cannot be written, for `error`."""
+def failing_export(argv, error: str, tracker: bool = False):
+    """Exit code and lines of a run whose weights cannot be written, for `error`. `tracker`: it fails in the end too."""
+
+    def unreachable(trainer: Trainer) -> None:
+        raise RuntimeError("the tracker is unreachable")
+
+    if tracker:
+        Trainer.report = unreachable
 
     def fail(*args: object) -> None:
         raise {"bug": KeyError("tok_embeddings"), "disk": OSError(28, "No space left on device")}[error]
@@ -416,6 +428,13 @@ def test_a_failed_export_says_that_training_is_complete_and_has_a_code_of_its_ow
     )
     assert ("Traceback" in printed) == (error == "bug")
     assert "step 2/2, loss" in printed  # the lines at the end of every run
+
+
+def test_a_tracker_that_fails_too_hides_no_failed_export(texts, tmp_path):
+    options = dict(checkpoint__enable=True, checkpoint__last_save_model_only=True, training__steps=2)
+    code, printed = run_alone(failing_export, jobs.arguments(tmp_path, texts, **options), "disk", True)
+    assert code == 10 and "Traceback" not in printed
+    assert printed.index("but the export failed: [Errno 28]") < printed.index("RuntimeError: the tracker is unreach")
 
 
 def resumed(argv, saved: bool):

@@ -21,7 +21,8 @@ from torchtitan.training.trainer import Trainer
 
 BAD_STEP = 5
 KILLED = "a kill ahead of the last validation"
-STOPS_IN_THE_LAST_STEP = ("a stop in the last step", KILLED)
+UNREADABLE, WITHOUT_MEMORY = "data that are gone in the last validation", "no memory in the last validation"
+STOPS_IN_THE_LAST_STEP = ("a stop in the last step", KILLED, UNREADABLE, WITHOUT_MEMORY)
 
 
 class Stumbles(Trainer):
@@ -37,13 +38,17 @@ class Stumbles(Trainer):
             self.model.clipped = self.model.clip_gradients
             self.model.clip_gradients = lambda max_norm: self.model.clipped(max_norm) * float("nan")
         if self.step == self.config.training.steps - 1 and self.what in STOPS_IN_THE_LAST_STEP:
-            self.stop_requested = self.ranks.rank == 1
+            self.stop_requested = self.ranks.rank == self.ranks.world_size - 1
         return super().fetch(batches)
 
-    def validate(self, stop):
+    def validate(self, stop, phase="validate"):
         if self.what == KILLED and self.done:
             raise KeyboardInterrupt
-        return super().validate(stop)
+        if self.what == UNREADABLE and self.done and self.ranks.rank == 1:
+            self.held_out.loader = ()
+        if self.what == WITHOUT_MEMORY and self.done:
+            raise MemoryError("no more")
+        return super().validate(stop, phase)
 
     def maybe_validate(self, done):
         if self.step == BAD_STEP - 1 and self.ranks.rank == 1:
@@ -119,6 +124,16 @@ def test_a_stop_in_the_last_step_saves_first_and_validates_then(straight, texts,
     assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == ["step-00000008"]
     assert [row["step"] for row in straight[2]] == [4, 8]
     assert validations(tmp_path) == straight[2]
+
+
+@pytest.mark.parametrize(("what", "ranks"), [(UNREADABLE, 2), (WITHOUT_MEMORY, 1)])
+def test_a_complete_run_whose_made_up_validation_fails_is_exported(what, ranks, texts, tmp_path):
+    """And the same job started again, which is at its end, does so too."""
+    argv = jobs.arguments(tmp_path, texts, **options(texts, checkpoint__last_save_model_only=True))
+    for _ in range(2):
+        assert run_ranks(ranks, stumble, argv, what) == [(None, 8)] * ranks
+        assert [row["step"] for row in validations(tmp_path)] == [4]
+        assert (tmp_path / "model").is_dir() and (tmp_path / "checkpoint/step-00000008").is_dir()
 
 
 def test_a_run_that_was_killed_before_its_last_validation_makes_it_up(straight, texts, tmp_path):

@@ -29,7 +29,7 @@ from torchtitan.launcher.multi_node import LATE_SECONDS, First, Other
 from torchtitan.launcher.nodes import Nodes, stay_on_the_way_to
 from torchtitan.launcher.processes import Processes
 from torchtitan.launcher.restarts import follow, supervise
-from torchtitan.launcher.run_folder import HANGS, SECRET
+from torchtitan.launcher.run_folder import HANGS, SECRET, how_to_export
 from torchtitan.launcher.signals import SignalQueue
 from torchtitan.process.exit import CRASHED, REFUSED, exit_with
 from torchtitan.process.ranks import Restart, count_ranks, likely_device, read_nodes, set_default, slurm_job
@@ -195,7 +195,7 @@ def started(
     command = [*program, *arguments]
     limits = Limits(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
     ranks = Processes(command, num_ranks, restart, nodes, listener)
-    return Watch(ranks, queue, limits, Path(config.job.dump_folder) / HANGS, others)
+    return Watch(ranks, queue, limits, Path(config.job.dump_folder) / HANGS, others, how_to_export(config))
 
 
 def load_job(argv: list[str], world_size: int, explain: bool = True) -> JobConfig | None:

@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +146,16 @@ def run(config: JobConfig, ranks: Ranks) -> int:
 
 def not_exported(error: Exception, trainer: Any, ranks: Ranks) -> int:
     """Report a run that is complete except for its export. The launcher does not start it again."""
-    with suppress(OSError):
-        trainer.report()
-    if not ranks.is_main:
-        wait_for_the_one_that_speaks(ranks)
     on_all = isinstance(error.__cause__, CheckpointError)
     if not on_all or ranks.local_rank == 0:
         ours = error.__cause__ if not isinstance(error.__cause__, JobError | OSError) else None
         logger.error("%s", error, exc_info=ours)
+    try:
+        trainer.report()
+    except Exception as another:  # of a tracker or the picture: why the run ends stays what it is
+        logger.warning("the run's outputs were not closed: %s: %s", type(another).__name__, another)
+    if not ranks.is_main:
+        wait_for_the_one_that_speaks(ranks)
     return NOT_EXPORTED
 
 

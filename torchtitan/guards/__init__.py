@@ -17,7 +17,17 @@ from torchtitan.guards.steps import BadStep, NonFiniteError, RollBack, StepGuard
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed
 
-__all__ = ["BadStep", "Guards", "NonFiniteError", "Replicas", "ReplicasDiffer", "RollBack", "ShardSums", "StepGuard"]
+__all__ = [
+    "BadStep",
+    "Guards",
+    "NonFiniteError",
+    "Replicas",
+    "ReplicasDiffer",
+    "RollBack",
+    "ShardSums",
+    "StepGuard",
+    "not_finite",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +71,9 @@ class Guards:
         """
         self.refuse_changed_shards(step - 1)
         if not self.steps.looks:
-            if norm is not None and norm.device.type == "cpu":  # reading the value does not wait for a device there
-                self.refuse_non_finite("gradient norm", norm, step - 1)
+            if norm is not None and norm.device.type == "cpu":  # looking and agreeing cost next to nothing there
+                (ranks,) = distributed.sum_over_ranks(not_finite(norm))
+                self.refuse_non_finite("gradient norm", norm, ranks, step - 1)
             return ""
         # the norm is global, but a faulty machine may compute another value, and all ranks must reach the same verdict
         dims = self.model.dims
@@ -83,29 +94,34 @@ class Guards:
             raise RollBack(verdict.why + layer_hint)
         return verdict.why + layer_hint
 
-    def refuse_non_finite(self, name: str, value: torch.Tensor | None, step: int) -> None:
-        """Stop the run or roll it back if a scalar is NaN or infinite: once NaN, weights stay NaN. Waits for the
-        device, so it is called only where the host waits anyway.
+    def refuse_non_finite(self, what: str, value: torch.Tensor | None, ranks: float, step: int) -> None:
+        """Stop the run or roll it back if a scalar is not finite on `ranks` > 0 ranks. Once NaN, weights stay NaN.
+
+        All ranks must agree on the number of ranks first: replicas compute their own norms, so an error of one machine
+        may show there alone, and the remedy is collective.
         """
-        if value is not None and not math.isfinite(value):
-            self.go_back_if_damaged(step)
-            self.stop_non_finite(f"the {name} is {float(value)}", step, self._first_layer())
+        if not ranks:
+            return
+        self.go_back_if_damaged(step)
+        flags = distributed.all_gather_json(not_finite(value))
+        numbers = ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
+        reading = f"NaN or infinite on rank {numbers} alone" if value is None or not all(flags) else str(float(value))
+        self.stop_non_finite(f"the {what} is {reading}", step, self._first_layer())
 
     def refuse_to_save(
-        self, step: int, loss: torch.Tensor, norm: torch.Tensor | None, not_finite: Callable[[], list[str]]
+        self, step: int, loss: torch.Tensor, norm: torch.Tensor | None, damaged: Callable[[], list[str]]
     ) -> None:
         """Raise if the state after `step` must not be saved. Called before every save, even without a logged loss.
 
-        `loss` and `norm` are scalars. The ranks' local losses differ, so the ranks agree first whether any is not
-        finite.
+        `loss` and `norm` are scalars. The ranks' local losses differ, and norms may, so the ranks agree first.
         """
         self.compare(step, now=True)
         self.refuse_changed_shards(step)
-        (num_bad_ranks,) = distributed.sum_over_ranks(not math.isfinite(loss))
-        self.refuse_non_finite("gradient norm", norm, step)
-        self.refuse_non_finite("loss", torch.tensor(math.nan) if num_bad_ranks else None, step)
+        norms, losses = distributed.sum_over_ranks(not_finite(norm), not_finite(loss))
+        self.refuse_non_finite("gradient norm", norm, norms, step)
+        self.refuse_non_finite("loss", torch.tensor(math.nan), losses, step)
         # neither value covers the last update: it may overflow, and with a step in backward there is no other check
-        if names := not_finite():
+        if names := damaged():
             self.go_back(damage_of(names), step)
             self.stop_non_finite(damage_of(names), step)
 
@@ -180,6 +196,13 @@ class Guards:
     def _first_layer(self) -> str:
         layers = self.model.not_finite_layers()
         return f" (first seen by the router of {layers[0]})" if layers else ""
+
+
+def not_finite(value: torch.Tensor | None) -> int:
+    """1 for a scalar that is NaN or infinite, else 0. Waits for its device, so it is asked only where the host waits
+    anyway.
+    """
+    return int(value is not None and not math.isfinite(value))
 
 
 def damage_of(names: list[str]) -> str:

@@ -48,7 +48,7 @@ BUSY = 0.1
 """Share of a core above which a rank and the processes that it started count as computing and not as waiting. It is low
 because others may compute on the same core.
 """
-LONG = ("start", "load", "first")
+LONG = ("start", "load", "first", "export")
 """Phases limited by comm.init_timeout_seconds."""
 WITH_FILES = ("start", "load", "save", "export")
 """Phases in which file I/O counts as progress, because a large file reports nothing else for minutes."""

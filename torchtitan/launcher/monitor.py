@@ -4,7 +4,6 @@ A world is only useful if it is complete. Once a rank ends before its work is do
 finish, so the others get a moment to log their errors and are killed. Ranks that are saving their state are waited for.
 """
 
-import shlex
 import signal
 import sys
 import time
@@ -39,6 +38,7 @@ class Watch:
     """Monitors one start of this machine's ranks.
 
     Evidence of a hang is written below `folder`. `others` connects it to the other machines.
+    `remedy` is the advice after a failed export.
     """
 
     def __init__(
@@ -48,7 +48,9 @@ class Watch:
         limits: Limits,
         folder: Path,
         others: First | Other | None = None,
+        remedy: str = "",
     ) -> None:
+        self.remedy = remedy
         self.processes, self.queue, self.folder = processes, queue, folder
         self.others = others or First()
         self.watchdog = Watchdog(processes, limits)
@@ -177,9 +179,8 @@ class Watch:
         first = failed[0]
         if first.exit_code not in EXPLAINED and first.doing.phase == "export" and self.all_in(*TRAINED):
             if self.followed_at is None:
-                command = f"torchtitan export {shlex.quote(str(self.folder.parent))} --to NEW_FOLDER --merge"
-                remedy = f"to export its newest checkpoint, run `{command}`, or start the same job again"
-                say(f"training is complete, but the export failed: {first}; {remedy}", sys.stderr)
+                remedy = self.remedy and f"; {self.remedy}"
+                say(f"training is complete, but the export failed: {first}{remedy}", sys.stderr)
             return NOT_EXPORTED
         unreported = first.exit_code in SAID_BY_THE_FIRST and self.processes.first not in {
             ended.rank for ended in failed if ended.exit_code == first.exit_code

@@ -7,9 +7,11 @@ checkpoints from a new one. Needs no torch.
 import logging
 import os
 import re
+import shlex
 from pathlib import Path
 
 from torchtitan.checkpoint import folders, layout
+from torchtitan.config.job import JobConfig
 
 logger = logging.getLogger(__name__)
 
@@ -101,3 +103,14 @@ def missing_checkpoints(folder: Path, checkpoints: Path) -> str | None:
         return f"{name} by {LAST}"
     aside = [path.name for path in checkpoints.glob(".aside-step-*")] if checkpoints.is_dir() else []
     return f"{aside[0]}, moved aside" if aside else None
+
+
+def how_to_export(config: JobConfig) -> str:
+    """Return what to do about a run of this job that is complete except for its export."""
+    options = config.checkpoint
+    if not options.enable or options.load_only:
+        return "nothing was saved that could be exported again, as checkpoint.enable is off or load_only is set"
+    command = ["torchtitan", "export", str(Path(config.job.dump_folder)), "--to", "NEW_FOLDER"]
+    command += ["--merge", "--dtype", options.export_dtype] if options.last_save_model_only else []
+    command += ["--best"] if options.export_best else []
+    return f"everything is saved: run `{shlex.join(command)}`, or start the same job again, which then only exports"

@@ -1,7 +1,7 @@
 """What a run leaves for other programs at its end, beside its last checkpoint."""
 
 import logging
-import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan.adapters.interface import Adapter
@@ -11,11 +11,14 @@ from torchtitan.checkpoint.best_metric import Best, best_in
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.core.tensor_storage import Value
+from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.launcher import run_folder
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed
 from torchtitan.process.exit import ExportError, kind_of
 from torchtitan.process.ranks import Ranks
+from torchtitan.training.batches import PeerStopped
 
 logger = logging.getLogger(__name__)
 
@@ -33,28 +36,43 @@ class Exports:
         if config.checkpoint.last_save_in_hf:  # whether the format has all this is better known before the run
             self.beside = parts.beside_hf_weights(config, vocabulary)
 
-    def write(self, model: ParallelModel, checkpointer: Checkpointer | None, step: int) -> None:
-        """Write the exports of the job. Every rank calls it after the last step is saved. Raises ExportError."""
+    def write(
+        self,
+        model: ParallelModel,
+        checkpointer: Checkpointer | None,
+        step: int,
+        validate: Callable[[], None] | None = None,
+    ) -> None:
+        """Write the exports of the job. Every rank calls it after the last step is saved. Raises ExportError. Before
+        them it calls `validate`, if the last step lacks its validation, whose failure is no reason not to export.
+        """
+        distributed.set_timeout(max(TIMEOUT_SECONDS, self.config.comm.init_timeout_seconds))  # while one rank writes
         try:
+            if validate is not None:
+                self._try(validate)
             self._write_all(model, checkpointer, step)
         except Exception as error:
             if kind_of(error) == "peer":  # the rank that failed has said why
                 raise
             by_user = isinstance(error, JobError | OSError)
             reason = str(error) if by_user else f"{type(error).__name__}: {error}"
-            remedy = self._remedy(saved=checkpointer is not None and not checkpointer.load_only)
+            remedy = run_folder.how_to_export(self.config)
             message = f"training is complete (step {step}), but the export failed: {reason}; {remedy}"
             raise ExportError(message) from error
 
-    def _remedy(self, saved: bool) -> str:
-        """How to export again. `saved`: whether the last step is in a checkpoint."""
-        if not saved:
-            return "nothing was saved that could be exported again, as checkpoint.enable is off or load_only is set"
-        options = self.config.checkpoint
-        command = ["torchtitan", "export", str(self.folder), "--to", "NEW_FOLDER"]
-        command += ["--merge", "--dtype", options.export_dtype] if options.last_save_model_only else []
-        command += ["--best"] if options.export_best else []
-        return f"everything is saved: run `{shlex.join(command)}`, or start the same job again, which then only exports"
+    def _try(self, validate: Callable[[], None]) -> None:
+        """Raises where this rank alone has failed, as the others are still in the validation."""
+        try:
+            validate()
+        except Exception as error:
+            on_all = self.ranks.world_size == 1 or isinstance(error, DataError | PeerStopped)
+            if kind_of(error) == "peer":
+                raise
+            if not on_all:
+                raise RuntimeError(
+                    f"before it, the validation of the last step: {type(error).__name__}: {error}"
+                ) from error
+            logger.warning("the last step is saved, but could not be validated: %s: %s", type(error).__name__, error)
 
     def _write_all(self, model: ParallelModel, checkpointer: Checkpointer | None, step: int) -> None:
         if self.config.checkpoint.export_best and checkpointer is not None:
@@ -85,7 +103,6 @@ class Exports:
         if not options.last_save_in_hf:
             checkpointer.export_model(self.weights, dtype, step, plain_tensors(model))
             return
-        distributed.set_timeout(TIMEOUT_SECONDS)  # the others wait while one writes
         try:
             with folders.published(self.weights, write=self.ranks.is_main) as folder:
                 parts.model_spec(self.config).hf.save_hf(

@@ -22,7 +22,7 @@ from torchtitan.config.manager import to_toml
 from torchtitan.core.cadence import describe_end, with_end
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.sources import DataError
-from torchtitan.guards import BadStep, ReplicasDiffer, RollBack
+from torchtitan.guards import BadStep, ReplicasDiffer, RollBack, not_finite
 from torchtitan.launcher import run_folder
 from torchtitan.metrics.device import describe_memory
 from torchtitan.metrics.goodput import CAUSE_OF, Goodput
@@ -221,11 +221,11 @@ class Trainer:
         self.goodput.enter("end")
         if self.checkpointer:
             self.checkpointer.finish()
-        if self.done and self.held_out is not None and self.findings.step != self.step:
-            self.validate(stop=False)  # a stop in the last step is saved first
         if self.done:
             self.enter("export", self.step)
-            self.exports.write(self.model, self.checkpointer, self.step)
+            lacks = self.held_out is not None and self.findings.step != self.step  # as after a stop in it
+            validate = partial(self.validate, False, "export") if lacks else None
+            self.exports.write(self.model, self.checkpointer, self.step, validate)
         self.enter("end", self.step)
         return self.done
 
@@ -293,13 +293,13 @@ class Trainer:
         """`loss`, this rank's share, and `norm` are scalars. `refuse`: that one of them is not finite."""
         extra: dict[str, torch.Tensor | float] = {}
         if self.metrics.due(self.step):
-            means = loss.new_zeros(self.dims.dp)  # of the data-parallel ranks' own tokens
-            means[self.dp_rank] = loss / self.feed.share
-            extra["max_loss"] = self.model.whole(means).max()
-            loss = self.model.whole(loss)
+            means = loss.new_zeros(self.dims.dp + 1)  # of the data-parallel ranks' own tokens; ranks with a bad norm
+            means[self.dp_rank], means[-1] = loss / self.feed.share, 0 if norm is None else ~norm.isfinite()
+            means, loss = self.model.whole(means), self.model.whole(loss)
+            extra["max_loss"] = means[:-1].max()
             if refuse:
-                self.guards.refuse_non_finite("gradient norm", norm, self.step)
-                self.guards.refuse_non_finite("loss", loss, self.step)
+                self.guards.refuse_non_finite("gradient norm", norm, float(means[-1]), self.step)
+                self.guards.refuse_non_finite("loss", loss, not_finite(loss), self.step)
             extra |= self.model.extra_metrics() | self.guards.steps.counts() | self.optimizers.measured()
             if (epochs := self.config.training.epochs) is not None:
                 extra["epoch"] = self.step * epochs / (self.of_data or 1)
@@ -327,7 +327,7 @@ class Trainer:
         self.loader.close()
         self.loader = training_loader(self.config, self.tokenizer, self.dp_rank, self.dims, self.data_state)
         recall(self.loader, self.model, self.feed)
-        self.position, self.random = self.loader.position(), None
+        self.position, self.random, self.between_steps = self.loader.position(), None, True
         self.metrics.go_back(self.step, self.tokens)
         self.generated.go_back(self.step)
         logger.warning("step %d: %s; back to step %d, to do its steps again", bad, why, self.step)
@@ -344,16 +344,16 @@ class Trainer:
         if self.held_out is not None and (done or self.step % self.validate_every == 0):
             self.validate(self.stop_requested)
 
-    def validate(self, stop: bool) -> None:
-        """Evaluate the held-out data, unless a rank calls this with `stop`."""
-        self.enter("validate" if self.validated else "first", self.step)
-        measured = measure(self.model, self.feed, self.held_out, self.progress, self.step, stop)
+    def validate(self, stop: bool, phase: str = "validate") -> None:
+        """Evaluate the held-out data, unless a rank calls this with `stop`. `phase`: that this is told as."""
+        self.enter(phase if self.validated or phase == "export" else "first", self.step)
+        measured = measure(self.model, self.feed, self.held_out, self.progress, self.step, stop, phase)
         self.stopping = measured is None
         if measured is None:
             return
         self.validated = True
         self.findings.note(self.step, self.metrics.record_validation(self.step, measured.pop("loss"), measured))
-        self.generated.write(self.model, self.step, self.progress)
+        self.generated.write(self.model, self.step, self.progress, phase)
 
     def maybe_save(self, done: bool) -> None:
         self.enter("save", self.step)

@@ -39,9 +39,11 @@ def measure(
     progress: Progress,
     step: int,
     stop: bool,
+    phase: str = "validate",
 ) -> dict[str, float] | None:
     """Return the loss and the other metrics of the task, the same numbers on all ranks; None if any rank called it with
     `stop`. All ranks call it. Raises DataError, or PeerStopped on the ranks that have data while another has none.
+    `phase`: what `progress` is told.
     """
     assert held_out is not None, "the caller checks this"
     # all before the first forward, which communicates
@@ -49,7 +51,7 @@ def measure(
     valid_tokens, stopping = feed.agree(batches, failure, stop, "validation data")
     if stopping:
         return None
-    watched = partial(progress.through, batches, "validate", step)
+    watched = partial(progress.through, batches, phase, step)
     totals = model.evaluate(lambda: map(feed.to_device, watched()))
     losses = {f"loss{way}": (model.whole(total) / valid_tokens).item() for way, total in totals.items()}
     measured = losses | feed.measured(model.parts)
@@ -83,13 +85,13 @@ class Generated:
         self.prompts = prompts_of(config, vocabulary) if config.validation.generated else []
         self.file = JsonLines(self.path, resumed) if writes and (self.prompts or self.path.exists()) else None
 
-    def write(self, model: ParallelModel, step: int, progress: Progress) -> None:
+    def write(self, model: ParallelModel, step: int, progress: Progress, phase: str = "validate") -> None:
         """At the state after `step`. Every rank calls it."""
         if not self.prompts:
             return
 
         def next_words(tokens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-            progress.enter("validate", step)
+            progress.enter(phase, step)
             return model.logits_behind(tokens.to(model.device), last.to(model.device))
 
         model.train(False)
