@@ -20,7 +20,7 @@ from typing import Any
 from torchtitan.core.errors import JobError
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.datasets.loss_mask import Made, Recipe, Tally, joined
-from torchtitan.datasets.records import encode
+from torchtitan.datasets.records import encode, tokenization_of
 from torchtitan.datasets.sources import BadRecord, DataError, Document, Indexed, Item, Pair, Source, Unreachable
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokens import ShardWriter, TokenShards
@@ -34,9 +34,6 @@ WHOLE = Recipe()
 PAIRS_READ = 2
 """Another number whenever the same records of pairs become other tokens, as texts that repeat their prompt did: what
 was made before is then made anew, also in a folder that jobs share."""
-
-CONVERSATIONS_READ = 2
-"""The same for conversations, which were tokenized in pieces, an answer apart from its header, in version 1."""
 
 
 def prepared(
@@ -57,7 +54,8 @@ def prepared(
     tokenizer = build_tokenizer(tokenizer_path, chat_template)
     about = [source.name, origin, tokenizer.fingerprint, tokenizer.chat_template, stop, _changed(dataset_path)]
     about += [] if recipe == WHOLE else [asdict(recipe)]
-    about += [{"conversations": CONVERSATIONS_READ}] if tokenizer.chat_template is not None else []
+    version = tokenization_of(source, tokenizer)
+    about += [version] if version else []
     about += [{"pairs": PAIRS_READ}] if recipe.together > 1 else []
     shards = folder / hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     try:
@@ -69,7 +67,7 @@ def prepared(
     except OSError as error:
         raise JobError(f"{folder}: cannot hold the tokenized data: {error}; give a job.dump_folder that can") from None
     made = TokenShards(shards)
-    made.fingerprint = origin | {"shards": made.fingerprint["files"]}
+    made.fingerprint = origin | {"shards": made.fingerprint["files"]} | version
     return made
 
 

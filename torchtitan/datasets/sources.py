@@ -26,6 +26,8 @@ MAX_RECORD = 2**25
 LISTED_FILES = 256
 CONTENTS = "samples of the contents"
 """In a fingerprint; those of older checkpoints have none."""
+CONVERSATIONS = "conversations"
+"""In the fingerprint of data with conversations: the version of their tokenization. Version 1 was not noted."""
 SAMPLE_BYTES = 4096
 
 
