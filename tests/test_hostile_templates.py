@@ -142,3 +142,15 @@ def test_a_template_that_cannot_be_compiled_is_refused_alike_each_time(source):
         found.append((raised.value.kind, str(raised.value)))
     assert found[0] == found[1] == found[2] and "NoneType" not in found[0][1]
     assert template_process.render(GOOD, CHAT, {}, [(2, False)]) == ["Hi<|eot_id|>Hello<|eot_id|>"]
+
+
+def test_a_child_that_does_not_answer_is_not_waited_for_for_ever(monkeypatch):
+    template_process._end()
+    assert template_process.render(GOOD, CHAT, {}, [(2, False)])
+    os.kill(template_process._children[0].process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(template_process, "WAIT", 0.01)
+    with pytest.raises(template_process.RenderingFailed) as raised:
+        template_process.render(GOOD, CHAT, {}, [(2, False)])
+    assert raised.value.kind == template_process.OUT_OF_TIME and not template_process._children
+    monkeypatch.undo()
+    assert template_process.render(GOOD, CHAT, {}, [(2, False)])
