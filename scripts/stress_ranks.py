@@ -186,7 +186,7 @@ def main() -> int:
     _, most = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (most, most))
 
-    import torchtitan.trainer  # noqa: F401  # the launched ranks are forks of this process
+    import torchtitan.training.trainer  # noqa: F401  # the launched ranks are forks of this process
 
     from tests.support import jobs
 

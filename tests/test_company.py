@@ -40,7 +40,7 @@ MACHINE = """
 import os, sys
 from dataclasses import replace
 from pathlib import Path
-from torchtitan.launcher import hangs, restarts, watching
+from torchtitan.launcher import hangs, monitor, restarts
 from torchtitan.launcher.multi_node import First, Other
 from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.nodes import Nodes
@@ -48,7 +48,7 @@ from torchtitan.launcher.processes import Processes
 from torchtitan.launcher.restarts import follow, supervise
 from torchtitan.launcher.signals import SignalQueue
 from torchtitan.launcher.monitor import Watch
-watching.FOLLOW_SECONDS, watching.LOOK_SECONDS = {follow}, 0.2
+monitor.FOLLOW_SECONDS, monitor.LOOK_SECONDS = {follow}, 0.2
 restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS = {pause}, 0.5
 program, folder, index, port = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 queue, nodes = SignalQueue(), Nodes(2, index, "127.0.0.1", port)
@@ -311,6 +311,22 @@ def test_one_node_rank_on_two_machines_is_refused(queue, tmp_path):
     assert re.match("NODE_RANK: given 1 on both .* and .*; allowed: on each machine another", str(error))
     first.dismiss(2)
     assert met == [None, None] and [other.next_order(queue, print)["code"] for other in others] == [2, 2]
+
+
+def test_a_launcher_of_an_earlier_start_is_sent_away_and_not_counted(queue, tmp_path):
+    first, path = First(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
+    old, new = (Other(Nodes(2, 1, "127.0.0.1", first.nodes.port), 1, path) for _ in range(2))
+    old.attempt = 3
+
+    def come():
+        assert old.meet(NO_SIGNALS, 20) is None
+        order = old.next_order(NO_SIGNALS, print)
+        return order, new.meet(NO_SIGNALS, 20)
+
+    none, (order, met) = both(lambda: first.meet(queue, 20, path), come)
+    assert none is None and met is None and first.hosts[1] and not first.gone
+    assert order["kind"] == "leave" and "the run was started again" in order["text"]
+    first.dismiss(0)
 
 
 def met(queue, folder: Path, port: int = 0) -> tuple[First, Other]:

@@ -130,3 +130,27 @@ def test_the_child_ends_with_the_process_that_renders_even_when_that_is_killed()
 def test_the_limits_of_the_page_are_those_of_the_program():
     page = (ROOT / "docs/data.md").read_text()
     assert f"{template_worker.SECONDS} seconds" in page and f"{template_worker.MEMORY // 2**20} MiB" in page
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ 'a' * 10 ** 10 }}"])
+def test_a_template_that_cannot_be_compiled_is_refused_alike_each_time(source):
+    template_process._end()
+    found = []
+    for _ in range(3):
+        with pytest.raises(template_process.RenderingFailed) as raised:
+            template_process.render(source, CHAT, {}, [(2, False)])
+        found.append((raised.value.kind, str(raised.value)))
+    assert found[0] == found[1] == found[2] and "NoneType" not in found[0][1]
+    assert template_process.render(GOOD, CHAT, {}, [(2, False)]) == ["Hi<|eot_id|>Hello<|eot_id|>"]
+
+
+def test_a_child_that_does_not_answer_is_not_waited_for_for_ever(monkeypatch):
+    template_process._end()
+    assert template_process.render(GOOD, CHAT, {}, [(2, False)])
+    os.kill(template_process._children[0].process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(template_process, "WAIT", 0.01)
+    with pytest.raises(template_process.RenderingFailed) as raised:
+        template_process.render(GOOD, CHAT, {}, [(2, False)])
+    assert raised.value.kind == template_process.OUT_OF_TIME and not template_process._children
+    monkeypatch.undo()
+    assert template_process.render(GOOD, CHAT, {}, [(2, False)])

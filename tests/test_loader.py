@@ -375,6 +375,21 @@ def test_same_size_but_other_text_is_noticed_where_it_matters(tmp_path):
         next(iter(loader(path, state=state)))
 
 
+@pytest.mark.parametrize("sources", [1, 2])
+def test_a_state_from_before_conversations_were_tokenized_otherwise_is_refused(sources, tmp_path):
+    path, spoken = tmp_path / "a.jsonl", build_tokenizer("bytes", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    path.write_text('{"messages": [{"role": "user", "content": "a longer question than that"}]}\n' * 8)
+    several = dict(sources=[("text", path, 1.0)] * sources, tokenizer=spoken, on_bad_data="skip")
+    state = loader(**several).state_dict()
+    loader(**several, state=state)
+    for content in state["fingerprint"].get("sources", {"": state["fingerprint"]}).values():
+        assert content.pop("conversations") == 2
+    with pytest.raises(JobError, match="the tokenization of conversations has changed since"):
+        loader(**several, state=state)
+    texts = loader(write_documents(path), tokenizer=spoken).state_dict()
+    assert "conversations" not in texts["fingerprint"]
+
+
 def test_states_of_different_steps_cannot_be_merged(data):
     ranks = [loader(**data["indexed"], dp_rank=r, dp_size=2) for r in range(2)]
     next(iter(ranks[0]))

@@ -6,8 +6,10 @@ from tests.support import jobs
 from torchtitan.build import data, parts
 from torchtitan.commands import prepare
 from torchtitan.config.manager import load
+from torchtitan.core.files import FileError
 from torchtitan.datasets import verification
 from torchtitan.datasets.sources import DataError
+from torchtitan.datasets.tokens import TokenShards
 from torchtitan.datasets.verification import verification_of
 
 
@@ -69,3 +71,15 @@ def test_a_resume_is_refused_too(tmp_path, shards):
     rot(shards)
     with pytest.raises(DataError, match="shard-00000.bin: its contents are not those of the header"):
         next(iter(loader(tmp_path, shards, state)))
+
+
+@pytest.mark.parametrize("error", [KeyError("sha256"), MemoryError(), FileError("x", "is no file")], ids=repr)
+def test_whatever_ends_the_comparison_ends_the_run(error, shards, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(verification, "IN_FRONT", 0)
+    monkeypatch.setattr(TokenShards, "verify", lambda *_, **__: (_ for _ in ()).throw(error))
+    found = verification_of([TokenShards(shards)])
+    found._thread.join()
+    with pytest.raises(DataError, match="cannot be compared with its sums"):
+        found.refuse_damaged()
+    assert "match their sums" not in caplog.text

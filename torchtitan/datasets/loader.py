@@ -28,6 +28,7 @@ from torchtitan.datasets.epochs import end_of, steps_for
 from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.packing import Labels
 from torchtitan.datasets.position import Position, merge_states, resume
+from torchtitan.datasets.records import tokenization_of
 from torchtitan.datasets.sample_packing import Packing
 from torchtitan.datasets.samples import BlockPieces, Form, LanePieces, Piece, Share
 from torchtitan.datasets.sources import DataError, Indexed, Source, Stream
@@ -293,6 +294,8 @@ def _fingerprint(
     if packing is not None:
         fingerprint["packing"] = packing.fingerprint
     descriptions: list[dict[str, Any]] = [{"dataset": name} | source.fingerprint for name, source, _ in sources]
+    for content, (_, source, _) in zip(descriptions, sources, strict=True):
+        content |= {} if isinstance(source, TokenShards | Blocks) else tokenization_of(source, tokenizer)
     if len(descriptions) == 1:
         return fingerprint | descriptions[0]
     for content, (_, _, weight) in zip(descriptions, sources, strict=True):

@@ -10,7 +10,7 @@ import numpy as np
 
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.packing import Cursor
-from torchtitan.datasets.sources import CONTENTS
+from torchtitan.datasets.sources import CONTENTS, CONVERSATIONS
 
 VERSION = 2
 """In version 1 lanes took turns in a fixed order. Prepared shards have no such lanes, so their order is unchanged."""
@@ -97,7 +97,20 @@ def check_same_data(state: dict[str, Any], fingerprint: dict[str, Any]) -> None:
     before, fingerprint = json.loads(json.dumps([state["fingerprint"], fingerprint]))
     # States saved before chat templates existed do not contain one.
     now = {name: value for name, value in fingerprint.items() if name != "chat_template" or name in before}
-    _refuse(_differences(before, now), _packing_of(before, now))
+    _refuse(_differences(before, now), _packing_of(before, now) + _tokenization_of(before, now))
+
+
+def _tokenization_of(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Say so if the same conversations are other tokens now than in a saved state."""
+    versions = [
+        [content.get(CONVERSATIONS) for content in data.get("sources", {"": data}).values()] for data in (before, now)
+    ]
+    if versions[0] == versions[1] or not any(versions[1]):
+        return ""
+    return (
+        "; the tokenization of conversations has changed since the checkpoint's run began, so the same records have "
+        "other token ids now: finish with the program that began it, or begin the data anew"
+    )
 
 
 def _packing_of(before: dict[str, Any], now: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from torchtitan.core.errors import JobError
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.datasets.loss_mask import Made, Recipe, Tally, joined
-from torchtitan.datasets.records import encode
+from torchtitan.datasets.records import encode, tokenization_of
 from torchtitan.datasets.sources import BadRecord, DataError, Document, Indexed, Item, Pair, Source, Unreachable
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokens import ShardWriter, TokenShards
@@ -34,9 +34,6 @@ WHOLE = Recipe()
 PAIRS_READ = 2
 """Version of the tokenization of preference pairs. Raise it whenever the same records give other tokens: older shards
 are then prepared again, also in a folder that several jobs share."""
-
-CONVERSATIONS_READ = 2
-"""Version of the tokenization of conversations. Version 1 tokenized an answer separately from its header."""
 
 
 def prepared(
@@ -59,7 +56,8 @@ def prepared(
     tokenizer = build_tokenizer(tokenizer_path, chat_template)
     about = [source.name, origin, tokenizer.fingerprint, tokenizer.chat_template, stop, _changed(dataset_path)]
     about += [] if recipe == WHOLE else [asdict(recipe)]
-    about += [{"conversations": CONVERSATIONS_READ}] if tokenizer.chat_template is not None else []
+    version = tokenization_of(source, tokenizer)
+    about += [version] if version else []
     about += [{"pairs": PAIRS_READ}] if recipe.together > 1 else []
     shards = folder / hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     try:
@@ -71,7 +69,7 @@ def prepared(
     except OSError as error:
         raise JobError(f"{folder}: cannot hold the tokenized data: {error}; give a job.dump_folder that can") from None
     result = TokenShards(shards)
-    result.fingerprint = origin | {"shards": result.fingerprint["files"]}
+    result.fingerprint = origin | {"shards": result.fingerprint["files"]} | version
     return result
 
 

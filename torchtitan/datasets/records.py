@@ -7,17 +7,34 @@ transformers' apply_chat_template, and character offsets decide which tokens are
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from torchtitan.datasets.loss_mask import ANSWERS, TrainOn
-from torchtitan.datasets.sources import REMEDY, BadRecord, Chat, DataError, Document, Labelled, Pair, PairFound, Span
+from torchtitan.datasets.sources import (
+    CONVERSATIONS,
+    REMEDY,
+    BadRecord,
+    Chat,
+    DataError,
+    Document,
+    Labelled,
+    Pair,
+    PairFound,
+    Source,
+    Span,
+)
 from torchtitan.datasets.templates import chat_spans, prompt_spans
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError
 
 LARGEST_ID = 2**31 - 1
+CONVERSATIONS_READ = 2
+"""Another number whenever the same conversations become other tokens. In version 1 they were tokenized in pieces, an
+answer apart from its header."""
+LOOKED_AT = 16
+"""Records by which it is told whether a source has conversations."""
 ROLES = {"role", "from"}
 ROLE_OF = {"human": "user", "gpt": "assistant"}
 """Role names of the ShareGPT format."""
@@ -31,6 +48,15 @@ class Tokens(NamedTuple):
 
 
 NO_TOKENS = Tokens(np.empty(0, dtype=np.int64), np.empty(0, dtype=bool))
+
+
+def tokenization_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a fingerprint says of how conversations are tokenized; nothing of a source without them."""
+    if tokenizer.chat_template is None:
+        return {}
+    contents = [item.content for item in islice(source.documents(), LOOKED_AT) if isinstance(item, Document)]
+    contents += [content.chosen.content for content in contents if isinstance(content, Pair)]
+    return {CONVERSATIONS: CONVERSATIONS_READ} if any(isinstance(content, Chat) for content in contents) else {}
 
 
 def document_of(value: Any, field: str, place: str, short_place: str) -> Document:

@@ -26,6 +26,8 @@ MAX_RECORD = 2**25
 LISTED_FILES = 256
 CONTENTS = "samples of the contents"
 """Key in a fingerprint; fingerprints of older checkpoints lack it."""
+CONVERSATIONS = "conversations"
+"""In the fingerprint of data with conversations: the version of their tokenization. Version 1 was not noted."""
 SAMPLE_BYTES = 4096
 
 

@@ -8,22 +8,36 @@ closed, so also when the process that started it is killed.
 import atexit
 import json
 import os
+import selectors
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from torchtitan.datasets import template_worker
-from torchtitan.datasets.template_worker import HEAD, MEMORY, REFUSED, SECONDS, TOO_LONG, TooLong, environment, rendered
+from torchtitan.datasets.template_worker import (
+    HEAD,
+    MEMORY,
+    REFUSED,
+    SECONDS,
+    TOO_LONG,
+    TooLong,
+    environment,
+    rendered,
+    seconds_for,
+)
 from torchtitan.datasets.tokenizer.chat_templates import NAMED
 
 ENVIRONMENT = ("LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "LANG")
 """All that the child gets of it."""
 MOST_TEMPLATES = 64
 """That one child keeps."""
+WAIT = 10
+"""How many times a request's processor time it is waited for: on a busy machine the child gets a part of one core."""
 OUT_OF_TIME, CRASH = "time", "crash"
 """Kinds of failure beside the worker's own: it was ended for its SECONDS, or by something else."""
 
@@ -57,8 +71,9 @@ class _Child:
         fresh = {} if source in self.sent else {"source": source}
         number = self.sent.setdefault(source, len(self.sent))
         content = json.dumps({"template": number, **fresh, **request}, default=str).encode()
+        until = time.monotonic() + WAIT * seconds_for(len(request["renderings"]))
         self._write(HEAD.pack(len(content)) + content)
-        return json.loads(self._read(HEAD.unpack(self._read(HEAD.size))[0]))
+        return json.loads(self._read(HEAD.unpack(self._read(HEAD.size, until))[0], until))
 
     def _write(self, content: bytes) -> None:
         assert self.process.stdin is not None
@@ -66,10 +81,14 @@ class _Child:
         while unwritten:
             unwritten = unwritten[self.process.stdin.write(unwritten) :]
 
-    def _read(self, size: int) -> bytes:
+    def _read(self, size: int, until: float) -> bytes:
         assert self.process.stdout is not None
         pieces = []
         while size:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self.process.stdout, selectors.EVENT_READ)
+                if not selector.select(max(0.0, until - time.monotonic())):
+                    raise TimeoutError
             piece = self.process.stdout.read(size)
             if not piece:
                 raise EOFError
@@ -114,6 +133,11 @@ def render(
             raise RenderingFailed(
                 OUT_OF_TIME if late else CRASH, f"more than {SECONDS} s" if late else f"exit code {code}"
             ) from None
+        except TimeoutError:
+            child = _children.pop()
+            child.process.kill()
+            child.end()
+            raise RenderingFailed(OUT_OF_TIME, "no answer in time") from None
         except BaseException:  # such as Ctrl-C: the answer that is on its way is nobody's
             _children.pop().process.kill()
             raise

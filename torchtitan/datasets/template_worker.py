@@ -30,7 +30,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 BEGIN, END = "\ue0f0", "\ue0f1"
 """Around what a template marks as generated."""
 SECONDS, MEMORY = 10, 2**29
-"""Of one rendering; published templates take less than a millisecond and a megabyte."""
+"""Of one request, which renders a conversation a few times; published templates take a millisecond and a megabyte."""
+SECONDS_MORE = 0.01
+"""For each rendering of a request: long conversations have one for each answer."""
 LARGEST_TEXT = 2**22
 """Characters."""
 HEAD = struct.Struct("<Q")
@@ -83,10 +85,15 @@ def rendered(template: Any, messages: Sequence[Any], ends: Mapping[str, str], co
     return "".join(pieces)
 
 
+def seconds_for(renderings: int) -> float:
+    """Processor time of a request."""
+    return SECONDS + SECONDS_MORE * renderings
+
+
 @contextmanager
-def time_limit() -> Iterator[None]:
-    """Have the kernel end this process (SIGPROF, by default) after SECONDS of processor time."""
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+def time_limit(seconds: float) -> Iterator[None]:
+    """Have the kernel end this process (SIGPROF, by default) after so much processor time."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
@@ -96,23 +103,34 @@ def time_limit() -> Iterator[None]:
 def answer(request: dict[str, Any], templates: list[Any], jinja: ImmutableSandboxedEnvironment) -> dict[str, Any]:
     """{"texts": one of each rendering}, or {"failure": kind, "message": text}."""
     try:
-        if "source" in request:
-            templates.append(None)
-            with time_limit():
-                templates[-1] = jinja.from_string(request["source"])
-        template, texts = templates[request["template"]], []
-        for rendering in request["renderings"]:
-            with time_limit():
-                texts.append(rendered(template, request["messages"], request["ends"], *rendering))
-        return {"texts": texts}
-    except TooLong:
-        return {"failure": TOO_LONG, "message": ""}
-    except MemoryError:
-        return {"failure": TOO_MUCH_MEMORY, "message": ""}
-    except TemplateSyntaxError as error:
-        return {"failure": SYNTAX, "message": str(error)[:1000]}
+        with time_limit(seconds_for(len(request["renderings"]))):
+            if "source" in request:
+                templates.append({"failure": REFUSED, "message": "cannot be compiled"})
+                templates[-1] = _compiled(request["source"], jinja)
+            template = templates[request["template"]]
+            if isinstance(template, dict):
+                return template  # the refusal that it met first
+            made = [rendered(template, request["messages"], request["ends"], *each) for each in request["renderings"]]
+        return {"texts": made}
     except Exception as error:  # whatever a template's expressions raise is the template's fault
-        return {"failure": REFUSED, "message": f"{error}"[:1000]}
+        return _failure(error)
+
+
+def _compiled(source: str, jinja: ImmutableSandboxedEnvironment) -> Any:
+    """The template, or the answer to all requests for it where it is none."""
+    try:
+        return jinja.from_string(source)
+    except Exception as error:
+        return _failure(error)
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    if isinstance(error, TooLong):
+        return {"failure": TOO_LONG, "message": ""}
+    if isinstance(error, MemoryError):
+        return {"failure": TOO_MUCH_MEMORY, "message": ""}
+    kind = SYNTAX if isinstance(error, TemplateSyntaxError) else REFUSED
+    return {"failure": kind, "message": str(error)[:1000]}
 
 
 def _address_space() -> int:

@@ -21,7 +21,7 @@ from torchtitan.launcher import secret
 from torchtitan.launcher.connection import LONGEST_GREETING, LONGEST_MESSAGE, Line, Message
 from torchtitan.launcher.nodes import Nodes, listen
 from torchtitan.launcher.signals import SignalQueue
-from torchtitan.process.exit import CRASHED
+from torchtitan.process.exit import CRASHED, REFUSED
 
 MOST_VISITORS = 64
 """Connections that have not introduced themselves; one more closes the oldest. An introduction takes milliseconds."""
@@ -38,6 +38,14 @@ class _Visitor:
     nonce: str
     until: float
     proved: bool = False
+
+
+STARTED_AGAIN = "the run was started again on the first machine; this launcher is of the earlier start and leaves"
+
+
+def send_away(line: Line, text: str) -> None:
+    line.send({"kind": "leave", "code": REFUSED, "text": text})
+    line.close()
 
 
 class Door:

@@ -15,13 +15,13 @@ from typing import Any
 
 from torchtitan.core.errors import JobError
 from torchtitan.launcher import secret
-from torchtitan.launcher.admission import Door, NoAnswer, connect
+from torchtitan.launcher.admission import STARTED_AGAIN, Door, NoAnswer, connect, send_away
 from torchtitan.launcher.connection import Line, Message
 from torchtitan.launcher.exit_report import End, read_end
 from torchtitan.launcher.hangs import folder_name
 from torchtitan.launcher.nodes import Nodes, listen
 from torchtitan.launcher.signals import SignalQueue
-from torchtitan.process.exit import CRASHED, REFUSED, TERMINATED
+from torchtitan.process.exit import CRASHED, TERMINATED
 from torchtitan.process.ranks import Restart
 
 LATE_SECONDS = 5.0
@@ -74,8 +74,7 @@ class First:
 
     def meet(self, queue: SignalQueue, seconds: float, secret_file: Path) -> int | None:
         """Wait for all launchers; return the number of a signal, here or there, that ended the wait. `secret_file`, in
-        the folder that all machines share, is written first. Raises `JobError` if some do not come, cannot take part or
-        are lost again."""
+        a shared folder, is written first. Raises `JobError` if some do not come, cannot take part or are gone again."""
         if self._door is None:
             return None
         self._key = self._door.key = secret.create(secret_file)
@@ -119,6 +118,9 @@ class First:
         if not isinstance(index, int) or not 0 < index < self.nodes.count:
             line.close()
             return ""
+        if not self.attempt and message.get("attempt"):  # no rank has been started: it is of an earlier launch
+            send_away(line, STARTED_AGAIN)
+            return ""
         fault = ""
         if index in self.hosts and not self.attempt:
             fault = f"NODE_RANK: given {index} on both {self.hosts[index]} and {host}; allowed: on each machine another"
@@ -130,8 +132,7 @@ class First:
         if message.get("refused"):
             fault = f"machine {index} ({host}) refuses the job:\n{message['refused']}"
         if fault and (self.attempt or index in self.hosts):
-            line.send({"kind": "leave", "code": REFUSED, "text": fault})
-            line.close()
+            send_away(line, fault)
             return fault
         if index in self.lines:  # it noticed the broken connection before this machine did
             self.lines[index].close()
@@ -143,8 +144,7 @@ class First:
         """Wait for lost machines to reconnect. All ranks have ended by then, on every machine. Return the number of a
         signal that ended the wait. Machines that did not come in time are still `gone`."""
         began = reported = time.monotonic()
-        names = ", ".join(self.gone)
-        limit = f"{seconds:.0f} s (job.rejoin_seconds)"
+        names, limit = ", ".join(self.gone), f"{seconds:.0f} s (job.rejoin_seconds)"
         self._tell_waiting(report, f"{names} gone; waiting for a new connection for up to {limit}")
         while self._lost and (waited := time.monotonic() - began) < seconds:
             if self._door is None:
