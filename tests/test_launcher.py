@@ -21,13 +21,13 @@ from torchtitan.process.exit import EXPLAINED, SAID_BY_THE_FIRST, STOP_SIGNALS
 LAUNCHER = """
 import sys
 from pathlib import Path
-from torchtitan.launcher import stops, watching
+from torchtitan.launcher import monitor, signals
 from torchtitan.launcher.hangs import Limits
 from torchtitan.launcher.processes import Processes
 from torchtitan.launcher.signals import SignalQueue
 from torchtitan.launcher.monitor import Watch
 from torchtitan.process.exit import exit_with
-watching.FOLLOW_SECONDS, watching.SHUTDOWN_SECONDS, stops.ONE_REQUEST_SECONDS = {follow}, {shutdown}, 0
+monitor.FOLLOW_SECONDS, monitor.SHUTDOWN_SECONDS, signals.ONE_REQUEST_SECONDS = {follow}, {shutdown}, 0
 queue = SignalQueue()
 ranks = Processes([sys.executable, "-c", sys.argv[1]], 2)
 exit_with(Watch(ranks, queue, Limits(1000, 1000), Path("unused")).until_the_end)

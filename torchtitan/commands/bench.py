@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan.adapters import NONE
 from torchtitan.commands.job_of import refuse_strangers
@@ -188,7 +188,7 @@ def named(case: dict[str, str]) -> str:
 def only_steps(config: JobConfig, steps: int) -> JobConfig:
     """The job as it is measured: what is computed in a step is the job's, what is read, written and shown beside it is
     left out."""
-    save = None if config.adapter.kind == NONE else "whole"
+    save: Literal["whole"] | None = None if config.adapter.kind == NONE else "whole"
     adapter = dataclasses.replace(config.adapter, save=save, initial_path=None, last_save_in_peft=False)
     training = dataclasses.replace(config.training, steps=steps + 1, epochs=None, tokens=None)
     job = dataclasses.replace(config.job, clean_start="never")  # in a folder of its own
