@@ -187,7 +187,6 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (most, most))
 
     import torchtitan.training.trainer  # noqa: F401  # the launched ranks are forks of this process
-
     from tests.support import jobs
 
     texts, rows_file = jobs.write_texts(folder / "texts"), folder / "runs.jsonl"
