@@ -46,7 +46,7 @@ class ByMoments(ByParameter):
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of the gradient, in the parameter's dtype, but at least float32."""
+    """Return this rank's shard of the gradient, in its shape and the parameter's dtype, but at least float32."""
     assert parameter.grad is not None
     return local(parameter.grad).to(torch.promote_types(parameter.dtype, torch.float32))
 
@@ -60,7 +60,7 @@ def plain_change(moments: Moments, parameter: torch.Tensor, state: State, group:
 
 
 def add(parameter: torch.Tensor, change: torch.Tensor, kept: float, times: float = 1.0) -> None:
-    """Set this rank's shard to parameter * kept + times * change, rounded once if the dtypes differ."""
+    """Set this rank's shard to parameter * kept + times * change (of its shape), rounded once if dtypes differ."""
     weight = local(parameter)
     if weight.dtype == change.dtype:
         weight.mul_(kept).add_(change, alpha=times)

@@ -157,7 +157,7 @@ class GaLore(ByParameter):
         return basis.to(task.parameter.dtype)
 
     def turn(self, task: Task, flat: torch.Tensor) -> None:
-        """Install the new bases of `refresh`, concatenated and flat, and adapt the moments to them."""
+        """Install the new bases of `refresh`, concatenated to one dimension [n], and adapt the moments to them."""
         state, projected_sides = task.state, self.sides[task.parameter]
         if state["fitted"]:
             state["refresh_at"] = self.next_after(task)

@@ -85,7 +85,7 @@ class Layout:
     def summed(self, part: torch.Tensor, *dims: int, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce `part` in place over the shards of these dimensions, by default of all dimensions.
 
-        `part`: values that this rank computed from its shard.
+        `part`: values of any shape that this rank computed from its shard.
         """
         for axis in self._axes(dims or range(len(self.shape))):
             assert self.mesh is not None
@@ -145,7 +145,7 @@ class Layout:
         return (rows if other == 0 else rows.T).contiguous()
 
     def collected(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """Gather what `scattered` returned, or a tensor with as many rows or columns, to this rank's full length."""
+        """Gather a tensor of the shape that `scattered` returns, or with as many rows or columns, to full length."""
         crossed, other = self.crossed(dim, part.shape[dim]), 1 - dim
         rows = part if other == 0 else part.T
         for axis, length, longest, local_length in reversed(self._shares(dim, crossed)):
