@@ -19,7 +19,7 @@ from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models import SIZES
 from torchtitan.models.dropout import Dropout, DroppingKernel, head_keys, layer_keys, token_keys
 from torchtitan.models.layers import AttentionKernel
-from torchtitan.models.spec import MODELS
+from torchtitan.models.registry import MODELS
 from torchtitan.parallelisms.context.kernel import Tokens, require_part
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
 from torchtitan.parallelisms.pipeline.overlap.merging import Loop, alone

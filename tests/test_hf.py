@@ -297,7 +297,7 @@ def test_an_index_of_another_form_is_refused(index, tmp_path):
 def test_missing_and_cut_files_are_named(tmp_path):
     refused(tmp_path, "config.json cannot be read")
     write_folder(tmp_path, tensors(), TINY, HF, index=dict.fromkeys(tensors(), "gone.safetensors"))
-    refused(tmp_path, "cannot read the weights.*gone.safetensors")
+    refused(tmp_path, "gone.safetensors cannot be read .No such file")
     (tmp_path / INDEX).unlink()
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])

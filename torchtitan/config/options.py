@@ -238,7 +238,7 @@ def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as TOML would write it, on one line and shortened."""
+    """Format a value as TOML would write it, on one line and shortened. Text keeps its end: a path's file name."""
     if value is None:
         return "nothing"
     value = as_dict(value) if is_dataclass(value) else value
@@ -248,4 +248,6 @@ def show(value: Any) -> str:
         text = "[" + ", ".join(map(show, value)) + "]"
     else:
         text = json.dumps(value, ensure_ascii=False, default=str)
+        if isinstance(value, str) and len(text) > 100:
+            return f"{text[:48]}...{text[-49:]}"
     return text if len(text) <= 100 else text[:97] + "..."
