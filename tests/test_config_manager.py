@@ -19,6 +19,8 @@ from torchtitan.config.manager import ConfigError, load, to_toml
 from torchtitan.config.options import Fault, columns, describe, help_text, options, options_of, sections, show
 
 REPOSITORY = Path(__file__).parent.parent
+SHORTENED = f'"{"x" * 47}...{"x" * 48}"'
+"""A long text, of which both ends are shown: the end of a path is its file."""
 STEPS_HELP = options()["training.steps"].help.splitlines()[0]
 
 
@@ -499,7 +501,7 @@ BAD_ARGUMENTS = {
     ),
     "too long a name": (
         ["--job.config_file", "x" * 5000],
-        [f'job.config_file: given "{"x" * 96}... (File name too long); allowed: the path of a readable TOML file'],
+        [f"job.config_file: given {SHORTENED} (File name too long); allowed: the path of a readable TOML file"],
     ),
 }
 
@@ -577,7 +579,7 @@ def test_a_shared_base_is_reported_once(tmp_path):
 def test_a_fault_is_one_printable_line():
     fault = Fault("job.toml", "a\u2028b", show("x\ny\x1b[31m"), "é", "")
     assert str(fault).isprintable() and "\\x1b" not in show("é")
-    assert show("x" * 300).endswith("...") and len(show("x" * 300)) == 100
+    assert show("x" * 300) == SHORTENED and len(SHORTENED) == 100
 
 
 # There and back
