@@ -1,6 +1,6 @@
 """The command `torchtitan`. Each subcommand is the `main(argv) -> exit code` of a module in commands/, or of train.py.
 
-Modules are imported when asked for, so that only those who need torch wait for it.
+Modules are imported on demand, so that only the commands that need torch wait for its import.
 """
 
 import difflib
@@ -43,12 +43,12 @@ CRASHED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 
 
 def run() -> NoReturn:
-    """The program."""
+    """Run the program and exit with its exit code."""
     exit_with(lambda: main(sys.argv[1:]))
 
 
 def main(argv: list[str]) -> int:
-    """Run a subcommand; returns the exit code of the process."""
+    """Run a subcommand and return the exit code of the process."""
     return guarded(lambda: _dispatch(argv))
 
 
@@ -59,7 +59,7 @@ def _dispatch(argv: list[str]) -> int:
     if argv[0] == "--version":
         print(", ".join(f"{name} {_version(name)}" for name in ("torchtitan-toml", "torch")))
         return 0
-    command, *rest = argv
+    command, *arguments = argv
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
@@ -67,13 +67,13 @@ def _dispatch(argv: list[str]) -> int:
         return REFUSED
     with lasting():
         module = importlib.import_module(module_of(command))
-    return module.main([_one_spelling(word) for word in rest])
+    return module.main([_one_spelling(argument) for argument in arguments])
 
 
-def _one_spelling(word: str) -> str:
-    """Names of options have underscores; those who write dashes are understood."""
-    name, equals, value = word.partition("=")
-    return f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") and " " not in name else word
+def _one_spelling(argument: str) -> str:
+    """Replace dashes in an option's name by underscores, so that both spellings work."""
+    name, equals, value = argument.partition("=")
+    return f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") and " " not in name else argument
 
 
 def _version(name: str) -> str:
@@ -84,22 +84,25 @@ def _version(name: str) -> str:
 
 
 def module_of(command: str) -> str:
-    """Where a subcommand is: training is the package's own program, the others are beside it."""
-    elsewhere = {"train": "torchtitan.train", "import": "torchtitan.commands.importing"}  # import is a word of Python's
+    """Return the module of a subcommand: `train` has its own, all others are in commands/."""
+    # `import` is a keyword of Python
+    elsewhere = {"train": "torchtitan.train", "import": "torchtitan.commands.importing"}
     return elsewhere.get(command, f"torchtitan.commands.{command}")
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """`run`'s exit code. What the user caused (JobError, Ctrl-C) ends in a line and a code, not in a traceback, which
-    TORCHTITAN_TRACEBACK=1 in the environment shows for whoever works on the project."""
+    """Return the exit code of `run`, reporting user errors (JobError, Ctrl-C) without a traceback.
+
+    TORCHTITAN_TRACEBACK=1 in the environment shows the traceback, for developers of this project.
+    """
     try:
         code = run()
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+    except BrokenPipeError:  # the reader (head, less) closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit
         return OUTPUT_CLOSED
     except OSError as error:
         if not _output_is_lost():
@@ -115,7 +118,7 @@ def guarded(run: Callable[[], int]) -> int:
 
 
 def _output_is_lost() -> bool:
-    """Whether what is printed cannot be written (a full disk)."""
+    """Return True if stdout cannot be written, for example because the disk is full."""
     try:
         print(flush=True)
     except OSError:

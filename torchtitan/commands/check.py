@@ -1,5 +1,6 @@
-"""`torchtitan check`: judge jobs without starting them, and translate old ones. Needs no torch, so it is quick; the
-memory of a job without faults is foretold behind its answer, by `torchtitan estimate`.
+"""`torchtitan check`: validate jobs without starting them, and translate old ones.
+
+The check is quick because it needs no torch. For a job without faults, `torchtitan estimate` then predicts its memory.
 """
 
 import importlib.util
@@ -58,47 +59,49 @@ def main(argv: list[str]) -> int:
         print(job_schema())
         return 0
     try:
-        flags, rest = _own_flags(argv)
+        flags, job_args = _own_flags(argv)
     except JobError as error:
         return _refuse([error])
-    number = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
-    jobs = [["--job.config_file", file] for file in rest[:number]] or [[]]
+    number = next((i for i, arg in enumerate(job_args) if arg.startswith("--")), len(job_args))
+    jobs = [["--job.config_file", file] for file in job_args[:number]] or [[]]
     if "--upgrade" in flags:
-        return _refuse(["--upgrade takes one job"]) if len(jobs) > 1 else _upgrade([*jobs[0], *rest[number:]], flags)
-    jobs = [[*job, *rest[number:]] for job in jobs]
-    judged = [_judged(job, flags) for job in jobs]  # all of them ahead of the first rehearsal
+        return (
+            _refuse(["--upgrade takes one job"]) if len(jobs) > 1 else _upgrade([*jobs[0], *job_args[number:]], flags)
+        )
+    jobs = [[*job, *job_args[number:]] for job in jobs]
+    judged = [_judged(job, flags) for job in jobs]  # all jobs are checked before the first simulation
     sys.stdout.flush()
     for job, facts in zip(jobs, judged, strict=True):
         if facts is not None and not _left_out(facts.config, flags):
-            words = job or [f"--model.name={facts.config.model.name}"]  # estimate refuses to run without a job
-            print(_memory([*words, f"--world-size={facts.world_size}", f"--device={facts.device}"]), flush=True)
+            estimate_args = job or [f"--model.name={facts.config.model.name}"]  # estimate refuses to run without a job
+            print(_memory([*estimate_args, f"--world-size={facts.world_size}", f"--device={facts.device}"]), flush=True)
     return REFUSED if None in judged else 0
 
 
 def _own_flags(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The flags of this command, and the words that are left. JobError names a flag's wrong value."""
+    """Return the flags of this command and the remaining arguments. Raises JobError for a flag's invalid value."""
     flags: dict[str, Any] = {}
-    rest, words = [], iter(argv)
-    for word in words:
-        name, equals, value = word.partition("=")
+    job_args, arguments = [], iter(argv)
+    for arg in arguments:
+        name, equals, value = arg.partition("=")
         name = {"--world_size": "--world-size", "--no_memory": "--no-memory"}.get(name, name)
         if name in ("--upgrade", "--no-memory") and not equals:
             flags[name] = True
         elif name in ("--world-size", "--device", "--from"):
-            flags[name] = value if equals else next(words, "")
+            flags[name] = value if equals else next(arguments, "")
         else:
-            rest.append(word)
+            job_args.append(arg)
     if not flags.get("--world-size", "1").isdecimal() or int(flags.get("--world-size", 1)) < 1:
         raise JobError(f"--world-size: given {show(flags['--world-size'])}; allowed: a whole number >= 1")
     if flags.get("--device", "cpu") not in ("cpu", "cuda"):
         raise JobError(f'--device: given {show(flags["--device"])}; allowed: "cpu" or "cuda"')
     if "--from" in flags and (flags["--from"] not in ERAS or "--upgrade" not in flags):
         raise JobError(f"--from: given {show(flags['--from'])}; allowed: {', '.join(ERAS)}, with --upgrade")
-    return flags, rest
+    return flags, job_args
 
 
 def _judged(argv: list[str], flags: dict[str, Any]) -> Facts | None:
-    """One job, its summary or its faults said; None if it has faults."""
+    """Check one job and print its summary or its faults. Returns None if it has faults."""
     device: Device = flags.get("--device") or likely_device()
     try:
         config = load(argv)
@@ -120,26 +123,29 @@ def _judged(argv: list[str], flags: dict[str, Any]) -> Facts | None:
 
 
 def _left_out(config: JobConfig, flags: dict[str, Any]) -> bool:
-    """Whether no memory is foretold. Behind a job that is printed stands nothing, so that it can be read as a file."""
+    """Return True if the memory is not predicted. Nothing follows a printed job, so that it can be read as a file."""
     return "--no-memory" in flags or config.job.print_config
 
 
-def _memory(words: list[str]) -> str:
-    """What `torchtitan estimate` foretells with these words, or why it cannot. It needs torch, and has a process of its
-    own: whatever ends that one, a torch that does not load or too little memory, ends no check.
+def _memory(estimate_args: list[str]) -> str:
+    """Return the output of `torchtitan estimate` with these arguments, or the reason why it failed.
+
+    It needs torch and runs in a separate process, so that a torch that does not load, or too little memory, cannot end
+    the check.
     """
     if importlib.util.find_spec("torch") is None:
         return "  memory    not foretold: torch is not installed"
     with waiting("a step is rehearsed for its memory"):
-        command = [sys.executable, "-m", "torchtitan", "estimate", *words, "--no-remedies"]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if done.stdout:
-        return done.stdout.rstrip("\n")
-    if done.returncode < 0:
-        return f"  memory    not foretold: `torchtitan estimate` was ended by signal {-done.returncode}"
-    said = [line.strip() for line in done.stderr.splitlines()]
-    why = " ".join(said if done.returncode == REFUSED else said[-1:])  # of a traceback the last line says it
-    return folded(f"  memory    not foretold: {why or f'exit code {done.returncode}'}")
+        command = [sys.executable, "-m", "torchtitan", "estimate", *estimate_args, "--no-remedies"]
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if result.stdout:
+        return result.stdout.rstrip("\n")
+    if result.returncode < 0:
+        return f"  memory    not foretold: `torchtitan estimate` was ended by signal {-result.returncode}"
+    error_lines = [line.strip() for line in result.stderr.splitlines()]
+    # the last line of a traceback has the message
+    reason = " ".join(error_lines if result.returncode == REFUSED else error_lines[-1:])
+    return folded(f"  memory    not foretold: {reason or f'exit code {result.returncode}'}")
 
 
 def _refuse(faults: Iterable[Fault | Exception | str], number: int | None = None) -> int:
@@ -150,18 +156,19 @@ def _refuse(faults: Iterable[Fault | Exception | str], number: int | None = None
 
 
 def fewest_ranks(config: JobConfig) -> int:
-    """The ranks that a job's degrees need at least."""
+    """Return the smallest number of ranks that the job's parallel degrees allow."""
     facts = Facts(config, 1, "cpu")
     product = max(1, config.parallelism.data_parallel_shard_degree)
     for degree in (facts.replicas, facts.cp, facts.tp, facts.pp):
         product *= degree
-    if config.parallelism.data_parallel_shard_degree == -1:  # as many shards as expert parallel needs beside cp and tp
+    # the shards that expert parallel needs in addition to cp and tp
+    if config.parallelism.data_parallel_shard_degree == -1:
         product *= facts.ep // math.gcd(facts.ep, facts.cp * facts.tp)
     return product
 
 
 def summary(facts: Facts) -> str:
-    """What a job without faults would do, in a few lines."""
+    """Describe a job without faults in a few lines."""
     config, training = facts.config, facts.config.training
     samples = training.global_batch_size if training.global_batch_size > 0 else facts.samples
     tokens = samples * rows_per_sample(config) * training.seq_len
@@ -179,7 +186,7 @@ def summary(facts: Facts) -> str:
             *_pipeline(facts),
             *_state(facts),
             f"  data      {data}, {step}, {accumulation}",
-            *[f"  pairs     {said}" for said in [notice(config)] if said],
+            *[f"  pairs     {pair_notice}" for pair_notice in [notice(config)] if pair_notice],
             f"  tokens    {most}{tokens:,} a step, {_length(facts, tokens)}",
             *_schedule(facts),
             *_cadence(facts),
@@ -188,43 +195,55 @@ def summary(facts: Facts) -> str:
 
 
 def _state(facts: Facts) -> list[str]:
-    """And what share of a limit on memory it takes. Beside an adapter weights are frozen, in few bits perhaps:
-    what that takes only the model itself can tell.
+    """Format the size of the training state per rank and its share of the memory limit.
+
+    With an adapter or training.unfrozen the size is left out: weights are frozen and may be quantized, so that it
+    depends on the model itself.
     """
     limit, state, lines = facts.config.memory.limit, None, []
     if facts.config.adapter.kind == NONE and not facts.config.training.unfrozen:
-        state, kept = _bytes_of_a_rank(facts)
-        each = "on average (parameters" if facts.pp > 1 else "(parameters"
-        lines = [f"  state     {in_units(state)} a rank {each}, gradients, {kept} in {facts.config.training.dtype})"]
+        state, state_label = _bytes_of_a_rank(facts)
+        scope = "on average (parameters" if facts.pp > 1 else "(parameters"
+        lines = [
+            f"  state     {in_units(state)} a rank {scope}, gradients, {state_label} in {facts.config.training.dtype})"
+        ]
     if limit is not None:
         amount = amount_of(limit)
-        told = ""
+        state_share = ""
         if amount is not None and state is not None:
-            told = f", {state / amount:.0%} of it for the state" + " alone: too much" * (state > amount)
-        lines.append(f"  memory    at most {in_words(limit)} of a GPU for each rank{told}")
+            state_share = f", {state / amount:.0%} of it for the state" + " alone: too much" * (state > amount)
+        lines.append(f"  memory    at most {in_words(limit)} of a GPU for each rank{state_share}")
     return lines
 
 
 def _bytes_of_a_rank(facts: Facts) -> tuple[float, str]:
-    """Parameters, gradients and optimizer state, and what of the last in words. Pipeline ranks have unlike shares."""
-    name, mine = facts.config.optimizer.name, _parameters_of_a_rank(facts)
+    """Return the bytes of parameters, gradients and optimizer state per rank, and a description of the last.
+
+    The bytes are an average, as pipeline ranks have different shares.
+    """
+    name, local_parameters = facts.config.optimizer.name, _parameters_of_a_rank(facts)
     value = {"float32": 4, "bfloat16": 2}[facts.config.training.dtype]
     spec = OPTIMIZERS[name]
     shared = {key: getattr(facts.config.optimizer, key) for key in SHARED}
     options = spec.arguments(shared, facts.config.optimizer.options)
     moments = spec.state(options)
     if moments is not None:
-        words = {0: "no moments", 1: "one moment", 2: "two moments"}
-        return mine * (2 + moments) * value, words.get(moments, f"{moments} moments")
+        moment_names = {0: "no moments", 1: "one moment", 2: "two moments"}
+        return local_parameters * (2 + moments) * value, moment_names.get(moments, f"{moments} moments")
     if spec.held is None:
-        return mine * 2 * value, f"without what {name} keeps"
-    rest = facts.args.num_parameters - sum(map(math.prod, facts.matrices.values()))  # norms, biases, experts
-    held = spec.held(options, "", (rest,)) if facts.config.adapter.kind == NONE and rest > 0 else Held()
+        return local_parameters * 2 * value, f"without what {name} keeps"
+    # norms, biases, experts
+    other_parameters = facts.args.num_parameters - sum(map(math.prod, facts.matrices.values()))
+    held = (
+        spec.held(options, "", (other_parameters,))
+        if facts.config.adapter.kind == NONE and other_parameters > 0
+        else Held()
+    )
     for matrix, shape in facts.matrices.items():
         held = held.plus(spec.held(options, matrix, shape))
-    share = mine / facts.args.num_parameters
-    kept = (share * held.values + held.everywhere / facts.pp) * value + share * held.bytes
-    return mine * 2 * value + kept, f"what {name} keeps"
+    share = local_parameters / facts.args.num_parameters
+    state_bytes = (share * held.values + held.everywhere / facts.pp) * value + share * held.bytes
+    return local_parameters * 2 * value + state_bytes, f"what {name} keeps"
 
 
 def _length(facts: Facts, tokens: int) -> str:
@@ -251,13 +270,17 @@ def _cadence(facts: Facts) -> list[str]:
 
 
 def _parameters_of_a_rank(facts: Facts) -> float:
-    """Experts are whole on tensor-parallel ranks unless expert parallel splits them; shared ones and routers always."""
+    """Return the average number of parameters per rank.
+
+    Tensor-parallel ranks replicate the routed experts unless expert parallel splits them. They always replicate shared
+    experts and routers.
+    """
     args, shards = facts.args, facts.fsdp_shards * facts.pp
     layers = facts.expert_layers
     routed = layers * args.n_experts * args.expert_parameters if layers else 0
-    beside = layers * args.moe_parameters - routed if layers else 0
-    split = (args.num_parameters - routed - beside) / facts.tp
-    return (split + beside + routed / (facts.tp if facts.ep > 1 else 1)) / shards
+    shared = layers * args.moe_parameters - routed if layers else 0
+    split = (args.num_parameters - routed - shared) / facts.tp
+    return (split + shared + routed / (facts.tp if facts.ep > 1 else 1)) / shards
 
 
 def _plan(facts: Facts) -> str:
@@ -269,7 +292,7 @@ def _plan(facts: Facts) -> str:
         f"pipeline parallel {facts.pp}": facts.pp,
     }
     experts = f"; expert parallel {facts.ep} over these ranks" * (facts.ep > 1)
-    return (" x ".join(words for words, degree in degrees.items() if degree > 1) or "nothing is parallel") + experts
+    return (" x ".join(label for label, degree in degrees.items() if degree > 1) or "nothing is parallel") + experts
 
 
 def _pipeline(facts: Facts) -> list[str]:
@@ -285,7 +308,7 @@ def _pipeline(facts: Facts) -> list[str]:
 
 
 def _upgrade(argv: list[str], flags: dict[str, Any]) -> int:
-    """Print a job in today's options; 2 also where that cannot start as it is, so that nobody takes it for granted."""
+    """Print a job in today's options. Returns 2 also for a translated job that cannot start without changes."""
     device: Device = flags.get("--device") or likely_device()
     try:
         text, config = translate(argv, ERAS.get(flags.get("--from", "")))

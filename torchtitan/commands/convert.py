@@ -1,4 +1,4 @@
-"""`torchtitan convert SOURCE TARGET`: weights from one form to another, a tensor at a time.
+"""`torchtitan convert SOURCE TARGET`: convert weights between formats, one tensor at a time.
 
     torchtitan convert outputs/debug model_hf                         a run's newest checkpoint, for other programs
     torchtitan convert Llama-3.2-1B llama                             a folder of Hugging Face, as an export of ours
@@ -6,8 +6,8 @@
     torchtitan convert step-1000 model_hf --model.name llama3.1 --model.flavor 8B      torchtitan's own checkpoint
     torchtitan convert Llama-2-7b larger --add-tokens '<|im_start|>' '<|im_end|>' --vocab-multiple 64
 
-The sizes are those of the run that wrote the weights or of the config.json beside them; else options of a job say them.
-No more than one of them is in memory.
+The sizes come from the run that wrote the weights or from the config.json next to them; otherwise from options of a
+job. At most one tensor is in memory at a time.
 """
 
 import argparse
@@ -45,7 +45,7 @@ FORMS = {"hf": "a folder of Hugging Face", "file": "one file of safetensors", "o
 
 
 def main(argv: list[str]) -> int:
-    options, words = parse(argv)
+    options, job_args = parse(argv)
     source, target = Path(options.source), Path(options.target)
     if target.exists():
         raise JobError(f"{target}: exists; give another target, or remove it first")
@@ -56,13 +56,13 @@ def main(argv: list[str]) -> int:
     )
     if resizes and form == "file":
         raise JobError(f"{target}: one file holds no tokenizer, which says what the rows are; give a folder")
-    config = job_of(place, words, with_tokenizer=False)
+    config = job_of(place, job_args, with_tokenizer=False)
     with ExitStack() as stack:
         args, to = parts.model_args(config), None
         weights = stack.enter_context(opened(place, config.model.name, args))
         if resizes:
-            how = (options.add_tokens, options.eos_token, options.vocab_multiple)
-            to = stack.enter_context(resizing(config, args, *how))
+            vocabulary_changes = (options.add_tokens, options.eos_token, options.vocab_multiple)
+            to = stack.enter_context(resizing(config, args, *vocabulary_changes))
             weights, args = Resized(weights, config, args, to), to.args
         dtype = parts.DTYPES[options.dtype] if options.dtype else weights.dtype("tok_embeddings.weight")
         try:
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options of the conversion, and those of a job."""
+    """Parse the arguments. Returns the options of the conversion and the arguments for the job."""
     parser = argparse.ArgumentParser(
         prog="torchtitan convert",
         description="Convert weights: checkpoints, exports, torchtitan's own, folders and files of Hugging Face.",
@@ -101,16 +101,18 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     multiple = "as few rows of the vocabulary as hold the tokens, up to a multiple of N; 1 drops rows without a token"
     parser.add_argument("--vocab-multiple", "--vocab_multiple", type=int, metavar="N", help=multiple)
     parser.add_argument("--dtype", choices=list(parts.DTYPES), help="of the weights (default: as they are)")
-    options, words = parser.parse_known_args(argv)
-    refuse_strangers(parser, words)
+    options, job_args = parser.parse_known_args(argv)
+    refuse_strangers(parser, job_args)
     if options.vocab_multiple is not None and not 1 <= options.vocab_multiple <= LARGEST_MULTIPLE:
         parser.error(f"--vocab-multiple {options.vocab_multiple}: must be from 1 to {LARGEST_MULTIPLE}")
-    return options, words
+    return options, job_args
 
 
 def _beside(place: Path, config: JobConfig, args: Any, dtype: torch.dtype, to: Resizing | None) -> dict[str, bytes]:
-    """What a folder holds beside the weights; without a tokenizer, config.json alone, which is said. The folder that a
-    run began from knows nothing of what its checkpoints have learned.
+    """Return the files to write next to the weights: config.json and, if there is a tokenizer, its files.
+
+    A missing tokenizer is reported. The weights of a checkpoint count as trained, unlike those in the folder that its
+    run started from.
     """
     vocabulary = to.vocabulary if to else _tokenizer(config, args)
     form, folder = CONFIGS[config.model.name], config.model.hf_folder
@@ -118,8 +120,8 @@ def _beside(place: Path, config: JobConfig, args: Any, dtype: torch.dtype, to: R
     source = source_of(folder, trained=learned) if folder and Path(folder, CONFIG).is_file() else None
     if vocabulary is None:
         print("no tokenizer goes along: --model.tokenizer_path says which is its own", file=sys.stderr)
-        kept = beside_weights(form, args, dtype, source=source, tokenizer_files={}, bos_id=None, end_ids=[])
-        return {CONFIG: kept[CONFIG]}
+        config_files = beside_weights(form, args, dtype, source=source, tokenizer_files={}, bos_id=None, end_ids=[])
+        return {CONFIG: config_files[CONFIG]}
     files = beside_weights(
         form,
         args,
@@ -133,7 +135,7 @@ def _beside(place: Path, config: JobConfig, args: Any, dtype: torch.dtype, to: R
 
 
 def _tokenizer(config: JobConfig, args: Any) -> Tokenizer | None:
-    """The model's own, if it is one."""
+    """Return the model's tokenizer, or None if the job has none that fits the model."""
     try:
         vocabulary = parts.tokenizer(config)
     except JobError:
@@ -143,7 +145,7 @@ def _tokenizer(config: JobConfig, args: Any) -> Tokenizer | None:
 
 
 def _unread(config: JobConfig, args: Any, weights: Weights) -> dict[str, Deferred]:
-    """Every tensor once, by our names; a tied head is the embedding."""
+    """Return every tensor once, unread, by our names. A tied head is the embedding and left out."""
     shapes = parts.model_spec(config).hf.shapes(args)
     tied = {"output.weight"} if args.tied_embeddings else set()
     return {name: weights.unread(name, shape) for name, shape in shapes.items() if name not in tied}
@@ -160,7 +162,10 @@ def _write_hf(
 def _write_ours(
     target: Path, place: Path, config: JobConfig, args: Any, weights: Weights, dtype: torch.dtype, to: Resizing | None
 ) -> None:
-    """With what says the model's sizes: config.json and tokenizer, or for what transformers does not have, the job."""
+    """Write an export of this project, with config.json and tokenizer.
+
+    A model that transformers does not support gets the job instead of a config.json.
+    """
     try:
         beside = _beside(place, config, args, dtype, to)
     except JobError:
@@ -170,8 +175,10 @@ def _write_ours(
     unread = _unread(config, args, weights)
     narrow = {name for name in unread if weights.dtype(name).is_floating_point and not name.endswith("expert_bias")}
     types = {name: dtype if name in narrow else weights.dtype(name) for name in unread}
-    shells = {MODEL + name: torch.empty(each.shape, dtype=types[name], device="meta") for name, each in unread.items()}
-    with progress_bar(f"writing {target.name}", sum(each.nbytes for each in shells.values())) as progress:
+    shells = {
+        MODEL + name: torch.empty(tensor.shape, dtype=types[name], device="meta") for name, tensor in unread.items()
+    }
+    with progress_bar(f"writing {target.name}", sum(tensor.nbytes for tensor in shells.values())) as progress:
         snapshot = Snapshot("model", weights.step, shells, staged=_Read(unread, types, progress))
         with published(target.resolve(), write=True) as folder:
             save(snapshot, folder, None, Peers("convert"), Care())
@@ -180,7 +187,7 @@ def _write_ours(
 
 
 class _Read(Mapping):
-    """Values of the shells, each read when it is written."""
+    """The values of the empty tensors, each read when it is written."""
 
     def __init__(self, unread: dict[str, Deferred], types: dict[str, torch.dtype], progress: Any):
         self.unread, self.types, self.progress = unread, types, progress

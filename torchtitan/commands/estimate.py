@@ -1,7 +1,7 @@
-"""`torchtitan estimate job.toml --world-size 8 --device cuda --memory 80GiB`: what a rank needs of memory, and sends.
+"""`torchtitan estimate job.toml --world-size 8 --device cuda --memory 80GiB`: memory and communication per rank.
 
-A step of the job is rehearsed on tensors without values: nothing else is needed, no GPU, no other rank, no compiler and
-no data.
+The command simulates a step of the job on tensors without values. It needs no GPU, no other rank, no compiler and no
+data.
 """
 
 import argparse
@@ -27,16 +27,16 @@ TO_BE_FETCHED = (
     *("model.tokenizer_path", "training.dataset", "training.sources", "validation.", "data."),
     *("checkpoint.", "job.", "metrics.", "profiling.", "adapter.initial_path"),
 )
-"""How the names of options begin whose faults keep a job from starting, but not from being rehearsed."""
+"""Prefixes of options whose faults prevent a job from starting but not from being simulated."""
 SPEEDS = {
     "inside": (350.0, "GB/s that a rank sends to others of its machine"),
     "outside": (45.0, "GB/s that a rank sends to other machines"),
     "machine": (8, "ranks of a machine"),
     "tflops": (400.0, "TFLOP/s that a rank reaches: the peak of its matrix products times the MFU"),
 }
-"""Of --traffic: defaults, about those of eight H100 with NVLink and a network card each, at 40 % MFU; and help."""
+"""Options of --traffic: (default, help). Defaults: about eight H100 with NVLink, a network card each, and 40 % MFU."""
 WAITED_FOR = ("tp", "cp", "ep")
-"""Axes of which the next product needs what is sent: hidden only by what docs/parallelism.md says of each."""
+"""Axes whose messages the next matrix product needs. docs/parallelism.md says what can hide each of them."""
 NO_JOB = """\
 torchtitan estimate: no job is given; give a file, a name of `torchtitan list jobs`, or options of a job, as in
   torchtitan estimate llama3_8b --world-size 8 --device cuda --memory 80GiB
@@ -46,38 +46,38 @@ FITS, TOO_LARGE = 0, 1
 
 
 def main(argv: list[str]) -> int:
-    options, rest = parse(argv)
-    if not rest:
+    options, job_args = parse(argv)
+    if not job_args:
         raise JobError(NO_JOB)
-    config = manager.load(rest)
-    # nothing is gone on from: what else a run in the same folder has been is of no concern
+    config = manager.load(job_args)
+    # nothing is resumed, so an earlier run in the same folder does not matter
     config = replace(config, job=replace(config.job, clean_start="always"))
     world_size = options.world_size or fewest_ranks(config)
     faults = [fault for fault in check(config, world_size, options.device) if not fault.key.startswith(TO_BE_FETCHED)]
     if faults:
         raise ConfigError(faults)
     with waiting("a step is rehearsed"):
-        found = predict(config, world_size, options.device, options.traffic)
+        predictions = predict(config, world_size, options.device, options.traffic)
     name = " + ".join(config.job.config_file) or "the default job"
-    most, ranks = worst(found), f"{world_size} rank{'s' if world_size > 1 else ''} ({options.device})"
+    most, ranks = worst(predictions), f"{world_size} rank{'s' if world_size > 1 else ''} ({options.device})"
     print(f"{name} on {ranks}: {in_units(most.peak)} of tensors at most, in {most.moment}")
-    print("\n".join(table(found)))
+    print("\n".join(table(predictions)))
     if options.traffic:
         print("\n".join(traffic(most, flops_of_a_rank(config, world_size), options)))
     memory = options.memory or allowed(config, options.device)
     if memory is None:
         return FITS
-    told, fits = verdict(most, memory, options.device)
-    print(told)
+    message, fits = verdict(most, memory, options.device)
+    print(message)
     if not fits and not options.no_remedies:
         with waiting("what would make it fit is rehearsed"):
-            tried = remedies(config, world_size, options.device, memory)
-        print("\n".join(ways_out(tried, memory)))
+            candidates = remedies(config, world_size, options.device, memory)
+        print("\n".join(ways_out(candidates, memory)))
     return FITS if fits else TOO_LARGE
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options of this command, and what is left for the job."""
+    """Parse the options of this command. Returns them and the remaining arguments, which are for the job."""
     parser = argparse.ArgumentParser(
         prog="torchtitan estimate",
         usage="torchtitan estimate job.toml [--world-size N] [--device cpu|cuda] [--memory SIZE] [--no-remedies] "
@@ -96,20 +96,20 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--no_remedies", "--no-remedies", action="store_true", help=tried)
     sent = "what a rank sends in a step too, along which axis, and how long it takes beside what it computes"
     parser.add_argument("--traffic", action="store_true", help=sent)
-    for name, (value, words) in SPEEDS.items():
-        told, kind = f"{words} (default: {value:g})", _count if isinstance(value, int) else _positive
-        parser.add_argument(f"--{name}", type=kind, help=told)
-    options, rest = parser.parse_known_args(argv)
+    for name, (value, description) in SPEEDS.items():
+        help_text, kind = f"{description} (default: {value:g})", _count if isinstance(value, int) else _positive
+        parser.add_argument(f"--{name}", type=kind, help=help_text)
+    options, job_args = parser.parse_known_args(argv)
     for name, (value, _) in SPEEDS.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
         elif not options.traffic:
             parser.error(f"--{name}: given without --traffic, of which it is; add that")
-    for name in (word.partition("=")[0] for word in rest if word.startswith("--")):
-        if "." not in name:  # those of a job have a section
-            parser.error(f"no option {name}; {hint(name, [f'--{known}' for known in vars(options)])}".rstrip("; "))
-    files = [word for word in rest[:1] if not word.startswith("--")]
-    return options, ["--job.config_file", *rest] if files else rest
+    for name in (arg.partition("=")[0] for arg in job_args if arg.startswith("--")):
+        if "." not in name:  # options of a job have a section
+            parser.error(f"no option {name}; {hint(name, [f'--{option}' for option in vars(options)])}".rstrip("; "))
+    files = [arg for arg in job_args[:1] if not arg.startswith("--")]
+    return options, ["--job.config_file", *job_args] if files else job_args
 
 
 def _count(text: str) -> int:
@@ -125,14 +125,14 @@ def _positive(text: str) -> float:
 
 
 def _bytes(text: str) -> float:
-    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([MGT]i?B)", text)
-    if found and float(found[1]) > 0:
-        return float(found[1]) * UNITS[found[2]]
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([MGT]i?B)", text)
+    if match and float(match[1]) > 0:
+        return float(match[1]) * UNITS[match[2]]
     raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number with one of {', '.join(UNITS)}, as 80GiB")
 
 
 def allowed(config: JobConfig, device: str) -> float | None:
-    """Bytes that the job may take of this machine's GPU; None where it does not say and there is none."""
+    """Return the bytes that a rank may use; None if neither the job nor a GPU of this machine gives a limit."""
     amount = None if config.memory.limit is None else amount_of(config.memory.limit)
     if device != "cuda" or amount is not None:
         return amount
@@ -142,19 +142,23 @@ def allowed(config: JobConfig, device: str) -> float | None:
     return float(share) * torch.cuda.get_device_properties(0).total_memory
 
 
-def table(found: list[Prediction]) -> list[str]:
-    """Kinds of tensors at the highest moment, the largest first; of a pipeline, for two of its ranks."""
-    kinds = sorted({kind for each in found for kind in each.kinds}, key=lambda kind: -worst(found).kinds.get(kind, 0))
-    rows = [(kind, [in_units(each.kinds.get(kind, 0)) for each in found]) for kind in kinds]
-    rows.append(("together", [in_units(each.peak) for each in found]))
-    if len(found) > 1:
-        rows.insert(0, ("pipeline rank", [str(each.pipeline_rank) for each in found]))
+def table(predictions: list[Prediction]) -> list[str]:
+    """Format the memory by kind of tensor at the peak, largest first; with a pipeline, for two of its ranks."""
+    kinds = sorted(
+        {kind for prediction in predictions for kind in prediction.kinds},
+        key=lambda kind: -worst(predictions).kinds.get(kind, 0),
+    )
+    rows = [(kind, [in_units(prediction.kinds.get(kind, 0)) for prediction in predictions]) for kind in kinds]
+    rows.append(("together", [in_units(prediction.peak) for prediction in predictions]))
+    if len(predictions) > 1:
+        rows.insert(0, ("pipeline rank", [str(prediction.pipeline_rank) for prediction in predictions]))
     return [f"  {kind:20}{''.join(f'{size:>12}' for size in sizes)}" for kind, sizes in rows]
 
 
 def traffic(of_rank: Prediction, flops: float, speeds: argparse.Namespace) -> list[str]:
-    """What a rank sends in a step, by axis of the mesh and kind of message, with the time each takes by itself; and
-    what of all that takes the most, beside the time in which the rank computes `flops`.
+    """Format the messages that a rank sends in a step, by mesh axis and kind, with the time of each in isolation.
+
+    The last lines compare the slowest axis with the time in which the rank computes `flops`.
     """
     seconds: Counter[str] = Counter()
     lines = [
@@ -176,30 +180,30 @@ def traffic(of_rank: Prediction, flops: float, speeds: argparse.Namespace) -> li
         meanwhile = on_top if axis in WAITED_FOR else "there is time for it while the rank computes"
         where = meanwhile if most <= computed else "more than the rank computes"
         lines.append(f"the most time takes {axis}, {most / computed:.0%} of what computing takes: {where}")
-        others = [other for other in WAITED_FOR if seconds[other] and other != axis]
-        lines += [f"{other} takes {seconds[other] / computed:.0%} of it, {on_top}" for other in others]
+        other_axes = [other for other in WAITED_FOR if seconds[other] and other != axis]
+        lines += [f"{other} takes {seconds[other] / computed:.0%} of it, {on_top}" for other in other_axes]
     return lines
 
 
 def verdict(most: Prediction, memory: float, device: Device) -> tuple[str, bool]:
     fits = most.needed(device) <= memory
-    beside = f", with {BESIDE[device]:.0%} beside tensors for allocator, libraries and communicators" * bool(
+    overhead = f", with {BESIDE[device]:.0%} beside tensors for allocator, libraries and communicators" * bool(
         BESIDE[device]
     )
-    told = f"{'fits' if fits else 'does not fit'} in {in_units(memory)}: needs {in_units(most.needed(device))}"
-    return told + beside, fits
+    message = f"{'fits' if fits else 'does not fit'} in {in_units(memory)}: needs {in_units(most.needed(device))}"
+    return message + overhead, fits
 
 
-def ways_out(found: list[Remedy], memory: float) -> list[str]:
-    """What makes it fit, a line each."""
-    if not found:
+def ways_out(candidates: list[Remedy], memory: float) -> list[str]:
+    """Format the changes that make the job fit, one per line."""
+    if not candidates:
         return ["no recompute and no smaller batch is left to try; give it more ranks to share the state"]
     lines = []
-    for changes, needed in found:
-        words = " and ".join(
+    for changes, needed in candidates:
+        settings = " and ".join(
             f"{name} = {value if isinstance(value, int) else repr(value)}" for name, value in changes.items()
         )
-        lines.append(f"fits with {words.replace(chr(39), chr(34))}: {in_units(needed)}")
-    if found[0][1] > memory:
+        lines.append(f"fits with {settings.replace(chr(39), chr(34))}: {in_units(needed)}")
+    if candidates[0][1] > memory:
         lines = [f"least of what was tried, {lines[0].removeprefix('fits ')}; give it more ranks to share the state"]
     return lines

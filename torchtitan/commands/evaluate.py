@@ -1,16 +1,14 @@
-"""The picture of an evaluation: the loss by the place of a token in its document, a line for each size of a cache.
+"""`torchtitan evaluate FOLDER`: loss, perplexity and bits per byte of held-out documents, also by token position.
 
-`torchtitan evaluate FOLDER`: what a model makes of held-out documents: loss, perplexity, bits per byte, and all of
-them by the place of a token in its document.
+FOLDER is as for `torchtitan generate`. The documents are those of the job's validation, the held-out documents of a
+split, or those of the given options (--validation.dataset=text --validation.dataset_path=books). Each document is read
+from beginning to end in segments of validation.seq_len (or training.seq_len) tokens. Losses and bytes count only
+predicted tokens: for records of which only the answers are trained, the answers. A model with a cache
+(adapter.kind = "neurocache") is measured for several cache sizes. --out writes the results as JSON. --plot draws the
+loss by token position, one line per cache size.
 
-FOLDER is as for `torchtitan generate`. The documents are those of the job's validation, the held-out ones of a split,
-or those of the options given (--validation.dataset=text --validation.dataset_path=books), each read from beginning to
-end in segments of validation.seq_len (or training.seq_len) tokens. Losses and bytes are of what is predicted: of
-records, where only answers are trained, these. A model with a cache (adapter.kind = "neurocache") is measured for
-several sizes of it. --out keeps the figures as JSON, --plot draws them.
-
-With --tasks it answers the tasks of lm-eval that a folder describes instead (evaluate_tasks.py), in the context of
-training.seq_len. docs/finetuning.md shows such a folder.
+With --tasks the model answers lm-eval tasks described in a folder instead (evaluate_tasks.py), in a context of
+training.seq_len tokens. docs/finetuning.md shows such a folder.
 """
 
 import argparse
@@ -45,8 +43,8 @@ from torchtitan.training import inference_model
 COLORS = (LOSS, HELD_OUT, RATE, SPEED)
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
-    """OSError where it cannot be written."""
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Plot the results of `evaluate` to `path`. Raises OSError if it cannot be written."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -54,8 +52,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
         figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
         axes = figure.add_subplot()
         axes.set_title("loss by place in the document", loc="left", fontweight="bold")
-        names = list(found["runs"][0]["by_position"])
-        for number, run in enumerate(found["runs"]):
+        names = list(results["runs"][0]["by_position"])
+        for number, run in enumerate(results["runs"]):
             losses = [run["by_position"][name]["loss"] for name in names]
             label = f"{run['cache_size']:,} entries" if "cache_size" in run else f"loss {run['loss']:.4f}"
             axes.plot(names, losses, marker="o", color=COLORS[number % len(COLORS)], linewidth=1.8, label=label)
@@ -74,31 +72,31 @@ NO_TEXT = (
 
 
 def main(argv: list[str]) -> int:
-    options, words = parse(argv)
+    options, job_args = parse(argv)
     if options.plot:
         check_format(Path(options.plot))
-    config, place = find_checkpoint(Path(options.folder), options.config, words, options.best)
+    config, path = find_checkpoint(Path(options.folder), options.config, job_args, options.best)
     if options.tasks:
-        found = evaluate_tasks(config, place, Path(options.tasks), options.samples)
-        print(tasks_table(found))
+        results = evaluate_tasks(config, path, Path(options.tasks), options.samples)
+        print(tasks_table(results))
     else:
         with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
             data = dataclasses.replace(config.data, cache_dir=config.data.cache_dir or folder)
             config = of_documents(dataclasses.replace(config, data=data))
-            found = evaluate(config, place, options.samples, options.cache_sizes)
-        print(table(found))
+            results = evaluate(config, path, options.samples, options.cache_sizes)
+        print(table(results))
     try:
         if options.out:
-            Path(options.out).write_text(json.dumps(found, indent=2) + "\n")
+            Path(options.out).write_text(json.dumps(results, indent=2) + "\n")
         if options.plot:
-            draw(found, Path(options.plot))
+            draw(results, Path(options.plot))
     except OSError as error:
         raise JobError(f"the figures above were not written: {error}; give another name") from None
     return 0
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options of the command, and those of a job."""
+    """Parse the arguments. Returns the options of the command and the arguments for the job."""
     parser = argparse.ArgumentParser(
         prog="torchtitan evaluate",
         description="Loss, perplexity and bits per byte of held-out documents, by the place of a token in them.",
@@ -115,13 +113,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--plot", help="a picture to draw of them, .svg or .png")
     parser.add_argument("--config", help="the job, when the folder has no config.toml")
     best_option(parser)
-    options, words = parser.parse_known_args(argv)
-    refuse_strangers(parser, words)
+    options, job_args = parser.parse_known_args(argv)
+    refuse_strangers(parser, job_args)
     if options.samples < 0:
         parser.error(f"--samples {options.samples}: must be at least 0")
     if options.tasks and (options.plot or options.cache_sizes):
         parser.error("--tasks: documents are measured with --plot and --cache-sizes; leave these out")
-    return options, words
+    return options, job_args
 
 
 def _sizes(text: str) -> list[int]:
@@ -132,8 +130,11 @@ def _sizes(text: str) -> list[int]:
 
 
 def of_documents(config: JobConfig) -> JobConfig:
-    """The job as it reads what is measured: whole documents, or with validation.split the records that the run has held
-    out, as it made them. JobError where these are no documents. Validation data that are given stand above a split.
+    """Return the job, changed to read the evaluation data.
+
+    The data are whole documents, or with validation.split the records that the run held out, prepared as in the run.
+    Validation data that are named in the job take precedence over a split. Raises JobError if the split has no
+    documents.
     """
     part, task = config.validation, TASKS[config.task.kind]
     if part.sources or part.dataset_path or part.dataset != Validation().dataset:
@@ -152,7 +153,7 @@ def of_documents(config: JobConfig) -> JobConfig:
 
 
 def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | None) -> dict[str, Any]:
-    """Figures of the model that `place` holds."""
+    """Return the metrics of the model stored in `place`."""
     args = build.model_args(config)
     if getattr(args, "n_classes", 0) or not getattr(args, "causal", True):
         raise JobError(f"{config.model.name} does not tell the next token, which is what is measured; give a decoder")
@@ -170,7 +171,7 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
     if sizes and model.memory is None:
         raise JobError("--cache-sizes: this model has no cache; leave it out")
     size_of = None if model.memory is None else config.adapter.neurocache.cache_size
-    asked = [None] if size_of is None else sizes or [0, size_of]
+    requested_sizes = [None] if size_of is None else sizes or [0, size_of]
     bytes_told = sum(_bytes_of(documents, document, tokenizer) for document in batches.order)
     chunks = config.training.loss_chunks or build.loss_chunks(config)
     data, read = describe_sources(config, "validation"), len(batches.order)
@@ -178,32 +179,33 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
         data += f", held out by validation.split = {config.validation.split:g}"
     print(f"{config.model.name} {config.model.flavor}, {place.name}: {read} documents of {data}", file=sys.stderr)
     runs = []
-    for size in asked:
+    for size in requested_sizes:
         if size is not None:
             model.memory.forget()
             model.memory.cache_size[False] = size
         parts = measure(model, batches, seq_len, chunks)
-        whole = total(parts)
-        of_bytes = whole.nats / math.log(2) / bytes_told if bytes_told else math.nan
+        totals = total(parts)
+        of_bytes = totals.nats / math.log(2) / bytes_told if bytes_told else math.nan
         by_position = {name: _figures(part) for name, part in zip(names_of(seq_len), parts, strict=True) if part.tokens}
-        told = {} if size is None else {"cache_size": size}
-        runs.append(told | _figures(whole) | {"bits_per_byte": of_bytes, "by_position": by_position})
-    found = {"of": str(place), "data": data, "documents": read, "seq_len": seq_len}
-    return found | {"bytes": bytes_told, "runs": runs}
+        size_entry = {} if size is None else {"cache_size": size}
+        runs.append(size_entry | _figures(totals) | {"bits_per_byte": of_bytes, "by_position": by_position})
+    results = {"of": str(place), "data": data, "documents": read, "seq_len": seq_len}
+    return results | {"bytes": bytes_told, "runs": runs}
 
 
 def check_caches(config: JobConfig, sizes: list[int] | None, seq_len: int) -> None:
-    """JobError for a cache, the job's or one of --cache-sizes, that cannot hold a segment of `seq_len` tokens, or that
-    the job's lookup cannot read.
+    """Raise JobError for a cache size, of the job or of --cache-sizes, that does not fit.
+
+    A cache has to hold a segment of `seq_len` tokens, and the job's lookup has to be able to read it.
     """
     options, args = config.adapter.neurocache, build.model_args(config)
     if config.adapter.kind != "neurocache":
         return
     for size in filter(None, sizes or [options.cache_size]):
-        given = dataclasses.replace(options, cache_size=size)
-        if wrong := list(misfits_of(given, args.n_layers, args.dim, seq_len)):
-            told = f"--cache-sizes: given {size}" if sizes else f"segments of {seq_len} tokens"
-            raise JobError(f"{told}: {'; '.join(map(str, wrong))}")
+        candidate = dataclasses.replace(options, cache_size=size)
+        if misfits := list(misfits_of(candidate, args.n_layers, args.dim, seq_len)):
+            subject = f"--cache-sizes: given {size}" if sizes else f"segments of {seq_len} tokens"
+            raise JobError(f"{subject}: {'; '.join(map(str, misfits))}")
 
 
 def _figures(measured: Measured) -> dict[str, Any]:
@@ -211,14 +213,14 @@ def _figures(measured: Measured) -> dict[str, Any]:
 
 
 def _bytes_of(documents: Documents, document: int, tokenizer: Tokenizer) -> int:
-    """Of the text of a document that is predicted, in UTF-8."""
+    """Return the number of UTF-8 bytes of the predicted text of a document."""
     return len(tokenizer.decode(documents.predicted(document).tolist()).encode(errors="replace"))
 
 
-def table(found: dict[str, Any]) -> str:
-    """In lines, a row for each class of places."""
+def table(results: dict[str, Any]) -> str:
+    """Format the results, one row per range of token positions."""
     lines = []
-    for run in found["runs"]:
+    for run in results["runs"]:
         if "cache_size" in run:
             lines.append(f"cache of {run['cache_size']:,} entries")
         lines.append(f"{'tokens ahead':>20} {'tokens':>12} {'loss':>9} {'perplexity':>12} {'bits/token':>11}")
@@ -228,6 +230,6 @@ def table(found: dict[str, Any]) -> str:
                 f"{name:>20} {row['tokens']:>12,} {row['loss']:>9.4f} {row['perplexity']:>12.3f} {bits:>11.4f}"
             )
         lines.append(
-            f"{run['bits_per_byte']:.4f} bits per byte of {found['bytes']:,}, {found['documents']:,} documents"
+            f"{run['bits_per_byte']:.4f} bits per byte of {results['bytes']:,}, {results['documents']:,} documents"
         )
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""Tasks of lm-eval for a model: `torchtitan evaluate FOLDER --tasks TASKS`.
+"""Evaluate a model on lm-eval tasks: `torchtitan evaluate FOLDER --tasks TASKS`.
 
-lm-eval makes requests of a task's data and numbers of the answers; what answers is here, and needs nothing of it.
-Texts begin as documents do in training: with the tokenizer's first token, where it has one.
+lm-eval turns a task's data into requests and the answers into metrics. This module answers the requests and does not
+depend on lm-eval for that. Texts begin as documents do in training: with the tokenizer's first token, if it has one.
 """
 
 import importlib.util
@@ -33,11 +33,11 @@ from torchtitan.process.distributed import device_type
 from torchtitan.training import inference_model
 
 SEED = 1234
-"""lm-eval's own, of the examples that stand before a question."""
+"""lm-eval's default seed for choosing the few-shot examples."""
 DRAWS = 100
-"""From which it takes the standard error of what is no mean."""
+"""Bootstrap samples for the standard error of metrics that are not means."""
 OPENING, COUNTING, OF_DOCUMENT = 300.0, 60.0, 1.0
-"""Seconds for reading data, for templates, filters and figures together, and more of these for each document."""
+"""Time limits in seconds: to read the data; for templates, filters and metrics; and in addition for each document."""
 
 
 class Asked(Protocol):
@@ -47,8 +47,9 @@ class Asked(Protocol):
 
 
 class Answers:
-    """What lm-eval asks of a model in evaluation, on one device, that reads `seq_len` tokens at once, `rows` requests
-    in a batch.
+    """The model interface that lm-eval calls, on one device.
+
+    The model reads `seq_len` tokens at once, with `rows` requests in a batch.
     """
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, seq_len: int, rows: int):
@@ -56,32 +57,34 @@ class Answers:
         self.context = seq_len
         if model.memory is not None:
             self.context = ENDLESS
-            self.rows = 1 if model.memory.options.scope == "global" else rows  # which would find one another's
+            # requests in a batch would read each other's entries
+            self.rows = 1 if model.memory.options.scope == "global" else rows
         self.first = tokenizer.begin or [tokenizer.eos_id]
 
     def loglikelihood(self, requests: Sequence[Asked]) -> list[tuple[float, bool]]:
-        """Of args (context, continuation): the logarithm of the continuation's probability, and whether it is what the
-        model would write.
+        """Return (log-likelihood of the continuation, True if greedy decoding would produce it) per request.
+
+        The args of a request are (context, continuation).
         """
         return [
-            (found.log, found.greedy)
-            for found in self._likelihoods([self._pair(*request.args) for request in requests])
+            (answer.log, answer.greedy)
+            for answer in self._likelihoods([self._pair(*request.args) for request in requests])
         ]
 
     def loglikelihood_rolling(self, requests: Sequence[Asked]) -> list[float]:
-        """Of args (text,): the logarithm of its probability, in windows where it is longer than the context."""
+        """Return the log-likelihood of each text, in windows if it is longer than the context. Args are (text,)."""
         owners, pieces = [], []
         for number, request in enumerate(requests):
             for piece in windows(self.tokenizer.encode(request.args[0]), self.first[0], self.context):
                 owners.append(number)
                 pieces.append(piece)
         sums = [0.0] * len(requests)
-        for number, found in zip(owners, self._likelihoods(pieces), strict=True):
-            sums[number] += found.log
+        for number, answer in zip(owners, self._likelihoods(pieces), strict=True):
+            sums[number] += answer.log
         return sums
 
     def generate_until(self, requests: Sequence[Asked]) -> list[str]:
-        """Of args (context, generation_kwargs): the likeliest tokens, up to the first of the texts that end them."""
+        """Return greedy continuations up to the first stop string. Args are (context, generation_kwargs)."""
         with (
             reading(self.model, self.seq_len) as (reader, context),
             progress_bar("answering", len(requests), " texts") as bar,
@@ -93,7 +96,7 @@ class Answers:
         return texts
 
     def refuse_long(self, options: object, where: str) -> tuple[int, list[str]]:
-        """Of `generation_kwargs`, as `greedy_of`. JobError where no token of the question would be read."""
+        """Return `greedy_of(options, where)`. Raises JobError if no token of the prompt would fit the context."""
         most, until = greedy_of(options, where)
         if most >= self.context:
             raise JobError(
@@ -105,86 +108,86 @@ class Answers:
     def _written(self, reader: Any, context: int, text: str, options: object) -> str:
         most, until = self.refuse_long(options, "a task")
         prompt = self._begun(self.tokenizer.encode(text))[-(context - most) :]
-        how: dict[str, Any] = dict(max_new_tokens=most, context=context, temperature=0, top_k=0, seed=0)
-        said = ""
-        for piece in text_of(sample(reader, prompt, self.tokenizer, **how), prompt, self.tokenizer):
-            said += piece
-            if any(end in said for end in until):
+        kwargs: dict[str, Any] = dict(max_new_tokens=most, context=context, temperature=0, top_k=0, seed=0)
+        continuation = ""
+        for piece in text_of(sample(reader, prompt, self.tokenizer, **kwargs), prompt, self.tokenizer):
+            continuation += piece
+            if any(end in continuation for end in until):
                 break
         for end in until:
-            said = said.split(end)[0]
-        return said
+            continuation = continuation.split(end)[0]
+        return continuation
 
     def _pair(self, context: str, continuation: str) -> Request:
-        """Blanks between the two belong to the second, as words of a text have theirs before them."""
+        """Tokenize a context and its continuation. Blanks between them belong to the continuation."""
         bare = context.rstrip()
-        given = self.tokenizer.encode(bare)
-        whole = self.tokenizer.encode(bare + context[len(bare) :] + continuation)
-        if continuation and len(whole) <= len(given):  # it would be certain, whatever the model finds
+        context_ids = self.tokenizer.encode(bare)
+        full_ids = self.tokenizer.encode(bare + context[len(bare) :] + continuation)
+        if continuation and len(full_ids) <= len(context_ids):  # without a token of its own it has probability 1
             raise JobError(
                 f"an answer, {continuation!r}, given behind {bare[-20:]!r}, which together have no token of the "
                 "answer's own; allowed: answers that begin a word; see target_delimiter"
             )
-        return self._begun(given), whole[len(given) :]
+        return self._begun(context_ids), full_ids[len(context_ids) :]
 
     def _begun(self, ids: list[int]) -> list[int]:
         return self.tokenizer.begin + ids or self.first
 
     def _likelihoods(self, requests: list[Request]) -> list[Likelihood]:
-        found: list[Likelihood] = [Likelihood(0.0, True)] * len(requests)
-        how = dict(seq_len=self.seq_len, context=self.context, rows=self.rows)
+        answers: list[Likelihood] = [Likelihood(0.0, True)] * len(requests)
+        kwargs = dict(seq_len=self.seq_len, context=self.context, rows=self.rows)
         with progress_bar("answering", len(requests), " requests") as bar:
-            for number, answer in likelihoods(self.model, requests, **how):
-                found[number] = answer
+            for number, answer in likelihoods(self.model, requests, **kwargs):
+                answers[number] = answer
                 bar.update()
-        return found
+        return answers
 
 
 def evaluate_tasks(config: JobConfig, place: Path, path: Path, limit: int) -> dict[str, Any]:
-    """Figures of the model that `place` holds: of the tasks of `path`, `limit` documents of each (0: all)."""
+    """Return the metrics of the model in `place` on the tasks of `path`, on `limit` documents of each (0: all)."""
     refuse_without_next_words(config)
     if importlib.util.find_spec("lm_eval") is None:
         raise JobError("--tasks needs the package lm_eval; install it with: pip install 'torchtitan-toml[eval]'")
     with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder, _sandboxed():
-        told = tasks_in(path)
-        for name, task in told.items():
-            if useless := without_effect(task):
-                print(f"{name}: without effect here: {', '.join(useless)}", file=sys.stderr)
-        tasks = _opened(told, folder)
+        tasks_by_name = tasks_in(path)
+        for name, task in tasks_by_name.items():
+            if unused_keys := without_effect(task):
+                print(f"{name}: without effect here: {', '.join(unused_keys)}", file=sys.stderr)
+        tasks = _opened(tasks_by_name, folder)
         model, _ = inference_model.filled_model(config, place, torch.device(device_type()))
         assert isinstance(model, Decoder)
         rows = config.validation.local_batch_size
         answers = Answers(model, parts.tokenizer(config), config.training.seq_len, rows)
-        for name, task in told.items():
+        for name, task in tasks_by_name.items():
             if task.get("output_type", "generate_until") == "generate_until":
                 answers.refuse_long(task.get("generation_kwargs") or {}, name)
         return {"of": str(place), "seq_len": answers.seq_len, "tasks": _counted(answers, tasks, limit)}
 
 
 def _opened(tasks: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
-    """As lm-eval's own, which keeps what it makes of their data in `folder`."""
+    """Load the tasks with lm-eval, which caches their data in `folder`."""
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager, opened = TaskManager(include_defaults=False), dict[str, Any]()
     for name, task in tasks.items():
-        kept = {"dataset_kwargs": task["dataset_kwargs"] | {"cache_dir": folder}}
+        data_kwargs = {"dataset_kwargs": task["dataset_kwargs"] | {"cache_dir": folder}}
         try:
             with at_most(OPENING):
-                opened |= manager.load([{"num_fewshot": 0} | task | kept])["tasks"]
+                opened |= manager.load([{"num_fewshot": 0} | task | data_kwargs])["tasks"]
         except Exception as error:  # what lm-eval and its readers of data raise has no common base
-            what = f"{type(error).__name__}: {error}"
-            raise JobError(f"{name}: lm-eval does not open it: {what}; mend its YAML or its data") from None
+            error_text = f"{type(error).__name__}: {error}"
+            raise JobError(f"{name}: lm-eval does not open it: {error_text}; mend its YAML or its data") from None
         opened[name].set_fewshot_seed(SEED)
     return opened
 
 
 def _counted(answers: Answers, tasks: dict[str, Any], limit: int) -> dict[str, dict[str, Any]]:
-    """By task, its number of documents and each figure, with a standard error where lm-eval has one."""
+    """Return per task the number of documents and each metric, with a standard error if lm-eval has one."""
     from lm_eval.api.model import LM
     from lm_eval.evaluator import evaluate
 
-    os.environ["DISABLE_MULTIPROC"] = "1"  # it would draw in processes that it makes by fork, beside torch's threads
+    os.environ["DISABLE_MULTIPROC"] = "1"  # its bootstrap would fork next to the threads of torch
 
     class Model(Answers, LM):
         def __init__(self) -> None:
@@ -203,28 +206,30 @@ def _counted(answers: Answers, tasks: dict[str, Any], limit: int) -> dict[str, d
             with unhurried():
                 return super().generate_until(requests)
 
-    logging.getLogger("lm_eval").setLevel(logging.WARNING)  # which says of what documents the answer is no choice
+    # hides its messages on answers that are not among the choices
+    logging.getLogger("lm_eval").setLevel(logging.WARNING)
     try:
-        how: dict[str, Any] = dict(limit=limit or None, log_samples=False, bootstrap_iters=DRAWS)
+        kwargs: dict[str, Any] = dict(limit=limit or None, log_samples=False, bootstrap_iters=DRAWS)
         documents = sum(min(limit or len(task.eval_docs), len(task.eval_docs)) for task in tasks.values())
         with at_most(COUNTING + OF_DOCUMENT * documents):
-            found = evaluate(Model(), {"tasks": tasks}, **how)
+            results = evaluate(Model(), {"tasks": tasks}, **kwargs)
     except Exception as error:  # what lm-eval, templates, filters and metrics raise has no common base
-        if isinstance(error, (JobError, RuntimeError)) and not isinstance(error, RecursionError):  # of the model
+        # an error of the model
+        if isinstance(error, (JobError, RuntimeError)) and not isinstance(error, RecursionError):
             raise
-        what = f"a template, a filter or a metric of {', '.join(tasks)} fails: {type(error).__name__}: {error}"
-        raise JobError(f"{what}; mend it, or the document that lacks what it asks for") from None
-    counts = found["n-samples"]
+        error_text = f"a template, a filter or a metric of {', '.join(tasks)} fails: {type(error).__name__}: {error}"
+        raise JobError(f"{error_text}; mend it, or the document that lacks what it asks for") from None
+    counts = results["n-samples"]
     figures = {}
-    for name, row in found["results"].items():
-        own = {key: value for key, value in row.items() if "," in key and isinstance(value, int | float)}
-        figures[name] = {"documents": counts[name]["effective"]} | own
+    for name, row in results["results"].items():
+        values = {key: value for key, value in row.items() if "," in key and isinstance(value, int | float)}
+        figures[name] = {"documents": counts[name]["effective"]} | values
     return figures
 
 
 @contextmanager
 def _sandboxed() -> Iterator[None]:
-    """lm-eval's templates with nothing in reach but the document."""
+    """Render lm-eval's templates in a sandbox, where they can access only the document."""
     from lm_eval import utils
 
     before = utils.env
@@ -239,10 +244,10 @@ def _sandboxed() -> Iterator[None]:
         utils.env = before
 
 
-def tasks_table(found: dict[str, Any]) -> str:
-    """In lines, a row for each figure."""
+def tasks_table(results: dict[str, Any]) -> str:
+    """Format the results, one row per metric."""
     lines = [f"{'task':>24} {'documents':>10} {'figure':>24} {'filter':>12} {'value':>10} {'± 1 s.e.':>10}"]
-    for name, row in found["tasks"].items():
+    for name, row in results["tasks"].items():
         for key, value in row.items():
             figure, _, kind = key.partition(",")
             if kind and not figure.endswith("_stderr"):

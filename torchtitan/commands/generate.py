@@ -1,13 +1,11 @@
-"""A command that needs several devices, run as that many ranks of this machine.
-
-`torchtitan generate FOLDER --prompt "..."`: continue a text from a checkpoint, to see what was learned.
+"""`torchtitan generate FOLDER --prompt "..."`: continue a text from a checkpoint, to see what was learned.
 
 FOLDER is the job's dump_folder (newest complete checkpoint), one of its step folders, an export or a folder of Hugging
-Face; the model and the tokenizer come from the config.toml that the run wrote or from what is beside the weights. Keys
-and values of what was read are kept, until the context is full and moves on.
+Face. The model and the tokenizer come from the config.toml that the run wrote or from the files next to the weights.
+Keys and values are cached until the context is full and moves on.
 
-A model that one device has no room for is run with `--ranks N` over that many devices of this machine: split by tensor
-parallel, or with experts by these and FSDP.
+A model that does not fit on one device runs with `--ranks N` over that many devices of this machine: split by tensor
+parallel, or, if it has experts, by expert parallel and FSDP.
 """
 
 import argparse
@@ -39,12 +37,15 @@ from torchtitan.process.ranks import Ranks, read_ranks, started_as_rank
 from torchtitan.training import inference_model
 
 LOOK_SECONDS, FOLLOW_SECONDS, SPEAK_SECONDS = 0.05, 2, 3
-"""Between looks at the ranks; for the others, once one has ended by a failure; before another than the first says why
-it has failed: mostly that one has said it, and the others have been ended."""
+"""Intervals in seconds: between polls of the ranks; from one rank's failure to the end of the others; before a rank
+other than the first reports a failure, which the first usually has reported by then."""
 
 
 def run_on_ranks(words: list[str], num_ranks: int) -> int:
-    """`torchtitan WORDS` on each; the exit code of the first that failed, or 0. None of them outlives this process."""
+    """Run `torchtitan WORDS` on each rank. Returns the exit code of the first failure, or 0.
+
+    No rank outlives this process.
+    """
     world = Processes([sys.executable, "-m", "torchtitan", *words], num_ranks)
     deadline = float("inf")
     try:
@@ -57,38 +58,38 @@ def run_on_ranks(words: list[str], num_ranks: int) -> int:
         world.close()
 
 
-# What a young model writes must not reach the terminal as commands.
+# Generated control characters must not reach the terminal as commands.
 LARGEST_PROMPT = 2**26
 """Bytes."""
 CONTROLS = dict.fromkeys([c for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"], "\ufffd")
 
 
 def main(argv: list[str]) -> int:
-    options, words = parse(argv)
-    sys.stdout.reconfigure(errors="replace")  # what the terminal has no character for
+    options, job_args = parse(argv)
+    sys.stdout.reconfigure(errors="replace")  # for characters that the terminal cannot show
     text = prompt_of(options)
     if options.ranks > 1 and not started_as_rank():
-        with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:  # the prompt may be what came over stdin
+        with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:  # the prompt may come from stdin
             Path(folder, "prompt").write_bytes(text.encode(errors="replace"))
             return run_on_ranks(["generate", *argv, "--prompt=", f"--prompt-file={folder}/prompt"], options.ranks)
     ranks = read_ranks()
     if ranks.is_main:
-        generate(options, words, text, ranks)
+        generate(options, job_args, text, ranks)
         return 0
     try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # all say the same
-            generate(options, words, text, ranks)
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # all ranks print the same
+            generate(options, job_args, text, ranks)
     except JobError:
         time.sleep(SPEAK_SECONDS)
         raise
     return 0
 
 
-def generate(options: argparse.Namespace, words: list[str], text: str, ranks: Ranks) -> None:
-    """On this rank, which prints what all of them make."""
+def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks: Ranks) -> None:
+    """Generate on this rank, together with the others, and print the text."""
     if ranks.launcher is not None:
         die_with(ranks.launcher.pid)
-    config, place = find_checkpoint(Path(options.folder), options.config, words, options.best)
+    config, place = find_checkpoint(Path(options.folder), options.config, job_args, options.best)
     refuse_without_next_words(config)
     tokenizer = parts.tokenizer(config)
     if ranks.world_size > 1:
@@ -96,12 +97,13 @@ def generate(options: argparse.Namespace, words: list[str], text: str, ranks: Ra
     else:
         model, _ = inference_model.filled_model(config, place, torch.device(device_type()))
     print(f"{config.model.name} {config.model.flavor}, {place.name}", file=sys.stderr)
-    start = tokenizer.begin or [tokenizer.eos_id]  # without a sign of its own, a document begins behind the last one
-    said = tokenizer.encode(text)
+    # without a begin token, a document begins after the end of the previous one
+    start = tokenizer.begin or [tokenizer.eos_id]
+    prompt_ids = tokenizer.encode(text)
     reader, context = reader_of(model, config.training.seq_len)
     tokens = sample(
         reader,
-        start + said,
+        start + prompt_ids,
         tokenizer,
         max_new_tokens=options.max_new_tokens,
         context=context,
@@ -111,25 +113,25 @@ def generate(options: argparse.Namespace, words: list[str], text: str, ranks: Ra
         agree=inference_model.first_ranks if ranks.world_size > 1 else lambda choice: choice,
     )
     print(text, end="", flush=True)
-    for piece in text_of(tokens, said, tokenizer):
+    for piece in text_of(tokens, prompt_ids, tokenizer):
         print(piece.translate(CONTROLS), end="", flush=True)
     print()
 
 
 def refuse_without_next_words(config: JobConfig) -> None:
-    """JobError for a model that does not tell the next word."""
+    """Raise JobError for a model that does not predict the next token."""
     args, name = parts.model_args(config), config.model.name
     if not getattr(args, "causal", True):
-        what = "finds hidden words by what stands on both sides of them"
+        description = "finds hidden words by what stands on both sides of them"
     elif getattr(args, "n_classes", 0):
-        what = f"tells {args.n_classes} classes apart"
+        description = f"tells {args.n_classes} classes apart"
     else:
         return
-    raise JobError(f"text is written word by word, and this {name} {what}; give a decoder of words")
+    raise JobError(f"text is written word by word, and this {name} {description}; give a decoder of words")
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options of the command, and those of a job."""
+    """Parse the arguments. Returns the options of the command and the arguments for the job."""
     parser = argparse.ArgumentParser(
         prog="torchtitan generate",
         description="Continue a text from a checkpoint.",
@@ -140,40 +142,40 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--prompt-file", "--prompt_file", metavar="FILE", help="the text is this file's; - is stdin")
     parser.add_argument("--ranks", type=int, default=1, help="devices to split the model over (default 1)")
     sampling_options(parser, max_new_tokens=200, temperature=0.8)
-    options, words = parse_sampling(parser, argv)
+    options, job_args = parse_sampling(parser, argv)
     if options.prompt and options.prompt_file:
         parser.error("--prompt and --prompt-file: give one of them")
-    return options, words
+    return options, job_args
 
 
 def sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, temperature: float) -> None:
-    """Of a command that writes text: what writes it and how, with these defaults."""
+    """Add the options of a command that generates text, with these defaults."""
     parser.add_argument("folder", help="a run's dump_folder, a checkpoint, an export, a folder of Hugging Face")
-    for name, default, what in (
+    for name, default, help_text in (
         ("max_new_tokens", max_new_tokens, "tokens to write"),
         ("temperature", temperature, "0 takes the likeliest token"),
         ("top_k", 50, "choose among this many tokens; 0: all"),
         ("seed", 0, "of the choice"),
     ):
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default {default:g})")
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{help_text} (default {default:g})")
     parser.add_argument("--config", help="the job, when the folder has no config.toml")
     best_option(parser)
 
 
 def best_option(parser: argparse.ArgumentParser) -> None:
-    told = "take the best of a run's checkpoints (checkpoint.best_metric) instead of the newest"
-    parser.add_argument("--best", action="store_true", help=told)
+    help_text = "take the best of a run's checkpoints (checkpoint.best_metric) instead of the newest"
+    parser.add_argument("--best", action="store_true", help=help_text)
 
 
 def parse_sampling(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options of such a command, within their bounds, and those of a job."""
-    options, words = parser.parse_known_args(argv)
-    refuse_strangers(parser, words)
+    """Parse and validate the options of such a command. Returns them and the arguments for the job."""
+    options, job_args = parser.parse_known_args(argv)
+    refuse_strangers(parser, job_args)
     for name, lowest in (("max_new_tokens", 1), ("ranks", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
         value = getattr(options, name, lowest)
         if not lowest <= value < 2**63:  # so neither is NaN
             parser.error(f"--{name} {value}: must be at least {lowest} and less than 2**63")
-    return options, words
+    return options, job_args
 
 
 def prompt_of(options: argparse.Namespace) -> str:
@@ -194,9 +196,11 @@ def prompt_of(options: argparse.Namespace) -> str:
 def find_checkpoint(
     folder: Path, config_path: str | None, words: list[str] | None = None, best: bool = False
 ) -> tuple[JobConfig, Path]:
-    """The job, and what holds the weights: the path itself or the newest complete checkpoint in it, or the `best` one.
-    JobError without either, and for a job whose model or tokenizer cannot be built. `words` are further options of the
-    job."""
+    """Return the job and the path of the weights: `folder` itself, or its newest complete (or `best`) checkpoint.
+
+    `words` are further options of the job. Raises JobError if the job or the weights are missing, and for a job whose
+    model or tokenizer cannot be built.
+    """
     config = job_of(folder, (["--job.config_file", config_path] if config_path else []) + (words or []))
     checkpoints = folder.resolve() / config.checkpoint.folder
     if best:
@@ -218,8 +222,9 @@ def sample(
     agree: Callable[[torch.Tensor], torch.Tensor] = lambda choice: choice,
     ends: Collection[int] = (),
 ) -> Iterator[int]:
-    """New token ids one by one, up to `max_new_tokens`, the end of the document, or one of `ends`. `agree`: what
-    several ranks make of each one's choice, an id [1].
+    """Yield new token ids, up to `max_new_tokens`, the end of the document, or one of `ends`.
+
+    `agree`: maps this rank's choice, an id [1], to the one that all ranks use.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)

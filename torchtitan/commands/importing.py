@@ -1,4 +1,4 @@
-"""`torchtitan import`: the job that another program's command line, or its file of options, means."""
+"""`torchtitan import`: convert another program's command line or options file to a job."""
 
 import shlex
 import sys
@@ -35,7 +35,7 @@ options of this command.
   --run            write the job into its folder, as imported.toml, and train it, or measure what the line measures
 Exit code: 0 if the job can start, 2 where a flag has no meaning here, or the job is one that cannot start."""
 EVALUATE = "torchtitan.commands.evaluate:main"
-"""By name, as it needs torch."""
+"""Imported by name on demand, as it needs torch."""
 
 
 def main(argv: list[str]) -> int:
@@ -43,8 +43,8 @@ def main(argv: list[str]) -> int:
         sources = "".join(f"\n      {name:8} {source}: {source.what}" for name, source in SOURCES.items())
         print(USAGE.format(sources=sources))
         return 0 if argv else REFUSED
-    flags, words = _own_flags(argv)
-    line = parse(split(words))
+    flags, line_words = _own_flags(argv)
+    line = parse(split(line_words))
     if "--world_size" in flags:
         line = replace(line, ranks=int(flags["--world_size"]))
     text, config, measures = translate(line, flags.get("--from"))
@@ -58,27 +58,30 @@ def main(argv: list[str]) -> int:
 
 
 def _own_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """This command's, before or behind a line in one word, and the words of the line."""
+    """Return the flags of this command and the words of the imported command line.
+
+    Flags may precede the line, or follow it if it is quoted as one word.
+    """
     flags: dict[str, str] = {}
-    words: list[str] = []
-    rest = list(argv)
-    while rest:
-        name, equals, value = rest[0].partition("=")
+    line_words: list[str] = []
+    remaining = list(argv)
+    while remaining:
+        name, equals, value = remaining[0].partition("=")
         name = name.replace("-", "_").replace("__", "--", 1)
-        if not name.startswith("--") or (words and not any(" " in word for word in words)):
-            words.append(rest.pop(0))  # what follows the first word of a line is the line's
+        if not name.startswith("--") or (line_words and not any(" " in line_word for line_word in line_words)):
+            line_words.append(remaining.pop(0))  # everything after the first word belongs to the line
             continue
         if name not in ("--from", "--world_size", "--run") or (name == "--run" and equals):
-            raise JobError(f"torchtitan import: no option {rest[0]!r}; allowed: --from, --world-size, --run")
-        rest.pop(0)
-        flags[name] = "" if name == "--run" else value if equals else (rest.pop(0) if rest else "")
+            raise JobError(f"torchtitan import: no option {remaining[0]!r}; allowed: --from, --world-size, --run")
+        remaining.pop(0)
+        flags[name] = "" if name == "--run" else value if equals else (remaining.pop(0) if remaining else "")
     if not flags.get("--world_size", "1").isdecimal() or int(flags.get("--world_size", 1)) < 1:
         raise JobError(f"--world-size: given {show(flags['--world_size'])}; allowed: a whole number >= 1")
-    return flags, words
+    return flags, line_words
 
 
 class Translation(NamedTuple):
-    """A file, the job that it describes, and of a line that trains nothing what `torchtitan evaluate` is given."""
+    """A job file, its job, and the arguments for `torchtitan evaluate` if the line only evaluates."""
 
     text: str
     config: JobConfig
@@ -86,21 +89,21 @@ class Translation(NamedTuple):
 
 
 def translate(line: CommandLine, source: str | None) -> Translation:
-    """ConfigError has all that has no meaning here."""
-    name = source or next((name for name, each in SOURCES.items() if each.reads(line)), None)
+    """Translate a command line. Raises ConfigError with all options that cannot be translated."""
+    name = source or next((name for name, entry in SOURCES.items() if entry.reads(line)), None)
     if name is None or name not in SOURCES:
-        known = ", ".join(f"{name} ({each})" for name, each in SOURCES.items())
-        near = hint(name or line.script, [*SOURCES, *(each.script for each in SOURCES.values() if each.script)])
+        sources = ", ".join(f"{name} ({entry})" for name, entry in SOURCES.items())
+        near = hint(name or line.script, [*SOURCES, *(entry.script for entry in SOURCES.values() if entry.script)])
         raise JobError(
-            f"{name or line.script}: not one that is read; allowed: {known}; {near or 'say whose it is, --from'}"
+            f"{name or line.script}: not one that is read; allowed: {sources}; {near or 'say whose it is, --from'}"
         )
     meaning = resolve_name(SOURCES[name].reader)(line)
     launchers.add(line, meaning, SOURCES[name].asks_accelerate)
     layer = layer_of(meaning.said_by, meaning.values.items())
     if faults := [*meaning.faults, *layer.all_faults()]:
         raise ConfigError(faults)
-    what = line.script if line.script == line.config else f"a command line of {line.script}"
-    head = [f"Translated from {what} ({name}).", *meaning.notes]
+    origin = line.script if line.script == line.config else f"a command line of {line.script}"
+    head = [f"Translated from {origin} ({name}).", *meaning.notes]
     if meaning.measures:
         head.append(f"it trains nothing: torchtitan evaluate {shlex.join(meaning.measures)} --config THIS_FILE")
     return Translation(

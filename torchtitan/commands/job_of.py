@@ -1,5 +1,7 @@
-"""Which job weights belong to: the one that is given, that of the run which wrote them, or one with the sizes of the
-config.json beside them.
+"""Find the job that weights belong to.
+
+This is the job given on the command line, the job of the run that wrote the weights, or one with the sizes of the
+config.json next to them.
 """
 
 import argparse
@@ -24,35 +26,40 @@ from torchtitan.rules import (
 JOB = "config.toml"
 ALL_OF_IT = ("--job.config_file", "--model.name", "--model.flavor")
 LONGEST_CONTEXT = 8192
-"""Tokens, of a model without a job; more is for a job to say."""
+"""Maximum seq_len, in tokens, for a model without a job. A job can set a larger one."""
 
 
-def job_of(path: Path, words: list[str], with_tokenizer: bool = True) -> JobConfig:
-    """`words` are options of a job, as on the command line; they win, and where they name a job or a model they are all
-    of it. JobError where nothing says what model it is, and for a job whose model, or tokenizer, cannot be built.
+def job_of(path: Path, arguments: list[str], with_tokenizer: bool = True) -> JobConfig:
+    """Return the job of the weights at `path`.
+
+    `arguments` are options of a job, as on the command line. They take precedence, and if they name a job or a model,
+    nothing else is read. Raises JobError if the model is unknown, and for a job whose model, or tokenizer, cannot be
+    built.
     """
     path = path.resolve()
     if not path.exists():
         remedy = "give the dump_folder of a run, a checkpoint, an export or a folder of Hugging Face"
         raise JobError(f"{path}: no such file or folder; {remedy}")
     home = path.parent if path.is_file() else path
-    if not any(word.startswith(ALL_OF_IT) for word in words):
+    if not any(argument.startswith(ALL_OF_IT) for argument in arguments):
         homes = (home, home.parent, home.parent.parent)
         jobs = [folder / JOB for folder in homes if (folder / JOB).is_file()]
-        beside = config_beside(path)
-        if beside is not None:
-            given = {word.partition("=")[0] for word in words}
-            found = _words_of(path, home, beside.get("model_type"))
-            words = [word for word in found if word.partition("=")[0] not in given] + words
+        hf_config = config_beside(path)
+        if hf_config is not None:
+            given_names = {argument.partition("=")[0] for argument in arguments}
+            hf_arguments = _words_of(path, home, hf_config.get("model_type"))
+            arguments = [
+                argument for argument in hf_arguments if argument.partition("=")[0] not in given_names
+            ] + arguments
         elif jobs:
-            words = ["--job.config_file", str(jobs[0]), *words]
+            arguments = ["--job.config_file", str(jobs[0]), *arguments]
         else:
             looked = ", ".join(str(folder / JOB) for folder in homes)
             raise JobError(
                 f"no job found ({looked}, {home / CONFIG}): give the dump_folder of a run, a folder with config.json, "
                 "or --config JOB.toml"
             )
-    config = manager.load(words)
+    config = manager.load(arguments)
     facts = Facts(config, 1, "cpu")
     of_the_model = (known_names, folder_has_sizes, model_sizes, positions_are_learned, cache_fits_the_model)
     rules = (*of_the_model, *[tokenizer_fits] * with_tokenizer)
@@ -65,25 +72,25 @@ def job_of(path: Path, words: list[str], with_tokenizer: bool = True) -> JobConf
 
 
 def _words_of(path: Path, home: Path, model_type: object) -> list[str]:
-    """Of a folder, or a file, in the form of Hugging Face. As much context as the model was made for."""
+    """Return the options for a Hugging Face folder or file, with the model's context up to LONGEST_CONTEXT."""
     family = family_of(model_type)
     if family is None:
-        known = sorted({each for config in CONFIGS.values() for each in config.model_types})
-        raise JobError(f"{path}: model_type = {model_type!r}; allowed: {', '.join(known)}")
+        known_types = sorted({name for config in CONFIGS.values() for name in config.model_types})
+        raise JobError(f"{path}: model_type = {model_type!r}; allowed: {', '.join(known_types)}")
     length = CONFIGS[family].args_of(path).max_seq_len
-    words = [f"--model.name={family}", "--model.flavor=from_hf", f"--model.hf_folder={path}"]
-    return [*words, f"--model.tokenizer_path={home}", f"--training.seq_len={min(length, LONGEST_CONTEXT)}"]
+    arguments = [f"--model.name={family}", "--model.flavor=from_hf", f"--model.hf_folder={path}"]
+    return [*arguments, f"--model.tokenizer_path={home}", f"--training.seq_len={min(length, LONGEST_CONTEXT)}"]
 
 
 def names_its_tokenizer(config: JobConfig) -> bool:
-    """Or has the one for debugging, which is not a larger model's."""
+    """Return True if the job sets a tokenizer. The default is for debugging and does not fit a larger model."""
     return config.model.tokenizer_path != options()["model.tokenizer_path"].default
 
 
-def refuse_strangers(parser: argparse.ArgumentParser, words: list[str]) -> None:
-    """Of what a command's own options leave over: everything but options of a job and their values."""
-    for place, word in enumerate(words):
-        is_option = word.startswith("--") and "." in word
-        is_value = place > 0 and not word.startswith("--") and words[place - 1].startswith("--")
+def refuse_strangers(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
+    """Exit with an error if remaining arguments are neither options of a job nor their values."""
+    for index, argument in enumerate(arguments):
+        is_option = argument.startswith("--") and "." in argument
+        is_value = index > 0 and not argument.startswith("--") and arguments[index - 1].startswith("--")
         if not is_option and not is_value:
-            parser.error(f"unrecognized arguments: {word}")
+            parser.error(f"unrecognized arguments: {argument}")

@@ -1,4 +1,4 @@
-"""`torchtitan presets`: the jobs that come with the package, to look at and to begin from. Needs no torch."""
+"""`torchtitan presets`: list, print or copy the jobs that come with the package. Needs no torch."""
 
 import argparse
 import json
@@ -38,12 +38,12 @@ def main(argv: list[str]) -> int:
     if options.action == "cat":
         print(text, end="")
         return 0
-    name, *rest = options.words
-    return copy(name, text, Path(rest[0] if rest else f"{name}.toml"), options)
+    name, *targets = options.words
+    return copy(name, text, Path(targets[0] if targets else f"{name}.toml"), options)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """JobError for what is not one of the three lines above."""
+    """Parse the arguments. Raises JobError if they match none of the three usages above."""
     parser = argparse.ArgumentParser(prog="torchtitan presets", usage=USAGE.removeprefix("usage: "), allow_abbrev=False)
     parser.add_argument("action", choices=("ls", "cat", "cp"))
     parser.add_argument("words", nargs="*")
@@ -52,8 +52,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_intermixed_args(argv)
     most = {"ls": len(options.words), "cat": 1, "cp": 2}[options.action]
     if len(options.words) > most or (options.action != "ls" and not options.words):
-        given = " ".join(options.words) or "no name"
-        raise JobError(f"torchtitan presets {options.action}: given {given}; allowed: {USAGE}")
+        names = " ".join(options.words) or "no name"
+        raise JobError(f"torchtitan presets {options.action}: given {names}; allowed: {USAGE}")
     if options.action != "cp" and (options.model or options.data):
         raise JobError("--model, --data: allowed with torchtitan presets cp, which writes them into the copy")
     return options
@@ -61,7 +61,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Head:
-    """Of a job's first comment: what it does, in a sentence, and on what."""
+    """The first comment of a job: a sentence on what it does, and the hardware it is for."""
 
     what: str
     hardware: str
@@ -69,34 +69,38 @@ class Head:
 
 def head_of(text: str) -> Head:
     comment = " ".join(line.removeprefix("#").strip() for line in text.split("\n\n")[0].splitlines())
-    what, _, rest = comment.partition(" Hardware: ")
-    return Head(re.split(r"\.(?= |$)", what)[0], re.split(r"\.(?= )| \(", rest)[0])
+    summary, _, remainder = comment.partition(" Hardware: ")
+    return Head(re.split(r"\.(?= |$)", summary)[0], re.split(r"\.(?= )| \(", remainder)[0])
 
 
-def list_all(words: list[str]) -> int:
+def list_all(keywords: list[str]) -> int:
     heads = {name: path.read_text().split("\n\n")[0] for name, path in jobs().items()}
-    found = {name: head_of(text) for name, text in heads.items() if all(w.lower() in text.lower() for w in words)}
-    if not found:
-        print(f"no job's head has {' and '.join(words)}; there are {', '.join(heads)}", file=sys.stderr)
+    matches = {name: head_of(text) for name, text in heads.items() if all(w.lower() in text.lower() for w in keywords)}
+    if not matches:
+        print(f"no job's head has {' and '.join(keywords)}; there are {', '.join(heads)}", file=sys.stderr)
         return 2
-    for name, head in found.items():
+    for name, head in matches.items():
         print(f"{name:17} {head.hardware:27} {head.what}")
     return 0
 
 
 def job_named(name: str) -> Path:
-    known = jobs()
-    if name not in known:
-        raise JobError(f"{name}: not a preset; allowed: {', '.join(known)}; {hint(name, known) or 'see presets ls'}")
-    return known[name]
+    presets = jobs()
+    if name not in presets:
+        raise JobError(
+            f"{name}: not a preset; allowed: {', '.join(presets)}; {hint(name, presets) or 'see presets ls'}"
+        )
+    return presets[name]
 
 
 def copy(name: str, text: str, path: Path, options: argparse.Namespace) -> int:
-    """The text with what was given in it, as a file. JobError where it has no place for that, and for a file that is
-    there."""
-    for word, given, place in (("--model", options.model, MODEL), ("--data", options.data, RECORDS)):
-        if given is not None and place not in text:
-            raise JobError(f"{word}: the job {name} asks for none; drop it, or take one of the fine-tuning jobs")
+    """Write a preset to a file, with the given model and data filled in.
+
+    Raises JobError if the preset has no placeholder for them, or if the file exists.
+    """
+    for flag, value, placeholder in (("--model", options.model, MODEL), ("--data", options.data, RECORDS)):
+        if value is not None and placeholder not in text:
+            raise JobError(f"{flag}: the job {name} asks for none; drop it, or take one of the fine-tuning jobs")
     if options.model is not None:
         folder = Path(options.model).expanduser()
         if not (folder / CONFIG).is_file():
@@ -109,7 +113,8 @@ def copy(name: str, text: str, path: Path, options: argparse.Namespace) -> int:
     if options.data is not None:
         text = text.replace(json.dumps(RECORDS), quoted(options.data))
     for base in jobs():
-        text = text.replace(f'extends = "{base}.toml"', f'extends = "{base}"')  # which is not beside the copy
+        # the base is not in the folder of the copy
+        text = text.replace(f'extends = "{base}.toml"', f'extends = "{base}"')
     text = with_value(text, "dump_folder", f"./outputs/{path.stem}")
     try:
         with path.open("x") as file:
@@ -123,10 +128,10 @@ def copy(name: str, text: str, path: Path, options: argparse.Namespace) -> int:
 
 
 def quoted(value: str) -> str:
-    """As TOML has it; JSON's strings are a part of those."""
+    """Return a TOML string. Every JSON string is valid in TOML."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def with_value(text: str, key: str, value: str) -> str:
-    """The first line that gives `key` something gives it this, and has no comment on what it was."""
+    """Replace the first assignment of `key` by `value`, and drop the comment on its line."""
     return re.sub(rf"^{key} = .*$", lambda _: f"{key} = {quoted(value)}", text, count=1, flags=re.MULTILINE)

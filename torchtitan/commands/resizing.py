@@ -1,8 +1,8 @@
-"""A vocabulary of another size, for `torchtitan convert`: rows of tokens that are added, and rows that no token has, up
-to a multiple. New rows are the mean of the known ones.
+"""Resize a model's vocabulary for `torchtitan convert`: add rows for new tokens, and pad to a multiple.
 
-Which rows no token has is told by the tokenizer: nothing here writes their tokens, and generation_config.json says to
-others that they are not to be written. Which tokens are new is said in config.json until a run has trained them.
+New rows are the mean of the existing ones. Padding rows are those without a token in the tokenizer. They are never
+generated here, and generation_config.json suppresses them for other programs. config.json lists the new tokens until a
+run has trained them.
 """
 
 import json
@@ -27,15 +27,17 @@ from torchtitan.models.hf.config import CONFIG, UNTRAINED, untrained
 from torchtitan.models.hf.export import GENERATION, Source
 
 AT_ONCE = 2**14
-"""Rows that are added up in double precision at once."""
+"""Rows per chunk when summing in double precision."""
 SUPPRESSED = "suppress_tokens"
-"""Of generation_config.json: what transformers never writes."""
+"""Key of generation_config.json: tokens that transformers never generates."""
 
 
 @dataclass(frozen=True)
 class Resizing:
-    """`known`: rows of tokens that were there; `tokens`: how many there are now; `args`: sizes with as many rows as are
-    written.
+    """A change of the vocabulary's size.
+
+    `known`: number of rows of existing tokens. `tokens`: number of tokens afterwards. `args`: model sizes with the new
+    number of rows.
     """
 
     known: int
@@ -44,15 +46,17 @@ class Resizing:
     vocabulary: Tokenizer
 
     def source(self, source: Source) -> Source:
-        """The folder as if it had had as many rows."""
+        """Return the source with the new number of rows in its config."""
         return Source(source.config | {"vocab_size": self.args.vocab_size}, source.generation)
 
     def beside(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Files beside the weights, which say what of the rows is new and what is nobody's."""
+        """Return the files next to the weights, with the new rows and the rows without a token marked."""
         config, generation = (json.loads(files[name]) for name in (CONFIG, GENERATION))
         rows = self.args.vocab_size
         new = sorted({*untrained(config), *range(self.known, self.tokens)} & {*range(self.tokens)})
-        hidden = [each for each in generation.get(SUPPRESSED) or [] if each < self.known] + [*range(self.tokens, rows)]
+        hidden = [token_id for token_id in generation.get(SUPPRESSED) or [] if token_id < self.known] + [
+            *range(self.tokens, rows)
+        ]
         for content, key, ids in ((config, UNTRAINED, new), (generation, SUPPRESSED, hidden)):
             content.pop(key, None)
             content |= {key: ids} if ids else {}
@@ -66,7 +70,7 @@ class Resizing:
 def resizing(
     config: JobConfig, args: Any, tokens: Sequence[str], eos: str | None, multiple: int | None
 ) -> Iterator[Resizing]:
-    """Of the model of these sizes with its tokenizer. JobError where that is not known, or cannot have these tokens."""
+    """Yield the resizing of the job's model. Raises JobError if its tokenizer is unknown or cannot take the tokens."""
     if not names_its_tokenizer(config):
         raise JobError("which tokens the model has is not known: --model.tokenizer_path says which is its tokenizer")
     before = parts.tokenizer(config)
@@ -80,8 +84,8 @@ def resizing(
         rows = max(args.vocab_size, after.vocab_size)
         if multiple is not None:
             rows = -(-after.vocab_size // multiple) * multiple
-        known = min(before.vocab_size, args.vocab_size)
-        yield Resizing(known, after.vocab_size, replace(args, vocab_size=rows), after)
+        num_known = min(before.vocab_size, args.vocab_size)
+        yield Resizing(num_known, after.vocab_size, replace(args, vocab_size=rows), after)
 
 
 class Resized(Weights):
@@ -100,10 +104,10 @@ class Resized(Weights):
         value = self.weights.whole(name)
         if name not in self.by_token:
             return value
-        known, rows = value[: self.to.known], self.to.args.vocab_size
-        mean = sum(part.double().sum(0) for part in known.split(AT_ONCE)) / len(known)
-        made = mean.to(value.dtype).expand(rows, *value.shape[1:]).clone()
-        made[: len(known)] = known
-        spare = value[self.to.tokens : rows]  # which had no token, and have none now
-        made[self.to.tokens : self.to.tokens + len(spare)] = spare
-        return made
+        trained_rows, rows = value[: self.to.known], self.to.args.vocab_size
+        mean = sum(part.double().sum(0) for part in trained_rows.split(AT_ONCE)) / len(trained_rows)
+        resized = mean.to(value.dtype).expand(rows, *value.shape[1:]).clone()
+        resized[: len(trained_rows)] = trained_rows
+        spare = value[self.to.tokens : rows]  # rows without a token before and after
+        resized[self.to.tokens : self.to.tokens + len(spare)] = spare
+        return resized

@@ -1,11 +1,11 @@
-"""What lm-eval (0.4.13) makes of answers: the filters that they go through, and what is counted of a kind of request.
+"""Read and check task files of lm-eval (0.4.13).
 
-It would tell only behind the last answer what it does not count, and leaves out in silence what it has no use for.
+A YAML file describes the prompts made from each record of the data, the filters applied to the answers, and the
+metrics. Filters and metrics are checked here because lm-eval reports an unknown metric only after the last answer and
+silently ignores options that it does not use.
 
-Tasks of lm-eval as files: a YAML says which lines of data are asked in which words, and what is counted.
-
-They are read as data: a tag of YAML, such as the one that names a function of Python, is refused, and so is every key
-by which lm-eval would import or fetch something. Data are files of this machine, beside the YAML or below it.
+Task files are read as data: YAML tags, such as the one that names a Python function, are refused, and so is every key
+by which lm-eval would import or fetch something. Data files are on this machine, in the YAML's folder or below it.
 """
 
 import os
@@ -31,7 +31,7 @@ FIGURES = {
     },
     "generate_until": {"exact_match": "mean", "bleu": "bleu", "chrf": "chrf", "chrf++": "chrf++", "ter": "ter"},
 }
-"""By output_type, each figure and how the documents' values become one."""
+"""output_type -> metric -> aggregation over the documents."""
 OF_EXACT_MATCH = ("regexes_to_ignore", "ignore_case", "ignore_punctuation", "ignore_numbers")
 OF_REGEX = ("regex_pattern", "group_select", "fallback")
 FILTERS: dict[str, tuple[str, ...]] = {
@@ -48,20 +48,20 @@ KINDS: dict[str, tuple[type, str]] = {
     **{"ignore_case": (bool, "true or false"), "ignore_punctuation": (bool, "true or false")},
 }
 NEEDED = ("k", "mapping_dict")
-"""By a filter that takes them."""
+"""Options that a filter requires if it takes them."""
 
 
-def refuse_unknown(where: str, given: Iterable[object], known: Iterable[str], remedy: str = "") -> None:
-    """JobError where `given` has what is not in `known`, with what was meant where that is near."""
-    allowed = list(known)
-    if strange := [str(key) for key in given if key not in allowed]:
-        near = "; ".join(filter(None, [*(hint(key, allowed) for key in strange), remedy]))
-        told = f"{where}: given {', '.join(strange)}; allowed: {', '.join(allowed) or 'nothing'}"
-        raise JobError(f"{told}; {near or 'leave it out'}")
+def refuse_unknown(where: str, names: Iterable[object], allowed_names: Iterable[str], remedy: str = "") -> None:
+    """Raise JobError if `names` has entries that are not in `allowed_names`, suggesting similar names."""
+    allowed = list(allowed_names)
+    if unknown_names := [str(key) for key in names if key not in allowed]:
+        near = "; ".join(filter(None, [*(hint(key, allowed) for key in unknown_names), remedy]))
+        message = f"{where}: given {', '.join(unknown_names)}; allowed: {', '.join(allowed) or 'nothing'}"
+        raise JobError(f"{message}; {near or 'leave it out'}")
 
 
 def refuse_what_is_not_counted(task: Mapping[str, Any], where: str) -> None:
-    """JobError for a figure or a filter that is none, for what these do not take, and for what is no pattern."""
+    """Raise JobError for unknown metrics or filters, options that these do not take, and invalid patterns."""
     kind = task.get("output_type", "generate_until")
     refuse_unknown(f"{where}: output_type", [kind], FIGURES)
     _refuse_kind("repeats", task.get("repeats", 1), *WHOLE, where)
@@ -70,8 +70,8 @@ def refuse_what_is_not_counted(task: Mapping[str, Any], where: str) -> None:
     for entry in tables(task.get("filter_list") or [], f"{where}: filter_list"):
         refuse_unknown(f"{where}: filter_list", entry, ("name", "filter"))
         if set(entry) != {"name", "filter"} or not isinstance(entry["name"], str):
-            told = f"given {entry}; allowed: tables with name, a text, and filter, a list of steps"
-            raise JobError(f"{where}: filter_list: {told}")
+            message = f"given {entry}; allowed: tables with name, a text, and filter, a list of steps"
+            raise JobError(f"{where}: filter_list: {message}")
         steps = list(tables(entry["filter"], f"{where}: filter_list"))
         if not steps:
             raise JobError(f"{where}: filter_list: {entry['name']}: given no step; allowed: at least one; leave it out")
@@ -86,15 +86,15 @@ def tables(entries: object, where: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _refuse_figure(entry: Mapping[str, Any], kind: str, where: str) -> None:
-    name, how = entry.get("metric"), entry.get("aggregation")
+    name, aggregation = entry.get("metric"), entry.get("aggregation")
     if name is None or "hf_evaluate" in entry:
         raise JobError(f"{where}: given {entry}; allowed: tables with metric, without hf_evaluate")
     refuse_unknown(f"{where} with output_type = {kind}", [name], FIGURES[kind])
-    more = OF_EXACT_MATCH if (name, kind) == ("exact_match", "generate_until") else ()
-    refuse_unknown(f"{where}: {name}", entry, ("metric", "aggregation", "higher_is_better", *more))
-    own = FIGURES[kind][name]
-    if how is not None:
-        refuse_unknown(f"{where}: {name}: aggregation", [how], AVERAGES if own in AVERAGES else (own,))
+    extra_keys = OF_EXACT_MATCH if (name, kind) == ("exact_match", "generate_until") else ()
+    refuse_unknown(f"{where}: {name}", entry, ("metric", "aggregation", "higher_is_better", *extra_keys))
+    default = FIGURES[kind][name]
+    if aggregation is not None:
+        refuse_unknown(f"{where}: {name}: aggregation", [aggregation], AVERAGES if default in AVERAGES else (default,))
     _refuse_patterns(entry, where)
 
 
@@ -103,22 +103,25 @@ def _refuse_step(step: Mapping[str, Any], where: str) -> None:
     if name == "custom":
         raise JobError(f"{where}: given custom, which is code; allowed: filters by name")
     refuse_unknown(f"{where}: function", [name], FILTERS)
-    taken = FILTERS[str(name)]
-    refuse_unknown(f"{where}: {name}", step, ("function", *taken))
-    for key in taken:
+    allowed_keys = FILTERS[str(name)]
+    refuse_unknown(f"{where}: {name}", step, ("function", *allowed_keys))
+    for key in allowed_keys:
         if key in KINDS and (key in step or key in NEEDED):
             _refuse_kind(key, step.get(key), *KINDS[key], f"{where}: {name}")
     _refuse_patterns(step, where)
 
 
-def _refuse_kind(key: str, given: object, kind: type, words: str, where: str) -> None:
-    if not isinstance(given, kind) or isinstance(given, bool) != (kind is bool):
-        raise JobError(f"{where}: {key}: given {given!r}; allowed: {words}")
+def _refuse_kind(key: str, value: object, kind: type, description: str, where: str) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+        raise JobError(f"{where}: {key}: given {value!r}; allowed: {description}")
 
 
 def _refuse_patterns(entry: Mapping[str, Any], where: str) -> None:
-    several = entry.get("regexes_to_ignore") or []
-    for pattern in [entry.get("regex_pattern", ""), *(several if isinstance(several, list) else [several])]:
+    ignored_patterns = entry.get("regexes_to_ignore") or []
+    for pattern in [
+        entry.get("regex_pattern", ""),
+        *(ignored_patterns if isinstance(ignored_patterns, list) else [ignored_patterns]),
+    ]:
         try:
             re.compile(pattern)
         except (re.error, TypeError, RecursionError, OverflowError) as error:
@@ -133,29 +136,30 @@ WORDS = (
     *SPLITS,
     *("num_fewshot", "repeats", "metadata", "doc_to_decontamination_query"),
 )
-"""Keys whose values are words and numbers, which lm-eval judges."""
+"""Keys with text and numbers as values, which lm-eval checks itself."""
 KEYS = (*WORDS, "dataset_path", "dataset_kwargs", "generation_kwargs", "metric_list", "filter_list")
 NOTED = ("task_alias", "tag", "metadata", "should_decontaminate", "doc_to_decontamination_query")
 GREEDY = {"do_sample": (False,), "temperature": (0, 0.0)}
 MAX_NEW_TOKENS = 256
 PATTERNS = re.compile(r"[][*?\0]|::")
-"""Of a name: what a reader of data would look for, or open, as something else than this file."""
+"""Parts of a file name that a data reader would treat as a glob or as another kind of path."""
 
 
 def tasks_in(path: Path) -> dict[str, dict[str, Any]]:
-    """Those of a YAML file, or of all in a folder, by name, as lm-eval takes them. JobError where there are none, where
-    two have one name, and where one is no data.
+    """Return the tasks of a YAML file, or of all YAML files in a folder, by name, as lm-eval takes them.
+
+    Raises JobError if there are none, if two have the same name, or if a file is not plain data.
     """
     files = sorted(path.rglob("*.yaml")) if path.is_dir() else [path]
-    found: dict[str, dict[str, Any]] = {}
+    tasks: dict[str, dict[str, Any]] = {}
     for file in files:
         task = _read(file)
-        if task["task"] in found:
+        if task["task"] in tasks:
             raise JobError(f"{file}: task = {task['task']!r} has been read from another file; give it another name")
-        found[task["task"]] = task
-    if not found:
+        tasks[task["task"]] = task
+    if not tasks:
         raise JobError(f"--tasks {path}: no file *.yaml in it; give a folder of lm-eval's tasks, or one's file")
-    return found
+    return tasks
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -174,7 +178,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _refuse_examples(task: Mapping[str, Any], file: Path) -> None:
-    """lm-eval would take those of another split, which may be the one that is asked."""
+    """Refuse few-shot examples without a split for them: lm-eval may take them from the evaluated split."""
     for key in SPLITS:
         if not isinstance(task.get(key, ""), str | None):
             raise JobError(f"{file}: {key}: given {task[key]!r}; allowed: the name of a split")
@@ -189,61 +193,62 @@ def _refuse_examples(task: Mapping[str, Any], file: Path) -> None:
 
 
 def without_effect(task: Mapping[str, Any]) -> list[str]:
-    """Keys that a task of lm-eval may have and that change nothing here."""
-    found = [key for key in NOTED if task.get(key)]
+    """Return the keys of a task that have no effect here."""
+    unused_keys = [key for key in NOTED if task.get(key)]
     if task.get("output_type", "generate_until") != "generate_until":
-        found += ["generation_kwargs"] if task.get("generation_kwargs") else []
-    if task.get("repeats", 1) != 1:  # of the likeliest tokens, which are the same again
-        found.append("repeats")
-    asked = task.get("test_split") or task.get("validation_split")
-    read = {asked, task.get("fewshot_split") if task.get("num_fewshot") else None}
-    return found + [key for key in SPLITS if key != "test_split" and task.get(key) and task[key] not in read]
+        unused_keys += ["generation_kwargs"] if task.get("generation_kwargs") else []
+    if task.get("repeats", 1) != 1:  # greedy decoding repeats the same answer
+        unused_keys.append("repeats")
+    evaluated_split = task.get("test_split") or task.get("validation_split")
+    read = {evaluated_split, task.get("fewshot_split") if task.get("num_fewshot") else None}
+    return unused_keys + [key for key in SPLITS if key != "test_split" and task.get(key) and task[key] not in read]
 
 
 def _data_of(task: Mapping[str, Any], file: Path) -> object:
-    """`data_files` with whole paths."""
-    given, told = task.get("dataset_path"), task.get("dataset_kwargs")
-    if given not in READERS:
+    """Return `data_files` with absolute paths."""
+    kind, data_kwargs = task.get("dataset_path"), task.get("dataset_kwargs")
+    if kind not in READERS:
         raise JobError(
-            f"{file}: dataset_path: given {given!r}; allowed: {', '.join(READERS)}, of a file of this machine; nothing "
+            f"{file}: dataset_path: given {kind!r}; allowed: {', '.join(READERS)}, of a file of this machine; nothing "
             "is fetched"
         )
-    if not isinstance(told, dict) or list(told) != ["data_files"]:
-        raise JobError(f"{file}: dataset_kwargs: given {told!r}; allowed: data_files, the files of each split")
+    if not isinstance(data_kwargs, dict) or list(data_kwargs) != ["data_files"]:
+        raise JobError(f"{file}: dataset_kwargs: given {data_kwargs!r}; allowed: data_files, the files of each split")
 
     def place(name: object) -> object:
         if isinstance(name, dict):
-            return {split: place(each) for split, each in name.items()}
+            return {split: place(entry) for split, entry in name.items()}
         if isinstance(name, list):
-            return [place(each) for each in name]
+            return [place(entry) for entry in name]
         if not isinstance(name, str) or PATTERNS.search(name):
-            told = "allowed: names of files, without * ? [ ] and ::, which would stand for others"
-            raise JobError(f"{file}: data_files: given {name!r}; {told}")
-        home, found = file.parent.resolve(), Path(os.path.realpath(file.parent / name))  # a loop of links is left so
-        if home not in found.parents:
-            raise JobError(f"{file}: data_files: given {name!r}, which is {found}; allowed: files in {home}")
-        if not os.path.isfile(found):
-            raise JobError(f"{file}: data_files: given {name!r}; there is no file {found}; put it there")
-        return str(found)
+            message = "allowed: names of files, without * ? [ ] and ::, which would stand for others"
+            raise JobError(f"{file}: data_files: given {name!r}; {message}")
+        # realpath does not fail on a loop of links
+        folder, target = file.parent.resolve(), Path(os.path.realpath(file.parent / name))
+        if folder not in target.parents:
+            raise JobError(f"{file}: data_files: given {name!r}, which is {target}; allowed: files in {folder}")
+        if not os.path.isfile(target):
+            raise JobError(f"{file}: data_files: given {name!r}; there is no file {target}; put it there")
+        return str(target)
 
-    return place(told["data_files"])
+    return place(data_kwargs["data_files"])
 
 
 def greedy_of(options: object, where: object) -> tuple[int, list[str]]:
-    """Of `generation_kwargs`: how many tokens to write at most, and the texts that end them."""
+    """Return the maximum number of new tokens and the stop strings of `generation_kwargs`."""
     if not isinstance(options, dict):
         raise JobError(f"{where}: generation_kwargs: given {options!r}; allowed: a table")
     most, until = options.get("max_gen_toks", MAX_NEW_TOKENS), options.get("until") or []
     until = [until] if isinstance(until, str) else until
-    strange = {key: value for key, value in options.items() if value not in GREEDY.get(key, (value,))}
-    strange |= {key: value for key, value in options.items() if key not in (*GREEDY, "until", "max_gen_toks")}
+    unsupported = {key: value for key, value in options.items() if value not in GREEDY.get(key, (value,))}
+    unsupported |= {key: value for key, value in options.items() if key not in (*GREEDY, "until", "max_gen_toks")}
     if type(most) is not int or most < 1:
-        strange["max_gen_toks"] = most
+        unsupported["max_gen_toks"] = most
     if not isinstance(until, list) or not all(isinstance(text, str) for text in until):
-        strange["until"] = until
-    if strange:
+        unsupported["until"] = until
+    if unsupported:
         raise JobError(
-            f"{where}: generation_kwargs: given {strange}; allowed: until, texts, max_gen_toks, at least 1, "
+            f"{where}: generation_kwargs: given {unsupported}; allowed: until, texts, max_gen_toks, at least 1, "
             "do_sample = false, temperature = 0: the likeliest tokens are written"
         )
     return most, [text for text in until if text]

@@ -1,4 +1,4 @@
-"""A bound on the time that what a file says may take: a pattern or a template of a few letters can go on for years."""
+"""Time limits for patterns and templates read from files, of which a short one can run for years."""
 
 import signal
 import threading
@@ -8,13 +8,15 @@ from types import FrameType
 
 
 class TooLong(Exception):
-    """Of what did not end in its time."""
+    """Raised when code exceeds its time limit."""
 
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """TooLong behind `seconds`, also out of a regular expression, which looks for signals as it goes on. No bound
-    outside of the main thread, which alone hears them. What was left of another's time is left of it behind this one.
+    """Raise TooLong after `seconds`, also inside a regular expression, which checks for signals while it runs.
+
+    There is no limit outside of the main thread, because only that one receives signals. An outer limit continues
+    afterwards with the time that it had left.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -24,22 +26,22 @@ def at_most(seconds: float) -> Iterator[None]:
         raise TooLong(f"no end after {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    remaining, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, left)
+        signal.setitimer(signal.ITIMER_REAL, remaining)
         signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager
 def unhurried() -> Iterator[None]:
-    """Time that does not count for a bound around it."""
-    left = 0.0
+    """Suspend the surrounding time limit."""
+    remaining = 0.0
     if threading.current_thread() is threading.main_thread():
-        left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
+        remaining, _ = signal.setitimer(signal.ITIMER_REAL, 0)
     try:
         yield
     finally:
-        if left:
-            signal.setitimer(signal.ITIMER_REAL, left)
+        if remaining:
+            signal.setitimer(signal.ITIMER_REAL, remaining)

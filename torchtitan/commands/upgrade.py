@@ -1,4 +1,4 @@
-"""`torchtitan check --upgrade`: a job of torchtitan's TOML era as a file of today, with the comments that it had."""
+"""`torchtitan check --upgrade`: translate a job of torchtitan's TOML era to today's options, keeping its comments."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,15 +20,16 @@ from torchtitan.rules import WITHOUT_EFFECT, Facts
 
 
 def translate(argv: list[str], era: str | None) -> tuple[str, JobConfig]:
-    """The file, with the old defaults that differ from today's, and the job that it describes. ConfigError has all that
-    has no translation.
+    """Return the translated file, including old defaults that differ from today's, and its job.
+
+    Raises ConfigError with all options that have no translation.
     """
     files, layers = read_layers(argv)
     if faults := [fault for layer in layers for fault in layer.faults]:
         raise ConfigError(faults)
     name = " + ".join(files) or "the job"
     result = upgrade(merged(layer.old for layer in layers), merged(layer.values for layer in layers), era)
-    faults = [Fault(name, key, show(value), "", f"has no translation: {why}") for key, value, why in result.stuck]
+    faults = [Fault(name, key, show(value), "", f"has no translation: {reason}") for key, value, reason in result.stuck]
     translated = layer_of(name, result.values.items())
     if faults := faults + translated.all_faults():
         raise ConfigError(faults)
@@ -42,7 +43,7 @@ def translate(argv: list[str], era: str | None) -> tuple[str, JobConfig]:
 
 
 def _with_effect(values: Values, result: Upgrade) -> Values:
-    """Leave out what does nothing where another option is as it is, and would be a fault here."""
+    """Leave out options that have no effect with the other options, and would be a fault here."""
     while faults := [fault for fault in _faults_without_effect(values) if fault.key in values]:
         result.notes += [f"left out, changed nothing: {fault.key} (allowed: {fault.allowed})" for fault in faults]
         values = {key: value for key, value in values.items() if key not in {fault.key for fault in faults}}
@@ -56,7 +57,7 @@ def _faults_without_effect(values: Values) -> list[Fault]:
 
 @dataclass
 class Comments:
-    """Those of a file, by what they stand above or beside: its head, a section, an option (by today's name)."""
+    """The comments of a file: at its head, and above or next to a section or option (by today's name)."""
 
     head: list[str] = field(default_factory=list)
     above: dict[str, list[str]] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class Comments:
         self.above[""] = self.above.get("", []) + pending
 
     def homeless(self, kept: set[str]) -> list[str]:
-        """Of what is not in the translation; behind each the name of what it stood at."""
+        """Return the comments of options that the translation lacks, each followed by the option's name."""
         lines = [
             f"{line}  [{name}]" for name, lines in self.above.items() if name not in kept for line in lines if name
         ]
@@ -87,7 +88,7 @@ class Comments:
 
 
 def _items(table: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """(dotted name, item) in the order of the file: comments without a name, sections, options."""
+    """Yield (dotted name, item) in file order: comments (with an empty name), sections and options."""
     for key, item in table.body if isinstance(table, tomlkit.TOMLDocument) else table.value.body:
         if isinstance(item, Comment):
             yield "", item
@@ -99,23 +100,23 @@ def _items(table: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_table(value: Any) -> bool:
-    """Also a list of tables."""
+    """Return True for a table or a list with tables."""
     return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
 
 
 def as_file(head: list[str], values: Values, comments: Comments | None = None) -> str:
-    """Options by section in their order, `head` above them, comments where they were."""
+    """Format options by section in their usual order, with `head` above them and comments where they were."""
     comments = comments or Comments()
     ordered = {key: values[key] for key in options() if key in values}
     sections = dict.fromkeys(key.rpartition(".")[0] for key in ordered)
     lines = [*comments.head, *(f"# {line}" for line in head), *comments.homeless({*ordered, *sections})]
     for section in sections:
-        beside = comments.beside.get(section, "")
-        lines += ["", *comments.above.get(section, []), f"[{section}]  {beside}".rstrip()]
+        comment = comments.beside.get(section, "")
+        lines += ["", *comments.above.get(section, []), f"[{section}]  {comment}".rstrip()]
         of_section = {key: value for key, value in ordered.items() if key.rpartition(".")[0] == section}
         for key, value in sorted(of_section.items(), key=lambda pair: _is_table(pair[1])):
             lines += comments.above.get(key, [])
-            if _is_table(value):  # a table of its own, below what is not
+            if _is_table(value):  # a separate table, after the plain values
                 lines += _tables(key, value)
             else:
                 text = tomli_w.dumps({key.rpartition(".")[2]: value}).rstrip()
@@ -124,8 +125,10 @@ def as_file(head: list[str], values: Values, comments: Comments | None = None) -
 
 
 def _tables(key: str, value: Any) -> list[str]:
-    """A table, or each of a list under a head of its own: as one line of its section the list would need that section
-    open, which another table may have ended."""
+    """Format a table, or a list of tables with a header each.
+
+    As one line of its section the list would need that section open, and another table may have ended it.
+    """
     if isinstance(value, dict):
         return ["", tomli_w.dumps(nest({key: value})).rstrip()]
     texts = (tomli_w.dumps(nest({key: item})).rstrip().removeprefix(f"[{key}]\n") for item in value)

@@ -1,5 +1,7 @@
-"""Command lines and files of other programs, as jobs. A reader is one file and one line here; `torchtitan import` finds
-it by the script that a line runs, by its flags, or by how the file of options ends that it names. No torch.
+"""Readers that translate command lines and files of other programs to jobs.
+
+A reader is one file and one entry here. `torchtitan import` finds it by the script that a line runs, by its flags, or
+by the suffix of its options file. Needs no torch.
 """
 
 from typing import NamedTuple
@@ -9,10 +11,12 @@ from torchtitan.importers.command_line import CommandLine
 
 
 class Source(NamedTuple):
-    """`script`: the name of the file that its command lines run, or None where any may with these `flags`, or with a
-    file of options that ends in one of `files`. `reader`: "module:function", of the command line
-    (command_line.CommandLine) the job that it means (meaning.Meaning). `asks_accelerate`: whether the script takes
-    precision, sharding and compilation from accelerate launch.
+    """A kind of command line that can be imported.
+
+    `script`: the file name of the script, or None for any script with these `flags`, or with an options file that ends
+    in one of `files`. `reader`: "module:function", which translates a command_line.CommandLine to a
+    translation.Meaning. `asks_accelerate`: True if the script takes precision, sharding and compilation from accelerate
+    launch.
     """
 
     script: str | None

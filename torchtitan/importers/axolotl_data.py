@@ -1,4 +1,4 @@
-"""The data of an Axolotl file: its datasets as sources, what is held out, templates, packing."""
+"""Translate the data options of an Axolotl file: datasets to sources, held-out splits, templates and packing."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,15 +10,15 @@ from torchtitan.importers.axolotl_values import PROMPT, Values, entry_of
 from torchtitan.importers.translation import Meaning
 
 TYPES = ("alpaca", "sharegpt", "chat_template", "completion", "input_output", "prompt_completion", "pretrain")
-"""Prompts that are here, too; of those without a line in READ the fields of a record tell how it is read."""
+"""Supported prompt types. Types without an entry in READ are recognized by the fields of their records."""
 READ = {"alpaca": ("alpaca", ""), "sharegpt": ("sharegpt", "conversations"), "completion": ("completion", "text")}
 READ |= {"input_output": ("input_output", "segments"), "prompt_completion": ("prompt_completion", "")}
-"""By the kind of prompt the format of its records, and of that the field that `field` and `field_messages` name."""
+"""Prompt type -> (record format, the field of that format that `field` and `field_messages` rename)."""
 ROLES = ".load_role"
-"""Behind sharegpt: its messages are of role and value."""
+"""Suffix of sharegpt for messages with the keys role and value."""
 PREFERENCES = ("dpo", "ipo", "orpo")
 LOADERS = ("json", "csv", "parquet", "arrow", "text")
-"""What stands in path beside data_files."""
+"""Values of `path` that name a loader when data_files is set."""
 TEMPLATES = {"chatml": "chatml", "llama2": "llama2", "llama-2": "llama2", "llama3": "llama3", "llama-3": "llama3"}
 TEMPLATES |= {"alpaca": "alpaca"}
 OWN, JINJA = ("tokenizer", "tokenizer_default"), "jinja"
@@ -30,26 +30,26 @@ ENDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", 
 
 
 class Data:
-    def __init__(self, given: Values, meaning: Meaning) -> None:
-        self.given, self.meaning = given, meaning
+    def __init__(self, options: Values, meaning: Meaning) -> None:
+        self.given, self.meaning = options, meaning
         self.values, self.note, self.refuse = meaning.values, meaning.notes.append, meaning.refuse
         self._templates: list[str] = []
 
     def read(self) -> None:
-        given = self.given
-        if given["pretraining_dataset"] is not None:
+        options = self.given
+        if options["pretraining_dataset"] is not None:
             self._pretraining()
         else:
             self._records()
-        if (longest := given["max_packed_sequence_len"]) not in (None, self.values.get("training.seq_len")):
+        if (longest := options["max_packed_sequence_len"]) not in (None, self.values.get("training.seq_len")):
             self.refuse("max_packed_sequence_len", longest, "sequence_len", "samples are of one length")
 
     def _pretraining(self) -> None:
-        said = self.given["pretraining_dataset"]
-        entries = said if isinstance(said, list) else [said]
+        dataset = self.given["pretraining_dataset"]
+        entries = dataset if isinstance(dataset, list) else [dataset]
         if len(entries) > 1:
-            why = "Axolotl reads the first alone; a job may have several training.sources with weights"
-            self.refuse("pretraining_dataset", f"{len(entries)} entries", "one entry", why)
+            reason = "Axolotl reads the first alone; a job may have several training.sources with weights"
+            self.refuse("pretraining_dataset", f"{len(entries)} entries", "one entry", reason)
         sources = self._sources("pretraining_dataset", entries[:1])
         self._write("training", sources)
         for name in ("datasets", "test_datasets", "val_set_size", "dataset_shard_num"):
@@ -58,43 +58,45 @@ class Data:
         self.note("documents are packed end to end; training.document_mask = true keeps them apart")
 
     def _records(self) -> None:
-        given, values = self.given, self.values
+        options, values = self.given, self.values
         values["task.kind"] = "sft"
         self._preference()
-        entries = given["datasets"] or []
-        if given["train_data_uri"] is not None:
-            entries = [{"path": given["train_data_uri"]}]
+        entries = options["datasets"] or []
+        if options["train_data_uri"] is not None:
+            entries = [{"path": options["train_data_uri"]}]
         if not entries:
             self.refuse("datasets", None, "at least one entry with its path", "say what is trained on")
         self._write("training", self._sources("datasets", entries))
-        values["data.train_on"] = "all" if given["train_on_inputs"] else "completion"
-        values["data.packing"] = "best_fit" if given["sample_packing"] else "off"
-        texts = bool(entries) and all(isinstance(each, dict) and each.get("type") == "completion" for each in entries)
+        values["data.train_on"] = "all" if options["train_on_inputs"] else "completion"
+        values["data.packing"] = "best_fit" if options["sample_packing"] else "off"
+        texts = bool(entries) and all(
+            isinstance(entry, dict) and entry.get("type") == "completion" for entry in entries
+        )
         held_out = self._held_out()
         values["data.too_long"] = "split" if texts and not held_out else "drop"
-        what = "texts are cut" if values["data.too_long"] == "split" else "records are left out, and counted"
-        why = (
+        handling = "texts are cut" if values["data.too_long"] == "split" else "records are left out, and counted"
+        reason = (
             "; Axolotl cuts them, as this does with test_datasets instead of val_set_size" if texts and held_out else ""
         )
-        self.note(f"too long {what}{why}")
+        self.note(f"too long {handling}{reason}")
         self._template()
         self._lengths()
 
     def _lengths(self) -> None:
-        """How samples that are not packed are padded and ordered, and which part of them is read."""
-        given, values, packed = self.given, self.values, bool(self.given["sample_packing"])
-        if given["pad_to_sequence_len"] is not None and not packed:
-            values["data.pad_to"] = "seq_len" if given["pad_to_sequence_len"] else "batch"
-        if given["group_by_length"] and packed:
+        """Translate the padding and ordering of unpacked samples, and the shard of the dataset to read."""
+        options, values, packed = self.given, self.values, bool(self.given["sample_packing"])
+        if options["pad_to_sequence_len"] is not None and not packed:
+            values["data.pad_to"] = "seq_len" if options["pad_to_sequence_len"] else "batch"
+        if options["group_by_length"] and packed:
             self.note("group_by_length: samples are packed, so that all are of one length")
-        elif given["group_by_length"]:
+        elif options["group_by_length"]:
             values["data.group_by_length"] = True
-        shards, number = given["dataset_shard_num"], given["dataset_shard_idx"] or 0
+        shards, number = options["dataset_shard_num"], options["dataset_shard_idx"] or 0
         if shards is not None and not 0 <= number < shards:
             self.refuse("dataset_shard_idx", number, f"from 0 to {shards - 1}, one of dataset_shard_num {shards}")
         elif shards is not None:
             values["data.shards"] = f"{number + 1}/{shards}"
-        elif given["dataset_shard_idx"] is not None:
+        elif options["dataset_shard_idx"] is not None:
             self.refuse("dataset_shard_idx", number, "nothing without dataset_shard_num")
 
     def _preference(self) -> None:
@@ -102,14 +104,14 @@ class Data:
         if kind in PREFERENCES:
             self.values["task.kind"] = kind
         elif kind is not None:
-            why = (
+            reason = (
                 "KTO begins from a mean over all pairs of a step"
                 if kind in ("kto", "kto_pair")
                 else "no other is here yet"
             )
-            self.refuse("rl", kind, f"one of {', '.join(PREFERENCES)}", why)
-        beside = self.given["lora_model_dir"] or self.given["peft_adapter"]
-        if kind in ("dpo", "ipo") and beside and self.given["base_model"] is not None:
+            self.refuse("rl", kind, f"one of {', '.join(PREFERENCES)}", reason)
+        adapter_folder = self.given["lora_model_dir"] or self.given["peft_adapter"]
+        if kind in ("dpo", "ipo") and adapter_folder and self.given["base_model"] is not None:
             self.values["dpo.reference"] = self.given["base_model"]  # without the adapter that is learned on
         options = {
             "rl_beta": "dpo.beta",
@@ -119,17 +121,17 @@ class Data:
         }
         for name, option in options.items():
             if self.given[name] and (kind is None or (name == "orpo_alpha" and kind != "orpo")):
-                wanted = "orpo" if name == "orpo_alpha" else "dpo"
-                self.refuse(name, self.given[name], f"nothing without rl: {wanted}", f"give rl: {wanted}")
+                required = "orpo" if name == "orpo_alpha" else "dpo"
+                self.refuse(name, self.given[name], f"nothing without rl: {required}", f"give rl: {required}")
             elif self.given[name] is not None:
                 self.values[option] = self.given[name]
 
     def _held_out(self) -> bool:
-        """Whether a part of the training data is."""
-        given, values, share = self.given, self.values, self.given["val_set_size"] or 0
-        tests = given["test_datasets"] or []
-        if given["val_data_uri"] is not None:
-            tests = [{"path": given["val_data_uri"]}]
+        """Translate the validation data. Returns True if a share of the training data is held out."""
+        options, values, share = self.given, self.values, self.given["val_set_size"] or 0
+        tests = options["test_datasets"] or []
+        if options["val_data_uri"] is not None:
+            tests = [{"path": options["val_data_uri"]}]
         if tests and share:
             self.refuse("val_set_size", share, "0 beside test_datasets", "validate on one of them")
         elif tests:
@@ -141,8 +143,8 @@ class Data:
 
     def _sources(self, name: str, entries: list[Any]) -> list[dict[str, Any]]:
         sources: list[dict[str, Any]] = []
-        for number, said in enumerate(entries):
-            entry = entry_of(said, f"{name}[{number}]", self.meaning)
+        for number, raw_entry in enumerate(entries):
+            entry = entry_of(raw_entry, f"{name}[{number}]", self.meaning)
             if entry is not None:
                 sources += self._source(f"{name}[{number}]", entry)
         return sources
@@ -162,32 +164,39 @@ class Data:
         return [place | reading for place in self._places(name, entry)]
 
     def _reading(self, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """How its records are read. What its prompt says is not left to their fields, as a set may have the text of the
-        whole record in one of them, too."""
+        """Return the options that say how an entry's records are read.
+
+        A prompt type takes precedence over detection by fields, because a dataset may also store the text of the
+        whole record in one of its fields.
+        """
         fields = {ours: entry[key] for key, ours in FIELDS.items() if entry.get(key, ours) != ours}
-        inside = {ours: entry[key] for key, ours in INSIDE.items() if entry.get(key, ours) != ours}
+        message_fields = {ours: entry[key] for key, ours in INSIDE.items() if entry.get(key, ours) != ours}
         template = {key: entry[key] for key in PROMPT if key in entry}
         field = entry.get("text_column", entry.get("field", entry.get("field_messages")))
         kind = self._kind(name, entry)
-        form, held = READ.get(kind.removesuffix(ROLES), ("", ""))
+        record_format, default_field = READ.get(kind.removesuffix(ROLES), ("", ""))
         if kind.endswith(ROLES):
-            inside = {"content": "value"} | inside
+            message_fields = {"content": "value"} | message_fields
         if (template or fields) and kind not in ("", "alpaca"):
             for key in [key for key in entry if key in PROMPT or key in FIELDS]:
                 self.refuse(
                     f"{name}.{key}", entry[key], f"nothing beside type: {kind}", "it is of instructions: drop it"
                 )
         elif template or fields:
-            form, held, inside = "alpaca", "", {}
-        elif inside and not form or kind == "chat_template" and field is not None:
-            form, held, field = "chat", "messages", field or "messages"
-        if held and field not in (None, held):
-            fields = {held: field}
-        if form and field is not None and field not in fields.values() and field != held:
-            self.note(f"{name}: {field!r} is not read, as records of format {form} have fields of their own")
-        if form:
-            said = {"format": form, "fields": fields | inside, "template": PROMPT | template if template else {}}
-            return {key: value for key, value in said.items() if value}
+            record_format, default_field, message_fields = "alpaca", "", {}
+        elif message_fields and not record_format or kind == "chat_template" and field is not None:
+            record_format, default_field, field = "chat", "messages", field or "messages"
+        if default_field and field not in (None, default_field):
+            fields = {default_field: field}
+        if record_format and field is not None and field not in fields.values() and field != default_field:
+            self.note(f"{name}: {field!r} is not read, as records of format {record_format} have fields of their own")
+        if record_format:
+            settings = {
+                "format": record_format,
+                "fields": fields | message_fields,
+                "template": PROMPT | template if template else {},
+            }
+            return {key: value for key, value in settings.items() if value}
         if kind:
             self.note(f"{name}.type {kind}: the fields of a record tell how it is read, see docs/data.md")
         return {"text_field": field} if isinstance(field, str) else {}
@@ -199,8 +208,8 @@ class Data:
         if self.given["rl"] in PREFERENCES:
             self.refuse(f"{name}.type", kind, "nothing with rl, as the fields of a record tell", REWRITE_PAIRS)
         else:
-            why = f"other prompts are not made here: {REWRITE}"
-            self.refuse(f"{name}.type", kind, f"one of {', '.join(TYPES)}", why)
+            reason = f"other prompts are not made here: {REWRITE}"
+            self.refuse(f"{name}.type", kind, f"one of {', '.join(TYPES)}", reason)
         return ""
 
     def _places(self, name: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -234,25 +243,28 @@ class Data:
             self.note(f"{section}: the {len(sources)} sources {joined}")
 
     def _template(self) -> None:
-        name, own = self.given["chat_template"], self.given["chat_template_jinja"]
-        if own is not None and name in (None, JINJA):
-            name = own
-        elif own is not None:
-            self.refuse("chat_template_jinja", own, f"nothing beside chat_template: {name}", "drop one of the two")
+        name, jinja = self.given["chat_template"], self.given["chat_template_jinja"]
+        if jinja is not None and name in (None, JINJA):
+            name = jinja
+        elif jinja is not None:
+            self.refuse("chat_template_jinja", jinja, f"nothing beside chat_template: {name}", "drop one of the two")
         if name is not None:
             self._templates.append(name)
-        wanted = {TEMPLATES.get(each, each) for each in self._templates if each not in OWN}
-        if len(wanted) > 1:
-            self.refuse("chat_template", sorted(wanted), "one for all datasets", "choose one")
+        templates = {TEMPLATES.get(template, template) for template in self._templates if template not in OWN}
+        if len(templates) > 1:
+            self.refuse("chat_template", sorted(templates), "one for all datasets", "choose one")
             return
-        for each in wanted:
-            own = each.removeprefix("path:")
-            if each.startswith("tokenizer_default_fallback_"):
+        for template in templates:
+            jinja = template.removeprefix("path:")
+            if template.startswith("tokenizer_default_fallback_"):
                 self.note("chat_template: the tokenizer's own; without one write data.chat_template")
-            elif each in TEMPLATES.values() or own.endswith(".jinja") or "{%" in own or "{{" in own:
-                self.values["data.chat_template"] = own
+            elif template in TEMPLATES.values() or jinja.endswith(".jinja") or "{%" in jinja or "{{" in jinja:
+                self.values["data.chat_template"] = jinja
             else:
-                known = ", ".join(dict.fromkeys(TEMPLATES.values()))
+                known_templates = ", ".join(dict.fromkeys(TEMPLATES.values()))
                 self.refuse(
-                    "chat_template", each, f"tokenizer_default, {known}, or a .jinja file", hint(each, TEMPLATES)
+                    "chat_template",
+                    template,
+                    f"tokenizer_default, {known_templates}, or a .jinja file",
+                    hint(template, TEMPLATES),
                 )

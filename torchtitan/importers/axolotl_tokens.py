@@ -1,4 +1,7 @@
-"""What an Axolotl file adds to the vocabulary: rows of a folder that `torchtitan convert` writes ahead of the job."""
+"""Translate the tokens that an Axolotl file adds to the vocabulary.
+
+Their rows are in a model folder that `torchtitan convert` writes before the job starts.
+"""
 
 import os.path
 import shlex
@@ -12,69 +15,75 @@ from torchtitan.models.hf.config import CONFIG, read_json
 
 MULTIPLE = 32
 LARGER = "-resized"
-"""Behind the name of the folder."""
+"""Suffix of the resized folder's name."""
 
 
 class Tokens:
-    """`new`: tokens whose rows have to be trained."""
+    """The vocabulary changes of one Axolotl file. `new`: tokens whose rows have to be trained."""
 
-    def __init__(self, given: Values, meaning: Meaning) -> None:
-        self.given, self.values = given, meaning.values
+    def __init__(self, options: Values, meaning: Meaning) -> None:
+        self.given, self.values = options, meaning.values
         self.note, self.refuse = meaning.notes.append, meaning.refuse
-        self.new: list[str] = list(given["tokens"] or [])
+        self.new: list[str] = list(options["tokens"] or [])
 
     def read(self, folder: str) -> str:
-        """The folder that the job begins from, with its own tokenizer unless the job says another."""
+        """Return the folder to start training from. Its tokenizer is used unless the job names another."""
         eos = self._special(Path(folder, "tokenizer_config.json"))
-        words = ["--add-tokens", *dict.fromkeys(self.new)] if self.new else []
-        words += ["--eos-token", eos] if eos is not None else []
-        words += ["--vocab-multiple", str(MULTIPLE)] if self.given["resize_token_embeddings_to_32x"] else []
-        if not words:
+        arguments = ["--add-tokens", *dict.fromkeys(self.new)] if self.new else []
+        arguments += ["--eos-token", eos] if eos is not None else []
+        arguments += ["--vocab-multiple", str(MULTIPLE)] if self.given["resize_token_embeddings_to_32x"] else []
+        if not arguments:
             self.values.setdefault("model.tokenizer_path", folder)
             return folder
         larger, tokenizer = folder.rstrip("/") + LARGER, self.values.get("model.tokenizer_path")
-        words += [f"--model.tokenizer_path={tokenizer}"] if tokenizer is not None else []
+        arguments += [f"--model.tokenizer_path={tokenizer}"] if tokenizer is not None else []
         self.values["model.tokenizer_path"] = larger
-        made = shlex.join(["torchtitan", "convert", folder, larger, *words])
+        command = shlex.join(["torchtitan", "convert", folder, larger, *arguments])
         if not os.path.isfile(Path(larger, CONFIG)):
-            self.note(f"{larger} has to be made first: {made}")
-        elif lacking := [token for token in self.new if token not in self._known(Path(larger))]:
-            self.note(f"{larger} is there without {' '.join(lacking)}: it has to be made anew: {made}")
+            self.note(f"{larger} has to be made first: {command}")
+        elif missing := [token for token in self.new if token not in self._known(Path(larger))]:
+            self.note(f"{larger} is there without {' '.join(missing)}: it has to be made anew: {command}")
         else:
-            self.note(f"{larger} is there and taken, as made by: {made}")
+            self.note(f"{larger} is there and taken, as made by: {command}")
         return larger
 
     def _known(self, folder: Path) -> set[str]:
-        """Tokens that a folder's tokenizer has beside its own pieces; those that are asked for where it says none."""
+        """Return the added tokens of a folder's tokenizer, or the requested tokens if it has no tokenizer.json."""
         path = folder / "tokenizer.json"
         if not os.path.isfile(path):
             return set(self.new)
         try:
             added = read_json(path).get("added_tokens", [])
-            return {each["content"] for each in added}
+            return {token["content"] for token in added}
         except (JobError, KeyError, TypeError):
             return set()
 
     def _special(self, path: Path) -> str | None:
-        """They are the tokenizer's own, whatever a file says; but for an end that it is to have, and further ones."""
-        asked = dict(self.given["special_tokens"] or {})
-        if asked.pop("pad_token", None) is not None:
+        """Return the end-of-sequence token to add, or None.
+
+        Additional special tokens are added too. All other special tokens stay those of the tokenizer; a file that
+        asks for different ones is refused.
+        """
+        special_tokens = dict(self.given["special_tokens"] or {})
+        if special_tokens.pop("pad_token", None) is not None:
             self.note("special_tokens.pad_token: masks are by position, so that what pads is never learned")
-        further = asked.pop("additional_special_tokens", None) or []
-        if not isinstance(further, list) or any(not isinstance(each, str) for each in further):
-            self.refuse("special_tokens.additional_special_tokens", further, "a list of texts")
+        additional = special_tokens.pop("additional_special_tokens", None) or []
+        if not isinstance(additional, list) or any(not isinstance(entry, str) for entry in additional):
+            self.refuse("special_tokens.additional_special_tokens", additional, "a list of texts")
         else:
-            self.new += further
+            self.new += additional
         try:
-            own = read_json(path) if path.is_file() else None
+            tokenizer_config = read_json(path) if path.is_file() else None
         except JobError:
-            own = {}
-        if asked and own is None:
+            tokenizer_config = {}
+        if special_tokens and tokenizer_config is None:
             self.note(f"special_tokens: those of {path.parent} are taken, which have to be these")
             return None
-        other = {name: token for name, token in asked.items() if self._said(own or {}, name) != token}
-        eos = other.pop("eos_token", None)
-        for name, token in other.items():
+        differing = {
+            name: token for name, token in special_tokens.items() if self._said(tokenizer_config or {}, name) != token
+        }
+        eos = differing.pop("eos_token", None)
+        for name, token in differing.items():
             self.refuse(f"special_tokens.{name}", token, "the tokenizer's own", f"write it into {path}")
         if isinstance(eos, str):
             self.new.append(eos)
@@ -84,6 +93,6 @@ class Tokens:
         return eos
 
     @staticmethod
-    def _said(own: dict[str, Any], name: str) -> Any:
-        there = own.get(name)
-        return there.get("content") if isinstance(there, dict) else there
+    def _said(tokenizer_config: dict[str, Any], name: str) -> Any:
+        value = tokenizer_config.get(name)
+        return value.get("content") if isinstance(value, dict) else value

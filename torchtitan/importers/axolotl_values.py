@@ -1,4 +1,4 @@
-"""The values of an Axolotl file under the flags that come behind it, and which of them are of their option's kind."""
+"""Read the values of an Axolotl file, overridden by command-line flags, and check each against its option's type."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,13 +10,13 @@ from torchtitan.importers.command_line import CommandLine
 from torchtitan.importers.translation import Meaning, is_finite
 
 UNSET = ("", "None", "none", "NA", "null")
-"""Words that stand for nothing, as flags have them."""
+"""Spellings of an unset value in flags."""
 AUTO = "auto"
 WORDS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 
 
 def _float(value: Any) -> float | None:
-    """Also of 2e-5, which YAML takes for text as it has no point."""
+    """Parse a finite float. Also accepts 2e-5, which YAML reads as text because it has no decimal point."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -38,9 +38,9 @@ def _bool(value: Any) -> bool | None:
 
 
 def _choice(value: Any) -> bool | str | None:
-    """True or false, however spelt, or a word that says more."""
-    said = _bool(value)
-    return value if said is None and isinstance(value, str) else said
+    """Parse a boolean in any spelling; return any other text unchanged."""
+    flag = _bool(value)
+    return value if flag is None and isinstance(value, str) else flag
 
 
 def _text(value: Any) -> str | None:
@@ -48,7 +48,7 @@ def _text(value: Any) -> str | None:
 
 
 def _word(value: Any) -> str | None:
-    """Of what YAML reads as something else: `save_strategy: no` is false."""
+    """Parse a word that YAML may read as a boolean: `save_strategy: no` is false."""
     return ("yes" if value else "no") if isinstance(value, bool) else _text(value)
 
 
@@ -78,25 +78,26 @@ KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 class Values:
-    """What is given, by name; None for all else. What is the same here, noted or refused is said to `meaning`
-    at once.
+    """The options that are set, by name; None for all others.
+
+    Options that translate directly, are only noted or are refused are recorded in `meaning` at once.
     """
 
     def __init__(self, line: CommandLine, meaning: Meaning) -> None:
         self._meaning, self._values = meaning, dict[str, Any]()
-        said = yaml_file.read(line.config or "")
-        # the flags come last and count; of one that is a word alone, that it is there
-        said |= {name: True if text is None else yaml_file.scalar(text) for name, text in line.flags}
-        for name, value in said.items():
+        raw_values = yaml_file.read(line.config or "")
+        # flags override the file; a flag without a value is true
+        raw_values |= {name: True if text is None else yaml_file.scalar(text) for name, text in line.flags}
+        for name, value in raw_values.items():
             if value is None or (isinstance(value, str) and value in UNSET):
                 continue
             fate = FATES.get(name)
             if fate is None:
                 self._unknown(name, value)
             elif value is False and fate.kind == "text":
-                continue  # as Axolotl takes it: none
-            elif (fitting := KINDS[fate.kind][1](value)) is not None:
-                self._take(name, fitting, fate)
+                continue  # Axolotl reads false as unset here
+            elif (parsed_value := KINDS[fate.kind][1](value)) is not None:
+                self._take(name, parsed_value, fate)
             elif value == AUTO:
                 meaning.notes.append(f"{name}: auto, so that it is chosen here")
             else:
@@ -125,23 +126,25 @@ class Values:
         return self._values.get(name)
 
     def of(self, name: str, default: Any) -> Any:
-        """The value, or what Axolotl has without one."""
+        """Return the value, or Axolotl's default if it is unset."""
         return self._values.get(name, default)
 
 
 PROMPT = {"format": "{instruction} {input} ", "no_input_format": "{instruction} ", "system_format": "{system}"}
 PROMPT |= {"system_prompt": ""}
-"""Parts of a prompt of one's own, and what Axolotl has where they are not said."""
+"""Parts of a custom prompt, with Axolotl's defaults."""
 
 
-def entry_of(given: Any, name: str, meaning: Meaning) -> Mapping[str, Any] | None:
-    """One of datasets with what is unset left out, or None where it is none. A table as its type is a prompt of one's
-    own, whatever it says."""
-    if isinstance(given, str):
-        given = {"path": given}
-    if not isinstance(given, dict) or not isinstance(given.get("path"), str):
-        meaning.refuse(name, given, "tables that have a path")
+def entry_of(raw_entry: Any, name: str, meaning: Meaning) -> Mapping[str, Any] | None:
+    """Return a dataset entry without its unset keys, or None if it is not a valid entry.
+
+    A table as the entry's type is a custom prompt.
+    """
+    if isinstance(raw_entry, str):
+        raw_entry = {"path": raw_entry}
+    if not isinstance(raw_entry, dict) or not isinstance(raw_entry.get("path"), str):
+        meaning.refuse(name, raw_entry, "tables that have a path")
         return None
-    nested = given.get("type")
-    tables = (PROMPT, {**given, "type": None}, nested) if isinstance(nested, dict) else (given,)
-    return {key: value for each in tables for key, value in each.items() if value is not None and value not in UNSET}
+    nested = raw_entry.get("type")
+    tables = (PROMPT, {**raw_entry, "type": None}, nested) if isinstance(nested, dict) else (raw_entry,)
+    return {key: value for table in tables for key, value in table.items() if value is not None and value not in UNSET}

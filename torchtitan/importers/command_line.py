@@ -1,4 +1,4 @@
-"""A command line as shells have it: on how many ranks which script runs, with which file of options and which flags."""
+"""Parse a shell command line into its script, number of ranks, options file and flags."""
 
 import re
 import shlex
@@ -16,20 +16,22 @@ HARMLESS = re.compile(
     r"(.*/)?(python[\d.]*|axolotl|nohup|env|time|exec|torchrun|deepspeed|accelerate(-launch)?)|launch|train|-[umBO]"
     r"|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
 )
-"""Words ahead of a script that say nothing about the job: interpreters, launchers, and the modules that they run."""
+"""Words before a script that do not affect the job: interpreters, launchers, and the modules that they run."""
 CONFIGS = (".yaml", ".yml", ".json")
-"""How files of options end."""
+"""Suffixes of options files."""
 OF_THE_SHELL = {">", ">>", "2>", "2>>", "&>", "&>>", "2>&1", "|", "&"}
-"""Words with which a shell takes what a line prints, or does not wait for it; they end the line."""
+"""Shell operators for redirection, pipes and background jobs. They end the command."""
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """`script`: its name, or that of the file where a line has no script. `ranks`: of all machines together; None where
-    the line leaves that to the machine. `flags`: behind both, in order, as (name without dashes, value), the value None
-    for a flag that is a word alone. `config`: the path of a file of options. `launcher`: what starts the script, one of
-    launcher_options.OPTIONS, or empty. `launched`: the launcher's options by their names with underscores, "" for one
-    that takes no value. `unread`: words ahead of the launcher, or of a script without one, that are not understood.
+    """A parsed command line.
+
+    `script`: the script's name, or the options file's if there is no script. `ranks`: total over all machines; None if
+    it depends on the machine. `flags`: the flags after both, in order, as (name without dashes, value); the value is
+    None for a flag without one. `config`: path of the options file. `launcher`: the program that starts the script, one
+    of launcher_options.OPTIONS, or empty. `launched`: the launcher's options by name with underscores, "" for an option
+    without a value. `unread`: unrecognized words before the launcher, or before a script without one.
     """
 
     script: str
@@ -41,64 +43,71 @@ class CommandLine:
     unread: tuple[str, ...] = ()
 
 
-def split(words: Sequence[str]) -> list[str]:
-    """The words of a line that was given as one, its line ends escaped or not, or as many; a home's ~ is taken for it,
-    as the shell does that the line was for. JobError for open quotes."""
-    if len(words) != 1:
-        return list(words)
+def split(argv: Sequence[str]) -> list[str]:
+    """Split a command line given as one string into words; return several words unchanged.
+
+    Escaped line ends are joined and ~ is expanded, as a shell does. Raises JobError for unbalanced quotes.
+    """
+    if len(argv) != 1:
+        return list(argv)
     try:
-        return list(map(expanduser, shlex.split(words[0].replace("\\\n", " "), comments=True)))
+        return list(map(expanduser, shlex.split(argv[0].replace("\\\n", " "), comments=True)))
     except ValueError as error:
         raise JobError(f"the command line cannot be split into words: {error}; quote it as a shell needs it") from None
 
 
-def parse(words: Sequence[str]) -> CommandLine:
-    """JobError where nothing in it is a script, or what stands behind the script is no flag."""
-    words = list(takewhile(lambda word: word not in OF_THE_SHELL, words))
-    launcher, first = _launcher(words)
-    launched, begin = _launched(launcher, words, first)
-    place = next((i for i, word in enumerate(words) if i >= begin and word.endswith((".py", *CONFIGS))), None)
-    if place is None:
+def parse(argv: Sequence[str]) -> CommandLine:
+    """Parse the words of a command line.
+
+    Raises JobError if there is neither a script nor an options file, or if a word after it is not a flag.
+    """
+    argv = list(takewhile(lambda arg: arg not in OF_THE_SHELL, argv))
+    launcher, first = _launcher(argv)
+    launched, begin = _launched(launcher, argv, first)
+    script_index = next((i for i, arg in enumerate(argv) if i >= begin and arg.endswith((".py", *CONFIGS))), None)
+    if script_index is None:
         raise JobError(
             f"no script (a word that ends in .py) and no file of options (.yml, .json) in: "
-            f"{shlex.join(words)[:200] or 'nothing'}; give the line whole"
+            f"{shlex.join(argv)[:200] or 'nothing'}; give the line whole"
         )
-    others = [*words[:first], *words[begin:place]] if launcher else words[:place]
-    unread = tuple(word for word in others if not (ASSIGNMENT.fullmatch(word) or HARMLESS.fullmatch(word)))
-    script = words[place].replace("\\", "/").rpartition("/")[2]
-    behind = place + 1
-    if script.endswith(".py") and words[behind : behind + 1] and words[behind].endswith(CONFIGS):
-        behind += 1
-    config = words[behind - 1] if words[behind - 1].endswith(CONFIGS) else None
-    flags = list(_flags(words[behind:]))
+    leading_words = [*argv[:first], *argv[begin:script_index]] if launcher else argv[:script_index]
+    unread = tuple(arg for arg in leading_words if not (ASSIGNMENT.fullmatch(arg) or HARMLESS.fullmatch(arg)))
+    script = argv[script_index].replace("\\", "/").rpartition("/")[2]
+    flags_start = script_index + 1
+    if script.endswith(".py") and argv[flags_start : flags_start + 1] and argv[flags_start].endswith(CONFIGS):
+        flags_start += 1
+    config = argv[flags_start - 1] if argv[flags_start - 1].endswith(CONFIGS) else None
+    flags = list(_flags(argv[flags_start:]))
     return CommandLine(script, _ranks(launcher, launched), flags, config, launcher, launched, unread)
 
 
-def _launcher(words: Sequence[str]) -> tuple[str, int]:
-    """The launcher's name, or "" without one, and the place where its options begin."""
-    for i, word in enumerate(words):
-        name = word.replace("\\", "/").rpartition("/")[2]
+def _launcher(argv: Sequence[str]) -> tuple[str, int]:
+    """Return the launcher's name ("" without one) and the index of its first option."""
+    for i, arg in enumerate(argv):
+        name = arg.replace("\\", "/").rpartition("/")[2]
         if name in ("torchrun", "deepspeed", "accelerate-launch"):
             return name.partition("-")[0], i + 1
-        if name == "accelerate" and words[i + 1 : i + 2] == ["launch"]:
+        if name == "accelerate" and argv[i + 1 : i + 2] == ["launch"]:
             return name, i + 2
-        if word == "-m" and i + 1 < len(words) and words[i + 1] in MODULES:
-            return MODULES[words[i + 1]], i + 2
-        if word.endswith((".py", *CONFIGS)):
+        if arg == "-m" and i + 1 < len(argv) and argv[i + 1] in MODULES:
+            return MODULES[argv[i + 1]], i + 2
+        if arg.endswith((".py", *CONFIGS)):
             break
     return "", 0
 
 
-def _launched(launcher: str, words: Sequence[str], begin: int) -> tuple[dict[str, str], int]:
-    """The launcher's options, those of a file of `accelerate config` under those of the line, and the place behind
-    them. JobError for a file that cannot be read."""
+def _launched(launcher: str, argv: Sequence[str], begin: int) -> tuple[dict[str, str], int]:
+    """Return the launcher's options and the index of the first word after them.
+
+    Options on the command line override a file of `accelerate config`. Raises JobError for an unreadable file.
+    """
     options: dict[str, str] = {}
-    while launcher and begin < len(words) and words[begin].startswith("-"):
-        name, equals, value = words[begin].partition("=")
+    while launcher and begin < len(argv) and argv[begin].startswith("-"):
+        name, equals, value = argv[begin].partition("=")
         name = name.lstrip("-").replace("-", "_")
         begin += 1
-        if not equals and takes_value(launcher, name) and begin < len(words):
-            value, begin = words[begin], begin + 1
+        if not equals and takes_value(launcher, name) and begin < len(argv):
+            value, begin = argv[begin], begin + 1
         options[name] = value
     if launcher == "accelerate" and "config_file" in options:
         options = options_of_file(yaml_file.read(options["config_file"])) | options
@@ -106,8 +115,10 @@ def _launched(launcher: str, words: Sequence[str], begin: int) -> tuple[dict[str
 
 
 def _ranks(launcher: str, launched: Mapping[str, str]) -> int | None:
-    """1 without a launcher. accelerate counts the processes of all machines together; it and deepspeed take all GPUs
-    where they are not told how many."""
+    """Return the total number of ranks, or None if it depends on the machine; 1 without a launcher.
+
+    accelerate counts the processes of all machines together. Without a number, it and deepspeed use all GPUs.
+    """
     if launcher == "accelerate":
         counts = (launched.get("num_processes", "auto"), "1")
     elif launcher == "deepspeed":
@@ -117,16 +128,16 @@ def _ranks(launcher: str, launched: Mapping[str, str]) -> int | None:
     return int(counts[0]) * int(counts[1]) if all(count.isdecimal() for count in counts) else None
 
 
-def _flags(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     number = 0
-    while number < len(words):
-        name, equals, value = words[number].partition("=")
+    while number < len(argv):
+        name, equals, value = argv[number].partition("=")
         if not name.startswith("--") or len(name) < 3:
             raise JobError(
-                f"{words[number]!r}, which is no flag and follows none, in the command line; quote what has blanks"
+                f"{argv[number]!r}, which is no flag and follows none, in the command line; quote what has blanks"
             )
         number += 1
-        if not equals and number < len(words) and not words[number].startswith("--"):
-            value, equals = words[number], "="
+        if not equals and number < len(argv) and not argv[number].startswith("--"):
+            value, equals = argv[number], "="
             number += 1
         yield name[2:].replace("-", "_"), value if equals else None

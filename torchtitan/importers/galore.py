@@ -1,8 +1,8 @@
-"""The script that compares LoRA, GaLore and 8-bit GaLore on one model (--mode, --optimizer, --model) as jobs.
+"""Translate the script that compares LoRA, GaLore and 8-bit GaLore on one model (--mode, --optimizer, --model) to jobs.
 
-What it did and does not happen here is said in a note. Some of it did not do what it said: norms and biases were left
-out of its GaLore, the rate went up and down with the batches, weight decay passed LoRA by, tokens were documents. Jobs
-do what the flags say.
+A note records behavior of the script that a job does not reproduce. Some flags did not do what they said: its GaLore
+left out norms and biases, the learning rate went up and down with the batches, weight decay did not apply to LoRA, and
+tokens were counted as documents. Jobs do what the flags say.
 """
 
 import json
@@ -28,7 +28,7 @@ MODELS = {
     "roberta": ("roberta", "125M", "roberta-base"),
     "gpt2": ("gpt2", "124M", "gpt2"),
 }
-"""Family, size and the folder of the tokenizer."""
+"""--model -> (family, size, folder of the tokenizer)."""
 FLAGS: dict[str, Flag] = {
     "mode": Flag(str, None, ("pretraining", "finetuning")),
     "optimizer": Flag(str, None, OPTIMIZERS),
@@ -50,13 +50,13 @@ COUNTS = ("batch_size", "num_epochs", "max_length", "num_training_tokens", "tmax
 LORA = {"r": 8, "alpha": 8, "dropout": 0.1}
 GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
 SPELT = {"lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets", "galore_scale": "scale"}
-"""Of a JSON config's keys, as libraries call them and as the script did."""
+"""Keys of a JSON config: the libraries' name -> the script's name."""
 OF_A_MODE = "target_modules_"
 """Prefix of a mode: the script's own file has a key of targets for each mode."""
 DEFAULT_FILES = {"lora_config": "config/lora_config.json", "galore_config": "config/galore_config.json"}
 """Files that the script reads where a line does not name others, relative to the folder where the line runs."""
 HEADS = {"roberta": ["output.*", "norm.dense.*"], "gpt2": ["output.*"]}
-"""Parameters of the heads of classes."""
+"""Parameters of the classification heads."""
 TEST_TOKENS = 1000
 
 
@@ -64,8 +64,8 @@ class _Script(Script):
     FLAGS = FLAGS
 
     def read(self) -> None:
-        given = self.given
-        missing = [flag for flag in ("mode", "optimizer", "model") if given[flag] is None]
+        flags = self.given
+        missing = [flag for flag in ("mode", "optimizer", "model") if flags[flag] is None]
         for flag in missing:
             self.refuse(flag, None, f"one of {', '.join(map(show, FLAGS[flag].choices))}", "the script needs it too")
         few = [flag for flag in COUNTS if self.given[flag] < 1]
@@ -73,9 +73,9 @@ class _Script(Script):
             self.refuse(flag, self.given[flag], "at least 1", "")
         if missing or few:
             return
-        (values := self.values)["model.name"], values["model.flavor"], tokenizer = MODELS[given["model"]]
-        values |= {"model.tokenizer_path": tokenizer, "training.seq_len": given["max_length"]}
-        values |= {"training.local_batch_size": given["batch_size"], "training.shuffle": given["shuffle"]}
+        (values := self.values)["model.name"], values["model.flavor"], tokenizer = MODELS[flags["model"]]
+        values |= {"model.tokenizer_path": tokenizer, "training.seq_len": flags["max_length"]}
+        values |= {"training.local_batch_size": flags["batch_size"], "training.shuffle": flags["shuffle"]}
         if not Path(tokenizer).exists():
             self.note(f"the tokenizer {tokenizer} has to be in a folder of that name here, see docs/data.md")
         self.pretraining() if self.pretrains else self.finetuning()
@@ -88,38 +88,38 @@ class _Script(Script):
         return self.given["mode"] == "pretraining"
 
     def pretraining(self) -> None:
-        given, values = self.given, self.values
-        if given["model"] == "roberta":
+        flags, values = self.given, self.values
+        if flags["model"] == "roberta":
             values["task.kind"] = "masked_lm"
             self.note(
                 "masked words are learned (task.mask_share of all, by the tokenizer's mask token); the script had no"
             )
             self.note("working path for them")
         values |= {"training.dataset": "c4", "training.dataset_path": "allenai/c4:realnewslike"}
-        if given["model"].startswith("llama"):
+        if flags["model"].startswith("llama"):
             self.note("with more tokens than the model (100, of no text) set model.overrides = {vocab_size = 32100}")
         self.note("documents are packed: the script cut or padded each to --max_length, and learned the pads")
-        if given["shuffle"]:
+        if flags["shuffle"]:
             self.note("shuffled as far as a stream can be, within a buffer; the script did not shuffle streams")
-        tokens = self.budget(int(given["num_training_tokens"]))
+        tokens = self.budget(int(flags["num_training_tokens"]))
         self.note(f"{tokens:,} tokens are read once, where the script took so many documents --num_epochs times;")
         self.note("--tmax is as large a share of them as of these epochs, and the rate does not rise again behind it")
 
     def finetuning(self) -> None:
-        """On SST-2, whose sentences are good or bad."""
-        given, values = self.given, self.values
+        """Translate fine-tuning on SST-2, which classifies sentences as good or bad."""
+        flags, values = self.given, self.values
         values |= {"data.packing": "off", "data.too_long": "truncate"}
-        if given["model"].startswith("llama"):
+        if flags["model"].startswith("llama"):
             values |= {"task.kind": "sft", "training.dataset": "text", "training.dataset_path": "sst2.jsonl"}
             self.note('write SST-2 as {"prompt": sentence, "completion": "good" or "bad"} into sst2.jsonl: Llamas say')
             self.note("the class in words, where the script had no working path; checkpoint.initial_load_path lets the")
             self.note("run begin from a model that has been pretrained")
         else:
             self.classes()
-        if given["test"]:
+        if flags["test"]:
             self.budget(TEST_TOKENS)
         else:
-            values |= {"training.epochs": given["num_epochs"], "lr_scheduler.t_max": given["tmax"]}
+            values |= {"training.epochs": flags["num_epochs"], "lr_scheduler.t_max": flags["tmax"]}
             self.note("--tmax counts epochs, as it says, and not batches; the rate does not rise again behind it")
 
     def classes(self) -> None:
@@ -136,21 +136,21 @@ class _Script(Script):
         self.note(f"the model's weights are read from the folder {folder}")
 
     def budget(self, tokens: int) -> int:
-        """Of the run, and as large a share of it as of the epochs for the schedule."""
-        given, values = self.given, self.values
-        values["training.tokens"] = tokens = TEST_TOKENS if given["test"] else tokens
-        share = Fraction(given["tmax"], given["num_epochs"])
+        """Set the number of training tokens, and scale the schedule's length from epochs to tokens."""
+        flags, values = self.given, self.values
+        values["training.tokens"] = tokens = TEST_TOKENS if flags["test"] else tokens
+        share = Fraction(flags["tmax"], flags["num_epochs"])
         if share != 1:
             values |= {"lr_scheduler.t_max": ceil(tokens * share), "lr_scheduler.t_max_unit": "token"}
         return tokens
 
     def optimizer(self) -> None:
-        given, values, kind = self.given, self.values, self.given["optimizer"]
+        flags, values, kind = self.given, self.values, self.given["optimizer"]
         targets = ["q_proj", "v_proj"] if self.pretrains else ["query", "value"]
         lora = self._config("lora_config", LORA | {"targets": targets}, "lora" in kind)
         galore = self._config("galore_config", GALORE, "galore" in kind)
-        values |= {"optimizer.name": "AdamW", "optimizer.lr": given["lr"], "optimizer.beta2": 0.999}
-        values |= {"optimizer.weight_decay": given["weight_decay"], "lr_scheduler.decay_type": "cosine"}
+        values |= {"optimizer.name": "AdamW", "optimizer.lr": flags["lr"], "optimizer.beta2": 0.999}
+        values |= {"optimizer.weight_decay": flags["weight_decay"], "lr_scheduler.decay_type": "cosine"}
         values |= {"lr_scheduler.warmup_steps": 0, "lr_scheduler.min_lr_factor": 0.0}
         if "lora" in kind:
             self._adapter(lora)
@@ -158,11 +158,11 @@ class _Script(Script):
             self._projection(galore, lora["r"] if "lora" in kind else None)
 
     def _adapter(self, config: Mapping[str, Any]) -> None:
-        known = [name for name in config["targets"] if name in LINEARS]
-        if len(known) < len(config["targets"]) or not known:
+        supported_targets = [name for name in config["targets"] if name in LINEARS]
+        if len(supported_targets) < len(config["targets"]) or not supported_targets:
             self.refuse("lora_config", config["targets"], f"targets among {', '.join(LINEARS)}")
         self.values |= {"adapter.kind": "lora", "adapter.rank": config["r"], "adapter.alpha": float(config["alpha"])}
-        chosen = [pattern for name in known for pattern in LINEARS[name]]
+        chosen = [pattern for name in supported_targets for pattern in LINEARS[name]]
         self.values |= {"adapter.dropout": config["dropout"], "adapter.target": list(dict.fromkeys(chosen))}
         self.note("weight decay is that of the flag, which the script left out of LoRA")
         if not self.pretrains and self.given["model"] in HEADS:
@@ -243,20 +243,20 @@ class _Script(Script):
         return {names.get(name, name): value for name, value in entries.items() if name not in other}
 
     def precision(self) -> None:
-        given, values = self.given, self.values
-        dtype = "float32" if given["test"] else "bfloat16"
-        if given["dtype"] == "fp16":
-            why = "float16 overflows without a scaler, and bases of such gradients cannot be found; bf16 needs none"
-            self.refuse("dtype", "fp16", "bf16", why)
-        elif given["dtype"] is None and not given["test"]:
+        flags, values = self.given, self.values
+        dtype = "float32" if flags["test"] else "bfloat16"
+        if flags["dtype"] == "fp16":
+            reason = "float16 overflows without a scaler, and bases of such gradients cannot be found; bf16 needs none"
+            self.refuse("dtype", "fp16", "bf16", reason)
+        elif flags["dtype"] is None and not flags["test"]:
             self.note("no --dtype: bfloat16; the script's own default was fp16, which did not work")
         values |= {"training.dtype": dtype, "training.mixed_precision_param": dtype}
 
     def output(self) -> None:
-        given, values = self.given, self.values
+        flags, values = self.given, self.values
         done = "pretrained" if self.pretrains else "finetuned"
-        values["job.dump_folder"] = f"{given['model']}_{given['optimizer']}_{done}"
-        values |= {"metrics.log_freq": 1, "checkpoint.enable": not given["test"]}
+        values["job.dump_folder"] = f"{flags['model']}_{flags['optimizer']}_{done}"
+        values |= {"metrics.log_freq": 1, "checkpoint.enable": not flags["test"]}
         self.note("the columns of its CSV file are in metrics.jsonl, see docs/low_rank.md")
         self.note("gradients are clipped to 1.0 (training.max_norm), which GaLore's authors needed at 7B")
 
@@ -265,7 +265,7 @@ read = _Script.meaning_of
 
 
 def _fits(value: object, like: object) -> bool:
-    """A whole number serves where another is expected; what is in a list is text."""
+    """Return True if `value` has the type of `like`. An int serves as a float; items of a list must be text."""
     if isinstance(value, list):
         return type(like) is list and all(isinstance(item, str) for item in value)
     if isinstance(value, (int, float)) and not is_finite(value):

@@ -1,9 +1,8 @@
-"""The flags of train_neurocache.py, of Neurocache's authors, with their defaults of August 2024, and two that it had
-before. neurocache.py looks at each in one place.
+"""Translate command lines of train_neurocache.py, by Neurocache's authors, to jobs.
 
-train_neurocache.py of Neurocache's authors as jobs: a cache of past states, LoRA, or both, beside a frozen model.
-
-What the script did and does not happen here is said in a note. Its map of layers was run as Python; here it is read.
+The script trains a cache of past states, LoRA, or both, with a frozen model. Its flags are those of August 2024, with
+their defaults, and earlier ones. A note records behavior of the script that a job does not reproduce. The script
+executed its map of layers as Python; here it is parsed.
 """
 
 import re
@@ -86,12 +85,12 @@ COUNTS = (
 SHAPES = {"linear": "linear", "polynomial": "linear", "cosine": "cosine", "cosine_with_restarts": "cosine_restarts"}
 SHAPES |= {"constant": "constant", "constant_with_warmup": "constant"}
 LAST_RATE = 1e-7
-"""At which the script's polynomial schedule ends."""
+"""Final learning rate of the script's polynomial schedule."""
 PRECISIONS = {"fp16": "float16", "bf16": "bfloat16"}
 PUBLISHED = {f"opt-{size.lower()}": ("opt", size) for size in ("125M", "350M", "1.3B", "2.7B", "6.7B")}
 PUBLISHED |= {f"llama-2-{size.lower()}-hf": ("llama2", size) for size in ("7B", "13B", "70B")}
 PUBLISHED |= {"meta-llama-3-8b": ("llama3", "8B"), "mistral-7b-v0.1": ("mistral", "7B")}
-"""Names of folders: family and size."""
+"""Names of published model folders -> (family, size)."""
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 OF_OPT = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 MAP = re.compile(r"\{\s*(?:['\"]?\d+['\"]?\s*:\s*\d+\s*,?\s*)+\}")
@@ -128,9 +127,9 @@ class _Script(Script):
         self.rest()
 
     def model(self) -> int | None:
-        """The number of its layers; None where it is not known."""
-        given, values, name = self.given, self.values, self.given["model_name_or_path"]
-        values["model.tokenizer_path"] = given["tokenizer_name"] or name
+        """Translate the model. Returns its number of layers, or None if that is unknown."""
+        flags, values, name = self.given, self.values, self.given["model_name_or_path"]
+        values["model.tokenizer_path"] = flags["tokenizer_name"] or name
         published = PUBLISHED.get(Path(name).name.lower())
         if (Path(name) / CONFIG).is_file():
             family = family_in(Path(name))
@@ -149,95 +148,97 @@ class _Script(Script):
         return SIZES[published[0]][published[1]].n_layers
 
     def data(self) -> None:
-        given, values, name = self.given, self.values, self.given["dataset_name"]
-        values |= {"task.kind": "documents", "training.seq_len": given["sequence_length"], "debug.seed": given["seed"]}
+        flags, values, name = self.given, self.values, self.given["dataset_name"]
+        values |= {"task.kind": "documents", "training.seq_len": flags["sequence_length"], "debug.seed": flags["seed"]}
         local = VERSION.sub("", name)
         if HUB.fullmatch(name) and not Path(local).exists():
             values |= {"training.dataset": "huggingface", "training.dataset_path": name}
             values |= {"validation.dataset": "huggingface_validation", "validation.dataset_path": name}
             for flag in ("train_split", "eval_split"):
-                if given[flag] != FLAGS[flag].default:
+                if flags[flag] != FLAGS[flag].default:
                     remedy = "fetch the splits into folders of their names, as files of text, and name what holds these"
-                    self.refuse(flag, given[flag], FLAGS[flag].default, remedy)
+                    self.refuse(flag, flags[flag], FLAGS[flag].default, remedy)
             return
-        values |= {"training.dataset": "text", "training.dataset_path": f"{local}/{given['train_split']}"}
-        values |= {"validation.dataset": "text", "validation.dataset_path": f"{local}/{given['eval_split']}"}
+        values |= {"training.dataset": "text", "training.dataset_path": f"{local}/{flags['train_split']}"}
+        values |= {"validation.dataset": "text", "validation.dataset_path": f"{local}/{flags['eval_split']}"}
         self.note(
             f"the documents of {name}: .txt or .jsonl files in folders {local}/SPLIT, one document each or a line"
         )
-        what = f"--validation.dataset_path={local}/{given['test_split']}"
-        self.note(f"behind the run, of --test_split: torchtitan evaluate {given['output_dir']} {what}")
+        data_option = f"--validation.dataset_path={local}/{flags['test_split']}"
+        self.note(f"behind the run, of --test_split: torchtitan evaluate {flags['output_dir']} {data_option}")
 
     def batch(self) -> None:
-        given, values, both = self.given, self.values, self.given["per_device_batch_size"]
+        flags, values, both = self.given, self.values, self.given["per_device_batch_size"]
         for flag, section in (
             ("per_device_train_batch_size", "training"),
             ("per_device_eval_batch_size", "validation"),
         ):
-            values[f"{section}.local_batch_size"] = both if both and flag not in given else given[flag]
-        passes, ranks = given["gradient_accumulation_steps"], self.line.ranks
+            values[f"{section}.local_batch_size"] = both if both and flag not in flags else flags[flag]
+        passes, ranks = flags["gradient_accumulation_steps"], self.line.ranks
         if ranks is None:
             self.note("no --num_processes: a batch of one rank; --world-size N says how many there are")
         values["training.global_batch_size"] = values["training.local_batch_size"] * (ranks or 1) * passes
-        values["training.steps"] = given["max_train_steps"]
+        values["training.steps"] = flags["max_train_steps"]
         if passes == 1 and self.cached:
             self.note("one pass a step: what is stored lags behind the weights, and the authors found it to diverge")
         self.note("parameters are sharded over the ranks, where the script kept all on each; losses are the same")
-        values |= {"validation.enable": True, "validation.steps": given["max_eval_steps"]}
-        values["validation.freq"] = given["evaluate_every_steps"]
+        values |= {"validation.enable": True, "validation.steps": flags["max_eval_steps"]}
+        values["validation.freq"] = flags["evaluate_every_steps"]
         self.note("validation is the mean over its tokens, in caches of its own; the script's was of batches, one more")
 
     def optimizer(self) -> None:
-        given, values, kind = self.given, self.values, self.given["lr_scheduler_type"]
-        values |= {"optimizer.name": "AdamW", "optimizer.lr": given["learning_rate"], "optimizer.beta2": 0.999}
-        values |= {"optimizer.weight_decay": given["weight_decay"], "optimizer.decay_norms_and_biases": False}
-        values["training.max_norm"] = given["max_grad_norm"]
-        warmup = 0 if kind == "constant" else given["num_warmup_steps"]
-        floor = LAST_RATE / given["learning_rate"] if kind == "polynomial" and given["learning_rate"] else 0.0
+        flags, values, kind = self.given, self.values, self.given["lr_scheduler_type"]
+        values |= {"optimizer.name": "AdamW", "optimizer.lr": flags["learning_rate"], "optimizer.beta2": 0.999}
+        values |= {"optimizer.weight_decay": flags["weight_decay"], "optimizer.decay_norms_and_biases": False}
+        values["training.max_norm"] = flags["max_grad_norm"]
+        warmup = 0 if kind == "constant" else flags["num_warmup_steps"]
+        floor = LAST_RATE / flags["learning_rate"] if kind == "polynomial" and flags["learning_rate"] else 0.0
         values |= {"lr_scheduler.decay_type": SHAPES[kind], "lr_scheduler.warmup_steps": warmup}
         values["lr_scheduler.min_lr_factor"] = floor
-        if warmup >= given["max_train_steps"]:
+        if warmup >= flags["max_train_steps"]:
             values["lr_scheduler.total_steps"] = warmup + 1
             self.note(f"--num_warmup_steps {warmup} do not end in this run: the schedule is made longer than it")
-        values["activation_checkpoint.mode"] = "none" if given["disable_grad_checkpointing"] else "full"
+        values["activation_checkpoint.mode"] = "none" if flags["disable_grad_checkpointing"] else "full"
 
     def precision(self) -> None:
-        asked = self.line.launched.get("mixed_precision", "no")
+        precision = self.line.launched.get("mixed_precision", "no")
         self.meaning.launched.add("mixed_precision")
-        name = self.given["cache_dtype"] if asked == "no" else PRECISIONS.get(asked)
+        name = self.given["cache_dtype"] if precision == "no" else PRECISIONS.get(precision)
         if name is None:
-            self.refuse("mixed_precision", asked, f"no, {', '.join(PRECISIONS)}")
+            self.refuse("mixed_precision", precision, f"no, {', '.join(PRECISIONS)}")
         elif name == "float16":
             self.note("bfloat16 for float16, which overflows without a scaler; entries of the cache stay as they are")
             name = "bfloat16"
         self.values["training.mixed_precision_param"] = name or "bfloat16"
 
     def adapter(self, n_layers: int) -> None:
-        given, values = self.given, self.values
-        options = self._released() if given["pretrained_neurocache"] and self.cached else self._options()
+        flags, values = self.given, self.values
+        options = self._released() if flags["pretrained_neurocache"] and self.cached else self._options()
         try:
-            found = Neurocache(**{key: options[key] for key in ("retrieval_map", "attention_layers") if key in options})
+            layer_options = Neurocache(
+                **{key: options[key] for key in ("retrieval_map", "attention_layers") if key in options}
+            )
         except ValueError:  # pydantic's
-            self.refuse("pretrained_neurocache", given["pretrained_neurocache"], f"numbers of layers in its {ADAPTER}")
+            self.refuse("pretrained_neurocache", flags["pretrained_neurocache"], f"numbers of layers in its {ADAPTER}")
             return
         if self._trains():
-            values["adapter.kind"] = "neurocache" if self.cached else "qlora" if given["nf4"] else "lora"
+            values["adapter.kind"] = "neurocache" if self.cached else "qlora" if flags["nf4"] else "lora"
         if self.cached:
             values |= {KEY + name: value for name, value in options.items()}
-            values[KEY + "beside"] = "none" if not self.low_rank else "qlora" if given["nf4"] else "lora"
-        elif idle := [flag for flag in (*NAMES.values(), "cache_type", "global_cache") if flag in given]:
+            values[KEY + "beside"] = "none" if not self.low_rank else "qlora" if flags["nf4"] else "lora"
+        elif idle := [flag for flag in (*NAMES.values(), "cache_type", "global_cache") if flag in flags]:
             self.note(f"no effect with --disable_neurocache: --{', --'.join(idle)}")
         if self.low_rank and "adapter.kind" in values:
-            self._beside(layers_of(found, n_layers).attending)
+            self._beside(layers_of(layer_options, n_layers).attending)
 
     def _trains(self) -> bool:
-        """Whether there is an adapter. One that nothing has trained is not measured."""
-        given, begun = self.given, self.given["pretrained_neurocache"] is not None
-        if given["nf4"] and not self.low_rank:
+        """Return True if the job has an adapter. An untrained adapter is not evaluated."""
+        flags, begun = self.given, self.given["pretrained_neurocache"] is not None
+        if flags["nf4"] and not self.low_rank:
             self.refuse("nf4", True, "nothing with --disable_lora", "matrices in 4 bits have low-rank ones beside them")
         if not self.cached and begun:
             self.note("no effect with --disable_neurocache: --pretrained_neurocache")
-        if not given["only_evaluate"]:
+        if not flags["only_evaluate"]:
             if not self.cached and not self.low_rank:
                 remedy = "nothing would be trained; add --only_evaluate to measure the model"
                 self.refuse("disable_lora", True, "nothing with --disable_neurocache", remedy)
@@ -252,13 +253,13 @@ class _Script(Script):
         return self.cached
 
     def _options(self) -> dict[str, Any]:
-        """Of the cache, as flags say them."""
-        given = self.given
-        options = {ours: given[theirs] for ours, theirs in NAMES.items()}
-        options |= {"ordering": given["cache_type"], "scope": "global" if given["global_cache"] else "lane"}
-        if given["retrieval_map"] is not None and given["cache_layers"] is not None:
-            self.refuse("cache_layers", given["cache_layers"], "nothing beside --retrieval_map", "drop one of the two")
-        if (text := given["retrieval_map"]) is not None:
+        """Return the cache's options from the flags."""
+        flags = self.given
+        options = {option: flags[flag] for option, flag in NAMES.items()}
+        options |= {"ordering": flags["cache_type"], "scope": "global" if flags["global_cache"] else "lane"}
+        if flags["retrieval_map"] is not None and flags["cache_layers"] is not None:
+            self.refuse("cache_layers", flags["cache_layers"], "nothing beside --retrieval_map", "drop one of the two")
+        if (text := flags["retrieval_map"]) is not None:
             if MAP.fullmatch(text.strip()):
                 options["retrieval_map"] = {reader: int(storing) for reader, storing in PAIR.findall(text)}
             else:
@@ -281,7 +282,7 @@ class _Script(Script):
         return [int(part) for part in parts]
 
     def _released(self) -> Mapping[str, Any]:
-        """Of the cache, as an adapter's folder says them."""
+        """Return the cache's options from a pretrained adapter's folder."""
         given, folder = self.given, self.given["pretrained_neurocache"]
         try:
             options = options_of(read_adapter(Path(folder)))
@@ -296,50 +297,50 @@ class _Script(Script):
         return options | {"compat_head_layout": True}
 
     def _beside(self, layers: list[int]) -> None:
-        """Low-rank matrices, in the layers that read the cache."""
-        given, values = self.given, self.values
-        known = OF_OPT if values["model.name"] == "opt" else MODULES
-        names = [name.strip() for name in given["lora_modules"].split(",")]
-        if known is OF_OPT and "lora_modules" not in given:
+        """Translate the LoRA options, for the layers that read the cache."""
+        flags, values = self.given, self.values
+        allowed_modules = OF_OPT if values["model.name"] == "opt" else MODULES
+        names = [name.strip() for name in flags["lora_modules"].split(",")]
+        if allowed_modules is OF_OPT and "lora_modules" not in flags:
             names = ["fc1", "fc2"]
             self.note("no --lora_modules: fc1,fc2, as the script's own are none of OPT's")
-        if not set(names) <= set(known):
-            self.refuse("lora_modules", given["lora_modules"], f"some of {', '.join(known)}")
+        if not set(names) <= set(allowed_modules):
+            self.refuse("lora_modules", flags["lora_modules"], f"some of {', '.join(allowed_modules)}")
             return
-        values |= {"adapter.rank": given["lora_r"], "adapter.alpha": given["lora_alpha"]}
-        values |= {"adapter.dropout": given["lora_dropout"], "adapter.layers": layers}
+        values |= {"adapter.rank": flags["lora_r"], "adapter.alpha": flags["lora_alpha"]}
+        values |= {"adapter.dropout": flags["lora_dropout"], "adapter.layers": layers}
         values["adapter.target"] = [pattern for name in dict.fromkeys(names) for pattern in LINEARS[name]]
-        if given["nf4"]:
+        if flags["nf4"]:
             self.note("in 4 bits are the matrices that have low-rank ones beside them, and no others")
 
     def output(self) -> None:
-        given, values = self.given, self.values
-        kept = given["keep_n_checkpoints"]
-        if kept == 1:
+        flags, values = self.given, self.values
+        num_kept = flags["keep_n_checkpoints"]
+        if num_kept == 1:
             self.note("--keep_n_checkpoints 1: two are kept, as the last one alone could not be trusted")
-            kept = 2
-        values |= {"job.dump_folder": given["output_dir"], "checkpoint.enable": True}
-        values |= {"checkpoint.interval": given["checkpointing_steps"], "checkpoint.keep_latest_k": kept}
-        values["metrics.log_freq"] = given["logging_steps"]
-        trackers = [name.strip() for name in given["report_to"].split(",")]
+            num_kept = 2
+        values |= {"job.dump_folder": flags["output_dir"], "checkpoint.enable": True}
+        values |= {"checkpoint.interval": flags["checkpointing_steps"], "checkpoint.keep_latest_k": num_kept}
+        values["metrics.log_freq"] = flags["logging_steps"]
+        trackers = [name.strip() for name in flags["report_to"].split(",")]
         if not set(trackers) <= set(TRACKERS):
-            self.refuse("report_to", given["report_to"], f"some of {', '.join(TRACKERS)}")
-        elif given["with_tracking"]:
+            self.refuse("report_to", flags["report_to"], f"some of {', '.join(TRACKERS)}")
+        elif flags["with_tracking"]:
             values["metrics.trackers"] = trackers
-        if "adapter.kind" in values and not given["only_evaluate"]:
-            self.note(f"the adapter in the authors' files: torchtitan export {given['output_dir']} --to FOLDER")
+        if "adapter.kind" in values and not flags["only_evaluate"]:
+            self.note(f"the adapter in the authors' files: torchtitan export {flags['output_dir']} --to FOLDER")
 
     def rest(self) -> None:
-        """What is no option of a job."""
-        given = self.given
-        if given["save_and_quit"]:
+        """Handle the flags that have no equivalent in a job."""
+        flags = self.given
+        if flags["save_and_quit"]:
             self.refuse("save_and_quit", True, "nothing", "torchtitan export RUN --to FOLDER writes a run's adapter")
-        if given["resume_from_checkpoint"]:
-            why = "states of accelerate are not read; a job that is started again goes on from its own newest"
-            self.refuse("resume_from_checkpoint", given["resume_from_checkpoint"], "nothing", why)
-        if given["only_evaluate"]:
-            rows = self.values["validation.local_batch_size"] * given["max_eval_steps"] * (self.line.ranks or 1)
-            self.meaning.measures = [given["model_name_or_path"], f"--samples={rows}"]
+        if flags["resume_from_checkpoint"]:
+            reason = "states of accelerate are not read; a job that is started again goes on from its own newest"
+            self.refuse("resume_from_checkpoint", flags["resume_from_checkpoint"], "nothing", reason)
+        if flags["only_evaluate"]:
+            rows = self.values["validation.local_batch_size"] * flags["max_eval_steps"] * (self.line.ranks or 1)
+            self.meaning.measures = [flags["model_name_or_path"], f"--samples={rows}"]
 
 
 read = _Script.meaning_of

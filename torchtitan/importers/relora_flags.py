@@ -27,47 +27,47 @@ OF_THE_LIBRARY: tuple[float, dict[str, str]] = 1e-6, {"formula": "galore_torch"}
 
 
 def read_optimizer(script: Script) -> None:
-    given, values, name = script.given, script.values, script.given["optimizer"]
+    flags, values, name = script.given, script.values, script.given["optimizer"]
     names = {"lr": "lr", "weight_decay": "weight_decay", "adam_beta1": "beta1", "adam_beta2": "beta2"}
-    values |= {f"optimizer.{ours}": given[theirs] for theirs, ours in names.items()}
-    clipped = given["grad_clipping" if "grad_clipping" in given else "clip_grad_norm"]
+    values |= {f"optimizer.{our_name}": flags[their_name] for their_name, our_name in names.items()}
+    clipped = flags["grad_clipping" if "grad_clipping" in flags else "clip_grad_norm"]
     values |= {"training.max_norm": clipped, "optimizer.name": "Adam"}
     if name == "shampoo":
         script.refuse("optimizer", "shampoo", "adam", "there is no such optimizer here")
     elif name == "adam_zero":
-        if given["distributed_type"] == "fsdp":
+        if flags["distributed_type"] == "fsdp":
             script.refuse("optimizer", "adam_zero", "adam with --distributed_type fsdp", "which shards its state")
         script.note("adam_zero: the optimizer's state is sharded by FSDP, which shards all else too")
     elif name in (*PLAIN, *PROJECTING):
         _of_galore(script, name)
     looked_at = OF_PROJECTIONS * (name in PROJECTING) + ("beta1",) * (name in BY_BETA1)
-    if idle := [flag for flag in (*OF_PROJECTIONS, "beta1") if flag in given and flag not in looked_at]:
+    if idle := [flag for flag in (*OF_PROJECTIONS, "beta1") if flag in flags and flag not in looked_at]:
         script.note(f"no effect with --optimizer {name}: --{', --'.join(idle)}")
 
 
 def _of_galore(script: Script, name: str) -> None:
-    """What GaLore's script has beside ReLoRA's."""
-    given, values = script.given, script.values
-    values |= {"optimizer.name": PLAIN.get(name, "GaLore"), "training.max_norm": given["grad_clipping"]}
+    """Translate the optimizers that GaLore's script has in addition to ReLoRA's."""
+    flags, values = script.given, script.values
+    values |= {"optimizer.name": PLAIN.get(name, "GaLore"), "training.max_norm": flags["grad_clipping"]}
     options: dict[str, Any] = {}
-    if name == "adam8bit" and given["weight_decay"]:
+    if name == "adam8bit" and flags["weight_decay"]:
         script.note("adam8bit: weight decay is added to the gradient there, and takes from the weight itself here")
     if name in PROJECTING:
-        options = {"rank": given["rank"], "update_gap": given["update_proj_gap"], "scale": given["galore_scale"]}
-        options |= {"side": given["proj_type"], "inner": PROJECTING[name]}
+        options = {"rank": flags["rank"], "update_gap": flags["update_proj_gap"], "scale": flags["galore_scale"]}
+        options |= {"side": flags["proj_type"], "inner": PROJECTING[name]}
         if name == "galore_adamw":
             values["optimizer.eps"], formula = OF_THE_LIBRARY
             options |= formula
         script.note("attention and feed-forward are projected, all else steps by the same moments as it is")
-        if given["proj_quant"]:
-            why = "bases are kept as the parameters are; options.adaptive_gap is what else of Q-GaLore is here"
-            script.refuse("proj_quant", True, "nothing", why)
-    if name in BY_BETA1:  # which have no second moment of Adam's
+        if flags["proj_quant"]:
+            reason = "bases are kept as the parameters are; options.adaptive_gap is what else of Q-GaLore is here"
+            script.refuse("proj_quant", True, "nothing", reason)
+    if name in BY_BETA1:  # these have no second moment as Adam has
         del values["optimizer.beta1"], values["optimizer.beta2"]
         if name == "galore_adafactor":
-            values["optimizer.beta1"] = given["beta1"]
-        elif given["beta1"]:
-            options["momentum" if name == "sgd" else "beta1"] = given["beta1"]
+            values["optimizer.beta1"] = flags["beta1"]
+        elif flags["beta1"]:
+            options["momentum" if name == "sgd" else "beta1"] = flags["beta1"]
     if options:
         values["optimizer.options"] = options
     if name.endswith("per_layer"):
@@ -76,14 +76,14 @@ def _of_galore(script: Script, name: str) -> None:
 
 
 def _per_layer(script: Script) -> None:
-    """Each gradient is gone as soon as its weights have stepped."""
-    given, batch = script.given, script.values.get("training.global_batch_size")
-    if given["grad_clipping"]:
+    """Translate a step per layer, in which a gradient is freed as soon as its weights are updated."""
+    flags, batch = script.given, script.values.get("training.global_batch_size")
+    if flags["grad_clipping"]:
         script.values["training.max_norm"] = 0.0
-        script.note(f"--grad_clipping {given['grad_clipping']} clips nothing, as there: gradients are gone by then")
+        script.note(f"--grad_clipping {flags['grad_clipping']} clips nothing, as there: gradients are gone by then")
     ranks = script.line.ranks or 1
-    if batch is not None and given["batch_size"] * ranks < batch:
-        allowed = f"one pass: {given['batch_size']} x {ranks} ranks"
+    if batch is not None and flags["batch_size"] * ranks < batch:
+        allowed = f"one pass: {flags['batch_size']} x {ranks} ranks"
         remedy = "the script stepped in each pass; write --optimizer galore_adamw8bit, or a larger --batch_size"
         script.refuse("total_batch_size", batch, allowed, remedy)
 
@@ -165,10 +165,13 @@ FLAGS: dict[str, Flag] = {
 
 
 def with_file(line: CommandLine) -> CommandLine:
-    """The line with the flags of its --training_config, a table of YAML, ahead of its own. JobError."""
+    """Return the line with the flags of its --training_config, a YAML table, before its own.
+
+    Raises JobError if the file cannot be read.
+    """
     path = next((value for name, value in reversed(line.flags) if name == "training_config" and value), None)
     if path is None:
         return line
-    found = {name: value for name, value in yaml_file.read(path).items() if value is not None}
-    own = [flag for flag in line.flags if flag[0] != "training_config"]
-    return replace(line, flags=[*((name, str(value)) for name, value in found.items()), *own])
+    file_flags = {name: value for name, value in yaml_file.read(path).items() if value is not None}
+    line_flags = [flag for flag in line.flags if flag[0] != "training_config"]
+    return replace(line, flags=[*((name, str(value)) for name, value in file_flags.items()), *line_flags])

@@ -1,7 +1,4 @@
-"""A script's flags: what each takes and what it is without being given, as argparse would read them.
-
-What readers of scripts share: a command line's flags, and the job that they come to mean.
-"""
+"""Base classes for readers of scripts: flags with types and defaults, parsed as by argparse."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -18,7 +15,7 @@ KINDS = {int: "a whole number", float: "a finite number", str: "text", bool: "tr
 
 @dataclass(frozen=True)
 class Flag:
-    """`choices`: of text, all that the script takes."""
+    """A flag of a script. `choices`: the values that a text flag accepts."""
 
     kind: type
     default: Any = None
@@ -26,15 +23,15 @@ class Flag:
 
 
 class Given:
-    """The flags of one command line, by their names, with the script's defaults behind them."""
+    """The flags of one command line by name, with the script's defaults for unset ones."""
 
-    def __init__(self, line: CommandLine, known: Mapping[str, Flag], meaning: Meaning) -> None:
-        self._known, self._values = known, dict[str, Any]()
-        for given, text in line.flags:  # of one given twice the last counts
-            name = _whole(given, known)
-            flag = known.get(name)
+    def __init__(self, line: CommandLine, flags: Mapping[str, Flag], meaning: Meaning) -> None:
+        self._known, self._values = flags, dict[str, Any]()
+        for raw_name, text in line.flags:  # the last of repeated flags wins
+            name = _whole(raw_name, flags)
+            flag = flags.get(name)
             if flag is None:
-                meaning.refuse(name, text, f"a flag of {line.script}", hint(name, known))
+                meaning.refuse(name, text, f"a flag of {line.script}", hint(name, flags))
             elif (value := _value(flag, text)) is not None:
                 self._values[name] = value
             else:
@@ -48,14 +45,14 @@ class Given:
         return self._values.get(name, self._known[name].default)
 
 
-def _whole(name: str, known: Iterable[str]) -> str:
-    """The flag that begins so, where it is one alone."""
-    begun = [each for each in known if each.startswith(name)]
-    return begun[0] if len(begun) == 1 and name not in begun else name
+def _whole(name: str, flag_names: Iterable[str]) -> str:
+    """Return the flag that `name` abbreviates, or `name` itself if it is ambiguous or unknown."""
+    matches = [flag_name for flag_name in flag_names if flag_name.startswith(name)]
+    return matches[0] if len(matches) == 1 and name not in matches else name
 
 
 def _value(flag: Flag, text: str | None) -> Any | None:
-    """None where it is none of this flag."""
+    """Return the parsed value, or None if it is invalid for this flag."""
     if flag.kind is bool:
         return True if text is None else WORDS.get(text.lower())
     if text is None or (flag.choices and text.lower() not in flag.choices):
@@ -85,4 +82,4 @@ class Script(ABC):
 
     @abstractmethod
     def read(self) -> None:
-        """Fills in the meaning."""
+        """Fill in the meaning."""

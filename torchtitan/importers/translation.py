@@ -1,8 +1,6 @@
-"""What a reader makes of a command line: today's options, and all that is to be said beside them.
+"""The result of translating a command line: options of a job, notes and faults.
 
-Linears by the names that other libraries have for them.
-
-A model's folder in the form of Hugging Face, as what a job begins from.
+Also the names of linear layers in other libraries, and the options of a job that starts from a Hugging Face folder.
 """
 
 import sys
@@ -21,10 +19,12 @@ SAID_BY = "the command line"
 
 @dataclass
 class Meaning:
-    """`values`: options by dotted name. `notes`: what a reader of the job should know, a line each. `faults`: what has
-    no meaning here, or none at all; with any of them there is no job. `said_by`: the line, or a file; `dashes`: ahead
-    of the names in it. `measures`: of a line that trains nothing, the words with which `torchtitan evaluate` does what
-    it did with the job. `launched`: options of the line's launcher that the reader has read itself.
+    """A translated command line or file.
+
+    `values`: options by dotted name. `notes`: remarks for readers of the job, one line each. `faults`: options that
+    cannot be translated or are invalid; with any of them there is no job. `said_by`: the line, or a file. `dashes`:
+    prefix of the options' names in it. `measures`: for a line that only evaluates, the arguments with which
+    `torchtitan evaluate` does the same with the job. `launched`: launcher options that the reader has handled itself.
     """
 
     said_by: str = SAID_BY
@@ -40,7 +40,7 @@ class Meaning:
 
 
 def is_finite(number: float) -> bool:
-    """Whether it is a number, and one that a float can hold."""
+    """Return True if `number` is not NaN and a float can hold it."""
     return abs(number) <= sys.float_info.max
 
 
@@ -63,15 +63,18 @@ LINEARS: dict[str, list[str]] = {
     "fc1": ["*feed_forward.w1"],
     "fc2": ["*feed_forward.w2"],
 }
-"""As Llama, RoBERTa, GPT-2 and OPT call them, the targets that they are here."""
+"""Names of linear layers in Llama, RoBERTa, GPT-2 and OPT -> adapter targets here."""
 
 
 def family_in(folder: Path) -> str | None:
-    """The family of its config.json; None for one that is not here. JobError for a file that cannot be read."""
+    """Return the model family of a folder's config.json, or None if it is not supported.
+
+    Raises JobError if the file cannot be read.
+    """
     return family_of(read_json(folder / CONFIG).get("model_type"))
 
 
 def from_folder(family: str, folder: str) -> dict[str, Any]:
-    """Sizes and weights of the folder."""
+    """Return the options that take sizes and weights from a folder."""
     values = {"model.name": family, "model.flavor": FROM_HF, "model.hf_folder": folder}
     return values | {"checkpoint.initial_load_path": folder, "checkpoint.initial_load_in_hf": True}

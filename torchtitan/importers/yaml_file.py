@@ -1,4 +1,4 @@
-"""A YAML file that another program reads, as data: plain values, of bounded size, and nothing twice."""
+"""Read another program's YAML file as data: plain values, of bounded size, without duplicate keys."""
 
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,11 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.files import read_file
 
 LARGEST = 2**20
-"""Bytes. A job of any program is a few thousand."""
+"""Maximum file size in bytes. A job of any program has a few thousand."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Without aliases, by which a short file stands for endless values, and with each key once."""
+    """A YAML loader that refuses duplicate keys, and aliases, by which a short file can expand without end."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -33,21 +33,21 @@ class _Loader(yaml.SafeLoader):
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The table that a file holds. JobError, which names it, for anything else."""
+    """Return the table in a file. Raises JobError, naming the file, for anything else."""
     path = Path(path).expanduser()
     text = read_file(path, LARGEST)
     try:
-        found = _value(text)
+        table = _value(text)
     except (yaml.YAMLError, UnicodeError, ValueError, RecursionError) as error:
-        said = " ".join(str(error).split())[:300] or type(error).__name__
-        raise JobError(f"{path}: no YAML that is read: {said}") from None
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        error_text = " ".join(str(error).split())[:300] or type(error).__name__
+        raise JobError(f"{path}: no YAML that is read: {error_text}") from None
+    if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
         raise JobError(f"{path}: holds no table; a job has a line `name: value` for each option")
-    return found
+    return table
 
 
 def scalar(text: str) -> Any:
-    """A flag's value as a file would have it. JobError."""
+    """Parse a flag's value as YAML. Raises JobError if it is invalid."""
     try:
         return _value(text.encode())
     except (yaml.YAMLError, ValueError, RecursionError):
