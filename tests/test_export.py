@@ -179,7 +179,7 @@ def test_matrices_that_are_a_and_b_alone(tmp_path, texts):
 
 def test_another_base_is_refused(tmp_path, texts, capsys):
     base = base_of(tmp_path / "base", "llama3")
-    run = trained(tmp_path / "run", texts, base, adapter__kind="qlora")
+    run = trained(tmp_path / "run", texts, base, adapter__kind="qlora", adapter__save="whole")
     config = manager.load(arguments(tmp_path, texts, **base))
     other = parts.meta_model(config).to_empty(device="cpu")
     initialize(other, 1, other.init_rule)

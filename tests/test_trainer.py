@@ -13,6 +13,7 @@ from tests.support.pool import run_ranks
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.config import manager
 from torchtitan.process import distributed
+from torchtitan.process.exit import NOT_EXPORTED
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 
@@ -220,7 +221,7 @@ def test_bad_validation_data_on_one_rank_stops_all(texts, tmp_path):
     assert "bad.jsonl" in err and "Traceback" not in err
 
 
-def test_a_checkpoint_that_cannot_be_written_has_its_own_code(texts, tmp_path):
+def test_a_last_export_that_cannot_be_written_has_its_own_code(texts, tmp_path):
     (tmp_path / "model_hf").write_text("a file where a folder has to be")
     options = saving(
         training__steps=2,
@@ -229,7 +230,7 @@ def test_a_checkpoint_that_cannot_be_written_has_its_own_code(texts, tmp_path):
         checkpoint__last_save_in_hf=True,
     )
     code, out, err = jobs.run(jobs.arguments(tmp_path, texts, **options), ranks=2)
-    assert code == 7
+    assert code == NOT_EXPORTED
     assert "model_hf" in err and "Traceback" not in err
 
 
