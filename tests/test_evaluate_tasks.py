@@ -130,7 +130,7 @@ def test_a_text_is_the_sum_of_its_windows():
 
 def test_more_than_the_context_cannot_be_told():
     answers = Answers(build(Llama, ARGS), BYTES, CONTEXT, 1)
-    with pytest.raises(JobError, match="a text of 25 tokens .* allowed: 24; give a longer context"):
+    with pytest.raises(JobError, match="a continuation has 25 tokens; allowed: 24; use a longer context"):
         answers.loglikelihood([asked("a", "b" * 25)])
 
 

@@ -178,7 +178,7 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path):
     spoiled(tmp_path, "no weight_map")
     index = {"weight_map": dict.fromkeys(state, "a.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    spoiled(tmp_path, "cannot read the weights.*a.safetensors")
+    spoiled(tmp_path, "a.safetensors cannot be read")
     save_file({"x": torch.ones(1)}, tmp_path / "a.safetensors")
     spoiled(tmp_path, "is not in a.safetensors, where the index says it is; .* more")
     (tmp_path / "config.json").write_text("[]")
