@@ -433,7 +433,8 @@ def test_the_prompt_of_a_file(run, tmp_path, capsys, monkeypatch):
     assert generated(capsys, run, *words, "--prompt-file", tmp_path / "prompt.txt") == expected
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert generated(capsys, run, *words, "--prompt-file", "-") == expected
-    assert f"--prompt-file {tmp_path}/no: [Errno 2]" in refusal(capsys, run, "--prompt-file", tmp_path / "no")
+    missing = tmp_path / "no"
+    assert f"--prompt-file {missing} cannot be read (No such" in refusal(capsys, run, "--prompt-file", missing)
     (tmp_path / "prompt.txt").write_bytes(b"\xff")
     assert "can't decode byte 0xff" in refusal(capsys, run, "--prompt-file", tmp_path / "prompt.txt")
 

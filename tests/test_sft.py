@@ -71,9 +71,12 @@ def test_the_curve_is_that_of_one_rank(alone, plan, tmp_path):
 
 
 WAYS = {  # of four samples of unequal lengths a step, on so many ranks
-    "GA 4": (1, dict(training__local_batch_size=1)),
-    "DP 2": (2, dict(training__local_batch_size=2, parallelism__data_parallel_shard_degree=2)),
-    "GA 4, padded to each": (1, dict(training__local_batch_size=1, data__pad_to="batch")),
+    "GA 4": (1, dict(training__local_batch_size=1, data__pad_to="seq_len")),
+    "DP 2": (
+        2,
+        dict(training__local_batch_size=2, parallelism__data_parallel_shard_degree=2, data__pad_to="seq_len"),
+    ),
+    "GA 4, padded to each": (1, dict(training__local_batch_size=1)),
     "DP 2 x GA 2, padded to each": (2, dict(training__local_batch_size=1, data__pad_to="batch")),
     "TP 2, padded to a multiple": (
         2,
@@ -87,7 +90,8 @@ def at_once(tmp_path_factory):
     """All four in one forward pass, padded to seq_len."""
     folder = tmp_path_factory.mktemp("at_once")
     rows = write_rows(folder)
-    return rows, run_ranks(1, jobs.train, unpacked(folder / "run", rows, training__local_batch_size=4))[0][0]
+    options = dict(training__local_batch_size=4, data__pad_to="seq_len")
+    return rows, run_ranks(1, jobs.train, unpacked(folder / "run", rows, **options))[0][0]
 
 
 def unpacked(folder, rows, **options):
@@ -106,7 +110,7 @@ def test_a_step_is_the_same_however_it_is_cut(at_once, way, tmp_path):
     for name in ("loss", "grad_norm"):
         assert got[0][name] == pytest.approx(steps[0][name], rel=1e-5)
         assert [step[name] for step in got] == pytest.approx([step[name] for step in steps], rel=2e-4)
-    shortened = "data__pad_to" in options
+    shortened = options.get("data__pad_to") != "seq_len"
     assert (got[-1]["tokens"] < steps[-1]["tokens"]) == shortened and steps[-1]["tokens"] == 3 * 4 * 384
 
 
