@@ -1,0 +1,76 @@
+"""Choose what an ordinary and a quick run of the suite leave out.
+
+The ordinary run (`./run_tests.sh`) takes a pairwise cover of the table of combinations; `./run_tests.sh full` takes the
+whole table and writes down how long each module took. The quick run leaves out the modules that took longest.
+"""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.combinations import Combination
+from tests.support.jobs import ROOT
+
+DURATIONS = ROOT / "tests" / "durations.json"
+"""Module -> seconds that its tests took in the last full run, over both workers."""
+LAYOUT = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+PAIRED = ("recompute", "schedule", "method", "adapter")
+
+
+def settings(row: Combination) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a row whose pairs are covered: its layout as one, and the others of PAIRED."""
+    yield "layout", tuple(getattr(row, degree) for degree in LAYOUT)
+    yield from ((name, getattr(row, name)) for name in PAIRED)
+
+
+def covered(row: Combination) -> frozenset[Any]:
+    """Return the pairs of settings that a row tests, and the value of every other field by itself."""
+    singles = ((name, value) for name, value in vars(row).items() if name not in (*LAYOUT, *PAIRED, "ranks"))
+    return frozenset([*itertools.combinations(settings(row), 2), *singles])
+
+
+def pairwise_cover(rows: Iterable[Combination]) -> set[Combination]:
+    """Return rows that together test each pair of settings and each value that any row tests, chosen greedily.
+
+    The same rows come out for the same table. Of rows that add equally much, the one with the fewest ranks is taken.
+    """
+    pairs = {row: covered(row) for row in rows}
+    missing = set().union(*pairs.values())
+    chosen = set()
+    while missing:
+        best = max(pairs, key=lambda row: (len(pairs[row] & missing), -row.ranks))
+        chosen.add(best)
+        missing -= pairs.pop(best)
+    return chosen
+
+
+def slow_modules(budget: float) -> set[str]:
+    """Return the modules to leave out so that the others took at most `budget` seconds together, longest first."""
+    seconds = json.loads(DURATIONS.read_text())
+    total, slow = sum(seconds.values()), set()
+    for module in sorted(seconds, key=seconds.__getitem__, reverse=True):
+        if total <= budget:
+            break
+        slow.add(module)
+        total -= seconds[module]
+    return slow
+
+
+class DurationRecorder:
+    """A pytest plugin that adds up the time of each module's tests and writes DURATIONS."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        module = report.nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
+        self.seconds[module] += report.duration
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            rounded = {module: round(seconds, 1) for module, seconds in sorted(self.seconds.items())}
+            DURATIONS.write_text(json.dumps(rounded, indent=0) + "\n")
