@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchtitan.process.exit import NOT_EXPORTED
+
 BOTH = -1
 """Every rank."""
 LONG = {"training.steps": 28, "checkpoint.interval": 2}
@@ -40,6 +42,8 @@ class Case:
     log: str = ""
     """What the log has to say."""
     machines: int = 1
+    exit_code: int = 0
+    """Of the job with the faults. Another than 0: the job is then started by hand once more, without faults."""
 
     @property
     def expected_restarts(self) -> int:
@@ -106,7 +110,8 @@ def cases_of_exports() -> list[Case]:
     faults = [[Fault("kill in export", 0, point=name, after=after)] for name in EXPORT for after in (False, True)]
     options = {"checkpoint.last_save_model_only": True}
     return [
-        Case(f"export, {'after' if fault.after else 'before'} {fault.point}", [[fault]], options) for (fault,) in faults
+        Case(f"{'after' if fault.after else 'before'} {fault.point}", [[fault]], options, 0, exit_code=NOT_EXPORTED)
+        for (fault,) in faults
     ]
 
 

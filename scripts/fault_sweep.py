@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -205,7 +206,7 @@ def run_case(case: Case, folder: Path) -> list[int]:
     """Run a case on machines that are forks of this process; the launchers' exit codes."""
     settings = JOB | SHORT | case.options | {"job.dump_folder": folder}
     words = [f"--{name}={str(value).lower() if value in (True, False) else value}" for name, value in settings.items()]
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -235,7 +236,10 @@ def be_launcher(case: Case, machine: int, port: int, folder: Path, words: list[s
 
 
 def judge(case: Case, folder: Path, codes: list[int], expected: str) -> dict:
-    """Return the row of a case: its outcome, compared with the expected one."""
+    """Return the row of a case: its outcome, compared with the expected one.
+
+    `codes` are the exit codes of every machine's launcher, then those of the start by hand, if there was one.
+    """
     log = (folder / "log-0").read_text(errors="replace")
     steps = int({**JOB, **SHORT, **case.options}["training.steps"])
     try:
@@ -247,7 +251,8 @@ def judge(case: Case, folder: Path, codes: list[int], expected: str) -> dict:
         log += f"not whole: {error}"
     restarts = log.count("restart ")
     left = [path.name for path in [*folder.glob("run.lock*"), *folder.glob("checkpoint/.tmp*")]]
-    good = same and set(codes) == {0} and restarts == case.expected_restarts and not left and case.log in log
+    ended = set(codes[: case.machines]) == {case.exit_code} and set(codes[case.machines :]) <= {0}
+    good = same and ended and restarts == case.expected_restarts and not left and case.log in log
     return {
         "case": case.name,
         "faults": sum(map(len, case.faults)),
@@ -280,7 +285,10 @@ def run_part(name: str, results: Path, place: Path) -> bool:
             straight[key] = last_state(folder, int({**JOB, **SHORT, **options}["training.steps"]))
         began = time.monotonic()
         folder = place / f"{name}-{number}"
-        row = {"part": name} | judge(case, folder, run_case(case, folder), straight[key])
+        codes = run_case(case, folder)
+        if case.exit_code:
+            codes += run_case(replace(case, faults=[]), folder)
+        row = {"part": name} | judge(case, folder, codes, straight[key])
         row["seconds"] = round(time.monotonic() - began)
         remove_cgroups()
         with results.open("a") as file:
@@ -328,17 +336,20 @@ def main() -> int:
         return 0
     more = {"checkpoint.async_mode": "async"} if options.background else {}
     seed, good = random.Random(options.seed), True
-    with tempfile.TemporaryDirectory(prefix="fault-sweep-") as temporary:
-        if options.folder is not None:
-            options.folder.mkdir(parents=True, exist_ok=True)
-            temporary = tempfile.mkdtemp(dir=options.folder)
-        place = Path(temporary)
-        for name in PARTS if options.part == "all" else [options.part]:
-            if name in PARTS:
-                good &= run_part(name, options.results, place)
-        for name in options.only if options.part in ("kills", "all") else []:
-            share = -(-options.kills // len(options.only))
-            good &= sweep(name, PLANS[name] | more, share, seed, Path(place, name.replace(" ", "-")))
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
+    # removed by this process alone: the launchers are forks of it, and would take a context manager's folder with them
+    place = Path(tempfile.mkdtemp(prefix="fault-sweep-", dir=options.folder))
+    for name in PARTS if options.part == "all" else [options.part]:
+        if name in PARTS:
+            good &= run_part(name, options.results, place)
+    for name in options.only if options.part in ("kills", "all") else []:
+        share = -(-options.kills // len(options.only))
+        good &= sweep(name, PLANS[name] | more, share, seed, place / name.replace(" ", "-"))
+    if good and options.folder is None:
+        shutil.rmtree(place)
+    else:
+        print(f"the jobs are in {place}")
     return 0 if good else 1
 
 

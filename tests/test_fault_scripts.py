@@ -60,6 +60,16 @@ def test_a_case_is_good_only_with_the_same_bits_and_nothing_left(scripts, tmp_pa
     assert sweep.judge(case, tmp_path, [0], "bits")["left"] == ["run.lock"]
 
 
+def test_a_killed_export_is_good_if_the_next_start_makes_it_up(scripts, tmp_path, monkeypatch):
+    sweep, case = scripts["fault_sweep"], scripts["fault_parts"].cases_of_exports()[0]
+    monkeypatch.setattr(sweep, "last_state", lambda folder, steps: "bits")
+    monkeypatch.setattr(sweep, "check_complete", lambda folder: None)
+    (tmp_path / "log-0").write_text("training is complete\n")
+    assert sweep.judge(case, tmp_path, [10, 0], "bits")["good"]
+    assert not sweep.judge(case, tmp_path, [0, 0], "bits")["good"]
+    assert not sweep.judge(case, tmp_path, [10, 10], "bits")["good"]
+
+
 def test_the_stress_tells_a_crash_from_what_it_asked_for(scripts):
     stress = scripts["stress_ranks"]
     for line in ("Fatal Python error: Segmentation fault", "rank 1 was ended by SIGABRT", "RankCrashed: --- rank 0"):
