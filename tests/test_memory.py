@@ -25,7 +25,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import local_part
 from torchtitan.parallelisms import data_parallel
 from torchtitan.planner import estimate as prediction
-from torchtitan.planner import rehearsal_pool
+from torchtitan.planner import rehearsal
 from torchtitan.planner.live_tensors import Live
 from torchtitan.planner.rehearsal import Rehearsal, rehearse
 from torchtitan.process.distributed import device_type
@@ -237,22 +237,22 @@ def test_rehearsals_have_as_many_processes_as_there_are_processors(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     tasks = [(number, 10) for number in range(4)]
     for processors, daemon, elsewhere in ((2, False, True), (1, False, False), (2, True, False)):
-        monkeypatch.setattr(rehearsal_pool, "_processors", lambda number=processors: number)
+        monkeypatch.setattr(rehearsal, "_processors", lambda number=processors: number)
         monkeypatch.setattr(type(multiprocessing.current_process()), "daemon", daemon)
-        found = rehearsal_pool.all_of(of_a_task, tasks)
+        found = rehearsal.run_in_processes(of_a_task, tasks)
         assert [number for number, _, _ in found] == [0, 10, 20, 30]
         assert all((pid != os.getpid()) == elsewhere for _, pid, _ in found)
         assert not elsewhere or {threads for *_, threads in found} == {1}
         with pytest.raises(JobError, match="given -1"):
-            rehearsal_pool.all_of(of_a_task, [*tasks, (-1, 1)])
+            rehearsal.run_in_processes(of_a_task, [*tasks, (-1, 1)])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 def test_a_rehearsal_that_is_ended_is_said(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(rehearsal_pool, "_processors", lambda: 2)
+    monkeypatch.setattr(rehearsal, "_processors", lambda: 2)
     with pytest.raises(JobError, match="a rehearsal was ended, as where memory runs out"):
-        rehearsal_pool.all_of(os._exit, [(9,), (9,)])
+        rehearsal.run_in_processes(os._exit, [(9,), (9,)])
 
 
 def note(folder, number):
@@ -266,9 +266,9 @@ def note(folder, number):
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 def test_after_a_failure_no_rehearsal_is_begun(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(rehearsal_pool, "_processors", lambda: 2)
+    monkeypatch.setattr(rehearsal, "_processors", lambda: 2)
     with pytest.raises(JobError, match="the first"):
-        rehearsal_pool.all_of(note, [(tmp_path, number) for number in range(40)])
+        rehearsal.run_in_processes(note, [(tmp_path, number) for number in range(40)])
     assert len(list(tmp_path.iterdir())) < 39
 
 
@@ -281,8 +281,10 @@ def stay(folder):
 def test_rehearsals_end_with_whoever_asked_for_them(tmp_path, monkeypatch):
     """As where Ctrl-C ends `torchtitan check`, which kills the estimate that it has begun."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(rehearsal_pool, "_processors", lambda: 2)
-    asking = multiprocessing.get_context("fork").Process(target=rehearsal_pool.all_of, args=(stay, [(tmp_path,)] * 2))
+    monkeypatch.setattr(rehearsal, "_processors", lambda: 2)
+    asking = multiprocessing.get_context("fork").Process(
+        target=rehearsal.run_in_processes, args=(stay, [(tmp_path,)] * 2)
+    )
     asking.start()
     try:
         deadline = time.monotonic() + 60
@@ -303,12 +305,12 @@ def test_rehearsals_end_with_whoever_asked_for_them(tmp_path, monkeypatch):
 def test_beside_a_gpu_processes_are_forked_from_one_that_has_done_nothing(gpu, monkeypatch):
     """autograd has threads there after its first backward, and works in no fork of this process any more."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
-    monkeypatch.setattr(rehearsal_pool, "_processors", lambda: 2)
+    monkeypatch.setattr(rehearsal, "_processors", lambda: 2)
     torch.ones((), requires_grad=True).backward()
-    parents = set(rehearsal_pool.all_of(os.getppid, [(), ()]))
+    parents = set(rehearsal.run_in_processes(os.getppid, [(), ()]))
     assert parents == {os.getpid()} if not gpu else not parents & {os.getpid(), os.getppid()}
-    assert rehearsal_pool.all_of(os.getenv, [("CUDA_VISIBLE_DEVICES",)] * 2) == ["", ""]
-    assert rehearsal_pool.all_of(torch.get_num_threads, [(), ()]) == [1, 1]
+    assert rehearsal.run_in_processes(os.getenv, [("CUDA_VISIBLE_DEVICES",)] * 2) == ["", ""]
+    assert rehearsal.run_in_processes(torch.get_num_threads, [(), ()]) == [1, 1]
 
 
 CHOSEN = {  # patterns -> whether it takes every layer of the model to tell

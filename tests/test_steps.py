@@ -30,7 +30,7 @@ from torchtitan.models.moe.layer import MoE, MoEBlock
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.registry import MODELS
 from torchtitan.parallelisms.context.kernel import counted
-from torchtitan.parallelisms.experts.expert_parallel import apply_expert_parallel
+from torchtitan.parallelisms.expert_parallel import apply_expert_parallel
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
 from torchtitan.parallelisms.pipeline.overlap.merging import Loop, alone

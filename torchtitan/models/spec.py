@@ -8,7 +8,7 @@ from torch import nn
 
 from torchtitan.models.flops import FlopsPerToken
 from torchtitan.models.hf.family import HuggingFace
-from torchtitan.parallelisms.experts.balance import Balance
+from torchtitan.parallelisms.expert_balance import Balance
 from torchtitan.parallelisms.plan import ParallelPlan
 
 

@@ -24,7 +24,7 @@ from torchtitan.parallelisms.activation_checkpoint import segment_policy
 from torchtitan.parallelisms.context.context_parallel import shard_sequence
 from torchtitan.parallelisms.context.kernel import counted
 from torchtitan.parallelisms.data_parallel import set_last_microbatch
-from torchtitan.parallelisms.experts.balance import Balance, ExpertBalance
+from torchtitan.parallelisms.expert_balance import Balance, ExpertBalance
 from torchtitan.parallelisms.gradients import clip_gradients
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallelize import ParallelOptions, dtype_of, parallelize, uses_fully_shard

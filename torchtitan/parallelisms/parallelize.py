@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallelisms.context.context_parallel import apply_context_parallel
 from torchtitan.parallelisms.data_parallel import apply_data_parallel
-from torchtitan.parallelisms.experts.expert_parallel import apply_expert_parallel
+from torchtitan.parallelisms.expert_parallel import apply_expert_parallel
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
 from torchtitan.parallelisms.tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel

@@ -84,3 +84,18 @@ def match_blocks(model: nn.Module, plan: ParallelPlan, inside: str = "") -> list
         if inside in plan.may_lack or is_part(model, plan):
             return []
         raise
+
+
+def declaration_holds(obj: object, attribute: str, *methods: str) -> bool:
+    """Return True if the class that defines `attribute` also defines each of `methods` as `obj` runs them.
+
+    A class declares with an attribute what a parallelism may assume of its methods ("this is plain attention"). A
+    subclass that overrides such a method inherits the attribute, so it has to repeat the declaration for its method.
+    """
+    classes = type(obj).__mro__
+
+    def depth(name: str) -> int:
+        return next((index for index, cls in enumerate(classes) if name in vars(cls)), len(classes))
+
+    declared = depth(attribute)
+    return declared < len(classes) and all(depth(name) >= declared and name not in vars(obj) for name in methods)

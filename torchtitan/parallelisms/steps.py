@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from torchtitan.core.errors import JobError
-from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
-from torchtitan.parallelisms.statements import stands_behind
+from torchtitan.parallelisms.plan import ParallelPlan, declaration_holds, match_blocks
 
 
 class Notes:
@@ -182,7 +181,7 @@ def require_steps(model: nn.Module, plan: ParallelPlan) -> None:
     """Raise a JobError that names the first module whose forward does something else than its steps, which is what
     would run: it overrides forward, or has hooks around it. Call it on the plain model: parallelisms add hooks too.
     """
-    if not stands_behind(model, "chains", "forward"):
+    if not declaration_holds(model, "chains", "forward"):
         _refuse("the model", model, "a forward of its own", "give it `chains` beside it that do the same")
     for name, block in match_blocks(model, plan):
         if not isinstance(block, Stepwise) or type(block).forward is not Stepwise.forward or "forward" in vars(block):

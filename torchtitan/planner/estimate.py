@@ -29,8 +29,8 @@ from torchtitan.planner.rehearsal import (
     Rehearsed,
     Sent,
     rehearse,
+    run_in_processes,
 )
-from torchtitan.planner.rehearsal_pool import all_of
 from torchtitan.planner.traffic import Group
 from torchtitan.rules import Device, check
 
@@ -157,7 +157,7 @@ def _rehearsed(shares: list[_Share], stages: list[list[str]], device: Device) ->
         for kept in share.kept
     ]
     together = sum(share.work for share in shares) >= TOGETHER
-    found = iter(all_of(rehearse, tasks) if together else [rehearse(*task) for task in tasks])
+    found = iter(run_in_processes(rehearse, tasks) if together else [rehearse(*task) for task in tasks])
     for share in shares:
         yield share.joined(*islice(found, len(share.kept)))
 

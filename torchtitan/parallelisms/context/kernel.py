@@ -2,7 +2,7 @@
 
 A kernel has `prepare`, once per forward, and `forward`, once per layer. What may be done with it where a rank has a
 part of the sequence, two attributes of its class say. They hold for the two methods of that class: a subclass with
-others has to say them again (statements.py), or is refused by its name.
+others has to say them again (plan.declaration_holds), or is refused by its name.
 
 * `takes_parts`: `prepare` and `forward` do right where the queries are a part of the sequence and the keys all of it.
 * `plain_attention`: it is softmax(q k' / sqrt(E)) v over the tokens of the query's document, earlier ones where
@@ -18,7 +18,7 @@ import torch
 
 from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.degrees import check_dropped, check_shifted
-from torchtitan.parallelisms.statements import stands_behind
+from torchtitan.parallelisms.plan import declaration_holds
 
 
 class Tokens(NamedTuple):
@@ -47,7 +47,7 @@ class Kernel(Protocol):
 
 
 def says(kernel: Kernel, statement: str) -> bool:
-    return getattr(kernel, statement, False) is True and stands_behind(kernel, statement, "prepare", "forward")
+    return getattr(kernel, statement, False) is True and declaration_holds(kernel, statement, "prepare", "forward")
 
 
 def drops(kernel: Any) -> bool:

@@ -18,7 +18,6 @@ from torchtitan.parallelisms.pipeline.actions import (
     merged,
 )
 from torchtitan.parallelisms.pipeline.cut import check_microbatches, check_stages, schedule_traits
-from torchtitan.parallelisms.pipeline.simulator import EVEN, Costs, simulate
 
 
 def build_table(
@@ -44,19 +43,6 @@ def build_table(
         table = _table_of_torch(traits.name, pp, microbatches, stages_per_rank)
     table = table if overlap else apart(table)
     return merged(table) if merge_backward else table
-
-
-def bubble(
-    schedule: str,
-    pp: int,
-    microbatches: int,
-    stages_per_rank: int | None = None,
-    costs: Costs = EVEN,
-    *,
-    merged: bool = False,
-) -> float:
-    """Share of the ranks' time that is idle, 0 to 1; `merged` as merge_backward of build_table. JobError as there."""
-    return simulate(build_table(schedule, pp, microbatches, stages_per_rank, merge_backward=merged), costs).bubble_share
 
 
 def _gpipe(rank: int, pp: int, microbatches: int) -> list[Action]:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtitan.parallelisms.experts.expert_parallel import run_received
+from torchtitan.parallelisms.expert_parallel import run_received
 from torchtitan.parallelisms.steps import Notes, RoutedExperts, Segment, StepwiseModel
 
 POLICIES = ("none", "selective", "full_keep_comm", "full")
