@@ -19,6 +19,7 @@ from torchtitan.optimizers.build import build_optimizers
 from torchtitan.optimizers.state_sizes import galore as held_by_galore
 from torchtitan.process.ranks import read_ranks
 from torchtitan.rules import Facts
+from torchtitan.rules.optimization import trained_matrices
 from torchtitan.training.trainer import Trainer
 
 ADAM = dict(beta1=0.9, beta2=0.999, eps=1e-8)
@@ -405,8 +406,10 @@ def test_the_state_of_the_presets(flavor, rank, adam, expected):
     words = ["--model.name=llama2", f"--model.flavor={flavor}", "--model.tokenizer_path=bytes"]
     facts = Facts(load(words), 1, "cpu")
     options = OPTIMIZERS["GaLore"].arguments(ADAM, {"rank": rank})
-    rest = facts.args.num_parameters - sum(map(math.prod, facts.matrices.values()))
-    held = [held_by_galore(options, name, shape) for name, shape in [*facts.matrices.items(), ("norms", (rest,))]]
+    rest = facts.args.num_parameters - sum(map(math.prod, trained_matrices(facts).values()))
+    held = [
+        held_by_galore(options, name, shape) for name, shape in [*trained_matrices(facts).items(), ("norms", (rest,))]
+    ]
     assert 2 * sum(each.values + each.everywhere for each in held) / 1e9 == pytest.approx(expected, abs=0.006)
     assert 2 * 2 * facts.args.num_parameters / 1e9 == pytest.approx(adam, abs=0.006)
 

@@ -51,7 +51,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "parallelisms": (18, 0),
     "planner": (37, 23),
     "process": (13, 27),
-    "rules": (139, 43),
+    "rules": (132, 41),
     "train": (3, 0),
     "training": (91, 39),
 }

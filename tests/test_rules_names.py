@@ -8,8 +8,7 @@ from tests import test_rules
 from tests.support import judged
 from torchtitan.config.manager import ConfigError, load
 from torchtitan.config.options import describe, option_at, options
-from torchtitan.rules import Facts, check, with_faults_of_the_rest
-from torchtitan.rules.model_and_data import NAMES
+from torchtitan.rules import NAMES, Facts, check, with_faults_of_the_rest
 
 anywhere = judged.anywhere
 SMALL = "model.overrides={dim = 64, n_heads = 4, n_layers = 4, multiple_of = 16}"

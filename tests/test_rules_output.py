@@ -160,7 +160,7 @@ def test_settings_of_what_is_off_as_a_whole_may_stay():
 def test_a_run_with_checkpoints_of_its_own_needs_the_first_one_no_more(tmp_path, monkeypatch):
     words = ["--checkpoint.enable", "--checkpoint.initial_load_path=gone"]
     assert len(lines(*words)) == 1
-    monkeypatch.setattr("torchtitan.rules.output.newest_complete", lambda root: (root / "step-00000001", []))
+    monkeypatch.setattr("torchtitan.rules.checkpoint.newest_complete", lambda root: (root / "step-00000001", []))
     assert lines(*words) == []
 
 

@@ -7,7 +7,7 @@ from tests.support.judged import CP, METHOD, PARTS, PP, SCHEDULE, TP, lines, nam
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.core.constraints import LimitError
 from torchtitan.parallelisms.parallel_dims import ParallelDims
-from torchtitan.rules.plan import NEEDS_DEGREE
+from torchtitan.rules.parallelism import NEEDS_DEGREE
 
 anywhere = judged.anywhere
 COMPILE = [

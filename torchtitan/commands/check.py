@@ -25,6 +25,7 @@ from torchtitan.optimizers.spec import SHARED, Held
 from torchtitan.process.machine import amount_of, in_words
 from torchtitan.process.ranks import likely_device
 from torchtitan.rules import RULES, Device, Facts, check, with_faults_of_the_rest
+from torchtitan.rules.optimization import trained_matrices
 from torchtitan.rules.pipeline import layers_by_stage
 
 __all__ = ["RULES", "check", "main"]
@@ -232,14 +233,15 @@ def _bytes_of_a_rank(facts: Facts) -> tuple[float, str]:
         return local_parameters * (2 + moments) * value, moment_names.get(moments, f"{moments} moments")
     if spec.held is None:
         return local_parameters * 2 * value, f"without what {name} keeps"
+    matrices = trained_matrices(facts)
     # norms, biases, experts
-    other_parameters = facts.args.num_parameters - sum(map(math.prod, facts.matrices.values()))
+    other_parameters = facts.args.num_parameters - sum(map(math.prod, matrices.values()))
     held = (
         spec.held(options, "", (other_parameters,))
         if facts.config.adapter.kind == NONE and other_parameters > 0
         else Held()
     )
-    for matrix, shape in facts.matrices.items():
+    for matrix, shape in matrices.items():
         held = held.plus(spec.held(options, matrix, shape))
     share = local_parameters / facts.args.num_parameters
     state_bytes = (share * held.values + held.everywhere / facts.pp) * value + share * held.bytes

@@ -13,15 +13,9 @@ from torchtitan.config.options import ConfigError, options
 from torchtitan.core.errors import JobError
 from torchtitan.models import CONFIGS, family_of
 from torchtitan.models.hf.config import CONFIG, config_beside
-from torchtitan.rules import (
-    Facts,
-    cache_fits_the_model,
-    folder_has_sizes,
-    known_names,
-    model_sizes,
-    positions_are_learned,
-    tokenizer_fits,
-)
+from torchtitan.rules import Facts, known_names
+from torchtitan.rules.model_and_data import folder_has_sizes, model_sizes, positions_are_learned, tokenizer_fits
+from torchtitan.rules.neurocache import cache_fits_the_model
 
 JOB = "config.toml"
 ALL_OF_IT = ("--job.config_file", "--model.name", "--model.flavor")

@@ -26,7 +26,7 @@ from torchtitan.parallelisms.pipeline.simulator import EVEN, Costs, Simulation, 
 from torchtitan.parallelisms.pipeline.tables import build_table
 from torchtitan.process.ranks import likely_device
 from torchtitan.rules import Facts, check
-from torchtitan.rules.output import unwritable
+from torchtitan.rules.monitoring import unwritable
 from torchtitan.rules.pipeline import layers_by_stage, num_stages
 
 OF_THE_PIPELINE = (

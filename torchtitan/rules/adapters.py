@@ -13,7 +13,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.lr_schedules.restarts import CYCLICAL, JAGGED
 from torchtitan.models.linears import HEAD, linears, parameters, split_side
 from torchtitan.parallelisms import degrees
-from torchtitan.rules.facts import Facts
+from torchtitan.rules.facts import Facts, Rule
 
 
 def adapter_fits_the_model(facts: Facts) -> Iterator[Fault]:
@@ -266,3 +266,19 @@ def options_of_adapters_are_read(facts: Facts) -> Iterator[Fault]:
     for name in (each.name for each in fields(Adapter)):
         if name not in read and getattr(given, name) != getattr(default, name):
             yield facts.fault(f"adapter.{name}", f'nothing with adapter.kind = "{given.kind}"', remedy)
+
+
+RULES: tuple[Rule, ...] = (
+    adapter_fits_the_model,
+    packs_divide_over_tensor_parallel,
+    adapter_alone_has_its_model,
+    adapter_folders_fit,
+    new_head_is_trained,
+    new_rows_are_trained,
+    patterns_fit_the_model,
+    what_is_unfrozen_is_the_models,
+    restarts_make_sense,
+    matrices_are_not_needed,
+    scaling_is_trained_by_lora,
+)
+WITHOUT_EFFECT: tuple[Rule, ...] = (options_of_adapters_are_read,)

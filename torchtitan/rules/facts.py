@@ -2,18 +2,16 @@
 
 import dataclasses
 import re
+import typing
 from collections.abc import Callable, Iterator, Mapping
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from torchtitan.adapters import NONE
-from torchtitan.adapters.targets import targets
 from torchtitan.checkpoint.base_weights import adapter_save, schedule_start
 from torchtitan.config.batch_shape import padding_multiple, rows_per_sample, sequence_needs, split_by_tensor_parallel
 from torchtitan.config.job import JobConfig, sources_of
-from torchtitan.config.options import Fault, option_at, show
+from torchtitan.config.options import Fault, describe, fits, hint, option_at, show
 from torchtitan.config.sections.training import DataSource
 from torchtitan.core.cadence import with_end
 from torchtitan.core.constraints import LimitError
@@ -26,14 +24,13 @@ from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_token
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.losses.tasks import TASKS
 from torchtitan.lr_schedules.shapes import LRSchedule, schedule_of
-from torchtitan.models import changed, sizes_of
+from torchtitan.models import changed, sizes_of, table_of
 from torchtitan.models.hf.config import config_beside, untrained
-from torchtitan.models.linears import HEAD, linears, split_side
 from torchtitan.parallelisms.degrees import lenders, shards_of_ranks
 from torchtitan.parallelisms.pipeline.actions import ScheduleTableError, Table, load_schedule_csv
-from torchtitan.rules.sizes import wrong_overrides
 
 Device = Literal["cpu", "cuda"]
+Rule = Callable[["Facts"], Iterator[Fault]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,40 +202,6 @@ class Facts:
         return None if isinstance(self.args_or_error, JobError) else self.args_or_error
 
     @cached_property
-    def matrices(self) -> dict[str, tuple[int, int]]:
-        """Trained matrices by name, with their shapes, as far as the model's sizes say them: those of an adapter, if it
-        has one, and no stacks of experts.
-        """
-        found, adapter = {} if self.args is None else linears(self.args), self.config.adapter
-        if not found:
-            return {}
-        whole = {f"{name}.weight": sizes for name, sizes in found.items() if not name.endswith("experts")}
-        whole["tok_embeddings.weight"] = (self.args.vocab_size, self.args.dim)
-        if self.args.tied_embeddings:
-            del whole[f"{HEAD}.weight"]
-        if adapter.kind == NONE:
-            chosen_by = self.config.training.unfrozen or ["*"]
-            return {name: shape for name, shape in whole.items() if any(fnmatchcase(name, each) for each in chosen_by)}
-        chosen = {name: found[name] for name in targets(found, adapter) if f"{name}.weight" in whole}
-        low = {f"{name}.lora_A": (adapter.rank, inputs) for name, (_, inputs) in chosen.items()}
-        low |= {f"{name}.lora_B": (outputs, adapter.rank) for name, (outputs, _) in chosen.items()}
-        beside = [name for name in whole if any(fnmatchcase(name, each) for each in adapter.train_fully)]
-        if adapter.train_dense_rest:
-            beside = [name for name in whole if name.removesuffix(".weight") not in chosen]
-        return low | {name: whole[name] for name in beside}
-
-    def cut_sides(self, name: str, shards: int, tp: int) -> set[str]:
-        """Of one of the `matrices`, the sides that so many ranks of FSDP and of tensor parallel share out: "left" its
-        rows, "right" its columns.
-        """
-        linear, _, own = name.rpartition(".")
-        split = None if tp == 1 else split_side(linear)
-        if own == "lora_A" and split == 0 or own == "lora_B" and split == 1:
-            split = None  # which every rank has whole
-        by_tensor = set() if split is None else {("left", "right")[split]}
-        return by_tensor | {"left"} if shards > 1 else by_tensor
-
-    @cached_property
     def untrained_tokens(self) -> list[int]:
         """Tokens of the weights that the job starts from that nothing has been learned of yet."""
         options = self.config.checkpoint
@@ -364,4 +327,36 @@ class Facts:
         return schedule_of(shape, training, steps, self.config.adapter.relora, start)
 
 
-Rule = Callable[[Facts], Iterator[Fault]]
+def wrong_overrides(name: str, sizes: Any, overrides: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(allowed, remedy, given) of each override that is no size of family `name`, or of another type or range."""
+    hints, zero = typing.get_type_hints(type(sizes)), getattr(sizes, "may_be_zero", ())
+    types = {field.name: hints[field.name] for field in dataclasses.fields(sizes)}
+    for field, value in overrides.items():
+        given = f"{field} = {show(value)}"
+        if field not in types:
+            yield f"sizes of {name}: {', '.join(types)}", hint(field, types), field
+        elif table := table_of(type(sizes), field):
+            yield from _wrong_parts(field, table, value)
+        elif not fits(types[field], value):
+            yield f"{field} = {describe(types[field])}", "", given
+        elif isinstance(value, str):
+            continue
+        elif value < 0 or value == 0 and value is not False and field not in zero:
+            yield (f"{field} >= 0" if field in zero else f"{field} > 0"), "", given
+
+
+def _wrong_parts(name: str, table: type, value: Any) -> Iterator[tuple[str, str, str]]:
+    """Of a size that is a table of positive numbers, or false."""
+    hints = typing.get_type_hints(table)
+    known = [field.name for field in dataclasses.fields(table)]
+    parts = value if isinstance(value, dict) else {}
+    if value is not False and not isinstance(value, dict):
+        yield f"{name} = false, or a table of {', '.join(known)}", "", f"{name} = {show(value)}"
+    for part, number in parts.items():
+        if part not in known:
+            yield f"parts of {name}: {', '.join(known)}", hint(part, known), f"{name} = {{{part}}}"
+        elif not fits(hints[part], number):
+            allowed = f"{name} = {{{part} = {describe(hints[part])}}}"
+            yield allowed, "", f"{name} = {{{part} = {show(number)}}}"
+        elif not isinstance(number, str) and number <= 0:
+            yield f"{name} = {{{part} > 0}}", "", f"{name} = {{{part} = {show(number)}}}"

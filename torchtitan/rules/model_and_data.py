@@ -1,73 +1,24 @@
-"""Rules on names, the model's sizes, its tokenizer and the data."""
+"""Rules on names, the model's sizes, its tokenizer, the data and how its records are read."""
 
 import importlib.util
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan.adapters import ADAPTERS, NONE
-from torchtitan.config.job import JobConfig
-from torchtitan.config.old_models import advice
-from torchtitan.config.options import Fault, hint, options, show
+from torchtitan.config.options import Fault, options, show
 from torchtitan.config.sections.training import DataSource, Validation
+from torchtitan.core.cadence import SPEAKERS
 from torchtitan.core.constraints import LimitError, check_persistence, check_prefetch
 from torchtitan.core.errors import JobError
-from torchtitan.datasets import DATASETS, open_source
+from torchtitan.datasets import DATASETS, has_records, open_source
 from torchtitan.datasets.mixing import shares
 from torchtitan.datasets.sample_packing import lengths_of
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_pretokenized import Blocks
 from torchtitan.datasets.tokens import TokenReader, TokenShards
 from torchtitan.losses.tasks import TASKS
-from torchtitan.lr_schedules.restarts import CYCLICAL, JAGGED
-from torchtitan.lr_schedules.shapes import CONSTANT, DECAYS
 from torchtitan.models import CONFIGS, FROM_HF, HOMES, SIZES, family_of
 from torchtitan.models.hf.config import CONFIG, read_json
-from torchtitan.optimizers import OPTIMIZERS
-from torchtitan.rules.facts import Facts
-from torchtitan.rules.names import known_faults
-from torchtitan.rules.optimization import BACKENDS
-
-
-def _flavors(config: JobConfig) -> Collection[str] | None:
-    return [*SIZES[config.model.name], FROM_HF] if config.model.name in SIZES else None
-
-
-NAMES: dict[str, Callable[[JobConfig], Collection[str] | None]] = {
-    "model.name": lambda config: SIZES,
-    "task.kind": lambda config: TASKS,
-    "optimizer.name": lambda config: OPTIMIZERS,
-    "adapter.kind": lambda config: (NONE, *ADAPTERS),
-    "lr_scheduler.decay_type": lambda config: (*DECAYS, CONSTANT, JAGGED, CYCLICAL),
-    "model.flavor": _flavors,
-    "compile.backend": lambda config: BACKENDS if config.compile.enable else None,
-}
-"""Options that hold a name, and the allowed names in a job; None if the job does not use the name."""
-
-
-def known_names(facts: Facts) -> Iterator[Fault]:
-    for key, allowed in NAMES.items():
-        yield from known_faults(_known_name(facts, key, allowed))
-    for section in ("training", "validation"):
-        yield from known_faults(_known_datasets(facts, section))
-
-
-def _known_name(facts: Facts, key: str, allowed: Callable[[JobConfig], Collection[str] | None]) -> Iterator[Fault]:
-    section, option = key.split(".")
-    name, names = getattr(getattr(facts.config, section), option), allowed(facts.config)
-    if names is not None and name not in names:
-        remedy = (advice(name) if key == "model.name" else "") or hint(name, names, quote=True)
-        yield facts.fault(key, f"one of {', '.join(map(show, names))}", remedy)
-
-
-def _known_datasets(facts: Facts, section: str) -> Iterator[Fault]:
-    validation, part = facts.config.validation, getattr(facts.config, section)
-    if section == "validation" and (not validation.enable or validation.split is not None):
-        return
-    names = {f"{section}.sources[{number}].dataset": source.dataset for number, source in enumerate(part.sources)}
-    for place, name in (names or {f"{section}.dataset": part.dataset}).items():
-        if name not in DATASETS:
-            near = hint(name, DATASETS, quote=True)
-            yield facts.fault(place, f"one of {', '.join(map(show, DATASETS))}", near)
+from torchtitan.rules.facts import Facts, Rule
 
 
 def _sources(facts: Facts) -> Iterator[tuple[str, DataSource, int]]:
@@ -239,3 +190,101 @@ def loader_workers(facts: Facts) -> Iterator[Fault]:
     loader = facts.config.training.dataloader
     yield from facts.judged(check_prefetch, loader.num_workers, loader.prefetch_factor)
     yield from facts.judged(check_persistence, loader.num_workers, loader.persistent_workers)
+
+
+def epochs_are_counted(facts: Facts) -> Iterator[Fault]:
+    """What is said in epochs has a meaning where the run is as long as these."""
+    for key in SPEAKERS if facts.config.training.epochs is None else ():
+        section, _, name = key.partition(".")
+        if isinstance(getattr(getattr(facts.config, section), name), str):
+            allowed = "steps, or a share of the run such as 0.1, without training.epochs"
+            yield facts.fault(key, allowed, "write one of them, or training.epochs instead of training.steps")
+
+
+HOW = ("format", "fields", "template")
+
+
+def records_are_read_as_said(facts: Facts) -> Iterator[Fault]:
+    """Every format, field and part of a prompt is known, and there are records that it is of."""
+    for place, source in facts.sources.items():
+        try:
+            facts.reading(source)
+        except LimitError as error:
+            name = error.option.rpartition(".")[2]
+            key = f"{place}.{name}" if "[" in place and _said(facts, place, name) else f"training.{name}"
+            yield facts.fault(key, error.allowed, error.remedy, error.given)
+    read = {place: not facts.tells_classes and has_records(each.dataset) for place, each in facts.sources.items()}
+    for place, source in facts.sources.items():
+        for name in HOW if "[" in place and not read[place] else ():
+            if _said(facts, place, name):
+                yield facts.fault(f"{place}.{name}", _unset(facts, show(source.dataset)), "drop it")
+    readers = [source for place, source in facts.sources.items() if read[place]]
+    for name in HOW:
+        said = getattr(facts.config.training, name)
+        if said and not any(getattr(source, name) == said for source in readers):
+            remedy = "drop it, or read text or huggingface"
+            yield facts.fault(f"training.{name}", _unset(facts), remedy)
+    if facts.config.data.default_system is not None and not readers:
+        yield facts.fault("data.default_system", _unset(facts), "drop it")
+
+
+def prompts_are_text(facts: Facts) -> Iterator[Fault]:
+    """A special token in a prompt of one's own is read as the text that it is: in pieces, beside the one that begins
+    every record."""
+    if isinstance(facts.tokenizer, Exception):
+        return
+    for place, source in facts.sources.items():
+        for text in source.template.values():
+            if named := next((name for name in facts.tokenizer.special_tokens if name in text), None):
+                key = f"{place}.template" if "[" in place and _said(facts, place, "template") else "training.template"
+                allowed = f"text without {named}, which a prompt would have in pieces, as it is a special token"
+                remedy = "records begin and end by themselves; for turns write messages, with data.chat_template"
+                yield facts.fault(key, allowed, remedy)
+                break
+
+
+def fields_are_said_once(facts: Facts) -> Iterator[Fault]:
+    """A format says which fields are read."""
+    training = facts.config.training
+    remedy = "drop it, and name the fields in fields where they are called otherwise"
+    own = training.text_field != options()["training.text_field"].default and not training.sources
+    if own and (training.format or training.template):
+        yield facts.fault("training.text_field", "unset with training.format", remedy)
+    for place in facts.sources:
+        own = "[" in place and (_said(facts, place, "format") or _said(facts, place, "template"))
+        if own and _said(facts, place, "text_field"):
+            yield facts.fault(f"{place}.text_field", "unset beside format", remedy)
+
+
+def _unset(facts: Facts, dataset: str = "") -> str:
+    if facts.tells_classes:
+        return f"unset with task.kind = {facts.config.task.kind}, whose fields [task] names"
+    if not dataset:
+        return "unset where no source has records of several fields"
+    return f"unset with dataset {dataset}, which has no records of several fields"
+
+
+def _said(facts: Facts, place: str, name: str) -> object:
+    """Of one of a list of sources, what it says itself."""
+    section, _, number = place.rstrip("]").partition(".sources[")
+    return getattr(getattr(facts.config, section).sources[int(number)], name)
+
+
+RULES: tuple[Rule, ...] = (
+    folder_has_sizes,
+    model_sizes,
+    positions_are_learned,
+    tokenizer_fits,
+    records_are_read_as_said,
+    fields_are_said_once,
+    prompts_are_text,
+    data_is_there,
+    sources_are_said_once,
+    validation_is_said_once,
+    weights_are_met,
+    end_is_said_once,
+    epochs_take_all,
+    epochs_are_counted,
+    loader_workers,
+)
+WITHOUT_EFFECT: tuple[Rule, ...] = ()

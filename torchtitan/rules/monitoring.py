@@ -1,18 +1,144 @@
-"""Rules on the guards: what they could not do, and what would do nothing.
+"""Rules on folders, trackers, the profiler, guards and validation metrics."""
 
-Rules on what is made of validations: the best checkpoint, and an end before the last step.
-
-Rules on how often a run does something.
-"""
-
+import os
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from torchtitan.checkpoint.best_metric import LOSS
+from torchtitan.config.job import trackers_of
 from torchtitan.config.options import Fault, hint, options, show
-from torchtitan.core.cadence import SPEAKERS, CadenceError, cadence_of
-from torchtitan.core.constraints import check_measured_saves
-from torchtitan.rules.facts import Facts
+from torchtitan.core.cadence import CadenceError, cadence_of
+from torchtitan.core.constraints import check_measured_saves, check_pinned, check_snapshots, check_window
+from torchtitan.launcher.run_folder import LOGS, OWN, out_of_place
+from torchtitan.metrics.trackers import TRACKERS, left_by
+from torchtitan.process.machine import amount_of
+from torchtitan.rules.facts import Facts, Rule
+
+
+def trackers(facts: Facts) -> Iterator[Fault]:
+    for place, name in trackers_of(facts.config).items():
+        if name not in TRACKERS:
+            remedy = hint(name, TRACKERS, quote=True)
+            yield facts.fault(place, f"names of {', '.join(map(show, TRACKERS))}", remedy, given=show(name))
+        elif obstacle := TRACKERS[name].obstacle():
+            yield facts.fault(place, *obstacle)
+
+
+def needs_a_gpu(facts: Facts) -> Iterator[Fault]:
+    if facts.device == "cuda":
+        return
+    config = facts.config
+    yield from facts.judged(check_pinned, config.training.dataloader.pin_memory, facts.device)
+    if config.checkpoint.async_mode == "async_with_pinned_mem":
+        yield facts.fault("checkpoint.async_mode", '"async" or "disabled" without a GPU', 'write "async"')
+    yield from facts.judged(check_snapshots, config.profiling.enable_memory_snapshot, facts.device)
+    if config.model.attention_backend == "flex":
+        yield facts.fault("model.attention_backend", '"auto" or "sdpa" without a GPU', "flex has no backward on a CPU")
+
+
+def memory_has_a_size(facts: Facts) -> Iterator[Fault]:
+    if facts.config.memory.limit is not None:
+        yield from facts.judged(amount_of, facts.config.memory.limit)
+
+
+USED_BY_THE_RUN = {".", *OWN, *left_by()}
+
+
+def folders(facts: Facts) -> Iterator[Fault]:
+    config = facts.config
+    for key, folder in {
+        "checkpoint.folder": config.checkpoint.folder,
+        "metrics.save_tb_folder": config.metrics.save_tb_folder,
+        "profiling.save_traces_folder": config.profiling.save_traces_folder,
+        "profiling.save_memory_snapshot_folder": config.profiling.save_memory_snapshot_folder,
+    }.items():
+        if folder.strip() and os.path.normpath(folder).split(os.sep)[0] in USED_BY_THE_RUN:
+            others = ", ".join(map(show, sorted(USED_BY_THE_RUN)))
+            yield facts.fault(key, f"a name that the run does not use itself ({others})", "give another")
+        elif not folder.strip() or Path(folder).is_absolute() or ".." in Path(folder).parts:
+            yield facts.fault(key, "a folder inside job.dump_folder", "give its name alone")
+    key, dump = "job.dump_folder", config.job.dump_folder
+    if not dump.strip():
+        yield facts.fault(key, "a folder", 'write "./outputs"')
+        return
+    if fault := unwritable(Path(dump)):
+        allowed, why = fault
+        yield facts.fault(key, allowed, f"{why}; name another folder")
+        return
+    if in_the_way := out_of_place(Path(dump)):
+        remedy = f"{in_the_way}; move it away, or name another folder"
+        yield facts.fault(key, "a run's folder, or a new one", remedy)
+    folder = config.checkpoint.folder
+    if config.checkpoint.enable and "\0" not in folder and (fault := unwritable(Path(dump, folder))):
+        allowed, why = fault
+        yield facts.fault("checkpoint.folder", allowed, f"{why}; bring it back, or name another folder")
+    if config.data.cache_dir is not None and (fault := unwritable(Path(config.data.cache_dir))):
+        allowed, why = fault
+        yield facts.fault("data.cache_dir", allowed, f"{why}; name another folder")
+
+
+def unwritable(folder: Path) -> tuple[str, str] | None:
+    """Of a folder that nothing can be written into, what is allowed and why this is not; it may have yet to be made."""
+    try:
+        existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if _is_there(p))
+        if not existing.exists():
+            return "a folder", f"{existing} is a link to {os.readlink(existing)}, which is not there (not mounted?)"
+    except OSError as error:
+        return "a folder", error.strerror or str(error)
+    if not existing.is_dir():
+        return "a folder", f"{existing} is a file"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return "a folder that can be written to", f"{existing} cannot"
+    return _cannot_be_filled(existing)
+
+
+def _cannot_be_filled(folder: Path) -> tuple[str, str] | None:
+    """Create and remove a folder in it, since permissions do not show that /proc or a full disk takes nothing. Its name
+    is one that a run's own cleanup removes."""
+    trial = folder / f".{LOGS}.tmp"
+    try:
+        trial.mkdir()
+        trial.rmdir()
+    except FileExistsError:  # another check is at it
+        return None
+    except OSError as error:
+        reason = f"nothing can be made in {folder.resolve()} ({error.strerror or error})"
+        return "a folder that can be written to", reason
+    return None
+
+
+def _is_there(path: Path) -> bool:
+    """Also a link that leads nowhere. Raises OSError for names that nothing can have."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def profiler_window(facts: Facts) -> Iterator[Fault]:
+    profiling = facts.config.profiling
+    if profiling.enable_profiling or profiling.enable_memory_snapshot:
+        window = profiling.profiler_active, profiling.profiler_warmup
+        yield from facts.judged(check_window, profiling.profile_freq, *window)
+
+
+def without_effect(facts: Facts) -> Iterator[Fault]:
+    """Options that are set and would do nothing."""
+    config = facts.config
+    if config.debug.deterministic_warn_only and not config.debug.deterministic:
+        yield facts.fault("debug.deterministic_warn_only", "false without debug.deterministic", "set both or neither")
+    if config.metrics.save_for_all_ranks and not config.metrics.enable_tensorboard:
+        yield facts.fault("metrics.save_for_all_ranks", "false without enable_tensorboard", "set both or neither")
+    if config.metrics.histogram_freq and "tensorboard" not in trackers_of(config).values():
+        yield facts.fault("metrics.histogram_freq", "0 without TensorBoard", "set metrics.enable_tensorboard too")
+    options, key = config.checkpoint, "checkpoint."
+    if options.export_dtype != "float32" and not options.last_save_model_only:
+        yield facts.fault(key + "export_dtype", '"float32" without last_save_model_only', "set both or neither")
+    if options.last_save_in_hf and not options.last_save_model_only:
+        yield facts.fault(key + "last_save_in_hf", "true only with last_save_model_only", "set both")
+
 
 POLICIES = ("non_finite", "spike", "loss_policy")
 
@@ -110,17 +236,18 @@ def early_stop_can_be_told(facts: Facts) -> Iterator[Fault]:
         yield from _measured(facts, "early_stop.metric", options.metric)
 
 
-def epochs_are_counted(facts: Facts) -> Iterator[Fault]:
-    """What is said in epochs has a meaning where the run is as long as these."""
-    for key in SPEAKERS if facts.config.training.epochs is None else ():
-        section, _, name = key.partition(".")
-        if isinstance(getattr(getattr(facts.config, section), name), str):
-            allowed = "steps, or a share of the run such as 0.1, without training.epochs"
-            yield facts.fault(key, allowed, "write one of them, or training.epochs instead of training.steps")
-
-
-def seconds_are_whole(facts: Facts) -> Iterator[Fault]:
-    options = facts.config.checkpoint
-    if options.interval_type == "seconds" and not isinstance(options.interval, int):
-        allowed = 'a whole number with checkpoint.interval_type = "seconds"'
-        yield facts.fault("checkpoint.interval", allowed, 'write seconds, or interval_type = "steps"')
+RULES: tuple[Rule, ...] = (
+    policies_can_be_followed,
+    best_is_measured,
+    saves_are_measured,
+    early_stop_can_be_told,
+    trackers,
+    needs_a_gpu,
+    memory_has_a_size,
+    folders,
+    profiler_window,
+)
+WITHOUT_EFFECT: tuple[Rule, ...] = (
+    guards_without_effect,
+    without_effect,
+)

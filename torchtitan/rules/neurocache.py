@@ -12,7 +12,7 @@ from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.adapter import Adapter, Neurocache
 from torchtitan.core.errors import JobError
 from torchtitan.losses.tasks import TASKS
-from torchtitan.rules.facts import Facts
+from torchtitan.rules.facts import Facts, Rule
 from torchtitan.rules.pipeline import layers_by_stage
 
 KIND = "neurocache"
@@ -152,3 +152,13 @@ def documents_are_read_whole(facts: Facts) -> Iterator[Fault]:
             if source.weight != 1:
                 key = f"{section}.sources[{number}].weight"
                 yield facts.fault(key, f"1 with task.kind = {kind}, which reads all documents", "leave it out")
+
+
+RULES: tuple[Rule, ...] = (
+    cache_fits_the_model,
+    cache_is_shared,
+    cache_reads_documents,
+    documents_are_read_whole,
+    released_cache_is_the_jobs,
+)
+WITHOUT_EFFECT: tuple[Rule, ...] = (cache_options_have_a_cache,)

@@ -4,30 +4,36 @@ Rules on what an optimizer asks of the model, of precision and of where paramete
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
-from torchtitan.adapters.targets import without_numbers
+from torchtitan.adapters import NONE
+from torchtitan.adapters.targets import targets, without_numbers
 from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.optimization import Optimizer
 from torchtitan.lr_schedules.restarts import CYCLICAL, JAGGED
 from torchtitan.lr_schedules.shapes import ScheduleError
+from torchtitan.models.linears import HEAD, linears, split_side
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED
 from torchtitan.optimizers.state_sizes import HIDDEN, sides, taken
-from torchtitan.rules.facts import Facts
-from torchtitan.rules.names import known_faults
+from torchtitan.rules.facts import Facts, Rule
 
 BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
 """Backends of torch.compile that come with torch and train."""
 
 
+def schedule_can_be_built(facts: Facts) -> Iterator[Fault]:
+    """Separate from `schedule_fits`, because it reads all options of the schedule."""
+    try:
+        facts.schedule  # noqa: B018 (computed to see whether it raises)
+    except ScheduleError as error:
+        yield facts.fault(error.key, error.allowed, error.remedy)
+
+
 def schedule_fits(facts: Facts) -> Iterator[Fault]:
     shape = facts.config.lr_scheduler
-    try:
-        yield from known_faults(_schedule_can_be_made(facts))
-    except ScheduleError:  # of the name, which known_names says with the near ones
-        return
     if shape.t_max is not None and shape.total_steps is not None:
         yield facts.fault("lr_scheduler.t_max", "unset with lr_scheduler.total_steps", "drop one of the two")
     needed = {"epoch": "epochs", "token": "tokens"}.get(shape.t_max_unit)
@@ -49,16 +55,6 @@ def schedule_fits(facts: Facts) -> Iterator[Fault]:
             yield facts.fault(f"lr_scheduler.{name}", f'unset, except with decay_type = "{JAGGED}"', "drop it")
     if shape.num_cycles > 1 and shape.decay_type != "cosine_restarts":
         yield facts.fault("lr_scheduler.num_cycles", '1, except with decay_type = "cosine_restarts"', "drop it")
-
-
-def _schedule_can_be_made(facts: Facts) -> Iterator[Fault]:
-    """Apart from the others, as it asks for all options of the schedule."""
-    try:
-        facts.schedule  # noqa: B018 (it is made to see whether it can be)
-    except ScheduleError as error:
-        if error.key == "lr_scheduler.decay_type":
-            raise
-        yield facts.fault(error.key, error.allowed, error.remedy)
 
 
 def optimizer_options(facts: Facts) -> Iterator[Fault]:
@@ -152,15 +148,55 @@ def options_of_the_optimizer(facts: Facts) -> dict[str, Any] | None:
     return spec.arguments(shared, given.options)
 
 
+def trained_matrices(facts: Facts) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the trained matrices by name, as far as the model's sizes determine them.
+
+    With an adapter these are its own matrices and the weights trained in addition to them. Stacks of experts are left
+    out.
+    """
+    layers = {} if facts.args is None else linears(facts.args)
+    if not layers:
+        return {}
+    weights = {f"{name}.weight": sizes for name, sizes in layers.items() if not name.endswith("experts")}
+    weights["tok_embeddings.weight"] = (facts.args.vocab_size, facts.args.dim)
+    if facts.args.tied_embeddings:
+        del weights[f"{HEAD}.weight"]
+    adapter = facts.config.adapter
+    if adapter.kind == NONE:
+        patterns = facts.config.training.unfrozen or ["*"]
+        return {name: shape for name, shape in weights.items() if matches_any(name, patterns)}
+    adapted = {name: layers[name] for name in targets(layers, adapter) if f"{name}.weight" in weights}
+    low_rank = {f"{name}.lora_A": (adapter.rank, inputs) for name, (_, inputs) in adapted.items()}
+    low_rank |= {f"{name}.lora_B": (outputs, adapter.rank) for name, (outputs, _) in adapted.items()}
+    dense = [name for name in weights if matches_any(name, adapter.train_fully)]
+    if adapter.train_dense_rest:
+        dense = [name for name in weights if name.removesuffix(".weight") not in adapted]
+    return low_rank | {name: weights[name] for name in dense}
+
+
+def sharded_sides(matrix: str, shards: int, tp: int) -> set[str]:
+    """Return which sides of a trained matrix FSDP and tensor parallel shard: "left" its rows, "right" its columns."""
+    linear, _, part = matrix.rpartition(".")
+    split = None if tp == 1 else split_side(linear)
+    if part == "lora_A" and split == 0 or part == "lora_B" and split == 1:
+        split = None  # replicated
+    tensor_parallel = set() if split is None else {("left", "right")[split]}
+    return tensor_parallel | {"left"} if shards > 1 else tensor_parallel
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def optimizer_has_matrices(facts: Facts) -> Iterator[Fault]:
     options = options_of_the_optimizer(facts)
-    if not options or "targets" not in options or not facts.matrices:
+    if not options or "targets" not in options or not trained_matrices(facts):
         return
-    known = ", ".join(without_numbers(facts.matrices))
+    known = ", ".join(without_numbers(trained_matrices(facts)))
     written = options["targets"] != HIDDEN  # the default has names of several families
     patterns = [[pattern] for pattern in options["targets"]] if written else [options["targets"]]
     for some in patterns or [[]]:
-        if not any(taken(name, shape, some) for name, shape in facts.matrices.items()):
+        if not any(taken(name, shape, some) for name, shape in trained_matrices(facts).items()):
             remedy = "correct or drop it" if some else 'or write optimizer.name = "AdamW"'
             yield facts.fault(OPTIONS, f"targets that fit one of {known}", remedy, given=f"targets = {show(some)}")
 
@@ -169,7 +205,7 @@ def optimizer_projects_something(facts: Facts) -> Iterator[Fault]:
     options = options_of_the_optimizer(facts)
     if not options or "rank" not in options or "targets" not in options:
         return
-    chosen = {name: shape for name, shape in facts.matrices.items() if taken(name, shape, options["targets"])}
+    chosen = {name: shape for name, shape in trained_matrices(facts).items() if taken(name, shape, options["targets"])}
     projected = {name: sides(name, shape, options) for name, shape in chosen.items()}
     rank = f"rank = {options['rank']}"
     if chosen and not any(projected.values()):
@@ -179,7 +215,7 @@ def optimizer_projects_something(facts: Facts) -> Iterator[Fault]:
     if options.get("on_conflict") != "error":
         return
     shards, tp = facts.fsdp_shards or 1, facts.tp
-    cut = [name for name, found in projected.items() if facts.cut_sides(name, shards, tp).intersection(found)]
+    cut = [name for name, found in projected.items() if sharded_sides(name, shards, tp).intersection(found)]
     if cut:
         given, names = 'on_conflict = "error"', ", ".join(without_numbers(cut))
         remedy = 'as FSDP shards rows; write side = "right" too'
@@ -202,3 +238,18 @@ def optimizer_reaches_the_other_ranks(facts: Facts) -> Iterator[Fault]:
     if name in OPTIMIZERS and OPTIMIZERS[name].sums and offloaded and between_gpus:
         why = "its step sums over ranks, and between GPUs that goes for what is on them"
         yield facts.fault("training.enable_cpu_offload", f'false with optimizer.name = "{name}"', why)
+
+
+RULES: tuple[Rule, ...] = (
+    schedule_can_be_built,
+    schedule_fits,
+    optimizer_options,
+    optimizer_has_matrices,
+    optimizer_projects_something,
+    optimizer_suits_the_precision,
+    optimizer_reaches_the_other_ranks,
+    step_in_backward,
+    precision,
+    recompute_and_compile,
+)
+WITHOUT_EFFECT: tuple[Rule, ...] = ()

@@ -18,7 +18,7 @@ from torchtitan.parallelisms.pipeline.cut import (
     num_stages_for,
     schedule_traits,
 )
-from torchtitan.rules.facts import Facts
+from torchtitan.rules.facts import Facts, Rule
 
 SCHEDULE, CSV = "parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_schedule_csv"
 PARTS, SIZE = "parallelism.module_fqns_per_model_part", "parallelism.pipeline_parallel_layers_per_stage"
@@ -192,3 +192,17 @@ def excluded_by_a_pipeline(facts: Facts) -> Iterator[Fault]:
     if config.parallelism.fsdp_reshard_after_forward == "always":
         why = "parameters would be gathered again for each microbatch"
         yield facts.fault("parallelism.fsdp_reshard_after_forward", '"default" or "never" with a pipeline', why)
+
+
+RULES: tuple[Rule, ...] = (
+    known_schedule,
+    schedule_of_a_file,
+    stages_suit_the_schedule,
+    named_parts_are_the_model,
+    named_parts_alone,
+    microbatches_divide,
+    schedule_has_its_microbatches,
+    split_backward_is_not_compiled,
+    excluded_by_a_pipeline,
+)
+WITHOUT_EFFECT: tuple[Rule, ...] = ()

@@ -1,14 +1,17 @@
 """Rules on what is learned, and on the batches and plans that it needs."""
 
+import math
 from collections.abc import Iterator
 
+from torchtitan.config.batch_shape import fixed_by, is_packed
+from torchtitan.config.job import joins_sources
 from torchtitan.config.options import Fault, options
 from torchtitan.config.sections.task import Data, Task
 from torchtitan.config.sections.training import Validation
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer.chat_templates import NAMED, template_of
 from torchtitan.losses.tasks import TASKS, mask_token
-from torchtitan.rules.facts import Facts
+from torchtitan.rules.facts import Facts, Rule
 
 
 def sequence_is_whole(facts: Facts) -> Iterator[Fault]:
@@ -192,3 +195,58 @@ def pairs_are_learned_as_asked(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("compile.components", f"without loss with task.kind = {kind}, which measures in it", remedy)
     elif config.compile.enable and config.compile.scope == "model":
         yield facts.fault("compile.scope", f"block with task.kind = {kind}, which measures in its loss", "write it")
+
+
+def samples_may_differ_in_length(facts: Facts) -> Iterator[Fault]:
+    """Without padding up to training.seq_len, each sample is one record, and nothing has the shapes of one batch for
+    those of all."""
+    config, data = facts.config, facts.config.data
+    if not facts.packs:
+        return
+    uneven = data.pad_to not in (None, "seq_len")
+    for key, said in (("data.pad_to", uneven), ("data.group_by_length", data.group_by_length)):
+        if said and is_packed(config):
+            yield facts.fault(key, "unset with data.packing = best_fit", 'set data.packing = "off"')
+    if data.group_by_length and not config.training.shuffle:
+        allowed = "unset with training.shuffle = false, which keeps the stored order"
+        yield facts.fault("data.group_by_length", allowed, "drop one of the two")
+    several_ranks = facts.samples is not None and facts.samples > config.training.local_batch_size
+    if data.group_by_length and config.training.global_batch_size < 1 and several_ranks:
+        allowed = "on several ranks with training.global_batch_size, as the order is of steps and not of the ranks"
+        yield facts.fault("data.group_by_length", allowed, f"write training.global_batch_size = {facts.samples}")
+    if data.group_by_length and len(config.training.sources) > 1 and not joins_sources(config):
+        allowed = "with training.epochs, as sources that are mixed by weight have no steps of their own"
+        yield facts.fault("data.group_by_length", allowed, 'set training.mixing = "sizes", or drop it')
+    shard, shards = map(int, data.shards.split("/"))
+    if shard > shards:
+        yield facts.fault("data.shards", f"at most {shards}/{shards}", "correct it")
+    if not uneven:
+        return
+    assert data.pad_to is not None
+    if data.padding == "left":
+        yield facts.fault("data.pad_to", 'seq_len with data.padding = "left"', "drop one of the two")
+    for key in fixed_by(config):
+        yield facts.fault("data.pad_to", f"seq_len with {key}, which wants all batches of one shape", "drop it")
+    needs = facts.needs_of_a_sequence(split=bool(facts.sequence_parallel))
+    multiple, needed = int(data.pad_to.partition(":")[2] or 1), math.lcm(*needs.values())
+    if multiple % needed:
+        allowed = f"seq_len, or multiple:N with N a multiple of {' and of '.join(needs)}"
+        yield facts.fault("data.pad_to", allowed, f'write "multiple:{math.lcm(multiple, needed)}"')
+
+
+RULES: tuple[Rule, ...] = (
+    sequence_is_whole,
+    model_can_learn_it,
+    noise_is_the_same_again,
+    classes_have_names,
+    words_are_hidden_by_something,
+    split_is_possible,
+    samples_may_differ_in_length,
+    prompts_can_be_continued,
+    pairs_are_learned_as_asked,
+    template_is_there,
+)
+WITHOUT_EFFECT: tuple[Rule, ...] = (
+    options_are_of_the_task,
+    whole_records_are_asked_for,
+)

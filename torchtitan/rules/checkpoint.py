@@ -1,50 +1,142 @@
-"""Rules on trackers, the profiler, checkpoints and folders, and on options that would do nothing."""
+"""Rules on what a job would go on from: a checkpoint of another job is refused before anything starts."""
 
-import os
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+from torchtitan.adapters import NONE
+from torchtitan.adapters.targets import without_numbers
+from torchtitan.checkpoint import base_weights
 from torchtitan.checkpoint.base_weights import Kind, counters_of, find_weights
-from torchtitan.checkpoint.layout import NothingLoadable, newest_complete, read_state
-from torchtitan.config.changes import changes, kept_job
-from torchtitan.config.job import trackers_of
-from torchtitan.config.options import Fault, hint, show
-from torchtitan.core.constraints import check_pinned, check_snapshots, check_window
+from torchtitan.checkpoint.layout import (
+    CheckpointError,
+    NothingLoadable,
+    complete_steps,
+    newest_complete,
+    read_state,
+    step_of,
+)
+from torchtitan.config.changes import TRAINED, changes, kept_job, refusable, refused, remedy
+from torchtitan.config.options import Fault, hint, options, show
 from torchtitan.core.errors import JobError
-from torchtitan.launcher.run_folder import LOGS, OWN, out_of_place
-from torchtitan.metrics.trackers import TRACKERS, left_by
+from torchtitan.launcher.run_folder import missing_checkpoints
 from torchtitan.models import CONFIGS, FROM_HF
 from torchtitan.models.hf.config import CONFIG
-from torchtitan.process.machine import amount_of
-from torchtitan.rules.facts import Facts
+from torchtitan.optimizers.state_sizes import sides, under_plan
+from torchtitan.rules.facts import Facts, Rule
+from torchtitan.rules.optimization import options_of_the_optimizer, sharded_sides, trained_matrices
 from torchtitan.rules.task import PAIRS
 
-
-def trackers(facts: Facts) -> Iterator[Fault]:
-    for place, name in trackers_of(facts.config).items():
-        if name not in TRACKERS:
-            remedy = hint(name, TRACKERS, quote=True)
-            yield facts.fault(place, f"names of {', '.join(map(show, TRACKERS))}", remedy, given=show(name))
-        elif obstacle := TRACKERS[name].obstacle():
-            yield facts.fault(place, *obstacle)
+QUICKLY_READ = 2**28
+"""Bytes."""
 
 
-def needs_a_gpu(facts: Facts) -> Iterator[Fault]:
-    if facts.device == "cuda":
+def changes_that_can_be_allowed(facts: Facts) -> Iterator[Fault]:
+    key, known = "checkpoint.allow_config_change", refusable()
+    for name in facts.config.checkpoint.allow_config_change:
+        if name not in known:
+            why = "a resume takes any value of it" if name in options() else hint(name, known) or "no such option"
+            yield facts.fault(key, "options that a resume does not let change by itself", why, given=show(name))
+
+
+def same_job_as_the_checkpoint(facts: Facts) -> Iterator[Fault]:
+    """What the newest checkpoint, or that of load_step, was made by. Where it cannot be read, loading says why."""
+    options = facts.config.checkpoint
+    if facts.args is None or facts.samples is None or (found := _wanted(facts)) is None:
         return
-    config = facts.config
-    yield from facts.judged(check_pinned, config.training.dataloader.pin_memory, facts.device)
-    if config.checkpoint.async_mode == "async_with_pinned_mem":
-        yield facts.fault("checkpoint.async_mode", '"async" or "disabled" without a GPU', 'write "async"')
-    yield from facts.judged(check_snapshots, config.profiling.enable_memory_snapshot, facts.device)
-    if config.model.attention_backend == "flex":
-        yield facts.fault("model.attention_backend", '"auto" or "sdpa" without a GPU', "flex has no backward on a CPU")
+    folder, kept = found
+    samples = facts.config.training.global_batch_size
+    # as a run has it, which an old checkpoint may say although the job leaves it open
+    adapter = replace(facts.config.adapter, save=facts.adapter_save)
+    now = kept_job(
+        replace(facts.config, adapter=adapter), asdict(facts.args), samples if samples > 0 else facts.samples
+    )
+    changed = changes(kept, now)
+    for change in refused(changed, options.allow_config_change):
+        yield facts.fault(change.key, f"{change.before}, as in {folder.name}", remedy(change), given=change.now)
+    others = [each.key for each in changed if each.key in TRAINED and each.key in options.allow_config_change]
+    if others and "optimizer" not in options.exclude_from_loading:
+        why = f"{folder.name} has the optimizer of what was trained then: it begins anew"
+        yield facts.fault("checkpoint.exclude_from_loading", f'"optimizer" among them, with another {others[0]}', why)
 
 
-def memory_has_a_size(facts: Facts) -> Iterator[Fault]:
-    if facts.config.memory.limit is not None:
-        yield from facts.judged(amount_of, facts.config.memory.limit)
+def _wanted(facts: Facts) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint that the job would go on from, the newest or that of load_step, and what it keeps of its job."""
+    options = facts.config.checkpoint
+    if not options.enable or facts.begins_anew:
+        return None
+    try:
+        complete, _ = complete_steps(Path(facts.config.job.dump_folder, options.folder))
+        wanted = next((path for path in complete if options.load_step in (-1, step_of(path.name))), None)
+        return None if wanted is None else (wanted, read_state(wanted)["trainer"])
+    except (OSError, ValueError):  # CheckpointError, and names that no folder can have
+        return None
+
+
+def moments_are_of_this_plan(facts: Facts) -> Iterator[Fault]:
+    """With on_conflict = "flip" GaLore's are of the sides that the plan leaves whole: another may leave others."""
+    options, exclude = options_of_the_optimizer(facts), facts.config.checkpoint.exclude_from_loading
+    if not options or options.get("on_conflict") != "flip" or "optimizer" in exclude or facts.fsdp_shards is None:
+        return
+    if (found := _wanted(facts)) is None:
+        return
+    folder, kept = found
+    degrees = kept.get("degrees")
+    named = degrees.items() if isinstance(degrees, dict) else ()
+    saved = {axis: degree for axis, degree in named if isinstance(degree, int)}
+    if not {"dp_shard", "cp", "tp"} <= saved.keys():
+        return
+    shard, cp, tp = (saved[axis] for axis in ("dp_shard", "cp", "tp"))
+    turned = []
+    for name, shape in trained_matrices(facts).items():
+        own = sides(name, shape, options)
+        cut = sharded_sides(name, facts.fsdp_shards, facts.tp), sharded_sides(name, shard * cp, tp)
+        now, then = (under_plan(own, each, "flip") for each in cut)
+        turned += [name] if now != then else []
+    if turned:
+        plan = f"dp_shard {shard}, cp {cp}, tp {tp}"
+        allowed = f"a plan that shards {', '.join(without_numbers(turned))} by the sides of {folder.name} ({plan})"
+        remedy = 'take that plan, or begin the moments anew by checkpoint.exclude_from_loading = ["optimizer"]'
+        yield facts.fault("optimizer.options", allowed, remedy, given='on_conflict = "flip"')
+
+
+def adapter_is_of_this_model(facts: Facts) -> Iterator[Fault]:
+    """The newest checkpoint, where it holds an adapter alone; of a base that takes long to read, loading says it."""
+    options, adapter = facts.config.checkpoint, facts.config.adapter
+    anew = facts.begins_anew or not options.enable
+    if anew or options.initial_load_path is None or adapter.kind == NONE or facts.adapter_save != "alone":
+        return
+    try:
+        newest, _ = newest_complete(Path(facts.config.job.dump_folder, options.folder))
+        if newest is None:
+            return
+        state = read_state(newest)["trainer"]
+        if base_weights.size(options.initial_load_path) <= QUICKLY_READ:
+            base_weights.refuse_another(state, base_weights.reference(options.initial_load_path))
+    except NothingLoadable:
+        return  # the rule on initial_load_path says it
+    except CheckpointError as error:
+        yield facts.fault("checkpoint.initial_load_path", "the model of the adapter in this folder", str(error))
+    except (OSError, ValueError):
+        return
+
+
+def checkpoints_are_still_there(facts: Facts) -> Iterator[Fault]:
+    """A used folder without them is no fresh start: its disk is not mounted, or somebody has moved them."""
+    options, dump = facts.config.checkpoint, facts.config.job.dump_folder
+    if not options.enable or facts.begins_anew or "\0" in dump + options.folder:
+        return
+    folder = Path(dump, options.folder)
+    try:
+        before = missing_checkpoints(Path(dump), folder)
+    except OSError:  # which the rule on folders names
+        return
+    if before is not None:
+        given = f"{show(options.folder)}: no checkpoint in {folder}"
+        allowed = f"the folder that this run has saved to ({before})"
+        why = "mount its disk or bring it back; to begin anew, give another job.dump_folder"
+        yield facts.fault("checkpoint.folder", allowed, why, given=given)
 
 
 def checkpoint_rules(facts: Facts) -> Iterator[Fault]:
@@ -160,104 +252,6 @@ def export_has_a_form(facts: Facts) -> Iterator[Fault]:
             yield facts.fault("checkpoint.last_save_in_hf", "false with this model", str(error))
 
 
-USED_BY_THE_RUN = {".", *OWN, *left_by()}
-
-
-def folders(facts: Facts) -> Iterator[Fault]:
-    config = facts.config
-    for key, folder in {
-        "checkpoint.folder": config.checkpoint.folder,
-        "metrics.save_tb_folder": config.metrics.save_tb_folder,
-        "profiling.save_traces_folder": config.profiling.save_traces_folder,
-        "profiling.save_memory_snapshot_folder": config.profiling.save_memory_snapshot_folder,
-    }.items():
-        if folder.strip() and os.path.normpath(folder).split(os.sep)[0] in USED_BY_THE_RUN:
-            others = ", ".join(map(show, sorted(USED_BY_THE_RUN)))
-            yield facts.fault(key, f"a name that the run does not use itself ({others})", "give another")
-        elif not folder.strip() or Path(folder).is_absolute() or ".." in Path(folder).parts:
-            yield facts.fault(key, "a folder inside job.dump_folder", "give its name alone")
-    key, dump = "job.dump_folder", config.job.dump_folder
-    if not dump.strip():
-        yield facts.fault(key, "a folder", 'write "./outputs"')
-        return
-    if fault := unwritable(Path(dump)):
-        allowed, why = fault
-        yield facts.fault(key, allowed, f"{why}; name another folder")
-        return
-    if in_the_way := out_of_place(Path(dump)):
-        remedy = f"{in_the_way}; move it away, or name another folder"
-        yield facts.fault(key, "a run's folder, or a new one", remedy)
-    folder = config.checkpoint.folder
-    if config.checkpoint.enable and "\0" not in folder and (fault := unwritable(Path(dump, folder))):
-        allowed, why = fault
-        yield facts.fault("checkpoint.folder", allowed, f"{why}; bring it back, or name another folder")
-    if config.data.cache_dir is not None and (fault := unwritable(Path(config.data.cache_dir))):
-        allowed, why = fault
-        yield facts.fault("data.cache_dir", allowed, f"{why}; name another folder")
-
-
-def unwritable(folder: Path) -> tuple[str, str] | None:
-    """Of a folder that nothing can be written into, what is allowed and why this is not; it may have yet to be made."""
-    try:
-        existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if _is_there(p))
-        if not existing.exists():
-            return "a folder", f"{existing} is a link to {os.readlink(existing)}, which is not there (not mounted?)"
-    except OSError as error:
-        return "a folder", error.strerror or str(error)
-    if not existing.is_dir():
-        return "a folder", f"{existing} is a file"
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return "a folder that can be written to", f"{existing} cannot"
-    return _cannot_be_filled(existing)
-
-
-def _cannot_be_filled(folder: Path) -> tuple[str, str] | None:
-    """Create and remove a folder in it, since permissions do not show that /proc or a full disk takes nothing. Its name
-    is one that a run's own cleanup removes."""
-    trial = folder / f".{LOGS}.tmp"
-    try:
-        trial.mkdir()
-        trial.rmdir()
-    except FileExistsError:  # another check is at it
-        return None
-    except OSError as error:
-        reason = f"nothing can be made in {folder.resolve()} ({error.strerror or error})"
-        return "a folder that can be written to", reason
-    return None
-
-
-def _is_there(path: Path) -> bool:
-    """Also a link that leads nowhere. Raises OSError for names that nothing can have."""
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def profiler_window(facts: Facts) -> Iterator[Fault]:
-    profiling = facts.config.profiling
-    if profiling.enable_profiling or profiling.enable_memory_snapshot:
-        window = profiling.profiler_active, profiling.profiler_warmup
-        yield from facts.judged(check_window, profiling.profile_freq, *window)
-
-
-def without_effect(facts: Facts) -> Iterator[Fault]:
-    """Options that are set and would do nothing."""
-    config = facts.config
-    if config.debug.deterministic_warn_only and not config.debug.deterministic:
-        yield facts.fault("debug.deterministic_warn_only", "false without debug.deterministic", "set both or neither")
-    if config.metrics.save_for_all_ranks and not config.metrics.enable_tensorboard:
-        yield facts.fault("metrics.save_for_all_ranks", "false without enable_tensorboard", "set both or neither")
-    if config.metrics.histogram_freq and "tensorboard" not in trackers_of(config).values():
-        yield facts.fault("metrics.histogram_freq", "0 without TensorBoard", "set metrics.enable_tensorboard too")
-    options, key = config.checkpoint, "checkpoint."
-    if options.export_dtype != "float32" and not options.last_save_model_only:
-        yield facts.fault(key + "export_dtype", '"float32" without last_save_model_only', "set both or neither")
-    if options.last_save_in_hf and not options.last_save_model_only:
-        yield facts.fault(key + "last_save_in_hf", "true only with last_save_model_only", "set both")
-
-
 def needs_checkpoints(facts: Facts) -> Iterator[Fault]:
     """Options of checkpoints that are set and would do nothing, as there are none. A run can begin from other weights
     all the same."""
@@ -269,3 +263,24 @@ def needs_checkpoints(facts: Facts) -> Iterator[Fault]:
     for name in (name for name, is_used in used.items() if is_used and not options.enable):
         allowed = "nothing with checkpoint.enable = false"
         yield facts.fault(f"checkpoint.{name}", allowed, "set checkpoint.enable = true, or leave it out")
+
+
+def seconds_are_whole(facts: Facts) -> Iterator[Fault]:
+    options = facts.config.checkpoint
+    if options.interval_type == "seconds" and not isinstance(options.interval, int):
+        allowed = 'a whole number with checkpoint.interval_type = "seconds"'
+        yield facts.fault("checkpoint.interval", allowed, 'write seconds, or interval_type = "steps"')
+
+
+RULES: tuple[Rule, ...] = (
+    seconds_are_whole,
+    checkpoint_rules,
+    reference_is_of_this_model,
+    export_has_a_form,
+    changes_that_can_be_allowed,
+    same_job_as_the_checkpoint,
+    adapter_is_of_this_model,
+    checkpoints_are_still_there,
+    moments_are_of_this_plan,
+)
+WITHOUT_EFFECT: tuple[Rule, ...] = (needs_checkpoints,)

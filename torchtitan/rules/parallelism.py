@@ -1,0 +1,336 @@
+"""Rules on the degrees of parallelism, the ranks and batches, and on what tensor, context and expert parallel split."""
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from torchtitan.config.batch_shape import rows_per_sample
+from torchtitan.config.options import Fault
+from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.core.constraints import LimitError, check_global_batch
+from torchtitan.losses.tasks import TASKS
+from torchtitan.parallelisms import degrees
+from torchtitan.parallelisms.degrees import check_borrowing, check_experts
+from torchtitan.rules.facts import Facts, Rule
+
+NEEDS_DEGREE = {
+    "tensor_parallel_degree": (
+        "disable_sequence_parallel",
+        "disable_loss_parallel",
+        "enable_async_tensor_parallel",
+    ),
+    "context_parallel_degree": ("context_parallel_load_balancer", "context_parallel_rotate_method"),
+    "pipeline_parallel_degree": (
+        "module_fqns_per_model_part",
+        "pipeline_parallel_first_stage_less_layers",
+        "pipeline_parallel_last_stage_less_layers",
+        "pipeline_parallel_layers_per_stage",
+        "pipeline_parallel_schedule",
+        "pipeline_parallel_schedule_csv",
+        "pipeline_parallel_microbatch_size",
+    ),
+}
+"""Options that do nothing while their degree is 1."""
+
+
+def degrees_fit_the_ranks(facts: Facts) -> Iterator[Fault]:
+    if isinstance(facts.shard_or_error, LimitError):
+        yield facts.refused(facts.shard_or_error)
+
+
+def model_allows_the_plan(facts: Facts) -> Iterator[Fault]:
+    """What a family alone asks for is said by its sizes."""
+    if hasattr(facts.args, "limits"):
+        limits = facts.args.limits(facts.config.model.overrides, tp=facts.tp, cp=facts.cp, pp=facts.pp)
+        yield from map(facts.refused, limits)
+
+
+def batch_divides(facts: Facts) -> Iterator[Fault]:
+    asked, local = facts.config.training.global_batch_size, facts.config.training.local_batch_size
+    if asked == 0 or facts.samples:
+        yield from facts.judged(check_global_batch, asked, local, (facts.samples or local) // local)
+
+
+def needs_its_degree(facts: Facts) -> Iterator[Fault]:
+    degrees, defaults = facts.config.parallelism, Parallelism()
+    for degree, names in NEEDS_DEGREE.items():
+        if getattr(degrees, degree) > 1:
+            continue
+        for name in names:
+            if getattr(degrees, name) != getattr(defaults, name):
+                allowed = f"its default while parallelism.{degree} = 1"
+                yield facts.fault(f"parallelism.{name}", allowed, "leave it out")
+
+
+def needs_shards(facts: Facts) -> Iterator[Fault]:
+    """Beside a pipeline, which excludes prefetch and "always" on any number of shards (excluded_by_a_pipeline)."""
+    degrees = facts.config.parallelism
+    if facts.fsdp_shards != 1 or facts.config.training.enable_cpu_offload:
+        return
+    ranks = f"{facts.world_size} rank{'s' * (facts.world_size > 1)}"
+    where, remedy = f"where nothing is sharded, as here on {ranks}", "leave it out, or start more ranks"
+    if degrees.fsdp_prefetch and facts.pp == 1:
+        yield facts.fault("parallelism.fsdp_prefetch", f"0 {where}", remedy)
+    if degrees.fsdp_reshard_after_forward != "default" and (
+        facts.pp == 1 or degrees.fsdp_reshard_after_forward == "never"
+    ):
+        yield facts.fault("parallelism.fsdp_reshard_after_forward", f'"default" {where}', remedy)
+
+
+def batch_fits_the_memory(facts: Facts) -> Iterator[Fault]:
+    """Of what is far beyond it: the ids of a batch alone, their labels, positions and documents."""
+    training = facts.config.training
+    bytes_of_a_sample = 4 * 8 * training.seq_len * rows_per_sample(facts.config)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+    if training.local_batch_size * bytes_of_a_sample > memory:
+        key = "local_batch_size" if training.local_batch_size > 1 else "seq_len"
+        allowed = f"a batch whose ids fit into this machine's {memory / 2**30:.0f} GiB"
+        most = int(memory // (bytes_of_a_sample if key == "local_batch_size" else bytes_of_a_sample / training.seq_len))
+        yield facts.fault(f"training.{key}", allowed, f"write much less than {most:,}")
+
+
+RINGS = ("ring", "alltoall")
+"""Ways of context parallel that pass keys and values on from rank to rank."""
+
+
+def _split_sizes(facts: Facts) -> dict[str, int]:
+    """What tensor parallel deals out; nothing where that is not known."""
+    args = facts.args
+    if facts.tp == 1 or args is None:
+        return {}
+    sizes = {
+        "n_heads": args.n_heads,
+        "n_kv_heads": args.num_kv_heads,
+        "feed-forward width": getattr(args, "ffn_dim", 0),  # where every layer has experts there is none
+        "vocab_size": args.vocab_size,
+        "n_classes": getattr(args, "n_classes", 0),
+    }
+    return {name: size for name, size in sizes.items() if size}
+
+
+def uneven(facts: Facts) -> list[str]:
+    """Sizes that keep the model from being split so: what else depends on the degree can be judged when it is right."""
+    return degrees.uneven(facts.tp, _split_sizes(facts))
+
+
+def sizes_divide_over_tensor_parallel(facts: Facts) -> Iterator[Fault]:
+    yield from facts.judged(degrees.check_split, facts.tp, _split_sizes(facts))
+
+
+def sequence_divides(facts: Facts) -> Iterator[Fault]:
+    """A degree that the model does not allow asks for nothing: the sequence would only be fitted to it in vain."""
+    if _heads_limit(facts):
+        return
+    needs = facts.needs_of_a_sequence(split=facts.sequence_parallel and not uneven(facts))
+    for key, length in facts.lengths.items():
+        yield from facts.judged(degrees.check_sequence, key, length, needs)
+
+
+def _heads_limit(facts: Facts) -> LimitError | None:
+    """Of the heads that ulysses deals out, where it cannot."""
+    args, method = facts.args, facts.config.parallelism.context_parallel_rotate_method
+    if facts.cp == 1 or method != "ulysses" or args is None or args.n_heads % facts.tp:
+        return None
+    of = f" (n_heads {args.n_heads} / tensor_parallel {facts.tp})" * (facts.tp > 1)
+    try:
+        degrees.check_dealt_heads(facts.cp, args.n_heads // facts.tp, of)
+    except LimitError as error:
+        return error
+    return None
+
+
+def heads_divide_over_context_parallel(facts: Facts) -> Iterator[Fault]:
+    if error := _heads_limit(facts):
+        yield facts.refused(error)
+
+
+def dropped_attention_has_whole_rows(facts: Facts) -> Iterator[Fault]:
+    if facts.cp > 1 and getattr(facts.args, "attention_dropout", False):
+        yield from facts.judged(degrees.check_dropped, facts.config.parallelism.context_parallel_rotate_method)
+
+
+def ring_is_not_compiled(facts: Facts) -> Iterator[Fault]:
+    method = facts.config.parallelism.context_parallel_rotate_method
+    if facts.cp > 1 and method in RINGS and facts.compiles_model:
+        allowed = '"allgather" or "ulysses" with a compiled model, whose graph has no messages between two ranks'
+        remedy = 'write "allgather", or compile.enable = false'
+        yield facts.fault("parallelism.context_parallel_rotate_method", allowed, remedy)
+
+
+def rings_have_their_own_attention(facts: Facts) -> Iterator[Fault]:
+    method = facts.config.parallelism.context_parallel_rotate_method
+    if facts.cp > 1 and method in RINGS and facts.config.model.attention_backend == "flex":
+        allowed = f'"auto" or "sdpa" with context_parallel_rotate_method = "{method}", which joins attention of pieces'
+        yield facts.fault("model.attention_backend", allowed, 'write "auto"')
+
+
+def rings_carry_no_window(facts: Facts) -> Iterator[Fault]:
+    """What travels round is attended to piece by piece, and a window would cut through the pieces."""
+    method, window = facts.config.parallelism.context_parallel_rotate_method, getattr(facts.args, "sliding_window", 0)
+    if facts.cp > 1 and method in RINGS and window:
+        allowed = f'"allgather" or "ulysses" with a sliding window (of {window} tokens)'
+        remedy = 'write "allgather", or model.overrides = {sliding_window = 0}'
+        yield facts.fault("parallelism.context_parallel_rotate_method", allowed, remedy)
+
+
+def async_tensor_parallel(facts: Facts) -> Iterator[Fault]:
+    if facts.config.parallelism.enable_async_tensor_parallel and facts.tp > 1:
+        yield from facts.judged(degrees.check_async, facts.device, facts.compiles_model, facts.sequence_parallel)
+
+
+S2_KEY = "model.s2_group_size"
+
+
+def groups_are_parts_of_a_sequence(facts: Facts) -> Iterator[Fault]:
+    size, longest = facts.config.model.s2_group_size, facts.config.training.seq_len
+    if size >= longest:
+        allowed = f"less than training.seq_len = {longest}, of which groups are parts"
+        yield facts.fault(S2_KEY, allowed, f"write {longest // 8 * 2 or 2}, or 0 for attention to all of it")
+    elif size % 2:
+        yield facts.fault(S2_KEY, "an even number, by half of which groups are shifted", f"write {max(size - 1, 2)}")
+
+
+def groups_fit_the_model(facts: Facts) -> Iterator[Fault]:
+    """Groups hide of plainly causal attention what lies in others."""
+    args, name = facts.args, facts.config.model.name
+    if not facts.config.model.s2_group_size or args is None:
+        return
+    others = {"sliding_window": "a sliding window", "attention_dropout": "attention_dropout"}
+    others = {key: what for key, what in others.items() if getattr(args, key, 0)}
+    for key, what in others.items():
+        remedy = f"write 0, or model.overrides = {{{key} = 0}}"
+        yield facts.fault(S2_KEY, f"0 for a model with {what} ({getattr(args, key)})", remedy)
+    if not getattr(args, "causal", True):
+        yield facts.fault(S2_KEY, f"0 for {name}, whose tokens see those behind them", "write 0, or train a decoder")
+    if args.n_heads % 2:
+        allowed = f"0 for a model with n_heads = {args.n_heads}, an odd number, of which half attend in shifted groups"
+        yield facts.fault(S2_KEY, allowed, "write 0")
+
+
+def groups_are_of_training_alone(facts: Facts) -> Iterator[Fault]:
+    """What evaluation says of the model, seeing everything, is not to be set beside what training does."""
+    kind = facts.config.task.kind
+    if not facts.config.model.s2_group_size or kind not in TASKS:
+        return
+    if TASKS[kind].in_lanes or TASKS[kind].together > 1:
+        why = "reads again what a cache has kept" if TASKS[kind].in_lanes else "sets answers beside a reference"
+        yield facts.fault(S2_KEY, f'0 with task.kind = "{kind}", which {why} as evaluation sees them', "write 0")
+
+
+def groups_have_all_keys(facts: Facts) -> Iterator[Fault]:
+    if facts.cp > 1 and facts.config.model.s2_group_size:
+        yield from facts.judged(degrees.check_shifted, facts.config.parallelism.context_parallel_rotate_method)
+
+
+EXPERT_DEGREE = "parallelism.expert_parallel_degree"
+OVERLAP = "parallelism.pipeline_parallel_expert_parallel_overlap"
+
+
+def experts_divide_over_expert_parallel(facts: Facts) -> Iterator[Fault]:
+    if facts.ep == 1 or facts.args is None:
+        return
+    experts = facts.experts
+    if not experts:
+        other = f"choose a model with experts; {facts.config.model.name} has none"
+        if hasattr(facts.args, "n_dense_layers"):
+            other = f"lower n_dense_layers in model.overrides; all {facts.args.n_layers} layers are dense"
+        yield facts.fault(EXPERT_DEGREE, "1 for a model without experts", f"leave it out, or {other}")
+        return
+    yield from facts.judged(check_experts, facts.ep, experts, facts.lenders)
+
+
+def expert_parallel_borrows(facts: Facts) -> Iterator[Fault]:
+    if facts.ep == 1 or facts.shard is None or not facts.experts:
+        return
+    if facts.experts % facts.ep == 0 and not uneven(facts):
+        yield from facts.judged(check_borrowing, facts.ep, facts.shard, facts.cp, facts.tp, facts.experts)
+    if facts.tp > 1 and not facts.sequence_parallel:
+        why = "tensor-parallel ranks would all send the same tokens"
+        yield facts.fault(
+            "parallelism.disable_sequence_parallel", f"false with {EXPERT_DEGREE} and tensor parallel", why
+        )
+
+
+def experts_divide_over_what_is_left(facts: Facts) -> Iterator[Fault]:
+    """FSDP shards a rank's experts evenly: whole ones, or a part of each."""
+    if facts.ep == 1 or facts.shard is None or not facts.experts or uneven(facts):
+        return
+    args, lenders = facts.args, facts.lenders
+    assert lenders is not None  # as there are shards
+    if lenders % facts.ep or args.n_experts % facts.ep:
+        return
+    left, here = lenders // facts.ep, args.n_experts // facts.ep
+    if here % left and (args.dim % left or args.expert_dim % left):
+        allowed = f"a degree that leaves {lenders} / {facts.ep} = {left} ranks, which divide the {here} experts of "
+        allowed += f"each, or dim {args.dim} and expert_dim {args.expert_dim}"
+        fits = [ep for ep in range(1, lenders + 1) if _fits(ep, lenders, args)]
+        yield facts.fault(EXPERT_DEGREE, allowed, f"write {_one_of(', '.join(map(str, fits)))}")
+
+
+def _one_of(numbers: str) -> str:
+    return f"one of {numbers}" if "," in numbers else numbers
+
+
+def _fits(ep: int, lenders: int, args: Any) -> bool:
+    if lenders % ep or args.n_experts % ep:
+        return False
+    left, here = lenders // ep, args.n_experts // ep
+    return ep == 1 or here % left == 0 or (args.dim % left == 0 and args.expert_dim % left == 0)
+
+
+def overlap_needs_a_pipeline_and_experts(facts: Facts) -> Iterator[Fault]:
+    if facts.config.parallelism.pipeline_parallel_expert_parallel_overlap and (facts.ep == 1 or facts.pp == 1):
+        allowed = "true with expert_parallel_degree > 1 and pipeline_parallel_degree > 1, whose all-to-alls it hides"
+        yield facts.fault(OVERLAP, allowed, "leave it out")
+
+
+def communication_is_kept_with_overlap(facts: Facts) -> Iterator[Fault]:
+    config = facts.config
+    overlap = config.parallelism.pipeline_parallel_expert_parallel_overlap
+    if config.activation_checkpoint.mode == "full_keep_comm" and not overlap:
+        yield facts.fault("activation_checkpoint.mode", f"with {OVERLAP} only", 'write "full", or set it')
+
+
+def experts_that_travel_are_compiled_in_parts(facts: Facts) -> Iterator[Fault]:
+    """The host reads how many tokens go where, so nothing that spans a block goes with it."""
+    if facts.ep == 1 or not facts.compiles_model:
+        return
+    recompute = facts.config.activation_checkpoint
+    if facts.config.parallelism.pipeline_parallel_expert_parallel_overlap:
+        why = "it takes gradients of inputs and of weights apart, which a compiled part hands back at once"
+        yield facts.fault(OVERLAP, "false with a compiled model", f"{why}; set compile.enable = false")
+    if recompute.mode == "selective" and recompute.selective_ac_option == "op":
+        why = "the operators of what is compiled cannot be chosen from outside"
+        allowed = f"every how many layers, with a compiled model and {EXPERT_DEGREE}"
+        yield facts.fault("activation_checkpoint.selective_ac_option", allowed, f'{why}; write "2", or another mode')
+
+
+RULES: tuple[Rule, ...] = (
+    degrees_fit_the_ranks,
+    needs_shards,
+    batch_divides,
+    batch_fits_the_memory,
+    sizes_divide_over_tensor_parallel,
+    sequence_divides,
+    heads_divide_over_context_parallel,
+    dropped_attention_has_whole_rows,
+    groups_are_parts_of_a_sequence,
+    groups_fit_the_model,
+    groups_are_of_training_alone,
+    groups_have_all_keys,
+    ring_is_not_compiled,
+    rings_carry_no_window,
+    rings_have_their_own_attention,
+    async_tensor_parallel,
+    experts_divide_over_expert_parallel,
+    expert_parallel_borrows,
+    experts_divide_over_what_is_left,
+    experts_that_travel_are_compiled_in_parts,
+    communication_is_kept_with_overlap,
+    model_allows_the_plan,
+)
+WITHOUT_EFFECT: tuple[Rule, ...] = (
+    needs_its_degree,
+    overlap_needs_a_pipeline_and_experts,
+)
