@@ -187,7 +187,7 @@ def test_a_model_with_a_cache_reads_texts_of_any_length(scope):
     texts = [text for text in TEXTS if text]
     found = answers.loglikelihood_rolling([asked(text) for text in texts])
     for text, log in zip(texts, found, strict=True):
-        model.memory.forget()
+        model.memory.clear()
         nats = total(measure(model, pieces(BYTES.encode(text, bos=True), length), length, 1)).nats
         assert log == pytest.approx(-nats, rel=1e-5)
     # what stands far before what is told is read, too

@@ -38,14 +38,15 @@ def test_a_compression_keeps_what_states_have_most_of(family):
     model.eval()
     for layer in "12":
         model.layers[layer].attention_norm.register_forward_hook(saw)
-    installed.begin_looking([model])
+
+    def run_batch(batch):
+        before = len(seen)
+        model(batch, begins=torch.tensor([True, False]), filled=filled)
+        installed.after_batch([model])
+        del seen[before + 1 :: 2]  # the block norms again what was looked at
+
     with torch.no_grad():
-        for batch in segments(4):
-            before = len(seen)
-            model(batch, begins=torch.tensor([True, False]), filled=filled)
-            installed.after_batch([model])
-            del seen[before + 1 :: 2]  # the block norms again what was looked at
-    installed.follow_what_was_seen([model])
+        installed.before_training([model], run_batch, lambda tokens: (), lambda count: segments(4))
     states = torch.cat(seen)
     kept = model.memory.h_proj.weight.t()  # [D, C]
     singular = torch.linalg.svdvals(states)

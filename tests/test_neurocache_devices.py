@@ -18,7 +18,7 @@ def test_what_is_taken_back_lies_where_the_model_computes(compression):
     model, installed = remembering(compression=compression, resume_warmup="saved")
     model.train()
     read(model, installed, segments(2))
-    kept = installed.kept([model])
+    kept = installed.state_tensors([model])
     assert kept["0.counts"].tolist() == [16, 16]
     task = SimpleNamespace(kind="documents")
     config = SimpleNamespace(training=SimpleNamespace(local_batch_size=2), task=task)
@@ -26,7 +26,9 @@ def test_what_is_taken_back_lies_where_the_model_computes(compression):
         SimpleNamespace(all_degrees={"ep": 1}),
         SimpleNamespace(adapter=installed, parts=[model], device=ELSEWHERE),
     )
-    back = Origin(config, dims, whole)._take_back({"degrees": {"ep": 1}}, {n: list(t.shape) for n, t in kept.items()})
+    back = Origin(config, dims, whole)._state_to_restore(
+        {"degrees": {"ep": 1}}, {n: list(t.shape) for n, t in kept.items()}
+    )
     assert back.keys() == kept.keys()
     devices = {name: tensor.device for name, tensor in back.items()}
     assert devices.pop("0.clock").type == "cpu"  # the host's
@@ -40,11 +42,13 @@ def seen(offloaded):
     model.eval()
     if offloaded:
         model.memory.to(ELSEWHERE)
-    installed.begin_looking([model])
-    model.memory.load_state_dict(weights, assign=True)
+
+    def calibration(count):
+        model.memory.load_state_dict(weights, assign=True)
+        yield from segments(2)
+
     with torch.no_grad():
-        read(model, installed, segments(2))
-    installed.follow_what_was_seen([model])
+        installed.before_training([model], lambda batch: read(model, installed, [batch]), lambda n: (), calibration)
     return model.memory.h_proj.weight
 
 

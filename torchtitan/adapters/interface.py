@@ -218,54 +218,6 @@ class Adapter:
                     tensors[name] = _folded(module, attribute, plain)
         return tensors
 
-    def check_parts(self, parts: Iterable[nn.Module]) -> None:
-        """Raise JobError if pipeline stages separate layers that the adapter needs together."""
-
-    recalls = 0
-    """Number of preceding tokens of a document that each batch row replays when a run resumes, as the adapter has state
-    for them."""
-
-    taken_back = False
-    """True if the adapter's state was restored from the checkpoint that the run resumes from."""
-
-    keeps = False
-    """True if checkpoints hold the adapter's state and a resumed run restores it."""
-
-    def kept(self, parts: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
-        """Return this rank's state tensors, besides parameters, that checkpoints hold if `keeps` is set."""
-        return {}
-
-    def take_back(
-        self, parts: Iterable[nn.Module], shapes: Mapping[str, list[int]], rows: int, device: torch.device
-    ) -> dict[str, torch.Tensor] | None:
-        """Return the tensors of `kept` to be filled from a checkpoint, or None if they do not fit, which is no error.
-
-        `shapes`: as saved by this rank under an equal plan; `rows`: rows of a batch; `device`: the compute device.
-        """
-        return {}
-
-    def begin_recall(self, parts: Iterable[nn.Module]) -> None:
-        """Begin the replay: the following eval batches repeat data already seen in training, to rebuild the state."""
-
-    def readings(self, parts: Iterable[nn.Module]) -> Iterator[str]:
-        """Set up each variant of evaluation in turn and yield the suffix of its loss's name.
-
-        The first is the model's default and has an empty suffix.
-        """
-        yield ""
-
-    looks_at = 0
-    """Approximate number of training segments whose hidden states initialize the adapter; 0 for none."""
-
-    def begin_looking(self, parts: Iterable[nn.Module]) -> None:
-        """Begin to collect hidden states in the following eval batches; every rank calls it."""
-
-    def follow_what_was_seen(self, parts: Sequence[nn.Module]) -> None:
-        """Initialize parameters from the collected hidden states."""
-
-    def after_batch(self, parts: Sequence[nn.Module]) -> None:
-        """Run after the forward and backward of each batch, or its forward alone, on every rank."""
-
     def after_step(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Run after each optimizer step, the `step`-th of the schedule, on every rank."""
 

@@ -181,7 +181,7 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
     runs = []
     for size in requested_sizes:
         if size is not None:
-            model.memory.forget()
+            model.memory.clear()
             model.memory.cache_size[False] = size
         parts = measure(model, batches, seq_len, chunks)
         totals = total(parts)

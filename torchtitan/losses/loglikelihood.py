@@ -88,7 +88,7 @@ def _batch(model: Any, requests: Sequence[Request], seq_len: int, context: int) 
     before, objective = model.loss, LossByRequest(chunks, len(texts), device)
     model.loss = objective
     if model.memory is not None:
-        model.memory.forget()
+        model.memory.clear()
     try:
         for start in range(0, width, seq_len):
             part = {name: tensor[:, start : start + seq_len].to(device) for name, tensor in batch.items()}

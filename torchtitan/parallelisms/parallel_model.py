@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -58,6 +58,25 @@ class StepHook(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; empty if the checkpoint has no state of this hook."""
         ...
+
+
+@runtime_checkable
+class StatefulAdapter(Protocol):
+    """The hooks of an adapter with state between batches, described in adapters/stateful.py."""
+
+    def check_parts(self, parts: Iterable[nn.Module]) -> None: ...
+
+    def before_training(
+        self,
+        parts: Sequence[nn.Module],
+        run_batch: Callable[["Batch"], object],
+        replay: Callable[[int], Iterable["Batch"]],
+        calibration: Callable[[int], Iterable["Batch"]] | None,
+    ) -> None: ...
+
+    def after_batch(self, parts: Sequence[nn.Module]) -> None: ...
+
+    def evaluation_variants(self, parts: Iterable[nn.Module]) -> Iterator[str]: ...
 
 
 class StepHooks(list[StepHook]):
@@ -156,8 +175,9 @@ class ParallelModel:
         self.draws: bool = getattr(model, "draws", False)  # whether training needs the keys of the tokens
         self.expert_mesh = dims.build_expert_mesh(mesh.device_type)
         self.parts, stages, num_stages = parallel_parts(model, mesh, dims, plan, options, pipeline, self.expert_mesh)
-        if adapter is not None:
-            adapter.check_parts(self.parts)
+        self.stateful_adapter = adapter if isinstance(adapter, StatefulAdapter) else None
+        if self.stateful_adapter is not None:
+            self.stateful_adapter.check_parts(self.parts)
         for part in self.parts:
             part.tied_names = tied  # checkpoints save what is held twice once
             with storage:
@@ -274,9 +294,10 @@ class ParallelModel:
         """This rank's share of the sum of losses of all batches, a scalar, in evaluation; by the name of each way in
         which an adapter has the model evaluated, which for the model itself is "".
         """
-        ways = iter(("",)) if self.adapter is None else self.adapter.readings(self.parts)
+        adapter = self.stateful_adapter
+        variants = iter(("",)) if adapter is None else adapter.evaluation_variants(self.parts)
         self.train(False)
-        losses = {way: sum(map(self.loss_sum, batches()), torch.zeros((), device=self.device)) for way in ways}
+        losses = {name: sum(map(self.loss_sum, batches()), torch.zeros((), device=self.device)) for name in variants}
         self.train()
         return losses
 
@@ -298,26 +319,20 @@ class ParallelModel:
             torch.distributed.all_reduce(shares)
         return shares / self.dims.tp
 
-    def recall(self, batches: Iterable[Batch]) -> None:
-        """Rebuild what an adapter had cached of these batches, which were trained on before."""
-        self.train(False)
-        self.adapter.begin_recall(self.parts)
-        for batch in batches:
-            self.loss_sum(batch)
-        self.train()
-
-    def look_at(self, batches: Iterable[Batch]) -> None:
-        """Show an adapter the batches that it has to see before training begins."""
-        self.train(False)
-        self.adapter.begin_looking(self.parts)
-        for batch in batches:
-            self.loss_sum(batch)
-        self.adapter.follow_what_was_seen(self.parts)
-        self.train()
+    def prepare_adapter(
+        self,
+        replay: Callable[[int], Iterable[Batch]],
+        calibration: Callable[[int], Iterable[Batch]] | None = None,
+    ) -> None:
+        """Let an adapter with state read training batches before the next step, see adapters/stateful.py."""
+        if self.stateful_adapter is not None:
+            self.train(False)
+            self.stateful_adapter.before_training(self.parts, self.loss_sum, replay, calibration)
+            self.train()
 
     def _after_batch(self) -> None:
-        if self.adapter is not None:
-            self.adapter.after_batch(self.parts)
+        if self.stateful_adapter is not None:
+            self.stateful_adapter.after_batch(self.parts)
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Clip the gradient in place and return its norm over the full model, a scalar. Call it once per step, after

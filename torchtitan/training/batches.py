@@ -281,23 +281,27 @@ def masking(config: JobConfig, vocabulary: Tokenizer) -> Masking:
     )
 
 
-def recall(loader: Loader | SegmentLoader, model: ParallelModel, reads: Feed) -> None:
-    """Where a run goes on: the model reads again what it has kept of the documents under way; where its data begin
-    anew, it forgets all others.
-    """
-    if isinstance(loader, SegmentLoader) and model.adapter is not None:
-        batches = loader.again(model.adapter.recalls) if loader.resumed else ()
-        model.recall(reads.to_device(batch) for batch in batches)
-
-
-def look_ahead(
-    config: JobConfig, plan: ParallelDims, dp_rank: int, model: ParallelModel, reads: Feed, is_fresh: bool
+def prepare_adapter(
+    config: JobConfig,
+    plan: ParallelDims,
+    dp_rank: int,
+    loader: Loader | SegmentLoader,
+    model: ParallelModel,
+    reads: Feed,
+    is_fresh: bool = False,
 ) -> None:
-    """Before the first step of an adapter that is fresh: the model reads the first documents of the training data, as
-    far as the adapter has to see them to begin with. These are the same for any number of ranks.
+    """Let an adapter with state read training data before the next step.
+
+    After a resume or a rollback these are the documents that the rows are in. If the adapter `is_fresh`, they are also
+    the first segments of the training data, the same for any number of ranks.
     """
-    if not is_fresh or not model.adapter.looks_at:
-        return
-    how = dict(seq_len=config.training.seq_len, rows=batch_rows(config), rank=dp_rank, ranks=plan.dp)
-    seen = HeldOutSegments(documents(config, "training"), model.adapter.looks_at, **how)
-    model.look_at(reads.to_device(batch) for batch in seen)
+
+    def replay(tokens: int) -> Iterator[Batch]:
+        if isinstance(loader, SegmentLoader) and loader.resumed:
+            yield from map(reads.to_device, loader.again(tokens))
+
+    def first_segments(count: int) -> Iterator[Batch]:
+        how = dict(seq_len=config.training.seq_len, rows=batch_rows(config), rank=dp_rank, ranks=plan.dp)
+        yield from map(reads.to_device, HeldOutSegments(documents(config, "training"), count, **how))
+
+    model.prepare_adapter(replay, first_segments if is_fresh else None)

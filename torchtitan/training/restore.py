@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchtitan.adapters.stateful import StatefulAdapter
 from torchtitan.build import parts
 from torchtitan.checkpoint import Checkpointer, CheckpointError, base_weights
 from torchtitan.checkpoint.adapter_state import Kept
@@ -50,9 +51,11 @@ class Origin:
             return None
         options = self.config.checkpoint
         path = options.initial_load_path
-        if (adapter := self.model.adapter) is not None and adapter.keeps:
-            told = partial(setattr, adapter, "taken_back")
-            checkpointer.kept = Kept(partial(adapter.kept, self.model.parts), self._take_back, told)
+        if isinstance(adapter := self.model.adapter, StatefulAdapter):
+            mark_restored = partial(setattr, adapter, "state_restored")
+            checkpointer.kept = Kept(
+                partial(adapter.state_tensors, self.model.parts), self._state_to_restore, mark_restored
+            )
         if alone := options.enable and parts.saves_adapter_alone(self.config):  # what checkpoints only refer to
             assert path is not None  # the rules ask for it
             self.base = checkpointer.main_peers.decide(partial(parts.base_reference, self.config))
@@ -73,10 +76,12 @@ class Origin:
         self.adapter_is_fresh = self.model.adapter is not None and not known
         return resumed
 
-    def _take_back(self, trainer: dict[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, Any] | None:
+    def _state_to_restore(self, trainer: dict[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, Any] | None:
         if trainer.get("degrees") != self.dims.all_degrees:
             return None
-        return self.model.adapter.take_back(self.model.parts, shapes, batch_rows(self.config), self.model.device)
+        return self.model.adapter.tensors_to_restore(
+            self.model.parts, shapes, batch_rows(self.config), self.model.device
+        )
 
     def _start_from(self, path: str, checkpointer: Checkpointer) -> None:
         """Take the weights of another job or program; an adapter's own stay as they were drawn."""

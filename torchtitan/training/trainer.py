@@ -32,7 +32,7 @@ from torchtitan.process.gc_freeze import collect_garbage
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import Ranks
 from torchtitan.training import preflight
-from torchtitan.training.batches import Ahead, Batch, PeerStopped, feed, look_ahead, recall
+from torchtitan.training.batches import Ahead, Batch, PeerStopped, feed, prepare_adapter
 from torchtitan.training.final_export import Exports
 from torchtitan.training.reference_logprobs import references
 from torchtitan.training.restore import Origin
@@ -124,8 +124,8 @@ class Trainer:
             self.config = with_end(self.job, self.of_data)
         config = self.config
         self.loader = training_loader(config, self.tokenizer, self.dp_rank, self.dims, self.data_state)
-        recall(self.loader, self.model, self.feed)
-        look_ahead(config, self.dims, self.dp_rank, self.model, self.feed, self.origin.adapter_is_fresh)
+        is_fresh = self.origin.adapter_is_fresh
+        prepare_adapter(config, self.dims, self.dp_rank, self.loader, self.model, self.feed, is_fresh)
         self.began_at, state = self.step, self.data_state
         self.feed.references = references(config, self.ranks, self.model, self.feed, self.step, self.progress, state)
         self.position = self.loader.position()  # after `step`: what a step that fails has fetched is fetched again
@@ -326,7 +326,7 @@ class Trainer:
         self.stopping = self.ahead.drop()
         self.loader.close()
         self.loader = training_loader(self.config, self.tokenizer, self.dp_rank, self.dims, self.data_state)
-        recall(self.loader, self.model, self.feed)
+        prepare_adapter(self.config, self.dims, self.dp_rank, self.loader, self.model, self.feed)
         self.position, self.random, self.between_steps = self.loader.position(), None, True
         self.metrics.go_back(self.step, self.tokens)
         self.generated.go_back(self.step)

@@ -4,7 +4,7 @@ In addition, the model's linears may have low-rank pairs of another adapter kind
 base matrices.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -21,6 +21,7 @@ from torchtitan.adapters.neurocache.hits import Hits
 from torchtitan.adapters.neurocache.memory import Memory
 from torchtitan.adapters.neurocache.sizes import apart, cache_flops, layers_of, misfits_of
 from torchtitan.adapters.peft_folder import from_peft, to_peft
+from torchtitan.adapters.stateful import Batch, StatefulAdapter
 from torchtitan.adapters.targets import of_linears
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.core.errors import JobError
@@ -35,7 +36,7 @@ PCA_SEGMENTS = 256
 """Number of segments that initialize the compression with init = "pca"."""
 
 
-class Neurocache(Adapter):
+class Neurocache(StatefulAdapter):
     layout = "the layout of the authors' library"
     other_form = "keep the run's checkpoints, which have all of it"
 
@@ -128,56 +129,42 @@ class Neurocache(Adapter):
     def rate_of(self, name: str) -> float:
         return 1.0 if self.beside is None else self.beside.rate_of(name)
 
-    @property
-    def recalls(self) -> int:
-        replays = self.options.neurocache.resume_warmup != "cold" and not self.taken_back
-        return self.options.neurocache.cache_size if replays else 0
-
-    def begin_recall(self, parts: Iterable[nn.Module]) -> None:
+    def before_training(
+        self,
+        parts: Sequence[nn.Module],
+        run_batch: Callable[[Batch], object],
+        replay: Callable[[int], Iterable[Batch]],
+        calibration: Callable[[int], Iterable[Batch]] | None,
+    ) -> None:
+        options = self.options.neurocache
+        restored, self.state_restored = self.state_restored, False
         for memory in memories(parts):
-            if self.taken_back:
-                memory.go_on()
+            if restored:
+                memory.finish_restore()
             else:
-                memory.forget()
-            memory.train()
-        self.taken_back = False
-
-    @property
-    def keeps(self) -> bool:
-        return self.options.neurocache.resume_warmup == "saved"
-
-    def kept(self, parts: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
-        return {name: tensor for memory in memories(parts) for name, tensor in memory.kept().items()}
-
-    def take_back(
-        self, parts: Iterable[nn.Module], shapes: Mapping[str, list[int]], rows: int, device: torch.device
-    ) -> dict[str, torch.Tensor] | None:
-        rows = 1 if self.options.neurocache.scope == "global" else rows
-        tensors_by_memory = [memory.take_back(shapes, rows, device) for memory in memories(parts)]
-        return (
-            None
-            if None in tensors_by_memory
-            else {name: tensor for tensors in tensors_by_memory for name, tensor in tensors.items()}
-        )
-
-    @property
-    def looks_at(self) -> int:
-        return PCA_SEGMENTS if self.options.neurocache.init == "pca" else 0
-
-    def begin_looking(self, parts: Iterable[nn.Module]) -> None:
-        for memory in memories(parts):
-            memory.forget()
-            memory.moments = torch.zeros(
-                memory.dim, memory.dim, dtype=torch.float64
-            )  # moved to the device of the states
+                memory.clear()
+            memory.train()  # replayed batches fill the caches of training
+        if not restored and options.resume_warmup != "cold":
+            for batch in replay(options.cache_size):
+                run_batch(batch)
+        if calibration is not None and options.init == "pca":
+            self._initialize_from(calibration(PCA_SEGMENTS), parts, run_batch)
 
     @torch.no_grad()
-    def follow_what_was_seen(self, parts: Sequence[nn.Module]) -> None:
+    def _initialize_from(
+        self, batches: Iterable[Batch], parts: Sequence[nn.Module], run_batch: Callable[[Batch], object]
+    ) -> None:
         """Initialize the compression with the states' principal directions, and the cache attention to match."""
+        for memory in memories(parts):
+            memory.eval()
+            memory.clear()
+            memory.moments = torch.zeros(memory.dim, memory.dim, dtype=torch.float64)  # moves to the states' device
+        for batch in batches:
+            run_batch(batch)
         moments = torch.zeros(self.dim, self.dim, dtype=torch.float64)
         for memory in memories(parts):
             moments, memory.moments = memory.moments, None
-            memory.forget()
+            memory.clear()
         moments = moments.cpu()
         if dist.is_initialized():  # over gloo; states counted on several ranks do not change the directions
             dist.all_reduce(moments)
@@ -190,16 +177,39 @@ class Neurocache(Adapter):
         for module in (module for part in parts for module in part.modules() if isinstance(module, CachedAttention)):
             module.follow_directions(directions)
 
-    def readings(self, parts: Iterable[nn.Module]) -> Iterator[str]:
+    def after_batch(self, parts: Sequence[nn.Module]) -> None:
+        for memory in memories(parts):
+            memory.commit()
+
+    def evaluation_variants(self, parts: Iterable[nn.Module]) -> Iterator[str]:
         options, all_memories = self.options.neurocache, memories(parts)
         other_sizes = [size for size in options.eval_cache_sizes if size != options.cache_size]
         for size in (options.cache_size, *other_sizes):
             for memory in all_memories:
-                memory.forget_evaluated()
+                memory.clear_evaluation()
                 memory.cache_size[False] = size
             yield "" if size == options.cache_size else f"_cache_{size}"
         for memory in all_memories:
             memory.cache_size[False] = options.cache_size
+
+    def state_tensors(self, parts: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
+        if self.options.neurocache.resume_warmup != "saved":
+            return {}
+        return {name: tensor for memory in memories(parts) for name, tensor in memory.state_tensors().items()}
+
+    def tensors_to_restore(
+        self, parts: Iterable[nn.Module], shapes: Mapping[str, list[int]], rows: int, device: torch.device
+    ) -> dict[str, torch.Tensor] | None:
+        if self.options.neurocache.resume_warmup != "saved":
+            return {}
+        rows = 1 if self.options.neurocache.scope == "global" else rows
+        restored: dict[str, torch.Tensor] = {}
+        for memory in memories(parts):
+            tensors = memory.tensors_to_restore(shapes, rows, device)
+            if tensors is None:
+                return None
+            restored |= tensors
+        return restored
 
     def flops_per_token(self, plain: FlopsPerToken, weights: int, seq_len: int) -> FlopsPerToken:
         options, model_flops = self.options.neurocache, super().flops_per_token(plain, weights, seq_len)
@@ -237,10 +247,6 @@ class Neurocache(Adapter):
     def describe(self) -> str:
         extra = "" if self.beside is None else f", beside it {self.options.neurocache.beside}"
         return f"{super().describe()}; {self.options.neurocache.cache_size:,} entries a lane{extra}"
-
-    def after_batch(self, parts: Sequence[nn.Module]) -> None:
-        for memory in memories(parts):
-            memory.commit()
 
 
 def principal(moments: torch.Tensor, width: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ class ReadingOn(Remembering):
         self.memory.decodes = True
 
     def forget(self) -> None:
-        self.memory.forget()
+        self.memory.clear()
         self._begin()
 
     def read(self, ids: torch.Tensor, known: int) -> torch.Tensor:
@@ -63,4 +63,4 @@ def reading(model: Decoder, seq_len: int) -> Iterator[tuple[Remembering, int]]:
         model.set_attention_kernel(kernel)
         if model.memory is not None:
             model.memory.decodes = False
-            model.memory.forget()
+            model.memory.clear()

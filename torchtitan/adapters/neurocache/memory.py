@@ -87,43 +87,43 @@ class Memory(nn.Module):
     def train(self, mode: bool = True) -> "Memory":
         """Set the mode. A switch to training drops the evaluation caches; those of training documents stay."""
         if mode:
-            self.forget_evaluated()
+            self.clear_evaluation()
         return super().train(mode)
 
-    def kept(self) -> dict[str, torch.Tensor]:
+    def state_tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the training caches, by names for a checkpoint."""
         groups = {group: store for (training, group), store in self.stores.items() if training}
         return {
             f"{group}.{name}": tensor for group, store in groups.items() for name, tensor in store.tensors().items()
         }
 
-    def take_back(
+    def tensors_to_restore(
         self, shapes: Mapping[str, list[int]], rows: int, device: torch.device
     ) -> dict[str, torch.Tensor] | None:
-        """Return tensors on the device, to be filled with what `kept` returned, which had these shapes.
+        """Return tensors on the device, to be filled with what `state_tensors` returned, which had these shapes.
 
         Returns None if `rows` rows need other shapes.
         """
         lanes = {int(name.split(".")[0]): shape[0] for name, shape in shapes.items() if name.endswith(".counts")}
         stores = {(True, group): self._empty(count, device) for group, count in lanes.items()}
         previous, self.stores = self.stores, stores
-        tensors = self.kept()
+        tensors = self.state_tensors()
         if {name: list(tensor.shape) for name, tensor in tensors.items()} != shapes or sum(lanes.values()) != rows:
             self.stores = previous
             return None
         self.clocks = {key: tensors[f"{key[1]}.clock"] for key in stores}
         return tensors
 
-    def go_on(self) -> None:
-        """Resume from the tensors of `take_back`, which have been filled."""
+    def finish_restore(self) -> None:
+        """Resume from the tensors of `tensors_to_restore`, which have been filled."""
         for key, clock in self.clocks.items():
             self.stores[key].set_clock(clock)
         self.pending = []
 
-    def forget_evaluated(self) -> None:
+    def clear_evaluation(self) -> None:
         self.stores = {key: store for key, store in self.stores.items() if key[0]}
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.stores, self.pending, self.tail = {}, [], {}
 
     # A microbatch
