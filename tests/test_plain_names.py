@@ -32,7 +32,7 @@ FRAGMENT_OPENINGS = {
 """A docstring that begins with one of these has, as a rule, neither a subject nor a verb."""
 
 LIMITS: dict[str, tuple[int, int]] = {
-    "adapters": (62, 0),
+    "adapters": (59, 0),
     "build": (31, 27),
     "checkpoint": (16, 0),
     "commands": (81, 17),
@@ -53,7 +53,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "process": (13, 27),
     "rules": (132, 41),
     "train": (3, 0),
-    "training": (91, 39),
+    "training": (88, 37),
 }
 """Room -> (unclear names, fragments) that it still has. Lower them with every file that you clean up."""
 
