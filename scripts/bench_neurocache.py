@@ -18,10 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.bench_timing import take_turns
 from torchtitan.adapters.neurocache.attention import Reading, Retrieved
-from torchtitan.adapters.neurocache.lookup import beside, nearest, places_of
+from torchtitan.adapters.neurocache.cache import Store, beside, nearest, places_of
 from torchtitan.adapters.neurocache.memory import gathered
 from torchtitan.adapters.neurocache.sizes import cache_bytes, widths
-from torchtitan.adapters.neurocache.store import Store
 from torchtitan.config.sections.adapter import Neurocache
 
 DIM, HEADS = 768, 12

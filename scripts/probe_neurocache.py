@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from torchtitan.adapters.neurocache.adapter import Neurocache  # noqa: E402
-from torchtitan.adapters.neurocache.hits import Followed, Hits  # noqa: E402
+from torchtitan.adapters.neurocache.cache import Followed, Hits  # noqa: E402
 from torchtitan.build import data, parts  # noqa: E402
 from torchtitan.commands.evaluate import of_documents  # noqa: E402
 from torchtitan.commands.generate import find_checkpoint  # noqa: E402

@@ -15,7 +15,7 @@ from tests.test_replicas import OF_OPTIMIZER
 from torchtitan.config import manager
 from torchtitan.core.initialization import local_part
 from torchtitan.guards import BadStep
-from torchtitan.guards.shards import bit_sum
+from torchtitan.guards.checksums import bit_sum
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer

@@ -18,7 +18,7 @@ from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config import manager
 from torchtitan.core.cadence import cadence_of
 from torchtitan.core.constraints import LimitError
-from torchtitan.guards.early_stopping import Findings
+from torchtitan.guards.stop_conditions import Findings
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 

@@ -12,7 +12,7 @@ from tests.support.importing import difference
 from tests.support.jobs import ROOT, train, write_texts
 from tests.support.pool import run_ranks
 from torchtitan import cli
-from torchtitan.adapters.neurocache.authors_config import CONFIG
+from torchtitan.adapters.neurocache.authors_format import CONFIG
 from torchtitan.commands.importing import translate
 from torchtitan.importers.command_line import parse, split
 from torchtitan.importers.neurocache import FLAGS, read

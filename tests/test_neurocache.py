@@ -7,10 +7,9 @@ import torch
 
 from tests.support.remembering import plain, read, remembering, segments
 from torchtitan.adapters.neurocache.attention import Reading, Retrieved, of_earlier_token
+from torchtitan.adapters.neurocache.cache import Found, Segment, Store, beside, nearest, places_of
 from torchtitan.adapters.neurocache.generation import reader_of
-from torchtitan.adapters.neurocache.lookup import Found, beside, nearest, places_of
 from torchtitan.adapters.neurocache.sizes import added_parameters, cache_bytes
-from torchtitan.adapters.neurocache.store import Segment, Store
 from torchtitan.config.sections.adapter import Neurocache as Cache
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import clean_name

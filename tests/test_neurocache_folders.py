@@ -13,7 +13,7 @@ from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from tests.support.remembering import read, remembering, segments
 from torchtitan import cli
-from torchtitan.adapters.neurocache.authors_config import CONFIG, WEIGHTS, differences
+from torchtitan.adapters.neurocache.authors_format import CONFIG, WEIGHTS, differences
 from torchtitan.config.sections.adapter import Neurocache as Options
 from torchtitan.core.errors import JobError
 from torchtitan.models.llama.model import form

@@ -13,7 +13,7 @@ from scripts import compare_neurocache
 from scripts.probe_neurocache import LETTERS, hit_rates, motifs
 from tests.support.remembering import SMALL, plain, remembering
 from torchtitan.adapters.neurocache.attention import CachedAttention
-from torchtitan.adapters.neurocache.hits import UNKNOWN, followed, pairs
+from torchtitan.adapters.neurocache.cache import UNKNOWN, followed, pairs
 from torchtitan.adapters.neurocache.sizes import cache_bytes, cache_flops
 from torchtitan.config import manager
 from torchtitan.config.sections.adapter import Neurocache as Cache

@@ -10,10 +10,9 @@ from tests.combinations import COMPOSED, Combination
 from tests.support.pool import run_ranks
 from tests.test_combinations import run_row
 from torchtitan.adapters.neurocache import memory
-from torchtitan.adapters.neurocache.lookup import Share, beside, nearest, places_of
+from torchtitan.adapters.neurocache.cache import Segment, Share, Store, beside, nearest, places_of
 from torchtitan.adapters.neurocache.memory import gathered
 from torchtitan.adapters.neurocache.sizes import cache_bytes
-from torchtitan.adapters.neurocache.store import Segment, Store
 from torchtitan.config.sections.adapter import Neurocache as Cache
 from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.tensor_parallel import Border

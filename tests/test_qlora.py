@@ -203,7 +203,7 @@ def test_the_state_of_a_model():
 
 
 def test_backward_keeps_no_unpacked_matrix():
-    from torchtitan.adapters.packed import _Packed
+    from torchtitan.adapters.quantized import _Packed
 
     weight, x = torch.randn(32, 64), torch.randn(5, 64, requires_grad=True)
     parts = packed(weight)

@@ -9,9 +9,8 @@ from torch import nn
 from tests.support import judged
 from tests.support.judged import lines
 from torchtitan import cli
-from torchtitan.adapters.lora import LoRA
+from torchtitan.adapters.lora import LoRA, Restarts, begin_anew, due, largest, merge
 from torchtitan.adapters.low_rank import LowRankLinear, Strength
-from torchtitan.adapters.relora import Restarts, begin_anew, due, largest, merge
 from torchtitan.build import parts
 from torchtitan.config import manager
 from torchtitan.config.sections.adapter import Adapter as Options

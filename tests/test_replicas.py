@@ -10,7 +10,7 @@ from tests.test_expert_jobs import JOB as DEEPSEEK
 from torchtitan.config import manager
 from torchtitan.core.initialization import local_part
 from torchtitan.guards import ReplicasDiffer
-from torchtitan.guards.replicas import digest, key_of, told
+from torchtitan.guards.checksums import digest, key_of, told
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer

@@ -15,7 +15,7 @@ from torchtitan.checkpoint import CheckpointError, layout, retention, saving, st
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.config.manager import load
 from torchtitan.config.options import ConfigError
-from torchtitan.guards.time_limit import TimeLimit, seconds_of, shortest
+from torchtitan.guards.stop_conditions import TimeLimit, seconds_of, shortest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -20,7 +20,7 @@ from tests.support.pool import run_ranks
 from tests.test_metrics import build
 from torchtitan.metrics import async_tracker
 from torchtitan.metrics.async_tracker import PatientTracker
-from torchtitan.metrics.histograms import histogram
+from torchtitan.metrics.logger import histogram
 from torchtitan.metrics.trackers.aim import Aim
 from torchtitan.metrics.trackers.interface import Run
 from torchtitan.metrics.trackers.mlflow import MLflow, allowed_name

@@ -7,7 +7,7 @@ Each weight is an integer from -127 to 127 times a float per row, the row's larg
 import torch
 
 from torchtitan.adapters.low_rank import LowRank
-from torchtitan.adapters.packed import PackedLinear
+from torchtitan.adapters.quantized import PackedLinear
 
 LARGEST = 127
 

@@ -1,14 +1,30 @@
-"""LoRA (arXiv:2106.09685), rsLoRA by its scale (arXiv:2312.03732), and with restarts ReLoRA (relora.py)."""
+"""LoRA (arXiv:2106.09685), rsLoRA by its scale (arXiv:2312.03732), and with restarts ReLoRA (arXiv:2307.05695).
 
-from collections.abc import Mapping, Sequence
+ReLoRA merges the product of A and B into the frozen matrix at regular steps and starts again with a new A and B = 0, so
+that many low-rank updates add up to a change of any rank. At the same time the optimizer state of A and B is reset, or
+most of it.
+
+With a period of k steps both happen after steps k + 1, 2 k + 1, ... The learning rate of these steps is exactly 0
+(lr_schedules/restarts.py), so they move no weight, and the first step with new matrices has a small rate. All random
+values are a function of (seed, restart, name), and the retained optimizer state is chosen over full tensors, so the
+result does not depend on the parallel plan.
+"""
+
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtitan.adapters.low_rank import LowRank, LowRankExperts, LowRankLinear
-from torchtitan.adapters.relora import Restarts
 from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.config.sections.adapter import Relora
+from torchtitan.core.initialization import Constant, Uniform, clean_name, draw, local_part
 
 
 class LoRA(LowRank):
@@ -31,3 +47,111 @@ class LoRA(LowRank):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.restarts is not None:
             self.restarts.merges, self.restarts.resets = state.get("merges", 0), state.get("resets", 0)
+
+
+logger = logging.getLogger(__name__)
+
+LEARNED = re.compile(r"\blora_[AB]")
+"""Matches the names of A and B, and not those of learned scales."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Restarts:
+    """The restarts of one run: their schedule, their number so far, and the reset itself."""
+
+    def __init__(self, options: Relora, seed: int):
+        self.options, self.seed = options, seed
+        self.merges = self.resets = 0
+
+    @torch.no_grad()
+    def after_step(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        if due(step, self.options.every):
+            self.merges += 1
+            for name, module in adapted(parts):
+                merge(module)
+                begin_anew(module, f"{self.seed}/restart {self.merges}/{name}")
+        if self.options.reset != "none" and due(step, self.options.reset_every or self.options.every):
+            self.resets += 1
+            self.forget(parts, optimizers)
+
+    def forget(self, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Zero all moments of A and B, or a fraction `prune_ratio` of them, and of no other parameter."""
+        names = {p: clean_name(name) for part in parts for name, p in part.named_parameters() if LEARNED.search(name)}
+        zeros = elements = tensors = 0
+        for optimizer in optimizers:
+            for parameter in (p for p in optimizer.state if p in names):
+                state = optimizer.state[parameter]
+                key = f"{self.seed}/reset {self.resets}/{names[parameter]}"
+                for moment, mask in self.kept(state, key).items():
+                    local = local_part(state[moment])[0]
+                    local.mul_(mask)
+                    zeros, elements = zeros + int((local == 0).sum()), elements + local.numel()
+                    tensors += 1
+                if self.options.reset_step:
+                    state["step"] = state["step"] * 0
+        assert tensors == len(MOMENTS) * len(names), (tensors, len(names))
+        share = 100 * zeros / max(elements, 1)
+        logger.info(
+            "restart %d: %.1f %% of the moments of %d matrices are 0 on this rank", self.resets, share, len(names)
+        )
+
+    def kept(self, state: dict[str, Any], key: str) -> dict[str, torch.Tensor]:
+        """Return a mask for each moment: 1 where this rank's shard of it is retained, 0 elsewhere.
+
+        By default both share one mask, chosen by the second moment: a first moment without its second would be divided
+        by nearly zero.
+        """
+        if self.options.mask == "joint":
+            return dict.fromkeys(MOMENTS, self._kept(state["exp_avg_sq"], key))
+        return {moment: self._kept(state[moment], f"{key}/{moment}") for moment in MOMENTS}
+
+    def _kept(self, moment: torch.Tensor, key: str) -> torch.Tensor:
+        local, _, offset = local_part(moment)
+        if self.options.reset == "zero":
+            return torch.zeros_like(local)
+        if self.options.reset == "random":
+            drawn = torch.empty_like(moment, dtype=torch.float32)
+            draw(drawn, Uniform(1.0), key)
+            return (local_part(drawn)[0] > 2 * self.options.prune_ratio - 1).to(local.dtype)
+        full_tensor = moment.full_tensor() if isinstance(moment, DTensor) else moment
+        spans = tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
+        return largest(full_tensor, self.options.prune_ratio)[spans].to(local)
+
+
+def due(step: int, period: int | None) -> bool:
+    """Return True if a restart follows this step, a 1-based number in the schedule."""
+    return period is not None and step > 1 and step % period == 1
+
+
+def largest(values: torch.Tensor, prune_ratio: float) -> torch.Tensor:
+    """Return a mask of the same shape: 0 at the floor(prune_ratio n) smallest magnitudes, 1 elsewhere.
+
+    It goes by count, and of equal values it retains the first. (A threshold would retain none of equal values, and
+    torch.quantile is limited to 2^24 elements.)
+    """
+    count = values.numel() - math.floor(prune_ratio * values.numel())
+    order = values.float().abs().flatten().argsort(descending=True, stable=True)
+    return torch.zeros(values.numel(), device=values.device).index_fill_(0, order[:count], 1.0).view(values.shape)
+
+
+def adapted(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for part in parts:
+        for name, module in part.named_modules():
+            if isinstance(module, LowRankLinear | LowRankExperts):
+                yield clean_name(name), module
+
+
+def merge(module: LowRankLinear | LowRankExperts) -> None:
+    """Merge A and B into the frozen matrices, in place, as optimizers and compiled graphs hold these tensors."""
+    for name in module.folds:
+        matrix = getattr(module, name)
+        local_part(matrix)[0].copy_(local_part(module.folded(name, matrix))[0])
+
+
+def begin_anew(module: LowRankLinear | LowRankExperts, key: str) -> None:
+    """Reinitialize A and set B to zero."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if name.startswith("lora_"):
+            init = module.own_init(name)
+            assert isinstance(init, Uniform | Constant)
+            draw(parameter, init, f"{key}.{name}")

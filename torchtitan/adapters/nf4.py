@@ -11,7 +11,7 @@ row, packs the same bits as the full matrix has there. (The paper groups 256 sca
 import torch
 
 from torchtitan.adapters.low_rank import LowRank
-from torchtitan.adapters.packed import PackedLinear
+from torchtitan.adapters.quantized import PackedLinear
 from torchtitan.adapters.targets import block_of
 
 # The 16 levels of the paper's appendix E: quantiles of the normal distribution, equally likely, 0 among them.

@@ -10,8 +10,7 @@ from torchtitan.build.parts import best_metric, cadence, model_args, model_spec,
 from torchtitan.checkpoint.best_metric import LOSS, Metric
 from torchtitan.config.job import JobConfig, as_dict, trackers_of
 from torchtitan.guards import Guards, Replicas, ShardSums, StepGuard
-from torchtitan.guards.early_stopping import Findings
-from torchtitan.guards.time_limit import TimeLimit, seconds_of, shortest
+from torchtitan.guards.stop_conditions import Findings, TimeLimit, seconds_of, shortest
 from torchtitan.launcher import run_folder
 from torchtitan.metrics.async_tracker import PatientTracker
 from torchtitan.metrics.logger import MetricsLogger

@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from torchtitan.guards.replicas import NAMED_IN_ERRORS, Replicas, ReplicasDiffer
-from torchtitan.guards.shards import ShardSums
+from torchtitan.guards.checksums import NAMED_IN_ERRORS, Replicas, ReplicasDiffer, ShardSums
 from torchtitan.guards.steps import BadStep, NonFiniteError, RollBack, StepGuard
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed

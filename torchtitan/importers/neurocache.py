@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.adapters.neurocache.authors_config import CONFIG as ADAPTER
-from torchtitan.adapters.neurocache.authors_config import NAMES, options_of
-from torchtitan.adapters.neurocache.authors_config import read as read_adapter
+from torchtitan.adapters.neurocache.authors_format import CONFIG as ADAPTER
+from torchtitan.adapters.neurocache.authors_format import NAMES, options_of
+from torchtitan.adapters.neurocache.authors_format import read as read_adapter
 from torchtitan.adapters.neurocache.sizes import KEY, layers_of
 from torchtitan.config.sections.adapter import Neurocache
 from torchtitan.core.errors import JobError

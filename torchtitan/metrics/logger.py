@@ -11,17 +11,20 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from torchtitan.metrics import console
 from torchtitan.metrics.async_tracker import PatientTracker
 from torchtitan.metrics.device import find_peak, read_memory
 from torchtitan.metrics.json_lines import JsonLines, Record
 from torchtitan.metrics.trackers.interface import Histogram
+from torchtitan.process import distributed
 
 logger = logging.getLogger(__name__)
 LONGEST = 700.0
@@ -271,3 +274,39 @@ def tags_of(record: Record, world_size: int, flops_per_token_full: float) -> dic
         f"expert_metrics/{name.removeprefix('expert_')}": v for name, v in record.items() if name.startswith("expert_")
     }
     return tags | adapters | bases | experts
+
+
+BUCKETS = 64
+
+
+def histograms_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Histogram]:
+    """By tag, of what this rank's parts of the model have: `weights/NAME`, and `gradients/NAME` where there is one. All
+    ranks call it, as sharded tensors are made whole; packed weights have none.
+    """
+    found = {}
+    for name, parameter in parameters:
+        if parameter.is_floating_point():
+            found[f"weights/{name}"] = histogram(parameter.detach())
+            if parameter.grad is not None:
+                found[f"gradients/{name}"] = histogram(parameter.grad)
+    return found
+
+
+def of_all_ranks(found: dict[str, Histogram]) -> dict[str, Histogram]:
+    """On the first rank those of all parts of a pipeline; on the others nothing."""
+    if dist.get_world_size() == 1:
+        return found
+    gathered = distributed.gather_json({tag: asdict(histogram) for tag, histogram in found.items()})
+    return {tag: Histogram(**fields) for part in gathered or () for tag, fields in part.items()}
+
+
+def histogram(tensor: torch.Tensor) -> Histogram:
+    """Of the values of a tensor of any shape that are finite: what is not ends the run by itself, and is told there."""
+    whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float()
+    whole = whole[whole.isfinite()]
+    low, high = (float(value) for value in torch.aminmax(whole)) if whole.numel() else (0.0, 0.0)
+    counts = torch.histc(whole, BUCKETS, low, high)
+    limits = torch.linspace(low, high, BUCKETS + 1, dtype=torch.float64)[1:]
+    squares = float(whole.double().square().sum())
+    total = float(whole.double().sum())
+    return Histogram(low, high, whole.numel(), total, squares, limits.tolist(), counts.long().tolist())

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from torchtitan.adapters import OF_LOW_RANK
-from torchtitan.adapters.neurocache import authors_config
+from torchtitan.adapters.neurocache import authors_format
 from torchtitan.adapters.neurocache.sizes import KEY, apart, layers_of, misfits_of
 from torchtitan.adapters.targets import Misfit, of_linears
 from torchtitan.config.options import Fault, show
@@ -62,15 +62,15 @@ def released_cache_is_the_jobs(facts: Facts) -> Iterator[Fault]:
         return
     try:
         wrong = list(
-            authors_config.differences(
-                authors_config.read(Path(options.initial_path)), options.neurocache, facts.args.n_layers
+            authors_format.differences(
+                authors_format.read(Path(options.initial_path)), options.neurocache, facts.args.n_layers
             )
         )
     except JobError as error:
-        yield facts.fault(key, f"a folder with {authors_config.CONFIG}", str(error))
+        yield facts.fault(key, f"a folder with {authors_format.CONFIG}", str(error))
         return
     yield from (
-        facts.fault(key, "an adapter of the job's kind", f"its {authors_config.CONFIG} has {each}") for each in wrong
+        facts.fault(key, "an adapter of the job's kind", f"its {authors_format.CONFIG} has {each}") for each in wrong
     )
 
 

@@ -26,7 +26,7 @@ from torchtitan.guards import BadStep, ReplicasDiffer, RollBack, not_finite
 from torchtitan.launcher import run_folder
 from torchtitan.metrics.device import describe_memory
 from torchtitan.metrics.goodput import CAUSE_OF, Goodput
-from torchtitan.metrics.histograms import histograms_of, of_all_ranks
+from torchtitan.metrics.logger import histograms_of, of_all_ranks
 from torchtitan.process import distributed
 from torchtitan.process.gc_freeze import collect_garbage
 from torchtitan.process.heartbeat import Progress

@@ -16,8 +16,8 @@ from torch import nn
 from torchtitan.adapters import ADAPTERS
 from torchtitan.adapters.interface import Adapter, weights_met
 from torchtitan.adapters.neurocache.attention import CachedAttention
-from torchtitan.adapters.neurocache.authors_folder import load, names, save
-from torchtitan.adapters.neurocache.hits import Hits
+from torchtitan.adapters.neurocache.authors_format import load, names, save
+from torchtitan.adapters.neurocache.cache import Hits
 from torchtitan.adapters.neurocache.memory import Memory
 from torchtitan.adapters.neurocache.sizes import apart, cache_flops, layers_of, misfits_of
 from torchtitan.adapters.peft_folder import from_peft, to_peft

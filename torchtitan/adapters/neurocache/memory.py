@@ -17,10 +17,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.adapters.neurocache.attention import Retrieved, of_earlier_token
-from torchtitan.adapters.neurocache.hits import Hits, followed, pairs
-from torchtitan.adapters.neurocache.lookup import Found, Share, beside, nearest, places_of
+from torchtitan.adapters.neurocache.cache import (
+    Found,
+    Hits,
+    Segment,
+    Share,
+    Store,
+    beside,
+    followed,
+    nearest,
+    pairs,
+    places_of,
+)
 from torchtitan.adapters.neurocache.sizes import BUCKETS, Layers, widths
-from torchtitan.adapters.neurocache.store import Segment, Store
 from torchtitan.config.sections.adapter import Neurocache as Options
 from torchtitan.core.initialization import Constant, Init, Normal
 from torchtitan.models.layers import Shared

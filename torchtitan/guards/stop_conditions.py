@@ -1,8 +1,12 @@
-"""Validation results of a run: metrics saved with checkpoints, the best value, and early stopping. Needs no torch."""
+"""Conditions that end a run early: no improvement in validation, and a time limit. Needs no torch.
+
+The time limit is given by job.time_limit or by SLURM's allocation. The run saves before it is reached.
+"""
 
 import logging
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchtitan.checkpoint.best_metric import MEASURED, Metric
@@ -78,3 +82,47 @@ class Findings:
     @property
     def _looked_at(self) -> dict[str, Any]:
         return {"metric": self.metric.name, "highest": self.metric.highest}
+
+
+RESERVE_SHARE, LONGEST_RESERVE = 0.05, 60.0
+"""Reserve for delays at the end: a fraction of the initial time, at most this many seconds."""
+
+
+def seconds_of(text: str) -> float:
+    """Parse a duration "[days-]hours:minutes:seconds", as SLURM writes it, to seconds."""
+    days, _, clock = text.rpartition("-")
+    hours, minutes, seconds = map(int, clock.split(":"))
+    return 86400.0 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
+
+
+class TimeLimit:
+    """The remaining time of a job: `seconds` from now, or no limit if None. Measured on the monotonic clock, so changes
+    of the wall clock do not matter.
+    """
+
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.end = None if seconds is None else clock() + seconds
+        self.reserve = 0.0 if seconds is None else min(RESERVE_SHARE * seconds, LONGEST_RESERVE)
+        self._turn_began: float | None = None
+        self._turns: list[float] = []
+        """Duration of the first turn, which may compile, and the longest of the others."""
+
+    def near(self, save_seconds: float) -> bool:
+        """Return True if one more step and the save after it might not finish in time. Called before every step.
+        Assumes twice the longest duration of each so far, since step and save times vary.
+        """
+        now = self.clock()
+        if self._turn_began is not None:
+            self._turns = [*self._turns[:1], max([now - self._turn_began, *self._turns[1:]])]
+        self._turn_began = now
+        if self.end is None:
+            return False
+        # the first turn is the only estimate until the second ends, and is then ignored: compilation does not recur
+        longest_turn = self._turns[-1] if self._turns else 0.0
+        return now + 2 * (longest_turn + save_seconds) + self.reserve >= self.end
+
+
+def shortest(*limits: float | None) -> float | None:
+    """Return the smallest limit that is set, or None."""
+    return min((limit for limit in limits if limit is not None), default=None)
