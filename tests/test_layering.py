@@ -9,8 +9,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import pytest
-
 from tests.support.jobs import ROOT
 
 PACKAGE = ROOT / "torchtitan"
@@ -109,6 +107,9 @@ def names_of(path: Path) -> tuple[str, ...]:
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+SOURCES = [(str(path.relative_to(PACKAGE)), text := path.read_text(), ast.parse(text)) for path in FILES]
+"""Path within the package, text and syntax tree of every file."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def test_imports_follow_the_table_of_rooms():
@@ -164,15 +165,16 @@ def test_own_modules_are_imported_at_the_top():
     assert late <= {"train.py"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_files_and_functions_stay_short(path):
-    """What outgrows a file or a function is split by subject, before it grows on."""
-    text = path.read_text()
-    lengths = {path.name: len(text.splitlines()) / 400}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            lengths[node.name] = (node.end_lineno - node.lineno + 1) / 60
-    assert not {name for name, length in lengths.items() if length > 1}
+def test_files_and_functions_stay_short():
+    """At most 400 lines a file and 60 a function: split by subject before it grows further."""
+    long_files = [name for name, text, _ in SOURCES if len(text.splitlines()) > 400]
+    long_functions = [
+        f"{name}:{node.lineno} {node.name}"
+        for name, _, tree in SOURCES
+        for node in ast.walk(tree)
+        if isinstance(node, Function) and node.end_lineno - node.lineno + 1 > 60
+    ]
+    assert not long_files + long_functions
 
 
 def test_checking_a_job_needs_no_torch():
@@ -191,14 +193,18 @@ FORBIDDEN = (
 )
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_nothing_that_is_read_is_executed(path):
-    text = path.read_text()
-    assert not [word for word in FORBIDDEN if word in text]
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            assert called not in ("eval", "exec", "pickle.load", "pickle.loads", "torch.load"), called
+UNSAFE_CALLS = ("eval", "exec", "pickle.load", "pickle.loads", "torch.load")
+
+
+def test_nothing_that_is_read_is_executed():
+    texts = [f"{name}: {word}" for name, text, _ in SOURCES for word in FORBIDDEN if word in text]
+    calls = [
+        f"{name}:{node.lineno} {called}"
+        for name, _, tree in SOURCES
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and (called := ast.unparse(node.func)) in UNSAFE_CALLS
+    ]
+    assert not texts + calls
 
 
 PICKLING = {
@@ -208,12 +214,16 @@ PICKLING = {
 """Collectives of torch that unpickle what other ranks have sent, which can run code."""
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_ranks_exchange_no_pickles(path):
+def test_ranks_exchange_no_pickles():
     """torchtitan.process.distributed has gather_json, all_gather_json and broadcast_json instead."""
     name_of = {ast.Attribute: "attr", ast.Name: "id", ast.alias: "name"}
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if type(node) in name_of]
-    assert not {getattr(node, name_of[type(node)]) for node in nodes} & PICKLING
+    offenders = [
+        f"{name}: {used}"
+        for name, _, tree in SOURCES
+        for node in ast.walk(tree)
+        if type(node) in name_of and (used := getattr(node, name_of[type(node)])) in PICKLING
+    ]
+    assert not offenders
 
 
 # Whoever takes or gives tensors says of which shape
@@ -225,9 +235,7 @@ BY_NAME = re.compile(r"(Mapping|dict|tuple)\[str, torch\.Tensor\]")
 OF_THE_CLASS = ("__init__", "__call__", "forward", "backward")
 """What a class is for: its own docstring may say these."""
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-TREES = [(path, ast.parse(path.read_text())) for path in FILES]
-CLASSES = [node for _, tree in TREES for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+CLASSES = [node for _, _, tree in SOURCES for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
 
 def says_shapes(node: ast.AST) -> bool:
@@ -282,8 +290,8 @@ def public_functions(tree: ast.Module) -> Iterator[tuple[ast.ClassDef | None, Fu
 
 def test_whoever_takes_or_gives_tensors_says_their_shapes():
     silent = [
-        f"{path.relative_to(PACKAGE)}:{function.lineno} {function.name}"
-        for path, tree in TREES
+        f"{name}:{function.lineno} {function.name}"
+        for name, _, tree in SOURCES
         for owner, function in public_functions(tree)
         if takes_or_gives_tensors(function) and not is_said(owner, function)
     ]
