@@ -104,7 +104,7 @@ def rank_main(kills: list[dict], argv: list[str]) -> None:
     """A rank's program: the trainer's, with a fault at this start's place."""
     import importlib
 
-    from torchtitan import train
+    from torchtitan import cli, train
     from torchtitan.process.exit import exit_with
     from torchtitan.process.ranks import read_ranks
 
@@ -128,7 +128,7 @@ def rank_main(kills: list[dict], argv: list[str]) -> None:
             os.kill(os.getpid(), 9)
 
         setattr(owner, last, fatal)
-    exit_with(lambda: train.quietly(train.main, argv))
+    exit_with(lambda: cli.guarded(lambda: train.main(argv)))
 
 
 def run_job(folder: Path, options: dict, kills: list[dict]) -> int:

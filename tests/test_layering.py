@@ -55,7 +55,7 @@ ROOMS: dict[str, set[str]] = {
     }
     | {"losses", "lr_schedules", "metrics", "models", "optimizers", "parallelisms", "planner", "process", "rules"}
     | {"training"},
-    "train": {"checkpoint", "config", "core", "launch", "launcher", "process", "training"},
+    "train": {"checkpoint", "cli", "config", "core", "launch", "launcher", "process", "training"},
     "__main__": {"cli"},
     "__init__": set(),
 }

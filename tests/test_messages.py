@@ -2,16 +2,21 @@
 
 import importlib.util
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.jobs import ROOT
 from torchtitan import cli
+from torchtitan.config.help import help_text, overview
 from torchtitan.config.manager import load, said_by
-from torchtitan.config.options import help_text
+from torchtitan.config.options import sections
 from torchtitan.core import errors
 from torchtitan.core.errors import JobError, folded
 from torchtitan.launch import load_job
+from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.rules import check
 
 LONGEST_LINE = 200
@@ -219,9 +224,8 @@ def test_a_slip_in_a_jobs_name(capsys):
 
 @pytest.mark.parametrize("command", ["preview", "generate x", "convert x y"])
 def test_a_slip_in_a_commands_own_option(command, capsys):
-    with pytest.raises(SystemExit) as left:
-        cli.main([*command.split(), "--sample", "1"])
-    assert left.value.code == 2 and "unrecognized arguments: --sample" in capsys.readouterr().err
+    assert cli.main([*command.split(), "--sample", "1"]) == 2
+    assert "unrecognized arguments: --sample" in capsys.readouterr().err
 
 
 def test_commands_take_a_job_as_it_is_named(capsys):
@@ -249,9 +253,28 @@ def test_help_of_a_section_or_an_option(capsys):
         out = capsys.readouterr().out
         assert left.value.code == 0 and f"--{wanted}" in out
         assert all(line.strip().startswith(f"--{wanted}") for line in out.splitlines() if line.startswith("  --"))
-    with pytest.raises(JobError, match="--help optimiser: allowed: a section or an option; did you mean optimizer?"):
+    with pytest.raises(JobError, match="--help optimiser: allowed: a section, .*; did you mean optimizer?"):
         load(["--help", "optimiser"])
     assert len(help_text()) > 10 * len(help_text("optimizer"))
+
+
+def test_the_help_of_train_fits_on_a_screen_and_imports_little():
+    program = "import sys; from torchtitan import cli; cli.main(['train', '--help'])"
+    report = "[print(name, file=sys.stderr) for name in ('torch', 'numpy', 'torchtitan.rules') if name in sys.modules]"
+    command = [sys.executable, "-c", f"{program.replace('cli.main', 'code = cli.main')}; {report}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", overview() + "\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "torchtitan.train", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout == overview() + "\n" and len(done.stdout.splitlines()) <= 40
+    assert all(f"\n  {name} " in done.stdout for name in sections() if "." not in name)
+
+
+def test_help_lists_the_names_of_a_registry():
+    out = help_text("optimizer.name")
+    assert "One of " in out and set(OPTIMIZERS) <= {name.strip(" .") for name in out.rpartition("One of")[2].split(",")}
+    assert "none" in help_text("adapter.kind").rpartition("One of")[2]
 
 
 def test_dashes_and_underscores_are_one(capsys):

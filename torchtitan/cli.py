@@ -42,9 +42,9 @@ USAGE += "\n\n  --version  of this package and of torch"
 CRASHED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 
 
-def run() -> NoReturn:
-    """Run the program and exit with its exit code."""
-    exit_with(lambda: main(sys.argv[1:]))
+def run(*command: str) -> NoReturn:
+    """Run the program, or one of its commands, with the arguments of this process, and exit with its exit code."""
+    exit_with(lambda: main([*command, *sys.argv[1:]]))
 
 
 def main(argv: list[str]) -> int:
@@ -60,6 +60,8 @@ def _dispatch(argv: list[str]) -> int:
         print(", ".join(f"{name} {_version(name)}" for name in ("torchtitan-toml", "torch")))
         return 0
     command, *arguments = argv
+    if command == "train":  # its help needs none of its imports
+        importlib.import_module("torchtitan.config.help").print_help_if_requested(arguments)
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
@@ -101,6 +103,8 @@ def guarded(run: Callable[[], int]) -> int:
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
+    except SystemExit as end:  # the help of a command, or a wrong use of it
+        return int(end.code or 0)
     except BrokenPipeError:  # the reader (head, less) closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit
         return OUTPUT_CLOSED

@@ -16,6 +16,7 @@ from pathlib import Path
 from torchtitan.checkpoint import newest_complete
 from torchtitan.checkpoint.layout import step_of
 from torchtitan.config import manager
+from torchtitan.config.help import print_help_if_requested
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
 from torchtitan.config.sections.run import Job
@@ -40,6 +41,7 @@ AUTO = "auto"
 
 
 def main(argv: list[str]) -> int:
+    print_help_if_requested(argv)
     if not argv or argv[0] != AUTO and (not argv[0].isdigit() or int(argv[0]) < 1):
         given = f"given {argv[0]!r}" if argv else "not given"
         told = f"the number of ranks (NGPU): {given}; allowed: 1 or more, or auto; e.g. NGPU=2 ./run_llama_train.sh"
@@ -53,7 +55,7 @@ usage: torchtitan train JOB.toml [--section.key value ...]
 
   torchtitan train debug_model     a first run, in a minute; its results go to ./outputs/debug
   torchtitan init my_job.toml      writes a job to change, then: torchtitan train my_job.toml
-  torchtitan train --help          every option, its type, default and meaning"""
+  torchtitan train --help          the options of a job"""
 
 
 PROGRAM = (sys.executable, "-m", "torchtitan.train")

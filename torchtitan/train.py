@@ -4,12 +4,15 @@ A rank checks its job before it imports torch, so that under torchrun too a typo
 one late import of the trainer.
 """
 
+from torchtitan import cli
+
+if __name__ == "__main__":  # the same as `torchtitan train`, and its --help does not wait for the imports below
+    cli.run("train")
+
 import faulthandler
 import logging
 import signal
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,6 @@ from torchtitan.process.exit import (
     REFUSED,
     ExportError,
     die_with,
-    exit_with,
     kind_of,
     stop_signals,
 )
@@ -43,7 +45,7 @@ from torchtitan.process.gc_freeze import lasting
 from torchtitan.process.ranks import Ranks, read_ranks, slurm_job, started_as_rank
 from torchtitan.process.run_log import set_up_logging
 
-logger = logging.getLogger("torchtitan.train")  # its name also where it is run as __main__
+logger = logging.getLogger("torchtitan.train")
 
 PATIENCE_SECONDS = 3
 
@@ -157,18 +159,3 @@ def not_exported(error: Exception, trainer: Any, ranks: Ranks) -> int:
     if not ranks.is_main:
         wait_for_the_one_that_speaks(ranks)
     return NOT_EXPORTED
-
-
-def quietly(command: Callable[[list[str]], int], argv: list[str]) -> int:
-    """The command's exit code; what the user caused, and Ctrl-C, need no traceback."""
-    try:
-        return command(argv)
-    except JobError as error:
-        print(folded(error), file=sys.stderr)
-        return REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
-
-
-if __name__ == "__main__":
-    exit_with(lambda: quietly(main, sys.argv[1:]))

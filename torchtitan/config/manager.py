@@ -15,9 +15,10 @@ import tomli
 import tomli_w
 
 from torchtitan.config.command_line import parse_arguments
+from torchtitan.config.help import print_help_if_requested
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.layers import COMMAND_LINE, Entries, Layer, assemble, layer_of, merged, of_environment, walk
-from torchtitan.config.options import ConfigError, Fault, help_text, hint, option_at, show
+from torchtitan.config.options import ConfigError, Fault, hint, option_at, show
 from torchtitan.core.cadence import NO_LIMIT
 from torchtitan.core.files import FileError, read_file
 from torchtitan.core.presets import job_file, jobs
@@ -34,12 +35,9 @@ NOT_KEPT = {("job", "config_file"), ("job", "print_config")}
 def load(argv: list[str]) -> JobConfig:
     """The job that the arguments describe (`--job.config_file job.toml --section.key value ...`).
 
-    Raises ConfigError with all faults. `--help` prints the options and exits.
+    Raises ConfigError with all faults. `--help` prints help and exits.
     """
-    if asked := {"--help", "-h"} & set(argv):
-        after = argv[argv.index(asked.pop()) + 1 :]
-        print(help_text(after[0].removeprefix("--") if after else ""))
-        raise SystemExit(0)
+    print_help_if_requested(argv)
     files, layers = read_layers(argv)
     layers += of_environment()
     of_layers = [(layer, list(layer.all_faults())) for layer in layers]

@@ -13,10 +13,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomli
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import PydanticUndefined
 
 from torchtitan.config.job import JobConfig, as_dict
-from torchtitan.config.sections.field_types import Form
+from torchtitan.config.sections.field_types import Form, NameIn
 from torchtitan.core.errors import JobError
 
 YES_OR_NO = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -113,33 +112,6 @@ def options_of(section: Any, prefix: str) -> Iterator[tuple[str, Option]]:
         yield from options_of(inner, inner_prefix)
 
 
-def help_text(wanted: str = "") -> str:
-    """The options with their types, defaults and help; of one section, or those that begin with a name."""
-    lines = ["Options, as --section.key value on the command line or as key = value under [section] in a TOML file."]
-    section = ""
-    chosen = {key: option for key, option in options().items() if f"{key}.".startswith(f"{wanted}." if wanted else "")}
-    if not chosen:
-        names = [*sections(), *options()]
-        remedy = hint(wanted, names) or f"sections are {', '.join(sorted(sections()))}"
-        raise JobError(f"--help {wanted}: allowed: a section or an option; {remedy}")
-    for key, option in chosen.items():
-        if key.rpartition(".")[0] != section:
-            section = key.rpartition(".")[0]
-            lines += ["", f"[{section}]"]
-        lines += _help("  --", key, option)
-        if columns(key):
-            lines.append(f"      under each [[{key}]]:")
-            lines += [line for name, column in columns(key).items() for line in _help("        ", name, column)]
-    return "\n".join(lines)
-
-
-def _help(indent: str, key: str, option: Option) -> list[str]:
-    default = "unset" if option.default is None else show(option.default)
-    default = "must be given" if option.default is PydanticUndefined else f"default {default}"
-    head = f"{indent}{key}  ({describe(option.annotation)}; {default})"
-    return [head, *(" " * (len(indent) + 2) + line.strip() for line in option.help.splitlines())]
-
-
 def members(annotation: Any) -> list[Any]:
     """The types that an annotation joins, without None and without the ranges around them."""
     if get_origin(annotation) is Annotated:
@@ -150,8 +122,20 @@ def members(annotation: Any) -> list[Any]:
 
 
 def choices(annotation: Any) -> list[str]:
-    """The words that an option takes, if it takes only some."""
-    return [str(c) for a in members(annotation) if get_origin(a) is Literal for c in get_args(a)]
+    """Return the values that an option takes, if it takes only some: its literals, or the names of its registry."""
+    names = [
+        str(value) for member in members(annotation) if get_origin(member) is Literal for value in get_args(member)
+    ]
+    return names + [name for registry in _registries(annotation) for name in registry.names()]
+
+
+def _registries(annotation: Any) -> Iterator[NameIn]:
+    """Yield the registries that an annotation names, also inside a union or a list."""
+    for part in get_args(annotation):
+        if isinstance(part, NameIn):
+            yield part
+        else:
+            yield from _registries(part)
 
 
 def describe(annotation: Any) -> str:

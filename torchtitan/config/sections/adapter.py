@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.field_types import STRICT, NonNegative, Place, Positive
+from torchtitan.config.sections.field_types import STRICT, NameIn, NonNegative, Place, Positive
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -96,9 +96,10 @@ class Relora:
 
 @dataclass(config=STRICT, kw_only=True)
 class Adapter:
-    kind: str = "none"
-    """What is trained instead of the model's own parameters: a key of torchtitan.adapters.ADAPTERS. none: the model
-    itself."""
+    """LoRA, DoRA, quantized bases, ReLoRA and Neurocache."""
+
+    kind: Annotated[str, NameIn("torchtitan.adapters:ADAPTERS", ("none",))] = "none"
+    """What is trained instead of the model's own parameters. none: the model itself."""
     rank: Positive = 128
     """Of the low-rank matrices A and B."""
     alpha: Annotated[float, Field(gt=0)] = 32.0

@@ -11,6 +11,8 @@ from torchtitan.config.sections.field_types import STRICT, Cadence, NonNegative,
 
 @dataclass(config=STRICT, kw_only=True)
 class Checkpoint:
+    """Saving, resuming, initial weights and exports."""
+
     enable: bool = False
     """Save checkpoints, and resume from the newest complete one in the folder. Without it a run can still begin from
     initial_load_path."""

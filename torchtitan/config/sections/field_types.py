@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
@@ -25,6 +26,24 @@ class Form:
     description: str
 
 
+@dataclass(frozen=True)
+class NameIn:
+    """Marks a text field whose values are the names of a registry. Help and shell completion list them.
+
+    `registry`: its module and name, as "torchtitan.optimizers:OPTIMIZERS", imported only when the names are listed.
+    `more`: names that it takes in addition.
+    """
+
+    registry: str
+    more: tuple[str, ...] = ()
+
+    def names(self) -> list[str]:
+        return [*self.more, *resolve_name(self.registry)]
+
+
 InEpochs = Annotated[str, Field(pattern=r"^(epoch|[1-9]\d{0,5}/epoch)$"), Form('"epoch" or "N/epoch", as "4/epoch"')]
 Cadence = Positive | PartOfRun | InEpochs
 """How often: every so many steps, after each such share of the run, or so many times in an epoch (core/cadence.py)."""
+
+Dataset = Annotated[str, NameIn("torchtitan.datasets:DATASETS")]
+RecordFormat = Annotated[str, NameIn("torchtitan.datasets.formats:FORMATS")]

@@ -6,13 +6,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.field_types import STRICT, Form, Fraction, NonNegative, Place
+from torchtitan.config.sections.field_types import STRICT, Form, Fraction, NameIn, NonNegative, Place
 
 
 @dataclass(config=STRICT, kw_only=True)
 class Model:
-    name: str = "llama3"
-    """Model family: a key of torchtitan.models.SIZES."""
+    """The model family, its size, and its tokenizer."""
+
+    name: Annotated[str, NameIn("torchtitan.models:SIZES")] = "llama3"
+    """Model family."""
     flavor: str = "debugmodel"
     """Size within the family; "from_hf" takes it, and all constants, from the config.json in hf_folder."""
     hf_folder: Place | None = None
@@ -32,6 +34,8 @@ class Model:
 
 @dataclass(config=STRICT, kw_only=True)
 class ActivationCheckpoint:
+    """Recompute of activations in the backward pass."""
+
     mode: Literal["none", "full", "full_keep_comm", "selective", "memory_budget"] = "selective"
     """What is recomputed in backward instead of kept: nothing, every block, every block but what all-to-alls brought
     (needs pipeline_parallel_expert_parallel_overlap), some (selective_ac_option), or what fits memory_budget (needs
@@ -50,6 +54,8 @@ class ActivationCheckpoint:
 
 @dataclass(config=STRICT, kw_only=True)
 class Compile:
+    """torch.compile."""
+
     enable: bool = False
     """torch.compile."""
     scope: Literal["block", "model"] = "block"

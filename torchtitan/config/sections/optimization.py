@@ -6,13 +6,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.field_types import STRICT, Fraction, InEpochs, NonNegative, PartOfRun, Positive
+from torchtitan.config.sections.field_types import STRICT, Fraction, InEpochs, NameIn, NonNegative, PartOfRun, Positive
 
 
 @dataclass(config=STRICT, kw_only=True)
 class Optimizer:
-    name: str = "AdamW"
-    """A key of torchtitan.optimizers.OPTIMIZERS."""
+    """The optimizer and its learning rate."""
+
+    name: Annotated[str, NameIn("torchtitan.optimizers:OPTIMIZERS")] = "AdamW"
+    """Optimizer."""
     lr: Annotated[float, Field(gt=0)] = 8e-4
     """Peak learning rate."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -36,6 +38,8 @@ class Optimizer:
 
 @dataclass(config=STRICT, kw_only=True)
 class LRScheduler:
+    """The shape of the learning rate over the run."""
+
     warmup_steps: NonNegative | PartOfRun | InEpochs | None = None
     """Steps of warmup, a share of the total such as 0.03, "epoch" or "N/epoch". Unset: 10 % of the total, at least 2.
     """
@@ -50,9 +54,10 @@ class LRScheduler:
     decay_ratio: Fraction | None = None
     """Share of the total spent decaying, at its end; what lies between warmup and decay stays at the peak
     (warmup-stable-decay). Unset: decay starts right after warmup."""
-    decay_type: str = "linear"
-    """Shape of the decay: constant, relora_cosine, relora_cyclical (docs/low_rank.md), or a key of
-    torchtitan.lr_schedules.shapes.DECAYS (`torchtitan list schedules`)."""
+    decay_type: Annotated[
+        str, NameIn("torchtitan.lr_schedules.shapes:DECAYS", ("constant", "relora_cosine", "relora_cyclical"))
+    ] = "linear"
+    """Shape of the decay. docs/low_rank.md describes relora_cosine and relora_cyclical."""
     num_cycles: Positive = 1
     """Cycles of cosine_restarts."""
     min_lr_factor: Fraction = 0.1

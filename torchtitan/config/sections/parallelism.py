@@ -9,6 +9,8 @@ from torchtitan.config.sections.field_types import STRICT, DegreeOrRest, NonNega
 
 @dataclass(config=STRICT, kw_only=True)
 class Parallelism:
+    """Degrees of data, tensor, context, expert and pipeline parallelism."""
+
     data_parallel_replicate_degree: Positive = 1
     """Copies of the (sharded) model. Alone it is DDP; with a shard degree it is HSDP."""
     data_parallel_shard_degree: DegreeOrRest = -1

@@ -11,11 +11,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.field_types import STRICT, Cadence, Form, NonNegative, Place, Positive
+from torchtitan.config.sections.field_types import STRICT, Cadence, Form, NameIn, NonNegative, Place, Positive
 
 
 @dataclass(config=STRICT, kw_only=True)
 class Job:
+    """The run: its folder, name, time limit and restarts."""
+
     config_file: list[str] = field(default_factory=list)
     """TOML files, merged in order (later ones win). Repeat the option for several."""
     dump_folder: Place = "./outputs"
@@ -53,6 +55,8 @@ class Job:
 
 @dataclass(config=STRICT, kw_only=True)
 class Comm:
+    """Timeouts of ranks that make no progress, and the trace of collectives."""
+
     init_timeout_seconds: Positive = 300
     """Longest time in which no rank gets on, in the start, the first step and the first validation."""
     train_timeout_seconds: Positive = 100
@@ -63,6 +67,8 @@ class Comm:
 
 @dataclass(config=STRICT, kw_only=True)
 class Memory:
+    """The limit of GPU memory per rank."""
+
     limit: Annotated[float, Field(gt=0, le=1)] | Annotated[int, Field(ge=256)] | str | None = None
     """Most that a rank takes of its GPU's memory: a share of it (0.9), whole MiB (20000), or a text with MiB, GiB, MB
     or GB ("20GiB"). Unset: all. On a CPU nothing is limited; `torchtitan check` says what the state needs of it."""
@@ -70,6 +76,8 @@ class Memory:
 
 @dataclass(config=STRICT, kw_only=True)
 class Debug:
+    """Seed and determinism."""
+
     seed: NonNegative = 0
     """Of initial weights, data order and random numbers."""
     deterministic: bool = False
@@ -80,6 +88,8 @@ class Debug:
 
 @dataclass(config=STRICT, kw_only=True)
 class Guard:
+    """Non-finite and outlier steps, and the comparison of replicas."""
+
     non_finite: Literal["stop", "skip", "rollback"] = "stop"
     """After a loss or gradient that is NaN or infinite while the weights are finite: stop with the last good step
     saved; leave the step's update out; or go back to the newest checkpoint and do its steps again, once, as an error of
@@ -112,6 +122,8 @@ class Guard:
 
 @dataclass(config=STRICT, kw_only=True)
 class EarlyStop:
+    """The end of a run that no longer improves."""
+
     patience: Positive | None = None
     """End the run after so many validations in a row none of which was better than the best before it. It ends as one
     that is done: the last step is saved and exported. Unset: never."""
@@ -123,6 +135,8 @@ class EarlyStop:
 
 @dataclass(config=STRICT, kw_only=True)
 class Metrics:
+    """Log lines, metrics files, plots and trackers."""
+
     log_freq: Cadence = 10
     """Log every this many steps, each such share of the run (0.01), "epoch" or "N/epoch"; always the first and the last
     step."""
@@ -132,7 +146,7 @@ class Metrics:
     """Folder of the events, inside job.dump_folder."""
     enable_wandb: bool = False
     """Log to Weights & Biases (needs `pip install 'torchtitan-toml[wandb]'`)."""
-    trackers: list[str] = field(default_factory=list)
+    trackers: list[Annotated[str, NameIn("torchtitan.metrics.trackers:TRACKERS")]] = field(default_factory=list)
     """Where metrics go beside metrics.jsonl: "tensorboard", "wandb", "mlflow", "aim", or another of `torchtitan list
     trackers`. The first two are also turned on by options of their own."""
     histogram_freq: NonNegative = 0
@@ -155,6 +169,8 @@ class Metrics:
 
 @dataclass(config=STRICT, kw_only=True)
 class Profiling:
+    """Profiler traces and memory snapshots."""
+
     enable_profiling: bool = False
     """Record torch profiler traces (Chrome format)."""
     save_traces_folder: str = "profile_traces"

@@ -11,13 +11,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.field_types import STRICT, Form, Fraction, Place, Positive
+from torchtitan.config.sections.field_types import STRICT, Form, Fraction, NameIn, Place, Positive
 
 
 @dataclass(config=STRICT, kw_only=True)
 class Task:
-    kind: str = "pretrain"
-    """What is learned, a key of torchtitan.losses.tasks.TASKS. pretrain: the next token. sft: the next token of whole
+    """The kind of task: language modeling, fine-tuning, classification, preferences."""
+
+    kind: Annotated[str, NameIn("torchtitan.losses.tasks:TASKS")] = "pretrain"
+    """What is learned. pretrain: the next token. sft: the next token of whole
     records, see [data]. documents: the next token of documents that are read in order, one stream per row,
     training.seq_len tokens a batch. masked_lm: masked words. seq_cls: the class of a record. dpo, ipo, orpo: the
     preferred one of two answers, see [dpo]."""
@@ -35,6 +37,8 @@ class Task:
 
 @dataclass(config=STRICT, kw_only=True)
 class Data:
+    """Chat templates, loss masks and sample packing of records."""
+
     chat_template: Place | None = None
     """Makes text of conversations, of any task, instead of the tokenizer's own: chatml, llama2, llama3, alpaca, a file
     that ends in .jinja, or Jinja itself, as checkpoints keep it."""
@@ -80,6 +84,8 @@ class Data:
 
 @dataclass(config=STRICT, kw_only=True)
 class Dpo:
+    """Losses on pairs of answers: dpo, ipo, orpo."""
+
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How closely the model keeps to its reference; of orpo the weight of the answers' odds."""
     reference: Place | None = None

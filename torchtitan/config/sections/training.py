@@ -6,7 +6,16 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.field_types import STRICT, Cadence, NonNegative, Place, Positive, Precision
+from torchtitan.config.sections.field_types import (
+    STRICT,
+    Cadence,
+    Dataset,
+    NonNegative,
+    Place,
+    Positive,
+    Precision,
+    RecordFormat,
+)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -23,13 +32,13 @@ class DataLoader:
 
 @dataclass(config=STRICT, kw_only=True)
 class DataSource:
-    dataset: str
-    """A key of torchtitan.datasets.DATASETS."""
+    dataset: Dataset
+    """Dataset by name: one that is known, or "text" and "tokens" for files at dataset_path."""
     dataset_path: Place | None = None
     """As training.dataset_path."""
     text_field: str | None = None
     """As training.text_field, which it is where this is unset."""
-    format: str | None = None
+    format: RecordFormat | None = None
     """As training.format, which it is where this is unset."""
     fields: dict[str, str] = field(default_factory=dict)
     """As training.fields, which they are where this and format are unset."""
@@ -41,8 +50,10 @@ class DataSource:
 
 @dataclass(config=STRICT, kw_only=True)
 class Training:
-    dataset: str = "python_stdlib"
-    """A key of torchtitan.datasets.DATASETS."""
+    """Training data, batch sizes, length of the run and precision."""
+
+    dataset: Dataset = "python_stdlib"
+    """Dataset by name: one that is known, or "text" and "tokens" for files at dataset_path."""
     dataset_path: Place | None = None
     """File, folder or glob for dataset = "text" and "tokens"; a local copy or another name for a Hugging Face set."""
     sources: list[DataSource] = field(default_factory=list)
@@ -53,8 +64,8 @@ class Training:
     text_field: str = "text"
     """The field that holds the text, token ids or segments in .json, .jsonl, .csv, .parquet, .arrow and Hugging Face
     datasets."""
-    format: str | None = None
-    """The format of records, a key of torchtitan.datasets.formats.FORMATS. Unset: records that have text_field are read
+    format: RecordFormat | None = None
+    """The format of records. Unset: records that have text_field are read
     by that, others by the format that their fields tell; those that have both are refused where whole records are
     learned."""
     fields: dict[str, str] = field(default_factory=dict)
@@ -112,10 +123,12 @@ class Training:
 
 @dataclass(config=STRICT, kw_only=True)
 class Validation:
+    """Held-out data and how often it is evaluated."""
+
     enable: bool = False
     """Measure the loss on held-out data."""
-    dataset: str = "python_stdlib_validation"
-    """A key of torchtitan.datasets.DATASETS."""
+    dataset: Dataset = "python_stdlib_validation"
+    """Dataset by name: one that is known, or "text" and "tokens" for files at dataset_path."""
     dataset_path: Place | None = None
     """As training.dataset_path."""
     sources: list[DataSource] = field(default_factory=list)
