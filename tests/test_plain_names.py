@@ -36,7 +36,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "build": (31, 27),
     "checkpoint": (16, 0),
     "commands": (81, 17),
-    "config": (59, 29),
+    "config": (57, 29),
     "core": (21, 13),
     "datasets": (50, 10),
     "guards": (4, 0),
