@@ -18,7 +18,7 @@ from torchtitan.core.initialization import initialize
 from torchtitan.models import SIZES
 from torchtitan.models.dropout import Dropout, layer_keys, token_keys
 from torchtitan.models.layers import Shared
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.steps import Notes, running
 
 anywhere = judged.anywhere

@@ -22,7 +22,7 @@ from torchtitan.config import manager
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.process.ranks import read_ranks
 from torchtitan.rules import check
 from torchtitan.training.trainer import Trainer

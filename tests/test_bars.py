@@ -15,7 +15,7 @@ from torchtitan import cli
 from torchtitan.core import progress_bar as bars
 from torchtitan.core.progress_bar import progress_bar, waiting
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 
 
 class Terminal(io.StringIO):

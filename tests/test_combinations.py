@@ -22,9 +22,9 @@ from torchtitan.losses.objective import IGNORE_INDEX, Objective
 from torchtitan.losses.tasks import TASKS
 from torchtitan.models import SIZES
 from torchtitan.models.dropout import add_noise, record_lengths, token_keys
-from torchtitan.models.registry import MODELS
 from torchtitan.models.s2_attention import attend_in_groups
 from torchtitan.models.sizes import RopeScaling
+from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.parallelisms.parallelize import ParallelOptions

@@ -29,8 +29,8 @@ from torchtitan.config.manager import load
 from torchtitan.models import CONFIGS, sizes_of
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
-from torchtitan.models.registry import MODELS
 from torchtitan.models.sizes import RopeScaling
+from torchtitan.models.spec import MODELS
 from torchtitan.models.torchtitan_names import FORMS
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer

@@ -16,10 +16,9 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
 from torchtitan.core.keyed_rng import scrambled
 from torchtitan.losses.objective import SummedCrossEntropy
-from torchtitan.models import SIZES
+from torchtitan.models import FAMILIES
 from torchtitan.models.dropout import Dropout, DroppingKernel, head_keys, layer_keys, token_keys
 from torchtitan.models.layers import AttentionKernel
-from torchtitan.models.registry import MODELS
 from torchtitan.parallelisms.context.kernel import Tokens, require_part
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
 from torchtitan.parallelisms.pipeline.overlap.merging import Loop, alone
@@ -240,7 +239,7 @@ def test_another_step_drops_something_else():
 
 
 def train_other(argv):
-    with patch.dict(SIZES.data, other_families.SIZES), patch.dict(MODELS.data, other_families.MODELS):
+    with patch.dict(FAMILIES, other_families.FAMILIES):
         return jobs.train(argv)
 
 

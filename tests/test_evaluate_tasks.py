@@ -28,7 +28,7 @@ from torchtitan.losses.loglikelihood import likelihoods, windows
 from torchtitan.losses.position_loss import measure, total
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import HF, Llama
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 
 ARGS = LlamaArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16, max_seq_len=128)
 BYTES = ByteTokenizer()

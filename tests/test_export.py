@@ -22,7 +22,7 @@ from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.core.initialization import initialize
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.training import inference_model
 
 SIZES = "dim=64, n_layers={}, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=64"

@@ -13,7 +13,7 @@ from torchtitan.core.initialization import initialize
 from torchtitan.models import SIZES
 from torchtitan.models.flops import causal_keys, flops_per_token, with_keys
 from torchtitan.models.moe import balance, experts
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 
 
 def test_llama_31_8b_at_8192():

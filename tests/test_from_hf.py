@@ -34,7 +34,7 @@ from torchtitan.models import CONFIGS, sizes_of
 from torchtitan.models.deepseek.model import HF, Deepseek
 from torchtitan.models.hf.config import config_beside, header_of, tensor_files
 from torchtitan.models.llama import RopeScaling
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.training import inference_model
 
 SHAPES = {

@@ -27,7 +27,7 @@ from torchtitan.models.kv_cache import Remembering
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training import inference_model
 

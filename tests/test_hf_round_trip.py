@@ -22,7 +22,7 @@ from torchtitan.config.manager import load
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.models.hf.export import Source, beside_weights, source_of
 from torchtitan.models.llama.hf_config import CONFIG
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 
 TOKENIZER = jobs.ROOT / "tests/assets/tokenizer/tiktoken.model"
 FAMILIES = ["llama3.2", "deepseek v2", "deepseek v3", "gpt2", "mistral", "opt 350M", "qwen3", "qwen3_moe"]

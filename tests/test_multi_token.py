@@ -25,7 +25,7 @@ from torchtitan.models.deepseek.model import IGNORED, PLAN, Deepseek, LatentAtte
 from torchtitan.models.layers import AttentionKernel
 from torchtitan.models.moe import experts
 from torchtitan.models.moe.layer import MoEBlock
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.data_parallel import apply_data_parallel
 
 anywhere = judged.anywhere

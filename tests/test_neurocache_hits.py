@@ -19,7 +19,7 @@ from torchtitan.config import manager
 from torchtitan.config.sections.adapter import Neurocache as Cache
 from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.models.flops import FlopsPerToken
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.rules import check
 
 

@@ -20,7 +20,7 @@ from tests.support.pool import RankFailed, run_ranks
 from tests.test_combinations import DTYPE, TOLERANCE, batch, build_plain, plain_twin, reference
 from torchtitan.core.initialization import clean_name, initialize
 from torchtitan.losses.objective import IGNORE_INDEX
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.context.kernel import counted
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize

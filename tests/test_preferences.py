@@ -29,7 +29,7 @@ from torchtitan.datasets.sources import Chat, DataError, Span
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokens import TokenReader
 from torchtitan.losses.preference import IPO, ORPO, Preference
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training import reference_logprobs, trainer

@@ -19,7 +19,7 @@ from torchtitan.adapters.targets import block_of
 from torchtitan.build import parts as build
 from torchtitan.config import manager
 from torchtitan.core.tensor_storage import stores
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 

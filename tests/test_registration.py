@@ -51,7 +51,7 @@ HEAVY = """
 import torch
 
 from torchtitan.losses.objective import SummedCrossEntropy
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 
 SPEC = MODELS["llama3"]
 

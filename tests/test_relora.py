@@ -18,7 +18,7 @@ from torchtitan.config.sections.adapter import Relora
 from torchtitan.lr_schedules.restarts import Ramps, cyclical, jagged
 from torchtitan.lr_schedules.shapes import LRSchedule
 from torchtitan.models import SIZES
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 
 anywhere = judged.anywhere
 JAGGED = dict(warmup_steps=10, decay_type="relora_cosine", cycle_length=20, restart_warmup_steps=5)

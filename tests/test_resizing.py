@@ -25,7 +25,7 @@ from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.datasets.tokenizer.chat_templates import CHATML
 from torchtitan.datasets.tokenizer.hf_files import extended, lacking
 from torchtitan.models.hf.config import UNTRAINED, config_beside, untrained
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.rules import check
 from torchtitan.training import inference_model
 

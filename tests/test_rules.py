@@ -358,7 +358,7 @@ def test_facts_are_worked_out_once():
 def test_names_are_those_of_the_registries():
     from torch._dynamo import list_backends
 
-    from torchtitan.models.registry import MODELS
+    from torchtitan.models.spec import MODELS
 
     assert list(MODELS) == list(SIZES)
     assert set(BACKENDS) <= set(list_backends(exclude_tags=()))

@@ -22,7 +22,7 @@ from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models import SIZES
 from torchtitan.models.llama.model import PLAN
 from torchtitan.models.norms import RMSNorm
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms import tensor_parallel
 from torchtitan.parallelisms.context.kernel import counted
 from torchtitan.parallelisms.parallel_dims import ParallelDims

@@ -10,6 +10,7 @@ from torch import nn
 
 from torchtitan.losses.objective import IGNORE_INDEX, Objective, cross_entropies, summed_cross_entropy
 from torchtitan.models.decoder import Block, Decoder, Entrance
+from torchtitan.models.family import Family
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.layers import MLP, GroupedQueryAttention
 from torchtitan.models.norms import LayerNorm
@@ -132,6 +133,8 @@ SIZES = {
     "classifier": {"debugmodel": OtherArgs(causal=False, order="post", dropout=0.1, n_classes=4)},
     "pairs": {"debugmodel": OtherArgs()},
 }
-MODELS = dict.fromkeys(SIZES, ModelSpec(build=Other, plan=PLAN, hf=None, flops_per_token=flops_per_token))
+SPEC = ModelSpec(build=Other, plan=PLAN, hf=None, flops_per_token=flops_per_token)
+MODELS = dict.fromkeys(SIZES, SPEC)
+FAMILIES = {name: Family(sizes=sizes, config=None, spec=f"{__name__}:SPEC") for name, sizes in SIZES.items()}
 OBJECTIVES = {"classifier": SequenceClasses, "pairs": PairMargin}
 """Of the families that do not learn the next token."""

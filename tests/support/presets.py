@@ -7,7 +7,7 @@ from tests.test_templates import LLAMA3, folder_with
 from torchtitan.build import parts
 from torchtitan.config import manager
 from torchtitan.core.initialization import initialize
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 
 SEQ_LEN, RECORDS = 96, 20
 SIZES = "{dim=64, n_layers=2, n_heads=4, n_kv_heads=4, vocab_size=2112, multiple_of=64, max_seq_len=96}"

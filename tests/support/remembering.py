@@ -32,7 +32,7 @@ def remembering(family="llama", dtype=torch.float32, layers=2, adapter=None, siz
     """A model of two layers and its adapter, whose compression and reading have learned something at random."""
     model = plain(family, dtype, n_layers=layers, **sizes or {})
     installed = Neurocache(Options(kind="neurocache", neurocache=Cache(**SMALL | cache), **(adapter or {})))
-    from torchtitan.models.registry import MODELS
+    from torchtitan.models.spec import MODELS
 
     installed.plan = installed.install(model, MODELS["llama3" if family == "llama" else family].plan)
     initialize(model, 0, model.init_rule, names=installed.fresh)

@@ -32,9 +32,8 @@ from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
 from torchtitan.models import CONFIGS, sizes_of
 from torchtitan.models.dropout import add_noise
 from torchtitan.models.hf.export import beside_weights, source_of
-from torchtitan.models.registry import MODELS
 from torchtitan.models.s2_attention import attend_in_groups
-from torchtitan.models.spec import ModelSpec
+from torchtitan.models.spec import MODELS, ModelSpec
 from torchtitan.optimizers.build import Optimizers, build_optimizers
 from torchtitan.optimizers.spec import SHARED
 from torchtitan.parallelisms.parallel_dims import ParallelDims

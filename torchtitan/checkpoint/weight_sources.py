@@ -25,7 +25,7 @@ from torchtitan.core.initialization import clean_name, local_part
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.tensor_storage import Deferred, packed_names, stores
 from torchtitan.models.hf.stored import StoredWeights
-from torchtitan.models.registry import MODELS
+from torchtitan.models.spec import MODELS
 from torchtitan.models.torchtitan_names import FORMS
 
 Shapes = Mapping[str, tuple[int, ...]]

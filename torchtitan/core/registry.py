@@ -37,17 +37,19 @@ def package_of(point: EntryPoint) -> str:
 class Registry(UserDict[str, T]):
     """Our own by name, and behind them those of a group of entry points, read as they are asked for.
 
-    `kind`: of what an entry point must lead to. `read` makes a value of it where that is another thing. A package that
-    cannot be used is a JobError that names it.
+    `kind`: type that an entry point must lead to. `read` makes the registry's value of such an object, ours or a
+    package's. A package that cannot be used is a JobError that names it.
     """
 
     def __init__(
-        self, group: str, own: dict[str, T], kind: Any = object, read: Callable[[Any], T] = lambda found: found
+        self, group: str, own: dict[str, Any], kind: Any = object, read: Callable[[Any], T] = lambda found: found
     ) -> None:
         self.group, self.kind, self.read = group, kind, read
         self.data = own
 
-    def __missing__(self, name: str) -> T:
+    def __getitem__(self, name: str) -> T:
+        if name in self.data:
+            return self.read(self.data[name])
         points = added(self.group).get(name)
         if points is None:
             raise KeyError(name)

@@ -162,7 +162,7 @@ def _one_of(chars: frozenset[str], but: bool = False) -> Part:
 
 
 KEY = "unfrozen_parameters"
-FAMILIES = "torchtitan.models.registry:MODELS"
+FAMILIES = "torchtitan.models.spec:MODELS"
 """By name, as it needs torch."""
 MANY = 2000
 """Regexes of a file, at most: two for each matrix of a large model."""

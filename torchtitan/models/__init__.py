@@ -3,14 +3,14 @@
 import dataclasses
 import typing
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Registry
 from torchtitan.models.deepseek.hf_config import FAMILY as DEEPSEEK
-from torchtitan.models.family import GROUP, Family
+from torchtitan.models.family import ConfigForm, Family
 from torchtitan.models.gpt2.hf_config import FAMILY as GPT2
-from torchtitan.models.hf.config import ConfigForm
 from torchtitan.models.llama.hf_config import LLAMAS
 from torchtitan.models.mistral.hf_config import FAMILY as MISTRAL
 from torchtitan.models.opt.hf_config import FAMILY as OPT
@@ -31,22 +31,11 @@ FAMILIES: dict[str, Family] = {
 """The project's own."""
 
 
-def _sizes(family: Family) -> Mapping[str, Any]:
-    return family.sizes
-
-
-def _config(family: Family) -> ConfigForm:
-    return family.config
-
-
-def _home(family: Family) -> str:
-    return family.home
-
-
-SIZES: Registry[Mapping[str, Any]] = Registry(GROUP, {k: _sizes(v) for k, v in FAMILIES.items()}, Family, _sizes)
-CONFIGS: Registry[ConfigForm] = Registry(GROUP, {k: _config(v) for k, v in FAMILIES.items()}, Family, _config)
-"""What each family says of config.json; of families that share one, the first is that of a folder without a job."""
-HOMES: Registry[str] = Registry(GROUP, {k: _home(v) for k, v in FAMILIES.items()}, Family, _home)
+GROUP = "torchtitan.models"
+SIZES: Registry[Mapping[str, Any]] = Registry(GROUP, FAMILIES, Family, attrgetter("sizes"))
+CONFIGS: Registry[ConfigForm] = Registry(GROUP, FAMILIES, Family, attrgetter("config"))
+"""Conversion between config.json and sizes. Of families that share one, the first is that of a folder without a job."""
+HOMES: Registry[str] = Registry(GROUP, FAMILIES, Family, attrgetter("home"))
 FROM_HF = "from_hf"
 """The flavor whose sizes stand in a folder's config.json."""
 

@@ -11,10 +11,8 @@ from typing import Any
 
 from torchtitan.core.errors import JobError
 from torchtitan.models.deepseek import DEEPSEEK, DeepseekArgs, YarnScaling
-from torchtitan.models.family import Family
+from torchtitan.models.family import NOT_COMPUTED_WITH, ConfigForm, Family
 from torchtitan.models.hf.config import (
-    NOT_COMPUTED_WITH,
-    ConfigForm,
     check_numbers,
     check_only,
     decoder_config,

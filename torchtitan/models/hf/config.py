@@ -10,8 +10,8 @@ import json
 import os
 import struct
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,10 +22,6 @@ from torchtitan.core.files import FileError, open_file, read_file
 from torchtitan.models.sizes import RopeScaling
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
-NOT_COMPUTED_WITH = ("max_seq_len", "bias_rate", "aux_loss_weight")
-"""Of the arguments that families share, those that change nothing in the logits."""
-READ_ANEW = ("rope_scaling", "rope_theta")
-"""Arguments that no tensor's shape depends on, which a job that says so may change in the weights it goes on from."""
 UNTRAINED = "untrained_token_ids"
 """Of a config.json that `torchtitan convert` wrote: tokens that it has added, which nothing has been learned of yet."""
 LARGEST_JSON = 64 * 2**20
@@ -57,73 +53,6 @@ SPELLINGS = {
 """What config.json calls an argument, where that differs."""
 Block = tuple[int, int]
 Number = TypeVar("Number", int, float)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConfigForm:
-    """`compared`: fields of the arguments that have to be those of a folder's config.json; without it, all but
-    `not_compared`, which change nothing in the logits. `as_held`: the arguments as the names of a folder's tensors have
-    them, where a config may tell of more than the folder holds.
-    """
-
-    model_types: tuple[str, ...]  # of config.json
-    to_hf: Callable[..., dict[str, Any]]  # (args, dtype); JobError for what transformers does not have
-    from_hf: Callable[[Mapping[str, Any]], Any]  # the inverse, of one of the model types; JobError likewise
-    compared: tuple[str, ...] = ()
-    not_compared: tuple[str, ...] = NOT_COMPUTED_WITH
-    as_held: Callable[[Any, Mapping[str, str]], Any] = lambda args, names: args
-
-    def args_from(self, config: Mapping[str, Any]) -> Any:
-        """The arguments of a config of transformers 4 or 5. JobError for what the model does not have."""
-        given = config.get("model_type")
-        if given not in self.model_types:
-            known = ("one of " if len(self.model_types) > 1 else "a ") + ", ".join(self.model_types)
-            raise JobError(f"model_type = {given!r}, but this model is {known}")
-        block_of(config)
-        args = self.from_hf(config)
-        if (dropped := config.get("attention_dropout")) and not hasattr(args, "attention_dropout"):
-            raise JobError(
-                f"attention_dropout = {dropped!r}, but attention of this family drops no probabilities; allowed: 0, or "
-                "nothing said"
-            )
-        check_types(args)
-        check_ranges(args, config)
-        return args
-
-    def args_of(self, folder: str | Path) -> Any:
-        """The arguments of a folder's model. JobError, which names the file, for what the model does not have."""
-        folder = Path(folder)
-        return self.with_held(self._read(folder), folder)
-
-    def with_held(self, args: Any, path: Path) -> Any:
-        return self.as_held(args, names) if (names := tensor_files(path)) else args
-
-    def differences(self, folder: str | Path, args: Any) -> list[str]:
-        """Between a folder's sizes and constants, also those that no tensor's shape shows, and these."""
-        stored = self._read(Path(folder))
-        differing = self.differing(stored, args)
-        return [f"{name} is {getattr(stored, name)!r}, the job's is {getattr(args, name)!r}" for name in differing]
-
-    def of_weights(self, path: str | Path, args: Any, overrides: Collection[str]) -> Any:
-        """`args`, but with those of READ_ANEW that a job overrides as the weights' config.json has them, if they have
-        one: the job reads them otherwise, and means to."""
-        anew = [name for name in READ_ANEW if name in overrides]
-        if not anew or config_beside(Path(path)) is None:
-            return args
-        stored = self._read(Path(path))
-        return replace(args, **{name: getattr(stored, name) for name in anew})
-
-    def differing(self, args: Any, others: Any) -> list[str]:
-        """Names of what these two compute with and differ in."""
-        names = self.compared or [each.name for each in fields(args) if each.name not in self.not_compared]
-        return [name for name in names if getattr(args, name) != getattr(others, name)]
-
-    def _read(self, folder: Path) -> Any:
-        try:
-            config = config_beside(folder)
-            return self.args_from(read_json(folder / CONFIG) if config is None else config)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise JobError(f"{folder / CONFIG}: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

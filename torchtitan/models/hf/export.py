@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.core.errors import JobError
-from torchtitan.models.hf.config import CONFIG, UNTRAINED, ConfigForm, read_json
+from torchtitan.models.family import ConfigForm
+from torchtitan.models.hf.config import CONFIG, UNTRAINED, read_json
 
 GENERATION = "generation_config.json"
 OF_THE_SOURCE_ALONE = ("quantization_config", "auto_map", "transformers_version", "_name_or_path", "dtype")

@@ -6,9 +6,8 @@ The Llamas as families of models. No torch here.
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.models.family import Family
+from torchtitan.models.family import ConfigForm, Family
 from torchtitan.models.hf.config import (
-    ConfigForm,
     check_only,
     decoder_config,
     decoder_sizes,

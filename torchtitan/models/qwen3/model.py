@@ -15,12 +15,11 @@ Qwen 3 without experts as the trainer builds it.
 
 from torchtitan.models.decoder import Block, Decoder
 from torchtitan.models.flops import flops_per_token
-from torchtitan.models.hf.family import HuggingFace
 from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, QK_NORMS, TURNED, Form
 from torchtitan.models.layers import GroupedQueryAttention, Rotary
 from torchtitan.models.qwen3 import Qwen3Args
 from torchtitan.models.qwen3.hf_config import CONFIG
-from torchtitan.models.spec import ModelSpec
+from torchtitan.models.spec import HuggingFace, ModelSpec
 from torchtitan.parallelisms.plan import ParallelPlan
 
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.core.errors import JobError
-from torchtitan.models.family import Family
+from torchtitan.models.family import ConfigForm, Family
 from torchtitan.models.hf.config import (
-    ConfigForm,
     check_only,
     decoder_config,
     decoder_sizes,

@@ -15,14 +15,13 @@ Qwen 3 with experts as the trainer builds it.
 
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.flops import flops_per_token
-from torchtitan.models.hf.family import HuggingFace
 from torchtitan.models.hf.names import ATTENTION, EXPERTS, QK_NORMS, TURNED, Form
 from torchtitan.models.layers import GroupedQueryAttention, Rotary
 from torchtitan.models.moe import balance
 from torchtitan.models.moe.layer import MoEBlock
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.qwen3_moe.hf_config import CONFIG
-from torchtitan.models.spec import ModelSpec
+from torchtitan.models.spec import HuggingFace, ModelSpec
 from torchtitan.parallelisms.plan import ParallelPlan
 
 
