@@ -16,8 +16,8 @@ from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
 from torchtitan.models import SIZES
+from torchtitan.models.attention import Shared
 from torchtitan.models.dropout import Dropout, layer_keys, token_keys
-from torchtitan.models.layers import Shared
 from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.steps import Notes, running
 

@@ -21,7 +21,7 @@ from torchtitan.core.constraints import LimitError
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import clean_name, initialize
 from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
-from torchtitan.models.layers import AttentionKernel
+from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.parallelisms.context import ring_attention

@@ -14,9 +14,9 @@ from tests.support.tiny_decoders import DEEPSEEK, YARN
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import Constant, Normal, initialize
 from torchtitan.models import SIZES
+from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.deepseek import YarnScaling
 from torchtitan.models.deepseek.model import HF, Deepseek
-from torchtitan.models.layers import AttentionKernel
 from torchtitan.models.moe.layer import MoEBlock
 
 TINY = DEEPSEEK["v3"]

@@ -17,8 +17,8 @@ from torchtitan.core.initialization import initialize
 from torchtitan.core.keyed_rng import scrambled
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models import FAMILIES
+from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.dropout import Dropout, DroppingKernel, head_keys, layer_keys, token_keys
-from torchtitan.models.layers import AttentionKernel
 from torchtitan.parallelisms.context.kernel import Tokens, require_part
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk
 from torchtitan.parallelisms.pipeline.overlap.merging import Loop, alone

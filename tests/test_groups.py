@@ -15,8 +15,8 @@ from torchtitan.build import parts as jobs
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
 from torchtitan.models import layers
+from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.kv_cache import Remembering
-from torchtitan.models.layers import AttentionKernel
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
 from torchtitan.models.opt.model import OPT as OPTModel

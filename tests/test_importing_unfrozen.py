@@ -17,7 +17,7 @@ from torchtitan.importers import axolotl
 from torchtitan.importers.axolotl_unfrozen import RegexError, fits
 from torchtitan.importers.command_line import parse
 from torchtitan.models import CONFIGS, family_of
-from torchtitan.models.linears import parameters
+from torchtitan.models.sizes import parameters
 from torchtitan.models.spec import MODELS
 
 SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)

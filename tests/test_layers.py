@@ -10,8 +10,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from torchtitan.core.errors import JobError
 from torchtitan.models import layers
-from torchtitan.models.layers import AttentionKernel, Rotary, SwiGLU, rotate
-from torchtitan.models.norms import RMSNorm
+from torchtitan.models.attention import AttentionKernel
+from torchtitan.models.layers import RMSNorm, Rotary, SwiGLU, rotate
 from torchtitan.models.sizes import RopeScaling
 from torchtitan.parallelisms.context.kernel import Tokens
 

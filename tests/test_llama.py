@@ -15,7 +15,7 @@ from tests.support.pool import run_ranks
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import Constant, Normal, initialize
 from torchtitan.models import SIZES, changed
-from torchtitan.models.layers import AttentionKernel
+from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.llama import LLAMA3, LLAMA31, LLAMA32, LlamaArgs
 from torchtitan.models.llama.model import PLAN, Llama
 from torchtitan.models.sizes import RopeScaling

@@ -32,7 +32,7 @@ from torchtitan.core.initialization import initialize
 from torchtitan.lr_schedules.shapes import LRSchedule
 from torchtitan.lr_scheduling import build_lr_schedulers
 from torchtitan.models import SIZES
-from torchtitan.models.linears import linears, parameters, split_side
+from torchtitan.models.sizes import linears, parameters, split_side
 from torchtitan.models.spec import MODELS
 from torchtitan.optimizers.build import build_optimizers
 

@@ -21,8 +21,8 @@ from torchtitan.core.initialization import Constant, Normal
 from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.metrics.json_lines import read_records
 from torchtitan.models import SIZES
+from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.deepseek.model import IGNORED, PLAN, Deepseek, LatentAttention
-from torchtitan.models.layers import AttentionKernel
 from torchtitan.models.moe import experts
 from torchtitan.models.moe.layer import MoEBlock
 from torchtitan.models.spec import MODELS

@@ -19,11 +19,11 @@ from tests.support.pool import run_ranks
 from tests.test_segments import POLICIES
 from torchtitan.core.initialization import Normal, initialize
 from torchtitan.losses.objective import SummedCrossEntropy
+from torchtitan.models.attention import AttentionKernel, GroupedQueryAttention, Shared
 from torchtitan.models.decoder import Block
 from torchtitan.models.deepseek import DeepseekArgs
 from torchtitan.models.deepseek.model import Deepseek
 from torchtitan.models.dropout import Dropout, token_keys
-from torchtitan.models.layers import AttentionKernel, GroupedQueryAttention, Shared
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.moe import balance
 from torchtitan.models.moe.layer import MoE, MoEBlock

@@ -20,8 +20,8 @@ from torchtitan.core.constraints import LimitError
 from torchtitan.core.initialization import Normal, initialize
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models import SIZES
+from torchtitan.models.layers import RMSNorm
 from torchtitan.models.llama.model import PLAN
-from torchtitan.models.norms import RMSNorm
 from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms import tensor_parallel
 from torchtitan.parallelisms.context.kernel import counted

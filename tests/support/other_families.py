@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.losses.objective import IGNORE_INDEX, Objective, cross_entropies, summed_cross_entropy
+from torchtitan.models.attention import GroupedQueryAttention
 from torchtitan.models.decoder import Block, Decoder, Entrance
 from torchtitan.models.family import Family
 from torchtitan.models.flops import flops_per_token
-from torchtitan.models.layers import MLP, GroupedQueryAttention
-from torchtitan.models.norms import LayerNorm
+from torchtitan.models.layers import MLP, LayerNorm
 from torchtitan.models.spec import ModelSpec
 from torchtitan.parallelisms.plan import ParallelPlan
 

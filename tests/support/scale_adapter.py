@@ -6,7 +6,7 @@ from torch import nn
 from torchtitan.adapters import AdapterSpec
 from torchtitan.adapters.interface import Adapter
 from torchtitan.core.initialization import Constant, Init
-from torchtitan.models.norms import RMSNorm
+from torchtitan.models.layers import RMSNorm
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
 
 INITIAL = 1.25

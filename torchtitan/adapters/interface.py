@@ -38,8 +38,8 @@ from torchtitan.core.initialization import clean_name, local_part
 from torchtitan.core.tensor_storage import Deferred, Value, packed_names, stores
 from torchtitan.models.flops import FlopsPerToken
 from torchtitan.models.hf.names import Form
-from torchtitan.models.linears import HEAD
 from torchtitan.models.moe.experts import Experts
+from torchtitan.models.sizes import HEAD
 from torchtitan.parallelisms.plan import ParallelPlan
 
 

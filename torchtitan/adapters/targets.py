@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from torchtitan.config.sections.adapter import Adapter as Options
-from torchtitan.models.linears import HEAD
+from torchtitan.models.sizes import HEAD
 
 ALL_LINEAR = "all-linear"
 """A target that matches every linear but the head, as every token's loss goes through that one."""

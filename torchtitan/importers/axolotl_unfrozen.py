@@ -19,7 +19,7 @@ from string import digits
 from torchtitan.core.errors import JobError
 from torchtitan.importers.translation import Meaning, family_in
 from torchtitan.models import CONFIGS
-from torchtitan.models.linears import HEAD, parameters
+from torchtitan.models.sizes import HEAD, parameters
 
 LONGEST = 200
 MOST = 99

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.layers import AttentionKernel
 from torchtitan.parallelisms.context.kernel import Tokens
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan.core.errors import JobError
-from torchtitan.models.layers import AttentionKernel
+from torchtitan.models.attention import AttentionKernel
 from torchtitan.parallelisms.context.kernel import Tokens
 
 

@@ -1,7 +1,4 @@
-"""How rotary wavelengths are stretched, in numbers; rope.py makes frequencies of them. No torch.
-
-What sizes of any family have to be, in one wording. No torch. All raise JobError.
-"""
+"""Sizes of models: checks, linear layers and parameters by name, and fields that families share. No torch."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -70,3 +67,118 @@ def check_grouped_heads(args: Any) -> None:
             f"n_kv_heads = {args.n_kv_heads} with n_heads = {args.n_heads}: every key/value head serves the same "
             f"number of query heads, so n_kv_heads must divide n_heads"
         )
+
+
+HEAD = "output"
+Sizes = dict[str, tuple[int, int]]
+"""Name -> outputs, inputs. Of a stack of experts, those of the first of its matrices."""
+Names = tuple[str, ...]
+NORMS: Names = ("attention_norm.weight", "ffn_norm.weight")
+QK_NORMS: Names = ("attention.q_norm.weight", "attention.k_norm.weight")
+ENDS: Names = ("tok_embeddings.weight", "norm.weight")
+"""What families have in a block, and outside of the blocks, beside linears."""
+STACK = "moe.experts"
+SPLIT = dict.fromkeys(("wq", "wk", "wv", "wkv_b", "w1", "w3", "tok_embeddings", HEAD), 0) | {"wo": 1, "w2": 1}
+"""Last part of a linear's name -> which of (outputs, inputs) tensor parallel splits."""
+
+
+def linears(args: Any) -> Sizes:
+    """Of a whole decoder, the head among them. Empty for a family that says nothing of them."""
+    if not hasattr(args, "block_linears"):
+        return {}
+    found: Sizes = {}
+    for layer in range(args.n_layers + getattr(args, "n_mtp_layers", 0)):
+        found |= {f"layers.{layer}.{name}": sizes for name, sizes in args.block_linears(layer).items()}
+    return found | getattr(args, "head_linears", {HEAD: (args.vocab_size, args.dim)})
+
+
+def split_side(name: str) -> int | None:
+    """Which of (outputs, inputs) of the linear tensor parallel splits; None where every rank has it whole, as what
+    stands beside experts, or where a family has another name for it.
+    """
+    *around, own = name.split(".")
+    return None if "moe" in around else SPLIT.get(own)
+
+
+def parameters(args: Any) -> list[str]:
+    """Of a whole decoder by name, a tied head among them. Empty for a family that says nothing of them: `block_others`
+    of a layer and `end_others`, which are no matrices of linears.
+    """
+    found: list[str] = []
+    if not hasattr(args, "block_others"):
+        return found
+    for name in linears(args):
+        found += [f"{name}.w{i}" for i in (1, 2, 3)] if name.endswith(STACK) else [f"{name}.weight"]
+    for layer in range(args.n_layers + getattr(args, "n_mtp_layers", 0)):
+        found += [f"layers.{layer}.{name}" for name in args.block_others(layer)]
+    return [*found, *args.end_others]
+
+
+def grouped_attention(dim: int, heads: int, kv_heads: int, head_dim: int) -> Sizes:
+    q, kv = heads * head_dim, kv_heads * head_dim
+    return {"attention.wq": (q, dim), "attention.wk": (kv, dim), "attention.wv": (kv, dim), "attention.wo": (dim, q)}
+
+
+def ungated(name: str, dim: int, width: int) -> Sizes:
+    """Of a feed-forward without a gate."""
+    return {f"{name}.w1": (width, dim), f"{name}.w2": (dim, width)}
+
+
+def gated(name: str, dim: int, width: int) -> Sizes:
+    """Of a gated feed-forward."""
+    return {f"{name}.w1": (width, dim), f"{name}.w2": (dim, width), f"{name}.w3": (width, dim)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedArgs:
+    """A family gives its own defaults, and says how many weights its norms have (`_norm_parameters`)."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    head_dim: int = 128  # of queries, keys and values; n_heads of them need not add up to dim
+    vocab_size: int = 32000
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tied_embeddings: bool = False  # the output head is the embedding matrix
+    max_seq_len: int = 32768  # what the family was trained for; nothing in the model depends on it
+
+    def __post_init__(self) -> None:
+        check_positive(
+            self, "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "head_dim", "vocab_size", "max_seq_len"
+        )
+        check_turned(self, "head_dim")
+        check_grouped_heads(self)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.n_kv_heads
+
+    def block_linears(self, layer: int) -> Sizes:
+        attention = grouped_attention(self.dim, self.n_heads, self.n_kv_heads, self.head_dim)
+        return attention | gated("feed_forward", self.dim, self.ffn_dim)
+
+    def block_others(self, layer: int) -> Names:
+        return NORMS
+
+    @property
+    def end_others(self) -> Names:
+        return ENDS
+
+    @property
+    def num_matmul_parameters(self) -> int:
+        """Weights that a token is multiplied with: the layers' matrices and the output head (tied or not)."""
+        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
+        return self.n_layers * (attention + 3 * self.dim * self.ffn_dim) + self.dim * self.vocab_size
+
+    @property
+    def _norm_parameters(self) -> int:
+        return (2 * self.n_layers + 1) * self.dim
+
+    @property
+    def num_parameters(self) -> int:
+        embedding = 0 if self.tied_embeddings else self.vocab_size * self.dim
+        return self.num_matmul_parameters + self._norm_parameters + embedding

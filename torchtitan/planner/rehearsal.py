@@ -31,7 +31,7 @@ from torchtitan.build.data import batches_of_a_step
 from torchtitan.config.batch_shape import batch_rows, microbatch_rows
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
-from torchtitan.models.layers import AttentionKernel
+from torchtitan.models.attention import AttentionKernel
 from torchtitan.optimizers.build import Optimizers
 from torchtitan.parallelisms.context.kernel import Tokens
 from torchtitan.parallelisms.parallel_model import Batch, ParallelModel

@@ -27,9 +27,9 @@ from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import local_part
 from torchtitan.core.tensor_storage import Deferred, Value
+from torchtitan.models.attention import GroupedQueryAttention
 from torchtitan.models.flops import FlopsPerToken
 from torchtitan.models.hf.names import Form
-from torchtitan.models.layers import GroupedQueryAttention
 from torchtitan.parallelisms.plan import ParallelPlan
 
 PCA_SEGMENTS = 256

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
 from torchtitan.core.initialization import Init, Normal, local_part
-from torchtitan.models.layers import GroupedQueryAttention, Shared
+from torchtitan.models.attention import GroupedQueryAttention, Shared
 
 
 class Retrieved(NamedTuple):

@@ -32,7 +32,7 @@ from torchtitan.adapters.neurocache.cache import (
 from torchtitan.adapters.neurocache.sizes import BUCKETS, Layers, widths
 from torchtitan.config.sections.adapter import Neurocache as Options
 from torchtitan.core.initialization import Constant, Init, Normal
-from torchtitan.models.layers import Shared
+from torchtitan.models.attention import Shared
 from torchtitan.parallelisms.context.context_parallel import ContextParallelAttention, GatherSequence
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

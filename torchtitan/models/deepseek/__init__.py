@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 
 from torchtitan.core.constraints import LimitError
 from torchtitan.core.errors import JobError
-from torchtitan.models.linears import NORMS, Names, Sizes, gated
 from torchtitan.models.moe import ROUTER, MoEArgs, MoEDecoderArgs
-from torchtitan.models.sizes import check_not_negative, check_positive, check_turned
+from torchtitan.models.sizes import NORMS, Names, Sizes, check_not_negative, check_positive, check_turned, gated
 
 
 def multi_token_limits(depths: int, overrides: Mapping[str, Any], *, tp: int, cp: int, pp: int) -> Iterator[LimitError]:

@@ -34,16 +34,15 @@ DeepSeek as the trainer builds it.
 import torch
 from torch import nn
 
+from torchtitan.models.attention import AttentionKernel, Shared, attended
 from torchtitan.models.decoder import Block, Decoder, of_layer
 from torchtitan.models.deepseek import DeepseekArgs
 from torchtitan.models.deepseek.hf_config import CONFIG
 from torchtitan.models.flops import latent_flops_per_token
 from torchtitan.models.hf.names import ATTENTION, EXPERTS, FEED_FORWARD, Form
-from torchtitan.models.layers import AttentionKernel, Rotary, Shared, ZeroedBuffers, add_once, attended, rotate
+from torchtitan.models.layers import RMSNorm, Rotary, ZeroedBuffers, add_once, frequencies, rotate, yarn, yarn_magnitude
 from torchtitan.models.moe import MoEDecoderArgs, balance
 from torchtitan.models.moe.layer import MoEBlock
-from torchtitan.models.norms import RMSNorm
-from torchtitan.models.rope import frequencies, yarn, yarn_magnitude
 from torchtitan.models.spec import HuggingFace, ModelSpec
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.parallelisms.steps import Notes, running

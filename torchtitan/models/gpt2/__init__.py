@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from torchtitan.models.learned_positions import ClassicArgs
-from torchtitan.models.linears import HEAD, Names, Sizes
+from torchtitan.models.sizes import HEAD, Names, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)

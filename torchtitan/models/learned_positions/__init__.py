@@ -8,8 +8,17 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchtitan.models.linears import NORMS, Names, Sizes, grouped_attention, ungated
-from torchtitan.models.sizes import check_not_negative, check_positive, check_shares, check_whole_heads
+from torchtitan.models.sizes import (
+    NORMS,
+    Names,
+    Sizes,
+    check_not_negative,
+    check_positive,
+    check_shares,
+    check_whole_heads,
+    grouped_attention,
+    ungated,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

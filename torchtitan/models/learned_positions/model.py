@@ -12,11 +12,11 @@ from typing import Literal
 import torch
 
 from torchtitan.core.initialization import Constant, Init, Normal
+from torchtitan.models.attention import AttentionKernel, GroupedQueryAttention
 from torchtitan.models.decoder import Block, Decoder
 from torchtitan.models.hf.names import Form
-from torchtitan.models.layers import MLP, AttentionKernel, GroupedQueryAttention
+from torchtitan.models.layers import MLP, LayerNorm
 from torchtitan.models.learned_positions import ClassicArgs
-from torchtitan.models.norms import LayerNorm
 from torchtitan.parallelisms.plan import ParallelPlan
 
 PLAN = ParallelPlan(

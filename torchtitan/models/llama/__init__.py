@@ -3,8 +3,17 @@
 from dataclasses import dataclass
 
 from torchtitan.core.errors import JobError
-from torchtitan.models.linears import ENDS, NORMS, Names, Sizes, gated, grouped_attention
-from torchtitan.models.sizes import RopeScaling, check_grouped_heads, check_positive
+from torchtitan.models.sizes import (
+    ENDS,
+    NORMS,
+    Names,
+    RopeScaling,
+    Sizes,
+    check_grouped_heads,
+    check_positive,
+    gated,
+    grouped_attention,
+)
 
 
 @dataclass(frozen=True)

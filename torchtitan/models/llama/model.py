@@ -13,10 +13,11 @@ i with i + head_dim / 2, so the rows of wq and wk come in another order. Everyth
 The Llamas as the trainer builds them.
 """
 
+from torchtitan.models.attention import GroupedQueryAttention
 from torchtitan.models.decoder import Block, Decoder
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, TURNED, Form
-from torchtitan.models.layers import GroupedQueryAttention, Rotary
+from torchtitan.models.layers import Rotary
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.hf_config import CONFIG
 from torchtitan.models.spec import HuggingFace, ModelSpec

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchtitan.models.gated import GatedArgs
-from torchtitan.models.sizes import check_not_negative
+from torchtitan.models.sizes import GatedArgs, check_not_negative
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,11 @@ Mistral in the form of Hugging Face: names and order of rows, as a Llama's. conf
 Mistral without experts as the trainer builds it.
 """
 
+from torchtitan.models.attention import GroupedQueryAttention
 from torchtitan.models.decoder import Block, Decoder
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, TURNED, Form
-from torchtitan.models.layers import GroupedQueryAttention, Rotary
+from torchtitan.models.layers import Rotary
 from torchtitan.models.mistral import MistralArgs
 from torchtitan.models.mistral.hf_config import CONFIG
 from torchtitan.models.spec import HuggingFace, ModelSpec

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torchtitan.core.errors import JobError
-from torchtitan.models.linears import ENDS, STACK, Names, Sizes, gated
-from torchtitan.models.sizes import check_not_negative, check_positive
+from torchtitan.models.sizes import ENDS, STACK, Names, Sizes, check_not_negative, check_positive, gated
 
 ROUTER = "moe.router.gate.weight"
 

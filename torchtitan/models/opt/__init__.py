@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torchtitan.models.learned_positions import ClassicArgs
-from torchtitan.models.linears import HEAD, Names, Sizes
-from torchtitan.models.sizes import check_not_negative
+from torchtitan.models.sizes import HEAD, Names, Sizes, check_not_negative
 
 
 @dataclass(frozen=True, kw_only=True)

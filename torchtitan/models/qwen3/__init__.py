@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.models.gated import GatedArgs
-from torchtitan.models.linears import NORMS, QK_NORMS, Names
+from torchtitan.models.sizes import NORMS, QK_NORMS, GatedArgs, Names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,11 @@ norms come in another order. Everything else is a renaming.
 Qwen 3 without experts as the trainer builds it.
 """
 
+from torchtitan.models.attention import GroupedQueryAttention
 from torchtitan.models.decoder import Block, Decoder
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, QK_NORMS, TURNED, Form
-from torchtitan.models.layers import GroupedQueryAttention, Rotary
+from torchtitan.models.layers import Rotary
 from torchtitan.models.qwen3 import Qwen3Args
 from torchtitan.models.qwen3.hf_config import CONFIG
 from torchtitan.models.spec import HuggingFace, ModelSpec

@@ -2,9 +2,18 @@
 
 from dataclasses import dataclass
 
-from torchtitan.models.linears import NORMS, QK_NORMS, Names, Sizes, grouped_attention
 from torchtitan.models.moe import ROUTER, MoEDecoderArgs
-from torchtitan.models.sizes import RopeScaling, check_grouped_heads, check_positive, check_turned
+from torchtitan.models.sizes import (
+    NORMS,
+    QK_NORMS,
+    Names,
+    RopeScaling,
+    Sizes,
+    check_grouped_heads,
+    check_positive,
+    check_turned,
+    grouped_attention,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

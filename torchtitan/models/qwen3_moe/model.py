@@ -13,10 +13,11 @@ come in another order; and experts, which stand stacked here and one by one, tra
 Qwen 3 with experts as the trainer builds it.
 """
 
+from torchtitan.models.attention import GroupedQueryAttention
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, EXPERTS, QK_NORMS, TURNED, Form
-from torchtitan.models.layers import GroupedQueryAttention, Rotary
+from torchtitan.models.layers import Rotary
 from torchtitan.models.moe import balance
 from torchtitan.models.moe.layer import MoEBlock
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
