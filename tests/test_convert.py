@@ -27,11 +27,11 @@ from torchtitan.checkpoint.torchtitan_dcp import TorchtitanCheckpoint
 from torchtitan.checkpoint.weight_sources import Weights, load_foreign, opened
 from torchtitan.config.manager import load
 from torchtitan.models import CONFIGS, sizes_of
+from torchtitan.models.hf.names import FORMS
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.sizes import RopeScaling
 from torchtitan.models.spec import MODELS
-from torchtitan.models.torchtitan_names import FORMS
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 

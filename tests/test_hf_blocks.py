@@ -13,7 +13,7 @@ from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import DEEPSEEK, QWEN3_MOE
 from torchtitan.models.deepseek.model import HF, Deepseek
 from torchtitan.models.hf.config import block_of
-from torchtitan.models.hf.stored import Dequantized
+from torchtitan.models.hf.load import Dequantized
 from torchtitan.models.qwen3_moe.model import HF as QWEN3_HF
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
 

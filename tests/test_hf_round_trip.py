@@ -20,7 +20,7 @@ from torchtitan import cli
 from torchtitan.build import parts
 from torchtitan.config.manager import load
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.models.hf.export import Source, beside_weights, source_of
+from torchtitan.models.hf.extra_files import Source, beside_weights, source_of
 from torchtitan.models.llama.hf_config import CONFIG
 from torchtitan.models.spec import MODELS
 

@@ -29,7 +29,7 @@ from torchtitan.adapters.targets import OF_LINEARS
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
-from torchtitan.lr_schedules.shapes import LRSchedule
+from torchtitan.lr_schedules import LRSchedule
 from torchtitan.lr_scheduling import build_lr_schedulers
 from torchtitan.models import SIZES
 from torchtitan.models.sizes import linears, parameters, split_side

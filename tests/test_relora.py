@@ -15,8 +15,7 @@ from torchtitan.build import parts
 from torchtitan.config import manager
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.config.sections.adapter import Relora
-from torchtitan.lr_schedules.restarts import Ramps, cyclical, jagged
-from torchtitan.lr_schedules.shapes import LRSchedule
+from torchtitan.lr_schedules import LRSchedule, Ramps, cyclical, jagged
 from torchtitan.models import SIZES
 from torchtitan.models.spec import MODELS
 

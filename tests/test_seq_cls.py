@@ -19,7 +19,7 @@ from torchtitan.datasets import open_source
 from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.losses.classification import ClassCrossEntropy, measures
-from torchtitan.models.hf.export import Source, beside_weights
+from torchtitan.models.hf.extra_files import Source, beside_weights
 from torchtitan.models.roberta import RobertaArgs
 from torchtitan.models.roberta.hf_config import CONFIG
 from torchtitan.training.inference_model import filled_model

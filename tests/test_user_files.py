@@ -29,7 +29,7 @@ from torchtitan.datasets.sources_text import text_files
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.metrics.json_lines import read_records
-from torchtitan.models.hf import stored
+from torchtitan.models.hf import load as hf_load
 from torchtitan.models.hf.config import config_beside
 
 # Options of a job
@@ -132,7 +132,7 @@ def read_tokenizer_without_json(folder: Path) -> object:
 
 
 def read_weights(folder: Path) -> object:
-    return stored._Shards(folder, stored._files(folder), None, ExitStack())
+    return hf_load._Shards(folder, hf_load._files(folder), None, ExitStack())
 
 
 # file of a folder -> who reads it
@@ -261,7 +261,7 @@ CHECKED = {
     "datasets/sources_tables.py": "require_file before memory_map",
     "datasets/sources_text.py": "require_file before pyarrow's",
     "datasets/tokens.py": "maps what TokenReader has opened; writes",
-    "models/hf/stored.py": "require_file before safe_open",
+    "models/hf/load.py": "require_file before safe_open",
     "training/reference_logprobs.py": "require_file before safe_open",
 }
 OWN_FILES = {
@@ -282,7 +282,7 @@ OWN_FILES = {
     "launcher/processes.py": "/proc",
     "process/exit.py": "/dev/null",
     "metrics/json_lines.py": "writes",
-    "models/hf/folders.py": "writes",
+    "models/hf/save.py": "writes",
     "process/machine.py": "/sys",
     "training/preflight.py": "sources of the package",
     "process/heartbeat.py": "memory that ranks share",

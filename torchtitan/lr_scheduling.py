@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchtitan.lr_schedules.shapes import LRSchedule
+from torchtitan.lr_schedules import LRSchedule
 
 
 class LRSchedulers:

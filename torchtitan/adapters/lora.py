@@ -5,7 +5,7 @@ that many low-rank updates add up to a change of any rank. At the same time the 
 most of it.
 
 With a period of k steps both happen after steps k + 1, 2 k + 1, ... The learning rate of these steps is exactly 0
-(lr_schedules/restarts.py), so they move no weight, and the first step with new matrices has a small rate. All random
+(lr_schedules.py), so they move no weight, and the first step with new matrices has a small rate. All random
 values are a function of (seed, restart, name), and the retained optimizer state is chosen over full tensors, so the
 result does not depend on the parallel plan.
 """

@@ -27,11 +27,11 @@ from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokenizer.chat_templates import template_file, template_of
 from torchtitan.losses.objective import Objective, auto_chunks
 from torchtitan.losses.tasks import TASKS
-from torchtitan.lr_schedules.shapes import LRSchedule, schedule_of
+from torchtitan.lr_schedules import LRSchedule, schedule_of
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
 from torchtitan.models import CONFIGS, sizes_of
 from torchtitan.models.dropout import add_noise
-from torchtitan.models.hf.export import beside_weights, source_of
+from torchtitan.models.hf.extra_files import beside_weights, source_of
 from torchtitan.models.s2_attention import attend_in_groups
 from torchtitan.models.spec import MODELS, ModelSpec
 from torchtitan.optimizers.build import Optimizers, build_optimizers

@@ -24,9 +24,9 @@ from torchtitan.checkpoint.torchtitan_dcp import TorchtitanCheckpoint
 from torchtitan.core.initialization import clean_name, local_part
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.tensor_storage import Deferred, packed_names, stores
-from torchtitan.models.hf.stored import StoredWeights
+from torchtitan.models.hf.load import StoredWeights
+from torchtitan.models.hf.names import FORMS
 from torchtitan.models.spec import MODELS
-from torchtitan.models.torchtitan_names import FORMS
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -38,7 +38,7 @@ from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.chat_templates import template_file
 from torchtitan.models import CONFIGS
 from torchtitan.models.hf.config import CONFIG, config_beside
-from torchtitan.models.hf.export import beside_weights, source_of
+from torchtitan.models.hf.extra_files import beside_weights, source_of
 
 LARGEST_MULTIPLE = 2**16
 FORMS = {"hf": "a folder of Hugging Face", "file": "one file of safetensors", "ours": "an export of this project"}

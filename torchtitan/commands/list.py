@@ -10,7 +10,7 @@ from torchtitan.core.registry import Registry, added, faults_of_packages, packag
 from torchtitan.datasets import DATASETS
 from torchtitan.datasets.tokenizer import TOKENIZERS
 from torchtitan.losses.tasks import TASKS
-from torchtitan.lr_schedules.shapes import DECAYS
+from torchtitan.lr_schedules import DECAYS
 from torchtitan.metrics.trackers import TRACKERS
 from torchtitan.models import SIZES
 from torchtitan.optimizers import OPTIMIZERS

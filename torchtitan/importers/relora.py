@@ -16,7 +16,7 @@ from torchtitan.importers.command_line import CommandLine
 from torchtitan.importers.relora_flags import FLAGS, read_optimizer, with_file
 from torchtitan.importers.script import Script
 from torchtitan.importers.translation import family_in, from_folder
-from torchtitan.lr_schedules.restarts import CYCLICAL, JAGGED
+from torchtitan.lr_schedules import CYCLICAL, JAGGED
 from torchtitan.models import SIZES
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.models.llama import RELORA, relora_sizes

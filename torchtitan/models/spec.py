@@ -18,9 +18,9 @@ from torchtitan.models import FAMILIES, GROUP
 from torchtitan.models.family import ConfigForm, Family
 from torchtitan.models.flops import FlopsPerToken
 from torchtitan.models.hf.config import CONFIG
-from torchtitan.models.hf.folders import SHARD_BYTES, save_file, save_folder
+from torchtitan.models.hf.load import StoredWeights, load_weights, refuse
 from torchtitan.models.hf.names import Form
-from torchtitan.models.hf.stored import StoredWeights, load_weights, refuse
+from torchtitan.models.hf.save import SHARD_BYTES, save_file, save_folder
 from torchtitan.parallelisms.expert_balance import Balance
 from torchtitan.parallelisms.plan import ParallelPlan
 

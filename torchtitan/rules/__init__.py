@@ -20,8 +20,7 @@ from torchtitan.config.old_models import advice
 from torchtitan.config.options import ConfigError, Fault, hint, show
 from torchtitan.datasets import DATASETS
 from torchtitan.losses.tasks import TASKS
-from torchtitan.lr_schedules.restarts import CYCLICAL, JAGGED
-from torchtitan.lr_schedules.shapes import CONSTANT, DECAYS
+from torchtitan.lr_schedules import CONSTANT, CYCLICAL, DECAYS, JAGGED
 from torchtitan.models import FROM_HF, SIZES
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.rules import (

@@ -10,7 +10,7 @@ from torchtitan.adapters.targets import PACKING, block_of, layer_of, misfits, of
 from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.adapter import Adapter, Relora
 from torchtitan.core.errors import JobError
-from torchtitan.lr_schedules.restarts import CYCLICAL, JAGGED
+from torchtitan.lr_schedules import CYCLICAL, JAGGED
 from torchtitan.models.sizes import HEAD, linears, parameters, split_side
 from torchtitan.parallelisms import degrees
 from torchtitan.rules.facts import Facts, Rule

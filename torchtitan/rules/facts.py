@@ -23,7 +23,7 @@ from torchtitan.datasets.record_format import Reading, reading_of
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.losses.tasks import TASKS
-from torchtitan.lr_schedules.shapes import LRSchedule, schedule_of
+from torchtitan.lr_schedules import LRSchedule, schedule_of
 from torchtitan.models import changed, sizes_of, table_of
 from torchtitan.models.hf.config import config_beside, untrained
 from torchtitan.parallelisms.degrees import lenders, shards_of_ranks

@@ -12,9 +12,8 @@ from torchtitan.adapters import NONE
 from torchtitan.adapters.targets import targets, without_numbers
 from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.optimization import Optimizer
-from torchtitan.lr_schedules.restarts import CYCLICAL, JAGGED
-from torchtitan.lr_schedules.shapes import ScheduleError
-from torchtitan.models.linears import HEAD, linears, split_side
+from torchtitan.lr_schedules import CYCLICAL, JAGGED, ScheduleError
+from torchtitan.models.sizes import HEAD, linears, split_side
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED
 from torchtitan.optimizers.state_sizes import HIDDEN, sides, taken

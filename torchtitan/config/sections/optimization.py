@@ -55,7 +55,7 @@ class LRScheduler:
     """Share of the total spent decaying, at its end; what lies between warmup and decay stays at the peak
     (warmup-stable-decay). Unset: decay starts right after warmup."""
     decay_type: Annotated[
-        str, NameIn("torchtitan.lr_schedules.shapes:DECAYS", ("constant", "relora_cosine", "relora_cyclical"))
+        str, NameIn("torchtitan.lr_schedules:DECAYS", ("constant", "relora_cosine", "relora_cyclical"))
     ] = "linear"
     """Shape of the decay. docs/low_rank.md describes relora_cosine and relora_cyclical."""
     num_cycles: Positive = 1

@@ -10,7 +10,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.models.family import ConfigForm, Family
 from torchtitan.models.gpt2 import GPT2, GPT2Args
 from torchtitan.models.hf.config import check_numbers, check_only, number_of
-from torchtitan.models.learned_positions.hf_config import NOT_COMPARED, classes_of, labels_of, one_dropout
+from torchtitan.models.learned_positions import NOT_COMPARED, classes_of, labels_of, one_dropout
 
 GELU = ("gelu_new", "gelu_pytorch_tanh")
 """Names of one function."""

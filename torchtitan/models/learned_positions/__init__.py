@@ -5,9 +5,12 @@ embedding's matrix, or tells classes apart.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from torchtitan.core.errors import JobError
+from torchtitan.models.hf.config import number_of
 from torchtitan.models.sizes import (
     NORMS,
     Names,
@@ -106,3 +109,34 @@ class ClassicArgs(ABC):
         biases_and_norms = self.n_layers * (4 * self.dim + self.ffn_dim + self.dim + 4 * self.dim)
         embedding = 0 if self.tied_embeddings else self.vocab_size * self.word_dim
         return self.num_matmul_parameters + biases_and_norms + embedding + self._other_parameters
+
+
+NOT_COMPARED = ("dropout", "attention_dropout", "n_classes")
+"""Of the arguments, what a job may have otherwise than the folder that it starts from. Positions are compared: they are
+weights."""
+
+
+def one_dropout(config: Mapping[str, Any], defaults: Mapping[str, float]) -> float:
+    """JobError where these shares are not one."""
+    given = {name: number_of(config, name, default) for name, default in defaults.items()}
+    if len(set(given.values())) > 1:
+        told = " and ".join(f"{name} = {share!r}" for name, share in given.items())
+        raise JobError(f"{told}, but this model has one share for both")
+    return next(iter(given.values()))
+
+
+def classes_of(config: Mapping[str, Any]) -> int:
+    """0 for a model of words."""
+    kinds = config.get("architectures")
+    if not isinstance(kinds, list) or not any("SequenceClassification" in str(kind) for kind in kinds):
+        return 0
+    labels = config.get("id2label")
+    return len(labels) if isinstance(labels, Mapping) else number_of(config, "num_labels", 2)
+
+
+def labels_of(args: ClassicArgs) -> dict[str, Any]:
+    """As transformers names classes that have no names."""
+    names = [f"LABEL_{number}" for number in range(args.n_classes)]
+    if not names:
+        return {}
+    return {"id2label": dict(enumerate(names)), "label2id": {name: n for n, name in enumerate(names)}}

@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan.core.errors import JobError
 from torchtitan.models.family import ConfigForm, Family
 from torchtitan.models.hf.config import check_numbers, check_only, number_of
-from torchtitan.models.learned_positions.hf_config import NOT_COMPARED, classes_of, labels_of, one_dropout
+from torchtitan.models.learned_positions import NOT_COMPARED, classes_of, labels_of, one_dropout
 from torchtitan.models.opt import OPT, OPTArgs
 
 

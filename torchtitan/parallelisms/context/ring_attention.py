@@ -5,7 +5,7 @@ tell how much the part weighs in the whole (arXiv:1805.02867). Backward needs no
 logarithm, a part's gradients are what it adds to the whole's. So both ways are torch's kernels, called below autograd.
 
 Parts are joined, and gradients added up, in float32 or wider. On a CPU, narrower types are also computed in float32:
-its kernel for bfloat16 is slow for narrow heads (see models/attention.py), and it would round a part before it is joined.
+its kernel for bfloat16 is slow for narrow heads (models/attention.py), and it would round a part before it is joined.
 
 Letters of the shapes: B samples, H query heads, K key/value heads, Q and S tokens of queries and of keys, E width of
 a head's query and key, V that of its value, at most E.

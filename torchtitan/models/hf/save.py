@@ -23,8 +23,8 @@ from torchtitan.core.initialization import clean_name
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.tensor_storage import Value
 from torchtitan.models.hf.config import CONFIG, INDEX
+from torchtitan.models.hf.load import some
 from torchtitan.models.hf.names import Form, in_order
-from torchtitan.models.hf.stored import some
 from torchtitan.process import distributed
 
 SHARD_BYTES = 5 * 10**9

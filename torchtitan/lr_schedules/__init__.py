@@ -1,1 +1,0 @@
-"""The learning rate as a pure function of the step. No torch."""
