@@ -193,7 +193,6 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=place)
 
 
-EXPERTS = ("moe.experts.w1", "moe.experts.w2", "moe.experts.w3")
 BIAS = {"moe.router.expert_bias": "moe.expert_bias"}
 
 
@@ -211,11 +210,11 @@ class TorchtitanForm:
         return f"layers.{layer}.{self.renamed.get(part, part)}"
 
     def shape(self, ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (shape[0], shape[2], shape[1]) if ours.endswith(EXPERTS) else shape
+        return (shape[0], shape[2], shape[1]) if ours.endswith(tuple(EXPERTS)) else shape
 
     def to_ours(self, ours: str, tensor: torch.Tensor) -> torch.Tensor:
         """Of their shape -> of ours."""
-        if ours.endswith(EXPERTS):
+        if ours.endswith(tuple(EXPERTS)):
             return tensor.transpose(1, 2)
         if self.form is not None and self.form.is_turned(ours):
             return self.form.rows_from_hf(tensor)
