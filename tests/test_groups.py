@@ -14,7 +14,7 @@ from tests.support.tiny_decoders import LLAMA, MISTRAL, OPT
 from torchtitan.build import parts as jobs
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
-from torchtitan.models import layers
+from torchtitan.models import attention
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.kv_cache import Remembering
 from torchtitan.models.llama.model import Llama
@@ -80,7 +80,7 @@ def test_flex_attention_skips_what_is_hidden():
 
 
 def test_flex_attention_masks_the_same(monkeypatch):
-    monkeypatch.setattr(layers, "compiled", lambda function: function)  # compiling changes no mask
+    monkeypatch.setattr(attention, "compiled", lambda function: function)  # compiling changes no mask
     q, k, v = (x.float() for x in inputs(4, 2))
     for documents in (None, DOCUMENTS):
         kernel = ShiftedGroups(SIZE, 4, "flex")

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from torchtitan.core.errors import JobError
-from torchtitan.models import layers
+from torchtitan.models import attention
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.layers import RMSNorm, Rotary, SwiGLU, rotate
 from torchtitan.models.sizes import RopeScaling
@@ -121,7 +121,7 @@ def test_kernel_equals_attention_written_out(kv_heads, documents, causal):
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "to all"])
 def test_flex_attention_masks_the_same(causal, monkeypatch):
-    monkeypatch.setattr(layers, "compiled", lambda function: function)  # compiling takes 10 s and changes no mask
+    monkeypatch.setattr(attention, "compiled", lambda function: function)  # compiling takes 10 s and changes no mask
     q, k, v = (x.detach() for x in heads(torch.float32))
     flex, sdpa = AttentionKernel("flex", causal), AttentionKernel("sdpa", causal)
     masks = flex.prepare(Tokens(PLACES, DOCUMENTS)), sdpa.prepare(Tokens(PLACES, DOCUMENTS))
@@ -148,7 +148,7 @@ def test_narrow_heads_in_bfloat16_are_computed_in_float32_on_a_cpu(monkeypatch):
         seen.append(sdpa(*args, **kwargs))
         return seen[-1]
 
-    monkeypatch.setattr(layers.F, "scaled_dot_product_attention", record)
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", record)
     kernel = AttentionKernel()
     for head_dim, autocast in ((16, False), (16, True), (64, False)):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.build import parts
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
-from torchtitan.models import layers
+from torchtitan.models import attention
 from torchtitan.parallelisms import data_parallel, parallel_dims, parallel_model
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.planner.traffic import group_of
@@ -145,7 +145,7 @@ def install() -> None:
     parallel_model.initialize = lambda *args, **kwargs: None  # there are no values
     data_parallel._without_recompute = lambda function: function
     torch.nn.Module.to = lambda self, *args, **kwargs: self
-    layers.compiled = lambda function: function  # inductor has nothing to compile for
+    attention.compiled = lambda function: function  # inductor has nothing to compile for
 
 
 @contextmanager
