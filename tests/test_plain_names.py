@@ -46,7 +46,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "losses": (19, 4),
     "lr_schedules": (3, 0),
     "metrics": (31, 33),
-    "models": (114, 83),
+    "models": (114, 82),
     "optimizers": (18, 0),
     "parallelisms": (18, 0),
     "planner": (37, 23),
