@@ -6,8 +6,6 @@ from inspect import signature
 import pytest
 
 from torchtitan.build import parts
-from torchtitan.checkpoint import Checkpointer
-from torchtitan.config.sections.checkpoint import Checkpoint
 from torchtitan.config.sections.model import ActivationCheckpoint
 from torchtitan.config.sections.optimization import Optimizer
 from torchtitan.config.sections.parallelism import Parallelism
@@ -20,11 +18,6 @@ from torchtitan.parallelisms.parallelize import ParallelOptions
 from torchtitan.parallelisms.pipeline.pipeline_parallel import PipelineOptions
 
 TAKEN = {
-    Checkpointer: (
-        Checkpoint(interval=7, verify=False, load_step=3),
-        "",
-        {"interval", "verify", "load_step", "folder"},
-    ),
     build_optimizers: (Optimizer(lr=0.5, options={"a": 1}), "", {"name", "lr", "options", "implementation"}),
     build_loader: (DataLoader(num_workers=2), "", {"num_workers", "persistent_workers", "pin_memory"}),
     ParallelOptions: (ActivationCheckpoint(early_stop=True), "", {"memory_budget", "preserve_rng_state", "early_stop"}),

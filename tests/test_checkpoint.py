@@ -35,7 +35,7 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(tmp_path, kind, mode
     assert saved_steps(tmp_path / "run") == ["step-00000003", "step-00000006", "step-00000007"]
 
 
-@pytest.mark.parametrize("lost", ["optimizer", "rng", "position", "schedules"])
+@pytest.mark.parametrize("lost", ["optimizer", "rng", "dataloader", "lr_scheduler"])
 def test_every_part_of_the_state_matters(tmp_path, lost):
     """The negative control of the test above: without any one part, the resumed run is another one."""
     straight, first = Job(tmp_path / "straight", interval=100), Job(tmp_path / "run", interval=3)
@@ -43,9 +43,9 @@ def test_every_part_of_the_state_matters(tmp_path, lost):
     first.train(3)
     resumed = Job(tmp_path / "run", exclude_from_loading=["optimizer", "rng"] if lost == "optimizer" else [lost])
     load = resumed.load_state
-    fresh = {"position": 0, "schedules": [schedule.state_dict() for schedule in resumed.schedules]}
-    resumed.checkpointer.load_state = lambda trainer, ranks: load(
-        {"schedules": fresh["schedules"], **trainer}, [{"position": 0, **ranks[0]}]
+    fresh = {"dataloader": 0, "lr_scheduler": [schedule.state_dict() for schedule in resumed.schedules]}
+    resumed.checkpointer.hooks.load_state = lambda trainer, ranks: load(
+        {"lr_scheduler": fresh["lr_scheduler"], **trainer}, [{"dataloader": 0, **ranks[0]}]
     )
     resumed.checkpointer.load()
     resumed.train(3)
@@ -54,11 +54,11 @@ def test_every_part_of_the_state_matters(tmp_path, lost):
 
 def test_excluded_parts_do_not_reach_the_trainer_and_leave_the_optimizer_fresh(tmp_path):
     Job(tmp_path).train(2)
-    job = Job(tmp_path, exclude_from_loading=["optimizer", "schedules", "rng"])
+    job = Job(tmp_path, exclude_from_loading=["optimizer", "lr_scheduler", "rng"])
     job.load_state = None
-    job.checkpointer.load_state = lambda trainer, ranks: setattr(job, "resumed_with", (trainer, ranks))
+    job.checkpointer.hooks.load_state = lambda trainer, ranks: setattr(job, "resumed_with", (trainer, ranks))
     assert job.checkpointer.load() == 2
-    assert job.resumed_with == ({"step": 2}, [{"position": 2}])
+    assert job.resumed_with == ({"step": 2}, [{"dataloader": 2}])
     assert not job.optimizers[0].state
 
 
@@ -240,7 +240,7 @@ def test_the_background_saves_the_values_of_the_moment(tmp_path, monkeypatch):
     job = Job(tmp_path, async_mode="async", interval=2)
     job.train(2)
     expected = job.digest()
-    job.checkpointer.interval = 100
+    job.checkpointer.options.interval = 100
     job.train(2)
     assert not (tmp_path / "step-00000002").exists()
     gate.set()

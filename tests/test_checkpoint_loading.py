@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", 
 )
 def test_state_that_is_no_json_fails_the_save(tmp_path, mode, state, reason):
     job = Job(tmp_path, async_mode=mode)
-    job.checkpointer.trainer_state = lambda: state
+    job.checkpointer.hooks.trainer_state = lambda: state
     with pytest.raises(CheckpointError, match=reason):
         job.train(2)
         job.checkpointer.finish()
@@ -171,7 +171,7 @@ def test_a_trainer_that_cannot_continue_is_one_error(tmp_path):
     def refuse(trainer, ranks):
         raise KeyError("tokens")
 
-    job.checkpointer.load_state = refuse
+    job.checkpointer.hooks.load_state = refuse
     with pytest.raises(CheckpointError, match="going on from step-00000002 failed on rank 0: KeyError: 'tokens'"):
         job.checkpointer.load()
 

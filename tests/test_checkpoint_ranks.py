@@ -205,7 +205,7 @@ def failure_is_seen_at_one_step(folder: Path) -> int:
     with pytest.MonkeyPatch.context() as patch:
         fail_on(1, FileSystemWriter, "write_data", patch)
         job.train(2)
-        job.checkpointer.interval = 10**6
+        job.checkpointer.options.interval = 10**6
         if rank() == 0:
             job.checkpointer.running.join()
         job.train(3)

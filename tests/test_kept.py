@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtitan.checkpoint.adapter_state import Kept
+from torchtitan.checkpoint.loading import AdapterState
 
 PEERS = SimpleNamespace(rank=0, size=1, is_main=True, maximum=lambda *values: values)
 
@@ -35,14 +35,14 @@ FITS = {"rows": torch.zeros(2)}
 )
 def test_a_warning_is_of_a_misfit_alone(found, ranks, taken, warned, caplog):
     told = []
-    kept = Kept(take_back=lambda trainer, shapes: found, tell=told.append)
+    kept = AdapterState(targets_for=lambda trainer, shapes: found, on_restored=told.append)
     with caplog.at_level(logging.WARNING):
-        tensors, prefixes = kept.taken(source(ranks), PEERS)
+        tensors, prefixes = kept.restore_targets(source(ranks), PEERS)
     assert told == [taken] and bool(tensors) == bool(prefixes) == taken
-    assert ("of another plan or batch" in caplog.text) == warned
+    assert ("with another parallel plan or batch size" in caplog.text) == warned
 
 
 def test_who_keeps_nothing_is_told_of_no_misfit(caplog):
     with caplog.at_level(logging.WARNING):
-        assert Kept().taken(source(ranks=2), PEERS) == ({}, ())
+        assert AdapterState().restore_targets(source(ranks=2), PEERS) == ({}, ())
     assert not caplog.text

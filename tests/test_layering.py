@@ -27,7 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "optimizers": {"config", "core"},
     "datasets": {"core", "process"},
     "adapters": {"config", "core", "models", "parallelisms"},
-    "checkpoint": {"core", "models", "process"},
+    "checkpoint": {"config", "core", "models", "process"},
     "metrics": {"core", "process"},
     "guards": {"checkpoint", "core", "parallelisms", "process"},
     "launcher": {"checkpoint", "config", "core", "metrics", "process"},

@@ -33,8 +33,8 @@ FRAGMENT_OPENINGS = {
 
 LIMITS: dict[str, tuple[int, int]] = {
     "adapters": (59, 0),
-    "build": (31, 27),
-    "checkpoint": (16, 0),
+    "build": (31, 26),
+    "checkpoint": (14, 0),
     "commands": (81, 17),
     "config": (57, 29),
     "core": (21, 13),

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchtitan.checkpoint import Checkpointer, rng_state, set_rng_state
+from torchtitan.checkpoint import Checkpointer, TrainerHooks, rng_state, set_rng_state
+from torchtitan.config.sections.checkpoint import Checkpoint
 
 WIDTH, VOCABULARY = 6, 11
 
@@ -41,7 +42,7 @@ class TinyModel(nn.Module):
 class Job:
     """`kind`: plain, fsdp, hsdp, ddp; or on one rank wrapped, compiled, in_backward."""
 
-    def __init__(self, folder: Path, kind: str = "plain", model: nn.Module | None = None, **options):
+    def __init__(self, folder: Path, kind: str = "plain", model: nn.Module | None = None, retry_pauses=(), **options):
         torch.manual_seed(1)
         self.model = model or TinyModel()
         parameters = list(self.model.parameters())
@@ -68,23 +69,26 @@ class Job:
         self.resumed_with: tuple | None = None
         self.checkpointer = Checkpointer(
             folder,
-            model_parts=[self.model],
-            optimizers=self.optimizers,
-            trainer_state=lambda: {"step": self.step, "schedules": [s.state_dict() for s in self.schedules]},
-            rank_state=lambda: {"position": self.position, "rng": rng_state()},
-            load_state=self.load_state,
-            **{"interval": 2, "retry_pauses": (), **options},
+            Checkpoint(**{"enable": True, "interval": 2, "on_save_error": "stop", **options}),
+            [self.model],
+            self.optimizers,
+            TrainerHooks(
+                trainer_state=lambda: {"step": self.step, "lr_scheduler": [s.state_dict() for s in self.schedules]},
+                rank_state=lambda: {"dataloader": self.position, "rng": rng_state()},
+                load_state=self.load_state,
+            ),
         )
+        self.checkpointer.retry_pauses = retry_pauses
 
     def load_state(self, trainer: dict, ranks: list[dict]) -> None:
         self.resumed_with = trainer, ranks
         self.step = trainer["step"]
-        for optimizer, schedule, saved in zip(self.optimizers, self.schedules, trainer["schedules"], strict=True):
+        for optimizer, schedule, saved in zip(self.optimizers, self.schedules, trainer["lr_scheduler"], strict=True):
             schedule.load_state_dict(saved)
             for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
                 group["lr"] = rate
         mine = ranks[rank() % len(ranks)]
-        self.position = mine["position"]
+        self.position = mine["dataloader"]
         if "rng" in mine and len(ranks) == world():
             set_rng_state(mine["rng"])
 

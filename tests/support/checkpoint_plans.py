@@ -16,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from torchtitan.checkpoint import Checkpointer
+from torchtitan.checkpoint import Checkpointer, TrainerHooks
+from torchtitan.config.sections.checkpoint import Checkpoint
 from torchtitan.core.initialization import clean_name, initialize
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
@@ -151,12 +152,14 @@ class Held:
     def checkpointer(self, folder: Path, **options: Any) -> Checkpointer:
         return Checkpointer(
             folder,
-            model_parts=self.parts,
-            optimizers=self.optimizers,
-            trainer_state=lambda: {"step": 1},  # the tests save under this one
-            rank_state=lambda: {},
-            load_state=lambda trainer, ranks: None,
-            **options,
+            Checkpoint(enable=True, on_save_error="stop", **options),
+            self.parts,
+            self.optimizers,
+            TrainerHooks(
+                trainer_state=lambda: {"step": 1},  # the tests save under this one
+                rank_state=lambda: {},
+                load_state=lambda trainer, ranks: None,
+            ),
         )
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.adapters import ADAPTERS, NONE
 from torchtitan.adapters.interface import Adapter, Unfrozen
-from torchtitan.checkpoint import Checkpointer, base_weights
+from torchtitan.checkpoint import Checkpointer, TrainerHooks, base_weights
 from torchtitan.checkpoint.base_weights import schedule_start
 from torchtitan.checkpoint.best_metric import Metric
 from torchtitan.config.batch_shape import batch_rows, microbatch_rows, rows_per_sample
@@ -304,35 +304,20 @@ def as_restarted(config: JobConfig) -> JobConfig:
 
 
 def checkpointer(
-    config: JobConfig,
-    built: ParallelModel,
-    built_optimizers: Optimizers,
-    trainer_state: Callable[[], dict[str, Any]],
-    rank_state: Callable[[], dict[str, Any]],
-    load_state: Callable[[dict[str, Any], list[dict[str, Any]]], None],
-    before_save: Callable[[], None],
-    before_load: Callable[[dict[str, Any], bool], None],
-    after_save: Callable[[int], None],
+    config: JobConfig, built: ParallelModel, built_optimizers: Optimizers, hooks: TrainerHooks
 ) -> Checkpointer | None:
-    """Also of a job that saves nothing and begins from the weights of another: it loads these alone."""
+    """Return the job's checkpointer, or None if it neither saves nor starts from other weights."""
     options = config.checkpoint
     if not (options.enable or options.initial_load_path or config.adapter.initial_path):
         return None
     return Checkpointer(
-        model_parts=built.parts,
-        optimizers=built_optimizers.optimizers,
-        trainer_state=trainer_state,
-        rank_state=rank_state,
-        load_state=load_state,
-        **taken(options, Checkpointer)
-        | {"folder": Path(config.job.dump_folder, options.folder), "interval": cadence(config).save}
-        | {"load_only": options.load_only or not options.enable},
-        before_save=before_save,
-        before_load=before_load,
-        after_save=after_save,
-        fresh=built.adapter.fresh if built.adapter else (),
-        left_out=left_out_of_checkpoints(config, built),
-        best=best_metric(config),
+        Path(config.job.dump_folder, options.folder),
+        dataclasses.replace(options, interval=cadence(config).save),
+        built.parts,
+        built_optimizers.optimizers,
+        hooks,
+        added_parameters=built.adapter.fresh if built.adapter else (),
+        omitted_parameters=left_out_of_checkpoints(config, built),
     )
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "NothingLoadable",
     "RandomState",
     "Refused",
+    "TrainerHooks",
     "load_model_for_inference",
     "load_weights",
     "newest_complete",
@@ -36,6 +37,7 @@ __all__ = [
 
 _WITH_TORCH = {
     "Checkpointer": "checkpointer",
+    "TrainerHooks": "saving",
     "load_model_for_inference": "loading",
     "load_weights": "loading",
     "RandomState": "random_state",

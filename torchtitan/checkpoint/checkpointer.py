@@ -9,16 +9,15 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchtitan.checkpoint import folders, layout, retention, saving, tensors
-from torchtitan.checkpoint.adapter_state import Kept
 from torchtitan.checkpoint.agreement import Peers, describe
 from torchtitan.checkpoint.base_weights import SCHEDULE_START
 from torchtitan.checkpoint.best_metric import Metric
@@ -31,8 +30,18 @@ from torchtitan.checkpoint.layout import (
     NothingLoadable,
     Refused,
 )
-from torchtitan.checkpoint.loading import Source, Wanted, claim, complete_steps, load_tensors, open_checkpoint, resolve
-from torchtitan.checkpoint.saving import Care, Snapshot
+from torchtitan.checkpoint.loading import (
+    AdapterState,
+    Source,
+    Wanted,
+    claim,
+    complete_steps,
+    load_tensors,
+    open_checkpoint,
+    resolve,
+)
+from torchtitan.checkpoint.saving import Care, Snapshot, TrainerHooks
+from torchtitan.config.sections.checkpoint import Checkpoint
 from torchtitan.core.tensor_storage import Value
 
 logger = logging.getLogger(__name__)
@@ -44,64 +53,47 @@ RETRY_PAUSES = (2.0, 10.0)
 class Checkpointer:
     """Saves and resumes one job in one folder. Every rank constructs it and makes the same calls at the same steps.
 
-    `model_parts` are this rank's: the model, or its parts of a pipeline under the whole model's names; `optimizers` are
+    `options` is the job's section, with the interval in steps or seconds. Top-level keys of the trainer's and the
+    ranks' states in its `exclude_from_loading` are not restored; "optimizer" leaves the optimizer state fresh.
+
+    `model_parts` are this rank's: the model, or its parts of a pipeline under the full model's names; `optimizers` are
     theirs. A part with a head tied to an embedding in another part sets `part.tied_names` = {"output.weight":
     "tok_embeddings.weight"}: its copy is not saved, but filled by a load.
 
-    `trainer_state()` returns JSON-able values that are the same on all ranks, `rank_state()` those of this rank.
-    `load_state(trainer_state, rank_states)` restores them, the list in the order of the ranks that saved. Names in
-    `exclude_from_loading` are left out of both (top-level keys); "optimizer" leaves the optimizer state fresh.
-    `before_save()` may raise, on all ranks alike, to reject a state. `before_load(trainer_state, model_only)` may raise
-    before anything is changed, to refuse a checkpoint. `after_save(step)` is called on rank 0, in the saving thread,
-    after each save is published. `fresh` are parameters that another job's checkpoint may lack (an adapter's): an
-    initial load then leaves them unchanged. `left_out` are parameters that this job's checkpoints lack: they are set
-    before `load` is called. `best` selects a checkpoint to retain.
+    `added_parameters` (an adapter's) may be missing in another job's checkpoint: an initial load then leaves them
+    unchanged. `omitted_parameters` are not part of this job's checkpoints: they are set before `load` is called.
     """
 
     def __init__(
         self,
         folder: Path,
-        *,
+        options: Checkpoint,
         model_parts: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
-        trainer_state: Callable[[], dict[str, Any]],
-        rank_state: Callable[[], dict[str, Any]],
-        load_state: Callable[[dict[str, Any], list[dict[str, Any]]], None],
-        interval: int = 500,
-        interval_type: Literal["steps", "seconds"] = "steps",
-        keep_latest_k: int = 10,
-        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled",
-        load_step: int = -1,
-        exclude_from_loading: Sequence[str] = (),
-        enable_first_step_checkpoint: bool = False,
-        load_only: bool = False,
-        verify: bool = True,
-        on_save_error: Literal["stop", "continue"] = "stop",
-        retry_pauses: Sequence[float] = RETRY_PAUSES,
-        before_save: Callable[[], None] = lambda: None,
-        before_load: Callable[[dict[str, Any], bool], None] = lambda trainer_state, model_only: None,
-        after_save: Callable[[int], None] = lambda step: None,
-        fresh: Collection[str] = (),
-        left_out: Collection[str] = (),
-        best: Metric | None = None,
+        hooks: TrainerHooks,
+        added_parameters: Collection[str] = (),
+        omitted_parameters: Collection[str] = (),
     ):
-        self.folder = Path(folder).resolve()
+        self.folder, self.options, self.hooks = Path(folder).resolve(), options, hooks
         self.model_parts, self.optimizers = list(model_parts), list(optimizers)
-        self.trainer_state, self.rank_state, self.load_state = trainer_state, rank_state, load_state
-        self.before_save, self.before_load, self.after_save = before_save, before_load, after_save
-        self.fresh, self.left_out = ({MODEL + name for name in names} for names in (fresh, left_out))
-        self.fresh_loaded = False
+        self.added_parameters, self.omitted_parameters = (
+            {MODEL + name for name in names} for names in (added_parameters, omitted_parameters)
+        )
+        self.loaded_adapter = False
         """True if the loaded checkpoint also had an adapter's parameters."""
-        self.interval, self.interval_type = interval, interval_type
-        self.keep_latest_k, self.load_step, self.best = keep_latest_k, load_step, best
-        self.excluded, self.kept = set(exclude_from_loading), Kept()  # adapter state; set by its owner
-        self.enable_first_step_checkpoint, self.load_only = enable_first_step_checkpoint, load_only
-        self.verify, self.on_save_error, self.retry_pauses = verify, on_save_error, tuple(retry_pauses)
+        self.best_metric: Metric | None = None
+        """Selects a checkpoint to retain."""
+        if options.best_metric is not None:
+            self.best_metric = Metric.of(options.best_metric, options.best_mode)
+        self.load_only = options.load_only or not options.enable
+        self.load_step, self.excluded = options.load_step, set[str](options.exclude_from_loading)
+        self.adapter_state = AdapterState()  # set by its owner
+        self.retry_pauses = RETRY_PAUSES
 
         self.main_peers, self.save_peers = Peers("main thread"), Peers("saves")
         self.staging: tensors.Staging | None = None
-        if async_mode != "disabled":
-            pinned = async_mode == "async_with_pinned_mem" and torch.cuda.is_available()
+        if options.async_mode != "disabled":
+            pinned = options.async_mode == "async_with_pinned_mem" and torch.cuda.is_available()
             self.staging = tensors.Staging(pinned)
         self.running: threading.Thread | None = None
         self.running_step = 0
@@ -109,7 +101,7 @@ class Checkpointer:
         self.loaded_from: Path | None = None
         self.place: folders.Place | None = None
         self.saved_step: int | None = None
-        self.whole_step: int | None = None
+        self.published_step: int | None = None
         """The same as `saved_step`, but without a save that is under way or has failed."""
         self.needed_bytes = 0
         """Size of a checkpoint, as far as it is known."""
@@ -154,9 +146,9 @@ class Checkpointer:
         return self._save_if_due(step, last) if was_running else False
 
     def _go_on_without(self, error: CheckpointError) -> None:
-        if self.on_save_error == "stop":
+        if self.options.on_save_error == "stop":
             raise error
-        self.saved_step = self.whole_step
+        self.saved_step = self.published_step
         if self.main_peers.is_main:
             logger.error("%s; the run goes on without it (checkpoint.on_save_error = continue)", error)
 
@@ -165,7 +157,7 @@ class Checkpointer:
             if self.staging is not None and self.staging.fresh:
                 self.staging.prepare(self._tensors()[0])
             return False
-        self.before_save()
+        self.hooks.before_save()
         self._wait()
         target = self.folder / layout.step_name(step)
         snapshot = self._snapshot(step)
@@ -196,17 +188,17 @@ class Checkpointer:
         Return False if it exists already, with the same step and job. Waits for the save under way.
         """
         self._wait()
-        snapshot = saving.snapshot_of_model(step, self.model_parts, self.trainer_state, dtype, plain)
-        return saving.save(snapshot, Path(path).resolve(), None, self.save_peers, Care(verify=self.verify)) > 0
+        snapshot = saving.snapshot_of_model(step, self.model_parts, self.hooks.trainer_state, dtype, plain)
+        return saving.save(snapshot, Path(path).resolve(), None, self.save_peers, Care(verify=self.options.verify)) > 0
 
     def _due(self, step: int, last: bool) -> bool:
         """Return True, the same on all ranks, if a save is due; also handle the end of a background save."""
-        due = last or (step == 1 and self.enable_first_step_checkpoint)
-        if self.interval_type == "steps":
-            due = due or step % self.interval == 0
+        due = last or (step == 1 and self.options.enable_first_step_checkpoint)
+        if self.options.interval_type == "steps":
+            due = due or step % self.options.interval == 0
         elif self.main_peers.is_main:  # rank 0 decides, by a monotonic clock
-            due = due or time.monotonic() - self.last_save_time >= self.interval
-        if self.running is None and self.interval_type == "steps":
+            due = due or time.monotonic() - self.last_save_time >= self.options.interval
+        if self.running is None and self.options.interval_type == "steps":
             return due
         unfinished = self.running is not None and self.running.is_alive()
         any_due, any_unfinished = self.main_peers.maximum(due, unfinished)
@@ -232,7 +224,7 @@ class Checkpointer:
         try:
             snapshot.tensors, snapshot.optimizer_values = self._tensors()
             # via JSON text, which validates the values and isolates them from later changes
-            text = json.dumps([self.trainer_state(), self.rank_state()], allow_nan=False)
+            text = json.dumps([self.hooks.trainer_state(), self.hooks.rank_state()], allow_nan=False)
             snapshot.trainer, snapshot.rank = json.loads(text)
             if self.staging is not None:
                 snapshot.staged = self.staging.copy(snapshot.tensors)
@@ -242,23 +234,25 @@ class Checkpointer:
 
     def _tensors(self) -> tuple[tensors.Tensors, dict[str, Any]]:
         optimizer_tensors, values = tensors.optimizer_state(self.model_parts, self.optimizers)
-        optimizer_tensors |= self.kept.live(self.main_peers.rank)
-        return self._without(self.left_out, tensors.model_tensors(self.model_parts)) | optimizer_tensors, values
+        optimizer_tensors |= self.adapter_state.named_tensors(self.main_peers.rank)
+        model_tensors = self._without(self.omitted_parameters, tensors.model_tensors(self.model_parts))
+        return model_tensors | optimizer_tensors, values
 
     def _without(self, names: Collection[str], model_tensors: tensors.Tensors) -> tensors.Tensors:
         return {name: tensor for name, tensor in model_tensors.items() if name not in names}
 
     def _save(self, snapshot: Snapshot, target: Path) -> bool:
         started = time.monotonic()
-        care = Care(self.place, self.verify, self.needed_bytes, self.retry_pauses)
+        care = Care(self.place, self.options.verify, self.needed_bytes, self.retry_pauses)
         size = saving.save(snapshot, target, self.rewound_to, self.save_peers, care)
-        self.whole_step = snapshot.step
+        self.published_step = snapshot.step
         self.rewound_to = None  # only now: after a failed save, newer checkpoints are still obsolete
         self.needed_bytes = size or self.needed_bytes
         if self.save_peers.is_main:
-            self.after_save(snapshot.step)
-        good = {target} if self.verify else None
-        retention.retain(self.folder, self.keep_latest_k, {target, self.loaded_from}, self.save_peers, good, self.best)
+            self.hooks.after_save(snapshot.step)
+        keep, protected = self.options.keep_latest_k, {target, self.loaded_from}
+        good = {target} if self.options.verify else None
+        retention.retain(self.folder, keep, protected, self.save_peers, good, self.best_metric)
         self.longest_save_seconds = max(self.longest_save_seconds, time.monotonic() - started)
         return size > 0
 
@@ -303,7 +297,7 @@ class Checkpointer:
                 if (saved := source.manifest.versions.get(name)) != version:
                     logger.warning("saved with %s %s, going on with %s: not bit-equal any more", name, saved, version)
         self.loaded_from = folder
-        self.saved_step = self.whole_step = self.rewound_to = source.manifest.step
+        self.saved_step = self.published_step = self.rewound_to = source.manifest.step
         return self.saved_step
 
     def can_go_back(self) -> bool:
@@ -342,7 +336,8 @@ class Checkpointer:
             trainer_state = {"step": step, "tokens": trainer["tokens"], SCHEDULE_START: step}
             data_keys = {"dataloader"} - self.excluded
             ranks = [{name: state[name] for name in data_keys & state.keys()} for state in source.state["ranks"]]
-            self.main_peers.agree(f"going on from {source.folder.name}", lambda: self.load_state(trainer_state, ranks))
+            restore = partial(self.hooks.load_state, trainer_state, ranks)
+            self.main_peers.agree(f"going on from {source.folder.name}", restore)
         return 0 if model_only and not counters else source.manifest.step
 
     def refuse_not_finite(self, origin: Path) -> None:
@@ -352,7 +347,7 @@ class Checkpointer:
             raise NotFinite(f"{origin}: {names[0]}{more} holds NaN or infinity, from which no training comes back")
 
     def _restore(self, source: Source, with_state: bool) -> None:
-        judge = partial(self.before_load, source.state["trainer"], not with_state)
+        judge = partial(self.hooks.before_load, source.state["trainer"], not with_state)
         self.main_peers.agree(f"comparing the job with that of {source.folder.name}", judge)
         with_optimizer, with_data = (with_state and part not in self.excluded for part in ("optimizer", "dataloader"))
         live = Wanted({}, {})
@@ -364,8 +359,8 @@ class Checkpointer:
                 optimizer_tensors, live.values = tensors.optimizer_state(self.model_parts, self.optimizers)
                 live.tensors |= optimizer_tensors
             live.copies = tensors.copied_tensors(self.model_parts, self.optimizers if with_optimizer else ())
-            self.fresh_loaded = not self.fresh.isdisjoint(source.manifest.tensors)
-            absent = self.left_out if with_state else self.fresh
+            self.loaded_adapter = not self.added_parameters.isdisjoint(source.manifest.tensors)
+            absent = self.omitted_parameters if with_state else self.added_parameters
             if with_state or absent.isdisjoint(source.manifest.tensors):
                 live.tensors, live.copies = self._without(absent, live.tensors), self._without(absent, live.copies)
             if not with_state:
@@ -373,9 +368,11 @@ class Checkpointer:
 
         # pipeline parts differ, so a single rank may fail
         self.main_peers.agree("collecting what to load", collect)
-        adapter_tensors, adapter_prefixes = self.kept.taken(source, self.main_peers) if with_data else ({}, ())
-        live.tensors |= adapter_tensors
-        prefixes = (MODEL, OPTIMIZER, *adapter_prefixes) if with_optimizer else (MODEL, *adapter_prefixes)
+        prefixes: tuple[str, ...] = (MODEL, OPTIMIZER) if with_optimizer else (MODEL,)
+        if with_data:
+            adapter_tensors, adapter_prefixes = self.adapter_state.restore_targets(source, self.main_peers)
+            live.tensors |= adapter_tensors
+            prefixes += adapter_prefixes
         load_tensors(source, live, self.main_peers, prefixes=prefixes, cast=not with_state)
         self.refuse_not_finite(source.folder)
 
@@ -386,7 +383,7 @@ class Checkpointer:
                 {name: value for name, value in part.items() if name not in self.excluded}
                 for part in (source.state["trainer"], *source.state["ranks"])
             )
-            self.load_state(trainer, ranks)
+            self.hooks.load_state(trainer, ranks)
 
         if with_state:
             self.main_peers.agree(f"going on from {source.folder.name}", go_on)

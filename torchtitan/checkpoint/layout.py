@@ -30,9 +30,8 @@ from torchtitan.core.progress_bar import progress_bar
 
 FORMAT = 1
 MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
-MODEL, OPTIMIZER = "model.", "optimizer."
-KEPT = "kept."
-"""Prefixes of tensor names. KEPT is followed by the number of the rank that the adapter state belongs to."""
+MODEL, OPTIMIZER, ADAPTER_STATE = "model.", "optimizer.", "kept."
+"""Prefixes of tensor names. ADAPTER_STATE is followed by the number of the rank that it belongs to."""
 
 OWN = ("rng",)
 """Parts of a rank's state in a separate file; older checkpoints have them in state.json, which all ranks read."""

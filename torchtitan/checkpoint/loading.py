@@ -5,7 +5,7 @@ tensor that is missing, surplus or of another shape is refused by name.
 """
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan.checkpoint import folders, layout, storage, tensors
 from torchtitan.checkpoint.agreement import Peers
-from torchtitan.checkpoint.layout import MODEL, CheckpointError, Manifest, Refused, TensorEntry
+from torchtitan.checkpoint.layout import ADAPTER_STATE, MODEL, CheckpointError, Manifest, Refused, TensorEntry
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.core.tensor_storage import Store, packed_names, stores
 
@@ -133,6 +133,50 @@ def _compare(
     reason, casts = tensors.differences(requested, saved, cast)
     reason, names = peers.tell((reason, sorted(casts)))
     return reason, set(names)
+
+
+class AdapterState:
+    """Saves and restores per-rank adapter state: tensors of one rank in addition to parameters and optimizer state.
+
+    They are restored to the same rank of an equal parallel plan, or not at all. `tensors()` returns them by name.
+    `targets_for(trainer_state, shapes)` returns the tensors to fill for a checkpoint with as many ranks, or None if
+    they do not fit. `on_restored(restored)` is called with True if all ranks restore theirs.
+    """
+
+    def __init__(
+        self,
+        tensors: Callable[[], Tensors] = dict,
+        targets_for: Callable[[dict[str, Any], Mapping[str, list[int]]], Tensors | None] = lambda trainer, shapes: {},
+        on_restored: Callable[[bool], object] = lambda restored: None,
+    ):
+        self.tensors, self.targets_for, self.on_restored = tensors, targets_for, on_restored
+
+    def named_tensors(self, rank: int) -> Tensors:
+        """Return this rank's tensors by their names in a checkpoint."""
+        return {f"{ADAPTER_STATE}{rank}.{name}": tensor for name, tensor in self.tensors().items()}
+
+    def restore_targets(self, source: Source, peers: Peers) -> tuple[Tensors, tuple[str, ...]]:
+        """Return the tensors that this rank restores from a checkpoint, and the name prefix of all ranks' tensors.
+
+        Both are empty unless all ranks restore theirs. Every rank calls it.
+        """
+        prefix, saved = f"{ADAPTER_STATE}{peers.rank}.", source.manifest.tensors
+        shapes = {name.removeprefix(prefix): entry.shape for name, entry in saved.items() if name.startswith(prefix)}
+        same_size = len(source.state["ranks"]) == peers.size
+        targets = self.targets_for(source.state["trainer"], shapes)
+        if targets and not same_size:
+            targets = None
+        mismatch, any_tensors = peers.maximum(targets is None, bool(targets))
+        restored = not mismatch and bool(any_tensors)
+        self.on_restored(restored)
+        if not restored or targets is None:
+            if mismatch and peers.is_main and any(name.startswith(ADAPTER_STATE) for name in saved):
+                logger.warning(
+                    "the adapter state in %s was saved with another parallel plan or batch size and is not restored",
+                    source.folder,
+                )
+            return {}, ()
+        return {prefix + name: tensor for name, tensor in targets.items()}, (ADAPTER_STATE,)
 
 
 def load_model_for_inference(path: Path, model: nn.Module, left_out: Collection[str] = ()) -> int:

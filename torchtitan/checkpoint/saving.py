@@ -34,6 +34,24 @@ DISTRIBUTION = "torchtitan-toml"
 
 
 @dataclass
+class TrainerHooks:
+    """The trainer's side of saving and loading."""
+
+    trainer_state: Callable[[], dict[str, Any]]
+    """Returns JSON-able values that are the same on all ranks."""
+    rank_state: Callable[[], dict[str, Any]]
+    """Returns JSON-able values of this rank."""
+    load_state: Callable[[dict[str, Any], list[dict[str, Any]]], None]
+    """Restores the trainer's state and the list of rank states, in the order of the ranks that saved."""
+    before_save: Callable[[], None] = lambda: None
+    """May raise, on all ranks alike, to reject a state."""
+    before_load: Callable[[dict[str, Any], bool], None] = lambda trainer_state, model_only: None
+    """May raise to refuse a checkpoint. Nothing has been changed yet."""
+    after_save: Callable[[int], None] = lambda step: None
+    """Called with the step on rank 0, in the saving thread, after each save is published."""
+
+
+@dataclass
 class Snapshot:
     """A rank's share of the data to save. `error`: why it could not be collected, which fails the save on all."""
 

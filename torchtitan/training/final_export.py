@@ -84,7 +84,7 @@ class Exports:
 
     def _take_best(self, model: ParallelModel, checkpointer: Checkpointer) -> int:
         """The weights of the run's best checkpoint instead of the last step's. Its step."""
-        root, metric = checkpointer.folder, checkpointer.best
+        root, metric = checkpointer.folder, checkpointer.best_metric
         assert metric is not None  # the rules ask for it
         checkpointer.finish()
         best = checkpointer.main_peers.decide(

@@ -9,8 +9,8 @@ from typing import Any
 from torchtitan.adapters.stateful import StatefulAdapter
 from torchtitan.build import parts
 from torchtitan.checkpoint import Checkpointer, CheckpointError, base_weights
-from torchtitan.checkpoint.adapter_state import Kept
 from torchtitan.checkpoint.base_weights import SCHEDULE_START, counters_of, find_weights
+from torchtitan.checkpoint.loading import AdapterState
 from torchtitan.checkpoint.weight_sources import load_foreign
 from torchtitan.config.batch_shape import batch_rows
 from torchtitan.config.changes import changes, refused, remedy
@@ -53,7 +53,7 @@ class Origin:
         path = options.initial_load_path
         if isinstance(adapter := self.model.adapter, StatefulAdapter):
             mark_restored = partial(setattr, adapter, "state_restored")
-            checkpointer.kept = Kept(
+            checkpointer.adapter_state = AdapterState(
                 partial(adapter.state_tensors, self.model.parts), self._state_to_restore, mark_restored
             )
         if alone := options.enable and parts.saves_adapter_alone(self.config):  # what checkpoints only refer to
@@ -72,7 +72,7 @@ class Origin:
         if resumed is None and self.config.adapter.initial_path:
             self.model.adapter.begin_from(self.model.parts, parts.peft_tensors(self.config, self.model.adapter))
             logger.info("adapter started from %s", self.config.adapter.initial_path)
-        known = resumed is not None or checkpointer.fresh_loaded or self.config.adapter.initial_path
+        known = resumed is not None or checkpointer.loaded_adapter or self.config.adapter.initial_path
         self.adapter_is_fresh = self.model.adapter is not None and not known
         return resumed
 
@@ -102,6 +102,6 @@ class Origin:
             whose = {"hf": "Hugging Face's", "torchtitan": "torchtitan's own"}[kind]
             logger.info("started from %s weights in %s", whose, place)
             if options.initial_load_counters and (counted := counters_of(kind, place)):
-                checkpointer.load_state(counted._asdict() | {SCHEDULE_START: counted.step}, [])
-        if adapter is not None and not checkpointer.fresh_loaded:
+                checkpointer.hooks.load_state(counted._asdict() | {SCHEDULE_START: counted.step}, [])
+        if adapter is not None and not checkpointer.loaded_adapter:
             adapter.follow_base(self.model.parts)

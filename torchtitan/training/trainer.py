@@ -16,7 +16,7 @@ import torch
 
 from torchtitan.build import data, observers, parts
 from torchtitan.build.data import batches_of_a_step, held_out, training_loader
-from torchtitan.checkpoint import CheckpointError, RandomState, base_weights, set_rng_state
+from torchtitan.checkpoint import CheckpointError, RandomState, TrainerHooks, base_weights, set_rng_state
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import to_toml
 from torchtitan.core.cadence import describe_end, with_end
@@ -103,17 +103,10 @@ class Trainer:
     def begin(self) -> None:
         """Take up what there is of a run, its data where it left them, and open what is written down."""
         self.origin = Origin(self.config, self.dims, self.model)
-        self.checkpointer = parts.checkpointer(
-            self.config,
-            self.model,
-            self.optimizers,
-            self.trainer_state,
-            self.rank_state,
-            self.load_state,
-            self.before_save,
-            self.origin.compare_with_job_of,
-            partial(run_folder.note_saved, self.folder),
-        )
+        hooks = TrainerHooks(self.trainer_state, self.rank_state, self.load_state, self.before_save)
+        hooks.before_load = self.origin.compare_with_job_of
+        hooks.after_save = partial(run_folder.note_saved, self.folder)
+        self.checkpointer = parts.checkpointer(self.config, self.model, self.optimizers, hooks)
         self.guards.checkpointer = self.checkpointer
         self.progress.enter("load")
         self.resumed_from = self.origin.restore(self.checkpointer)
