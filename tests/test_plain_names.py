@@ -43,7 +43,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "importers": (42, 11),
     "launch": (4, 3),
     "launcher": (11, 0),
-    "losses": (19, 4),
+    "losses": (15, 2),
     "lr_schedules": (3, 0),
     "metrics": (31, 33),
     "models": (114, 82),

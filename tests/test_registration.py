@@ -26,14 +26,14 @@ from torchtitan.models.family import Family
 from torchtitan.models.llama import LLAMA3
 from torchtitan.models.llama.hf_config import CONFIG
 from torchtitan.optimizers.spec import OptimizerSpec
-from torchtitan.losses.tasks import Task
+from torchtitan.losses.tasks import TaskSpec
 
 FAMILY = Family(sizes=LLAMA3, config=CONFIG, spec="acme_titan.heavy:SPEC")
 HALVED = OptimizerSpec(
     make="acme_titan.heavy:halved", options={"half": Option(float, 0.0, "Half the momentum.")}, state=lambda options: 1
 )
 ADAPTER = AdapterSpec(make="acme_titan.heavy:Adapter")
-TASK = Task("acme_titan.heavy:NextToken")
+TASK = TaskSpec("acme_titan.heavy:NextToken")
 
 
 def letters(path, text_field):

@@ -14,7 +14,7 @@ from torchtitan.build import parts
 from torchtitan.config.manager import load
 from torchtitan.datasets.samples import dealt
 from torchtitan.losses.objective import SummedCrossEntropy
-from torchtitan.losses.tasks import TASKS, Task
+from torchtitan.losses.tasks import TASKS, TaskSpec
 from torchtitan.models.dropout import token_keys
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.training.batches import Feed
@@ -24,7 +24,9 @@ anywhere = judged.anywhere
 
 @pytest.fixture
 def pairs(monkeypatch):
-    monkeypatch.setitem(TASKS.data, "pairs", Task("tests.support.other_families:PairMargin", 2, of_tokens=False))
+    monkeypatch.setitem(
+        TASKS.data, "pairs", TaskSpec("tests.support.other_families:PairMargin", 2, loss_per_token=False)
+    )
 
 
 def test_the_usual_task_is_the_next_token():

@@ -31,7 +31,7 @@ from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokens import TokenShards
 from torchtitan.datasets.verification import verification_of
 from torchtitan.losses.objective import Objective
-from torchtitan.losses.tasks import TASKS
+from torchtitan.losses.tasks import task_of
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.process.distributed import device_type
 from torchtitan.process.ranks import read_ranks
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 def fields(config: JobConfig) -> Fields | None:
     """Where records have their classes, for a task that learns these."""
-    if TASKS[config.task.kind].labels != "classes":
+    if task_of(config).labels != "classes":
         return None
     args = model_args(config)
     return Fields.of(config.task, args.n_classes, ended=not args.causal)
@@ -49,12 +49,12 @@ def fields(config: JobConfig) -> Fields | None:
 
 def documents_apart(config: JobConfig) -> bool:
     """Whether attention and positions keep to a document."""
-    return config.training.document_mask or TASKS[config.task.kind].packs
+    return config.training.document_mask or task_of(config).whole_records
 
 
 def labels(config: JobConfig) -> Labels:
     """A class is told from the first token where it sees all others, else from the last."""
-    learned = TASKS[config.task.kind].labels
+    learned = task_of(config).labels
     if learned != "classes":
         return learned
     return "last" if model_args(config).causal else "first"
@@ -62,7 +62,7 @@ def labels(config: JobConfig) -> Labels:
 
 def packing(config: JobConfig, section: Section, pad_id: int) -> Packing | None:
     """How the task's samples are made of whole records; None where they are cut from all text."""
-    if not TASKS[config.task.kind].packs:
+    if not task_of(config).whole_records:
         return None
     together = rows_per_sample(config)
     window = config.data.packing_window if is_packed(config) else 1
@@ -91,9 +91,9 @@ def multiple_of(config: JobConfig) -> int:
 def recipe(config: JobConfig, section: Section) -> Recipe:
     """What becomes of the records of a section."""
     data = config.data
-    if not TASKS[config.task.kind].packs:
+    if not task_of(config).whole_records:
         return Recipe()
-    together = TASKS[config.task.kind].together
+    together = task_of(config).rows_per_sample
     train_on = TrainOn(data.train_on if together == 1 else "last_turn", data.train_on_eos)
     return Recipe(train_on, seq_len_of(config, section) + 1, data.too_long, data.max_empty_ratio, together)
 
@@ -107,7 +107,7 @@ def last_step_of_data(config: JobConfig, plan: ParallelDims, taken: int = 0, ste
     """Return the step with which training.epochs or training.tokens end, when at `step` so many samples have been
     taken; None if neither is set. Text is tokenized for epochs, and for a task of whole records, unless it has been.
     """
-    training, packs = config.training, TASKS[config.task.kind].packs
+    training, packs = config.training, task_of(config).whole_records
     if training.epochs is None and training.tokens is None and not packs:
         return None
     sources: list[TokenShards] = []
@@ -181,7 +181,7 @@ def training_loader(
 def _training_loader(
     config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims, state: dict[str, Any] | None
 ) -> Loader | SegmentLoader:
-    if TASKS[config.task.kind].in_lanes:
+    if task_of(config).streams_documents:
         return SegmentLoader(
             documents(config, "training"),
             seq_len=config.training.seq_len,
@@ -220,7 +220,7 @@ def held_out(
         return None
     in_a_batch = batch_rows(config, "validation") * plan.dp
     samples = part.samples * rows_per_sample(config) if part.steps is None else part.steps * in_a_batch
-    if TASKS[config.task.kind].in_lanes:
+    if task_of(config).streams_documents:
         how = dict(
             seq_len=seq_len_of(config, "validation"),
             rows=batch_rows(config, "validation"),
@@ -228,7 +228,7 @@ def held_out(
             ranks=plan.dp,
         )
         return HeldOutSegments(documents(config, "validation"), samples, **how)
-    if TASKS[config.task.kind].packs:
+    if task_of(config).whole_records:
         opened = [weighted.source for weighted in data_sources(config, "validation")]
         whole = _samples_in(config, "validation", [s for s in opened if isinstance(s, TokenShards)], epochs=1)
         samples = min(samples or whole, whole)
@@ -256,9 +256,9 @@ def documents_fingerprint(config: JobConfig, vocabulary: Tokenizer) -> dict[str,
 
 def tokenized_before(config: JobConfig, section: Section) -> bool:
     """Whether a section's text is tokenized before the run."""
-    task = TASKS[config.task.kind]
+    task = task_of(config)
     joined = joins_sources(config) and (config.training.epochs is not None or len(config.training.sources) > 1)
-    return task.packs or task.in_lanes or (section == "training" and joined)
+    return task.whole_records or task.streams_documents or (section == "training" and joined)
 
 
 def cache_of(config: JobConfig) -> Path:
@@ -269,10 +269,10 @@ def cache_of(config: JobConfig) -> Path:
 def data_sources(config: JobConfig, section: Section) -> list[Weighted]:
     """Opened; what has an end, or is read in whole records, is tokenized before, so that all its lengths are known."""
     training, found, first = config.training, [], tokenized_before(config, section)
-    task = TASKS[config.task.kind]
+    task = task_of(config)
     folder = cache_of(config)
     for wanted in sources_of(config, section).values():
-        reading = reading_of(wanted, config.data.default_system, task.packs, task.together > 1)
+        reading = reading_of(wanted, config.data.default_system, task.whole_records, task.rows_per_sample > 1)
         source = open_source(wanted.dataset, wanted.dataset_path, reading, fields(config))
         if first and not isinstance(source, TokenShards):
             source = prepared(
@@ -301,7 +301,7 @@ def _loader(
 ) -> Loader:
     workers, epochs = config.training.dataloader, config.training.epochs
     if section == "validation":  # whole records are all met, whatever the weights
-        epochs = 1 if TASKS[config.task.kind].packs else None
+        epochs = 1 if task_of(config).whole_records else None
     on_gpu = device_type() == "cuda"
     return build_loader(
         sources=data_sources(config, section),
@@ -320,7 +320,7 @@ def _loader(
         epochs=epochs,
         joined=section == "training" and joins_sources(config),
         tokens=config.training.tokens if section == "training" else None,
-        together=TASKS[config.task.kind].together,
+        together=task_of(config).rows_per_sample,
         packing=packing(config, section, vocabulary.eos_id),
         labels=labels(config),
     )

@@ -26,7 +26,7 @@ from torchtitan.datasets.templates import turn_ends
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokenizer.chat_templates import template_file, template_of
 from torchtitan.losses.objective import Objective, auto_chunks
-from torchtitan.losses.tasks import TASKS
+from torchtitan.losses.tasks import task_of
 from torchtitan.lr_schedules import LRSchedule, schedule_of
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
 from torchtitan.models import CONFIGS, sizes_of
@@ -199,9 +199,9 @@ def save_peft(config: JobConfig, folder: Path, installed: Adapter, whole: dict[s
 
 def objective(config: JobConfig) -> Objective:
     """What is learned, and how it is counted."""
-    task, chunks = TASKS[config.task.kind], config.training.loss_chunks or loss_chunks(config)
+    task, chunks = task_of(config), config.training.loss_chunks or loss_chunks(config)
     made = resolve_name(task.objective)
-    return made(chunks, **taken(getattr(config, task.section), made) if task.section else {})
+    return made(chunks, **taken(getattr(config, task.options_section), made) if task.options_section else {})
 
 
 def meta_model(config: JobConfig) -> nn.Module:

@@ -35,7 +35,7 @@ from torchtitan.datasets.sources import DataError, Document
 from torchtitan.datasets.templates import turn_ends
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.base import text_of
-from torchtitan.losses.tasks import TASKS
+from torchtitan.losses.tasks import task_of
 from torchtitan.process.distributed import device_type
 from torchtitan.training import inference_model
 
@@ -124,8 +124,8 @@ def form_of(config: JobConfig, tokenizer: Tokenizer) -> str:
 def first_reading(config: JobConfig) -> Reading:
     """Of the job's first source, whose prompt questions are put in."""
     first = next(iter(sources_of(config, "training").values()))
-    task = TASKS[config.task.kind]
-    return reading_of(first, config.data.default_system, task.packs, task.together > 1)
+    task = task_of(config)
+    return reading_of(first, config.data.default_system, task.whole_records, task.rows_per_sample > 1)
 
 
 def lines(typed: bool) -> Iterator[str]:

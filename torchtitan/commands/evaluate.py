@@ -34,7 +34,7 @@ from torchtitan.datasets.segments import Documents, HeldOutSegments
 from torchtitan.datasets.sources import PairFound
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.losses.position_loss import Measured, measure, names_of, total
-from torchtitan.losses.tasks import TASKS
+from torchtitan.losses.tasks import task_of
 from torchtitan.metrics.plot import HELD_OUT, INK, LOSS, RATE, SPEED, STYLE, check_format
 from torchtitan.models.decoder import Decoder
 from torchtitan.process.distributed import device_type
@@ -136,15 +136,15 @@ def of_documents(config: JobConfig) -> JobConfig:
     Validation data that are named in the job take precedence over a split. Raises JobError if the split has no
     documents.
     """
-    part, task = config.validation, TASKS[config.task.kind]
+    part, task = config.validation, task_of(config)
     if part.sources or part.dataset_path or part.dataset != Validation().dataset:
         part = dataclasses.replace(part, split=None)
     if part.split is None:
         kind = dataclasses.replace(config.task, kind="documents")
         return dataclasses.replace(config, task=kind, validation=part)
-    if task.together > 1:
+    if task.rows_per_sample > 1:
         raise JobError(f"validation.split: given {part.split:g}; {NO_TEXT}")
-    if not task.packs:
+    if not task.whole_records:
         raise JobError(
             f"validation.split: given {part.split:g}; allowed: unset with task.kind = {config.task.kind}, which holds "
             "out no documents; give some by --validation.dataset and --validation.dataset_path"

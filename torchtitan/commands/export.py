@@ -29,7 +29,7 @@ from torchtitan.commands.generate import best_option, find_checkpoint, sample
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError, in_units
 from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
-from torchtitan.losses.tasks import TASKS
+from torchtitan.losses.tasks import task_of
 from torchtitan.training import inference_model
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
@@ -159,7 +159,7 @@ def write(
 def answer(config: JobConfig, model: nn.Module, samples: Samples) -> Answer:
     """Compute the loss of the samples one by one, and continue the beginning of the first greedily. The loss is of
     tokens, also where the run's is of pairs."""
-    if TASKS[config.task.kind].together > 1:
+    if task_of(config).rows_per_sample > 1:
         model.loss = SummedCrossEntropy()
     loss = sum(model(tokens, labels=labels).item() for tokens, labels in samples)
     count = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in samples)

@@ -36,7 +36,7 @@ from torchtitan.datasets.preparing import prepare
 from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokens import TokenShards
-from torchtitan.losses.tasks import TASKS
+from torchtitan.losses.tasks import task_of
 from torchtitan.rules import check
 
 COLUMNS = ("records", "whole", "cut", "left out", "50 %", "90 %", "99 %", "longest", "tokens", "trained")
@@ -85,7 +85,7 @@ def prepared(config: JobConfig, ranks: int) -> list[str]:
             if told := advice(header["records"], config.training.seq_len) if "records" in header else "":
                 advices[name] = told
     lines += [f"{name}: {told}" for name, told in advices.items()]
-    if "training" in sections and not TASKS[config.task.kind].in_lanes:
+    if "training" in sections and not task_of(config).streams_documents:
         sources = [each.source for each in data_sources(config, "training")]
         made = filled(config, [source for source in sources if isinstance(source, TokenShards)])
         steps = with_steps(config, parts.dims(config, ranks)).training.steps

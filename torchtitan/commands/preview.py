@@ -24,7 +24,7 @@ from torchtitan.config.sections.training import DataLoader
 from torchtitan.datasets.loader import Batch
 from torchtitan.datasets.packing import IGNORE
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.losses.tasks import TASKS
+from torchtitan.losses.tasks import task_of
 from torchtitan.training.batches import feed
 
 HEAD, SPECIAL, MASKED, FAINT = "\033[1;36m", "\033[33m", "\033[2;31m", "\033[2m"
@@ -42,9 +42,9 @@ def main(argv: list[str]) -> int:
         options.tokens,
         options.ids,
         colour=sys.stdout.isatty() and not config.metrics.disable_color_printing,
-        labels=TASKS[config.task.kind].labels,
+        labels=task_of(config).labels,
         classes=config.task.labels,
-        packs=TASKS[config.task.kind].packs,
+        packs=task_of(config).whole_records,
     )
     lines = [
         line

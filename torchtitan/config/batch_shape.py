@@ -8,7 +8,7 @@ import math
 from typing import Literal
 
 from torchtitan.config.job import JobConfig
-from torchtitan.losses.tasks import TASKS
+from torchtitan.losses.tasks import TASKS, task_of
 from torchtitan.parallelisms import degrees
 
 Section = Literal["training", "validation"]
@@ -18,8 +18,9 @@ of the allocator's."""
 
 
 def rows_per_sample(config: JobConfig) -> int:
-    kind = config.task.kind
-    return TASKS[kind].together if kind in TASKS else 1
+    """Return 2 for a task that learns pairs, else 1; also 1 for an unknown task."""
+    task = TASKS.get(config.task.kind)
+    return 1 if task is None else task.rows_per_sample
 
 
 def batch_rows(config: JobConfig, section: Section = "training") -> int:
@@ -50,8 +51,8 @@ def notice(config: JobConfig) -> str:
 
 def is_packed(config: JobConfig) -> bool:
     """Whether several records share a sample: by default if tokens are learned, not if classes are."""
-    task = TASKS[config.task.kind]
-    if not task.packs or task.together > 1:
+    task = task_of(config)
+    if not task.whole_records or task.rows_per_sample > 1:
         return False
     return (config.data.packing or ("off" if task.labels == "classes" else "best_fit")) == "best_fit"
 
@@ -95,7 +96,7 @@ def keeps_full_length(config: JobConfig, has_experts: bool) -> str:
 def padding_multiple(config: JobConfig, device: str, has_experts: bool) -> int:
     """The multiple that the length of a batch is rounded up to; 0 if all batches have training.seq_len tokens."""
     pad_to = config.data.pad_to
-    if not TASKS[config.task.kind].packs or is_packed(config) or keeps_full_length(config, has_experts):
+    if not task_of(config).whole_records or is_packed(config) or keeps_full_length(config, has_experts):
         return 0
     if pad_to is None:
         return math.lcm(ROUNDING[device], *sequence_needs(config, split_by_tensor_parallel(config)).values())
@@ -111,7 +112,7 @@ def padding_in_words(config: JobConfig, share: float, longest: int, has_experts:
     ways = [f"write training.seq_len = {length}, which the longest needs"] * (length < config.training.seq_len)
     if config.data.pad_to == "seq_len" and not fixed_by(config):
         ways.append("leave data.pad_to out")
-    if TASKS[config.task.kind].together == 1:
+    if task_of(config).rows_per_sample == 1:
         ways.append('pack the records (data.packing = "best_fit")')
     if "compile.enable" in fixed_by(config):
         ways.append("leave compile.enable out")

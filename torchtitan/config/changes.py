@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torchtitan.config.batch_shape import rows_per_sample
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.options import options, show
-from torchtitan.losses.tasks import TASKS
 
 Kind = Literal["refused", "told", "quiet"]
 
@@ -119,8 +119,7 @@ def kept_job(config: JobConfig, sizes: Mapping[str, Any], samples: int) -> dict[
     step, and how many rows a sample has.
     """
     parts = {"job": as_dict(config), "sizes": dict(sizes), "samples": samples}
-    kind = config.task.kind
-    return parts | {ROWS_PER_SAMPLE: TASKS[kind].together if kind in TASKS else 1}
+    return parts | {ROWS_PER_SAMPLE: rows_per_sample(config)}
 
 
 def changes(kept: Mapping[str, Any], now: Mapping[str, Any], model_only: bool = False) -> list[Change]:

@@ -1,59 +1,72 @@
-"""What a job can learn: tasks by name, each with the objective that it trains for. Needs no torch."""
+"""Tasks by name: what a job can train for, each with its objective. No torch."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Registry
 
 
 @dataclass(frozen=True)
-class Task:
-    """`objective`: "module:attribute" of an Objective (objective.py), made with the number of pieces in which it runs.
-
-    `together`: neighbouring rows of a batch that one loss is made of, such as 2 for pairs: rows 2i and 2i + 1. Batch
-    sizes of a job count them as one, and they stay in one microbatch. `of_tokens`: whether the loss is a sum over
-    tokens, or over samples each of which one token speaks for; then ranks that hold parts of a sequence (context
-    parallel) add up to it. `packs`: whether samples are made of whole records, apart from each other, instead of all
-    text end to end. `in_lanes`: whether each row of a batch reads a document from beginning to end, a segment a batch,
-    and then the next one. `labels`: what a token's label is: the next token, itself where it has been hidden ("same"),
-    or its record's class, which one token of it has ("classes"). `section`: of the job, whose options the objective is
-    made with, too.
-    """
+class TaskSpec:
+    """A task: its objective, and how batches and samples are made for it."""
 
     objective: str
-    together: int = 1
-    of_tokens: bool = True
-    packs: bool = False
-    in_lanes: bool = False
+    """The "module:attribute" of an Objective (objective.py), called with the number of chunks."""
+    rows_per_sample: int = 1
+    """Adjacent rows of a batch that one loss needs: 2 for pairs, rows 2i and 2i + 1. A job's batch sizes count them as
+    one sample, and a microbatch never separates them."""
+    loss_per_token: bool = True
+    """True if the loss is a sum over tokens, so that context parallel ranks can add up their parts."""
+    whole_records: bool = False
+    """True if samples consist of whole records, which do not see each other; else text is concatenated and cut."""
+    streams_documents: bool = False
+    """True if each row of the batch reads a document from beginning to end, one segment a batch, then the next one."""
     labels: Literal["next", "same", "classes"] = "next"
-    section: str = ""
+    """The label of a token: the next token, itself where it was masked, or its record's class (on one token only)."""
+    options_section: str = ""
+    """Section of the job whose options are further arguments of the objective."""
 
 
-MASKS = ("<mask>", "[MASK]")
-
-
-def mask_token(special: Collection[str], asked: str | None) -> str:
-    """Of a tokenizer's special tokens, the one that hides words: the one that is asked for, or of a known name.
-    JobError where there is none.
-    """
-    found = [name for name in ([asked] if asked else MASKS) if name in special]
-    if not found:
-        given = f"{asked!r} is none of" if asked else f"none of {', '.join(MASKS)} is among"
-        shown = ", ".join(list(special)[:8]) or "none"
-        raise JobError(f"{given} the special tokens of the tokenizer, which are {shown}{' ...' * (len(special) > 8)}")
-    return found[0]
-
-
+_SUMMED = TaskSpec("torchtitan.losses.objective:SummedCrossEntropy")
+_PAIRS = TaskSpec(
+    "torchtitan.losses.preference:Preference",
+    rows_per_sample=2,
+    loss_per_token=False,
+    whole_records=True,
+    options_section="dpo",
+)
 _own = {
-    "pretrain": Task("torchtitan.losses.objective:SummedCrossEntropy"),
-    "sft": Task("torchtitan.losses.objective:SummedCrossEntropy", packs=True),
-    "documents": Task("torchtitan.losses.objective:SummedCrossEntropy", in_lanes=True),
-    "masked_lm": Task("torchtitan.losses.objective:SummedCrossEntropy", labels="same"),
-    "seq_cls": Task("torchtitan.losses.classification:ClassCrossEntropy", packs=True, labels="classes"),
-    "dpo": Task("torchtitan.losses.preference:Preference", 2, of_tokens=False, packs=True, section="dpo"),
-    "ipo": Task("torchtitan.losses.preference:IPO", 2, of_tokens=False, packs=True, section="dpo"),
-    "orpo": Task("torchtitan.losses.preference:ORPO", 2, of_tokens=False, packs=True, section="dpo"),
+    "pretrain": _SUMMED,
+    "sft": replace(_SUMMED, whole_records=True),
+    "documents": replace(_SUMMED, streams_documents=True),
+    "masked_lm": replace(_SUMMED, labels="same"),
+    "seq_cls": TaskSpec("torchtitan.losses.classification:ClassCrossEntropy", whole_records=True, labels="classes"),
+    "dpo": _PAIRS,
+    "ipo": replace(_PAIRS, objective="torchtitan.losses.preference:IPO"),
+    "orpo": replace(_PAIRS, objective="torchtitan.losses.preference:ORPO"),
 }
-TASKS: Registry[Task] = Registry("torchtitan.tasks", _own, Task)
+TASKS: Registry[TaskSpec] = Registry("torchtitan.tasks", _own, TaskSpec)
+
+
+def task_of(config: Any) -> TaskSpec:
+    """Return the task that a job trains for; KeyError if task.kind is unknown."""
+    return TASKS[config.task.kind]
+
+
+MASK_TOKENS = ("<mask>", "[MASK]")
+
+
+def mask_token(special_tokens: Collection[str], chosen_token: str | None) -> str:
+    """Return the special token that replaces masked words: `chosen_token`, or else one of MASK_TOKENS.
+
+    Raises JobError if the tokenizer has none.
+    """
+    for token in [chosen_token] if chosen_token else MASK_TOKENS:
+        if token in special_tokens:
+            return token
+    fault = f"{chosen_token!r} is none of" if chosen_token else f"none of {', '.join(MASK_TOKENS)} is among"
+    shown = ", ".join(list(special_tokens)[:8]) or "none"
+    more = " ..." * (len(special_tokens) > 8)
+    raise JobError(f"{fault} the special tokens of the tokenizer, which are {shown}{more}")

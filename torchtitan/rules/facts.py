@@ -22,7 +22,7 @@ from torchtitan.datasets.labelled import Fields
 from torchtitan.datasets.record_format import Reading, reading_of
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
 from torchtitan.datasets.tokens import TokenShards
-from torchtitan.losses.tasks import TASKS
+from torchtitan.losses.tasks import TASKS, TaskSpec
 from torchtitan.lr_schedules import LRSchedule, schedule_of
 from torchtitan.models import changed, sizes_of, table_of
 from torchtitan.models.hf.config import config_beside, untrained
@@ -228,16 +228,19 @@ class Facts:
         return self.args.n_experts if self.expert_layers else 0
 
     @property
+    def task(self) -> TaskSpec | None:
+        """The task of the job; None if task.kind is unknown."""
+        return TASKS.get(self.config.task.kind)
+
+    @property
     def packs(self) -> bool:
         """True if samples are packed from whole records."""
-        kind = self.config.task.kind
-        return kind in TASKS and TASKS[kind].packs
+        return self.task is not None and self.task.whole_records
 
     @property
     def tells_classes(self) -> bool:
         """True if the task learns the classes of records."""
-        kind = self.config.task.kind
-        return kind in TASKS and TASKS[kind].labels == "classes"
+        return self.task is not None and self.task.labels == "classes"
 
     @property
     def fields(self) -> Fields | None:
@@ -255,8 +258,7 @@ class Facts:
 
     def reading(self, source: DataSource) -> Reading:
         """LimitError."""
-        kind = self.config.task.kind
-        pairs = kind in TASKS and TASKS[kind].together > 1
+        pairs = self.task is not None and self.task.rows_per_sample > 1
         return reading_of(source, self.config.data.default_system, self.packs, pairs)
 
     @cached_property

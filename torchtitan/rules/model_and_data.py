@@ -15,7 +15,6 @@ from torchtitan.datasets.sample_packing import lengths_of
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_pretokenized import Blocks
 from torchtitan.datasets.tokens import TokenReader, TokenShards
-from torchtitan.losses.tasks import TASKS
 from torchtitan.models import CONFIGS, FROM_HF, HOMES, SIZES, family_of
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.rules.facts import Facts, Rule
@@ -166,7 +165,7 @@ def end_is_said_once(facts: Facts) -> Iterator[Fault]:
     training, kind = facts.config.training, facts.config.task.kind
     if training.tokens is not None and training.epochs is not None:
         yield facts.fault("training.tokens", "unset with training.epochs", "drop one of the two")
-    if training.tokens is not None and kind in TASKS and not TASKS[kind].of_tokens:
+    if training.tokens is not None and facts.task is not None and not facts.task.loss_per_token:
         remedy = "set training.epochs or training.steps"
         yield facts.fault("training.tokens", f"unset with task.kind = {show(kind)}, which counts samples", remedy)
 

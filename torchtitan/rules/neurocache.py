@@ -11,7 +11,6 @@ from torchtitan.adapters.targets import Misfit, of_linears
 from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.adapter import Adapter, Neurocache
 from torchtitan.core.errors import JobError
-from torchtitan.losses.tasks import TASKS
 from torchtitan.rules.facts import Facts, Rule
 from torchtitan.rules.pipeline import layers_by_stage
 
@@ -135,7 +134,7 @@ def cache_options_have_a_cache(facts: Facts) -> Iterator[Fault]:
 
 def documents_are_read_whole(facts: Facts) -> Iterator[Fault]:
     training, kind = facts.config.training, facts.config.task.kind
-    if kind not in TASKS or not TASKS[kind].in_lanes:
+    if facts.task is None or not facts.task.streams_documents:
         return
     if training.document_mask:
         yield facts.fault(

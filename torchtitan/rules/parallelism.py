@@ -9,7 +9,6 @@ from torchtitan.config.batch_shape import rows_per_sample
 from torchtitan.config.options import Fault
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.core.constraints import LimitError, check_global_batch
-from torchtitan.losses.tasks import TASKS
 from torchtitan.parallelisms import degrees
 from torchtitan.parallelisms.degrees import check_borrowing, check_experts
 from torchtitan.rules.facts import Facts, Rule
@@ -211,10 +210,10 @@ def groups_fit_the_model(facts: Facts) -> Iterator[Fault]:
 def groups_are_of_training_alone(facts: Facts) -> Iterator[Fault]:
     """What evaluation says of the model, seeing everything, is not to be set beside what training does."""
     kind = facts.config.task.kind
-    if not facts.config.model.s2_group_size or kind not in TASKS:
+    if not facts.config.model.s2_group_size or facts.task is None:
         return
-    if TASKS[kind].in_lanes or TASKS[kind].together > 1:
-        why = "reads again what a cache has kept" if TASKS[kind].in_lanes else "sets answers beside a reference"
+    if facts.task.streams_documents or facts.task.rows_per_sample > 1:
+        why = "reads again what a cache has kept" if facts.task.streams_documents else "sets answers beside a reference"
         yield facts.fault(S2_KEY, f'0 with task.kind = "{kind}", which {why} as evaluation sees them', "write 0")
 
 

@@ -16,7 +16,7 @@ from torchtitan.rules.facts import Facts, Rule
 
 def sequence_is_whole(facts: Facts) -> Iterator[Fault]:
     kind = facts.config.task.kind
-    if facts.cp > 1 and kind in TASKS and not TASKS[kind].of_tokens:
+    if facts.cp > 1 and facts.task is not None and not facts.task.loss_per_token:
         allowed = f"1 with task.kind = {kind}, whose loss is no sum over the tokens that ranks share out"
         remedy = "shard the model further instead (parallelism.data_parallel_shard_degree)"
         yield facts.fault("parallelism.context_parallel_degree", allowed, remedy)
@@ -27,9 +27,9 @@ def model_can_learn_it(facts: Facts) -> Iterator[Fault]:
     both sides, and a head tells words apart or classes.
     """
     kind, name, args = facts.config.task.kind, facts.config.model.name, facts.args
-    if kind not in TASKS or args is None:
+    if facts.task is None or args is None:
         return
-    labels, causal, classes = TASKS[kind].labels, getattr(args, "causal", True), getattr(args, "n_classes", 0)
+    labels, causal, classes = facts.task.labels, getattr(args, "causal", True), getattr(args, "n_classes", 0)
     if labels == "next" and not causal:
         allowed = f"masked_lm or seq_cls for model {name}, whose tokens see those behind them"
         yield facts.fault("task.kind", allowed, "write one of these, or train a decoder, such as gpt2")
@@ -53,7 +53,7 @@ def noise_is_the_same_again(facts: Facts) -> Iterator[Fault]:
     key, kind = "training.neftune_alpha", facts.config.task.kind
     if not facts.config.training.neftune_alpha:
         return
-    if kind in TASKS and TASKS[kind].in_lanes:
+    if facts.task is not None and facts.task.streams_documents:
         allowed = f'0 with task.kind = "{kind}", where a run that goes on reads again, without noise, what it has kept'
         yield facts.fault(key, allowed, "leave it out")
     if getattr(facts.args, "n_mtp_layers", 0):
@@ -71,7 +71,7 @@ def classes_have_names(facts: Facts) -> Iterator[Fault]:
 
 def words_are_hidden_by_something(facts: Facts) -> Iterator[Fault]:
     task = facts.config.task
-    if task.kind in TASKS and TASKS[task.kind].labels == "same" and not isinstance(facts.tokenizer, Exception):
+    if facts.task is not None and facts.task.labels == "same" and not isinstance(facts.tokenizer, Exception):
         try:
             mask_token(facts.tokenizer.special_tokens, task.mask_token)
         except JobError as error:
@@ -86,13 +86,13 @@ OF_LABELS |= {"mask_share": "same", "mask_token": "same"}
 def options_are_of_the_task(facts: Facts) -> Iterator[Fault]:
     """What is said of another task would do nothing; of records that have classes, nothing else is learned."""
     task, data = facts.config.task, facts.config.data
-    if task.kind not in TASKS:
+    if facts.task is None:
         return
     for name, labels in OF_LABELS.items():
-        if getattr(task, name) != getattr(Task(), name) and labels != TASKS[task.kind].labels:
+        if getattr(task, name) != getattr(Task(), name) and labels != facts.task.labels:
             wanted = next(kind for kind, each in TASKS.items() if each.labels == labels)
             yield facts.fault(f"task.{name}", f"unset with task.kind = {task.kind}", f'drop it, or write "{wanted}"')
-    if TASKS[task.kind].labels != "classes":
+    if facts.task.labels != "classes":
         return
     for name in ("train_on", "train_on_eos"):
         if getattr(data, name) != getattr(Data(), name):
@@ -111,7 +111,7 @@ FORMER_DEFAULTS = {"data.packing": "best_fit", "data.pad_to": "seq_len"}
 
 def whole_records_are_asked_for(facts: Facts) -> Iterator[Fault]:
     """What says how records become samples, in a job whose samples are cut from all text."""
-    if facts.packs or facts.config.task.kind not in TASKS:
+    if facts.packs or facts.task is None:
         return
     config, remedy = facts.config, 'set task.kind = "sft", or drop it'
     for key, option in options().items():
@@ -121,7 +121,7 @@ def whole_records_are_asked_for(facts: Facts) -> Iterator[Fault]:
             yield facts.fault(key, f"{option.default!r} with task.kind = {config.task.kind}", remedy)
     if config.validation.split is not None:
         yield facts.fault("validation.split", f"unset with task.kind = {config.task.kind}", remedy)
-    if config.validation.samples == 0 and not TASKS[config.task.kind].in_lanes:
+    if config.validation.samples == 0 and not facts.task.streams_documents:
         yield facts.fault("validation.samples", f"at least 1 with task.kind = {config.task.kind}", remedy)
 
 
@@ -146,15 +146,15 @@ def split_is_possible(facts: Facts) -> Iterator[Fault]:
 
 def prompts_can_be_continued(facts: Facts) -> Iterator[Fault]:
     """At validations, by the model under training as it is spread over its ranks."""
-    part, task, key = facts.config.validation, TASKS.get(facts.config.task.kind), "validation.generated"
+    part, task, key = facts.config.validation, facts.task, "validation.generated"
     if not part.generated:
         if part.generated_tokens != Validation().generated_tokens:
             yield facts.fault(f"{key}_tokens", "unset without validation.generated", "set both, or leave it out")
         return
     if not part.enable:
         yield facts.fault(key, "0 without validation.enable", "turn it on, or leave it out")
-    if task is not None and (task.labels != "next" or task.in_lanes):
-        kinds = ", ".join(name for name, each in TASKS.items() if each.labels == "next" and not each.in_lanes)
+    if task is not None and (task.labels != "next" or task.streams_documents):
+        kinds = ", ".join(name for name, each in TASKS.items() if each.labels == "next" and not each.streams_documents)
         yield facts.fault(key, f"0 with task.kind = {facts.config.task.kind}, or one of {kinds}", "leave it out")
     for degree, name in ((facts.pp, "pipeline"), (facts.cp, "context")):
         if degree > 1:

@@ -21,7 +21,7 @@ from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.losses.classification import ClassCrossEntropy, measures
 from torchtitan.losses.masked_lm import HELD_OUT, Masking
 from torchtitan.losses.objective import Objective
-from torchtitan.losses.tasks import TASKS, mask_token
+from torchtitan.losses.tasks import mask_token, task_of
 from torchtitan.models.decoder import LANES
 from torchtitan.models.dropout import record_lengths, token_keys
 from torchtitan.parallelisms.parallel_dims import ParallelDims
@@ -237,7 +237,7 @@ def feed(
     config: JobConfig, vocabulary: Tokenizer, plan: ParallelDims, dp_rank: int, device: torch.device, draws: bool
 ) -> Feed:
     """What the model of a rank reads. `draws`: whether it has dropout or noise."""
-    task = TASKS[config.task.kind]
+    task = task_of(config)
     return Feed(
         objective(config),
         plan,
@@ -245,7 +245,7 @@ def feed(
         device,
         documents_apart(config),
         seed=config.debug.seed if draws else None,
-        together=task.together,
+        together=task.rows_per_sample,
         more=_of_lanes(config, plan),
         masking=masking(config, vocabulary) if task.labels == "same" else None,
         num_classes=model_args(config).n_classes if task.labels == "classes" else 0,
@@ -255,7 +255,7 @@ def feed(
 
 
 def _of_lanes(config: JobConfig, plan: ParallelDims) -> tuple[str, ...]:
-    if not TASKS[config.task.kind].in_lanes:
+    if not task_of(config).streams_documents:
         return ()
     return LANES if plan.pp > 1 else LANES[1:]  # whose number the host would wait for
 
