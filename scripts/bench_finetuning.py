@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.bench_adapters import SHARED, made
 from scripts.bench_timing import Goal, row, take_turns
 from torchtitan.core.tensor_storage import packed_names
-from torchtitan.datasets.packing import batch_arrays
 from torchtitan.datasets.sample_packing import best_fit
+from torchtitan.datasets.samples import batch_arrays
 from torchtitan.optimizers.build import build_optimizers
 
 SEQ_LEN, WORDS = 512, 2048

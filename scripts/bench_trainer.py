@@ -42,8 +42,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.build import data, parts
 from torchtitan.config import manager
 from torchtitan.datasets.loader import Weighted, build_loader
+from torchtitan.datasets.token_shards import ShardWriter, TokenShards
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.datasets.tokens import ShardWriter, TokenShards
 from torchtitan.metrics.json_lines import read_records
 from torchtitan.process.ranks import Ranks
 from torchtitan.training.trainer import Trainer

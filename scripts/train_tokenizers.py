@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from torchtitan.datasets import DATASETS
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.datasets.tokenizer.tiktoken_bpe import NUM_SPECIAL, PATTERN
+from torchtitan.datasets.tokenizer.byte_level import NUM_SPECIAL, PATTERN
 
 VOCAB_SIZE = 2048
 FOLDER = Path(__file__).parents[1] / "tests/assets/tokenizer"

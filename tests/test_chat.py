@@ -17,10 +17,10 @@ from tests.test_templates import CHATML, LLAMA3, folder_with, messages, unmarked
 from torchtitan.commands import chat
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
+from torchtitan.datasets.encoding import encode, prompt_ids, turn_ends
+from torchtitan.datasets.formats import document_of
 from torchtitan.datasets.record_format import Reading
-from torchtitan.datasets.records import document_of, encode, prompt_ids
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.templates import turn_ends
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.chat_templates import NAMED
 from torchtitan.training import inference_model

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.tokens import BlockReader, ShardWriter, TokenShards, tokens
+from torchtitan.datasets.token_shards import BlockReader, ShardWriter, TokenShards, tokens
 
 VOCABULARY = 258
 

@@ -26,11 +26,11 @@ from torchtitan.core.cadence import NO_LIMIT, with_end
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source, preparing
 from torchtitan.datasets.loader import merge_states
-from torchtitan.datasets.packing import IGNORE
 from torchtitan.datasets.preparing import prepared
 from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.tokens import TokenShards
+from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.rules import Facts
 from torchtitan.rules import check as judge
 

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from tests.test_loader import loader, rows
+from torchtitan.datasets import DATASETS
+from torchtitan.datasets.encoding import encode
 from torchtitan.datasets.formats import FORMATS, format_of
-from torchtitan.datasets.packing import IGNORE
 from torchtitan.datasets.record_format import Reading
-from torchtitan.datasets.records import encode
+from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.sources_huggingface import huggingface
 from torchtitan.datasets.sources_text import text
 from torchtitan.datasets.tokenizer import build_tokenizer
 
@@ -90,5 +90,5 @@ def test_datasets_of_the_hub_have_formats_too(tmp_path):
     pytest.importorskip("datasets")
     records = [dict(prompt=f"q{i}", completion=f"a{i}") for i in range(3)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = [document.content for document in huggingface(str(tmp_path), "text").documents()]
+    found = [document.content for document in DATASETS["huggingface"](str(tmp_path), "text").documents()]
     assert found == [Reading().document(record, "", "").content for record in records]

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.jobs import ROOT
 from torchtitan.datasets import template_process, template_worker
+from torchtitan.datasets.encoding import chat_spans
 from torchtitan.datasets.sources import BadRecord, DataError
-from torchtitan.datasets.templates import chat_spans
 from torchtitan.datasets.tokenizer import build_tokenizer
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from torchtitan.datasets import labelled, open_source
-from torchtitan.datasets.labelled import Fields
-from torchtitan.datasets.loss_mask import Recipe
-from torchtitan.datasets.packing import IGNORE, class_arrays, own_arrays
-from torchtitan.datasets.record_format import Reading
-from torchtitan.datasets.records import encode
+from torchtitan.datasets.encoding import encode
+from torchtitan.datasets.preparing import Recipe
+from torchtitan.datasets.record_format import Fields, Reading
+from torchtitan.datasets.samples import IGNORE, class_arrays, own_arrays
 from torchtitan.datasets.sources import DataError, Document, Labelled
 from torchtitan.datasets.tokenizer import build_tokenizer
 

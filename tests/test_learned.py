@@ -10,13 +10,13 @@ from tests.test_records import segments, write
 from tests.test_templates import CHATML, LLAMA3, folder_with, unmarked
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
-from torchtitan.datasets.loss_mask import ANSWERS, Recipe, TrainOn, told
-from torchtitan.datasets.preparing import prepared
+from torchtitan.datasets.encoding import ANSWERS, TrainOn, encode
+from torchtitan.datasets.formats import document_of
+from torchtitan.datasets.preparing import Recipe, prepared, told
 from torchtitan.datasets.record_format import Reading
-from torchtitan.datasets.records import document_of, encode
 from torchtitan.datasets.sources import DataError
+from torchtitan.datasets.token_shards import TokenReader
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.datasets.tokens import TokenReader
 
 BYTES = build_tokenizer("bytes")
 

@@ -16,8 +16,8 @@ from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
 from torchtitan.datasets.loader import Loader, Weighted, build_loader, merge_states
 from torchtitan.datasets.mixing import Mixture
-from torchtitan.datasets.packing import IGNORE, batch_arrays
 from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.samples import IGNORE, batch_arrays
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_text import text
 from torchtitan.datasets.streams import IndexedLanes

@@ -12,8 +12,8 @@ from tests.support.pool import run_ranks
 from tests.test_sft import measured
 from tests.test_templates import LLAMA3, folder_with
 from torchtitan.commands import export
+from torchtitan.datasets.encoding import encode
 from torchtitan.datasets.record_format import Reading
-from torchtitan.datasets.records import encode
 from torchtitan.datasets.tokenizer import build_tokenizer
 
 STEPS = 24

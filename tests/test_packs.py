@@ -16,10 +16,10 @@ from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
 from torchtitan.datasets.loader import merge_states
-from torchtitan.datasets.packing import IGNORE
 from torchtitan.datasets.sample_packing import Packing, PackReader, best_fit, held_out_of
+from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.tokens import TokenReader, TokenShards
+from torchtitan.datasets.token_shards import TokenReader, TokenShards
 
 SEQ_LEN, END = 47, TOKENIZER.eos_id
 PACKED, WINDOWS, ALONE = Packing(1000, END), Packing(8, END), Packing(1, END)

@@ -20,14 +20,13 @@ from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
 from torchtitan.datasets import open_source, preparing
-from torchtitan.datasets.loss_mask import Recipe, TrainOn
-from torchtitan.datasets.preparing import prepared
+from torchtitan.datasets.encoding import TrainOn, encode
+from torchtitan.datasets.preparing import Recipe, prepared
 from torchtitan.datasets.record_format import Reading
-from torchtitan.datasets.records import encode
 from torchtitan.datasets.sample_packing import Packing, PackReader
 from torchtitan.datasets.sources import Chat, DataError, Span
+from torchtitan.datasets.token_shards import TokenReader
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.datasets.tokens import TokenReader
 from torchtitan.losses.preference import IPO, ORPO, Preference
 from torchtitan.models.spec import MODELS
 from torchtitan.process.heartbeat import Progress

@@ -13,8 +13,8 @@ from torchtitan.datasets import open_source, preparing
 from torchtitan.datasets.loader import Weighted, build_loader
 from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.sources import DataError
+from torchtitan.datasets.token_shards import BlockReader, TokenShards
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.datasets.tokens import BlockReader, TokenShards
 
 TEXTS = ["one", "", "zwei: ä", "  \n", "three " * 50] * 7
 

@@ -12,7 +12,7 @@ from torchtitan.config import manager
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import preparing
-from torchtitan.datasets.tokens import TokenShards
+from torchtitan.datasets.token_shards import TokenShards
 
 
 def prepared(argv, capsys):

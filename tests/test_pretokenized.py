@@ -14,7 +14,7 @@ from tests.support import judged
 from tests.support.judged import lines
 from tests.test_loader import loader
 from torchtitan.datasets import DATASETS
-from torchtitan.datasets.packing import IGNORE
+from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.sources import DataError
 
 anywhere = judged.anywhere

@@ -12,7 +12,7 @@ from tests.support.pool import run_alone, run_ranks
 from torchtitan.checkpoint import folders
 from torchtitan.datasets.position import VERSION, resume
 from torchtitan.datasets.sources import CONTENTS, DataError, files_fingerprint
-from torchtitan.datasets.tokens import BlockReader, ShardWriter, TokenShards
+from torchtitan.datasets.token_shards import BlockReader, ShardWriter, TokenShards
 from torchtitan.process import distributed
 
 

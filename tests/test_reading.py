@@ -12,10 +12,10 @@ from torchtitan.commands import chat, preview
 from torchtitan.config import manager
 from torchtitan.core.constraints import LimitError
 from torchtitan.core.errors import JobError
+from torchtitan.datasets import open_hub_dataset
+from torchtitan.datasets.encoding import encode
 from torchtitan.datasets.record_format import Reading
-from torchtitan.datasets.records import encode
 from torchtitan.datasets.sources import Chat, DataError
-from torchtitan.datasets.sources_huggingface import named
 from torchtitan.datasets.sources_text import text_files
 from torchtitan.datasets.tokenizer import build_tokenizer
 
@@ -268,8 +268,10 @@ def test_sets_of_the_hub_are_read_so_too(tmp_path):
     pytest.importorskip("datasets")
     write(tmp_path / "train.jsonl")
     wanted = [READING.document(row, "", "").content for row in ROWS]
-    assert [item.content for item in named("huggingface", str(tmp_path), "train", READING).documents()] == wanted
-    (item,) = named("huggingface", str(tmp_path), "train", Reading()).documents()
+    assert [
+        item.content for item in open_hub_dataset("huggingface", "train", str(tmp_path), READING).documents()
+    ] == wanted
+    (item,) = open_hub_dataset("huggingface", "train", str(tmp_path), Reading()).documents()
     assert "no field 'text'; the fields there are: 'question', 'context', 'reply'" in str(item)
 
 

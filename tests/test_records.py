@@ -17,13 +17,14 @@ from tests.test_loader import global_samples, in_turn, loader, rows
 from tests.test_tokenizer import KINDS
 from torchtitan.commands import prepare
 from torchtitan.config import manager
+from torchtitan.datasets.encoding import encode
+from torchtitan.datasets.formats import document_of
 from torchtitan.datasets.loader import merge_states
-from torchtitan.datasets.packing import IGNORE
-from torchtitan.datasets.records import document_of, encode
+from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.sources import DataError, Document, Span
 from torchtitan.datasets.sources_text import text
+from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.datasets.tokens import TokenShards
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 

@@ -19,11 +19,11 @@ from torchtitan.commands.generate import find_checkpoint, sample
 from torchtitan.commands.resizing import Resized
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
-from torchtitan.datasets.templates import turn_ends
+from torchtitan.datasets.encoding import turn_ends
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.datasets.tokenizer.chat_templates import CHATML
-from torchtitan.datasets.tokenizer.hf_files import extended, lacking
+from torchtitan.datasets.tokenizer.hf_json import extended, lacking
 from torchtitan.models.hf.config import UNTRAINED, config_beside, untrained
 from torchtitan.models.spec import MODELS
 from torchtitan.rules import check

@@ -17,7 +17,7 @@ from tests.support import jobs
 from tests.support.pool import run_ranks
 from torchtitan.commands.prepare import main as prepare
 from torchtitan.config import manager
-from torchtitan.datasets import _own as datasets
+from torchtitan.datasets import BUILT_IN
 from torchtitan.guards import RollBack
 from torchtitan.losses.tasks import _own as tasks
 from torchtitan.process.ranks import read_ranks
@@ -87,7 +87,7 @@ CASES = {
 
 
 def test_no_task_and_no_dataset_is_left_out():
-    assert TASKS.keys() == tasks.keys() and DATASETS.keys() == datasets.keys()
+    assert TASKS.keys() == tasks.keys() and DATASETS.keys() == BUILT_IN.keys()
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,11 @@ from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from torchtitan import cli
 from torchtitan.core.errors import JobError
-from torchtitan.datasets.packing import IGNORE
 from torchtitan.datasets.position import merge_states
-from torchtitan.datasets.samples import dealt
+from torchtitan.datasets.samples import IGNORE, dealt
 from torchtitan.datasets.segments import Documents, HeldOutSegments, SegmentLoader
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.tokens import ShardWriter, TokenShards
+from torchtitan.datasets.token_shards import ShardWriter, TokenShards
 
 LENGTHS = [30, 1, 9, 17, 8, 25, 2, 40]
 SEQ_LEN = 8

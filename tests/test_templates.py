@@ -11,15 +11,15 @@ from tests.support.jobs import ROOT
 from tests.test_loader import global_samples, loader
 from torchtitan.commands import prepare, preview
 from torchtitan.core.errors import JobError
-from torchtitan.datasets import template_process, templates
+from torchtitan.datasets import encoding, template_process
+from torchtitan.datasets.encoding import TrainOn, _encode_rendered, encode
+from torchtitan.datasets.formats import document_of
 from torchtitan.datasets.loader import merge_states
-from torchtitan.datasets.loss_mask import TrainOn
-from torchtitan.datasets.packing import IGNORE
 from torchtitan.datasets.record_format import Reading
-from torchtitan.datasets.records import _encode_rendered, document_of, encode
+from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.sources import DataError, Span
+from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.datasets.tokens import TokenShards
 
 SPECIAL = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>"]
 LLAMA3 = (
@@ -286,8 +286,8 @@ def test_a_template_is_compiled_once(folders):
 
 def test_names_of_special_tokens_are_looked_for_by_patterns_that_are_kept(folders):
     """Made anew for each message, they took nine tenths of a record's time: some tokenizers have 256 names."""
-    templates._any_of.cache_clear()
+    encoding._any_of.cache_clear()
     tokenizer = build_tokenizer(str(folders["chatml"]))
     for _ in range(3):
         ours(tokenizer, messages(CHATS[0]))
-    assert templates._any_of.cache_info().misses == 2  # in what is said, and beside the marks in what is made of it
+    assert encoding._any_of.cache_info().misses == 2  # in what is said, and beside the marks in what is made of it

@@ -15,9 +15,9 @@ import sentencepiece
 import tiktoken
 import tokenizers
 
-from torchtitan.datasets.tokenizer import TokenizerError, build_tokenizer, tiktoken_bpe
+from torchtitan.datasets.tokenizer import TokenizerError, build_tokenizer, byte_level
 from torchtitan.datasets.tokenizer import base as tokenizer_base
-from torchtitan.datasets.tokenizer.tiktoken_bpe import TiktokenTokenizer
+from torchtitan.datasets.tokenizer.byte_level import TiktokenTokenizer
 
 ASSETS = Path(__file__).parent / "assets/tokenizer"
 KINDS = ["bytes", str(ASSETS / "tiktoken.model"), str(ASSETS / "sentencepiece.model"), str(ASSETS / "tokenizer.json")]
@@ -69,7 +69,7 @@ def test_ids_outside_the_vocabulary_show(tokenizer):
 def test_equal_to_tiktoken():
     path = ASSETS / "tiktoken.model"
     ranks = {base64.b64decode(t): int(r) for t, r in (line.split() for line in path.read_bytes().splitlines())}
-    reference = tiktoken.Encoding("llama3", pat_str=tiktoken_bpe.PATTERN, mergeable_ranks=ranks, special_tokens={})
+    reference = tiktoken.Encoding("llama3", pat_str=byte_level.PATTERN, mergeable_ranks=ranks, special_tokens={})
     ours = build_tokenizer(str(path))
     for text in TEXTS.values():
         assert ours.encode(text) == reference.encode_ordinary(text)
@@ -93,7 +93,7 @@ def test_equal_to_hugging_face():
 
 def test_llama3_numbering():
     """Llama 3 numbers its specials after the ranks: 128000 begins, 128001 ends, 128009 ends a turn, 128256 in all."""
-    specials = tiktoken_bpe.SPECIAL_TOKENS
+    specials = byte_level.SPECIAL_TOKENS
     assert len(set(specials)) == 256
     assert [specials.index(f"<|{name}|>") for name in ("begin_of_text", "end_of_text", "eot_id")] == [0, 1, 9]
     assert specials[2] == "<|reserved_special_token_0|>" and specials[-1] == "<|reserved_special_token_250|>"
@@ -118,20 +118,20 @@ def test_long_runs_are_safe(tokenizer, unit):
 @pytest.mark.parametrize("size", range(400, 440))
 def test_pieces_do_not_change_the_ids(monkeypatch, size):
     """Cut after newlines, a long text has the ids of the uncut one."""
-    monkeypatch.setattr(tiktoken_bpe, "MAX_PIECE", size)
+    monkeypatch.setattr(byte_level, "MAX_PIECE", size)
     ours = build_tokenizer(str(ASSETS / "tiktoken.model"))
     text = "".join(f"    line {i}\n\n# über {i}\n" for i in range(600))
-    pieces = list(tiktoken_bpe._pieces(text))
+    pieces = list(byte_level._pieces(text))
     assert "".join(pieces) == text and len(pieces) > 30
     assert ours.encode(text) == ours._encoding.encode_ordinary(text)
 
 
 def test_pieces_bound_runs():
     text = "word " * 10_000 + " " * 40_000 + "x" * 40_000 + " end"
-    pieces = list(tiktoken_bpe._pieces(text))
+    pieces = list(byte_level._pieces(text))
     assert "".join(pieces) == text
-    assert max(len(run) for piece in pieces for run in piece.split()) <= 2 * tiktoken_bpe.RUN
-    assert max(len(piece) - len(piece.strip()) for piece in pieces) <= 2 * tiktoken_bpe.RUN
+    assert max(len(run) for piece in pieces for run in piece.split()) <= 2 * byte_level.RUN
+    assert max(len(piece) - len(piece.strip()) for piece in pieces) <= 2 * byte_level.RUN
 
 
 def write(path: Path, content: str | bytes) -> str:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
 from tests.test_tokenizer import ASSETS, KINDS, TEXTS, write
 from torchtitan.commands.preview import View
-from torchtitan.datasets.records import encode
+from torchtitan.datasets.encoding import encode
 from torchtitan.datasets.sources import DataError, Document
 from torchtitan.datasets.tokenizer import TokenizerError, build_tokenizer, hf_json
 from torchtitan.datasets.tokenizer import hf_json as patterns

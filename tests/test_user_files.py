@@ -22,12 +22,12 @@ from torchtitan.checkpoint import layout
 from torchtitan.commands.task_files import tasks_in
 from torchtitan.config.options import columns, options
 from torchtitan.datasets import sources_pretokenized
-from torchtitan.datasets.labelled import Fields, labelled_files
-from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.labelled import labelled_files
+from torchtitan.datasets.record_format import Fields, Reading
 from torchtitan.datasets.sources_tables import saved_split
 from torchtitan.datasets.sources_text import text_files
+from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.datasets.tokens import TokenShards
 from torchtitan.metrics.json_lines import read_records
 from torchtitan.models.hf import load as hf_load
 from torchtitan.models.hf.config import config_beside
@@ -258,9 +258,8 @@ CHECKED = {
     "adapters/neurocache/authors_format.py": "require_file before load_file",
     "adapters/peft_folder.py": "require_file before load_file",
     "datasets/labelled.py": "require_file before pyarrow's",
-    "datasets/sources_tables.py": "require_file before memory_map",
-    "datasets/sources_text.py": "require_file before pyarrow's",
-    "datasets/tokens.py": "maps what TokenReader has opened; writes",
+    "datasets/sources_tables.py": "require_file before memory_map and pyarrow's",
+    "datasets/token_shards.py": "maps what TokenReader has opened; writes",
     "models/hf/load.py": "require_file before safe_open",
     "training/reference_logprobs.py": "require_file before safe_open",
 }
@@ -302,5 +301,5 @@ def test_nothing_else_opens_files():
                 if called in READS or called.rpartition(".")[2] in READS[3:] or is_method:
                     found.add(str(path.relative_to(PACKAGE)))
     assert found == CHECKED.keys() | OWN_FILES.keys()
-    for name in CHECKED.keys() - {"datasets/tokens.py"}:
+    for name in CHECKED.keys() - {"datasets/token_shards.py"}:
         assert "require_file(" in (PACKAGE / name).read_text()

@@ -9,7 +9,7 @@ from torchtitan.config.manager import load
 from torchtitan.core.files import FileError
 from torchtitan.datasets import verification
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.tokens import TokenShards
+from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.verification import verification_of
 
 

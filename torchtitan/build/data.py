@@ -18,17 +18,15 @@ from torchtitan.config.batch_shape import (
 from torchtitan.config.job import JobConfig, joins_sources, sources_of
 from torchtitan.core.cadence import with_end
 from torchtitan.datasets import open_source
-from torchtitan.datasets.epochs import end_of, samples_in, steps_for
-from torchtitan.datasets.labelled import Fields
+from torchtitan.datasets.encoding import TrainOn
 from torchtitan.datasets.loader import HeldOut, Loader, Weighted, build_loader
-from torchtitan.datasets.loss_mask import Recipe, TrainOn, told
-from torchtitan.datasets.packing import Labels
-from torchtitan.datasets.preparing import prepared
-from torchtitan.datasets.record_format import reading_of
-from torchtitan.datasets.sample_packing import Packing, PackReader
+from torchtitan.datasets.preparing import Recipe, prepared, told
+from torchtitan.datasets.record_format import Fields, reading_of
+from torchtitan.datasets.sample_packing import Packing, PackReader, end_of, samples_in, steps_for
+from torchtitan.datasets.samples import Labels
 from torchtitan.datasets.segments import Documents, HeldOutSegments, SegmentLoader
+from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.datasets.tokens import TokenShards
 from torchtitan.datasets.verification import verification_of
 from torchtitan.losses.objective import Objective
 from torchtitan.losses.tasks import task_of

@@ -22,9 +22,10 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.core.cadence import Cadence, cadence_of
 from torchtitan.core.constraints import check_measured_saves
-from torchtitan.datasets.templates import turn_ends
+from torchtitan.datasets.encoding import turn_ends
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.datasets.tokenizer.chat_templates import template_file, template_of
+from torchtitan.datasets.tokenizer.chat_templates import template_of
+from torchtitan.datasets.tokenizer.hf_json import template_file
 from torchtitan.losses.objective import Objective, auto_chunks
 from torchtitan.losses.tasks import task_of
 from torchtitan.lr_schedules import LRSchedule, schedule_of

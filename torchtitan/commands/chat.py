@@ -28,11 +28,10 @@ from torchtitan.commands.generate import (
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
+from torchtitan.datasets.encoding import encode, prompt_ids, turn_ends
 from torchtitan.datasets.formats import FORMATS
 from torchtitan.datasets.record_format import Reading, reading_of
-from torchtitan.datasets.records import encode, prompt_ids
 from torchtitan.datasets.sources import DataError, Document
-from torchtitan.datasets.templates import turn_ends
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.base import text_of
 from torchtitan.losses.tasks import task_of

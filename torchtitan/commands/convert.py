@@ -33,9 +33,9 @@ from torchtitan.config.manager import to_toml
 from torchtitan.core.errors import JobError
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.tensor_storage import Deferred
-from torchtitan.datasets.templates import turn_ends
+from torchtitan.datasets.encoding import turn_ends
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.datasets.tokenizer.chat_templates import template_file
+from torchtitan.datasets.tokenizer.hf_json import template_file
 from torchtitan.models import CONFIGS
 from torchtitan.models.hf.config import CONFIG, config_beside
 from torchtitan.models.hf.extra_files import beside_weights, source_of

@@ -31,11 +31,10 @@ from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
 from torchtitan.core.presets import jobs
 from torchtitan.datasets import DATASETS, open_source
-from torchtitan.datasets.loss_mask import advice
-from torchtitan.datasets.preparing import prepare
+from torchtitan.datasets.preparing import advice, prepare
 from torchtitan.datasets.record_format import Reading
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.tokens import TokenShards
+from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.losses.tasks import task_of
 from torchtitan.rules import check
 

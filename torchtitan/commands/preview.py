@@ -22,7 +22,7 @@ from torchtitan.config.batch_shape import rows_per_sample
 from torchtitan.config.job import JobConfig, describe_sources
 from torchtitan.config.sections.training import DataLoader
 from torchtitan.datasets.loader import Batch
-from torchtitan.datasets.packing import IGNORE
+from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.losses.tasks import task_of
 from torchtitan.training.batches import feed

@@ -22,7 +22,7 @@ from torchtitan.commands.job_of import names_its_tokenizer
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.datasets.tokenizer.hf_files import extended, lacking
+from torchtitan.datasets.tokenizer.hf_json import extended, lacking
 from torchtitan.models.hf.config import CONFIG, UNTRAINED, untrained
 from torchtitan.models.hf.extra_files import GENERATION, Source
 

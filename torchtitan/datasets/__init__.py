@@ -1,5 +1,6 @@
-"""The datasets. To add one, write a file that returns a Source and add a line here."""
+"""Datasets by name. To add one, write a function that returns a Source and add a line to BUILT_IN."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -7,71 +8,77 @@ from typing import NamedTuple
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Registry
-from torchtitan.datasets import (
-    sources_huggingface,
-    sources_pretokenized,
-    sources_python,
-    sources_sentiment,
-    sources_text,
-    tokens,
-)
-from torchtitan.datasets.labelled import Fields, labelled_files, saved
-from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets import labelled, sources_huggingface, sources_pretokenized, sources_text, token_shards
+from torchtitan.datasets.record_format import Fields, Reading
 from torchtitan.datasets.sources import DataError, Source
+from torchtitan.datasets.sources_tables import saved_split
 
 
 class Dataset(NamedTuple):
-    """The functions that open a dataset; they read only names and sizes. An entry point may provide only `of_field`."""
+    """The functions that open a dataset. They read only names and sizes; an entry point may provide only the first."""
 
-    of_field: Callable[[str | None, str], Source]
+    open_text: Callable[[str | None, str], Source]
     """(dataset_path, text_field) -> a source of documents with one text field, or without fields."""
-    of_records: Callable[[str | None, Reading], Source] | None = None
+    open_records: Callable[[str | None, Reading], Source] | None = None
     """(dataset_path, reading) -> a source of records with several fields, read as training.format says."""
-    of_classes: Callable[[str | None, Fields], Source] | None = None
+    open_labelled: Callable[[str | None, Fields], Source] | None = None
     """(dataset_path, fields) -> a source of labelled records from local files."""
 
     def __call__(self, path: str | None, text_field: str) -> Source:
-        return self.of_field(path, text_field)
+        return self.open_text(path, text_field)
 
 
-def _hub(name: str, split: str, of_field: Callable[[str | None, str], Source]) -> Dataset:
+def open_hub_dataset(name: str, split: str, path: str | None, reading: Reading) -> Source:
+    """Open a dataset of the Hugging Face hub, a local folder in its layout, or one that save_to_disk wrote."""
+    if path is None:
+        raise DataError(
+            f"dataset {name} needs dataset_path: the name of a dataset on the hub (owner/name, or "
+            "owner/name:configuration), a local folder of one, or one that save_to_disk wrote"
+        )
+    if os.path.isdir(path) and (folder := saved_split(path, split)):
+        return sources_text.text_files(folder, reading)
+    return sources_huggingface.HubDataset(name, path, split, reading)
+
+
+def _hub(name: str, split: str) -> Dataset:
+    open_records = partial(open_hub_dataset, name, split)
     return Dataset(
-        of_field,
-        lambda path, reading: sources_huggingface.named(name, path, split, reading),
-        partial(saved, split=split),
+        lambda path, text_field: open_records(path, Reading(text_field)),
+        open_records,
+        partial(labelled.saved, split=split),
     )
 
 
-def _made(of_field: Callable[..., Source]) -> Dataset:
-    return Dataset(of_field, of_classes=lambda path, fields: of_field(path, fields.text, fields))
+def _generated(open_text: Callable[..., Source]) -> Dataset:
+    return Dataset(open_text, open_labelled=lambda path, fields: open_text(path, fields.text, fields))
 
 
-_own = {
-    "python_stdlib": Dataset(sources_python.python_stdlib),
-    "python_stdlib_validation": Dataset(sources_python.python_stdlib_validation),
-    "text": Dataset(sources_text.text, sources_text.text_files, labelled_files),
-    "sentiment": _made(sources_sentiment.sentiment),
-    "sentiment_validation": _made(sources_sentiment.sentiment_validation),
-    "tokens": Dataset(tokens.tokens),
+BUILT_IN = {
+    "python_stdlib": Dataset(sources_text.python_stdlib),
+    "python_stdlib_validation": Dataset(sources_text.python_stdlib_validation),
+    "text": Dataset(sources_text.text, sources_text.text_files, labelled.labelled_files),
+    "sentiment": _generated(labelled.sentiment),
+    "sentiment_validation": _generated(labelled.sentiment_validation),
+    "tokens": Dataset(token_shards.tokens),
     "pretokenized": Dataset(sources_pretokenized.pretokenized),
     "pretokenized_validation": Dataset(sources_pretokenized.pretokenized_validation),
-    "huggingface": _hub("huggingface", "train", sources_huggingface.huggingface),
-    "huggingface_validation": _hub("huggingface_validation", "validation", sources_huggingface.huggingface_validation),
+    "huggingface": _hub("huggingface", "train"),
+    "huggingface_validation": _hub("huggingface_validation", "validation"),
     "c4": Dataset(sources_huggingface.c4),
     "c4_validation": Dataset(sources_huggingface.c4_validation),
     "c4_test": Dataset(sources_huggingface.c4_test),
 }
 DATASETS: Registry[Dataset] = Registry(
     "torchtitan.datasets",
-    _own,
+    BUILT_IN,
     Callable,
-    lambda found: found if isinstance(found, Dataset) else Dataset(found),
+    lambda entry: entry if isinstance(entry, Dataset) else Dataset(entry),
 )
 
 
 def has_records(dataset: str) -> bool:
     """Return True if the records of this dataset can have several fields."""
-    return dataset in DATASETS and DATASETS[dataset].of_records is not None
+    return dataset in DATASETS and DATASETS[dataset].open_records is not None
 
 
 def open_source(dataset: str, dataset_path: str | None, reading: Reading, fields: Fields | None = None) -> Source:
@@ -83,10 +90,10 @@ def open_source(dataset: str, dataset_path: str | None, reading: Reading, fields
         raise JobError(f"dataset is {dataset!r}; allowed: {', '.join(DATASETS)}")
     entry = DATASETS[dataset]
     if fields is not None:
-        if entry.of_classes is None:
-            allowed = ", ".join(name for name, candidate in _own.items() if candidate.of_classes is not None)
+        if entry.open_labelled is None:
+            allowed = ", ".join(name for name, candidate in BUILT_IN.items() if candidate.open_labelled is not None)
             raise DataError(f"dataset {dataset!r} has no classes; allowed: {allowed}")
-        return entry.of_classes(dataset_path, replace(fields, text=reading.text_field))
-    if entry.of_records is not None:
-        return entry.of_records(dataset_path, reading)
+        return entry.open_labelled(dataset_path, replace(fields, text=reading.text_field))
+    if entry.open_records is not None:
+        return entry.open_records(dataset_path, reading)
     return entry(dataset_path, reading.text_field)

@@ -13,8 +13,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from torchtitan.core.constraints import LimitError
-from torchtitan.datasets.records import document_of, role_of
-from torchtitan.datasets.sources import REMEDY, Chat, DataError, Document, Pair, Span
+from torchtitan.datasets.sources import (
+    REMEDY,
+    Chat,
+    DataError,
+    Document,
+    Pair,
+    Span,
+)
 
 PLACES = ("instruction", "input", "system")
 _PLACE = re.compile(r"\{(\w+)\}")
@@ -197,3 +203,55 @@ def format_of(fields: Collection[str]) -> str | None:
     """Return the first of FORMATS whose required fields are all present, or None."""
     detectable = (name for name, record_format in FORMATS.items() if record_format.by_fields)
     return next((name for name in detectable if all(field in fields for field in FORMATS[name].fields)), None)
+
+
+LARGEST_ID = 2**31 - 1
+ROLES = {"role", "from"}
+ROLE_OF = {"human": "user", "gpt": "assistant"}
+"""Role names of the ShareGPT format."""
+
+
+def document_of(value: Any, field: str, place: str, short_place: str) -> Document:
+    """Convert a field's value to a document. Raises DataError, which names `place`.
+
+    The value is text; a list of token ids, which includes begin and end; a list of segments {text, label}, trained if
+    label is true; or a conversation, a list of messages {role, content} or {from, value}, in which the assistant's
+    messages are trained."""
+    if isinstance(value, str):
+        return Document(value, short_place)
+    if isinstance(value, list) and all(type(item) is int and 0 <= item <= LARGEST_ID for item in value):
+        return Document([Span(value)], short_place, framed=True)
+    if isinstance(value, list) and value and all(isinstance(item, dict) and ROLES & item.keys() for item in value):
+        return Document(Chat([_message(item, i, field, place) for i, item in enumerate(value)]), short_place)
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        return Document([_segment(item, i, field, place) for i, item in enumerate(value)], short_place)
+    kind = "nothing (null)" if value is None else type(value).__name__
+    allowed = "not text, nor a list of token ids, of segments {text, label} or of messages {role, content}"
+    raise DataError(f"{place}: field {field!r} holds {kind}, {allowed}; {REMEDY}")
+
+
+def _segment(item: dict[str, Any], number: int, field: str, place: str) -> Span:
+    content, trained = item.get("text"), item.get("label")
+    if not isinstance(content, str) or not isinstance(trained, bool):
+        types = ", ".join(f"{name}: {type(value).__name__}" for name, value in list(item.items())[:20]) or "nothing"
+        raise DataError(
+            f"{place}: segment {number} of field {field!r} has {types}; allowed: text: str and label: bool (whether it "
+            f"is trained); {REMEDY}"
+        )
+    return Span(content, trained)
+
+
+def role_of(name: Any) -> Any:
+    """Map a ShareGPT role name to the usual one; return other names unchanged."""
+    return ROLE_OF.get(name, name) if isinstance(name, str) else name
+
+
+def _message(item: dict[str, Any], number: int, field: str, place: str) -> dict[str, Any]:
+    if "from" in item and "role" not in item:
+        item = {"role": role_of(item["from"]), "content": item.get("value")}
+    item = {key: value for key, value in item.items() if value is not None}
+    for key in ("role", "content"):
+        if not isinstance(item.get(key), str):
+            kind = type(item[key]).__name__ if key in item else "nothing"
+            raise DataError(f"{place}: message {number} of field {field!r} has {kind} as {key}, not text; {REMEDY}")
+    return item

@@ -7,21 +7,25 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from io import TextIOWrapper
+from itertools import product
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from torchtitan.core.files import open_file, require_file
+from torchtitan.datasets.record_format import Fields, Row
 from torchtitan.datasets.sources import (
     REMEDY,
     DataError,
     Document,
     Indexed,
     IndexedFile,
-    Labelled,
+    Item,
+    Source,
     decode,
     files_fingerprint,
     find_files,
@@ -32,59 +36,6 @@ from torchtitan.datasets.sources_tables import BESIDE_ARROW, saved_split
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 LARGEST = 2**31
 """Largest decompressed file in bytes: it is held in memory, and a hostile file can expand to gigabytes."""
-Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Fields:
-    """The fields of labelled records.
-
-    `second`: field of the second text, if there are two. `names`: class names in order; without them classes are
-    numbers. `ended`: append an end token to each text, for a model that reads the class at the first token; otherwise
-    the last token of the text is used.
-    """
-
-    text: str
-    label: str
-    classes: int
-    second: str | None = None
-    names: tuple[str, ...] = ()
-    ended: bool = False
-
-    @classmethod
-    def of(cls, task: Any, classes: int, ended: bool) -> "Fields":
-        """Return the fields of a job's [task]; `open_source` sets each source's text field."""
-        return cls("", task.label_field, classes, task.second_text_field, tuple(task.labels), ended)
-
-    def document(self, row: Row, place: str, short_place: str) -> Document:
-        """Convert a row to a document. Raises DataError, which names `place`."""
-        texts = []
-        for field in (self.text, *([self.second] if self.second else [])):
-            value = row.get(field)
-            if isinstance(value, str):
-                texts.append(value)
-            else:
-                keys = ", ".join(map(repr, list(row)[:20])) or "none"
-                issue = f"holds {type(value).__name__}, not text" if field in row else f"is not there; there are {keys}"
-                remedy = "set training.text_field and task.second_text_field"
-                raise DataError(f"{place}: field {field!r} {issue}; {remedy}, or {REMEDY}")
-        return Document(Labelled(texts, self._class_of(row, place), self.ended), short_place, framed=True)
-
-    def _class_of(self, row: Row, place: str) -> int:
-        label = row.get(self.label)
-        if isinstance(label, str) and label in self.names:
-            return self.names.index(label)
-        if isinstance(label, str) and label.isdecimal():  # as a table of text has it
-            label = int(label)
-        if isinstance(label, int) and 0 <= label < self.classes:
-            return int(label)
-        problem = f"holds {label!r}" if self.label in row else "is not there"
-        names = f", or one of {', '.join(map(repr, self.names))}" if self.names else ", or names that task.labels has"
-        fix = "correct task.label_field, task.labels or n_classes in model.overrides"
-        raise DataError(
-            f"{place}: field {self.label!r} {problem}; allowed: a class from 0 to {self.classes - 1}{names}; {fix}, or "
-            f"{REMEDY}"
-        )
 
 
 def saved(path: str | None, fields: Fields, split: str) -> Indexed:
@@ -183,3 +134,55 @@ def _table_rows(path: Path) -> Sequence[Row]:
             return table.to_pylist()
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: damaged or truncated: {error}; {REMEDY}") from None
+
+
+THINGS = ("film", "book", "song", "meal", "hotel", "game", "play", "road", "trip", "talk", "coat", "garden", "picture")
+WHOSE = ("the", "this", "their new", "our old", "your")
+GOOD = ("good", "great", "lovely", "brilliant", "clever", "charming", "bright", "warm", "fresh", "superb")
+BAD = ("bad", "awful", "boring", "stupid", "dull", "ugly", "broken", "cold", "stale", "poor")
+SAYS = {"was": False, "is": False, "is really": False, "seems": False, "was not": True}
+"""Verb phrase -> True if it negates the adjective."""
+HELD_OUT = 8
+"""One sentence in this many is held out."""
+
+
+def sentiment(path: str | None, text_field: str, fields: Fields | None = None) -> Source:
+    return Sentences("sentiment", False, path, fields)
+
+
+def sentiment_validation(path: str | None, text_field: str, fields: Fields | None = None) -> Source:
+    """Return the held-out sentences, which are not in the training set."""
+    return Sentences("sentiment_validation", True, path, fields)
+
+
+class Sentences(Indexed):
+    """Sentences as text or, with `fields`, as labelled records: class 1 is positive."""
+
+    def __init__(self, name: str, held_out: bool, path: str | None, fields: Fields | None) -> None:
+        if path is not None:
+            raise DataError(f"dataset_path is {path!r}, but {name} is made of words and takes none; leave it out")
+        self.rows = [row for row in _rows() if (crc32(row[0].encode()) % HELD_OUT == 0) == held_out]
+        self.fields = fields
+        super().__init__(name, {"sentences": len(self.rows)}, [])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def documents(self) -> Iterator[Item]:
+        return map(self.get, range(len(self)))
+
+    def get(self, index: int) -> Document:
+        text, label = self.rows[index]
+        place = f"{self.name}, sentence {index}"
+        if self.fields is None:
+            return Document(text, place)
+        return self.fields.document({"text": text, "label": label}, place, place)
+
+    def probe(self) -> None:
+        """Read the first sentence, which reveals wrong field names."""
+        self.get(0)
+
+
+def _rows() -> Iterator[tuple[str, int]]:
+    for determiner, thing, (verb, negated), word in product(WHOSE, THINGS, SAYS.items(), GOOD + BAD):
+        yield f"{determiner} {thing} {verb} {word}", int((word in GOOD) != negated)

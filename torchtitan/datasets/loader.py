@@ -24,18 +24,16 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.core.constraints import check_global_batch, check_persistence, check_pinned, check_prefetch
-from torchtitan.datasets.epochs import end_of, steps_for
+from torchtitan.datasets.encoding import tokenization_of
 from torchtitan.datasets.mixing import Mixture
-from torchtitan.datasets.packing import Labels
 from torchtitan.datasets.position import Position, merge_states, resume
-from torchtitan.datasets.records import tokenization_of
-from torchtitan.datasets.sample_packing import Packing
-from torchtitan.datasets.samples import BlockPieces, Form, LanePieces, Piece, Share
+from torchtitan.datasets.sample_packing import Packing, end_of, steps_for
+from torchtitan.datasets.samples import BlockPieces, Form, Labels, LanePieces, Piece, Share
 from torchtitan.datasets.sources import DataError, Indexed, Source, Stream
 from torchtitan.datasets.sources_pretokenized import Blocks
 from torchtitan.datasets.streams import MAX_LANES, IndexedLanes, Lanes, StreamLanes
+from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.datasets.tokens import TokenShards
 from torchtitan.datasets.verification import Verification
 from torchtitan.process.distributed import device_type
 from torchtitan.process.exit import die_with

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from torchtitan.core.errors import JobError
-from torchtitan.datasets.packing import Cursor
 from torchtitan.datasets.sources import CONTENTS, CONVERSATIONS
+from torchtitan.datasets.streams import Cursor
 
 VERSION = 2
 """In version 1 lanes took turns in a fixed order. Prepared shards have no such lanes, so their order is unchanged."""

@@ -7,9 +7,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.core.constraints import LimitError
-from torchtitan.datasets.formats import ALPACA, FORMATS, MESSAGE, Format, Prompt, Record, format_of, preference
-from torchtitan.datasets.records import document_of
-from torchtitan.datasets.sources import REMEDY, Chat, DataError, Document, Pair
+from torchtitan.datasets.formats import (
+    ALPACA,
+    FORMATS,
+    MESSAGE,
+    Format,
+    Prompt,
+    Record,
+    document_of,
+    format_of,
+    preference,
+)
+from torchtitan.datasets.sources import (
+    REMEDY,
+    Chat,
+    DataError,
+    Document,
+    Labelled,
+    Pair,
+)
 
 PAIRS = "preference"
 
@@ -215,3 +231,58 @@ class Reading:
 def reading_of(source: Any, system: str | None, whole: bool, pairs: bool) -> Reading:
     """Return the Reading of one of a job's sources. Raises LimitError, which names the options in short form."""
     return Reading(source.text_field, source.format, source.fields, source.template, system, whole, pairs)
+
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of labelled records.
+
+    `second`: field of the second text, if there are two. `names`: class names in order; without them classes are
+    numbers. `ended`: append an end token to each text, for a model that reads the class at the first token; otherwise
+    the last token of the text is used.
+    """
+
+    text: str
+    label: str
+    classes: int
+    second: str | None = None
+    names: tuple[str, ...] = ()
+    ended: bool = False
+
+    @classmethod
+    def of(cls, task: Any, classes: int, ended: bool) -> "Fields":
+        """Return the fields of a job's [task]; `open_source` sets each source's text field."""
+        return cls("", task.label_field, classes, task.second_text_field, tuple(task.labels), ended)
+
+    def document(self, row: Row, place: str, short_place: str) -> Document:
+        """Convert a row to a document. Raises DataError, which names `place`."""
+        texts = []
+        for name in (self.text, *([self.second] if self.second else [])):
+            value = row.get(name)
+            if isinstance(value, str):
+                texts.append(value)
+            else:
+                keys = ", ".join(map(repr, list(row)[:20])) or "none"
+                issue = f"holds {type(value).__name__}, not text" if name in row else f"is not there; there are {keys}"
+                remedy = "set training.text_field and task.second_text_field"
+                raise DataError(f"{place}: field {name!r} {issue}; {remedy}, or {REMEDY}")
+        return Document(Labelled(texts, self._class_of(row, place), self.ended), short_place, framed=True)
+
+    def _class_of(self, row: Row, place: str) -> int:
+        label = row.get(self.label)
+        if isinstance(label, str) and label in self.names:
+            return self.names.index(label)
+        if isinstance(label, str) and label.isdecimal():  # as a table of text has it
+            label = int(label)
+        if isinstance(label, int) and 0 <= label < self.classes:
+            return int(label)
+        problem = f"holds {label!r}" if self.label in row else "is not there"
+        names = f", or one of {', '.join(map(repr, self.names))}" if self.names else ", or names that task.labels has"
+        fix = "correct task.label_field, task.labels or n_classes in model.overrides"
+        raise DataError(
+            f"{place}: field {self.label!r} {problem}; allowed: a class from 0 to {self.classes - 1}{names}; {fix}, or "
+            f"{REMEDY}"
+        )

@@ -16,7 +16,7 @@ import numpy as np
 
 from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.tokens import TokenReader, TokenShards
+from torchtitan.datasets.token_shards import TokenReader, TokenShards
 
 Split = float | int
 """A fraction of each source's documents (below 1), or a number of documents over all sources."""
@@ -289,3 +289,46 @@ def lengths_of(reader: TokenReader, seq_len: int) -> np.ndarray:
             "itself, where data.too_long says what becomes of them"
         )
     return lengths
+
+
+def samples_in(
+    sources: Sequence[TokenShards],
+    seq_len: int,
+    epochs: int,
+    seed: int = 0,
+    shuffle: bool = True,
+    packing: Packing | None = None,
+) -> int:
+    """Return the number of global samples in `epochs` passes; with packing it depends on the seed.
+
+    Raises DataError for shards shorter than a sample, or documents longer than a pack."""
+    if packing is not None:
+        return PackReader(sources, seq_len, seed, shuffle, packing).samples(epochs)
+    return epochs * sum(source.blocks(seq_len) for source in sources)
+
+
+def samples_of(tokens: int, seq_len: int) -> int:
+    """Return the number of full samples in a token budget, rounded up."""
+    return -(-tokens // seq_len)
+
+
+def end_of(
+    sources: Sequence[TokenShards],
+    seq_len: int,
+    epochs: int | None,
+    tokens: int | None,
+    seed: int = 0,
+    shuffle: bool = True,
+    packing: Packing | None = None,
+) -> int | None:
+    """Return the number of global samples in the data; None if endless. Raises errors like `samples_in`."""
+    if tokens is not None and packing is not None:
+        return PackReader(sources, seq_len, seed, shuffle, packing).samples_with(tokens)
+    if tokens is not None:
+        return samples_of(tokens, seq_len)
+    return None if epochs is None else samples_in(sources, seq_len, epochs, seed, shuffle, packing)
+
+
+def steps_for(samples: int, global_batch_size: int) -> int:
+    """Return the number of steps, rounded up: the last one may be filled up."""
+    return -(-samples // global_batch_size)

@@ -9,18 +9,99 @@ Adjacent samples that share a loss, such as pairs, go to the same rank.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
 
-from torchtitan.datasets.epochs import JoinedBlocks
 from torchtitan.datasets.mixing import Mixture
-from torchtitan.datasets.packing import Cursor, Labels, LanePacker, batch_arrays, class_arrays, own_arrays
 from torchtitan.datasets.sample_packing import Packing, PackReader
-from torchtitan.datasets.streams import Lanes
+from torchtitan.datasets.sources import DataError
+from torchtitan.datasets.streams import (
+    Cursor,
+    LanePacker,
+    Lanes,
+)
+from torchtitan.datasets.token_shards import BlockReader, JoinedBlocks, TokenShards
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.datasets.tokens import BlockReader, TokenShards
+
+IGNORE = -100
+"""Label without a loss (PyTorch's default ignore_index of cross-entropy)."""
+
+
+def batch_arrays(
+    rows: np.ndarray,
+    begins: tuple[np.ndarray, np.ndarray],
+    document_mask: bool,
+    vocab_size: int,
+    trained: np.ndarray | None = None,
+) -> list[np.ndarray]:
+    """Return tokens, labels and document numbers, each [n, S] int64.
+
+    `rows`: [n, S + 1] ids; `begins`: (row, column) of each document's first token; `trained`: [n, S + 1] loss mask
+    (None: all trained). Labels of tokens that are not trained are IGNORE.
+
+    With document_mask it also returns positions, which restart at each document, and the label that would be the next
+    document's first token is IGNORE, because it cannot be predicted. Raises DataError for an id outside the vocabulary.
+    """
+    if rows.max() >= vocab_size or (rows.dtype.kind == "i" and rows.min() < 0):
+        raise DataError(
+            f"the data hold the ids {rows.min()} to {rows.max()}, but the tokenizer's vocabulary has {vocab_size}; "
+            "prepare the data with the job's tokenizer"
+        )
+    n, length = rows.shape[0], rows.shape[1] - 1
+    row, column = begins
+    inside = (column > 0) & (column < length)
+    row_borders = np.arange(n + 1) * length
+    borders = np.concatenate([row_borders, row[inside] * length + column[inside]])
+    borders.sort()
+    starts, lengths = borders[:-1], borders[1:] - borders[:-1]
+    numbers = np.arange(len(starts)) - starts.searchsorted(row_borders)[starts // length]
+
+    arrays = [rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64), numbers.repeat(lengths)]
+    if document_mask:
+        arrays.append(np.arange(n * length) - starts.repeat(lengths))
+        after = column > 0
+        arrays[1][row[after], column[after] - 1] = IGNORE
+    if trained is not None:
+        arrays[1][~trained[:, 1:]] = IGNORE
+    return [array.reshape(n, length) for array in arrays]
+
+
+Labels = Literal["next", "same", "first", "last"]
+"""The label: the next token, the token itself, or the record's class at its first or last token."""
+Begins = tuple[np.ndarray, np.ndarray]
+
+
+def own_arrays(
+    rows: np.ndarray, begins: Begins, document_mask: bool, vocab_size: int, trained: np.ndarray | None
+) -> list[np.ndarray]:
+    """Return arrays like batch_arrays, with each trained token as its own label (masked language modelling)."""
+    arrays = batch_arrays(rows, begins, document_mask, vocab_size)
+    mask = True if trained is None else trained[:, :-1]
+    arrays[1] = np.where(mask, arrays[0], IGNORE)
+    return arrays
+
+
+def class_arrays(
+    rows: np.ndarray, begins: Begins, vocab_size: int, trained: np.ndarray, pad_id: int, first: bool
+) -> list[np.ndarray]:
+    """Return arrays like batch_arrays with a document mask, for classification.
+
+    Each record ends with its class, its only trained id. The class becomes the label of the record's first or last
+    token, and is replaced by padding in the tokens.
+    """
+    row, column = np.nonzero(trained)
+    classes, rows = rows[row, column], rows.copy()
+    rows[row, column] = pad_id
+    all_begins = np.concatenate([begins[0], row]), np.concatenate([begins[1], column])
+    arrays = batch_arrays(rows, all_begins, True, vocab_size)
+    _, labels, _, positions = arrays
+    labels[:] = IGNORE
+    last = column - 1
+    labels[row, last - positions[row, last] if first else last] = classes
+    return arrays
+
 
 # A part of a batch: its rows (None: one or more complete batches), a [rows, S] tensor per name (or none), and the new
 # cursors of the lanes it was read from.

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchtitan.datasets.packing import IGNORE
 from torchtitan.datasets.position import VERSION, check_same_data
+from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.tokens import TokenReader, TokenShards
+from torchtitan.datasets.token_shards import TokenReader, TokenShards
 from torchtitan.datasets.verification import Verification
 
 logger = logging.getLogger(__name__)

@@ -19,19 +19,17 @@ from torchtitan.datasets.sources import (
     files_fingerprint,
     find_files,
 )
-from torchtitan.datasets.sources_tables import saved_split
-from torchtitan.datasets.sources_text import text_files
 
 DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".gz", ".zst", ".csv", ".txt", ".arrow")
 BATCH = 256
 
 
 def c4(path: str | None, text_field: str) -> Source:
-    return _Hub("c4", path or "allenai/c4:en", "train", Reading(text_field))
+    return HubDataset("c4", path or "allenai/c4:en", "train", Reading(text_field))
 
 
 def c4_validation(path: str | None, text_field: str) -> Source:
-    return _Hub("c4_validation", path or "allenai/c4:en", "validation", Reading(text_field))
+    return HubDataset("c4_validation", path or "allenai/c4:en", "validation", Reading(text_field))
 
 
 def c4_test(path: str | None, text_field: str) -> Source:
@@ -41,30 +39,10 @@ def c4_test(path: str | None, text_field: str) -> Source:
             "dataset c4_test is torchtitan's tests/assets/c4_test, which is not shipped here; set "
             'training.dataset_path to that folder, or training.dataset = "python_stdlib", which needs no file'
         )
-    return _Hub("c4_test", path, "train", Reading(text_field))
+    return HubDataset("c4_test", path, "train", Reading(text_field))
 
 
-def huggingface(path: str | None, text_field: str) -> Source:
-    return named("huggingface", path, "train", Reading(text_field))
-
-
-def huggingface_validation(path: str | None, text_field: str) -> Source:
-    return named("huggingface_validation", path, "validation", Reading(text_field))
-
-
-def named(name: str, path: str | None, split: str, reading: Reading) -> Source:
-    """Open a dataset of the hub, or a local folder."""
-    if path is None:
-        raise DataError(
-            f"dataset {name} needs dataset_path: the name of a dataset on the hub (owner/name, or "
-            "owner/name:configuration), a local folder of one, or one that save_to_disk wrote"
-        )
-    if os.path.isdir(path) and (saved := saved_split(path, split)):
-        return text_files(saved, reading)
-    return _Hub(name, path, split, reading)
-
-
-class _Hub(Stream):
+class HubDataset(Stream):
     """A dataset of the hub. Nothing is fetched before `parts` is read."""
 
     packages = ("datasets",)
@@ -100,10 +78,10 @@ class _Hub(Stream):
             remedy = "check its name, its split and the network, or give a local folder as dataset_path"
             raise DataError(f"{self.name}: cannot be opened: {type(error).__name__}: {error}; {remedy}") from None
         self.fingerprint["shards"] = count
-        return [_Shard(self.name, dataset.shard(count, i), i, self.reading) for i in range(count)]
+        return [HubShard(self.name, dataset.shard(count, i), i, self.reading) for i in range(count)]
 
 
-class _Shard(Part):
+class HubShard(Part):
     def __init__(self, source: str, dataset: Any, number: int, reading: Reading) -> None:
         self.name, self.dataset, self.reading = f"{source}, shard {number}", dataset, reading
 

@@ -1,16 +1,29 @@
 """Records of JSON: one line, and one array of them that fills a file."""
 
 import json
+import zlib
 from codecs import BOM_UTF8, getincrementaldecoder
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from torchtitan.core.files import open_file
 from torchtitan.datasets.record_format import Reading
-from torchtitan.datasets.sources import MAX_RECORD, REMEDY, DataError, Document, IndexedFile, decode
+from torchtitan.datasets.sources import (
+    MAX_RECORD,
+    REMEDY,
+    DataError,
+    Document,
+    IndexedFile,
+    Item,
+    Part,
+    attempt,
+    decode,
+    missing,
+)
 
 
 def parse_line(line: bytes, place: str, short_place: str, offset: int, reading: Reading) -> Document:
@@ -142,3 +155,109 @@ class _Window:
         self.text, self.place = self.text[self.place :] + text, 0
         if self.ended:
             self.file.close()
+
+
+class JsonLines(IndexedFile):
+    def __init__(self, path: Path, name: str, reading: Reading) -> None:
+        super().__init__(path, name)
+        self.reading = reading
+
+    @cached_property
+    def _offsets(self) -> np.ndarray:
+        """Return the start of each line, and the end of the file, in bytes."""
+        starts, base = [np.zeros(1, dtype=np.int64)], 0
+        with open_file(self.path) as file:
+            while block := file.read(2**24):
+                starts.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + (base + 1))
+                base += len(block)
+        offsets = np.concatenate(starts)
+        return offsets if offsets[-1] == base else np.append(offsets, base)
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def get(self, index: int) -> Document:
+        start, stop = (int(n) for n in self._offsets[index : index + 2])
+        if stop - start > MAX_RECORD:
+            raise _too_long(f"{self.path}:{index + 1}")
+        line = self.bytes(start, stop)
+        return parse_line(line, f"{self.path}:{index + 1}", f"{self.name}:{index + 1}", start, self.reading)
+
+    def probe(self) -> None:
+        """Read the last line: it is damaged if the file is truncated, and reveals a wrong text field."""
+        if len(self):
+            self.get(len(self) - 1)
+
+
+class CompressedJsonLines(Part):
+    """Lines of a .gz or .zst file. zlib and zstandard check the checksums; a file that ends too soon is noticed."""
+
+    def __init__(self, path: Path, reading: Reading) -> None:
+        self.path, self.reading, self.size = path, reading, path.stat().st_size
+        _decompressor(path)  # raise at once if its package is missing
+
+    def read(self, start: int) -> Iterator[Item]:
+        for number, offset, line in self._lines():
+            if isinstance(line, DataError):
+                yield line
+            elif number > start:
+                places = f"{self.path}:{number}", f"{self.path.name}:{number}"
+                yield attempt(parse_line, line, *places, offset, self.reading)
+
+    def _lines(self) -> Iterator[tuple[int, int, bytes | DataError]]:
+        """Yield (line number from 1, its offset in the decompressed text, the line or the error that ends it)."""
+        head: list[bytes] = []
+        number, offset, length = 1, 0, 0
+        for chunk in self._chunks():
+            if isinstance(chunk, bytes):
+                *lines, rest = chunk.split(b"\n")
+                for line in lines:
+                    line = b"".join(head) + line
+                    yield number, offset, line
+                    number, offset, head, length = number + 1, offset + len(line) + 1, [], 0
+                head.append(rest)
+                length += len(rest)
+                if length > MAX_RECORD:
+                    chunk = _too_long(f"{self.path}:{number}")
+            if isinstance(chunk, DataError):
+                yield number, offset, chunk
+                return
+        if length:
+            yield number, offset, b"".join(head)
+
+    def _chunks(self) -> Iterator[bytes | DataError]:
+        new, error_type = _decompressor(self.path)
+        frame = None
+        with open_file(self.path) as file:
+            # Small reads: a few bytes of a hostile file can expand to gigabytes.
+            while compressed := file.read(2**14):
+                while compressed:
+                    if frame is None:
+                        compressed = compressed.lstrip(b"\0")  # gzip allows zeros after a member
+                        if not compressed:
+                            break
+                        frame = new()
+                    try:
+                        chunk = frame.decompress(compressed)
+                    except error_type as error:
+                        yield DataError(f"{self.path}: damaged before byte {file.tell()}: {error}; {REMEDY}")
+                        return
+                    yield chunk
+                    compressed, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+            if frame is not None or file.tell() == 0:
+                yield DataError(f"{self.path}: truncated, it ends too soon at byte {file.tell()}; {REMEDY}")
+
+
+def _too_long(place: str) -> DataError:
+    limit = f"{MAX_RECORD / 2**20:g} MiB"
+    return DataError(f"{place}: more than {limit} without a line end; one document a line is expected; {REMEDY}")
+
+
+def _decompressor(path: Path) -> tuple[Any, type[Exception]]:
+    if path.suffix.lower() == ".gz":
+        return lambda: zlib.decompressobj(wbits=31), zlib.error
+    try:
+        import zstandard
+    except ImportError:
+        raise missing(path, "zstandard") from None
+    return lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError

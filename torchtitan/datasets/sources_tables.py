@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from io import TextIOWrapper
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,53 @@ def _pyarrow(path: Path) -> Any:
     except ImportError:
         raise missing(path, "pyarrow") from None
     return pyarrow
+
+
+class RowGroup(Part):
+    """A row group of a parquet file. `columns`: the columns that records are read from."""
+
+    def __init__(
+        self, path: Path, name: str, number: int, first_row: int, rows: int, reading: Reading, columns: list[str]
+    ) -> None:
+        self.path, self.name, self.number, self.first_row, self.size = path, name, number, first_row, rows
+        self.reading, self.columns = reading, columns
+
+    def read(self, start: int) -> Iterator[Item]:
+        parquet, errors = _parquet(self.path)
+        row = self.first_row
+        require_file(self.path)
+        try:
+            with parquet.ParquetFile(self.path) as file:
+                for batch in file.iter_batches(1024, [self.number], self.columns, use_threads=False):
+                    for values in zip(*(cells(batch.column(name)) for name in self.columns), strict=True):
+                        if row - self.first_row >= start:
+                            yield attempt(self._document, values, row)
+                        row += 1
+        except errors as error:
+            yield DataError(f"{self.path}, row {row}: cannot be read: {error}; {REMEDY}")
+
+    def _document(self, values: Sequence[Any], row: int) -> Document:
+        return row_document(self.reading, self.columns, values, f"{self.path}, row {row}", f"{self.name}, row {row}")
+
+
+def _row_groups(path: Path, name: str, reading: Reading) -> list[Part]:
+    parquet, errors = _parquet(path)
+    require_file(path)
+    try:
+        meta = parquet.read_metadata(path)
+        columns = columns_of(path, meta.schema.to_arrow_schema(), reading)
+    except errors as error:
+        size = path.stat().st_size
+        raise DataError(f"{path}: damaged or truncated parquet file ({size} bytes): {error}; fetch it again") from None
+    rows = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
+    groups = enumerate(zip(accumulate(rows), rows, strict=True))
+    return [RowGroup(path, name, i, end - n, n, reading, columns) for i, (end, n) in groups]
+
+
+def _parquet(path: Path) -> tuple[Any, tuple[type[Exception], ...]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise missing(path, "pyarrow") from None
+    return pyarrow.parquet, (pyarrow.ArrowException, OSError)

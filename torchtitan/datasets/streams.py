@@ -12,16 +12,34 @@ others.
 Without shuffling there is one lane, because several lanes would pack documents that are not adjacent into one sample.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
+from torchtitan.datasets.encoding import NO_TOKENS, Tokens, encode
 from torchtitan.datasets.shuffle import key, permute
-from torchtitan.datasets.sources import DataError, Indexed, Item, Part, Stream, attempt
+from torchtitan.datasets.sources import (
+    BadRecord,
+    DataError,
+    Document,
+    Indexed,
+    Item,
+    Part,
+    Stream,
+    Unreachable,
+    attempt,
+)
+from torchtitan.datasets.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+SHOWN_ERRORS = 10
+
 
 MAX_LANES = 64
 LEAST_DOCUMENTS = 8
@@ -233,3 +251,100 @@ def _even(parts: list[Part]) -> bool:
     sizes = sorted((part.size for part in parts), reverse=True)
     lanes = [sum(sizes[lane::MAX_LANES]) for lane in range(MAX_LANES)]
     return max(lanes) <= 1.1 * min(lanes)
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """The position of a lane: the document and token at which its next sample begins, and counts so far."""
+
+    samples: int = 0
+    place: Place = Place()
+    offset: int = 0
+    skipped: int = 0
+
+    def to_list(self) -> list[int]:
+        return [self.samples, *self.place, self.offset, self.skipped]
+
+    @classmethod
+    def from_list(cls, numbers: list[int]) -> "Cursor":
+        samples, epoch, part, ordinal, offset, skipped = numbers
+        return cls(samples, Place(epoch, part, ordinal), offset, skipped)
+
+
+class LanePacker:
+    """Packs the documents of one lane into samples.
+
+    A sample begins with the last label of the previous one, so every token is an input once and a label once. `stop`:
+    raise at an unreadable record instead of counting it."""
+
+    def __init__(
+        self, lanes: Lanes, reader: LaneReader, lane: int, cursor: Cursor, tokenizer: Tokenizer, stop: bool
+    ) -> None:
+        self.lanes, self.reader, self.lane, self.tokenizer, self.stop = lanes, reader, lane, tokenizer, stop
+        self.samples, self.skipped = cursor.samples, cursor.skipped
+        self._place, self._tokens, self._offset = cursor.place, NO_TOKENS, 0
+        if cursor.samples:
+            # The rest of the document in which the last sample ended.
+            self._next_document()
+            if self._place != cursor.place or cursor.offset >= len(self._tokens.ids):
+                raise DataError(
+                    f"the document at {tuple(cursor.place)} of lane {lane}, where the checkpoint ends, is not what it "
+                    "was; the data have changed since; bring back the old data, or start a new job"
+                )
+            self._offset = cursor.offset
+
+    @property
+    def cursor(self) -> Cursor:
+        return Cursor(self.samples, self._place, self._offset, self.skipped)
+
+    def sample(self, number: int, row: np.ndarray, trained: np.ndarray) -> list[int]:
+        """Fill the rows with the lane's sample of this number; return the columns at which documents begin.
+
+        It is the next sample, or a later one if other ranks read the lane too."""
+        while self.samples <= number:
+            columns = self.fill(row, trained)
+        return columns
+
+    def fill(self, row: np.ndarray, trained: np.ndarray) -> list[int]:
+        """Write the next sample's seq_len + 1 ids and loss mask; return the columns at which documents begin."""
+        filled, begins = 0, []
+        while filled < len(row):
+            if self._offset == len(self._tokens.ids):
+                self._next_document()
+            if self._offset == 0:
+                begins.append(filled)
+            count = min(len(self._tokens.ids) - self._offset, len(row) - filled)
+            for target, tokens in zip((row, trained), self._tokens, strict=True):
+                target[filled : filled + count] = tokens[self._offset : self._offset + count]
+            filled += count
+            self._offset += count
+        self._offset -= 1
+        self.samples += 1
+        return begins
+
+    def _next_document(self) -> None:
+        epoch = self._place.epoch
+        while True:
+            self._place, item = self.reader.next(self.lane)
+            tokens = self._tokens_of(item)
+            if len(tokens.ids):
+                self._tokens, self._offset = tokens, 0
+                return
+            if self._place.epoch - epoch > EMPTY_EPOCHS:
+                raise no_text(self.lanes.source.name, self.lane, self.lanes.count)
+
+    def _tokens_of(self, item: Item) -> Tokens:
+        if isinstance(item, Document):
+            try:
+                return encode(self.tokenizer, item)
+            except BadRecord as error:
+                item = error
+        return self._skip(item)
+
+    def _skip(self, error: DataError) -> Tokens:
+        if self.stop or isinstance(error, Unreachable):
+            raise error
+        self.skipped += 1
+        if self.skipped <= SHOWN_ERRORS:
+            logger.warning("left out (%d in lane %d so far): %s", self.skipped, self.lane, error)
+        return NO_TOKENS

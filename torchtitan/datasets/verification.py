@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torchtitan.core.errors import in_units
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.tokens import TokenShards
+from torchtitan.datasets.token_shards import TokenShards
 
 logger = logging.getLogger(__name__)
 

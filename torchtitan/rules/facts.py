@@ -17,11 +17,10 @@ from torchtitan.core.cadence import with_end
 from torchtitan.core.constraints import LimitError
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
-from torchtitan.datasets.epochs import samples_in, samples_of, steps_for
-from torchtitan.datasets.labelled import Fields
-from torchtitan.datasets.record_format import Reading, reading_of
+from torchtitan.datasets.record_format import Fields, Reading, reading_of
+from torchtitan.datasets.sample_packing import samples_in, samples_of, steps_for
+from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
-from torchtitan.datasets.tokens import TokenShards
 from torchtitan.losses.tasks import TASKS, TaskSpec
 from torchtitan.lr_schedules import LRSchedule, schedule_of
 from torchtitan.models import changed, sizes_of, table_of

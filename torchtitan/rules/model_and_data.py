@@ -14,7 +14,7 @@ from torchtitan.datasets.mixing import shares
 from torchtitan.datasets.sample_packing import lengths_of
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_pretokenized import Blocks
-from torchtitan.datasets.tokens import TokenReader, TokenShards
+from torchtitan.datasets.token_shards import TokenReader, TokenShards
 from torchtitan.models import CONFIGS, FROM_HF, HOMES, SIZES, family_of
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.rules.facts import Facts, Rule

@@ -20,9 +20,9 @@ from torchtitan.build import parts
 from torchtitan.build.data import seq_len_of, validation_loader
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.training import DataLoader
+from torchtitan.datasets.encoding import turn_ends
 from torchtitan.datasets.loader import HeldOut
 from torchtitan.datasets.segments import HeldOutSegments
-from torchtitan.datasets.templates import turn_ends
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.losses.objective import IGNORE_INDEX, Batch
 from torchtitan.metrics.json_lines import JsonLines

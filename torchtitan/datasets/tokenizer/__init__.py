@@ -7,11 +7,10 @@ from pathlib import Path
 from torchtitan.core.presets import TOKENIZER
 from torchtitan.core.registry import Registry
 from torchtitan.datasets.tokenizer.base import Tokenizer, TokenizerError, read_content
-from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
+from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer, TiktokenTokenizer
 from torchtitan.datasets.tokenizer.chat_templates import NAMED, template_of
 from torchtitan.datasets.tokenizer.hf_json import HuggingFaceTokenizer, from_vocab_and_merges, template_beside
 from torchtitan.datasets.tokenizer.sentencepiece_model import SentencePieceTokenizer
-from torchtitan.datasets.tokenizer.tiktoken_bpe import TiktokenTokenizer
 
 __all__ = ["Tokenizer", "TokenizerError", "build_tokenizer"]
 

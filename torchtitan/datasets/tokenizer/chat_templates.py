@@ -6,7 +6,6 @@ which templates.py checks.
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import read_file
-from torchtitan.datasets.tokenizer.base import Tokenizer
 
 CHATML = """\
 {%- for m in messages %}
@@ -77,9 +76,3 @@ def template_of(given: str) -> str:
     if not given.endswith(".jinja"):
         raise JobError(f"{given!r} is no template; give {', '.join(NAMED)}, a file that ends in .jinja, or Jinja")
     return read_file(given, LARGEST_TEMPLATE).decode(errors="replace")
-
-
-def template_file(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Return name -> content of the tokenizer's template file for Hugging Face; empty without a template."""
-    template = tokenizer.chat_template
-    return {} if template is None else {"chat_template.jinja": template.encode()}

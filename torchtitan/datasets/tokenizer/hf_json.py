@@ -17,9 +17,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.datasets.tokenizer import hf_files
+from torchtitan.core.errors import JobError
+from torchtitan.datasets.tokenizer import hf_export
 from torchtitan.datasets.tokenizer.base import Range, Tokenizer, TokenizerError, read_content, sha256, tokens_in
-from torchtitan.datasets.tokenizer.chat_templates import template_of
+from torchtitan.datasets.tokenizer.chat_templates import (
+    template_of,
+)
 
 MANY = 10
 """Longest repetition that counts as bounded."""
@@ -98,8 +101,8 @@ def _is_long(braces: str) -> bool:
 # <|endoftext|> both begins and ends a document in the GPT-2 family.
 BOS_NAMES = ["<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]", "<|endoftext|>", "[CLS]"]
 EOS_NAMES = ["<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]", "[SEP]"]
-CONFIG = "tokenizer_config.json"
-BESIDE = (CONFIG, "special_tokens_map.json", "chat_template.jinja", "chat_template.json", "added_tokens.json")
+CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+BESIDE = (CONFIG, MAP, "chat_template.jinja", "chat_template.json", ADDED)
 """Files that belong to a tokenizer.json and are copied with it."""
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -140,12 +143,12 @@ class HuggingFaceTokenizer(Tokenizer):
         bos = None if self.bos_id is None else name(self.bos_id)
         eos = name(self.eos_id)
         assert eos is not None
-        exported = hf_files.files_of(json.loads(self._tokenizer.to_str()), bos, eos)
+        exported = hf_export.files_of(json.loads(self._tokenizer.to_str()), bos, eos)
         paths = {name: self._path.with_name(name) for name in BESIDE}
         existing = {name: read_content(file) for name, file in paths.items() if os.path.lexists(file)}
         if CONFIG in existing:
             config = _read_config(paths[CONFIG])
-            existing[CONFIG] = hf_files.dumped({key: value for key, value in config.items() if key != "auto_map"})
+            existing[CONFIG] = hf_export.dumped({key: value for key, value in config.items() if key != "auto_map"})
         return exported | existing
 
     def _encode(self, text: str) -> list[int]:
@@ -202,8 +205,8 @@ def from_vocab_and_merges(path: Path) -> bytes:
         raise TokenizerError(path, cause, "fetch both again")
     added = _read_config(path.with_name("added_tokens.json"))
     special = {name: i for name, i in (vocabulary | added).items() if name in added or name in (*BOS_NAMES, *EOS_NAMES)}
-    tokenizer_json = hf_files.letters_bpe(vocabulary, pairs, special, qwen=family == "Qwen2")
-    return hf_files.dumped(tokenizer_json, indent=None)
+    tokenizer_json = hf_export.letters_bpe(vocabulary, pairs, special, qwen=family == "Qwen2")
+    return hf_export.dumped(tokenizer_json, indent=None)
 
 
 def _add_tokens(tokenizer: Any, config: dict[str, Any], path: Path) -> None:
@@ -272,3 +275,78 @@ def _find(key: str, config: dict[str, Any], names: list[str], vocabulary: dict[s
             raise TokenizerError(path, cause, "take both files from the same model")
         return vocabulary[token]
     return next((vocabulary[name] for name in names if name in vocabulary), None)
+
+
+def template_file(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return name -> content of the tokenizer's template file for Hugging Face; empty without a template."""
+    template = tokenizer.chat_template
+    return {} if template is None else {"chat_template.jinja": template.encode()}
+
+
+SHORTEST = 2
+"""Least number of letters of a special token: single letters occur in ordinary text."""
+
+
+def lacking(vocabulary: Tokenizer, tokens: Sequence[str]) -> list[str]:
+    """Return the tokens that are not special tokens yet, each once. Raises JobError for an unusable name."""
+    missing = [token for token in dict.fromkeys(tokens) if token not in vocabulary.special_tokens]
+    for token in missing:
+        if len(token) < SHORTEST or token != token.strip():
+            allowed = f"at least {SHORTEST} letters, without blanks around them"
+            raise JobError(f"token {token!r}: allowed: {allowed}; what people write is not to be taken for it")
+    return missing
+
+
+def extended(vocabulary: Tokenizer, tokens: Sequence[str], eos: str | None) -> dict[str, bytes]:
+    """Return name -> content of the tokenizer's files with these new special tokens appended.
+
+    `eos`: the token that ends a document. The ids of ordinary text stay the same. Raises JobError for a kind of
+    tokenizer without such files, and for tokens that are already ordinary tokens.
+    """
+    import tokenizers
+
+    try:
+        files = vocabulary.as_hf_files() | template_file(vocabulary)
+    except JobError as error:
+        remedy = "write its tokenizer.json first (AutoTokenizer's save_pretrained does)"
+        raise JobError(f"the tokenizer cannot be given tokens: {error}; {remedy}") from error
+    extended_tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+    entries = extended_tokenizer.get_vocab()
+    if ordinary := [token for token in tokens if token in entries]:
+        number = entries[ordinary[0]]
+        raise JobError(f"token {ordinary[0]!r}: text becomes it already, as number {number}; give it another name")
+    if eos is not None and eos not in entries and eos not in tokens:
+        raise JobError(f"eos token {eos!r}: the tokenizer has no such token; add it too")
+    extended_tokenizer.add_special_tokens(
+        [tokenizers.AddedToken(token, special=True, normalized=False) for token in tokens]
+    )
+    new_ids = {token: extended_tokenizer.token_to_id(token) for token in tokens}
+    expected = range(vocabulary.vocab_size, vocabulary.vocab_size + len(tokens))
+    if list(new_ids.values()) != list(expected):
+        remedy = "number them without gaps, or take the tokenizer of the model's own repository"
+        raise JobError(f"the tokenizer cannot be given tokens: its own are {len(entries)}, up to number "
+                       f"{vocabulary.vocab_size - 1}; {remedy}")  # fmt: skip
+    return (
+        files
+        | {"tokenizer.json": extended_tokenizer.to_str().encode()}
+        | _beside(files, extended_tokenizer, new_ids, eos)
+    )
+
+
+def _beside(files: dict[str, bytes], opened: Any, numbers: dict[str, Any], eos: str | None) -> dict[str, bytes]:
+    """Return the updated files next to tokenizer.json that list tokens, as far as they exist."""
+    eos_entry = {} if eos is None else {"eos_token": eos}
+    listed = {
+        str(number): {
+            "content": token.content,
+            "lstrip": token.lstrip,
+            "normalized": token.normalized,
+            "rstrip": token.rstrip,
+            "single_word": token.single_word,
+            "special": token.special,
+        }
+        for number, token in sorted(opened.get_added_tokens_decoder().items())
+    }
+    changes = {CONFIG: {"added_tokens_decoder": listed} | eos_entry, MAP: eos_entry, ADDED: numbers}
+    updated = {name: json.loads(files[name]) | changed for name, changed in changes.items() if name in files}
+    return {name: hf_export.dumped(content) for name, content in updated.items()}

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.core.errors import JobError
-from torchtitan.datasets.tokenizer import hf_files
+from torchtitan.datasets.tokenizer import hf_export
 from torchtitan.datasets.tokenizer.base import Range, Tokenizer, TokenizerError, sha256
 
 
@@ -36,15 +36,15 @@ class SentencePieceTokenizer(Tokenizer):
         bos = None if self.bos_id is None else name(self.bos_id)
         tokens = self._pieces()
         try:
-            written = hf_files.pieces(tokens, {tokens.unknown: self._processor.unk_id(), **self.special_tokens}, bos)
+            written = hf_export.pieces(tokens, {tokens.unknown: self._processor.unk_id(), **self.special_tokens}, bos)
         except JobError as error:
             raise TokenizerError(
                 self._path, str(error), "give the model's own, or leave out checkpoint.last_save_in_hf"
             ) from None
-        files = hf_files.files_of(written, bos, name(self.eos_id), unknown=tokens.unknown)
+        files = hf_export.files_of(written, bos, name(self.eos_id), unknown=tokens.unknown)
         return files | {"tokenizer.model": self._processor.serialized_model_proto()}
 
-    def _pieces(self) -> hf_files.Pieces:
+    def _pieces(self) -> hf_export.Pieces:
         trainer: dict[int, Any] = {}
         normalizer: dict[int, Any] = {}
         for number, value in _fields(self._processor.serialized_model_proto()):
@@ -54,8 +54,8 @@ class SentencePieceTokenizer(Tokenizer):
         ids = {processor.id_to_piece(i): i for i in range(self.vocab_size)}
         no_text = (processor.is_control, processor.is_unknown, processor.is_unused, processor.is_byte)
         scored = {piece: i for piece, i in ids.items() if not any(is_such(i) for is_such in no_text)}
-        return hf_files.Pieces(
-            kind=trainer.get(3, hf_files.UNIGRAM),
+        return hf_export.Pieces(
+            kind=trainer.get(3, hf_export.UNIGRAM),
             ids=ids,
             scores={piece: processor.get_score(i) for piece, i in scored.items()},
             unknown=processor.id_to_piece(processor.unk_id()),

@@ -1,21 +1,193 @@
-"""Chat templates: conversations rendered as text, with the parts that are trained.
+"""Conversion of a record's field to a document, and of a document to token ids with a loss mask.
 
-A template is Jinja, as in Hugging Face's tokenizers. It runs in a sandbox without side effects, in a process with time
-and memory limits (template_process.py). Text inside {% generation %} is trained. Without such marks, the text that an
-answer adds to the text before it is trained, up to the special token that ends it. Message content never becomes a
-special token: names of special tokens in messages are broken apart while the template runs.
+A token never crosses a border between trained and untrained spans. A prompt therefore has the same ids in training as
+in generation, and no token is partly trained. Adjacent spans that are both trained, or both not, are joined first, so
+other borders have no effect. Conversations are the exception: their ids are those of the rendered text, as in
+transformers' apply_chat_template, and character offsets decide which tokens are trained.
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
-from itertools import repeat
-from typing import Any
+from itertools import accumulate, groupby, islice, repeat
+from typing import Any, Literal, NamedTuple
 
-from torchtitan.datasets.sources import REMEDY, BadRecord, DataError, Span
+import numpy as np
+
+from torchtitan.datasets.sources import (
+    CONVERSATIONS,
+    REMEDY,
+    BadRecord,
+    Chat,
+    DataError,
+    Document,
+    Labelled,
+    Pair,
+    PairFound,
+    Source,
+    Span,
+)
 from torchtitan.datasets.template_process import CRASH, OUT_OF_TIME, RenderingFailed, limits, render
 from torchtitan.datasets.template_worker import BEGIN, END, LARGEST_TEXT, SYNTAX, TOO_LONG, TOO_MUCH_MEMORY
-from torchtitan.datasets.tokenizer import Tokenizer
+from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError
+
+CONVERSATIONS_READ = 2
+"""Another number whenever the same conversations become other tokens. In version 1 they were tokenized in pieces, an
+answer apart from its header."""
+LOOKED_AT = 16
+"""Records by which it is told whether a source has conversations."""
+
+
+class TrainOn(NamedTuple):
+    """Which tokens have a loss.
+
+    `what`: all answers, everything, or only the last answer. `ends`: train the end-of-turn token after each answer,
+    after the last answer only, after every turn, or never.
+    """
+
+    what: Literal["completion", "all", "last_turn"] = "completion"
+    ends: Literal["turn", "last", "all", "none"] = "turn"
+
+    def choose(self, spans: Sequence[Span], closed: bool) -> list[Span]:
+        """Return the spans with `trained` set by these options.
+
+        `closed`: the spans contain end-of-turn tokens, a special token at the end of each answer.
+        """
+        answers = list(_answers(spans))
+        ends = [stop - 1 for _, stop in answers if not isinstance(spans[stop - 1].content, str)] if closed else []
+        trained = [self.what == "all" or span.trained for span in spans]
+        if self.what == "last_turn":
+            for start, stop in answers[:-1]:
+                trained[start:stop] = [False] * (stop - start)
+        if self.ends == "all":
+            end_tokens = {tuple(spans[end].content) for end in ends}
+            ends = [i for i, span in enumerate(spans) if not isinstance(span.content, str)]
+            ends = [i for i in ends if tuple(spans[i].content) in end_tokens]
+            trained = [flag or i in ends for i, flag in enumerate(trained)]
+        elif self.ends != "turn":
+            for end in ends if self.ends == "none" else ends[:-1]:
+                trained[end] = False
+        return [Span(span.content, flag) for span, flag in zip(spans, trained, strict=True)]
+
+
+ANSWERS = TrainOn()
+
+
+def _answers(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
+    """Yield the start and end of each run of trained spans."""
+    start = None
+    for i, trained in enumerate([*(span.trained for span in spans), False]):
+        if trained and start is None:
+            start = i
+        elif not trained and start is not None:
+            yield start, i
+            start = None
+
+
+class Tokens(NamedTuple):
+    ids: np.ndarray
+    """[n] integers."""
+    trained: np.ndarray
+    """[n] bool: the loss mask."""
+
+
+NO_TOKENS = Tokens(np.empty(0, dtype=np.int64), np.empty(0, dtype=bool))
+
+
+def tokenization_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a fingerprint says of how conversations are tokenized; nothing of a source without them."""
+    if tokenizer.chat_template is None:
+        return {}
+    contents = [item.content for item in islice(source.documents(), LOOKED_AT) if isinstance(item, Document)]
+    contents += [content.chosen.content for content in contents if isinstance(content, Pair)]
+    return {CONVERSATIONS: CONVERSATIONS_READ} if any(isinstance(content, Chat) for content in contents) else {}
+
+
+def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = ANSWERS) -> Tokens:
+    """Encode a document, with its begin and end ids; no ids for a document without text.
+
+    Begin and end have the loss mask of the adjacent token. Raises BadRecord if the template or the tokenizer fails on
+    the document, DataError if template and tokenizer do not match."""
+    if isinstance(document.content, Pair):
+        raise PairFound(
+            f"{document.place}: a pair of answers, which only task.kind dpo, ipo and orpo learn; choose one of these, "
+            "or give other data"
+        )
+    is_chat = isinstance(document.content, Chat)
+    if isinstance(document.content, Chat):
+        spans = chat_spans(tokenizer, document.content.messages, document.place)
+        document = Document(spans, document.place, framed=True)
+    if isinstance(document.content, Labelled):
+        document = document._replace(content=document.content.spans(tokenizer.begin, tokenizer.eos_id))
+    elif train_on != ANSWERS:
+        document = document._replace(content=train_on.choose(document.spans, closed=is_chat))
+    try:
+        if is_chat:
+            return _encode_rendered(tokenizer, document.spans)
+        pieces = list(_pieces(tokenizer, document))
+    except TokenizerError as error:
+        raise BadRecord(f"{document.place}: {error}; {REMEDY}") from None
+    if not pieces:
+        return NO_TOKENS
+    if not document.framed:
+        (_, first), (_, last) = pieces[0], pieces[-1]
+        pieces = [(tokenizer.begin, first), *pieces, ([tokenizer.eos_id], last and train_on.ends != "none")]
+    ids = np.concatenate([np.array(piece, dtype=np.int64) for piece, _ in pieces])
+    return Tokens(ids, np.repeat([flag for _, flag in pieces], [len(piece) for piece, _ in pieces]))
+
+
+def _encode_rendered(tokenizer: Tokenizer, spans: Sequence[Span]) -> Tokens:
+    """Encode a conversation as its template renders it: text between two special tokens as a whole, so that ids do not
+    depend on what is trained. A token is trained if any of its characters is."""
+    if all(isinstance(span.content, str) and not span.content.strip() for span in spans):
+        return NO_TOKENS
+    ids: list[int] = []
+    trained: list[bool] = []
+    for is_text, group in groupby(spans, key=lambda span: isinstance(span.content, str)):
+        run = list(group)
+        flags = [span.trained for span in run]
+        if not is_text or all(flags) or not any(flags):
+            contents = ["".join(str(span.content) for span in run)] if is_text else [span.content for span in run]
+            for content, flag in zip(contents, flags, strict=False):
+                piece = tokenizer.encode(content) if isinstance(content, str) else list(content)
+                ids += piece
+                trained += [flag] * len(piece)
+            continue
+        texts = [str(span.content) for span in run]
+        stops = list(accumulate(map(len, texts)))
+        ranges = [
+            (stop - len(text), stop) for text, stop, flag in zip(texts, stops, flags, strict=True) if text and flag
+        ]
+        piece, token_ranges = tokenizer.encode_with_ranges("".join(texts), ranges)
+        mask = [False] * len(piece)
+        for first, last in token_ranges:
+            mask[first:last] = [True] * (last - first)
+        ids += piece
+        trained += mask
+    return Tokens(np.array(ids, dtype=np.int64), np.array(trained, dtype=bool))
+
+
+def prompt_ids(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], place: str) -> list[int]:
+    """Return the prompt ids of a conversation, the same ids as in training. Raises errors like `encode`."""
+    spans = prompt_spans(tokenizer, messages, place)
+    return encode(tokenizer, Document(spans, place, framed=True)).ids.tolist()
+
+
+def _pieces(tokenizer: Tokenizer, document: Document) -> Iterator[tuple[Sequence[int], bool]]:
+    """Yield the ids and the trained flag of each run of similar spans; nothing for a blank document."""
+    spans = [span for span in document.spans if len(span.content)]
+    if all(isinstance(span.content, str) and span.content.isspace() for span in spans):
+        return
+    after_text = False
+    for (trained, is_text), run in groupby(spans, key=lambda span: (span.trained, isinstance(span.content, str))):
+        contents = [span.content for span in run]
+        if is_text:
+            text = "".join(content for content in contents if isinstance(content, str))
+            yield tokenizer.encode_after(text) if after_text else tokenizer.encode(text), trained
+        else:
+            yield [i for ids in contents if not isinstance(ids, str) for i in ids], trained
+        after_text = is_text
+
 
 BREAK = "\ue0f2"
 """Inserted into names of special tokens in messages. Like BEGIN and END a private use character."""

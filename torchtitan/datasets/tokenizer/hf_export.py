@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.core.errors import JobError
-from torchtitan.datasets.tokenizer.base import Tokenizer
-from torchtitan.datasets.tokenizer.chat_templates import template_file
 
 Json = dict[str, Any]
 Merges = Iterable[Sequence[str]]
@@ -172,73 +170,3 @@ def _without_extra_blanks(tokens: "Pieces") -> list[Json]:
         return []
     changes = {r"\A +| +\z": "", " {2,}": " "}  # only blanks: Strip would remove line ends too
     return [{"type": "Replace", "pattern": {"Regex": old}, "content": new} for old, new in changes.items()]
-
-
-SHORTEST = 2
-"""Least number of letters of a special token: single letters occur in ordinary text."""
-MAP, ADDED, CONFIG = "special_tokens_map.json", "added_tokens.json", "tokenizer_config.json"
-
-
-def lacking(vocabulary: Tokenizer, tokens: Sequence[str]) -> list[str]:
-    """Return the tokens that are not special tokens yet, each once. Raises JobError for an unusable name."""
-    missing = [token for token in dict.fromkeys(tokens) if token not in vocabulary.special_tokens]
-    for token in missing:
-        if len(token) < SHORTEST or token != token.strip():
-            allowed = f"at least {SHORTEST} letters, without blanks around them"
-            raise JobError(f"token {token!r}: allowed: {allowed}; what people write is not to be taken for it")
-    return missing
-
-
-def extended(vocabulary: Tokenizer, tokens: Sequence[str], eos: str | None) -> dict[str, bytes]:
-    """Return name -> content of the tokenizer's files with these new special tokens appended.
-
-    `eos`: the token that ends a document. The ids of ordinary text stay the same. Raises JobError for a kind of
-    tokenizer without such files, and for tokens that are already ordinary tokens.
-    """
-    import tokenizers
-
-    try:
-        files = vocabulary.as_hf_files() | template_file(vocabulary)
-    except JobError as error:
-        remedy = "write its tokenizer.json first (AutoTokenizer's save_pretrained does)"
-        raise JobError(f"the tokenizer cannot be given tokens: {error}; {remedy}") from error
-    extended_tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
-    entries = extended_tokenizer.get_vocab()
-    if ordinary := [token for token in tokens if token in entries]:
-        number = entries[ordinary[0]]
-        raise JobError(f"token {ordinary[0]!r}: text becomes it already, as number {number}; give it another name")
-    if eos is not None and eos not in entries and eos not in tokens:
-        raise JobError(f"eos token {eos!r}: the tokenizer has no such token; add it too")
-    extended_tokenizer.add_special_tokens(
-        [tokenizers.AddedToken(token, special=True, normalized=False) for token in tokens]
-    )
-    new_ids = {token: extended_tokenizer.token_to_id(token) for token in tokens}
-    expected = range(vocabulary.vocab_size, vocabulary.vocab_size + len(tokens))
-    if list(new_ids.values()) != list(expected):
-        remedy = "number them without gaps, or take the tokenizer of the model's own repository"
-        raise JobError(f"the tokenizer cannot be given tokens: its own are {len(entries)}, up to number "
-                       f"{vocabulary.vocab_size - 1}; {remedy}")  # fmt: skip
-    return (
-        files
-        | {"tokenizer.json": extended_tokenizer.to_str().encode()}
-        | _beside(files, extended_tokenizer, new_ids, eos)
-    )
-
-
-def _beside(files: dict[str, bytes], opened: Any, numbers: dict[str, Any], eos: str | None) -> dict[str, bytes]:
-    """Return the updated files next to tokenizer.json that list tokens, as far as they exist."""
-    eos_entry = {} if eos is None else {"eos_token": eos}
-    listed = {
-        str(number): {
-            "content": token.content,
-            "lstrip": token.lstrip,
-            "normalized": token.normalized,
-            "rstrip": token.rstrip,
-            "single_word": token.single_word,
-            "special": token.special,
-        }
-        for number, token in sorted(opened.get_added_tokens_decoder().items())
-    }
-    changes = {CONFIG: {"added_tokens_decoder": listed} | eos_entry, MAP: eos_entry, ADDED: numbers}
-    updated = {name: json.loads(files[name]) | changed for name, changed in changes.items() if name in files}
-    return {name: dumped(content) for name, content in updated.items()}

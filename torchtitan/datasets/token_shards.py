@@ -12,7 +12,7 @@ import json
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -327,3 +327,47 @@ def _read_header(folder: Path) -> dict[str, Any]:
     if not good:
         raise DataError(f"{path}: fields are missing or do not fit each other; {REMEDY}")
     return header
+
+
+class JoinedBlocks:
+    """A reader like BlockReader for several folders: blocks are numbered consecutively and shuffled together."""
+
+    def __init__(self, sources: Sequence[TokenShards], seq_len: int, seed: int, shuffle: bool) -> None:
+        self.seq_len, self.seed, self.shuffle = seq_len, seed, shuffle
+        self.readers = [BlockReader(source, seq_len, seed, shuffle=False) for source in sources]
+        self.firsts = np.array([0, *accumulate(reader.blocks for reader in self.readers)])
+        self.blocks = int(self.firsts[-1])
+
+    def order(self, samples: np.ndarray) -> np.ndarray:
+        """Map global sample indices to block numbers."""
+        epochs, blocks = np.divmod(samples, self.blocks)
+        return permute(blocks, self.blocks, key(self.seed, epochs)) if self.shuffle else blocks
+
+    def read(self, blocks: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+        """Read blocks like BlockReader.read."""
+        rows = np.empty((len(blocks), self.seq_len + 1), dtype=np.int64)
+        begin_rows, begin_columns = [], []
+        for reader, indices, starts in self._by_reader(blocks):
+            rows[indices], (within, columns) = reader.read(starts)
+            begin_rows.append(indices[within])
+            begin_columns.append(columns)
+        return rows, (np.concatenate(begin_rows), np.concatenate(begin_columns))
+
+    def trained(self, blocks: np.ndarray) -> np.ndarray:
+        """Return loss masks like BlockReader.trained."""
+        flags = np.ones((len(blocks), self.seq_len + 1), dtype=bool)
+        for reader, indices, starts in self._by_reader(blocks):
+            mask = reader.trained(starts)
+            if mask is not None:
+                flags[indices] = mask
+        return flags
+
+    def _by_reader(self, blocks: np.ndarray) -> list[tuple[BlockReader, np.ndarray, np.ndarray]]:
+        """Return each reader with its rows and the start tokens of their blocks."""
+        numbers = self.firsts.searchsorted(blocks, side="right") - 1
+        rows = [np.flatnonzero(numbers == number) for number in range(len(self.readers))]
+        return [
+            (reader, indices, (blocks[indices] - first) * self.seq_len)
+            for reader, first, indices in zip(self.readers, self.firsts[:-1], rows, strict=True)
+            if len(indices)
+        ]
