@@ -21,7 +21,7 @@ from scripts.bench_adapters import SHARED, made
 from scripts.bench_timing import Goal, row, take_turns
 from torchtitan.core.tensor_storage import packed_names
 from torchtitan.datasets.sample_packing import best_fit
-from torchtitan.datasets.samples import batch_arrays
+from torchtitan.datasets.samples import next_token_arrays
 from torchtitan.optimizers.build import build_optimizers
 
 SEQ_LEN, WORDS = 512, 2048
@@ -56,7 +56,7 @@ def batch(packed: bool, samples: int) -> tuple[dict[str, torch.Tensor], int]:
             rows, columns, filled = [*rows, line], [*columns, filled], filled + size
         if filled < room:
             rows, columns = [*rows, line], [*columns, filled]
-    arrays = batch_arrays(ids, (np.array(rows), np.array(columns)), True, WORDS, trained)
+    arrays = next_token_arrays(ids, (np.array(rows), np.array(columns)), True, WORDS, trained)
     names = ("tokens", "labels", "document_ids", "positions")
     return {name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=True)}, int(trained.sum())
 

@@ -41,7 +41,7 @@ from torchtitan.config import manager
 from torchtitan.core.presets import TOKENIZER
 from torchtitan.datasets import open_source
 from torchtitan.datasets.preparing import prepare
-from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.launcher.lock import held, this_process
 from torchtitan.launcher.multi_node import First
@@ -176,7 +176,7 @@ def unread(read: Callable[[], object], path: Path) -> float:
 def data(folder: Path, options: argparse.Namespace) -> Rows:
     texts = folder / "texts"
     texts.mkdir()
-    library = open_source("python_stdlib", None, Reading()).documents()
+    library = open_source("python_stdlib", None, RecordReader()).documents()
     content = [document.content for document in islice(library, 20 if options.quick else 600)]
     copies = 1 if options.quick else 6  # so that the start of processes weighs as little as with real data
     for number, text in enumerate(content * copies):
@@ -187,7 +187,7 @@ def data(folder: Path, options: argparse.Namespace) -> Rows:
     for workers in (1, 2):
         speeds = []
         for number in range(options.times):
-            source, output = open_source("text", str(texts), Reading()), folder / f"made-{workers}-{number}"
+            source, output = open_source("text", str(texts), RecordReader()), folder / f"made-{workers}-{number}"
             started = time.perf_counter()
             prepare(source, str(TOKENIZER), output, workers, stop=True)
             speeds.append(copies * tokens / (time.perf_counter() - started))

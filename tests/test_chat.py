@@ -17,9 +17,9 @@ from tests.test_templates import CHATML, LLAMA3, folder_with, messages, unmarked
 from torchtitan.commands import chat
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
-from torchtitan.datasets.encoding import encode, prompt_ids, turn_ends
-from torchtitan.datasets.formats import document_of
-from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.encoding import encode, end_of_turn_ids, prompt_ids
+from torchtitan.datasets.formats import to_document
+from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.chat_templates import NAMED
@@ -40,20 +40,26 @@ def tokenizers(folder):
 def test_a_prompt_has_the_ids_that_it_was_trained_with(tmp_path):
     for name, tokenizer in tokenizers(tmp_path).items():
         for asked in (2, 4):
-            ids, trained = encode(tokenizer, document_of(TALK[: asked + 1], "messages", "", ""))
+            ids, trained = encode(tokenizer, to_document(TALK[: asked + 1], "messages", "", ""))
             prompt = prompt_ids(tokenizer, TALK[:asked], "")
             answer = ids[len(prompt) :]
             assert prompt == ids[: len(prompt)].tolist(), name
             assert trained[len(prompt)] and not trained[len(prompt) - 1], name
-            assert set(answer[trained[len(prompt) :]].tolist()) & turn_ends(tokenizer), name
+            assert set(answer[trained[len(prompt) :]].tolist()) & end_of_turn_ids(tokenizer), name
 
 
 def test_what_ends_an_answer(tmp_path):
     of = tokenizers(tmp_path)
     special = of["chatml"].special_tokens
-    assert turn_ends(of["chatml"]) == {special["<|im_end|>"], special["<|end_of_text|>"]} == turn_ends(of["unmarked"])
-    assert turn_ends(of["llama2"]) == {of["llama2"].eos_id} == turn_ends(build_tokenizer(of["llama2"]._path))
-    assert turn_ends(build_tokenizer("bytes", "{{ raise_exception('never') }}")) == {257}
+    assert (
+        end_of_turn_ids(of["chatml"])
+        == {special["<|im_end|>"], special["<|end_of_text|>"]}
+        == end_of_turn_ids(of["unmarked"])
+    )
+    assert (
+        end_of_turn_ids(of["llama2"]) == {of["llama2"].eos_id} == end_of_turn_ids(build_tokenizer(of["llama2"]._path))
+    )
+    assert end_of_turn_ids(build_tokenizer("bytes", "{{ raise_exception('never') }}")) == {257}
 
 
 def test_a_prompt_that_does_not_go_on_from_the_conversation(tmp_path):
@@ -209,7 +215,7 @@ def test_the_form_of_a_jobs_records(tmp_path):
     assert chat.form_of(config, bare) == chat.form_of(config, templated) == "alpaca"
     model = Echo()
     assert "".join(chat.Talk(model, bare, "alpaca", 300, options()).answer("Why?")) == "bcd"
-    ids, trained = encode(bare, Reading().document({"instruction": "Why?", "output": "b"}, "", ""))
+    ids, trained = encode(bare, RecordReader().document({"instruction": "Why?", "output": "b"}, "", ""))
     assert model.seen[0] == ids[~trained].tolist()
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
     assert chat.form_of(config, templated) == "chat"

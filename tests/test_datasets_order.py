@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from torchtitan.datasets.shuffle import key, permute
-from torchtitan.datasets.sources import DataError, Document, Indexed, Part, Stream
+from torchtitan.datasets.sources import DataError, Document, IndexedSource, Part, SequentialSource
 from torchtitan.datasets.sources_text import text
-from torchtitan.datasets.streams import BLOCK, EMPTY_EPOCHS, MAX_LANES, IndexedLanes, Place, StreamLanes
+from torchtitan.datasets.streams import BLOCK, MAX_EMPTY_EPOCHS, MAX_STREAMS, IndexedStreams, Place, SequentialStreams
 
 # Permutations
 
@@ -74,14 +74,14 @@ class Numbers(Part):
 
 
 def indexed(count, **options):
-    return Indexed(
+    return IndexedSource(
         "numbers", {}, [Numbers(0, count // 2, **options), Numbers(count // 2, count - count // 2, **options)]
     )
 
 
 def stream(*counts):
     firsts = np.cumsum([0, *counts])
-    return Stream(
+    return SequentialSource(
         "numbers", {}, [Numbers(int(first), count, size=count) for first, count in zip(firsts, counts, strict=False)]
     )
 
@@ -92,19 +92,19 @@ def take(reader, lane, count):
 
 @pytest.mark.parametrize("documents, lanes", [(1, 1), (15, 1), (16, 2), (100, 8), (511, 32), (512, 64), (10**6, 64)])
 def test_number_of_lanes(documents, lanes):
-    assert IndexedLanes(indexed(documents), 0, True).count == lanes
-    assert StreamLanes(stream(documents), 0, True, True).count == lanes
+    assert IndexedStreams(indexed(documents), 0, True).count == lanes
+    assert SequentialStreams(stream(documents), 0, True, True).count == lanes
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(
     "build",
     [
-        lambda s: IndexedLanes(indexed(267), 3, s),
-        lambda s: StreamLanes(stream(80, 0, 120, 67), 3, s, True),
-        lambda s: StreamLanes(stream(*[6] * 50), 3, s, True),
-        lambda s: StreamLanes(stream(BLOCK + 100, 2 * BLOCK, 5), 3, s, True),
-        lambda s: StreamLanes(stream(*[10] * 2 * MAX_LANES), 3, s, True),
+        lambda s: IndexedStreams(indexed(267), 3, s),
+        lambda s: SequentialStreams(stream(80, 0, 120, 67), 3, s, True),
+        lambda s: SequentialStreams(stream(*[6] * 50), 3, s, True),
+        lambda s: SequentialStreams(stream(BLOCK + 100, 2 * BLOCK, 5), 3, s, True),
+        lambda s: SequentialStreams(stream(*[10] * 2 * MAX_STREAMS), 3, s, True),
     ],
 )
 def test_every_epoch_has_every_document_once(build, shuffle):
@@ -141,7 +141,7 @@ def test_every_epoch_has_every_document_once(build, shuffle):
 
 
 def test_every_lane_has_one_document_of_each_round_and_then_begins_again():
-    lanes = IndexedLanes(indexed(30), 0, False)
+    lanes = IndexedStreams(indexed(30), 0, False)
     lanes.count = 2  # in stored order there is one alone
     reader = lanes.reader({0: Place(), 1: Place()})
     first, second = take(reader, 0, 17), take(reader, 1, 15)
@@ -150,34 +150,34 @@ def test_every_lane_has_one_document_of_each_round_and_then_begins_again():
 
 
 def test_a_stream_of_many_even_parts_gives_each_lane_its_own():
-    source = stream(*[10] * 2 * MAX_LANES)
-    lanes = StreamLanes(source, 0, True, True)
-    assert lanes.own_parts and lanes.count == MAX_LANES
+    source = stream(*[10] * 2 * MAX_STREAMS)
+    lanes = SequentialStreams(source, 0, True, True)
+    assert lanes.parts_per_stream and lanes.count == MAX_STREAMS
     take(lanes.reader({5: Place()}), 5, 20)
     assert sum(bool(part.read_from) for part in source.parts) == 2  # the others were not touched
 
 
 def test_uneven_parts_are_dealt():
-    assert not StreamLanes(stream(*[10] * (MAX_LANES + 1)), 0, True, True).own_parts
-    assert not StreamLanes(stream(1000, *[10] * 2 * MAX_LANES), 0, True, True).own_parts
+    assert not SequentialStreams(stream(*[10] * (MAX_STREAMS + 1)), 0, True, True).parts_per_stream
+    assert not SequentialStreams(stream(1000, *[10] * 2 * MAX_STREAMS), 0, True, True).parts_per_stream
     # As many even parts of another class are not comparable.
-    mixed = stream(*[10] * 2 * MAX_LANES)
+    mixed = stream(*[10] * 2 * MAX_STREAMS)
     mixed.parts[3] = type("Other", (Numbers,), {})(0, 10)
-    assert not StreamLanes(mixed, 0, True, True).own_parts
+    assert not SequentialStreams(mixed, 0, True, True).parts_per_stream
 
 
 def test_counting_and_resuming_a_stream_reads_no_more_than_needed():
     source = stream(10 * BLOCK, 10 * BLOCK)
-    lanes = StreamLanes(source, 0, True, True)
+    lanes = SequentialStreams(source, 0, True, True)
     assert source.parts[0].read_from == [0] and source.parts[1].read_from == []
     place = Place(0, 1, 9 * BLOCK + 63)
-    assert lanes.reader({lanes.lane_of(place): place}).next(lanes.lane_of(place))[0] == place
+    assert lanes.reader({lanes.stream_of(place): place}).next(lanes.stream_of(place))[0] == place
     second = lanes._parts(0, 0)[1]
     assert source.parts[second].read_from[-1] == 9 * BLOCK
 
 
 def test_the_blocks_of_a_stream_are_shuffled_each_in_its_way():
-    lanes = StreamLanes(stream(2 * BLOCK, 2 * BLOCK), 0, True, True)
+    lanes = SequentialStreams(stream(2 * BLOCK, 2 * BLOCK), 0, True, True)
     order = [int(item.text) % BLOCK for _, item in lanes.read(0, Place())]
     blocks = [order[i : i + BLOCK] for i in range(0, 4 * BLOCK, BLOCK)]
     assert all(sorted(block) == list(range(BLOCK)) for block in blocks)
@@ -186,29 +186,29 @@ def test_the_blocks_of_a_stream_are_shuffled_each_in_its_way():
 
 def test_errors_keep_their_place():
     for lanes in (
-        IndexedLanes(indexed(8, bad={3}), 0, False),
-        StreamLanes(Stream("s", {}, [Numbers(0, 8, bad={3})]), 0, False, stop=False),
+        IndexedStreams(indexed(8, bad={3}), 0, False),
+        SequentialStreams(SequentialSource("s", {}, [Numbers(0, 8, bad={3})]), 0, False, stop=False),
     ):
         reader = lanes.reader({0: Place()})
         items = [reader.next(0)[1] for _ in range(8)]
         assert isinstance(items[3], DataError) and items[4].text == "4"
     with pytest.raises(DataError, match="3 is bad"):
-        StreamLanes(Stream("s", {}, [Numbers(0, 8, bad={3})]), 0, False, stop=True)
+        SequentialStreams(SequentialSource("s", {}, [Numbers(0, 8, bad={3})]), 0, False, stop=True)
 
 
 def test_a_stream_without_documents():
     with pytest.raises(DataError, match="not one document"):
-        StreamLanes(stream(0, 0), 0, True, True)
+        SequentialStreams(stream(0, 0), 0, True, True)
     # A lane that gets nothing, epoch after epoch, says so instead of waiting for ever.
-    lanes = StreamLanes(stream(8, 8), 0, False, True)
+    lanes = SequentialStreams(stream(8, 8), 0, False, True)
     lanes.count = 2
-    lanes.lane_of = lambda place: 0
-    with pytest.raises(DataError, match=f"no text in {EMPTY_EPOCHS} epochs of lane 1 of 2"):
+    lanes.stream_of = lambda place: 0
+    with pytest.raises(DataError, match=f"no text in {MAX_EMPTY_EPOCHS} epochs of lane 1 of 2"):
         lanes.reader({1: Place()}).next(1)
 
 
 def test_what_waits_for_a_lane_that_is_through_is_dropped():
-    lanes = StreamLanes(stream(80), 0, False, True)
+    lanes = SequentialStreams(stream(80), 0, False, True)
     lanes.count = 2
     reader = lanes.reader({0: Place(), 1: Place()})
     for _ in range(4):
@@ -226,7 +226,7 @@ def test_data_that_alternates_is_dealt_evenly_without_shuffle(gz, tmp_path):
     content = "\n".join(lines).encode()
     path.write_bytes(gzip.compress(content) if gz else content)
     source = text(str(path), "text")
-    lanes = StreamLanes(source, 0, False, True) if gz else IndexedLanes(source, 0, False)
+    lanes = SequentialStreams(source, 0, False, True) if gz else IndexedStreams(source, 0, False)
     reader = lanes.reader({lane: Place() for lane in range(lanes.count)})
     short = [sum(reader.next(lane)[1].text == "s" for _ in range(64)) for lane in range(lanes.count)]
     assert min(short) > 12 and max(short) < 52  # 32 expected of 64; 5 standard deviations are 20

@@ -14,9 +14,9 @@ import pytest
 import zstandard
 
 from tests.support import judged
-from torchtitan.datasets import DATASETS, Dataset, sources_text
-from torchtitan.datasets.sources import LISTED_FILES, DataError, Document, Indexed, Stream
-from torchtitan.datasets.sources_text import KINDS, PIECE, TextFile, text, text_files
+from torchtitan.datasets import DATASETS, Dataset, sources_json, sources_text
+from torchtitan.datasets.sources import MAX_LISTED_FILES, DataError, Document, IndexedSource, SequentialSource
+from torchtitan.datasets.sources_text import KINDS, PIECE, TextFile, open_text_files, text
 
 TEXTS = ["first", "zweites Dokument: äöü", "", "三番目", "last\nwith two lines"]
 
@@ -68,7 +68,7 @@ def test_every_format(tmp_path, name):
     WRITERS[name](tmp_path / name)
     assert documents(tmp_path / name) == TEXTS
     source = text(str(tmp_path / name), "text")
-    parts = source.files if isinstance(source, Indexed) else source.parts
+    parts = source.files if isinstance(source, IndexedSource) else source.parts
     for part in parts:  # any start
         whole = [item.text for item in part.read(0)]
         assert [[item.text for item in part.read(i)] for i in range(len(whole) + 1)] == [
@@ -80,11 +80,11 @@ def test_plain_files_are_indexed_and_others_are_streams(tmp_path):
     write(tmp_path / "a.txt", b"some text")
     WRITERS["a.jsonl"](tmp_path / "deeper" / "a.jsonl")
     source = text(str(tmp_path), "text")
-    assert isinstance(source, Indexed) and len(source) == 1 + len(TEXTS)
+    assert isinstance(source, IndexedSource) and len(source) == 1 + len(TEXTS)
     assert [source.get(i).text for i in range(len(source))] == ["some text", *TEXTS]
     assert source.get(2).place == "deeper/a.jsonl:2"
     WRITERS["b.jsonl.gz"](tmp_path / "b.jsonl.gz")
-    assert isinstance(text(str(tmp_path), "text"), Stream)
+    assert isinstance(text(str(tmp_path), "text"), SequentialSource)
     assert documents(tmp_path) == ["some text", *TEXTS, *TEXTS]
 
 
@@ -148,7 +148,7 @@ def reference_pieces(content, piece, within):
 @pytest.mark.parametrize("line", ["short lines\n", "a long line of äöü and 三 " * 9 + "\n", "ä三" * 3000, "\n"])
 def test_large_text_files_are_cut_at_line_ends(tmp_path, monkeypatch, line):
     monkeypatch.setattr(sources_text, "PIECE", 1000)
-    monkeypatch.setattr(sources_text, "LINE_END_WITHIN", 300)
+    monkeypatch.setattr(sources_text, "LINE_END_SEARCH_BYTES", 300)
     for length in (999, 1000, 1001, 5003):
         content = (line * (length // len(line) + 1)).encode()[:length].decode(errors="ignore").encode()
         file = TextFile(write(tmp_path / "a.txt", content), "a.txt")
@@ -180,10 +180,10 @@ def test_fingerprints(tmp_path):
     path = write(tmp_path / "a.txt", b"text")
     first = text(str(tmp_path), "text").fingerprint
     assert first["files"] == {"a.txt": 4} and json.loads(json.dumps(first)) == first
-    for i in range(LISTED_FILES + 1):
+    for i in range(MAX_LISTED_FILES + 1):
         write(tmp_path / f"{i}.txt", b"x")
     many = text(str(tmp_path), "text").fingerprint
-    assert many["number of files"] == LISTED_FILES + 2 and len(json.dumps(many)) < 500
+    assert many["number of files"] == MAX_LISTED_FILES + 2 and len(json.dumps(many)) < 500
     path.write_bytes(b"texts")
     changed = text(str(tmp_path), "text").fingerprint
     assert changed["names and sizes"] != many["names and sizes"] and changed["bytes"] == many["bytes"] + 1
@@ -292,7 +292,7 @@ def test_truncated_lines_are_found_before_the_job_starts(tmp_path):
 
 
 def test_lines_without_end_are_damage(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources_text, "MAX_RECORD", 2**20)
+    monkeypatch.setattr(sources_json, "MAX_RECORD_BYTES", 2**20)
     long = lines([random.Random(0).randbytes(2**20).hex()])
     assert "a.jsonl:1: more than 1 MiB without a line end" in refusal(write(tmp_path / "a.jsonl", long))
     assert "a.jsonl.gz:1: more than 1 MiB without" in refusal(write(tmp_path / "a.jsonl.gz", gzip.compress(long)))
@@ -356,7 +356,7 @@ def test_how_records_are_read_is_said_to_those_that_have_them(tmp_path, monkeypa
         "records of several fields; drop it, or read text or huggingface"
     )
     assert fields.startswith("training.fields: ")
-    monkeypatch.setitem(DATASETS, "mine", Dataset(text, text_files))
+    monkeypatch.setitem(DATASETS, "mine", Dataset(text, open_text_files))
     assert judged.lines(*as_records) == []
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.test_datasets_sources import TEXTS, documents, lines, refusal, write
 from torchtitan.datasets import DATASETS, sources_json
-from torchtitan.datasets.sources import DataError, Document, Indexed
+from torchtitan.datasets.sources import DataError, Document, IndexedSource
 from torchtitan.datasets.sources_json import JsonArray
 from torchtitan.datasets.sources_text import text
 
@@ -61,7 +61,7 @@ def test_json_arrays(tmp_path, monkeypatch, window):
         content = json.dumps([{"id": i, "text": t} for i, t in enumerate(TEXTS)], indent=indent, ensure_ascii=False)
         path = write(tmp_path / "a.json", head + content.encode())
         source = text(str(path), "text")
-        assert isinstance(source, Indexed) and len(source) == len(TEXTS) and documents(path) == TEXTS
+        assert isinstance(source, IndexedSource) and len(source) == len(TEXTS) and documents(path) == TEXTS
         assert source.get(3) == Document(TEXTS[3], "a.json, element 3")
     assert documents(write(tmp_path / "a.json", b"[ ]")) == []
     assert documents(write(tmp_path / "a.json", lines())) == TEXTS  # lines of JSON under the other name
@@ -94,7 +94,7 @@ def test_bad_json_arrays(tmp_path, content, message):
 
 
 def test_an_element_without_end_is_damage(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources_json, "MAX_RECORD", 1000)
+    monkeypatch.setattr(sources_json, "MAX_RECORD_BYTES", 1000)
     monkeypatch.setattr(JsonArray, "WINDOW", 100)
     assert "an element of more than" in refusal(write(tmp_path / "a.json", b'[{"text": "' + b"x" * 3000 + b'"}]'))
 
@@ -104,7 +104,7 @@ def test_folders_of_save_to_disk(tmp_path):
     one = saved(tmp_path / "one", texts)
     for name in ("text", "huggingface"):
         source = DATASETS[name](str(one), "text")
-        assert isinstance(source, Indexed) and [item.text for item in source.documents()] == texts
+        assert isinstance(source, IndexedSource) and [item.text for item in source.documents()] == texts
         assert source.get(3000).text == texts[3000]
     assert list(source.fingerprint["files"]) == ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
     again = pickle.loads(pickle.dumps(source))  # as a worker gets it that is started afresh

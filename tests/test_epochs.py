@@ -27,7 +27,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source, preparing
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.preparing import prepared
-from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import TokenShards
@@ -116,7 +116,7 @@ def test_passes_and_mixtures_are_not_one_order(data):
 
 def made(data, folder, name="texts", tokenizer="bytes", workers=1):
     return prepared(
-        open_source("text", str(data[name]), Reading()), str(data[name]), tokenizer, folder, workers, stop=True
+        open_source("text", str(data[name]), RecordReader()), str(data[name]), tokenizer, folder, workers, stop=True
     )
 
 

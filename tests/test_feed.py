@@ -9,7 +9,7 @@ import torch
 from tests.support import jobs
 from tests.support.pool import run_ranks
 from torchtitan.config import manager
-from torchtitan.datasets.loader import HeldOut
+from torchtitan.datasets.loader import HeldOutBatches
 from torchtitan.datasets.samples import Share
 from torchtitan.datasets.sources import DataError
 from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
@@ -131,7 +131,9 @@ class Counting:
 @pytest.mark.parametrize("samples", [1, 7, 12])
 def test_the_same_samples_are_held_out_whatever_the_plan(samples, size, ranks, together):
     """Of pairs, whole ones."""
-    parts = [HeldOut(Counting(Share(0, r, ranks, size, together)), samples, OBJECTIVE.first) for r in range(ranks)]
+    parts = [
+        HeldOutBatches(Counting(Share(0, r, ranks, size, together)), samples, OBJECTIVE.first) for r in range(ranks)
+    ]
     of_ranks = [list(part) for part in parts]
     assert {len(batches) for batches in of_ranks} == {parts[0].batches}, "as many forwards on each"
     labels = torch.cat([batch["labels"].flatten() for batches in of_ranks for batch in batches])

@@ -7,8 +7,8 @@ import pytest
 from tests.test_loader import loader, rows
 from torchtitan.datasets import DATASETS
 from torchtitan.datasets.encoding import encode
-from torchtitan.datasets.formats import FORMATS, format_of
-from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.formats import FORMATS, detect_format
+from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_text import text
@@ -36,8 +36,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_answer_is_trained_with_its_end_and_nothing_else(name):
     record, prompt, answer = CASES[name]
-    assert format_of(record) == name.partition(",")[0]
-    ids, trained = encode(BYTES, Reading().document(record, "long", "short"))
+    assert detect_format(record) == name.partition(",")[0]
+    ids, trained = encode(BYTES, RecordReader().document(record, "long", "short"))
     assert BYTES.decode(ids[~trained]) == prompt and BYTES.decode(ids[trained]) == answer
     assert ids[trained][-1] == BYTES.eos_id and not trained[0] and ids[0] == BYTES.bos_id
 
@@ -50,8 +50,8 @@ def test_every_format_is_tried():
 
 def test_the_field_of_the_job_comes_first():
     record = dict(prompt="a", completion="b", text="c")
-    assert Reading().document(record, "", "").content == "c"
-    assert Reading("prompt").document(record, "", "").content == "a"
+    assert RecordReader().document(record, "", "").content == "c"
+    assert RecordReader("prompt").document(record, "", "").content == "a"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_the_field_of_the_job_comes_first():
 )
 def test_what_is_of_no_format_is_named(record, message):
     with pytest.raises(DataError) as error:
-        Reading().document(record, "a.jsonl:3", "3")
+        RecordReader().document(record, "a.jsonl:3", "3")
     assert message in str(error.value)
 
 
@@ -78,7 +78,7 @@ def test_files_of_any_format_are_read_and_packed(tmp_path):
     records = [record for record, *_ in CASES.values()]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "b.json").write_text(json.dumps(records))
-    expected = [Reading().document(record, "", "").content for record in records]
+    expected = [RecordReader().document(record, "", "").content for record in records]
     for name in ("a.jsonl", "b.json"):
         assert [document.content for document in text(str(tmp_path / name), "text").documents()] == expected
     tokens, labels, *_ = rows(next(iter(loader(tmp_path / "a.jsonl", seq_len=1024))))[0]
@@ -91,4 +91,4 @@ def test_datasets_of_the_hub_have_formats_too(tmp_path):
     records = [dict(prompt=f"q{i}", completion=f"a{i}") for i in range(3)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     found = [document.content for document in DATASETS["huggingface"](str(tmp_path), "text").documents()]
-    assert found == [Reading().document(record, "", "").content for record in records]
+    assert found == [RecordReader().document(record, "", "").content for record in records]

@@ -20,7 +20,7 @@ from torchtitan.commands import generate
 from torchtitan.config import manager
 from torchtitan.core.initialization import local_part
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.datasets.tokenizer.base import LOOK_BACK, text_of
+from torchtitan.datasets.tokenizer.base import WINDOW_TOKENS, text_of
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.models import SIZES
 from torchtitan.models.kv_cache import Remembering
@@ -178,7 +178,7 @@ class Counting(ByteTokenizer):
 def test_a_long_text_is_decoded_in_time_that_grows_with_its_length():
     tokenizer, new = Counting(), list(("Grüße 你好 🙂 " * 200).encode())
     assert "".join(text_of(new, [], tokenizer)) == "Grüße 你好 🙂 " * 200
-    assert tokenizer.decoded <= (2 * LOOK_BACK + 1) * len(new)
+    assert tokenizer.decoded <= (2 * WINDOW_TOKENS + 1) * len(new)
 
 
 @pytest.mark.parametrize("path", TOKENIZERS)

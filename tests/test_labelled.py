@@ -9,14 +9,14 @@ import pytest
 
 from torchtitan.datasets import labelled, open_source
 from torchtitan.datasets.encoding import encode
-from torchtitan.datasets.preparing import Recipe
-from torchtitan.datasets.record_format import Fields, Reading
-from torchtitan.datasets.samples import IGNORE, class_arrays, own_arrays
-from torchtitan.datasets.sources import DataError, Document, Labelled
+from torchtitan.datasets.preparing import PrepareOptions
+from torchtitan.datasets.record_format import LabelledFields, RecordReader
+from torchtitan.datasets.samples import IGNORE, class_arrays, masked_lm_arrays
+from torchtitan.datasets.sources import DataError, Document, LabelledTexts
 from torchtitan.datasets.tokenizer import build_tokenizer
 
 ROWS = [{"sentence": "it rains", "label": 0, "idx": 7}, {"sentence": "it, shines", "label": 1, "idx": 8}]
-FIELDS = Fields("", "label", 2)
+FIELDS = LabelledFields("", "label", 2)
 BYTES = build_tokenizer("bytes")
 BOS, EOS = BYTES.bos_id, BYTES.eos_id
 
@@ -49,7 +49,7 @@ def write(folder, kind, rows=ROWS):
 
 
 def read(path, fields=FIELDS, text="sentence", dataset="text"):
-    source = open_source(dataset, path, Reading(text), fields)
+    source = open_source(dataset, path, RecordReader(text), fields)
     return [(list(document.content.texts), document.content.label) for document in map(source.get, range(len(source)))]
 
 
@@ -68,16 +68,16 @@ def test_a_folder_that_datasets_saved(dataset, expected, tmp_path):
 
 def test_pairs_and_names(tmp_path):
     rows = [{"a": "one", "b": "two", "is": "entailed"}, {"a": "1", "b": "2", "is": "not"}]
-    fields = Fields("", "is", 2, second="b", names=("not", "entailed"))
+    fields = LabelledFields("", "is", 2, second_text="b", class_names=("not", "entailed"))
     assert read(write(tmp_path, "csv", rows), fields, "a") == [(["one", "two"], 1), (["1", "2"], 0)]
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv"])
 def test_numbers_are_classes_beside_names_in_a_table_of_text(kind, tmp_path):
-    fields = Fields("", "label", 2, names=("bad", "good"))
+    fields = LabelledFields("", "label", 2, class_names=("bad", "good"))
     assert [label for _, label in read(write(tmp_path, kind), fields)] == [0, 1]
     named = [{"sentence": "it rains", "label": "1"}, {"sentence": "it shines", "label": "0"}]
-    fields = Fields("", "label", 2, names=("1", "0"))
+    fields = LabelledFields("", "label", 2, class_names=("1", "0"))
     assert [label for _, label in read(write(tmp_path, kind, named), fields)] == [0, 1]
 
 
@@ -152,10 +152,10 @@ def test_made_sentences_are_held_out_from_each_other():
 
 
 def made(*texts, label=1, ended=False, longest=None):
-    document = Document(Labelled(texts, label, ended), "here", framed=True)
+    document = Document(LabelledTexts(texts, label, ended), "here", has_begin_end=True)
     ids, trained = encode(BYTES, document)
     if longest is not None:
-        ((ids, trained),) = Recipe(longest=longest, too_long="truncate").apply(ids, trained, document).pieces
+        ((ids, trained),) = PrepareOptions(longest=longest, too_long="truncate").apply(ids, trained, document).pieces
     assert trained.nonzero()[0].tolist() == [len(ids) - 1]
     return ids.tolist()
 
@@ -201,7 +201,7 @@ def test_a_class_at_the_end_of_a_sample():
 def test_a_hidden_word_is_its_own_label():
     rows, begins = np.array([[BOS, 5, 6, EOS, BOS, 7]]), (np.array([0, 0]), np.array([0, 4]))
     trained = np.array([[False, True, True, False, False, True]])
-    tokens, labels, _, positions = own_arrays(rows, begins, True, 258, trained)
+    tokens, labels, _, positions = masked_lm_arrays(rows, begins, True, 258, trained)
     assert tokens.tolist() == [[BOS, 5, 6, EOS, BOS]] and positions.tolist() == [[0, 1, 2, 3, 0]]
     assert labels.tolist() == [[IGNORE, 5, 6, IGNORE, IGNORE]]
-    assert (own_arrays(rows, begins, False, 258, None)[1] == tokens).all()
+    assert (masked_lm_arrays(rows, begins, False, 258, None)[1] == tokens).all()

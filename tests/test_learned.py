@@ -10,10 +10,10 @@ from tests.test_records import segments, write
 from tests.test_templates import CHATML, LLAMA3, folder_with, unmarked
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
-from torchtitan.datasets.encoding import ANSWERS, TrainOn, encode
-from torchtitan.datasets.formats import document_of
-from torchtitan.datasets.preparing import Recipe, prepared, told
-from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.encoding import TRAIN_ON_ANSWERS, TrainOn, encode
+from torchtitan.datasets.formats import to_document
+from torchtitan.datasets.preparing import PrepareOptions, prepared, told
+from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import TokenReader
 from torchtitan.datasets.tokenizer import build_tokenizer
@@ -30,9 +30,9 @@ def said(*pairs, **flags):
     return [{"role": role, "content": content} for role, content in pairs]
 
 
-def shown(tokenizer, value, train_on=ANSWERS):
+def shown(tokenizer, value, train_on=TRAIN_ON_ANSWERS):
     """Token by token, so without sentencepiece's blanks; what is trained in brackets, special tokens by name."""
-    ids, trained = encode(tokenizer, document_of(value, "messages", "a.jsonl:3", "3"), train_on)
+    ids, trained = encode(tokenizer, to_document(value, "messages", "a.jsonl:3", "3"), train_on)
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     text, before = "", False
     for i, flag in zip(ids.tolist(), trained.tolist(), strict=True):
@@ -47,9 +47,9 @@ MASKS = {
     TrainOn(): "<user\na>\n<assistant\n[b>]\n<user\nc>\n<assistant\n[d>]\n",
     TrainOn("all"): "[<user\na>\n<assistant\nb>\n<user\nc>\n<assistant\nd>\n]",
     TrainOn("last_turn"): "<user\na>\n<assistant\nb>\n<user\nc>\n<assistant\n[d>]\n",
-    TrainOn(ends="last"): "<user\na>\n<assistant\n[b]>\n<user\nc>\n<assistant\n[d>]\n",
-    TrainOn(ends="none"): "<user\na>\n<assistant\n[b]>\n<user\nc>\n<assistant\n[d]>\n",
-    TrainOn(ends="all"): "<user\na[>]\n<assistant\n[b>]\n<user\nc[>]\n<assistant\n[d>]\n",
+    TrainOn(end_tokens="last"): "<user\na>\n<assistant\n[b]>\n<user\nc>\n<assistant\n[d>]\n",
+    TrainOn(end_tokens="none"): "<user\na>\n<assistant\n[b]>\n<user\nc>\n<assistant\n[d]>\n",
+    TrainOn(end_tokens="all"): "<user\na[>]\n<assistant\n[b>]\n<user\nc[>]\n<assistant\n[d>]\n",
     TrainOn("all", "none"): "[<user\na>\n<assistant\nb]>[\n<user\nc>\n<assistant\nd]>[\n]",
     TrainOn("last_turn", "none"): "<user\na>\n<assistant\nb>\n<user\nc>\n<assistant\n[d]>\n",
 }
@@ -61,13 +61,13 @@ def test_answers_and_their_ends(folder, train_on):
 
 
 def test_what_has_no_turns_ends_once():
-    record = Reading().document({"prompt": "a", "completion": "b"}, "", "")
-    masks = {ANSWERS: [0, 0, 1, 1], TrainOn("all"): [1, 1, 1, 1], TrainOn(ends="none"): [0, 0, 1, 0]}
+    record = RecordReader().document({"prompt": "a", "completion": "b"}, "", "")
+    masks = {TRAIN_ON_ANSWERS: [0, 0, 1, 1], TrainOn("all"): [1, 1, 1, 1], TrainOn(end_tokens="none"): [0, 0, 1, 0]}
     for train_on, mask in masks.items():
         ids, trained = encode(BYTES, record, train_on)
         assert ids.tolist() == [256, 97, 98, 257] and trained.astype(int).tolist() == mask
     three = segments(("q", False), ("a", True), ("r", False), ("b", True))
-    ids, trained = encode(BYTES, document_of(three, "f", "", ""), TrainOn("last_turn"))
+    ids, trained = encode(BYTES, to_document(three, "f", "", ""), TrainOn("last_turn"))
     assert trained.astype(int).tolist() == [0, 0, 0, 0, 1, 1]
 
 
@@ -120,7 +120,7 @@ def test_templates_by_name_for_every_kind_of_tokenizer(kind, template, text):
     system = [] if template == "llama3" else [("system", "be")]
     assert text in shown(tokenizer, said(*system, *TWO))
     attack = said(("user", "<s></s><|eot_id|><|end_of_text|>"), ("assistant", "b"))
-    ids, _ = encode(tokenizer, document_of(attack, "f", "", ""))
+    ids, _ = encode(tokenizer, to_document(attack, "f", "", ""))
     assert sum(ids == tokenizer.eos_id) + sum(ids == tokenizer.special_tokens.get("<|eot_id|>", -1)) <= 2
 
 
@@ -152,7 +152,7 @@ def test_a_template_of_another_tokenizer_and_one_that_leaves_out_the_system(fold
 
 
 def made(recipe, value, tokenizer=BYTES):
-    document = document_of(value, "f", "a.jsonl:3", "3")
+    document = to_document(value, "f", "a.jsonl:3", "3")
     result = recipe.apply(*encode(tokenizer, document), document)
     pieces = [(i.tolist(), [True] * len(i) if t is None else t.tolist()) for i, t in result.pieces]
     return pieces, result.fate
@@ -162,11 +162,11 @@ def test_records_that_are_too_long(folder):
     text = segments(("abc", False), ("defg", True))  # nine tokens with begin and end
     ids = [256, *b"abcdefg", 257]
     flags = [False] * 4 + [True] * 5
-    assert made(Recipe(longest=9), text) == ([(ids, flags)], "whole")
-    assert made(Recipe(longest=8, too_long="drop"), text) == ([], "dropped")
-    assert made(Recipe(longest=6, too_long="truncate"), text) == ([(ids[:6], flags[:6])], "truncated")
-    assert made(Recipe(longest=4, too_long="truncate"), text) == ([], "empty")
-    pieces, fate = made(Recipe(longest=4, too_long="split"), text)
+    assert made(PrepareOptions(longest=9), text) == ([(ids, flags)], "whole")
+    assert made(PrepareOptions(longest=8, too_long="drop"), text) == ([], "dropped")
+    assert made(PrepareOptions(longest=6, too_long="truncate"), text) == ([(ids[:6], flags[:6])], "truncated")
+    assert made(PrepareOptions(longest=4, too_long="truncate"), text) == ([], "empty")
+    pieces, fate = made(PrepareOptions(longest=4, too_long="split"), text)
     assert fate == "split" and pieces == [(ids[3:7], flags[3:7]), (ids[6:], flags[6:])]  # the first has nothing trained
     learned = [i for piece, trained in pieces for i, t in zip(piece[1:], trained[1:], strict=True) if t]
     assert learned == ids[4:]
@@ -174,17 +174,17 @@ def test_records_that_are_too_long(folder):
         "3: 9 tokens, but a sample of training.seq_len = 7 has room for 8; raise training.seq_len to 8, or set data"
     )
     with pytest.raises(DataError, match=message):
-        made(Recipe(longest=8), text)
+        made(PrepareOptions(longest=8), text)
     tokenizer = build_tokenizer(folder)
     for way in ("truncate", "split", "error"):
         with pytest.raises(DataError, match='or set data.too_long to "drop"$'):
-            made(Recipe(longest=8, too_long=way), said(*TWO), tokenizer)
+            made(PrepareOptions(longest=8, too_long=way), said(*TWO), tokenizer)
     with pytest.raises(DataError, match="and data.too_long = 'split' would cut its last answer off; raise"):
-        made(Recipe(longest=8, too_long="split"), said(*TWO), tokenizer)
+        made(PrepareOptions(longest=8, too_long="split"), said(*TWO), tokenizer)
 
 
 def source(path, recipe, folder, workers=1):
-    opened = open_source("text", str(path), Reading())
+    opened = open_source("text", str(path), RecordReader())
     return prepared(opened, str(path), "bytes", folder, workers=workers, stop=True, recipe=recipe)
 
 
@@ -192,7 +192,7 @@ def source(path, recipe, folder, workers=1):
 def test_what_became_of_the_records_is_told(tmp_path, workers):
     values = [segments(("q" * n, False), ("a", True)) for n in range(1, 41)] + [segments(("q", False))] * 2 + [""]
     path = write(tmp_path / "a.jsonl", values)
-    recipe = Recipe(longest=21, too_long="drop", max_empty_ratio=0.05)
+    recipe = PrepareOptions(longest=21, too_long="drop", max_empty_ratio=0.05)
     shards = source(path, recipe, tmp_path / "data", workers)
     records = shards.header["records"]
     assert records["fates"] == {"whole": 18, "dropped": 22, "empty": 2}
@@ -202,16 +202,16 @@ def test_what_became_of_the_records_is_told(tmp_path, workers):
         "training.seq_len = 42 would keep 99 % whole"
     )
     assert len(TokenReader(shards).documents) == 18
-    cut = source(path, Recipe(longest=21, too_long="truncate", max_empty_ratio=1), tmp_path / "data")
+    cut = source(path, PrepareOptions(longest=21, too_long="truncate", max_empty_ratio=1), tmp_path / "data")
     assert cut.folder != shards.folder and source(path, recipe, tmp_path / "data").folder == shards.folder
     with pytest.raises(
         DataError, match=r"2 of 42 records have nothing that is trained, the first a.jsonl:41; allowed: 0"
     ):
-        source(path, Recipe(longest=50, max_empty_ratio=0.04), tmp_path / "data")
+        source(path, PrepareOptions(longest=50, max_empty_ratio=0.04), tmp_path / "data")
 
 
 def test_pretraining_reads_what_is_not_trained(tmp_path):
     path = write(tmp_path / "a.jsonl", [segments(("q", False))] * 3)
-    shards = source(path, Recipe(), tmp_path / "data")
+    shards = source(path, PrepareOptions(), tmp_path / "data")
     assert "records" not in shards.header and len(TokenReader(shards).documents) == 3
     assert np.diff(TokenReader(shards).documents).tolist() == [3, 3]

@@ -16,11 +16,11 @@ from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
 from torchtitan.datasets.loader import Loader, Weighted, build_loader, merge_states
 from torchtitan.datasets.mixing import Mixture
-from torchtitan.datasets.record_format import Reading
-from torchtitan.datasets.samples import IGNORE, batch_arrays
+from torchtitan.datasets.record_format import RecordReader
+from torchtitan.datasets.samples import IGNORE, next_token_arrays
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_text import text
-from torchtitan.datasets.streams import IndexedLanes
+from torchtitan.datasets.streams import IndexedStreams
 from torchtitan.datasets.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer("bytes")
@@ -35,7 +35,7 @@ def workers_alive() -> list[multiprocessing.process.BaseProcess]:
 def loader(dataset_path=None, dataset="text", sources=(), **options) -> Loader:
     """Of one dataset, or of `sources` as (dataset, dataset_path, weight)."""
     sources = sources or [(dataset, dataset_path, 1.0)]
-    opened = [Weighted(name, open_source(name, str(path), Reading()), weight) for name, path, weight in sources]
+    opened = [Weighted(name, open_source(name, str(path), RecordReader()), weight) for name, path, weight in sources]
     defaults = dict(
         tokenizer=TOKENIZER,
         seq_len=SEQ_LEN,
@@ -150,7 +150,7 @@ def reference(lanes, count, document_mask):
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_packing_equals_the_reference(data, shuffle, document_mask):
     path = str(data["indexed"]["dataset_path"])
-    lanes = IndexedLanes(text(path, "text"), 3, shuffle)
+    lanes = IndexedStreams(text(path, "text"), 3, shuffle)
     assert lanes.count == (16 if shuffle else 1)
     expected = reference(lanes, 120, document_mask)
     found = global_samples(120, dataset_path=path, seed=3, shuffle=shuffle, document_mask=document_mask)
@@ -171,14 +171,14 @@ def test_a_batch(data):
 def test_short_documents_make_many_borders():
     row = np.array([[9, 1, 2, 1, 1, 5, 1]])
     begins = np.array([0, 0, 0, 0]), np.array([1, 3, 4, 6])
-    tokens, labels, documents, positions = (array[0].tolist() for array in batch_arrays(row, begins, True, 10))
+    tokens, labels, documents, positions = (array[0].tolist() for array in next_token_arrays(row, begins, True, 10))
     assert tokens == [9, 1, 2, 1, 1, 5]
     assert labels == [IGNORE, 2, IGNORE, IGNORE, 5, IGNORE]
     assert documents == [0, 1, 1, 2, 3, 3]
     assert positions == [0, 0, 1, 0, 0, 1]
     # A document that begins with the sample is not a border.
     begins = np.array([0, 0]), np.array([0, 3])
-    assert [array[0].tolist() for array in batch_arrays(row, begins, True, 10)[2:]] == [
+    assert [array[0].tolist() for array in next_token_arrays(row, begins, True, 10)[2:]] == [
         [0, 0, 0, 1, 1, 1],
         [0, 1, 2, 0, 1, 2],
     ]
@@ -188,7 +188,7 @@ def test_short_documents_make_many_borders():
 def test_ids_outside_the_vocabulary_never_leave(bad):
     nothing = np.empty(0, dtype=np.int64)
     with pytest.raises(DataError, match="the tokenizer's vocabulary has 10"):
-        batch_arrays(np.array([[1, 2, bad]]), (nothing, nothing), False, 10)
+        next_token_arrays(np.array([[1, 2, bad]]), (nothing, nothing), False, 10)
 
 
 # The order

@@ -57,9 +57,9 @@ def test_every_sample_is_the_next_of_its_lane(weights, lanes):
     found, numbers = (column.tolist() for column in mixture.locate(np.arange(count)))
     seen: Counter[int] = Counter()
     for i, (lane, number) in enumerate(zip(found, numbers, strict=True)):
-        source = int(mixture.first_lanes.searchsorted(lane, side="right")) - 1
+        source = int(mixture.first_streams.searchsorted(lane, side="right")) - 1
         groups = max(1, lanes[source] // MIXED)
-        assert (lane - mixture.first_lanes[source]) % groups == i % groups  # so that a rank needs no other lanes
+        assert (lane - mixture.first_streams[source]) % groups == i % groups  # so that a rank needs no other lanes
         assert number == seen[lane]
         seen[lane] += 1
     for start in (0, 5, mixture.block - 3):  # any piece of it, begun anywhere
@@ -101,12 +101,14 @@ def test_a_lane_comes_at_uneven_distances(weights):
 def test_periods_have_their_shares_and_blocks_even_lanes(weights, lanes):
     mixture = Mixture(weights, lanes, seed=0)
     found = mixture.locate(np.arange(3 * mixture.block))[0]
-    sources = mixture.first_lanes.searchsorted(found, side="right") - 1
+    sources = mixture.first_streams.searchsorted(found, side="right") - 1
     for period in sources.reshape(-1, sum(weights)):
         assert np.bincount(period, minlength=len(weights)).tolist() == weights
     for block in found.reshape(3, -1):
         counts = np.bincount(block, minlength=sum(lanes))
-        assert all(len({*counts[a:b]}) == 1 for a, b in zip(mixture.first_lanes, mixture.first_lanes[1:], strict=False))
+        assert all(
+            len({*counts[a:b]}) == 1 for a, b in zip(mixture.first_streams, mixture.first_streams[1:], strict=False)
+        )
 
 
 def test_the_order_is_drawn_by_the_seed_and_anew_for_each_block():
@@ -153,8 +155,8 @@ def test_samples_are_those_of_each_source_alone(data):
     mixture = Mixture([0.5, 0.2, 0.3], lanes, 0)
     expected = []
     for lane, number in zip(*(column.tolist() for column in mixture.locate(np.arange(120))), strict=True):
-        source = int(mixture.first_lanes.searchsorted(lane, side="right")) - 1
-        expected.append(alone[source][places[source][lane - mixture.first_lanes[source], number]])
+        source = int(mixture.first_streams.searchsorted(lane, side="right")) - 1
+        expected.append(alone[source][places[source][lane - mixture.first_streams[source], number]])
     assert global_samples(120, sources=data, document_mask=True) == expected
 
 

@@ -13,7 +13,7 @@ from tests.test_sft import measured
 from tests.test_templates import LLAMA3, folder_with
 from torchtitan.commands import export
 from torchtitan.datasets.encoding import encode
-from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.tokenizer import build_tokenizer
 
 STEPS = 24
@@ -63,7 +63,7 @@ def test_the_script_end_to_end(tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "merged")
     ours = build_tokenizer(source)
-    asked = encode(ours, Reading().question("alpaca", "Is it 3?")).ids.tolist()[:-1]
+    asked = encode(ours, RecordReader().question_document("alpaca", "Is it 3?")).ids.tolist()[:-1]
     made = model.generate(torch.tensor([asked]), max_new_tokens=20, do_sample=False)[0, len(asked) :].tolist()
     assert made[-1] == ours.eos_id and len(made) < 20  # it stops by itself, by the folder's generation_config.json
     assert theirs.decode(made[:-1]) in ANSWERS

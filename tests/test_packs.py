@@ -16,7 +16,7 @@ from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
 from torchtitan.datasets.loader import merge_states
-from torchtitan.datasets.sample_packing import Packing, PackReader, best_fit, held_out_of
+from torchtitan.datasets.sample_packing import Packing, PackReader, best_fit, held_out_counts
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import TokenReader, TokenShards
@@ -210,7 +210,7 @@ def test_sources_that_are_joined_are_one_source_without_an_end(folders):
 
 
 def test_what_is_held_out_is_a_share_of_each_source(folders):
-    assert held_out_of([100, 50, 3], 0.1) == [10, 5, 0] and sum(held_out_of([100, 50, 3], 20)) == 20
+    assert held_out_counts([100, 50, 3], 0.1) == [10, 5, 0] and sum(held_out_counts([100, 50, 3], 20)) == 20
     every = {name: [ids for ids, _ in documents(folders[name])] for name in "ab"}
     both = [document for name in "ab" for document in documents(folders[name])]
     sides = []

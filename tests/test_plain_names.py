@@ -38,7 +38,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "commands": (81, 17),
     "config": (57, 29),
     "core": (21, 13),
-    "datasets": (50, 10),
+    "datasets": (41, 10),
     "guards": (4, 0),
     "importers": (42, 11),
     "launch": (4, 3),

@@ -21,8 +21,8 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
 from torchtitan.datasets import open_source, preparing
 from torchtitan.datasets.encoding import TrainOn, encode
-from torchtitan.datasets.preparing import Recipe, prepared
-from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.preparing import PrepareOptions, prepared
+from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sample_packing import Packing, PackReader
 from torchtitan.datasets.sources import Chat, DataError, Span
 from torchtitan.datasets.token_shards import TokenReader
@@ -109,7 +109,7 @@ SYSTEM = {"role": "system", "content": "s"}
     ],
 )
 def test_forms_of_conversations(record):
-    pair = Reading().document(record, "", "").content
+    pair = RecordReader().document(record, "", "").content
     assert pair.chosen.content == Chat([*TURNS, GOOD]) and pair.rejected.content == Chat([*TURNS, BAD])
     tokenizer = build_tokenizer("bytes", "alpaca")
     for side, answer in zip(pair, ("yes", "no"), strict=True):
@@ -119,19 +119,19 @@ def test_forms_of_conversations(record):
 
 def test_the_system_may_stand_ahead_of_a_repeated_prompt():
     asked = [SYSTEM, {"role": "user", "content": "q"}]
-    pair = Reading().document({"prompt": "q", "chosen": [*asked, GOOD], "rejected": [*asked, BAD]}, "", "").content
+    pair = RecordReader().document({"prompt": "q", "chosen": [*asked, GOOD], "rejected": [*asked, BAD]}, "", "").content
     assert pair.chosen.content == Chat([*asked, GOOD]) and pair.rejected.content == Chat([*asked, BAD])
 
 
 def test_forms_of_text_and_what_is_no_pair(tmp_path):
-    document = Reading().document({"prompt": "q", "chosen": "yes", "rejected": "no"}, "", "")
-    assert document.content.chosen.content == [Span("q", False), Span("yes")] and document.form == "preference"
+    document = RecordReader().document({"prompt": "q", "chosen": "yes", "rejected": "no"}, "", "")
+    assert document.content.chosen.content == [Span("q", False), Span("yes")] and document.format_name == "preference"
     assert document.text == "qyesqno"
-    repeated = Reading().document({"prompt": "q? ", "chosen": "q? yes", "rejected": "q? no"}, "", "")
+    repeated = RecordReader().document({"prompt": "q? ", "chosen": "q? yes", "rejected": "q? no"}, "", "")
     assert repeated.text == "q? yesq? no" and repeated.content.chosen.content == [Span("q? ", False), Span("yes")]
-    echoed = Reading().document({"prompt": "Hi", "chosen": "Hi you", "rejected": "no"}, "", "")
+    echoed = RecordReader().document({"prompt": "Hi", "chosen": "Hi you", "rejected": "no"}, "", "")
     assert echoed.content.chosen.content == [Span("Hi", False), Span("Hi you")], "as an answer to it alone does"
-    same = Reading().document({"prompt": "Hi", "chosen": "Hi", "rejected": "Hi you"}, "", "")
+    same = RecordReader().document({"prompt": "Hi", "chosen": "Hi", "rejected": "Hi you"}, "", "")
     assert same.content.chosen.content == [Span("Hi", False), Span("Hi")], "and as the prompt itself does"
     for record, message in (
         ({"prompt": "q", "chosen": None, "rejected": "no"}, "a:1: field 'chosen' holds nothing \\(null\\), beside str"),
@@ -145,7 +145,7 @@ def test_forms_of_text_and_what_is_no_pair(tmp_path):
         ({"prompt": "p", "chosen": [*TURNS, GOOD], "rejected": [TURNS[2], BAD]}, "are not both answers to the same"),
     ):
         with pytest.raises(DataError, match=message):
-            Reading().document(record, "a:1", "1")
+            RecordReader().document(record, "a:1", "1")
     with pytest.raises(DataError, match="a pair of answers, which only task.kind dpo, ipo and orpo learn"):
         encode(BYTES, document)
     with pytest.raises(DataError, match="rows.jsonl:1: no pair of answers; give records with chosen and rejected"):
@@ -155,8 +155,10 @@ def test_forms_of_text_and_what_is_no_pair(tmp_path):
 def shards_of(folder, rows, **options):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = Recipe(TrainOn("last_turn"), longest=16, together=2, **options)
-    return prepared(open_source("text", str(path), Reading()), str(path), "bytes", folder / "data", 1, True, recipe)
+    recipe = PrepareOptions(TrainOn("last_turn"), longest=16, together=2, **options)
+    return prepared(
+        open_source("text", str(path), RecordReader()), str(path), "bytes", folder / "data", 1, True, recipe
+    )
 
 
 def test_pairs_stay_or_go_together(tmp_path):
@@ -178,8 +180,8 @@ def test_pairs_stay_or_go_together(tmp_path):
 
 def test_pairs_that_an_earlier_program_read_otherwise_are_tokenized_anew(tmp_path, monkeypatch):
     def folders(together):
-        recipe = Recipe(TrainOn("last_turn"), together=together)
-        source = open_source("text", str(path), Reading())
+        recipe = PrepareOptions(TrainOn("last_turn"), together=together)
+        source = open_source("text", str(path), RecordReader())
         return prepared(source, str(path), "bytes", tmp_path / "data", 1, True, recipe).folder
 
     path = tmp_path / "rows.jsonl"
@@ -188,7 +190,7 @@ def test_pairs_that_an_earlier_program_read_otherwise_are_tokenized_anew(tmp_pat
         before = folders(together)
         assert folders(together) == before
         with monkeypatch.context() as patch:
-            patch.setattr(preparing, "PAIRS_READ", 1)
+            patch.setattr(preparing, "PAIR_TOKENIZATION_VERSION", 1)
             assert (folders(together) == before) == (together == 1)
 
 

@@ -11,7 +11,7 @@ from torchtitan.commands import prepare
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source, preparing
 from torchtitan.datasets.loader import Weighted, build_loader
-from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import BlockReader, TokenShards
 from torchtitan.datasets.tokenizer import build_tokenizer
@@ -64,7 +64,7 @@ def test_prepared_documents_train_like_the_text(tmp_path):
     options = dict(tokenizer=tokenizer, seq_len=32, local_batch_size=4, global_batch_size=-1)
     options |= dict(dp_rank=0, dp_size=1, seed=0, shuffle=False, document_mask=True, on_bad_data="stop")
     options |= dict(num_workers=0, persistent_workers=False, pin_memory=False, prefetch_factor=None)
-    records = open_source("text", str(write_texts(tmp_path / "one.jsonl", TEXTS[:9])), Reading("body"))
+    records = open_source("text", str(write_texts(tmp_path / "one.jsonl", TEXTS[:9])), RecordReader("body"))
     text = build_loader(sources=[Weighted("text", records)], **options)
     run(tmp_path / "one.jsonl", tmp_path / "one", "--workers", "1")
     shards = build_loader(sources=[Weighted("tokens", TokenShards(tmp_path / "one"))], **options)

@@ -14,9 +14,9 @@ from torchtitan.core.constraints import LimitError
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_hub_dataset
 from torchtitan.datasets.encoding import encode
-from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import Chat, DataError
-from torchtitan.datasets.sources_text import text_files
+from torchtitan.datasets.sources_text import open_text_files
 from torchtitan.datasets.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer("bytes")
@@ -33,7 +33,9 @@ def halves(document):
 
 
 def mine(record, template=MINE, fields=QUESTIONS):
-    return halves(Reading(form="alpaca", fields=fields, template=template).document(record, "a.jsonl:3", "3"))
+    return halves(
+        RecordReader(format_name="alpaca", fields=fields, template=template).document(record, "a.jsonl:3", "3")
+    )
 
 
 def test_a_prompt_of_ones_own():
@@ -43,7 +45,10 @@ def test_a_prompt_of_ones_own():
     assert mine(ASKED | {"context": None}) == mine(ASKED | {"context": ""})
     # a format alone is that of every record, and stands for the format
     record = {"instruction": "a", "output": "b"}
-    assert halves(Reading(template={"format": "<{input}|{instruction}>"}).document(record, "", "")) == ("<|a>", "b")
+    assert halves(RecordReader(template={"format": "<{input}|{instruction}>"}).document(record, "", "")) == (
+        "<|a>",
+        "b",
+    )
 
 
 def test_what_the_system_says_stands_ahead_or_in_its_place():
@@ -55,8 +60,8 @@ def test_what_the_system_says_stands_ahead_or_in_its_place():
     assert mine(record, MINE | {"system_prompt": "Hi."})[0].startswith("Hi.\n\nQ: ")
     # a column of that name is no part of Stanford's prompt, unless it is named
     alpaca = {"instruction": "a", "output": "b", "system": "Be kind."}
-    assert "kind" not in halves(Reading().document(alpaca, "", ""))[0]
-    named = Reading(form="alpaca", fields={"system": "system"})
+    assert "kind" not in halves(RecordReader().document(alpaca, "", ""))[0]
+    named = RecordReader(format_name="alpaca", fields={"system": "system"})
     assert halves(named.document(alpaca, "", ""))[0].startswith("Be kind.\n\nBelow is")
 
 
@@ -93,8 +98,8 @@ FORMS = {  # a format with names of its own, a record of it, and the one that it
 @pytest.mark.parametrize("form", FORMS)
 def test_fields_have_the_names_that_the_job_gives_them(form):
     fields, record, usual = FORMS[form]
-    found = Reading(form=form, fields=fields).document(record, "a", "a")
-    wanted = Reading().document(usual, "a", "a")
+    found = RecordReader(format_name=form, fields=fields).document(record, "a", "a")
+    wanted = RecordReader().document(usual, "a", "a")
     if form == "preference":  # whose other form is of texts
         said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         assert found.content.chosen.content == Chat(said)
@@ -103,16 +108,16 @@ def test_fields_have_the_names_that_the_job_gives_them(form):
         assert [m["role"] for m in wanted.content.messages] == ["user", "assistant"]
     else:
         assert found.content == wanted.content
-    assert found.form == form
+    assert found.format_name == form
 
 
 def test_a_separator_stands_between_prompt_and_completion():
-    reading = Reading(form="prompt_completion", template={"separator": "\n"})
+    reading = RecordReader(format_name="prompt_completion", template={"separator": "\n"})
     assert halves(reading.document({"prompt": "a", "completion": "b"}, "", "")) == ("a\n", "b")
 
 
 def test_a_default_for_what_the_system_says():
-    reading, said = Reading("messages", system="Be kind."), {"role": "user", "content": "a"}
+    reading, said = RecordReader("messages", system="Be kind."), {"role": "user", "content": "a"}
     own = {"role": "system", "content": "Be short."}
     kind = {"role": "system", "content": "Be kind."}
     assert reading.document({"messages": [said]}, "", "").content == Chat([kind, said])
@@ -154,7 +159,7 @@ MISSING = [
 @pytest.mark.parametrize("how, record, message", MISSING, ids=range(len(MISSING)))
 def test_a_record_that_is_not_so_is_named_with_its_fields(how, record, message):
     with pytest.raises(DataError) as error:
-        Reading(**how).document(record, "a.jsonl:3", "3")
+        RecordReader(**how).document(record, "a.jsonl:3", "3")
     assert message in str(error.value)
 
 
@@ -180,12 +185,12 @@ WRONG = [
 @pytest.mark.parametrize("how, message", WRONG, ids=range(len(WRONG)))
 def test_what_is_not_known_is_refused(how, message):
     with pytest.raises(LimitError) as error:
-        Reading(**how)
+        RecordReader(**how)
     assert message in str(error.value)
 
 
 ROWS = [ASKED, ASKED | {"context": "", "reply": "b"}]
-READING = Reading(form="alpaca", fields=QUESTIONS, template=MINE)
+READING = RecordReader(format_name="alpaca", fields=QUESTIONS, template=MINE)
 
 
 def write(path, rows=ROWS):
@@ -212,14 +217,14 @@ def test_tables_have_formats_as_lines_have(tmp_path, suffix):
         pytest.importorskip("pyarrow.parquet")
     path = write(tmp_path / f"rows.{suffix}")
     wanted = [READING.document(row, "", "").content for row in ROWS]
-    assert [document.content for document in text_files(str(path), READING).documents()] == wanted
+    assert [document.content for document in open_text_files(str(path), READING).documents()] == wanted
     # and are told by their fields, where these have the usual names
     told = write(tmp_path / f"told.{suffix}", [{"prompt": "a", "completion": "b", "more": "c"}])
-    (document,) = text_files(str(told), Reading()).documents()
-    assert document.form == "prompt_completion"
-    other = Reading(form="alpaca", fields=QUESTIONS | {"output": "answer"})
+    (document,) = open_text_files(str(told), RecordReader()).documents()
+    assert document.format_name == "prompt_completion"
+    other = RecordReader(format_name="alpaca", fields=QUESTIONS | {"output": "answer"})
     with pytest.raises(DataError, match=r"'answer', which format alpaca needs.*context.*set training.fields"):
-        for item in text_files(str(path), other).documents():
+        for item in open_text_files(str(path), other).documents():
             raise item
 
 
@@ -229,7 +234,7 @@ def test_a_record_that_may_be_meant_in_two_ways_is_refused(tmp_path, suffix):
     path = write(tmp_path / f"rows{suffix}", [{"instruction": "a", "output": "b", "text": "a: b"}])
 
     def read(**how):
-        items = [item for item in text_files(str(path), Reading(**how)).documents()]
+        items = [item for item in open_text_files(str(path), RecordReader(**how)).documents()]
         if isinstance(items[0], DataError):
             raise items[0]
         return items[0].text
@@ -252,16 +257,16 @@ UNCLEAR = [  # records of which one at a time is learned, and what is said of th
 @pytest.mark.parametrize("record, message", UNCLEAR)
 def test_what_is_unclear_of_others(record, message):
     with pytest.raises(DataError, match=message):
-        Reading(whole=True).document(record, "", "")
+        RecordReader(refuse_ambiguous=True).document(record, "", "")
 
 
 def test_pairs_are_pairs_whatever_else_they_have():
-    reading = Reading(whole=True, pairs=True, fields={"chosen": "good"})
+    reading = RecordReader(refuse_ambiguous=True, pairs=True, fields={"chosen": "good"})
     assert reading.document({"text": "a: b", "prompt": "a", "good": "b", "rejected": "c"}, "", "").text == "abac"
     with pytest.raises(LimitError, match="'alpaca'; allowed: preference, or unset, as pairs"):
-        Reading(whole=True, pairs=True, form="alpaca")
+        RecordReader(refuse_ambiguous=True, pairs=True, format_name="alpaca")
     with pytest.raises(LimitError, match="training.template: .* unset with format preference, which has no prompt"):
-        Reading(whole=True, pairs=True, template={"separator": " "})
+        RecordReader(refuse_ambiguous=True, pairs=True, template={"separator": " "})
 
 
 def test_sets_of_the_hub_are_read_so_too(tmp_path):
@@ -271,7 +276,7 @@ def test_sets_of_the_hub_are_read_so_too(tmp_path):
     assert [
         item.content for item in open_hub_dataset("huggingface", "train", str(tmp_path), READING).documents()
     ] == wanted
-    (item,) = open_hub_dataset("huggingface", "train", str(tmp_path), Reading()).documents()
+    (item,) = open_hub_dataset("huggingface", "train", str(tmp_path), RecordReader()).documents()
     assert "no field 'text'; the fields there are: 'question', 'context', 'reply'" in str(item)
 
 
@@ -301,7 +306,7 @@ def test_a_job_reads_shows_keeps_and_asks_so(tmp_path, capsys):
     assert kept.training.template == MINE and kept.training.fields == QUESTIONS and kept.training.format == "alpaca"
     (tmp_path / "rows.jsonl").unlink()  # chat needs no data to know how to ask
     assert chat.form_of(kept, parts.tokenizer(kept)) == "alpaca"
-    asked = chat.first_reading(kept).question("alpaca", "Why?")
+    asked = chat.first_reading(kept).question_document("alpaca", "Why?")
     assert encode(BYTES, asked).ids.tolist()[:-1] == [BYTES.bos_id, *b"Q: Why?\nA: "]
 
 

@@ -18,7 +18,7 @@ from tests.test_tokenizer import KINDS
 from torchtitan.commands import prepare
 from torchtitan.config import manager
 from torchtitan.datasets.encoding import encode
-from torchtitan.datasets.formats import document_of
+from torchtitan.datasets.formats import to_document
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.sources import DataError, Document, Span
@@ -64,9 +64,9 @@ def make_shards(path, output, workers=1):
 
 
 def test_a_field_holds_text_ids_or_segments():
-    assert document_of("ab", "f", "long", "short") == Document("ab", "short")
-    assert document_of([3, 1], "f", "long", "short") == Document([Span([3, 1])], "short", framed=True)
-    found = document_of(segments(("q", False), ("a", True)), "f", "long", "short")
+    assert to_document("ab", "f", "long", "short") == Document("ab", "short")
+    assert to_document([3, 1], "f", "long", "short") == Document([Span([3, 1])], "short", has_begin_end=True)
+    found = to_document(segments(("q", False), ("a", True)), "f", "long", "short")
     assert found == Document([Span("q", False), Span("a", True)], "short")
     assert [span.content for span in Document("ab", "").spans] == ["ab"]
 
@@ -88,7 +88,7 @@ def test_a_field_holds_text_ids_or_segments():
 )
 def test_other_values_are_refused_by_name(value, message):
     with pytest.raises(DataError) as error:
-        document_of(value, "f", "a.jsonl:7", "7")
+        to_document(value, "f", "a.jsonl:7", "7")
     assert message in str(error.value) and "training.on_bad_data" in str(error.value)
 
 
@@ -107,7 +107,7 @@ def test_every_kind_of_file_gives_them(tmp_path, suffix):
             path.write_text(json.dumps([{"text": value} for value in values]))
         else:
             write(path, values)
-        expected = [document_of(value, "text", "", "")[:1] for value in values]
+        expected = [to_document(value, "text", "", "")[:1] for value in values]
         assert [document[:1] for document in text(str(path), "text").documents()] == expected
 
 
@@ -147,7 +147,7 @@ def test_begin_and_end_count_as_their_neighbours_do(tokenizer):
 
 
 def test_ids_stay_as_they_are(tokenizer):
-    ids, trained = encode(tokenizer, Document([Span([5, 7], False), Span([9])], "", framed=True))
+    ids, trained = encode(tokenizer, Document([Span([5, 7], False), Span([9])], "", has_begin_end=True))
     assert (ids.tolist(), trained.tolist()) == ([5, 7, 9], [False, False, True])
     ids, _ = encode(tokenizer, Document([Span([5]), Span("a")], ""))
     assert ids.tolist() == [tokenizer.bos_id, 5, *tokenizer.encode("a"), tokenizer.eos_id]
@@ -221,7 +221,7 @@ def test_shards_hold_the_flags_of_the_text(data, capfd, tmp_path):
     assert global_samples(count, **options, dataset="tokens", dataset_path=tmp_path / "s") == from_text
     trained = np.fromfile(tmp_path / "s" / "trained.bin", dtype=np.uint8)
     assert trained.sum() == header["trained_tokens"] < len(trained)
-    flags = [encode(BYTES, document).trained for document in text(str(path), "text").documents()]
+    flags = [encode(BYTES, document).loss_mask for document in text(str(path), "text").documents()]
     assert trained.tolist() == np.concatenate(flags).tolist()
 
 

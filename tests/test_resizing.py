@@ -19,7 +19,7 @@ from torchtitan.commands.generate import find_checkpoint, sample
 from torchtitan.commands.resizing import Resized
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
-from torchtitan.datasets.encoding import turn_ends
+from torchtitan.datasets.encoding import end_of_turn_ids
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.datasets.tokenizer.chat_templates import CHATML
@@ -194,7 +194,7 @@ def test_new_tokens_are_learned_beside_an_adapter_and_exported(kind, ranks, base
         assert (rows[258:260] - old[258:260]).abs().amax(1).min() > 1e-2, "both have learned"
         assert not torch.equal(rows[258], rows[259])
     assert UNTRAINED not in config_beside(whole) and theirs.generation_config.suppress_tokens == [*range(260, 264)]
-    assert theirs.generation_config.eos_token_id == sorted(turn_ends(build_tokenizer(whole))) == [257, 259]
+    assert theirs.generation_config.eos_token_id == sorted(end_of_turn_ids(build_tokenizer(whole))) == [257, 259]
     assert convert(whole, tmp_path / "small", "--vocab-multiple", 1) == 0
     assert_close(logits_of(tmp_path / "small"), logits_of(whole)[..., :260])
     if kind == "untied":  # in so few steps

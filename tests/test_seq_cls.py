@@ -16,7 +16,7 @@ from torchtitan import cli
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.config.manager import load
 from torchtitan.datasets import open_source
-from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.losses.classification import ClassCrossEntropy, measures
 from torchtitan.models.hf.extra_files import Source, beside_weights
@@ -68,7 +68,7 @@ def test_transformers_tells_the_same(learned, model):
     theirs = AutoModelForSequenceClassification.from_pretrained(learned / model / "model_hf").eval()
     config = load(words(learned / model, model))
     ours, _ = filled_model(config, learned / model / "model_hf", torch.device("cpu"))
-    tokenizer, source = build_tokenizer("debug"), open_source("sentiment_validation", None, Reading())
+    tokenizer, source = build_tokenizer("debug"), open_source("sentiment_validation", None, RecordReader())
     for number in range(0, 60, 7):
         ids = tokenizer.encode(source.get(number).text, bos=True, eos=model == "roberta")
         tokens = torch.tensor([ids])

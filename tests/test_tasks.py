@@ -12,7 +12,7 @@ from tests.support.judged import CP, PP, lines
 from tests.test_loader import loader, write_documents
 from torchtitan.build import parts
 from torchtitan.config.manager import load
-from torchtitan.datasets.samples import dealt
+from torchtitan.datasets.samples import global_sample_numbers
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.losses.tasks import TASKS, TaskSpec
 from torchtitan.models.dropout import token_keys
@@ -66,7 +66,7 @@ def test_what_pairs_ask_of_a_job(pairs):
 @pytest.mark.parametrize("ranks, together", [(1, 2), (2, 1), (2, 2), (3, 4)])
 def test_ranks_are_dealt_neighbours_and_miss_none(ranks, together):
     own = np.arange(3 * together)
-    all_ranks = [dealt(own, rank, ranks, together) for rank in range(ranks)]
+    all_ranks = [global_sample_numbers(own, rank, ranks, together) for rank in range(ranks)]
     assert sorted(np.concatenate(all_ranks).tolist()) == list(range(len(own) * ranks))
     for samples in all_ranks:
         groups = samples.reshape(-1, together)
@@ -82,7 +82,7 @@ def test_two_ranks_get_the_pairs_of_one(suffix, tmp_path):
     two = [iter(loader(**options, dp_rank=rank, dp_size=2)) for rank in range(2)]
     got = [torch.cat([next(batches)["tokens"] for _ in range(2)]) for batches in two]
     for rank in range(2):
-        assert torch.equal(got[rank], one[dealt(torch.arange(8), rank, 2, 2)])
+        assert torch.equal(got[rank], one[global_sample_numbers(torch.arange(8), rank, 2, 2)])
 
 
 def test_dropout_knows_pairs_by_their_number_of_all():

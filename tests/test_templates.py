@@ -13,9 +13,9 @@ from torchtitan.commands import prepare, preview
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import encoding, template_process
 from torchtitan.datasets.encoding import TrainOn, _encode_rendered, encode
-from torchtitan.datasets.formats import document_of
+from torchtitan.datasets.formats import to_document
 from torchtitan.datasets.loader import merge_states
-from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.sources import DataError, Span
 from torchtitan.datasets.token_shards import TokenShards
@@ -95,7 +95,7 @@ def theirs(folder, chats):
 
 
 def ours(tokenizer, chat):
-    ids, trained = encode(tokenizer, document_of(chat, "messages", "a.jsonl:3", "3"))
+    ids, trained = encode(tokenizer, to_document(chat, "messages", "a.jsonl:3", "3"))
     return ids.tolist(), trained.astype(int).tolist()
 
 
@@ -144,8 +144,8 @@ def test_ids_are_the_same_whatever_is_trained(name, tmp_path):
             assert ours(tokenizer, chat) == (ids, mask)
             for what in ("completion", "all", "last_turn"):
                 for ends in ("turn", "last", "all", "none"):
-                    encoded = encode(tokenizer, document_of(chat, "messages", "", ""), TrainOn(what, ends))
-                    assert encoded.ids.tolist() == ids and (what != "all" or ends != "turn" or encoded.trained.all())
+                    encoded = encode(tokenizer, to_document(chat, "messages", "", ""), TrainOn(what, ends))
+                    assert encoded.ids.tolist() == ids and (what != "all" or ends != "turn" or encoded.loss_mask.all())
 
 
 OPENED = {"bytes": "bytes", "tiktoken": "tiktoken.model", "sentencepiece": "sentencepiece.model"}
@@ -166,11 +166,11 @@ def test_other_kinds_of_tokenizers_know_where_their_tokens_are(kind):
         assert ids == tokenizer.encode(first + second)
         spans = [Span(first, False), Span(second, True)]
         encoded = _encode_rendered(tokenizer, spans)
-        assert encoded.ids.tolist() == ids and encoded.trained.any()
-        untouched = tokenizer.decode(encoded.ids[~encoded.trained])
+        assert encoded.ids.tolist() == ids and encoded.loss_mask.any()
+        untouched = tokenizer.decode(encoded.ids[~encoded.loss_mask])
         assert first.startswith(untouched.replace("\ufffd", ""))
         if kind == "bytes":
-            assert encoded.trained.tolist() == [False] * len(first.encode()) + [True] * len(second.encode())
+            assert encoded.loss_mask.tolist() == [False] * len(first.encode()) + [True] * len(second.encode())
 
 
 def test_what_people_say_never_is_a_special_token(folders):
@@ -190,7 +190,7 @@ def test_formats_of_conversations(folders):
     expected = ours(tokenizer, messages([("user", "Hi"), ("assistant", "Ho"), ("system", "x")]))
     assert ours(tokenizer, chat) == expected
     for field in ("messages", "conversations"):
-        record = Reading().document({field: chat}, "", "")
+        record = RecordReader().document({field: chat}, "", "")
         assert encode(tokenizer, record).ids.tolist() == expected[0]
 
 
@@ -216,7 +216,7 @@ def test_formats_of_conversations(folders):
 def test_what_cannot_be_taught_is_refused(template, chat, message, tmp_path):
     tokenizer = build_tokenizer(str(folder_with(tmp_path / "t", template)))
     with pytest.raises(DataError) as error:
-        encode(tokenizer, document_of(chat, "messages", "a.jsonl:3", "a.jsonl:3"))
+        encode(tokenizer, to_document(chat, "messages", "a.jsonl:3", "a.jsonl:3"))
     assert message in str(error.value) and "a.jsonl:3" in str(error.value)
 
 
@@ -286,8 +286,10 @@ def test_a_template_is_compiled_once(folders):
 
 def test_names_of_special_tokens_are_looked_for_by_patterns_that_are_kept(folders):
     """Made anew for each message, they took nine tenths of a record's time: some tokenizers have 256 names."""
-    encoding._any_of.cache_clear()
+    encoding._pattern_of_names.cache_clear()
     tokenizer = build_tokenizer(str(folders["chatml"]))
     for _ in range(3):
         ours(tokenizer, messages(CHATS[0]))
-    assert encoding._any_of.cache_info().misses == 2  # in what is said, and beside the marks in what is made of it
+    assert (
+        encoding._pattern_of_names.cache_info().misses == 2
+    )  # in what is said, and beside the marks in what is made of it

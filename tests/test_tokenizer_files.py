@@ -20,7 +20,7 @@ from torchtitan.datasets.encoding import encode
 from torchtitan.datasets.sources import DataError, Document
 from torchtitan.datasets.tokenizer import TokenizerError, build_tokenizer, hf_json
 from torchtitan.datasets.tokenizer import hf_json as patterns
-from torchtitan.datasets.tokenizer.hf_json import may_run_away
+from torchtitan.datasets.tokenizer.hf_json import may_backtrack
 
 ORDINARY = {name: text for name, text in TEXTS.items() if name != "special"} | {
     "a module": Path(argparse.__file__).read_text(),
@@ -87,7 +87,7 @@ def test_t5s_way(kind, tmp_path):
     assert ours.encode("def", bos=True, eos=True) == [*ours.encode("def"), ours.eos_id]
     compare(theirs, ours, {"words": "a  ﬁne  module ", "a module": Path(argparse.__file__).read_text()})
     tokens = encode(ours, Document("def f", "here"))
-    assert tokens.ids.tolist() == ours.encode("def f", eos=True) and tokens.trained.all()
+    assert tokens.ids.tolist() == ours.encode("def f", eos=True) and tokens.loss_mask.all()
     sample = {"tokens": ours.encode("def f"), "labels": ours.encode("def f"), "document_ids": [0] * 9}
     sample["document_ids"], sample["positions"] = [0] * len(sample["tokens"]), list(range(len(sample["tokens"])))
     assert not any("begun in an earlier" in line for line in View(ours, 100, ids=False, colour=False).sample(0, sample))
@@ -220,7 +220,7 @@ SUSPICIOUS = [r"(a+)+$", r"(?:\p{L}\p{M}*)+", r"(a|aa)*", r"((a+))*", r"(a{1,100
 
 @pytest.mark.parametrize("pattern", SAFE + SUSPICIOUS)
 def test_which_patterns_are_tried(pattern):
-    assert may_run_away(pattern) == (pattern in SUSPICIOUS)
+    assert may_backtrack(pattern) == (pattern in SUSPICIOUS)
 
 
 def with_pattern(folder: Path, pattern: str) -> str:

@@ -22,10 +22,10 @@ from torchtitan.checkpoint import layout
 from torchtitan.commands.task_files import tasks_in
 from torchtitan.config.options import columns, options
 from torchtitan.datasets import sources_pretokenized
-from torchtitan.datasets.labelled import labelled_files
-from torchtitan.datasets.record_format import Fields, Reading
+from torchtitan.datasets.labelled import open_labelled_files
+from torchtitan.datasets.record_format import LabelledFields, RecordReader
 from torchtitan.datasets.sources_tables import saved_split
-from torchtitan.datasets.sources_text import text_files
+from torchtitan.datasets.sources_text import open_text_files
 from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.metrics.json_lines import read_records
@@ -153,9 +153,9 @@ FILES_OF_FOLDERS = {
     "header.json": TokenShards,
     "dataset_dict.json": partial(saved_split, split="train"),
     "args.json": sources_pretokenized._read_args,
-    "part.jsonl": lambda folder: text_files(str(folder), Reading("text")),
-    "part.parquet": lambda folder: text_files(str(folder), Reading("text")),
-    "part.csv": lambda folder: labelled_files(str(folder), Fields("text", "label", 2)).probe(),
+    "part.jsonl": lambda folder: open_text_files(str(folder), RecordReader("text")),
+    "part.parquet": lambda folder: open_text_files(str(folder), RecordReader("text")),
+    "part.csv": lambda folder: open_labelled_files(str(folder), LabelledFields("text", "label", 2)).probe(),
     "manifest.json": layout.read_manifest,
     "state.json": layout.read_state,
     "task.yaml": tasks_in,

@@ -10,7 +10,7 @@ from torchtitan.core.files import FileError
 from torchtitan.datasets import verification
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import TokenShards
-from torchtitan.datasets.verification import verification_of
+from torchtitan.datasets.verification import start_verification
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_shard_that_has_rotted_is_refused_before_the_first_batch(tmp_path, sha
 
 def test_a_large_one_ends_the_run_when_the_difference_is_found(tmp_path, shards, monkeypatch, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr(verification, "IN_FRONT", 0)
+    monkeypatch.setattr(verification, "FOREGROUND_BYTES", 0)
     rot(shards)
     with pytest.raises(DataError, match="shard-00000.bin: its contents are not those of the header"):
         batches = iter(loader(tmp_path, shards))
@@ -55,13 +55,13 @@ def test_a_large_one_ends_the_run_when_the_difference_is_found(tmp_path, shards,
 
 def test_sound_shards_are_compared_once_and_read(tmp_path, shards, monkeypatch, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr(verification, "IN_FRONT", 0)
+    monkeypatch.setattr(verification, "FOREGROUND_BYTES", 0)
     first = loader(tmp_path, shards)
     next(iter(first))
     first.verification._thread.join()
     assert first.verification.error is None and "match their sums" in caplog.text
     assert loader(tmp_path, shards).verification is first.verification
-    assert verification_of([]) is None
+    assert start_verification([]) is None
 
 
 def test_a_resume_is_refused_too(tmp_path, shards):
@@ -76,10 +76,10 @@ def test_a_resume_is_refused_too(tmp_path, shards):
 @pytest.mark.parametrize("error", [KeyError("sha256"), MemoryError(), FileError("x", "is no file")], ids=repr)
 def test_whatever_ends_the_comparison_ends_the_run(error, shards, monkeypatch, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr(verification, "IN_FRONT", 0)
+    monkeypatch.setattr(verification, "FOREGROUND_BYTES", 0)
     monkeypatch.setattr(TokenShards, "verify", lambda *_, **__: (_ for _ in ()).throw(error))
-    found = verification_of([TokenShards(shards)])
+    found = start_verification([TokenShards(shards)])
     found._thread.join()
     with pytest.raises(DataError, match="cannot be compared with its sums"):
-        found.refuse_damaged()
+        found.raise_if_damaged()
     assert "match their sums" not in caplog.text

@@ -19,15 +19,15 @@ from torchtitan.config.job import JobConfig, joins_sources, sources_of
 from torchtitan.core.cadence import with_end
 from torchtitan.datasets import open_source
 from torchtitan.datasets.encoding import TrainOn
-from torchtitan.datasets.loader import HeldOut, Loader, Weighted, build_loader
-from torchtitan.datasets.preparing import Recipe, prepared, told
-from torchtitan.datasets.record_format import Fields, reading_of
-from torchtitan.datasets.sample_packing import Packing, PackReader, end_of, samples_in, steps_for
+from torchtitan.datasets.loader import HeldOutBatches, Loader, Weighted, build_loader
+from torchtitan.datasets.preparing import PrepareOptions, prepared, told
+from torchtitan.datasets.record_format import LabelledFields, record_reader
+from torchtitan.datasets.sample_packing import Packing, PackReader, samples_in_epochs, steps_for, total_samples
 from torchtitan.datasets.samples import Labels
 from torchtitan.datasets.segments import Documents, HeldOutSegments, SegmentLoader
 from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.datasets.verification import verification_of
+from torchtitan.datasets.verification import start_verification
 from torchtitan.losses.objective import Objective
 from torchtitan.losses.tasks import task_of
 from torchtitan.parallelisms.parallel_dims import ParallelDims
@@ -37,12 +37,12 @@ from torchtitan.process.ranks import read_ranks
 logger = logging.getLogger(__name__)
 
 
-def fields(config: JobConfig) -> Fields | None:
+def fields(config: JobConfig) -> LabelledFields | None:
     """Where records have their classes, for a task that learns these."""
     if task_of(config).labels != "classes":
         return None
     args = model_args(config)
-    return Fields.of(config.task, args.n_classes, ended=not args.causal)
+    return LabelledFields.from_task(config.task, args.n_classes, ended=not args.causal)
 
 
 def documents_apart(config: JobConfig) -> bool:
@@ -86,14 +86,14 @@ def multiple_of(config: JobConfig) -> int:
     return padding_multiple(config, device_type(), has_experts(config))
 
 
-def recipe(config: JobConfig, section: Section) -> Recipe:
+def recipe(config: JobConfig, section: Section) -> PrepareOptions:
     """What becomes of the records of a section."""
     data = config.data
     if not task_of(config).whole_records:
-        return Recipe()
+        return PrepareOptions()
     together = task_of(config).rows_per_sample
     train_on = TrainOn(data.train_on if together == 1 else "last_turn", data.train_on_eos)
-    return Recipe(train_on, seq_len_of(config, section) + 1, data.too_long, data.max_empty_ratio, together)
+    return PrepareOptions(train_on, seq_len_of(config, section) + 1, data.too_long, data.max_empty_ratio, together)
 
 
 def seq_len_of(config: JobConfig, section: Section) -> int:
@@ -117,7 +117,7 @@ def last_step_of_data(config: JobConfig, plan: ParallelDims, taken: int = 0, ste
             data_sources(config, "validation")
         _tell(config, sources)
     how, seed = packing(config, "training", pad_id=0), config.debug.seed
-    end = end_of(sources, training.seq_len, training.epochs, training.tokens, seed, training.shuffle, how)
+    end = total_samples(sources, training.seq_len, training.epochs, training.tokens, seed, training.shuffle, how)
     return None if end is None else step + steps_for(max(0, end - taken), global_rows(config, plan))
 
 
@@ -128,7 +128,9 @@ def with_steps(config: JobConfig, plan: ParallelDims, taken: int = 0, step: int 
 
 def _samples_in(config: JobConfig, section: Section, sources: Sequence[TokenShards], epochs: int) -> int:
     seed, shuffle = config.debug.seed, config.training.shuffle
-    return samples_in(sources, seq_len_of(config, section), epochs, seed, shuffle, packing(config, section, pad_id=0))
+    return samples_in_epochs(
+        sources, seq_len_of(config, section), epochs, seed, shuffle, packing(config, section, pad_id=0)
+    )
 
 
 def _tell(config: JobConfig, sources: Sequence[TokenShards]) -> None:
@@ -172,7 +174,7 @@ def training_loader(
     loader = _training_loader(config, vocabulary, dp_rank, plan, state)
     if read_ranks().local_rank == 0:  # one rank of each machine, whose disk may be another
         opened = [weighted.source for weighted in data_sources(config, "training")]
-        loader.verification = verification_of([source for source in opened if isinstance(source, TokenShards)])
+        loader.verification = start_verification([source for source in opened if isinstance(source, TokenShards)])
     return loader
 
 
@@ -211,7 +213,7 @@ def pairs_in_a_pass(config: JobConfig) -> int:
 
 def held_out(
     config: JobConfig, vocabulary: Tokenizer, dp_rank: int, plan: ParallelDims, objective: Objective
-) -> HeldOut | HeldOutSegments | None:
+) -> HeldOutBatches | HeldOutSegments | None:
     """What a job that validates does so on; every iteration over it begins again."""
     part = config.validation
     if not part.enable:
@@ -231,7 +233,7 @@ def held_out(
         whole = _samples_in(config, "validation", [s for s in opened if isinstance(s, TokenShards)], epochs=1)
         samples = min(samples or whole, whole)
     loader = validation_loader(config, vocabulary, dp_rank, plan)
-    return HeldOut(loader, samples, objective.first)
+    return HeldOutBatches(loader, samples, objective.first)
 
 
 def documents(config: JobConfig, section: Section) -> Documents:
@@ -270,7 +272,7 @@ def data_sources(config: JobConfig, section: Section) -> list[Weighted]:
     task = task_of(config)
     folder = cache_of(config)
     for wanted in sources_of(config, section).values():
-        reading = reading_of(wanted, config.data.default_system, task.whole_records, task.rows_per_sample > 1)
+        reading = record_reader(wanted, config.data.default_system, task.whole_records, task.rows_per_sample > 1)
         source = open_source(wanted.dataset, wanted.dataset_path, reading, fields(config))
         if first and not isinstance(source, TokenShards):
             source = prepared(

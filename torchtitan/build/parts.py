@@ -22,9 +22,9 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.core.cadence import Cadence, cadence_of
 from torchtitan.core.constraints import check_measured_saves
-from torchtitan.datasets.encoding import turn_ends
+from torchtitan.datasets.encoding import end_of_turn_ids
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.datasets.tokenizer.chat_templates import template_of
+from torchtitan.datasets.tokenizer.chat_templates import resolve_template
 from torchtitan.datasets.tokenizer.hf_json import template_file
 from torchtitan.losses.objective import Objective, auto_chunks
 from torchtitan.losses.tasks import task_of
@@ -81,7 +81,7 @@ def movable(config: JobConfig) -> JobConfig:
     """The job as it is kept with a run: its tokenizer and its model's sizes are found from any folder."""
     paths = {name: getattr(config.model, name) for name in ("tokenizer_path", "hf_folder")}
     found: dict[str, Any] = {n: str(Path(p).resolve()) for n, p in paths.items() if p and Path(p).exists()}
-    template = config.data.chat_template and template_of(config.data.chat_template)  # as the file says it now
+    template = config.data.chat_template and resolve_template(config.data.chat_template)  # as the file says it now
     data = dataclasses.replace(config.data, chat_template=template)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **found), data=data)
 
@@ -102,7 +102,7 @@ def beside_hf_weights(config: JobConfig, vocabulary: Tokenizer) -> dict[str, byt
         source=source_of(folder, trained=True) if folder else None,
         tokenizer_files=vocabulary.as_hf_files() | template_file(vocabulary),
         bos_id=vocabulary.bos_id,
-        end_ids=sorted(turn_ends(vocabulary)),
+        end_ids=sorted(end_of_turn_ids(vocabulary)),
         labels=config.task.labels,
     )
 

@@ -28,9 +28,9 @@ from torchtitan.commands.generate import (
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
-from torchtitan.datasets.encoding import encode, prompt_ids, turn_ends
+from torchtitan.datasets.encoding import encode, end_of_turn_ids, prompt_ids
 from torchtitan.datasets.formats import FORMATS
-from torchtitan.datasets.record_format import Reading, reading_of
+from torchtitan.datasets.record_format import RecordReader, record_reader
 from torchtitan.datasets.sources import DataError, Document
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.base import text_of
@@ -39,8 +39,8 @@ from torchtitan.process.distributed import device_type
 from torchtitan.training import inference_model
 
 CHAT = "chat"
-ASKED = [CHAT, *(name for name, known in FORMATS.items() if known.asked)]
-AS_IT_IS = Reading()
+ASKED = [CHAT, *(name for name, known in FORMATS.items() if known.question_field)]
+AS_IT_IS = RecordReader()
 NEW = "/new"
 HELP = f"{NEW} begins another conversation; an empty line or the end of the input leaves."
 
@@ -102,8 +102,8 @@ def form_of(config: JobConfig, tokenizer: Tokenizer) -> str:
     templated = tokenizer.chat_template is not None
     remedy = f"give --format {' or '.join(ASKED[1:])}, or --data.chat_template"
     source, reading = next(iter(sources_of(config, "training").values())), first_reading(config)
-    if reading.form in ASKED[1:]:
-        return reading.form
+    if reading.format_name in ASKED[1:]:
+        return reading.format_name
     if templated and not glob(source.dataset_path or ""):  # gone, or not on this machine: nothing is fetched to ask
         return CHAT
     try:
@@ -112,7 +112,7 @@ def form_of(config: JobConfig, tokenizer: Tokenizer) -> str:
         if templated:
             return CHAT
         raise JobError(f"no chat template, and the data that would tell a form are gone: {error}; {remedy}") from None
-    form = first.form if isinstance(first, Document) else None
+    form = first.format_name if isinstance(first, Document) else None
     if form in ASKED[1:]:
         return form
     if not templated:
@@ -120,11 +120,11 @@ def form_of(config: JobConfig, tokenizer: Tokenizer) -> str:
     return CHAT
 
 
-def first_reading(config: JobConfig) -> Reading:
+def first_reading(config: JobConfig) -> RecordReader:
     """Of the job's first source, whose prompt questions are put in."""
     first = next(iter(sources_of(config, "training").values()))
     task = task_of(config)
-    return reading_of(first, config.data.default_system, task.whole_records, task.rows_per_sample > 1)
+    return record_reader(first, config.data.default_system, task.whole_records, task.rows_per_sample > 1)
 
 
 def lines(typed: bool) -> Iterator[str]:
@@ -150,11 +150,11 @@ class Talk:
         form: str,
         context: int,
         options: argparse.Namespace,
-        reading: Reading = AS_IT_IS,
+        reading: RecordReader = AS_IT_IS,
     ) -> None:
         self.model, self.tokenizer, self.form, self.context, self.options = model, tokenizer, form, context, options
         self.reading = reading
-        self.ends = turn_ends(tokenizer) if form == CHAT else frozenset({tokenizer.eos_id})
+        self.ends = end_of_turn_ids(tokenizer) if form == CHAT else frozenset({tokenizer.eos_id})
         self.begin()
 
     def begin(self) -> None:
@@ -186,7 +186,9 @@ class Talk:
     def _prompt(self, text: str) -> list[int]:
         """The ids of what was said; if the context has no room for them, without the oldest questions and answers."""
         if self.form != CHAT:
-            return encode(self.tokenizer, self.reading.question(self.form, text)).ids.tolist()[:-1]  # without the end
+            return encode(self.tokenizer, self.reading.question_document(self.form, text)).ids.tolist()[
+                :-1
+            ]  # without the end
         while True:
             ids = prompt_ids(self.tokenizer, self.messages, "the conversation")
             oldest = next(i for i, message in enumerate(self.messages) if message["role"] == "user")

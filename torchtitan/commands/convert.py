@@ -33,7 +33,7 @@ from torchtitan.config.manager import to_toml
 from torchtitan.core.errors import JobError
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.tensor_storage import Deferred
-from torchtitan.datasets.encoding import turn_ends
+from torchtitan.datasets.encoding import end_of_turn_ids
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.hf_json import template_file
 from torchtitan.models import CONFIGS
@@ -129,7 +129,7 @@ def _beside(place: Path, config: JobConfig, args: Any, dtype: torch.dtype, to: R
         source=to.source(source) if to and source else source,
         tokenizer_files=vocabulary.as_hf_files() | template_file(vocabulary),
         bos_id=vocabulary.bos_id,
-        end_ids=sorted(turn_ends(vocabulary)),
+        end_ids=sorted(end_of_turn_ids(vocabulary)),
     )
     return to.beside(files) if to else files
 

@@ -31,7 +31,7 @@ from torchtitan.commands.job_of import refuse_strangers
 from torchtitan.config.job import JobConfig, Validation, describe_sources
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.segments import Documents, HeldOutSegments
-from torchtitan.datasets.sources import PairFound
+from torchtitan.datasets.sources import UnexpectedPair
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.losses.position_loss import Measured, measure, names_of, total
 from torchtitan.losses.tasks import task_of
@@ -160,7 +160,7 @@ def evaluate(config: JobConfig, place: Path, samples: int, sizes: list[int] | No
     tokenizer, seq_len = build.tokenizer(config), build_data.seq_len_of(config, "validation")
     try:
         documents = build_data.documents(config, "validation")
-    except PairFound as error:
+    except UnexpectedPair as error:
         where = str(error).partition(": ")[0]
         raise JobError(f"{where}: {NO_TEXT}") from None
     rows = config.validation.local_batch_size

@@ -32,7 +32,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.presets import jobs
 from torchtitan.datasets import DATASETS, open_source
 from torchtitan.datasets.preparing import advice, prepare
-from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.losses.tasks import task_of
@@ -120,7 +120,7 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         header = prepare(
-            open_source(options.dataset, options.dataset_path, Reading(options.text_field)),
+            open_source(options.dataset, options.dataset_path, RecordReader(options.text_field)),
             options.tokenizer_path,
             Path(options.output),
             workers=options.workers,

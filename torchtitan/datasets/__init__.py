@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Registry
 from torchtitan.datasets import labelled, sources_huggingface, sources_pretokenized, sources_text, token_shards
-from torchtitan.datasets.record_format import Fields, Reading
+from torchtitan.datasets.record_format import LabelledFields, RecordReader
 from torchtitan.datasets.sources import DataError, Source
 from torchtitan.datasets.sources_tables import saved_split
 
@@ -19,16 +19,16 @@ class Dataset(NamedTuple):
 
     open_text: Callable[[str | None, str], Source]
     """(dataset_path, text_field) -> a source of documents with one text field, or without fields."""
-    open_records: Callable[[str | None, Reading], Source] | None = None
+    open_records: Callable[[str | None, RecordReader], Source] | None = None
     """(dataset_path, reading) -> a source of records with several fields, read as training.format says."""
-    open_labelled: Callable[[str | None, Fields], Source] | None = None
+    open_labelled: Callable[[str | None, LabelledFields], Source] | None = None
     """(dataset_path, fields) -> a source of labelled records from local files."""
 
     def __call__(self, path: str | None, text_field: str) -> Source:
         return self.open_text(path, text_field)
 
 
-def open_hub_dataset(name: str, split: str, path: str | None, reading: Reading) -> Source:
+def open_hub_dataset(name: str, split: str, path: str | None, reading: RecordReader) -> Source:
     """Open a dataset of the Hugging Face hub, a local folder in its layout, or one that save_to_disk wrote."""
     if path is None:
         raise DataError(
@@ -36,14 +36,14 @@ def open_hub_dataset(name: str, split: str, path: str | None, reading: Reading) 
             "owner/name:configuration), a local folder of one, or one that save_to_disk wrote"
         )
     if os.path.isdir(path) and (folder := saved_split(path, split)):
-        return sources_text.text_files(folder, reading)
+        return sources_text.open_text_files(folder, reading)
     return sources_huggingface.HubDataset(name, path, split, reading)
 
 
-def _hub(name: str, split: str) -> Dataset:
+def _hub_dataset(name: str, split: str) -> Dataset:
     open_records = partial(open_hub_dataset, name, split)
     return Dataset(
-        lambda path, text_field: open_records(path, Reading(text_field)),
+        lambda path, text_field: open_records(path, RecordReader(text_field)),
         open_records,
         partial(labelled.saved, split=split),
     )
@@ -56,14 +56,14 @@ def _generated(open_text: Callable[..., Source]) -> Dataset:
 BUILT_IN = {
     "python_stdlib": Dataset(sources_text.python_stdlib),
     "python_stdlib_validation": Dataset(sources_text.python_stdlib_validation),
-    "text": Dataset(sources_text.text, sources_text.text_files, labelled.labelled_files),
+    "text": Dataset(sources_text.text, sources_text.open_text_files, labelled.open_labelled_files),
     "sentiment": _generated(labelled.sentiment),
     "sentiment_validation": _generated(labelled.sentiment_validation),
     "tokens": Dataset(token_shards.tokens),
     "pretokenized": Dataset(sources_pretokenized.pretokenized),
     "pretokenized_validation": Dataset(sources_pretokenized.pretokenized_validation),
-    "huggingface": _hub("huggingface", "train"),
-    "huggingface_validation": _hub("huggingface_validation", "validation"),
+    "huggingface": _hub_dataset("huggingface", "train"),
+    "huggingface_validation": _hub_dataset("huggingface_validation", "validation"),
     "c4": Dataset(sources_huggingface.c4),
     "c4_validation": Dataset(sources_huggingface.c4_validation),
     "c4_test": Dataset(sources_huggingface.c4_test),
@@ -81,7 +81,9 @@ def has_records(dataset: str) -> bool:
     return dataset in DATASETS and DATASETS[dataset].open_records is not None
 
 
-def open_source(dataset: str, dataset_path: str | None, reading: Reading, fields: Fields | None = None) -> Source:
+def open_source(
+    dataset: str, dataset_path: str | None, reading: RecordReader, fields: LabelledFields | None = None
+) -> Source:
     """Open a dataset, reading only names and sizes. `fields`: read labelled records instead of text.
 
     Raises DataError for unusable data, JobError for an unknown dataset.

@@ -21,20 +21,20 @@ from torchtitan.datasets.sources import (
     Chat,
     DataError,
     Document,
-    Labelled,
+    LabelledTexts,
     Pair,
-    PairFound,
     Source,
     Span,
+    UnexpectedPair,
 )
 from torchtitan.datasets.template_process import CRASH, OUT_OF_TIME, RenderingFailed, limits, render
-from torchtitan.datasets.template_worker import BEGIN, END, LARGEST_TEXT, SYNTAX, TOO_LONG, TOO_MUCH_MEMORY
+from torchtitan.datasets.template_worker import BEGIN, END, MAX_TEXT, SYNTAX, TOO_LONG, TOO_MUCH_MEMORY
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError
 
-CONVERSATIONS_READ = 2
+CHAT_TOKENIZATION_VERSION = 2
 """Another number whenever the same conversations become other tokens. In version 1 they were tokenized in pieces, an
 answer apart from its header."""
-LOOKED_AT = 16
+SAMPLED_RECORDS = 16
 """Records by which it is told whether a source has conversations."""
 
 
@@ -45,35 +45,37 @@ class TrainOn(NamedTuple):
     after the last answer only, after every turn, or never.
     """
 
-    what: Literal["completion", "all", "last_turn"] = "completion"
-    ends: Literal["turn", "last", "all", "none"] = "turn"
+    scope: Literal["completion", "all", "last_turn"] = "completion"
+    end_tokens: Literal["turn", "last", "all", "none"] = "turn"
 
-    def choose(self, spans: Sequence[Span], closed: bool) -> list[Span]:
+    def apply(self, spans: Sequence[Span], has_end_tokens: bool) -> list[Span]:
         """Return the spans with `trained` set by these options.
 
         `closed`: the spans contain end-of-turn tokens, a special token at the end of each answer.
         """
-        answers = list(_answers(spans))
-        ends = [stop - 1 for _, stop in answers if not isinstance(spans[stop - 1].content, str)] if closed else []
-        trained = [self.what == "all" or span.trained for span in spans]
-        if self.what == "last_turn":
+        answers = list(_trained_runs(spans))
+        ends = (
+            [stop - 1 for _, stop in answers if not isinstance(spans[stop - 1].content, str)] if has_end_tokens else []
+        )
+        trained = [self.scope == "all" or span.trained for span in spans]
+        if self.scope == "last_turn":
             for start, stop in answers[:-1]:
                 trained[start:stop] = [False] * (stop - start)
-        if self.ends == "all":
+        if self.end_tokens == "all":
             end_tokens = {tuple(spans[end].content) for end in ends}
             ends = [i for i, span in enumerate(spans) if not isinstance(span.content, str)]
             ends = [i for i in ends if tuple(spans[i].content) in end_tokens]
             trained = [flag or i in ends for i, flag in enumerate(trained)]
-        elif self.ends != "turn":
-            for end in ends if self.ends == "none" else ends[:-1]:
+        elif self.end_tokens != "turn":
+            for end in ends if self.end_tokens == "none" else ends[:-1]:
                 trained[end] = False
         return [Span(span.content, flag) for span, flag in zip(spans, trained, strict=True)]
 
 
-ANSWERS = TrainOn()
+TRAIN_ON_ANSWERS = TrainOn()
 
 
-def _answers(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
+def _trained_runs(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
     """Yield the start and end of each run of trained spans."""
     start = None
     for i, trained in enumerate([*(span.trained for span in spans), False]):
@@ -87,51 +89,51 @@ def _answers(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
 class Tokens(NamedTuple):
     ids: np.ndarray
     """[n] integers."""
-    trained: np.ndarray
+    loss_mask: np.ndarray
     """[n] bool: the loss mask."""
 
 
 NO_TOKENS = Tokens(np.empty(0, dtype=np.int64), np.empty(0, dtype=bool))
 
 
-def tokenization_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
+def chat_tokenization(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
     """What a fingerprint says of how conversations are tokenized; nothing of a source without them."""
     if tokenizer.chat_template is None:
         return {}
-    contents = [item.content for item in islice(source.documents(), LOOKED_AT) if isinstance(item, Document)]
+    contents = [item.content for item in islice(source.documents(), SAMPLED_RECORDS) if isinstance(item, Document)]
     contents += [content.chosen.content for content in contents if isinstance(content, Pair)]
-    return {CONVERSATIONS: CONVERSATIONS_READ} if any(isinstance(content, Chat) for content in contents) else {}
+    return {CONVERSATIONS: CHAT_TOKENIZATION_VERSION} if any(isinstance(content, Chat) for content in contents) else {}
 
 
-def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = ANSWERS) -> Tokens:
+def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = TRAIN_ON_ANSWERS) -> Tokens:
     """Encode a document, with its begin and end ids; no ids for a document without text.
 
     Begin and end have the loss mask of the adjacent token. Raises BadRecord if the template or the tokenizer fails on
     the document, DataError if template and tokenizer do not match."""
     if isinstance(document.content, Pair):
-        raise PairFound(
-            f"{document.place}: a pair of answers, which only task.kind dpo, ipo and orpo learn; choose one of these, "
-            "or give other data"
+        raise UnexpectedPair(
+            f"{document.location}: a pair of answers, which only task.kind dpo, ipo and orpo learn; choose one of "
+            "these, or give other data"
         )
     is_chat = isinstance(document.content, Chat)
     if isinstance(document.content, Chat):
-        spans = chat_spans(tokenizer, document.content.messages, document.place)
-        document = Document(spans, document.place, framed=True)
-    if isinstance(document.content, Labelled):
+        spans = chat_spans(tokenizer, document.content.messages, document.location)
+        document = Document(spans, document.location, has_begin_end=True)
+    if isinstance(document.content, LabelledTexts):
         document = document._replace(content=document.content.spans(tokenizer.begin, tokenizer.eos_id))
-    elif train_on != ANSWERS:
-        document = document._replace(content=train_on.choose(document.spans, closed=is_chat))
+    elif train_on != TRAIN_ON_ANSWERS:
+        document = document._replace(content=train_on.apply(document.spans, has_end_tokens=is_chat))
     try:
         if is_chat:
             return _encode_rendered(tokenizer, document.spans)
         pieces = list(_pieces(tokenizer, document))
     except TokenizerError as error:
-        raise BadRecord(f"{document.place}: {error}; {REMEDY}") from None
+        raise BadRecord(f"{document.location}: {error}; {REMEDY}") from None
     if not pieces:
         return NO_TOKENS
-    if not document.framed:
+    if not document.has_begin_end:
         (_, first), (_, last) = pieces[0], pieces[-1]
-        pieces = [(tokenizer.begin, first), *pieces, ([tokenizer.eos_id], last and train_on.ends != "none")]
+        pieces = [(tokenizer.begin, first), *pieces, ([tokenizer.eos_id], last and train_on.end_tokens != "none")]
     ids = np.concatenate([np.array(piece, dtype=np.int64) for piece, _ in pieces])
     return Tokens(ids, np.repeat([flag for _, flag in pieces], [len(piece) for piece, _ in pieces]))
 
@@ -170,7 +172,7 @@ def _encode_rendered(tokenizer: Tokenizer, spans: Sequence[Span]) -> Tokens:
 def prompt_ids(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], place: str) -> list[int]:
     """Return the prompt ids of a conversation, the same ids as in training. Raises errors like `encode`."""
     spans = prompt_spans(tokenizer, messages, place)
-    return encode(tokenizer, Document(spans, place, framed=True)).ids.tolist()
+    return encode(tokenizer, Document(spans, place, has_begin_end=True)).ids.tolist()
 
 
 def _pieces(tokenizer: Tokenizer, document: Document) -> Iterator[tuple[Sequence[int], bool]]:
@@ -189,7 +191,7 @@ def _pieces(tokenizer: Tokenizer, document: Document) -> Iterator[tuple[Sequence
         after_text = is_text
 
 
-BREAK = "\ue0f2"
+NAME_BREAK = "\ue0f2"
 """Inserted into names of special tokens in messages. Like BEGIN and END a private use character."""
 Message = dict[str, Any]
 
@@ -199,19 +201,19 @@ def chat_spans(tokenizer: Tokenizer, messages: Sequence[Message], place: str) ->
 
     Raises DataError, which names `place`, if the template refuses the conversation, or would train the model to begin
     twice or never to stop."""
-    text = _rendered(tokenizer, messages, place)
-    _refuse_foreign(tokenizer, text, messages, place)
-    return _split(tokenizer, text, _answers_trained(messages, place), place)
+    text = _render(tokenizer, messages, place)
+    _check_special_tokens(tokenizer, text, messages, place)
+    return _split_spans(tokenizer, text, _answer_flags(messages, place), place)
 
 
 def prompt_spans(tokenizer: Tokenizer, messages: Sequence[Message], place: str) -> list[Span]:
     """Render a conversation that the model is to answer, up to the beginning of the answer.
 
     The spans give the same prompt ids as in training."""
-    return _split(tokenizer, _rendered(tokenizer, messages, place, prompt=True), [], place)
+    return _split_spans(tokenizer, _render(tokenizer, messages, place, prompt=True), [], place)
 
 
-def turn_ends(tokenizer: Tokenizer) -> frozenset[int]:
+def end_of_turn_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the tokens that end an answer: the end-of-document token, and the template's end-of-turn token."""
     ends = {tokenizer.eos_id}
     if tokenizer.chat_template is not None:
@@ -225,24 +227,24 @@ def turn_ends(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(ends)
 
 
-def _rendered(tokenizer: Tokenizer, messages: Sequence[Message], place: str, prompt: bool = False) -> str:
+def _render(tokenizer: Tokenizer, messages: Sequence[Message], place: str, prompt: bool = False) -> str:
     if tokenizer.chat_template is None:
         raise DataError(
             f"{place}: a conversation, but the tokenizer has no chat template; give one with data.chat_template, with "
             "chat_template.jinja beside the tokenizer's file, or in tokenizer_config.json"
         )
     try:
-        return _marked(tokenizer, messages, place, prompt)
+        return _render_with_marks(tokenizer, messages, place, prompt)
     except RenderingFailed as error:
-        raise _refusal(error, tokenizer, place) from None
+        raise _rendering_error(error, tokenizer, place) from None
 
 
-def _refusal(error: RenderingFailed, tokenizer: Tokenizer, place: str) -> DataError:
+def _rendering_error(error: RenderingFailed, tokenizer: Tokenizer, place: str) -> DataError:
     """Return the error of a failed rendering.
 
     It is a BadRecord, which a job may skip, unless the template itself is unusable."""
     if error.kind == TOO_LONG:
-        return BadRecord(f"{place}: the chat template makes more than {LARGEST_TEXT:,} characters of it; {REMEDY}")
+        return BadRecord(f"{place}: the chat template makes more than {MAX_TEXT:,} characters of it; {REMEDY}")
     if error.kind in (OUT_OF_TIME, TOO_MUCH_MEMORY, CRASH):
         text = f"ended its process ({error})" if error.kind == CRASH else f"needs more than {limits()}"
         return DataError(
@@ -253,7 +255,7 @@ def _refusal(error: RenderingFailed, tokenizer: Tokenizer, place: str) -> DataEr
     return kind(f"{place}: the chat template refuses this conversation: {error}; {REMEDY}")
 
 
-def _answers_trained(messages: Sequence[Message], place: str) -> list[bool]:
+def _answer_flags(messages: Sequence[Message], place: str) -> list[bool]:
     """Return whether each answer is trained; a message sets this by `train`, or by `weight` 0 or 1."""
     flags = []
     for number, message in enumerate(messages):
@@ -270,7 +272,7 @@ def _answers_trained(messages: Sequence[Message], place: str) -> list[bool]:
     return flags
 
 
-def _refuse_foreign(tokenizer: Tokenizer, text: str, messages: Sequence[Message], place: str) -> None:
+def _check_special_tokens(tokenizer: Tokenizer, text: str, messages: Sequence[Message], place: str) -> None:
     """Raise DataError if the template writes another tokenizer's special tokens, or drops the system message.
 
     Special tokens of another tokenizer would be encoded as several ordinary tokens."""
@@ -284,22 +286,22 @@ def _refuse_foreign(tokenizer: Tokenizer, text: str, messages: Sequence[Message]
         )
     names = tokenizer.special_tokens
     for number, message in enumerate(messages):
-        if message["role"] == "system" and _without_names(message["content"], names, place).strip() not in text:
+        if message["role"] == "system" and _break_special_names(message["content"], names, place).strip() not in text:
             raise DataError(
                 f"{place}: the chat template leaves out what message {number} says, of role 'system'; give another "
                 "template, or leave the message out"
             )
 
 
-def _marked(tokenizer: Tokenizer, messages: Sequence[Message], place: str, prompt: bool) -> str:
+def _render_with_marks(tokenizer: Tokenizer, messages: Sequence[Message], place: str, prompt: bool) -> str:
     """Return the full text with trained parts between BEGIN and END; `prompt`: with the header of an answer."""
     names = tokenizer.special_tokens
-    cleaned = [_without_names(message, names, place) for message in messages]
+    cleaned = [_break_special_names(message, names, place) for message in messages]
     assert tokenizer.chat_template is not None
     by_id: dict[int | None, str] = {number: name for name, number in names.items()}
     ends = {"bos_token": by_id.get(tokenizer.bos_id, ""), "eos_token": by_id.get(tokenizer.eos_id, "")}
     answers = [number for number, message in enumerate(cleaned) if message.get("role") == "assistant"]
-    if "generation" in _tags(tokenizer.chat_template):
+    if "generation" in _template_tags(tokenizer.chat_template):
         answers = []
     borders = [border for number in answers for border in ((number, True), (number + 1, False))]
     full_text, *texts = render(tokenizer.chat_template, cleaned, ends, [(len(cleaned), prompt), *borders])
@@ -310,38 +312,38 @@ def _marked(tokenizer: Tokenizer, messages: Sequence[Message], place: str, promp
                 f"{place}: under the chat template the text up to message {number} is not how the whole text begins, "
                 "so its answer cannot be told; give a template that has {% generation %} around answers"
             )
-        answer = _to_its_end(after[len(before) :], names)
+        answer = _strip_after_end_token(after[len(before) :], names)
         marked += full_text[position : len(before)] + BEGIN + answer + END
         position = len(before) + len(answer)
     return marked + full_text[position:]
 
 
-def _to_its_end(answer: str, names: Collection[str]) -> str:
+def _strip_after_end_token(answer: str, names: Collection[str]) -> str:
     """Strip blanks after the special token that ends an answer: in generation the model stops before them."""
     stripped = answer.rstrip()
     return stripped if stripped.endswith(tuple(names)) else answer
 
 
-def _without_names(value: Any, names: Collection[str], place: str) -> Any:
+def _break_special_names(value: Any, names: Collection[str], place: str) -> Any:
     """Return a message with the names of special tokens in its texts broken apart."""
     if isinstance(value, dict):
-        return {key: _without_names(inner, names, place) for key, inner in value.items()}
+        return {key: _break_special_names(inner, names, place) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_without_names(inner, names, place) for inner in value]
+        return [_break_special_names(inner, names, place) for inner in value]
     if not isinstance(value, str):
         return value
-    if {BEGIN, END, BREAK} & set(value):
+    if {BEGIN, END, NAME_BREAK} & set(value):
         raise BadRecord(f"{place}: the characters U+E0F0 to U+E0F2 are kept for marks; {REMEDY}")
-    return _any_of(tuple(names)).sub(lambda m: m[0][0] + BREAK + m[0][1:], value) if names else value
+    return _pattern_of_names(tuple(names)).sub(lambda m: m[0][0] + NAME_BREAK + m[0][1:], value) if names else value
 
 
 @lru_cache(maxsize=16)
-def _any_of(names: tuple[str, ...]) -> re.Pattern[str]:
+def _pattern_of_names(names: tuple[str, ...]) -> re.Pattern[str]:
     """Return a pattern for any of the names. Cached: compiling up to 256 names costs more than rendering a record."""
     return re.compile("(" + "|".join(map(re.escape, names)) + ")")
 
 
-def _split(tokenizer: Tokenizer, text: str, answers: Sequence[bool], place: str) -> list[Span]:
+def _split_spans(tokenizer: Tokenizer, text: str, answers: Sequence[bool], place: str) -> list[Span]:
     """Split rendered text into spans. `answers`: whether each answer is trained."""
     if text.count(BEGIN) != len(answers) and not all(answers):
         raise DataError(
@@ -349,7 +351,7 @@ def _split(tokenizer: Tokenizer, text: str, answers: Sequence[bool], place: str)
             "of the assistant, so which of them are not to be trained cannot be told; leave their flags out"
         )
     flags = iter(answers if text.count(BEGIN) == len(answers) else repeat(True))
-    signs = _any_of((BEGIN, END, *sorted(tokenizer.special_tokens, key=len, reverse=True)))
+    signs = _pattern_of_names((BEGIN, END, *sorted(tokenizer.special_tokens, key=len, reverse=True)))
     spans: list[Span] = []
     trained, last = False, ""
     for piece in filter(None, signs.split(text)):
@@ -364,12 +366,12 @@ def _split(tokenizer: Tokenizer, text: str, answers: Sequence[bool], place: str)
         if piece in tokenizer.special_tokens:
             spans.append(Span([tokenizer.special_tokens[piece]], trained))
         else:
-            spans.append(Span(piece.replace(BREAK, ""), trained))
+            spans.append(Span(piece.replace(NAME_BREAK, ""), trained))
         last = piece
     if [span.content for span in spans[:2]] == [[tokenizer.bos_id]] * 2:
         raise DataError(f"{place}: under the chat template the text begins twice; take one begin out of the template")
     return spans
 
 
-def _tags(source: str) -> set[str]:
+def _template_tags(source: str) -> set[str]:
     return set(re.findall(r"{%-?\s*(\w+)", source))

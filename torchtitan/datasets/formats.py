@@ -22,12 +22,12 @@ from torchtitan.datasets.sources import (
     Span,
 )
 
-PLACES = ("instruction", "input", "system")
-_PLACE = re.compile(r"\{(\w+)\}")
+PLACEHOLDERS = ("instruction", "input", "system")
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptTemplate:
     """A prompt template for instruct records.
 
     `format`, and `no_input_format` for records without an input, may contain {instruction}, {input} and {system}.
@@ -49,7 +49,7 @@ class Prompt:
     separator: str = ""
 
     @classmethod
-    def of(cls, template: Mapping[str, str]) -> "Prompt":
+    def from_options(cls, template: Mapping[str, str]) -> "PromptTemplate":
         """Return a prompt with these parts; parts that are not set are Alpaca's.
 
         `format` without `no_input_format` also applies to records without an input. Raises LimitError for an unknown
@@ -60,27 +60,27 @@ class Prompt:
             if name not in parts:
                 raise LimitError(key, shown, f"parts that are known: {', '.join(parts)}", "correct its name")
             required = {"format": "instruction", "no_input_format": "instruction", "system_format": "system"}.get(name)
-            places = _PLACE.findall(text) if required else []
-            if required and (required not in places or set(places) - set(PLACES)):
-                allowed_places = ", ".join(f"{{{place}}}" for place in PLACES)
+            places = _PLACEHOLDER.findall(text) if required else []
+            if required and (required not in places or set(places) - set(PLACEHOLDERS)):
+                allowed_places = ", ".join(f"{{{place}}}" for place in PLACEHOLDERS)
                 raise LimitError(key, shown, f"text with {{{required}}}; places are {allowed_places}", "correct them")
         if "format" in template:
             template = {"no_input_format": template["format"]} | dict(template)
         return replace(cls(), **template)
 
-    def text(self, instruction: str, record_input: str, system: str) -> str:
+    def render(self, instruction: str, record_input: str, system: str) -> str:
         """Return the prompt text. `record_input` and `system` are empty if the record has none."""
         values = {"instruction": instruction, "input": record_input, "system": system or self.system_prompt}
         body = self.format if record_input else self.no_input_format
         head = self.system_format if values["system"] and "{system}" not in body else ""
-        return _PLACE.sub(lambda place: values[place[1]], head + body) + self.separator
+        return _PLACEHOLDER.sub(lambda place: values[place[1]], head + body) + self.separator
 
 
-ALPACA = Prompt()
+ALPACA = PromptTemplate()
 
 
 Record = Mapping[str, Any]
-MESSAGE = ("role", "content")
+MESSAGE_KEYS = ("role", "content")
 """Keys inside messages."""
 
 
@@ -89,30 +89,30 @@ class Format(NamedTuple):
 
     fields: tuple[str, ...]
     """Required fields of a record."""
-    read: Callable[[Record, Prompt], list[Span]] | None = None
+    read: Callable[[Record, PromptTemplate], list[Span]] | None = None
     """None: the first field holds the whole document, read by document_of."""
-    asked: str = ""
+    question_field: str = ""
     """Name of the field that holds the question, if prompts can be built in this format."""
-    more: tuple[str, ...] = ()
+    optional_fields: tuple[str, ...] = ()
     """Optional fields."""
-    holds: type | None = None
+    content_type: type | None = None
     """Required type of a document's content if the job names this format."""
-    parts: tuple[str, ...] = ()
+    template_parts: tuple[str, ...] = ()
     """Parts of the prompt template that this format uses."""
-    by_fields: bool = True
+    detectable: bool = True
     """True if the format is detected from a record's fields."""
 
 
-def prompt_completion(record: Record, prompt: Prompt) -> list[Span]:
+def read_prompt_completion(record: Record, prompt: PromptTemplate) -> list[Span]:
     return [Span(record["prompt"] + prompt.separator, False), Span(record["completion"])]
 
 
-def alpaca(record: Record, prompt: Prompt) -> list[Span]:
-    text = prompt.text(record["instruction"], record.get("input") or "", record.get("system") or "")
+def read_alpaca(record: Record, prompt: PromptTemplate) -> list[Span]:
+    text = prompt.render(record["instruction"], record.get("input") or "", record.get("system") or "")
     return [Span(text, False), Span(record["output"])]
 
 
-def preference(record: Record, columns: Mapping[str, str], place: str, short_place: str) -> Document:
+def read_preference(record: Record, columns: Mapping[str, str], place: str, short_place: str) -> Document:
     """Convert a preference record to a pair of answers.
 
     Answers are texts after the prompt, or messages after those of `prompt` or `messages`; both answers may repeat
@@ -136,15 +136,15 @@ def preference(record: Record, columns: Mapping[str, str], place: str, short_pla
             )
     turns = [_turns(answer, "assistant") for answer in answers.values()]
     for context in [*(_turns(context, "user") for context in contexts), []]:
-        if _repeated(context, turns):
+        if _begin_with(context, turns):
             conversations = turns
-        elif _followed(context, turns):
+        elif _continue_from(context, turns):
             conversations = [[*context, *conversation] for conversation in turns]
         else:
             # e.g. `messages` holds the preferred conversation and `prompt` its beginning
             continue
         pair = [
-            document_of(conversation, columns[name], place, short_place)
+            to_document(conversation, columns[name], place, short_place)
             for name, conversation in zip(answers, conversations, strict=True)
         ]
         return Document(Pair(*pair), short_place)
@@ -158,22 +158,22 @@ def _turns(value: str | list[Any], role: str) -> list[Any]:
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
-def _speaker(message: Any) -> Any:
-    return role_of(message.get("role", message.get("from"))) if isinstance(message, dict) else None
+def _role_in(message: Any) -> Any:
+    return standard_role(message.get("role", message.get("from"))) if isinstance(message, dict) else None
 
 
-def _repeated(before: list[Any], turns: list[list[Any]]) -> bool:
+def _begin_with(before: list[Any], turns: list[list[Any]]) -> bool:
     """Return True if both conversations begin with these messages, perhaps after a system message, and continue.
 
     Without messages: True if both begin with the same message and it is not an answer."""
     if not before:
-        return turns[0][0] == turns[1][0] and _speaker(turns[0][0]) != "assistant"
-    if _speaker(before[0]) != "system":
-        turns = [conversation[1:] if _speaker(conversation[0]) == "system" else conversation for conversation in turns]
+        return turns[0][0] == turns[1][0] and _role_in(turns[0][0]) != "assistant"
+    if _role_in(before[0]) != "system":
+        turns = [conversation[1:] if _role_in(conversation[0]) == "system" else conversation for conversation in turns]
     return all(conversation[: len(before)] == before and len(conversation) > len(before) for conversation in turns)
 
 
-def _followed(before: list[Any], turns: list[list[Any]]) -> bool:
+def _continue_from(before: list[Any], turns: list[list[Any]]) -> bool:
     """Return True if both conversations continue these messages.
 
     The first speaker of a continuation differs from the last one before it, and a continuation neither repeats the
@@ -181,37 +181,43 @@ def _followed(before: list[Any], turns: list[list[Any]]) -> bool:
     return bool(before) and all(
         conversation[: len(before)] != before
         and before[-len(conversation) :] != conversation
-        and _speaker(conversation[0]) not in ("system", _speaker(before[-1]))
+        and _role_in(conversation[0]) not in ("system", _role_in(before[-1]))
         for conversation in turns
     )
 
 
 FORMATS: dict[str, Format] = {
-    "preference": Format(("chosen", "rejected"), more=("prompt", "messages", *MESSAGE)),
-    "chat": Format(("messages",), more=MESSAGE, holds=Chat),
-    "sharegpt": Format(("conversations",), more=MESSAGE, holds=Chat),
-    "input_output": Format(("segments",), holds=list),
-    "prompt_completion": Format(("prompt", "completion"), prompt_completion, "prompt", parts=("separator",)),
-    "alpaca": Format(
-        ("instruction", "output"), alpaca, "instruction", ("input", "system"), parts=tuple(Prompt.__annotations__)
+    "preference": Format(("chosen", "rejected"), optional_fields=("prompt", "messages", *MESSAGE_KEYS)),
+    "chat": Format(("messages",), optional_fields=MESSAGE_KEYS, content_type=Chat),
+    "sharegpt": Format(("conversations",), optional_fields=MESSAGE_KEYS, content_type=Chat),
+    "input_output": Format(("segments",), content_type=list),
+    "prompt_completion": Format(
+        ("prompt", "completion"), read_prompt_completion, "prompt", template_parts=("separator",)
     ),
-    "completion": Format(("text",), by_fields=False),
+    "alpaca": Format(
+        ("instruction", "output"),
+        read_alpaca,
+        "instruction",
+        ("input", "system"),
+        template_parts=tuple(PromptTemplate.__annotations__),
+    ),
+    "completion": Format(("text",), detectable=False),
 }
 
 
-def format_of(fields: Collection[str]) -> str | None:
+def detect_format(fields: Collection[str]) -> str | None:
     """Return the first of FORMATS whose required fields are all present, or None."""
-    detectable = (name for name, record_format in FORMATS.items() if record_format.by_fields)
+    detectable = (name for name, record_format in FORMATS.items() if record_format.detectable)
     return next((name for name in detectable if all(field in fields for field in FORMATS[name].fields)), None)
 
 
 LARGEST_ID = 2**31 - 1
-ROLES = {"role", "from"}
-ROLE_OF = {"human": "user", "gpt": "assistant"}
+ROLE_KEYS = {"role", "from"}
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 """Role names of the ShareGPT format."""
 
 
-def document_of(value: Any, field: str, place: str, short_place: str) -> Document:
+def to_document(value: Any, field: str, place: str, short_place: str) -> Document:
     """Convert a field's value to a document. Raises DataError, which names `place`.
 
     The value is text; a list of token ids, which includes begin and end; a list of segments {text, label}, trained if
@@ -220,17 +226,17 @@ def document_of(value: Any, field: str, place: str, short_place: str) -> Documen
     if isinstance(value, str):
         return Document(value, short_place)
     if isinstance(value, list) and all(type(item) is int and 0 <= item <= LARGEST_ID for item in value):
-        return Document([Span(value)], short_place, framed=True)
-    if isinstance(value, list) and value and all(isinstance(item, dict) and ROLES & item.keys() for item in value):
-        return Document(Chat([_message(item, i, field, place) for i, item in enumerate(value)]), short_place)
+        return Document([Span(value)], short_place, has_begin_end=True)
+    if isinstance(value, list) and value and all(isinstance(item, dict) and ROLE_KEYS & item.keys() for item in value):
+        return Document(Chat([_standard_message(item, i, field, place) for i, item in enumerate(value)]), short_place)
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
-        return Document([_segment(item, i, field, place) for i, item in enumerate(value)], short_place)
+        return Document([_segment_span(item, i, field, place) for i, item in enumerate(value)], short_place)
     kind = "nothing (null)" if value is None else type(value).__name__
     allowed = "not text, nor a list of token ids, of segments {text, label} or of messages {role, content}"
     raise DataError(f"{place}: field {field!r} holds {kind}, {allowed}; {REMEDY}")
 
 
-def _segment(item: dict[str, Any], number: int, field: str, place: str) -> Span:
+def _segment_span(item: dict[str, Any], number: int, field: str, place: str) -> Span:
     content, trained = item.get("text"), item.get("label")
     if not isinstance(content, str) or not isinstance(trained, bool):
         types = ", ".join(f"{name}: {type(value).__name__}" for name, value in list(item.items())[:20]) or "nothing"
@@ -241,14 +247,14 @@ def _segment(item: dict[str, Any], number: int, field: str, place: str) -> Span:
     return Span(content, trained)
 
 
-def role_of(name: Any) -> Any:
+def standard_role(name: Any) -> Any:
     """Map a ShareGPT role name to the usual one; return other names unchanged."""
-    return ROLE_OF.get(name, name) if isinstance(name, str) else name
+    return SHAREGPT_ROLES.get(name, name) if isinstance(name, str) else name
 
 
-def _message(item: dict[str, Any], number: int, field: str, place: str) -> dict[str, Any]:
+def _standard_message(item: dict[str, Any], number: int, field: str, place: str) -> dict[str, Any]:
     if "from" in item and "role" not in item:
-        item = {"role": role_of(item["from"]), "content": item.get("value")}
+        item = {"role": standard_role(item["from"]), "content": item.get("value")}
     item = {key: value for key, value in item.items() if value is not None}
     for key in ("role", "content"):
         if not isinstance(item.get(key), str):

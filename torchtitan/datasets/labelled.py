@@ -8,7 +8,6 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from functools import cached_property
 from io import TextIOWrapper
 from itertools import product
@@ -17,44 +16,48 @@ from typing import Any
 from zlib import crc32
 
 from torchtitan.core.files import open_file, require_file
-from torchtitan.datasets.record_format import Fields, Row
+from torchtitan.datasets.record_format import LabelledFields, Row
 from torchtitan.datasets.sources import (
     REMEDY,
     DataError,
     Document,
-    Indexed,
+    DocumentOrError,
     IndexedFile,
-    Item,
+    IndexedSource,
     Source,
-    decode,
+    decode_utf8,
     files_fingerprint,
     find_files,
-    missing,
+    missing_package,
 )
-from torchtitan.datasets.sources_tables import BESIDE_ARROW, saved_split
+from torchtitan.datasets.sources_tables import SAVE_TO_DISK_FILES, saved_split
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 LARGEST = 2**31
 """Largest decompressed file in bytes: it is held in memory, and a hostile file can expand to gigabytes."""
 
 
-def saved(path: str | None, fields: Fields, split: str) -> Indexed:
+def saved(path: str | None, fields: LabelledFields, split: str) -> IndexedSource:
     """Open a split of a local folder saved by `datasets`, or all files of another folder. Raises DataError."""
     if not os.path.isdir(path or ""):
         raise DataError(f"{path}: no local folder; classes are read from local files: save the dataset there first")
     assert path is not None
-    return labelled_files(saved_split(path, split) or path, fields)
+    return open_labelled_files(saved_split(path, split) or path, fields)
 
 
-def labelled_files(path: str | None, fields: Fields) -> Indexed:
+def open_labelled_files(path: str | None, fields: LabelledFields) -> IndexedSource:
     """Open labelled files, reading only names and sizes. Raises DataError."""
-    files = {name: file for name, file in find_files(path, SUFFIXES).items() if file.name not in BESIDE_ARROW}
-    fingerprint = {"dataset_path": os.path.normpath(path or ""), "fields": asdict(fields), **files_fingerprint(files)}
-    return Indexed(str(path), fingerprint, [LabelledFile(file, name, fields) for name, file in files.items()])
+    files = {name: file for name, file in find_files(path, SUFFIXES).items() if file.name not in SAVE_TO_DISK_FILES}
+    fingerprint = {
+        "dataset_path": os.path.normpath(path or ""),
+        "fields": fields.fingerprint,
+        **files_fingerprint(files),
+    }
+    return IndexedSource(str(path), fingerprint, [LabelledFile(file, name, fields) for name, file in files.items()])
 
 
 class LabelledFile(IndexedFile):
-    def __init__(self, path: Path, name: str, fields: Fields) -> None:
+    def __init__(self, path: Path, name: str, fields: LabelledFields) -> None:
         super().__init__(path, name)
         self.fields = fields
 
@@ -91,7 +94,7 @@ def _json_rows(path: Path) -> Iterator[Row]:
         content = unpacked.read(LARGEST + 1)
     if len(content) > LARGEST:
         raise DataError(f"{path}: more than {LARGEST / 2**30:g} GiB of records; cut it into several files")
-    text = decode(content.removeprefix(b"\xef\xbb\xbf"), str(path), 0)
+    text = decode_utf8(content.removeprefix(b"\xef\xbb\xbf"), str(path), 0)
     is_array = text.lstrip().startswith("[")
     lines = json.loads(text) if is_array else [line for line in text.split("\n") if line.strip()]
     for number, line in enumerate(lines):
@@ -120,7 +123,7 @@ def _table_rows(path: Path) -> Sequence[Row]:
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
-        raise missing(path, "pyarrow") from None
+        raise missing_package(path, "pyarrow") from None
     require_file(path)
     try:
         if path.suffix.lower() == ".parquet":
@@ -136,29 +139,29 @@ def _table_rows(path: Path) -> Sequence[Row]:
         raise DataError(f"{path}: damaged or truncated: {error}; {REMEDY}") from None
 
 
-THINGS = ("film", "book", "song", "meal", "hotel", "game", "play", "road", "trip", "talk", "coat", "garden", "picture")
-WHOSE = ("the", "this", "their new", "our old", "your")
+NOUNS = ("film", "book", "song", "meal", "hotel", "game", "play", "road", "trip", "talk", "coat", "garden", "picture")
+DETERMINERS = ("the", "this", "their new", "our old", "your")
 GOOD = ("good", "great", "lovely", "brilliant", "clever", "charming", "bright", "warm", "fresh", "superb")
 BAD = ("bad", "awful", "boring", "stupid", "dull", "ugly", "broken", "cold", "stale", "poor")
-SAYS = {"was": False, "is": False, "is really": False, "seems": False, "was not": True}
+VERB_PHRASES = {"was": False, "is": False, "is really": False, "seems": False, "was not": True}
 """Verb phrase -> True if it negates the adjective."""
 HELD_OUT = 8
 """One sentence in this many is held out."""
 
 
-def sentiment(path: str | None, text_field: str, fields: Fields | None = None) -> Source:
+def sentiment(path: str | None, text_field: str, fields: LabelledFields | None = None) -> Source:
     return Sentences("sentiment", False, path, fields)
 
 
-def sentiment_validation(path: str | None, text_field: str, fields: Fields | None = None) -> Source:
+def sentiment_validation(path: str | None, text_field: str, fields: LabelledFields | None = None) -> Source:
     """Return the held-out sentences, which are not in the training set."""
     return Sentences("sentiment_validation", True, path, fields)
 
 
-class Sentences(Indexed):
+class Sentences(IndexedSource):
     """Sentences as text or, with `fields`, as labelled records: class 1 is positive."""
 
-    def __init__(self, name: str, held_out: bool, path: str | None, fields: Fields | None) -> None:
+    def __init__(self, name: str, held_out: bool, path: str | None, fields: LabelledFields | None) -> None:
         if path is not None:
             raise DataError(f"dataset_path is {path!r}, but {name} is made of words and takes none; leave it out")
         self.rows = [row for row in _rows() if (crc32(row[0].encode()) % HELD_OUT == 0) == held_out]
@@ -168,7 +171,7 @@ class Sentences(Indexed):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def documents(self) -> Iterator[Item]:
+    def documents(self) -> Iterator[DocumentOrError]:
         return map(self.get, range(len(self)))
 
     def get(self, index: int) -> Document:
@@ -184,5 +187,5 @@ class Sentences(Indexed):
 
 
 def _rows() -> Iterator[tuple[str, int]]:
-    for determiner, thing, (verb, negated), word in product(WHOSE, THINGS, SAYS.items(), GOOD + BAD):
+    for determiner, thing, (verb, negated), word in product(DETERMINERS, NOUNS, VERB_PHRASES.items(), GOOD + BAD):
         yield f"{determiner} {thing} {verb} {word}", int((word in GOOD) != negated)

@@ -5,7 +5,8 @@ tokenized twice, and the loader assembles the batch. For prepared shards a worke
 is not the StatefulDataLoader's: it counts what the trainer has received, regardless of prefetching, and does not depend
 on the number of ranks or workers. Workers send data errors as messages, which are raised here as DataError.
 
-HeldOut yields the validation batches: the first samples of a dataset, the same for any parallelism and batch size.
+HeldOutBatches yields the validation batches: the first samples of a dataset, the same for any parallelism and batch
+size.
 """
 
 import hashlib
@@ -24,14 +25,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan.core.constraints import check_global_batch, check_persistence, check_pinned, check_prefetch
-from torchtitan.datasets.encoding import tokenization_of
+from torchtitan.datasets.encoding import chat_tokenization
 from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.position import Position, merge_states, resume
-from torchtitan.datasets.sample_packing import Packing, end_of, steps_for
-from torchtitan.datasets.samples import BlockPieces, Form, Labels, LanePieces, Piece, Share
-from torchtitan.datasets.sources import DataError, Indexed, Source, Stream
+from torchtitan.datasets.sample_packing import Packing, steps_for, total_samples
+from torchtitan.datasets.samples import Form, Labels, Piece, ShardPieces, Share, StreamPieces
+from torchtitan.datasets.sources import DataError, IndexedSource, SequentialSource, Source
 from torchtitan.datasets.sources_pretokenized import Blocks
-from torchtitan.datasets.streams import MAX_LANES, IndexedLanes, Lanes, StreamLanes
+from torchtitan.datasets.streams import MAX_STREAMS, IndexedStreams, SequentialStreams, Streams
 from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.verification import Verification
@@ -41,7 +42,7 @@ from torchtitan.process.exit import die_with
 __all__ = ["Batch", "Loader", "Weighted", "build_loader", "merge_states"]
 
 logger = logging.getLogger(__name__)
-LANES_ARE_SHARED = (
+STREAMS_ARE_SHARED = (
     "%d data-parallel ranks read %d lanes of text, so each document is read and made tokens of %d times: where steps "
     "wait for data, prepare it once (torchtitan prepare)"
 )
@@ -58,7 +59,7 @@ class Weighted(NamedTuple):
 
 
 class _Pieces(IterableDataset):
-    def __init__(self, pieces: LanePieces | BlockPieces) -> None:
+    def __init__(self, pieces: StreamPieces | ShardPieces) -> None:
         self.pieces = pieces
 
     def __iter__(self) -> Iterator[Piece | str]:
@@ -90,19 +91,19 @@ class Loader:
     """Checksum comparison of the prepared shards that are read."""
 
     def __init__(
-        self, pieces: LanePieces | BlockPieces, start: Position, num_workers: int, pin_memory: bool, **options: Any
+        self, pieces: StreamPieces | ShardPieces, start: Position, num_workers: int, pin_memory: bool, **options: Any
     ) -> None:
         self._pieces, self._start, self._pin_memory = pieces, start, pin_memory
-        self._per_batch = pieces.per_batch(max(num_workers, 1))
+        self._per_batch = pieces.pieces_per_batch(max(num_workers, 1))
         self._batches, self._cursors = 0, dict(start.cursors)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
             self._loader = StatefulDataLoader(
                 _Pieces(pieces),
                 batch_size=None,
-                collate_fn=_as_it_is,
+                collate_fn=_identity,
                 num_workers=num_workers,
-                worker_init_fn=_leave_signals_to_the_trainer,
+                worker_init_fn=_ignore_trainer_signals,
                 # A fork is ready in milliseconds and shares the index of the files. Elsewhere it is not safe.
                 multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
                 generator=torch.Generator(),  # separate, so that the iterator does not advance the run's random state
@@ -121,26 +122,26 @@ class Loader:
         shape = (-1, *self._positions.shape)
         while pieces := list(islice(running, self._per_batch)):
             if self.verification is not None:
-                self.verification.refuse_damaged()
+                self.verification.raise_if_damaged()
             for piece in pieces:
                 if isinstance(piece, str):
                     self.close()
                     raise DataError(piece)
                 self._cursors.update(piece[2])
-            tensors = self._put_together(pieces)
+            tensors = self._merge_pieces(pieces)
             tensors = [tensor.pin_memory() for tensor in tensors] if self._pin_memory else tensors
             for batch in zip(*(tensor.view(shape).unbind() for tensor in tensors), strict=True):
                 self._batches += 1
-                yield self._shortened({"positions": self._positions, **dict(zip(NAMES, batch, strict=False))})
+                yield self._trim({"positions": self._positions, **dict(zip(NAMES, batch, strict=False))})
 
-    def _shortened(self, batch: Batch) -> Batch:
+    def _trim(self, batch: Batch) -> Batch:
         packing = self._pieces.form.packing
         if packing is None or not packing.multiple:
             return batch
-        short = cut_to_longest(batch, packing.multiple)
+        short = trim_to_longest(batch, packing.multiple)
         return {name: tensor.pin_memory() for name, tensor in short.items()} if self._pin_memory else short
 
-    def _put_together(self, pieces: list[Piece]) -> Sequence[torch.Tensor]:
+    def _merge_pieces(self, pieces: list[Piece]) -> Sequence[torch.Tensor]:
         full = [(rows, tensors) for rows, tensors, _ in pieces if len(tensors)]
         if len(full) == 1:
             return list(full[0][1])
@@ -154,7 +155,7 @@ class Loader:
     @property
     def skipped(self) -> int:
         """Return how many unreadable records this rank's lanes have skipped since the beginning of the job."""
-        return sum(self._cursors[lane].skipped for lane in self._pieces.own_lanes if lane in self._cursors)
+        return sum(self._cursors[lane].skipped for lane in self._pieces.local_streams if lane in self._cursors)
 
     @property
     def share(self) -> Share:
@@ -227,21 +228,21 @@ def build_loader(
     shards = [source for source in opened if isinstance(source, TokenShards)]
     is_one = joined and len(sources) > 1
     assert not (is_one or epochs) or len(shards) == len(opened), "the trainer prepares what is to end, or is joined"
-    end = end_of(shards, seq_len, epochs, tokens, seed, shuffle, packing)
+    end = total_samples(shards, seq_len, epochs, tokens, seed, shuffle, packing)
     steps = None if end is None else steps_for(max(0, end - start.samples), step)
     batches = steps and steps * (step // (local_batch_size * dp_size))
     share = Share(start.samples, dp_rank, dp_size, local_batch_size, together)
     form = Form(tokenizer, seq_len, document_mask, batches, packing, labels)
     if shards == opened and (len(opened) == 1 or in_passes):
-        pieces: LanePieces | BlockPieces = BlockPieces(shards, share, form, seed, shuffle, end)
+        pieces: StreamPieces | ShardPieces = ShardPieces(shards, share, form, seed, shuffle, end)
     else:
-        pieces = LanePieces(opened, mixture, share, form, start.cursors, seed, shuffle, stop, end)
-        _say_how_often_text_is_read(pieces, dp_rank, dp_size, sum(counts), MAX_LANES if shuffle else 1)
+        pieces = StreamPieces(opened, mixture, share, form, start.cursors, seed, shuffle, stop, end)
+        _warn_about_shared_streams(pieces, dp_rank, dp_size, sum(counts), MAX_STREAMS if shuffle else 1)
     workers = {"persistent_workers": persistent_workers, "prefetch_factor": prefetch_factor}
     return Loader(pieces, start, num_workers, pin_memory, **workers)
 
 
-def cut_to_longest(batch: Batch, multiple: int) -> Batch:
+def trim_to_longest(batch: Batch, multiple: int) -> Batch:
     """Cut tensors [B, S] to the longest sample, rounded up; each sample is one document, padded on the right."""
     documents = batch["document_ids"]
     longest = int((documents == documents[:, :1]).sum(1).max())
@@ -249,11 +250,11 @@ def cut_to_longest(batch: Batch, multiple: int) -> Batch:
     return {name: tensor[:, :width].contiguous() for name, tensor in batch.items()}
 
 
-def _say_how_often_text_is_read(pieces: LanePieces, dp_rank: int, dp_size: int, lanes: int, most: int) -> None:
+def _warn_about_shared_streams(pieces: StreamPieces, dp_rank: int, dp_size: int, lanes: int, most: int) -> None:
     """Warn if several ranks read the same documents, because there are more than `most` ranks."""
     if dp_size > most and dp_rank == 0:
-        times = max(1, round(len(pieces.own_lanes) * dp_size / lanes))
-        logger.warning(LANES_ARE_SHARED, dp_size, lanes, times)
+        times = max(1, round(len(pieces.local_streams) * dp_size / lanes))
+        logger.warning(STREAMS_ARE_SHARED, dp_size, lanes, times)
 
 
 def _check_workers(num_workers: int, prefetch_factor: int | None, persistent: bool, pin_memory: bool) -> None:
@@ -264,7 +265,7 @@ def _check_workers(num_workers: int, prefetch_factor: int | None, persistent: bo
 
 def _open(
     source: Source, seed: int, shuffle: bool, stop: bool, tokenizer: Tokenizer, seq_len: int | None
-) -> Lanes | TokenShards:
+) -> Streams | TokenShards:
     """Open a source. `seq_len`: length of samples that are cut, None with packing; shards must fill one sample."""
     if isinstance(source, TokenShards):
         source.check_tokenizer(tokenizer.fingerprint, tokenizer.vocab_size)
@@ -274,12 +275,12 @@ def _open(
     if isinstance(source, Blocks):
         assert seq_len is not None
         source.check_length(seq_len)
-    if isinstance(source, Indexed):
+    if isinstance(source, IndexedSource):
         if stop:
             source.probe()
-        return IndexedLanes(source, seed, shuffle)
-    assert isinstance(source, Stream)
-    return StreamLanes(source, seed, shuffle, stop)
+        return IndexedStreams(source, seed, shuffle)
+    assert isinstance(source, SequentialSource)
+    return SequentialStreams(source, seed, shuffle, stop)
 
 
 def _fingerprint(
@@ -293,7 +294,7 @@ def _fingerprint(
         fingerprint["packing"] = packing.fingerprint
     descriptions: list[dict[str, Any]] = [{"dataset": name} | source.fingerprint for name, source, _ in sources]
     for content, (_, source, _) in zip(descriptions, sources, strict=True):
-        content |= {} if isinstance(source, TokenShards | Blocks) else tokenization_of(source, tokenizer)
+        content |= {} if isinstance(source, TokenShards | Blocks) else chat_tokenization(source, tokenizer)
     if len(descriptions) == 1:
         return fingerprint | descriptions[0]
     for content, (_, _, weight) in zip(descriptions, sources, strict=True):
@@ -301,11 +302,11 @@ def _fingerprint(
     return fingerprint | {"sources": {str(number): content for number, content in enumerate(descriptions)}}
 
 
-def _as_it_is(piece: Piece | str) -> Piece | str:
+def _identity(piece: Piece | str) -> Piece | str:
     return piece
 
 
-def _leave_signals_to_the_trainer(worker: int) -> None:
+def _ignore_trainer_signals(worker: int) -> None:
     # A fork inherits the trainer's handlers. Ctrl-C is the trainer's to handle; a TERM has to end a worker.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -313,7 +314,7 @@ def _leave_signals_to_the_trainer(worker: int) -> None:
     die_with(os.getppid())
 
 
-class HeldOut:
+class HeldOutBatches:
     """The held-out batches of a data-parallel rank.
 
     `first`: (batch, number of rows to keep) -> batch; removes the rows beyond the first `samples` of all ranks.

@@ -6,7 +6,7 @@ of as many periods as there are lanes shares one order, which is shifted by one 
 is used equally often. The position of a sample in its lane is therefore computed, and no lane runs ahead. The next
 block uses a new permutation.
 
-Lanes take turns, and groups of MIXED lanes are permuted from turn to turn. With fixed positions a small batch would
+Streams take turns, and groups of MIXED lanes are permuted from turn to turn. With fixed positions a small batch would
 meet the same lanes every few steps. As a lane stays in a long document for hundreds of samples, the loss would show a
 sawtooth. Only lanes that are equal modulo the number of groups are permuted, so a rank that takes every n-th sample
 still reads its own lanes and no others.
@@ -35,13 +35,13 @@ class Mixture:
 
     def __init__(self, weights: Sequence[float], lanes: Sequence[int], seed: int) -> None:
         self.seed, self.counts, self.lanes = seed, np.array(shares(weights)), np.array(lanes)
-        self.first_lanes = np.array([0, *accumulate(lanes)])
+        self.first_streams = np.array([0, *accumulate(lanes)])
         self.period, self.width = int(self.counts.sum()), math.lcm(*lanes)
         self.block = self.period * self.width
         """Number of samples after which all lanes of a source have been used equally often."""
         self._per_block = np.repeat(self.counts * self.width // self.lanes, self.lanes)
         self.mixed = np.gcd(self.lanes, MIXED)
-        """Lanes per group, for each source. Groups are numbered consecutively over all sources."""
+        """Streams per group, for each source. Groups are numbered consecutively over all sources."""
         self.groups = self.lanes // self.mixed
         self.first_groups = np.array([0, *accumulate(self.groups)])
         self._tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -63,7 +63,7 @@ class Mixture:
     def own(self, first: int, stride: int) -> list[int]:
         """Return the lanes that the samples first, first + stride, ... come from."""
         result = []
-        for lanes, groups, mixed in zip(self.first_lanes, self.groups.tolist(), self.mixed.tolist(), strict=False):
+        for lanes, groups, mixed in zip(self.first_streams, self.groups.tolist(), self.mixed.tolist(), strict=False):
             reached_groups = dict.fromkeys((first + i * stride) % groups for i in range(groups))
             result += [int(lanes) + member * groups + group for group in reached_groups for member in range(mixed)]
         return result
@@ -88,14 +88,14 @@ class Mixture:
         order = np.arange(len(self.counts)).repeat(self.counts)[slots]
         # Without the shift a lane would meet only every n-th slot, n being what period and width have in common.
         sources = order[(places + places // math.lcm(self.period, self.width)) % self.period]
-        lanes = self.first_lanes[sources] + self._lanes_of(block, places, sources)
+        lanes = self.first_streams[sources] + self._streams_of(block, places, sources)
         by_lane = np.argsort(lanes, kind="stable")
         begins = lanes[by_lane].searchsorted(np.arange(len(self._per_block)))
         numbers = np.empty_like(places)
         numbers[by_lane] = places - begins[lanes[by_lane]]
         return lanes, numbers
 
-    def _lanes_of(self, block: int, places: np.ndarray, sources: np.ndarray) -> np.ndarray:
+    def _streams_of(self, block: int, places: np.ndarray, sources: np.ndarray) -> np.ndarray:
         """Return the lane of each sample of a block, numbered within its source."""
         group = places % self.groups[sources]
         global_group = self.first_groups[sources] + group

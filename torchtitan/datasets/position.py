@@ -97,10 +97,10 @@ def check_same_data(state: dict[str, Any], fingerprint: dict[str, Any]) -> None:
     before, fingerprint = json.loads(json.dumps([state["fingerprint"], fingerprint]))
     # States saved before chat templates existed do not contain one.
     now = {name: value for name, value in fingerprint.items() if name != "chat_template" or name in before}
-    _refuse(_differences(before, now), _packing_of(before, now) + _tokenization_of(before, now))
+    _refuse(_differences(before, now), _packing_advice(before, now) + _tokenization_advice(before, now))
 
 
-def _tokenization_of(before: dict[str, Any], now: dict[str, Any]) -> str:
+def _tokenization_advice(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Say so if the same conversations are other tokens now than in a saved state."""
     versions = [
         [content.get(CONVERSATIONS) for content in data.get("sources", {"": data}).values()] for data in (before, now)
@@ -113,7 +113,7 @@ def _tokenization_of(before: dict[str, Any], now: dict[str, Any]) -> str:
     )
 
 
-def _packing_of(before: dict[str, Any], now: dict[str, Any]) -> str:
+def _packing_advice(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Name the options that restore the packing of a saved state, if it differs."""
     windows = [data["packing"].get("window") if "packing" in data else None for data in (before, now)]
     if None in windows or windows[0] == windows[1]:

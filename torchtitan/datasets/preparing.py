@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,24 +21,24 @@ import numpy as np
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.progress_bar import progress_bar
-from torchtitan.datasets.encoding import ANSWERS, TrainOn, encode, tokenization_of
+from torchtitan.datasets.encoding import TRAIN_ON_ANSWERS, TrainOn, chat_tokenization, encode
 from torchtitan.datasets.sources import (
     BadRecord,
     Chat,
     DataError,
     Document,
-    Indexed,
-    Item,
-    Labelled,
+    DocumentOrError,
+    IndexedSource,
+    LabelledTexts,
     Pair,
     Source,
-    Unreachable,
+    UnreachableData,
 )
 from torchtitan.datasets.token_shards import ShardWriter, TokenShards
 from torchtitan.datasets.tokenizer import build_tokenizer
 
 PERCENTILES = (50, 90, 99, 100)
-ROOMY = 0.99
+ADVISED_FRACTION = 0.99
 """Fraction of records that the suggested seq_len keeps uncut."""
 
 
@@ -57,7 +57,7 @@ class Made(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PrepareOptions:
     """Options for turning documents into training pieces.
 
     `longest`: the most tokens of a document that fit into a sample; None: samples are cut from the concatenation of all
@@ -65,11 +65,22 @@ class Recipe:
     record (2 for a pair), which are kept or dropped together.
     """
 
-    train_on: TrainOn = ANSWERS
+    train_on: TrainOn = TRAIN_ON_ANSWERS
     longest: int | None = None
     too_long: Literal["error", "drop", "truncate", "split"] = "error"
     max_empty_ratio: float = 0.01
     together: int = 1
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the options, JSON-able. The names of prepared folders are made from these keys."""
+        return {
+            "train_on": self.train_on,
+            "longest": self.longest,
+            "too_long": self.too_long,
+            "max_empty_ratio": self.max_empty_ratio,
+            "together": self.together,
+        }
 
     def apply(self, ids: np.ndarray, trained: np.ndarray, document: Document) -> Made:
         """Cut, drop or keep a document. Raises DataError if it is too long and must not be cut or dropped."""
@@ -81,7 +92,7 @@ class Recipe:
             parts = [(i, t) for i, t in parts if t[1:].any()]
             fate = fate if parts else "empty"
         pieces = [(i.astype(np.uint32), None if t.all() else t) for i, t in parts]
-        return Made(pieces, len(ids), fate, document.place)
+        return Made(pieces, len(ids), fate, document.location)
 
     def _cut(
         self, ids: np.ndarray, trained: np.ndarray, document: Document
@@ -95,13 +106,13 @@ class Recipe:
             cut = f", and data.too_long = {self.too_long!r} would cut its last answer off" * (self.too_long != "error")
             alternatives = '"drop"' if is_chat else '"drop", "truncate" or "split"'
             raise DataError(
-                f"{document.place}: {len(ids)} tokens, but a sample of training.seq_len = {longest - 1} has room for "
-                f"{longest}{cut}; raise training.seq_len to {len(ids) - 1}, or set data.too_long to {alternatives}"
+                f"{document.location}: {len(ids)} tokens, but a sample of training.seq_len = {longest - 1} has room "
+                f"for {longest}{cut}; raise training.seq_len to {len(ids) - 1}, or set data.too_long to {alternatives}"
             )
         if isinstance(
-            document.content, Labelled
+            document.content, LabelledTexts
         ):  # keep the class label at the end, and the end-of-text token if there is one
-            suffix = 2 if document.content.ended else 1
+            suffix = 2 if document.content.end_tokens else 1
             ids, trained = (np.concatenate([x[: longest - suffix], x[-suffix:]]) for x in (ids, trained))
             return [(ids, trained)], "truncated"
         if self.too_long == "truncate":
@@ -121,7 +132,7 @@ def joined(made: Sequence[Made]) -> Made:
     )
 
 
-class Tally:
+class RecordStatistics:
     """Counters of kept, cut and dropped documents of a source."""
 
     def __init__(self) -> None:
@@ -138,7 +149,7 @@ class Tally:
         if made.fate == "empty" and not self.first_empty:
             self.first_empty = made.place
 
-    def check(self, name: str, recipe: Recipe) -> None:
+    def check(self, name: str, recipe: PrepareOptions) -> None:
         """Raise DataError if too many records have no trained tokens."""
         records, empty = sum(self.fates.values()), self.fates["empty"]
         if recipe.longest is not None and empty > recipe.max_empty_ratio * records:
@@ -148,7 +159,7 @@ class Tally:
                 "preview, and correct data.train_on or the records"
             )
 
-    def nothing_left(self, recipe: Recipe) -> str:
+    def reason_for_no_tokens(self, recipe: PrepareOptions) -> str:
         """Return the reason why no token of a source is left."""
         if recipe.longest is None or not self.fates["dropped"]:
             return "no text in it; give documents with text"
@@ -163,7 +174,7 @@ class Tally:
 
 
 def told(records: dict[str, Any], seq_len: int) -> str:
-    """Describe the result of Tally.to_dict, with advice if records were cut or dropped for their length."""
+    """Describe the result of RecordStatistics.to_dict, with advice if records were cut or dropped for their length."""
     fates, lengths = records["fates"], records["lengths"]
     description = ", ".join(f"{count:,} {fate}" for fate, count in fates.items())
     description += "; lengths " + ", ".join(f"{length} ({p} %)" for p, length in lengths.items())
@@ -174,7 +185,7 @@ def advice(records: dict[str, Any], seq_len: int) -> str:
     """Suggest a seq_len that keeps most records uncut; empty if few were cut or dropped."""
     fates, lengths = records["fates"], records["lengths"]
     cut = sum(fates.get(fate, 0) for fate in ("truncated", "split", "dropped"))
-    if cut <= (1 - ROOMY) * sum(fates.values()):
+    if cut <= (1 - ADVISED_FRACTION) * sum(fates.values()):
         return ""
     return f"training.seq_len = {max(lengths['99'] - 1, seq_len)} would keep 99 % whole"
 
@@ -184,8 +195,8 @@ CHUNK_DOCUMENTS = 256
 CHUNKS_AHEAD = 4
 CHUNK_CHARACTERS = 2**20
 Encoded = Made | BadRecord
-WHOLE = Recipe()
-PAIRS_READ = 2
+WHOLE = PrepareOptions()
+PAIR_TOKENIZATION_VERSION = 2
 """Version of the tokenization of preference pairs. Raise it whenever the same records give other tokens: older shards
 are then prepared again, also in a folder that several jobs share."""
 
@@ -197,7 +208,7 @@ def prepared(
     folder: Path,
     workers: int,
     stop: bool,
-    recipe: Recipe = WHOLE,
+    recipe: PrepareOptions = WHOLE,
     chat_template: str | None = None,
 ) -> TokenShards:
     """Return the shards of a source, preparing them in `folder` if they do not exist.
@@ -209,10 +220,10 @@ def prepared(
     origin = dict(source.fingerprint)  # opening a source may add to it
     tokenizer = build_tokenizer(tokenizer_path, chat_template)
     about = [source.name, origin, tokenizer.fingerprint, tokenizer.chat_template, stop, _changed(dataset_path)]
-    about += [] if recipe == WHOLE else [asdict(recipe)]
-    version = tokenization_of(source, tokenizer)
+    about += [] if recipe == WHOLE else [recipe.fingerprint]
+    version = chat_tokenization(source, tokenizer)
     about += [version] if version else []
-    about += [{"pairs": PAIRS_READ}] if recipe.together > 1 else []
+    about += [{"pairs": PAIR_TOKENIZATION_VERSION}] if recipe.together > 1 else []
     shards = folder / hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -241,7 +252,7 @@ def prepare(
     output: Path,
     workers: int,
     stop: bool,
-    recipe: Recipe = WHOLE,
+    recipe: PrepareOptions = WHOLE,
     chat_template: str | None = None,
 ) -> dict[str, Any]:
     """Write the folder and return its header. Raises DataError for bad data, JobError if it cannot be written."""
@@ -261,10 +272,10 @@ def prepare(
 
 
 def _write(source: Source, encoder: "Encoder", folder: Path, workers: int, stop: bool) -> dict[str, Any]:
-    tokenizer, tally = encoder.tokenizer, Tally()
+    tokenizer, tally = encoder.tokenizer, RecordStatistics()
     writer = ShardWriter(folder, tokenizer.vocab_size)
-    readable = _Readable(source.documents(), stop)
-    total = len(source) if isinstance(source, Indexed) else None
+    readable = _DocumentChunks(source.documents(), stop)
+    total = len(source) if isinstance(source, IndexedSource) else None
     with progress_bar("tokenizing", total, unit=" documents") as progress:
         for documents in _tokenized(readable, encoder, workers):
             for made in documents:
@@ -278,17 +289,17 @@ def _write(source: Source, encoder: "Encoder", folder: Path, workers: int, stop:
             progress.set_postfix(tokens=f"{writer.tokens:,}", refresh=False)
     tally.check(source.name, encoder.recipe)
     if writer.tokens == 0:
-        raise DataError(f"{source.name}: {tally.nothing_left(encoder.recipe)}")
+        raise DataError(f"{source.name}: {tally.reason_for_no_tokens(encoder.recipe)}")
     about: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "tokenizer_path": encoder.tokenizer_path}
     if encoder.recipe.longest is not None:
         about["records"] = tally.to_dict()
     return writer.finish(**about, source={"name": source.name, **source.fingerprint}, skipped=readable.skipped)
 
 
-class _Readable:
+class _DocumentChunks:
     """Chunks of documents for the workers. Unreadable records are counted, or raised with `stop`."""
 
-    def __init__(self, items: Iterable[Item], stop: bool) -> None:
+    def __init__(self, items: Iterable[DocumentOrError], stop: bool) -> None:
         self.items, self.stop, self.skipped = items, stop, 0
 
     def __iter__(self) -> Iterator[list[Document]]:
@@ -306,7 +317,7 @@ class _Readable:
         yield chunk
 
     def leave_out(self, error: DataError) -> None:
-        if self.stop or isinstance(error, Unreachable):
+        if self.stop or isinstance(error, UnreachableData):
             raise error
         self.skipped += 1
         print(f"left out: {error}", file=sys.stderr)
@@ -333,7 +344,7 @@ def _tokenized(chunks: Iterable[list[Document]], encoder: "Encoder", workers: in
 class Encoder:
     """An encoder of documents to ids in this process."""
 
-    def __init__(self, tokenizer_path: str, chat_template: str | None, recipe: Recipe) -> None:
+    def __init__(self, tokenizer_path: str, chat_template: str | None, recipe: PrepareOptions) -> None:
         self.tokenizer_path, self.recipe = tokenizer_path, recipe
         self.made_of = tokenizer_path, chat_template, recipe
         self.tokenizer = build_tokenizer(tokenizer_path, chat_template)
@@ -346,8 +357,8 @@ class Encoder:
         if self.recipe.together > 1:
             if not isinstance(document.content, Pair):
                 raise DataError(
-                    f"{document.place}: no pair of answers; give records with chosen and rejected, and with prompt or "
-                    "messages, or choose another task.kind"
+                    f"{document.location}: no pair of answers; give records with chosen and rejected, and with "
+                    "prompt or messages, or choose another task.kind"
                 )
             parts = list(document.content)
         try:
@@ -361,7 +372,7 @@ class Encoder:
 _worker: dict[str, Encoder] = {}
 
 
-def _start_worker(tokenizer_path: str, chat_template: str | None, recipe: Recipe) -> None:
+def _start_worker(tokenizer_path: str, chat_template: str | None, recipe: PrepareOptions) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
     _worker["encoder"] = Encoder(tokenizer_path, chat_template, recipe)
 

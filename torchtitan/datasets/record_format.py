@@ -10,20 +10,20 @@ from torchtitan.core.constraints import LimitError
 from torchtitan.datasets.formats import (
     ALPACA,
     FORMATS,
-    MESSAGE,
+    MESSAGE_KEYS,
     Format,
-    Prompt,
+    PromptTemplate,
     Record,
-    document_of,
-    format_of,
-    preference,
+    detect_format,
+    read_preference,
+    to_document,
 )
 from torchtitan.datasets.sources import (
     REMEDY,
     Chat,
     DataError,
     Document,
-    Labelled,
+    LabelledTexts,
     Pair,
 )
 
@@ -31,7 +31,7 @@ PAIRS = "preference"
 
 
 @dataclass(frozen=True)
-class Reading:
+class RecordReader:
     """Options for reading records.
 
     `form`: name of the format; None: a record with `text_field` is read by that field, any other record by the first
@@ -42,65 +42,66 @@ class Reading:
     """
 
     text_field: str = "text"
-    form: str | None = None
+    format_name: str | None = None
     fields: Mapping[str, str] = field(default_factory=dict)
     template: Mapping[str, str] = field(default_factory=dict)
     system: str | None = None
-    whole: bool = False
+    refuse_ambiguous: bool = False
     pairs: bool = False
-    prompt: Prompt = field(init=False, default=ALPACA)
+    prompt: PromptTemplate = field(init=False, default=ALPACA)
 
     def __post_init__(self) -> None:
         """Raise LimitError for unknown options and options without effect."""
-        if self.form is None and self.template and not self.pairs:
+        if self.format_name is None and self.template and not self.pairs:
             object.__setattr__(self, "form", "alpaca")
-        if self.form is not None and self.form not in FORMATS:
-            raise LimitError("training.format", repr(self.form), f"one of {', '.join(FORMATS)}", "correct it")
-        if self.pairs and self.form not in (None, PAIRS):
+        if self.format_name is not None and self.format_name not in FORMATS:
+            raise LimitError("training.format", repr(self.format_name), f"one of {', '.join(FORMATS)}", "correct it")
+        if self.pairs and self.format_name not in (None, PAIRS):
             allowed = f"{PAIRS}, or unset, as pairs of answers are learned"
-            raise LimitError("training.format", repr(self.form), allowed, "drop it, or choose another task.kind")
-        record_format = FORMATS.get(self._asked or "", Format(()))
+            raise LimitError("training.format", repr(self.format_name), allowed, "drop it, or choose another task.kind")
+        record_format = FORMATS.get(self._job_format or "", Format(()))
+        field_names = (*record_format.fields, *record_format.optional_fields)
         for name in self.fields:
-            if name not in (*record_format.fields, *record_format.more):
-                allowed = f"fields of format {self._asked}: {', '.join((*record_format.fields, *record_format.more))}"
-                allowed = allowed if self._asked else "unset without training.format"
+            if name not in field_names:
+                allowed = f"fields of format {self._job_format}: {', '.join(field_names)}"
+                allowed = allowed if self._job_format else "unset without training.format"
                 raise LimitError("training.fields", repr(name), allowed, "correct it, or drop it")
         for name in self.template:
             if (
-                record_format.parts == ("separator",)
-                and name in Prompt.__annotations__
-                and name not in record_format.parts
+                record_format.template_parts == ("separator",)
+                and name in PromptTemplate.__annotations__
+                and name not in record_format.template_parts
             ):
-                allowed = f"separator alone with format {self.form}, whose prompt is in the record"
+                allowed = f"separator alone with format {self.format_name}, whose prompt is in the record"
                 raise LimitError("training.template", repr(name), allowed, 'drop it, or set format = "alpaca"')
-            if not record_format.parts:
-                allowed = f"unset with format {self._asked}, which has no prompt of its own"
+            if not record_format.template_parts:
+                allowed = f"unset with format {self._job_format}, which has no prompt of its own"
                 raise LimitError("training.template", repr(name), allowed, "drop it")
-        object.__setattr__(self, "prompt", Prompt.of(self.template))
+        object.__setattr__(self, "prompt", PromptTemplate.from_options(self.template))
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """Return what documents depend on, JSON-able; unset options are left out."""
-        options = {"format": self.form, "fields": dict(self.fields), "template": dict(self.template)}
+        options = {"format": self.format_name, "fields": dict(self.fields), "template": dict(self.template)}
         options |= {"default_system": self.system}
         return {"text_field": self.text_field} | {name: value for name, value in options.items() if value}
 
     @property
-    def _asked(self) -> str | None:
+    def _job_format(self) -> str | None:
         """Return the format that the job sets for all records, or None."""
-        return PAIRS if self.pairs else self.form
+        return PAIRS if self.pairs else self.format_name
 
-    def form_of(self, fields: Collection[str]) -> str | None:
+    def format_of(self, fields: Collection[str]) -> str | None:
         """Return the format of a record with these fields; None: no known format, or read by its text field."""
-        return self._asked or (None if self.text_field in fields else format_of(fields))
+        return self._job_format or (None if self.text_field in fields else detect_format(fields))
 
-    def unclear(self, fields: Collection[str]) -> str:
+    def ambiguity(self, fields: Collection[str]) -> str:
         """Return why a record with these fields is ambiguous, with a remedy; empty if it is not.
 
         Instruction datasets often contain the full text of a record in addition to its parts, and training on that text
         would include the prompt. Their system message has no place in Stanford Alpaca's prompt."""
-        form = format_of(fields)
-        if not self.whole or self._asked or self.text_field != "text" or form is None:
+        form = detect_format(fields)
+        if not self.refuse_ambiguous or self._job_format or self.text_field != "text" or form is None:
             return ""
         if "text" in fields:
             parts = " and ".join(map(repr, FORMATS[form].fields))
@@ -117,69 +118,76 @@ class Reading:
             return f"has the field 'system', which the prompt of format alpaca has no place for; {remedy}"
         return ""
 
-    def lacks(self, fields: Collection[str]) -> str:
+    def missing_field(self, fields: Collection[str]) -> str:
         """Return a description of the field that a record lacks; empty if it can be read."""
-        form = self.form_of(fields)
+        form = self.format_of(fields)
         if form is None:
             return "" if self.text_field in fields else repr(self.text_field)
-        absent = [column for column in self._needed(form) if column not in fields]
+        absent = [column for column in self._required_columns(form) if column not in fields]
         return f"{absent[0]!r}, which format {form} needs" if absent else ""
 
     def remedy(self) -> str:
         if self.pairs:
             return "set training.fields, or choose another task.kind"
-        return "set training.fields" if self.form else "set training.text_field"
+        return "set training.fields" if self.format_name else "set training.text_field"
 
     def columns(self, fields: Collection[str]) -> list[str]:
         """Return the columns of a table, with all required fields, that its records are read from."""
-        form = self.form_of(fields)
-        return [self.text_field] if form is None else [c for c in self._columns(form).values() if c in fields]
+        form = self.format_of(fields)
+        return [self.text_field] if form is None else [c for c in self._column_names(form).values() if c in fields]
 
-    def _columns(self, form: str) -> dict[str, str]:
+    def _column_names(self, form: str) -> dict[str, str]:
         """Map each of a format's fields to its name in the records.
 
         The system field is only read if the job sets a prompt template or names that field."""
         record_format = FORMATS[form]
-        names = [name for name in (*record_format.fields, *record_format.more) if name not in MESSAGE]
+        names = [name for name in (*record_format.fields, *record_format.optional_fields) if name not in MESSAGE_KEYS]
         names = [name for name in names if name != "system" or self.template or "system" in self.fields]
         return {name: self.fields.get(name, name) for name in names}
 
-    def _needed(self, form: str) -> list[str]:
+    def _required_columns(self, form: str) -> list[str]:
         """Return the columns that must exist: the format's own fields and those that the job names."""
-        columns = self._columns(form)
+        columns = self._column_names(form)
         return [column for name, column in columns.items() if name in FORMATS[form].fields or name in self.fields]
 
     def document(self, record: Record, place: str, short_place: str) -> Document:
         """Convert a record to a document. Raises DataError, which names `place`, if it cannot be read."""
-        if lacking := self.lacks(record):
+        if lacking := self.missing_field(record):
             field_names = ", ".join(map(repr, list(record)[:20])) or "none"
             formats = ", ".join(
                 f"{name} ({' and '.join(record_format.fields)})"
                 for name, record_format in FORMATS.items()
-                if record_format.by_fields
+                if record_format.detectable
             )
-            hint = "" if self._asked else f", or give records of a known format: {formats}"
+            hint = "" if self._job_format else f", or give records of a known format: {formats}"
             raise DataError(f"{place}: no field {lacking}; the fields there are: {field_names}; {self.remedy()}{hint}")
-        if unclear := self.unclear(record):
+        if unclear := self.ambiguity(record):
             raise DataError(f"{place}: {unclear}")
-        form = self.form_of(record)
+        form = self.format_of(record)
         if form is None:
-            return self._with_system(document_of(record[self.text_field], self.text_field, place, short_place))
-        columns = self._columns(form)
+            return self._add_system_message(to_document(record[self.text_field], self.text_field, place, short_place))
+        columns = self._column_names(form)
         renamed = {name: record[column] for name, column in columns.items() if column in record}
-        return self._with_system(self._read(form, renamed, columns, place, short_place)._replace(form=form))
+        return self._add_system_message(
+            self._read(form, renamed, columns, place, short_place)._replace(format_name=form)
+        )
 
     def _read(self, form: str, record: Record, columns: Mapping[str, str], place: str, short_place: str) -> Document:
         if form == "preference":
             record = {name: self._messages(value, columns[name], place) for name, value in record.items()}
-            return preference(record, columns, place, short_place)
+            return read_preference(record, columns, place, short_place)
         record_format = FORMATS[form]
         if record_format.read is None:
             name = columns[record_format.fields[0]]
             value = self._messages(record[record_format.fields[0]], name, place)
-            document = document_of(value, name, place, short_place)
-            if self.form and value and record_format.holds and not isinstance(document.content, record_format.holds):
-                kind = "messages {role, content}" if record_format.holds is Chat else "segments {text, label}"
+            document = to_document(value, name, place, short_place)
+            if (
+                self.format_name
+                and value
+                and record_format.content_type
+                and not isinstance(document.content, record_format.content_type)
+            ):
+                kind = "messages {role, content}" if record_format.content_type is Chat else "segments {text, label}"
                 problem = f"holds {type(value).__name__}, not a list of {kind}"
                 raise DataError(f"{place}: field {name!r} of format {form} {problem}; {REMEDY}")
             return document
@@ -191,7 +199,7 @@ class Reading:
 
     def _messages(self, value: Any, column: str, place: str) -> Any:
         """Rename the job's own names for role and content in messages to these names."""
-        names = {name: self.fields[name] for name in MESSAGE if name in self.fields}
+        names = {name: self.fields[name] for name in MESSAGE_KEYS if name in self.fields}
         if not names or not isinstance(value, list):
             return value
         messages = []
@@ -207,37 +215,37 @@ class Reading:
             messages.append(extra | {name: message[alias] for name, alias in names.items()})
         return messages
 
-    def _with_system(self, document: Document) -> Document:
+    def _add_system_message(self, document: Document) -> Document:
         content = document.content
         if self.system is None:
             return document
         if isinstance(content, Pair):
-            return document._replace(content=Pair(*(self._with_system(answer) for answer in content)))
+            return document._replace(content=Pair(*(self._add_system_message(answer) for answer in content)))
         if isinstance(content, Chat) and all(message["role"] != "system" for message in content.messages):
             message = {"role": "system", "content": self.system}
             return document._replace(content=Chat([message, *content.messages]))
         return document
 
-    def question(self, form: str, text: str) -> Document:
+    def question_document(self, form: str, text: str) -> Document:
         """Return the prompt of a record of this format with the given question, without an answer."""
         record_format = FORMATS[form]
-        assert record_format.read is not None and record_format.asked
+        assert record_format.read is not None and record_format.question_field
         *prompt, _ = record_format.read(
-            dict.fromkeys(record_format.fields, "") | {record_format.asked: text}, self.prompt
+            dict.fromkeys(record_format.fields, "") | {record_format.question_field: text}, self.prompt
         )
         return Document(prompt, "the question")
 
 
-def reading_of(source: Any, system: str | None, whole: bool, pairs: bool) -> Reading:
+def record_reader(source: Any, system: str | None, whole: bool, pairs: bool) -> RecordReader:
     """Return the Reading of one of a job's sources. Raises LimitError, which names the options in short form."""
-    return Reading(source.text_field, source.format, source.fields, source.template, system, whole, pairs)
+    return RecordReader(source.text_field, source.format, source.fields, source.template, system, whole, pairs)
 
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Fields:
+class LabelledFields:
     """The fields of labelled records.
 
     `second`: field of the second text, if there are two. `names`: class names in order; without them classes are
@@ -247,20 +255,32 @@ class Fields:
 
     text: str
     label: str
-    classes: int
-    second: str | None = None
-    names: tuple[str, ...] = ()
-    ended: bool = False
+    num_classes: int
+    second_text: str | None = None
+    class_names: tuple[str, ...] = ()
+    end_tokens: bool = False
 
     @classmethod
-    def of(cls, task: Any, classes: int, ended: bool) -> "Fields":
+    def from_task(cls, task: Any, classes: int, ended: bool) -> "LabelledFields":
         """Return the fields of a job's [task]; `open_source` sets each source's text field."""
         return cls("", task.label_field, classes, task.second_text_field, tuple(task.labels), ended)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what documents depend on, JSON-able. Checkpoints hold these keys."""
+        return {
+            "text": self.text,
+            "label": self.label,
+            "classes": self.num_classes,
+            "second": self.second_text,
+            "names": self.class_names,
+            "ended": self.end_tokens,
+        }
 
     def document(self, row: Row, place: str, short_place: str) -> Document:
         """Convert a row to a document. Raises DataError, which names `place`."""
         texts = []
-        for name in (self.text, *([self.second] if self.second else [])):
+        for name in (self.text, *([self.second_text] if self.second_text else [])):
             value = row.get(name)
             if isinstance(value, str):
                 texts.append(value)
@@ -269,20 +289,26 @@ class Fields:
                 issue = f"holds {type(value).__name__}, not text" if name in row else f"is not there; there are {keys}"
                 remedy = "set training.text_field and task.second_text_field"
                 raise DataError(f"{place}: field {name!r} {issue}; {remedy}, or {REMEDY}")
-        return Document(Labelled(texts, self._class_of(row, place), self.ended), short_place, framed=True)
+        return Document(
+            LabelledTexts(texts, self._class_of(row, place), self.end_tokens), short_place, has_begin_end=True
+        )
 
     def _class_of(self, row: Row, place: str) -> int:
         label = row.get(self.label)
-        if isinstance(label, str) and label in self.names:
-            return self.names.index(label)
+        if isinstance(label, str) and label in self.class_names:
+            return self.class_names.index(label)
         if isinstance(label, str) and label.isdecimal():  # as a table of text has it
             label = int(label)
-        if isinstance(label, int) and 0 <= label < self.classes:
+        if isinstance(label, int) and 0 <= label < self.num_classes:
             return int(label)
         problem = f"holds {label!r}" if self.label in row else "is not there"
-        names = f", or one of {', '.join(map(repr, self.names))}" if self.names else ", or names that task.labels has"
+        names = (
+            f", or one of {', '.join(map(repr, self.class_names))}"
+            if self.class_names
+            else ", or names that task.labels has"
+        )
         fix = "correct task.label_field, task.labels or n_classes in model.overrides"
         raise DataError(
-            f"{place}: field {self.label!r} {problem}; allowed: a class from 0 to {self.classes - 1}{names}; {fix}, or "
-            f"{REMEDY}"
+            f"{place}: field {self.label!r} {problem}; allowed: a class from 0 to {self.num_classes - 1}{names}; "
+            f"{fix}, or {REMEDY}"
         )

@@ -24,7 +24,7 @@ PACKS, SPLIT, GROUPS = 0x7061636B, 0x73706C69, 0x67726F75
 """Salts: the orders of packs and groups and the held-out split are independent of the order of documents."""
 GROUPED_STEPS = 64
 """Number of steps whose samples are sorted by length together."""
-KEPT_EPOCHS = 2
+CACHED_EPOCHS = 2
 
 
 class Packing(NamedTuple):
@@ -85,7 +85,7 @@ def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
     return packs
 
 
-def held_out_of(sizes: Sequence[int], split: Split) -> list[int]:
+def held_out_counts(sizes: Sequence[int], split: Split) -> list[int]:
     """Return how many documents of each source are held out, the same fraction of every source.
 
     Raises DataError unless some documents are held out and some are left."""
@@ -123,7 +123,7 @@ class PackReader:
         self.readers = [TokenReader(source) for source in sources]
         self.firsts = np.array([0, *accumulate(len(reader.documents) for reader in self.readers)])
         self.starts = np.concatenate([reader.documents for reader in self.readers])
-        self.lengths = np.concatenate([lengths_of(reader, seq_len) for reader in self.readers])
+        self.lengths = np.concatenate([document_lengths(reader, seq_len) for reader in self.readers])
         self.numbers = self._chosen()
         self._epochs: dict[int, _Epoch] = {}
         self._ends: list[int] = []  # per computed epoch: number of packs up to its end
@@ -162,7 +162,7 @@ class PackReader:
 
     def _read(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
         for reader in self.readers:
-            reader.refuse_shrunk()
+            reader.check_not_shrunk()
         ids = np.full((len(samples), self.room), self.packing.pad_id, dtype=np.int64)
         trained = np.zeros(ids.shape, dtype=bool)
         rows, columns = [], []
@@ -199,7 +199,7 @@ class PackReader:
 
     def _epoch(self, epoch: int) -> _Epoch:
         if epoch not in self._epochs:
-            for oldest in list(self._epochs)[: 1 - KEPT_EPOCHS]:
+            for oldest in list(self._epochs)[: 1 - CACHED_EPOCHS]:
                 del self._epochs[oldest]
             self._epochs[epoch] = self._packed(epoch)
         return self._epochs[epoch]
@@ -258,8 +258,8 @@ class PackReader:
         sizes = [size // self.packing.together for size in sizes]
         numbers = []
         split, (shard, shards) = self.packing.split, self.packing.shard
-        held_out_counts = [0] * len(sizes) if split is None else held_out_of(sizes, split)
-        for first, size, held_out in zip(self.firsts, sizes, held_out_counts, strict=False):
+        num_held_out = [0] * len(sizes) if split is None else held_out_counts(sizes, split)
+        for first, size, held_out in zip(self.firsts, sizes, num_held_out, strict=False):
             order = permute(np.arange(size), size, key(self.seed, SPLIT)) if size else np.arange(0)
             selected = order[:held_out] if self.packing.held_out else order[held_out:][shard - 1 :: shards]
             numbers.append(first + self._members(np.sort(selected)))
@@ -276,7 +276,7 @@ class PackReader:
         return (groups[:, None] * group_size + np.arange(group_size)).ravel()
 
 
-def lengths_of(reader: TokenReader, seq_len: int) -> np.ndarray:
+def document_lengths(reader: TokenReader, seq_len: int) -> np.ndarray:
     """Return the length of each document in tokens. Raises DataError for documents longer than a sample."""
     lengths = np.diff(reader.documents, append=reader.shards.tokens)
     if len(lengths) and lengths.min() < 1:
@@ -291,7 +291,7 @@ def lengths_of(reader: TokenReader, seq_len: int) -> np.ndarray:
     return lengths
 
 
-def samples_in(
+def samples_in_epochs(
     sources: Sequence[TokenShards],
     seq_len: int,
     epochs: int,
@@ -307,12 +307,12 @@ def samples_in(
     return epochs * sum(source.blocks(seq_len) for source in sources)
 
 
-def samples_of(tokens: int, seq_len: int) -> int:
+def samples_in_budget(tokens: int, seq_len: int) -> int:
     """Return the number of full samples in a token budget, rounded up."""
     return -(-tokens // seq_len)
 
 
-def end_of(
+def total_samples(
     sources: Sequence[TokenShards],
     seq_len: int,
     epochs: int | None,
@@ -321,12 +321,12 @@ def end_of(
     shuffle: bool = True,
     packing: Packing | None = None,
 ) -> int | None:
-    """Return the number of global samples in the data; None if endless. Raises errors like `samples_in`."""
+    """Return the number of global samples in the data; None if endless. Raises errors like `samples_in_epochs`."""
     if tokens is not None and packing is not None:
         return PackReader(sources, seq_len, seed, shuffle, packing).samples_with(tokens)
     if tokens is not None:
-        return samples_of(tokens, seq_len)
-    return None if epochs is None else samples_in(sources, seq_len, epochs, seed, shuffle, packing)
+        return samples_in_budget(tokens, seq_len)
+    return None if epochs is None else samples_in_epochs(sources, seq_len, epochs, seed, shuffle, packing)
 
 
 def steps_for(samples: int, global_batch_size: int) -> int:

@@ -19,17 +19,17 @@ from torchtitan.datasets.sample_packing import Packing, PackReader
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.streams import (
     Cursor,
-    LanePacker,
-    Lanes,
+    StreamPacker,
+    Streams,
 )
-from torchtitan.datasets.token_shards import BlockReader, JoinedBlocks, TokenShards
+from torchtitan.datasets.token_shards import BlockReader, JoinedBlockReader, TokenShards
 from torchtitan.datasets.tokenizer import Tokenizer
 
 IGNORE = -100
 """Label without a loss (PyTorch's default ignore_index of cross-entropy)."""
 
 
-def batch_arrays(
+def next_token_arrays(
     rows: np.ndarray,
     begins: tuple[np.ndarray, np.ndarray],
     document_mask: bool,
@@ -73,11 +73,11 @@ Labels = Literal["next", "same", "first", "last"]
 Begins = tuple[np.ndarray, np.ndarray]
 
 
-def own_arrays(
+def masked_lm_arrays(
     rows: np.ndarray, begins: Begins, document_mask: bool, vocab_size: int, trained: np.ndarray | None
 ) -> list[np.ndarray]:
-    """Return arrays like batch_arrays, with each trained token as its own label (masked language modelling)."""
-    arrays = batch_arrays(rows, begins, document_mask, vocab_size)
+    """Return arrays like next_token_arrays, with each trained token as its own label (masked language modelling)."""
+    arrays = next_token_arrays(rows, begins, document_mask, vocab_size)
     mask = True if trained is None else trained[:, :-1]
     arrays[1] = np.where(mask, arrays[0], IGNORE)
     return arrays
@@ -86,7 +86,7 @@ def own_arrays(
 def class_arrays(
     rows: np.ndarray, begins: Begins, vocab_size: int, trained: np.ndarray, pad_id: int, first: bool
 ) -> list[np.ndarray]:
-    """Return arrays like batch_arrays with a document mask, for classification.
+    """Return arrays like next_token_arrays with a document mask, for classification.
 
     Each record ends with its class, its only trained id. The class becomes the label of the record's first or last
     token, and is replaced by padding in the tokens.
@@ -95,7 +95,7 @@ def class_arrays(
     classes, rows = rows[row, column], rows.copy()
     rows[row, column] = pad_id
     all_begins = np.concatenate([begins[0], row]), np.concatenate([begins[1], column])
-    arrays = batch_arrays(rows, all_begins, True, vocab_size)
+    arrays = next_token_arrays(rows, all_begins, True, vocab_size)
     _, labels, _, positions = arrays
     labels[:] = IGNORE
     last = column - 1
@@ -111,7 +111,7 @@ Piece = tuple[list[int] | None, Sequence[torch.Tensor] | torch.Tensor, dict[int,
 Numbers = TypeVar("Numbers", np.ndarray, torch.Tensor)
 
 
-def dealt(own: Numbers, rank: int, ranks: int, together: int) -> Numbers:
+def global_sample_numbers(own: Numbers, rank: int, ranks: int, together: int) -> Numbers:
     """Map a rank's local sample numbers, counted from 0, to sample numbers over all ranks."""
     return (own // together * ranks + rank) * together + own % together
 
@@ -129,7 +129,7 @@ class Share:
     def samples(self, batches: np.ndarray) -> np.ndarray:
         """Map [n] batch numbers to [n, batch_size] global samples."""
         local_samples = batches[:, None] * self.batch_size + np.arange(self.batch_size)
-        return self.start + dealt(local_samples, self.rank, self.ranks, self.together)
+        return self.start + global_sample_numbers(local_samples, self.rank, self.ranks, self.together)
 
     def lanes(self, mixture: Mixture) -> list[int]:
         """Return the lanes that this rank's samples come from."""
@@ -159,13 +159,13 @@ class Form:
     def tensors(
         self, rows: np.ndarray, begins: tuple[np.ndarray, np.ndarray], trained: np.ndarray | None
     ) -> list[torch.Tensor]:
-        """Convert ids [n, seq_len + 1] to batch tensors, each [n, seq_len], as `batch_arrays` does."""
+        """Convert ids [n, seq_len + 1] to batch tensors, each [n, seq_len], as `next_token_arrays` does."""
         vocab_size = self.tokenizer.vocab_size
         if self.labels in ("first", "last"):
             assert self.packing is not None and trained is not None, "classes are of whole records"
             arrays = class_arrays(rows, begins, vocab_size, trained, self.packing.pad_id, self.labels == "first")
         else:
-            make = own_arrays if self.labels == "same" else batch_arrays
+            make = masked_lm_arrays if self.labels == "same" else next_token_arrays
             arrays = make(rows, begins, self.document_mask, vocab_size, trained)
         return [torch.from_numpy(array) for array in arrays]
 
@@ -175,13 +175,13 @@ class Form:
             return PackReader(sources, self.seq_len, seed, shuffle, self.packing)
         if len(sources) == 1:
             return BlockReader(sources[0], self.seq_len, seed, shuffle)
-        return JoinedBlocks(sources, self.seq_len, seed, shuffle)
+        return JoinedBlockReader(sources, self.seq_len, seed, shuffle)
 
 
-Reader = BlockReader | JoinedBlocks | PackReader
+Reader = BlockReader | JoinedBlockReader | PackReader
 
 
-class LanePieces:
+class StreamPieces:
     """Pieces of batches packed from text, of one or several sources.
 
     Prepared shards among several sources count as a source of one lane with random access. `stop`: raise at an
@@ -189,7 +189,7 @@ class LanePieces:
 
     def __init__(
         self,
-        sources: Sequence[Lanes | TokenShards],
+        sources: Sequence[Streams | TokenShards],
         mixture: Mixture,
         share: Share,
         form: Form,
@@ -201,13 +201,13 @@ class LanePieces:
     ) -> None:
         self.sources, self.mixture, self.share, self.form, self.cursors = sources, mixture, share, form, cursors
         self.seed, self.shuffle, self.stop, self.end = seed, shuffle, stop, end
-        self.own_lanes = share.lanes(mixture)
+        self.local_streams = share.lanes(mixture)
 
-    def per_batch(self, workers: int) -> int:
+    def pieces_per_batch(self, workers: int) -> int:
         return workers
 
     def pieces(self, worker: int, workers: int) -> Iterator[Piece]:
-        packers = self._packers(self.own_lanes[worker::workers])
+        packers = self._packers(self.local_streams[worker::workers])
         for batch in self.form.numbers():
             samples = self.share.samples(np.array([batch]))[0]
             lanes, numbers = (array.tolist() for array in self.mixture.locate(samples))
@@ -222,36 +222,36 @@ class LanePieces:
                 columns = packer.sample(numbers[row], ids[i], trained[i])
                 begin_rows += [i] * len(columns)
                 begin_columns += columns
-                if isinstance(packer, LanePacker):
+                if isinstance(packer, StreamPacker):
                     cursors[lanes[row]] = packer.cursor
             begins = np.array(begin_rows, dtype=np.int64), np.array(begin_columns, dtype=np.int64)
             yield local_rows, self.form.tensors(ids, begins, trained) if local_rows else [], cursors
 
-    def _packers(self, local_lanes: list[int]) -> dict[int, "LanePacker | ShardLane"]:
-        packers: dict[int, LanePacker | ShardLane] = {}
+    def _packers(self, local_lanes: list[int]) -> dict[int, "StreamPacker | ShardStream"]:
+        packers: dict[int, StreamPacker | ShardStream] = {}
         for source, first, end in zip(
-            self.sources, self.mixture.first_lanes.tolist(), self.mixture.first_lanes[1:].tolist(), strict=False
+            self.sources, self.mixture.first_streams.tolist(), self.mixture.first_streams[1:].tolist(), strict=False
         ):
             lanes = [lane for lane in local_lanes if first <= lane < end]
             if isinstance(source, TokenShards):
                 reader = self.form.reader([source], self.seed, self.shuffle) if lanes else None
-                packers |= {lane: ShardLane(reader) for lane in lanes if reader is not None}
+                packers |= {lane: ShardStream(reader) for lane in lanes if reader is not None}
                 continue
             cursors = {lane: self.cursors.get(lane, Cursor()) for lane in lanes}
             documents = source.reader({lane - first: cursor.place for lane, cursor in cursors.items()})
             for lane, cursor in cursors.items():
-                packers[lane] = LanePacker(source, documents, lane - first, cursor, self.form.tokenizer, self.stop)
+                packers[lane] = StreamPacker(source, documents, lane - first, cursor, self.form.tokenizer, self.stop)
         return packers
 
 
-class ShardLane:
+class ShardStream:
     """A lane of prepared shards, which are one of several sources."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
 
     def sample(self, number: int, row: np.ndarray, trained: np.ndarray) -> list[int]:
-        """Fill the rows with a sample, like LanePacker.sample."""
+        """Fill the rows with a sample, like StreamPacker.sample."""
         start = self.reader.order(np.array([number]))
         ids, (_, columns) = self.reader.read(start)
         flags = self.reader.trained(start)
@@ -259,7 +259,7 @@ class ShardLane:
         return columns.tolist()
 
 
-class BlockPieces:
+class ShardPieces:
     """Pieces of batches from prepared shards, with random access to samples.
 
     A piece contains several batches, because handing a piece over costs more than reading a few thousand tokens. From
@@ -269,7 +269,7 @@ class BlockPieces:
     PIECE_BATCHES = 64
     AHEAD = 2048
     """Number of samples whose order is computed at a time."""
-    own_lanes: list[int] = []
+    local_streams: list[int] = []
 
     def __init__(
         self, sources: Sequence[TokenShards], share: Share, form: Form, seed: int, shuffle: bool, end: int | None = None
@@ -277,7 +277,7 @@ class BlockPieces:
         self.sources, self.share, self.form, self.end = sources, share, form, end
         self.seed, self.shuffle = seed, shuffle
 
-    def per_batch(self, workers: int) -> int:
+    def pieces_per_batch(self, workers: int) -> int:
         return 1
 
     def pieces(self, worker: int, workers: int) -> Iterator[Piece]:

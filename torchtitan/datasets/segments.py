@@ -68,12 +68,12 @@ class Documents:
 
     def copy(self, reading: Reading, ids: np.ndarray, trained: np.ndarray) -> None:
         reader = self.readers[self.owners[reading.document]]
-        reader.refuse_shrunk()
+        reader.check_not_shrunk()
         reader.copy(int(self.starts[reading.document]) + reading.offset, ids, trained)
 
 
 @dataclass(frozen=True)
-class LanePosition:
+class SegmentPosition:
     """A position in the data.
 
     `samples` and `taken` count the samples and documents consumed by all ranks; `rows` are this rank's readings."""
@@ -169,7 +169,7 @@ class SegmentLoader:
     def __iter__(self) -> Iterator[Batch]:
         while True:
             if self.verification is not None:
-                self.verification.refuse_damaged()
+                self.verification.raise_if_damaged()
             self.all_rows = [row or self._next_document() for row in self.all_rows]
             local_rows = self.rows
             begun = {index for index, row in enumerate(local_rows) if row is not None and row.offset == row.start}
@@ -195,8 +195,8 @@ class SegmentLoader:
             ]
             yield segment_batch(self.documents, rows, self.seq_len, {i for i, n in enumerate(num_segments) if n == ago})
 
-    def position(self) -> LanePosition:
-        return LanePosition(self.samples, self.fingerprint, self.rank, self.ranks, self.taken, tuple(self.rows))
+    def position(self) -> SegmentPosition:
+        return SegmentPosition(self.samples, self.fingerprint, self.rank, self.ranks, self.taken, tuple(self.rows))
 
     def state_dict(self) -> dict[str, Any]:
         return self.position().to_dict()

@@ -1,8 +1,9 @@
 """Sources of documents, and the search for data files.
 
-There are two kinds of sources. An Indexed source has random access to documents by number, so it can be fully shuffled.
-A Stream is a list of parts (files, row groups, shards) that can only be read forward, each from any record on. Both are
-cheap to create, because only names and sizes are read: `torchtitan check` creates them too. Nothing here imports torch.
+There are two kinds of sources. An IndexedSource has random access to documents by number, so it can be fully shuffled.
+A SequentialSource is a list of parts (files, row groups, shards) that can only be read forward, each from any record
+on. Both are cheap to create, because only names and sizes are read: `torchtitan check` creates them too. Nothing here
+imports torch.
 """
 
 import glob
@@ -20,10 +21,10 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError, open_file, require_file
 
 REMEDY = 'repair the file, or set training.on_bad_data = "skip" to count and leave out what cannot be read'
-MAX_RECORD = 2**25
+MAX_RECORD_BYTES = 2**25
 """Longest line, field or element, in bytes. A longer one counts as damage, so that it cannot exhaust the memory."""
 # A fingerprint lists up to this many files, so that an error can name the difference; more go into one checksum.
-LISTED_FILES = 256
+MAX_LISTED_FILES = 256
 CONTENTS = "samples of the contents"
 """Key in a fingerprint; fingerprints of older checkpoints lack it."""
 CONVERSATIONS = "conversations"
@@ -35,11 +36,11 @@ class DataError(JobError):
     """Data that cannot be used. The message names the file, the place in it and the remedy."""
 
 
-class Unreachable(DataError):
+class UnreachableData(DataError):
     """Data that cannot be reached now but may be good. Never skipped: the samples would depend on the network."""
 
 
-class PairFound(DataError):
+class UnexpectedPair(DataError):
     """A preference pair in data that are read as text."""
 
 
@@ -62,7 +63,7 @@ class Chat(NamedTuple):
     """Messages {role, content}, with any further keys that the template uses."""
 
 
-class Labelled(NamedTuple):
+class LabelledTexts(NamedTuple):
     """One or two texts and their class.
 
     `ended`: each text is followed by the end-of-document token; otherwise that token only separates two texts.
@@ -70,31 +71,31 @@ class Labelled(NamedTuple):
 
     texts: Sequence[str]
     label: int
-    ended: bool
+    end_tokens: bool
 
     def spans(self, begin: Sequence[int], end: int) -> list[Span]:
         """Return the spans: `begin`, the texts with `end`, and last the class as an id, the only trained span."""
         texts = [Span(text, False) for text in self.texts]
         after = [Span([end], False)]
-        between = after * (2 if self.ended else 1)
+        between = after * (2 if self.end_tokens else 1)
         inner = [texts[0], *(span for text in texts[1:] for span in (*between, text))]
-        return [Span(begin, False), *inner, *(after * self.ended), Span([self.label])]
+        return [Span(begin, False), *inner, *(after * self.end_tokens), Span([self.label])]
 
 
 class Document(NamedTuple):
-    content: "str | Sequence[Span] | Chat | Labelled | Pair"
+    content: "str | Sequence[Span] | Chat | LabelledTexts | Pair"
     """A fully trained text, spans, a conversation, labelled texts, or a pair. Empty documents are skipped."""
-    place: str
+    location: str
     """The document's origin, for messages."""
-    framed: bool = False
+    has_begin_end: bool = False
     """True if it already contains its begin and end tokens; otherwise they are added."""
-    form: str = ""
+    format_name: str = ""
     """Format of the record that it was read from (formats.py), if any."""
 
     @property
     def spans(self) -> Sequence[Span]:
         """Return the spans of the content; for a conversation the messages without the template."""
-        if isinstance(self.content, Labelled):
+        if isinstance(self.content, LabelledTexts):
             return [Span(text, False) for text in self.content.texts]
         if isinstance(self.content, Pair):
             return [*self.content.chosen.spans, *self.content.rejected.spans]
@@ -115,10 +116,10 @@ class Pair(NamedTuple):
     rejected: Document
 
 
-Item = Document | DataError
+DocumentOrError = Document | DataError
 
 
-def attempt(read: Callable[..., Document], *args: Any) -> Item:
+def document_or_error(read: Callable[..., Document], *args: Any) -> DocumentOrError:
     """Call `read` and return its document, or the DataError that it raises."""
     try:
         return read(*args)
@@ -133,7 +134,7 @@ class Part(ABC):
     """Amount of data, in a unit that all parts of the class share."""
 
     @abstractmethod
-    def read(self, start: int) -> Iterator[Item]:
+    def read(self, start: int) -> Iterator[DocumentOrError]:
         """Yield the records from number `start` on.
 
         An unreadable record is yielded as its error, so that the numbers of the others do not change. If nothing can
@@ -154,11 +155,11 @@ class IndexedFile(Part):
         """Return a document. Raises DataError."""
 
     def probe(self) -> None:
-        """Check the file like Indexed.probe."""
+        """Check the file like IndexedSource.probe."""
 
-    def read(self, start: int) -> Iterator[Item]:
+    def read(self, start: int) -> Iterator[DocumentOrError]:
         for index in range(start, len(self)):
-            yield attempt(self.get, index)
+            yield document_or_error(self.get, index)
 
     def bytes(self, start: int, stop: int) -> bytes:
         with open_file(self.path) as file:
@@ -181,12 +182,12 @@ class Source:
         self.fingerprint = fingerprint
         """Everything that the order of documents depends on, JSON-able; compared when a run resumes."""
 
-    def documents(self) -> Iterator[Item]:
+    def documents(self) -> Iterator[DocumentOrError]:
         """Yield all documents in stored order."""
         raise NotImplementedError
 
 
-class Indexed(Source):
+class IndexedSource(Source):
     def __init__(self, name: str, fingerprint: dict[str, Any], files: list[IndexedFile]) -> None:
         super().__init__(name, fingerprint)
         self.files = files
@@ -198,7 +199,7 @@ class Indexed(Source):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def documents(self) -> Iterator[Item]:
+    def documents(self) -> Iterator[DocumentOrError]:
         for file in self.files:
             yield from file.read(0)
 
@@ -215,7 +216,7 @@ class Indexed(Source):
             file.probe()
 
 
-class Stream(Source):
+class SequentialSource(Source):
     def __init__(self, name: str, fingerprint: dict[str, Any], parts: list[Part] | None = None) -> None:
         super().__init__(name, fingerprint)
         self._parts = parts
@@ -228,7 +229,7 @@ class Stream(Source):
         """Return the parts; for sources that fetch the list from a server."""
         raise NotImplementedError
 
-    def documents(self) -> Iterator[Item]:
+    def documents(self) -> Iterator[DocumentOrError]:
         for part in self.parts:
             yield from part.read(0)
 
@@ -242,7 +243,7 @@ def find_files(path: str | None, suffixes: tuple[str, ...]) -> dict[str, Path]:
     if os.path.lexists(path) and not os.path.isdir(path):
         files = {os.path.basename(path): Path(path)}
     elif os.path.isdir(path):
-        files = walk(path, suffixes)
+        files = files_below(path, suffixes)
     elif glob.has_magic(path):
         files = {
             os.path.normpath(f): Path(f)
@@ -272,7 +273,7 @@ def files_fingerprint(files: dict[str, Path]) -> dict[str, Any]:
         subject = "it is" if len(files) == 1 else f"all {len(files)} files are"
         raise DataError(f"{next(iter(files.values()))}: no data, {subject} empty; give files with text")
     contents = {CONTENTS: _samples_checksum(files, sizes)}
-    if len(sizes) <= LISTED_FILES:
+    if len(sizes) <= MAX_LISTED_FILES:
         return {"files": sizes} | contents
     listing = "".join(f"{name}\0{size}\0" for name, size in sizes.items())
     return {
@@ -283,13 +284,13 @@ def files_fingerprint(files: dict[str, Path]) -> dict[str, Any]:
 
 
 def _samples_checksum(files: dict[str, Path], sizes: dict[str, int]) -> str:
-    """Return a checksum over the beginning, the end and two positions between in up to LISTED_FILES files.
+    """Return a checksum over the beginning, the end and two positions between in up to MAX_LISTED_FILES files.
 
     The files are evenly spaced. Different texts with the same names and sizes are detected in milliseconds; a change of
     a few bytes elsewhere is not."""
     names = list(files)
     digest = hashlib.sha256()
-    for name in names[:: -(-len(names) // LISTED_FILES)]:
+    for name in names[:: -(-len(names) // MAX_LISTED_FILES)]:
         with open_file(files[name]) as file:
             for third in range(4):
                 file.seek(max(0, sizes[name] - SAMPLE_BYTES) * third // 3)
@@ -297,7 +298,7 @@ def _samples_checksum(files: dict[str, Path], sizes: dict[str, int]) -> str:
     return digest.hexdigest()
 
 
-def walk(folder: str, suffixes: tuple[str, ...], left_out: Collection[str] = ()) -> dict[str, Path]:
+def files_below(folder: str, suffixes: tuple[str, ...], left_out: Collection[str] = ()) -> dict[str, Path]:
     """Return relative name -> path of all files below a folder, without hidden files and the `left_out` folders."""
     files = {}
     for root, folders, names in os.walk(folder):
@@ -309,7 +310,7 @@ def walk(folder: str, suffixes: tuple[str, ...], left_out: Collection[str] = ())
     return files
 
 
-def decode(content: bytes, place: str, offset: int) -> str:
+def decode_utf8(content: bytes, place: str, offset: int) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -319,5 +320,5 @@ def decode(content: bytes, place: str, offset: int) -> str:
         ) from None
 
 
-def missing(path: Path, package: str) -> DataError:
+def missing_package(path: Path, package: str) -> DataError:
     return DataError(f"{path}: reading it needs {package}; install it with: pip install 'torchtitan-toml[data]'")

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import (
     REMEDY,
     DataError,
-    Item,
+    DocumentOrError,
     Part,
+    SequentialSource,
     Source,
-    Stream,
-    Unreachable,
-    attempt,
+    UnreachableData,
+    document_or_error,
     files_fingerprint,
     find_files,
 )
@@ -25,11 +25,11 @@ BATCH = 256
 
 
 def c4(path: str | None, text_field: str) -> Source:
-    return HubDataset("c4", path or "allenai/c4:en", "train", Reading(text_field))
+    return HubDataset("c4", path or "allenai/c4:en", "train", RecordReader(text_field))
 
 
 def c4_validation(path: str | None, text_field: str) -> Source:
-    return HubDataset("c4_validation", path or "allenai/c4:en", "validation", Reading(text_field))
+    return HubDataset("c4_validation", path or "allenai/c4:en", "validation", RecordReader(text_field))
 
 
 def c4_test(path: str | None, text_field: str) -> Source:
@@ -39,15 +39,15 @@ def c4_test(path: str | None, text_field: str) -> Source:
             "dataset c4_test is torchtitan's tests/assets/c4_test, which is not shipped here; set "
             'training.dataset_path to that folder, or training.dataset = "python_stdlib", which needs no file'
         )
-    return HubDataset("c4_test", path, "train", Reading(text_field))
+    return HubDataset("c4_test", path, "train", RecordReader(text_field))
 
 
-class HubDataset(Stream):
+class HubDataset(SequentialSource):
     """A dataset of the hub. Nothing is fetched before `parts` is read."""
 
     packages = ("datasets",)
 
-    def __init__(self, name: str, path: str, split: str, reading: Reading) -> None:
+    def __init__(self, name: str, path: str, split: str, reading: RecordReader) -> None:
         self.path, _, self.configuration = (path, "", "") if os.path.isdir(path) else path.partition(":")
         self.split, self.reading = split, reading
         fingerprint: dict[str, Any] = {"dataset_path": path, "split": split} | reading.fingerprint
@@ -82,22 +82,22 @@ class HubDataset(Stream):
 
 
 class HubShard(Part):
-    def __init__(self, source: str, dataset: Any, number: int, reading: Reading) -> None:
+    def __init__(self, source: str, dataset: Any, number: int, reading: RecordReader) -> None:
         self.name, self.dataset, self.reading = f"{source}, shard {number}", dataset, reading
 
-    def read(self, start: int) -> Iterator[Item]:
+    def read(self, start: int) -> Iterator[DocumentOrError]:
         row = start
         try:
             # In batches, because iterating over rows would split them among loader workers a second time.
             for batch in self.dataset.skip(start).iter(BATCH):
-                problem = self.reading.lacks(batch) or self.reading.unclear(batch)
+                problem = self.reading.missing_field(batch) or self.reading.ambiguity(batch)
                 names = list(batch) if problem else self.reading.columns(batch)
                 for values in zip(*(batch[name] for name in names), strict=True):
                     place = f"{self.name}, row {row}"
                     record = dict(zip(names, values, strict=True))
-                    yield attempt(self.reading.document, record, place, place)
+                    yield document_or_error(self.reading.document, record, place, place)
                     row += 1
                     if problem:
                         return
         except Exception as error:  # as in open
-            yield Unreachable(f"{self.name}, row {row}: cannot be read: {type(error).__name__}: {error}; {REMEDY}")
+            yield UnreachableData(f"{self.name}, row {row}: cannot be read: {type(error).__name__}: {error}; {REMEDY}")

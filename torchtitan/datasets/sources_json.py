@@ -11,26 +11,26 @@ from typing import Any
 import numpy as np
 
 from torchtitan.core.files import open_file
-from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import (
-    MAX_RECORD,
+    MAX_RECORD_BYTES,
     REMEDY,
     DataError,
     Document,
+    DocumentOrError,
     IndexedFile,
-    Item,
     Part,
-    attempt,
-    decode,
-    missing,
+    decode_utf8,
+    document_or_error,
+    missing_package,
 )
 
 
-def parse_line(line: bytes, place: str, short_place: str, offset: int, reading: Reading) -> Document:
+def parse_line(line: bytes, place: str, short_place: str, offset: int, reading: RecordReader) -> Document:
     """The document of one JSON object. `place` names the record in errors, `offset` is where the line begins."""
     if offset == 0 and line.startswith(BOM_UTF8):  # byte order mark of some editors
         line, offset = line[len(BOM_UTF8) :], len(BOM_UTF8)
-    content = decode(line, place, offset)
+    content = decode_utf8(line, place, offset)
     if not content.strip():
         return Document("", short_place)
     try:
@@ -52,7 +52,7 @@ class JsonArray(IndexedFile):
 
     WINDOW = 2**24
 
-    def __init__(self, path: Path, name: str, reading: Reading) -> None:
+    def __init__(self, path: Path, name: str, reading: RecordReader) -> None:
         super().__init__(path, name)
         self.reading = reading
 
@@ -131,8 +131,8 @@ class _Window:
                     raise self.broken(error.msg) from None
             except (ValueError, RecursionError) as error:
                 raise self.broken(str(error)) from None
-            if len(self.text) - self.place > MAX_RECORD:
-                raise self.broken(f"an element of more than {MAX_RECORD / 2**20:g} MiB")
+            if len(self.text) - self.place > MAX_RECORD_BYTES:
+                raise self.broken(f"an element of more than {MAX_RECORD_BYTES / 2**20:g} MiB")
             self._more()
 
     def broken(self, why: str) -> DataError:
@@ -158,7 +158,7 @@ class _Window:
 
 
 class JsonLines(IndexedFile):
-    def __init__(self, path: Path, name: str, reading: Reading) -> None:
+    def __init__(self, path: Path, name: str, reading: RecordReader) -> None:
         super().__init__(path, name)
         self.reading = reading
 
@@ -178,7 +178,7 @@ class JsonLines(IndexedFile):
 
     def get(self, index: int) -> Document:
         start, stop = (int(n) for n in self._offsets[index : index + 2])
-        if stop - start > MAX_RECORD:
+        if stop - start > MAX_RECORD_BYTES:
             raise _too_long(f"{self.path}:{index + 1}")
         line = self.bytes(start, stop)
         return parse_line(line, f"{self.path}:{index + 1}", f"{self.name}:{index + 1}", start, self.reading)
@@ -192,17 +192,17 @@ class JsonLines(IndexedFile):
 class CompressedJsonLines(Part):
     """Lines of a .gz or .zst file. zlib and zstandard check the checksums; a file that ends too soon is noticed."""
 
-    def __init__(self, path: Path, reading: Reading) -> None:
+    def __init__(self, path: Path, reading: RecordReader) -> None:
         self.path, self.reading, self.size = path, reading, path.stat().st_size
         _decompressor(path)  # raise at once if its package is missing
 
-    def read(self, start: int) -> Iterator[Item]:
+    def read(self, start: int) -> Iterator[DocumentOrError]:
         for number, offset, line in self._lines():
             if isinstance(line, DataError):
                 yield line
             elif number > start:
                 places = f"{self.path}:{number}", f"{self.path.name}:{number}"
-                yield attempt(parse_line, line, *places, offset, self.reading)
+                yield document_or_error(parse_line, line, *places, offset, self.reading)
 
     def _lines(self) -> Iterator[tuple[int, int, bytes | DataError]]:
         """Yield (line number from 1, its offset in the decompressed text, the line or the error that ends it)."""
@@ -217,7 +217,7 @@ class CompressedJsonLines(Part):
                     number, offset, head, length = number + 1, offset + len(line) + 1, [], 0
                 head.append(rest)
                 length += len(rest)
-                if length > MAX_RECORD:
+                if length > MAX_RECORD_BYTES:
                     chunk = _too_long(f"{self.path}:{number}")
             if isinstance(chunk, DataError):
                 yield number, offset, chunk
@@ -249,7 +249,7 @@ class CompressedJsonLines(Part):
 
 
 def _too_long(place: str) -> DataError:
-    limit = f"{MAX_RECORD / 2**20:g} MiB"
+    limit = f"{MAX_RECORD_BYTES / 2**20:g} MiB"
     return DataError(f"{place}: more than {limit} without a line end; one document a line is expected; {REMEDY}")
 
 
@@ -259,5 +259,5 @@ def _decompressor(path: Path) -> tuple[Any, type[Exception]]:
     try:
         import zstandard
     except ImportError:
-        raise missing(path, "zstandard") from None
+        raise missing_package(path, "zstandard") from None
     return lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError

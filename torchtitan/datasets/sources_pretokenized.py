@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.core.files import FileError, read_file
-from torchtitan.datasets.record_format import Reading
-from torchtitan.datasets.sources import DataError, Document, Indexed, IndexedFile, Source, Span, files_fingerprint
-from torchtitan.datasets.sources_tables import LARGEST_TABLE, ArrowFile, saved_split
+from torchtitan.datasets.record_format import RecordReader
+from torchtitan.datasets.sources import DataError, Document, IndexedFile, IndexedSource, Source, Span, files_fingerprint
+from torchtitan.datasets.sources_tables import MAX_JSON_BYTES, ArrowFile, saved_split
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
 
 ARGS, COLUMN = "args.json", "input_ids"
@@ -26,7 +26,7 @@ def pretokenized_validation(path: str | None, text_field: str) -> Source:
     return Blocks(path, "validation")
 
 
-class Blocks(Indexed):
+class Blocks(IndexedSource):
     """The blocks of one split, or of a folder without splits. Raises DataError."""
 
     packages = ("pyarrow",)
@@ -82,7 +82,7 @@ class Blocks(Indexed):
 
 class BlockFile(ArrowFile):
     def __init__(self, path: Path, name: str, length: int) -> None:
-        super().__init__(path, name, Reading(COLUMN))
+        super().__init__(path, name, RecordReader(COLUMN))
         self.length = length
 
     def get(self, index: int) -> Document:
@@ -91,14 +91,14 @@ class BlockFile(ArrowFile):
         if isinstance(ids, str) or len(ids) != self.length:
             content = "text" if isinstance(ids, str) else f"{len(ids)} ids"
             raise DataError(f"{self.path}, row {index}: {content} instead of {self.length} ids; save the dataset again")
-        return Document([Span(ids[:1], trained=False), Span(ids[1:])], document.place, framed=True)
+        return Document([Span(ids[:1], trained=False), Span(ids[1:])], document.location, has_begin_end=True)
 
 
 def _read_args(folder: Path) -> tuple[str, int]:
     """Return the tokenizer's name and the length of a block."""
     path = folder / ARGS
     try:
-        args: Any = json.loads(read_file(path, LARGEST_TABLE))
+        args: Any = json.loads(read_file(path, MAX_JSON_BYTES))
     except FileError as error:
         remedy = f'give a folder with {ARGS}, or read ids without it: dataset = "text", text_field = "{COLUMN}"'
         raise DataError(f"{path} {error.reason}; {remedy}") from None

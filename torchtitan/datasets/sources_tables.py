@@ -14,23 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.core.files import open_file, read_file, require_file
-from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import (
-    MAX_RECORD,
+    MAX_RECORD_BYTES,
     REMEDY,
     DataError,
     Document,
+    DocumentOrError,
     IndexedFile,
-    Item,
     Part,
-    attempt,
-    decode,
-    missing,
+    decode_utf8,
+    document_or_error,
+    missing_package,
 )
 
-BESIDE_ARROW = ("state.json", "dataset_info.json", "dataset_dict.json")
+SAVE_TO_DISK_FILES = ("state.json", "dataset_info.json", "dataset_dict.json")
 """What Dataset.save_to_disk writes beside the data. None of it is needed to read them."""
-LARGEST_TABLE = 2**20
+MAX_JSON_BYTES = 2**20
 """Bytes of the JSON that stands beside the data."""
 DELIMITERS = {".csv": ",;\t", ".tsv": "\t"}
 
@@ -40,7 +40,7 @@ def saved_split(folder: str, split: str) -> str | None:
     DataError where that has not this split."""
     if Path(folder, "dataset_dict.json").exists():
         try:
-            splits = json.loads(read_file(Path(folder, "dataset_dict.json"), LARGEST_TABLE))["splits"]
+            splits = json.loads(read_file(Path(folder, "dataset_dict.json"), MAX_JSON_BYTES))["splits"]
             known = sorted(name for name in splits if Path(folder, name).name == name)
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise DataError(f"{folder}: dataset_dict.json is damaged ({error}); save the dataset again") from None
@@ -48,19 +48,19 @@ def saved_split(folder: str, split: str) -> str | None:
             remedy = 'give the folder of one of them with dataset = "text"'
             raise DataError(f"{folder}: there is no split {split!r}, only {', '.join(known) or 'none'}; {remedy}")
         return str(Path(folder, split))
-    return folder if all(Path(folder, name).is_file() for name in BESIDE_ARROW[:2]) else None
+    return folder if all(Path(folder, name).is_file() for name in SAVE_TO_DISK_FILES[:2]) else None
 
 
 TEXTS = ("string", "large_string", "string_view", "binary", "large_binary")
 
 
-def columns_of(path: Path, schema: Any, reading: Reading) -> list[str]:
+def record_columns(path: Path, schema: Any, reading: RecordReader) -> list[str]:
     """Of a table, those that its records are made of: of texts, or of lists (of ids, segments or messages). DataError
     for one that has them not."""
     names = ", ".join(schema.names)
-    if lack := reading.lacks(schema.names):
+    if lack := reading.missing_field(schema.names):
         raise DataError(f"{path}: has no column {lack}; its columns: {names}; {reading.remedy()}")
-    if unclear := reading.unclear(schema.names):
+    if unclear := reading.ambiguity(schema.names):
         raise DataError(f"{path}: {unclear}")
     columns = reading.columns(schema.names)
     for name in columns:
@@ -80,14 +80,14 @@ def cells(column: Any) -> list[Any]:
 
 
 def row_document(
-    reading: Reading, columns: Sequence[str], values: Sequence[Any], place: str, short_place: str
+    reading: RecordReader, columns: Sequence[str], values: Sequence[Any], place: str, short_place: str
 ) -> Document:
-    texts = [decode(value, place, 0) if isinstance(value, bytes) else value for value in values]
+    texts = [decode_utf8(value, place, 0) if isinstance(value, bytes) else value for value in values]
     return reading.document(dict(zip(columns, texts, strict=True)), place, short_place)
 
 
 class ArrowFile(IndexedFile):
-    def __init__(self, path: Path, name: str, reading: Reading) -> None:
+    def __init__(self, path: Path, name: str, reading: RecordReader) -> None:
         super().__init__(path, name)
         self.reading = reading
         len(self)  # opens it, so that a wrong field is found at once
@@ -121,7 +121,7 @@ class ArrowFile(IndexedFile):
             raise DataError(
                 f"{self.path}: damaged or truncated arrow file ({self.size} bytes): {error}; save it again"
             ) from None
-        return table.select(columns_of(self.path, table.schema, self.reading))
+        return table.select(record_columns(self.path, table.schema, self.reading))
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the mapping: a loader's worker, when it is started afresh, makes its own."""
@@ -132,7 +132,7 @@ class CsvFile(Part):
     """Rows under a line of names, read forward; fields in quotes may hold line ends. Of comma, semicolon and tab, what
     separates the names separates the fields."""
 
-    def __init__(self, path: Path, name: str, reading: Reading) -> None:
+    def __init__(self, path: Path, name: str, reading: RecordReader) -> None:
         self.path, self.name, self.reading, self.size = path, name, reading, path.stat().st_size
         if self.size:
             self._layout()
@@ -146,21 +146,21 @@ class CsvFile(Part):
             raise DataError(f"{self.path}: its first line is not UTF-8 ({error}); convert it to UTF-8") from None
         headers = {sign: next(csv.reader([line], delimiter=sign), []) for sign in DELIMITERS[self.path.suffix.lower()]}
         for sign, names in headers.items():
-            if unclear := self.reading.unclear(names):
+            if unclear := self.reading.ambiguity(names):
                 raise DataError(f"{self.path}: {unclear}")
-            if not self.reading.lacks(names):
+            if not self.reading.missing_field(names):
                 return sign, {name: names.index(name) for name in self.reading.columns(names)}
         names = max(headers.values(), key=len)
         raise DataError(
-            f"{self.path}: no field {self.reading.lacks(names)} in its first line, which names "
+            f"{self.path}: no field {self.reading.missing_field(names)} in its first line, which names "
             f"{', '.join(map(repr, names[:20]))}; {self.reading.remedy()}"
         )
 
-    def read(self, start: int) -> Iterator[Item]:
+    def read(self, start: int) -> Iterator[DocumentOrError]:
         if not self.size:
             return
         sign, columns = self._layout()
-        csv.field_size_limit(MAX_RECORD)  # of the process; Python's own is 128 KiB
+        csv.field_size_limit(MAX_RECORD_BYTES)  # of the process; Python's own is 128 KiB
         row = 0
         try:
             with TextIOWrapper(open_file(self.path), encoding="utf-8-sig", newline="") as file:
@@ -168,7 +168,7 @@ class CsvFile(Part):
                 next(reader, None)
                 for fields in reader:
                     if row >= start:
-                        yield attempt(self._document, fields, columns, row)
+                        yield document_or_error(self._document, fields, columns, row)
                     row += 1
         except (csv.Error, UnicodeDecodeError) as error:
             yield DataError(f"{self.path}, row {row}: cannot be read: {error}; {REMEDY}")
@@ -192,7 +192,7 @@ def _pyarrow(path: Path) -> Any:
         import pyarrow
         import pyarrow.ipc
     except ImportError:
-        raise missing(path, "pyarrow") from None
+        raise missing_package(path, "pyarrow") from None
     return pyarrow
 
 
@@ -200,12 +200,12 @@ class RowGroup(Part):
     """A row group of a parquet file. `columns`: the columns that records are read from."""
 
     def __init__(
-        self, path: Path, name: str, number: int, first_row: int, rows: int, reading: Reading, columns: list[str]
+        self, path: Path, name: str, number: int, first_row: int, rows: int, reading: RecordReader, columns: list[str]
     ) -> None:
         self.path, self.name, self.number, self.first_row, self.size = path, name, number, first_row, rows
         self.reading, self.columns = reading, columns
 
-    def read(self, start: int) -> Iterator[Item]:
+    def read(self, start: int) -> Iterator[DocumentOrError]:
         parquet, errors = _parquet(self.path)
         row = self.first_row
         require_file(self.path)
@@ -214,7 +214,7 @@ class RowGroup(Part):
                 for batch in file.iter_batches(1024, [self.number], self.columns, use_threads=False):
                     for values in zip(*(cells(batch.column(name)) for name in self.columns), strict=True):
                         if row - self.first_row >= start:
-                            yield attempt(self._document, values, row)
+                            yield document_or_error(self._document, values, row)
                         row += 1
         except errors as error:
             yield DataError(f"{self.path}, row {row}: cannot be read: {error}; {REMEDY}")
@@ -223,12 +223,12 @@ class RowGroup(Part):
         return row_document(self.reading, self.columns, values, f"{self.path}, row {row}", f"{self.name}, row {row}")
 
 
-def _row_groups(path: Path, name: str, reading: Reading) -> list[Part]:
+def _row_groups(path: Path, name: str, reading: RecordReader) -> list[Part]:
     parquet, errors = _parquet(path)
     require_file(path)
     try:
         meta = parquet.read_metadata(path)
-        columns = columns_of(path, meta.schema.to_arrow_schema(), reading)
+        columns = record_columns(path, meta.schema.to_arrow_schema(), reading)
     except errors as error:
         size = path.stat().st_size
         raise DataError(f"{path}: damaged or truncated parquet file ({size} bytes): {error}; fetch it again") from None
@@ -242,5 +242,5 @@ def _parquet(path: Path) -> tuple[Any, tuple[type[Exception], ...]]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise missing(path, "pyarrow") from None
+        raise missing_package(path, "pyarrow") from None
     return pyarrow.parquet, (pyarrow.ArrowException, OSError)

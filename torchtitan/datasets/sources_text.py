@@ -11,19 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan.core.files import open_file
-from torchtitan.datasets.record_format import Reading
+from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import (
     DataError,
     Document,
-    Indexed,
     IndexedFile,
+    IndexedSource,
     Part,
+    SequentialSource,
     Source,
-    Stream,
-    decode,
+    decode_utf8,
+    files_below,
     files_fingerprint,
     find_files,
-    walk,
 )
 from torchtitan.datasets.sources_json import (
     CompressedJsonLines,
@@ -31,18 +31,18 @@ from torchtitan.datasets.sources_json import (
     JsonLines,
 )
 from torchtitan.datasets.sources_tables import (
-    BESIDE_ARROW,
+    SAVE_TO_DISK_FILES,
     ArrowFile,
     CsvFile,
     _row_groups,
 )
 
-KINDS: dict[str, Callable[[Path, str, Reading], list[Part]]] = {
+KINDS: dict[str, Callable[[Path, str, RecordReader], list[Part]]] = {
     ".txt": lambda file, name, reading: [TextFile(file, name)],
     ".jsonl": lambda *of: [JsonLines(*of)],
     ".jsonl.gz": lambda file, name, reading: [CompressedJsonLines(file, reading)],
     ".jsonl.zst": lambda file, name, reading: [CompressedJsonLines(file, reading)],
-    ".json": lambda *of: [JsonArray(*of) if _first_sign(of[0]) == b"[" else JsonLines(*of)],
+    ".json": lambda *of: [JsonArray(*of) if _first_character(of[0]) == b"[" else JsonLines(*of)],
     ".parquet": lambda *of: _row_groups(*of),
     ".arrow": lambda *of: [ArrowFile(*of)],
     ".csv": lambda *of: [CsvFile(*of)],
@@ -51,22 +51,22 @@ KINDS: dict[str, Callable[[Path, str, Reading], list[Part]]] = {
 """File name ending -> function (file, its name in messages, reading) that returns the parts."""
 PIECE = 256 * 1024
 """A text file longer than this is cut into documents of about this many bytes."""
-LINE_END_WITHIN = 64 * 1024
+LINE_END_SEARCH_BYTES = 64 * 1024
 
 
 # Installed packages, tests with broken files on purpose, tables of numbers, and what this one machine was built with.
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "lib-dynload"}
+EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "lib-dynload"}
 HELD_OUT_ONE_IN = 20
 
 
 def text(path: str | None, text_field: str) -> Source:
-    return text_files(path, Reading(text_field))
+    return open_text_files(path, RecordReader(text_field))
 
 
-def text_files(path: str | None, reading: Reading) -> Source:
+def open_text_files(path: str | None, reading: RecordReader) -> Source:
     files = find_files(path, tuple(KINDS))
     if any(name.lower().endswith(".arrow") for name in files):
-        files = {name: file for name, file in files.items() if file.name not in BESIDE_ARROW}
+        files = {name: file for name, file in files.items() if file.name not in SAVE_TO_DISK_FILES}
     if os.path.isfile(os.path.join(path or "", "dataset_dict.json")):
         splits = ", ".join(sorted({name.split("/")[0] for name in files}))
         remedy = 'give the folder of one of them, or set training.dataset = "huggingface", which takes train'
@@ -75,15 +75,15 @@ def text_files(path: str | None, reading: Reading) -> Source:
     parts = [part for name, file in files.items() for part in _parts(file, name, reading)]
     indexed = [part for part in parts if isinstance(part, IndexedFile)]
     if len(indexed) == len(parts):
-        return Indexed(str(path), fingerprint, indexed)
-    return Stream(str(path), fingerprint, parts)
+        return IndexedSource(str(path), fingerprint, indexed)
+    return SequentialSource(str(path), fingerprint, parts)
 
 
-def _parts(file: Path, name: str, reading: Reading) -> list[Part]:
+def _parts(file: Path, name: str, reading: RecordReader) -> list[Part]:
     return next(parts for ending, parts in KINDS.items() if file.name.lower().endswith(ending))(file, name, reading)
 
 
-def _first_sign(file: Path) -> bytes:
+def _first_character(file: Path) -> bytes:
     with open_file(file) as stream:
         return stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
 
@@ -101,15 +101,15 @@ class TextFile(IndexedFile):
         content = self.bytes(start, stop)
         skip = 3 if start == 0 and content.startswith(b"\xef\xbb\xbf") else 0  # byte order mark of some editors
         place = f"{self.name}, bytes {start}-{stop}" if len(self) > 1 else self.name
-        return Document(decode(content[skip:], str(self.path), start + skip), place)
+        return Document(decode_utf8(content[skip:], str(self.path), start + skip), place)
 
     def _border(self, index: int) -> int:
         target = index * PIECE
         if index == 0 or target >= self.size:
             return min(target, self.size)
-        if target + LINE_END_WITHIN >= self.size:
+        if target + LINE_END_SEARCH_BYTES >= self.size:
             return self.size  # no tail of a few words
-        around = self.bytes(target, target + LINE_END_WITHIN)
+        around = self.bytes(target, target + LINE_END_SEARCH_BYTES)
         line_end = around.find(b"\n")
         if line_end >= 0:
             return target + line_end + 1
@@ -136,7 +136,7 @@ def _library(path: str | None, held_out: bool) -> Source:
     folder = sysconfig.get_paths()["stdlib"]
     files = {
         file_name: file
-        for file_name, file in sorted(walk(folder, (".py", ".rst", ".txt"), LEFT_OUT).items())
+        for file_name, file in sorted(files_below(folder, (".py", ".rst", ".txt"), EXCLUDED_FOLDERS).items())
         if not file_name.startswith(("config-", "_sysconfigdata"))
         and (zlib.crc32(file_name.encode()) % HELD_OUT_ONE_IN == 0) == held_out
     }
@@ -145,7 +145,7 @@ def _library(path: str | None, held_out: bool) -> Source:
             f"{folder}: this Python has no library files to read (a stripped or zipped installation); "
             'use a full Python, or set training.dataset = "text" and training.dataset_path'
         )
-    return Indexed(name, files_fingerprint(files), [_LibraryFile(file, name) for name, file in files.items()])
+    return IndexedSource(name, files_fingerprint(files), [_LibraryFile(file, name) for name, file in files.items()])
 
 
 class _LibraryFile(TextFile):

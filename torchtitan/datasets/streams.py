@@ -4,7 +4,7 @@ mixing.py decides which lane a sample comes from. The number of lanes depends on
 for any number of ranks and workers. A lane that has used up its documents begins its next epoch without waiting for the
 others.
 
-* An Indexed source: the epoch's permutation of all documents, distributed one by one.
+* An IndexedSource source: the epoch's permutation of all documents, distributed one by one.
 * A Stream of few parts: one pass over the parts in shuffled order, documents distributed one by one; a reader queues
   documents for those of its lanes that are not there yet. Documents are shuffled within blocks of BLOCK.
 * A Stream of many parts of even size (the shards of a big dataset): each lane has its own parts.
@@ -28,25 +28,25 @@ from torchtitan.datasets.sources import (
     BadRecord,
     DataError,
     Document,
-    Indexed,
-    Item,
+    DocumentOrError,
+    IndexedSource,
     Part,
-    Stream,
-    Unreachable,
-    attempt,
+    SequentialSource,
+    UnreachableData,
+    document_or_error,
 )
 from torchtitan.datasets.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-SHOWN_ERRORS = 10
+MAX_LOGGED_ERRORS = 10
 
 
-MAX_LANES = 64
-LEAST_DOCUMENTS = 8
+MAX_STREAMS = 64
+MIN_DOCUMENTS = 8
 """Least number of documents per lane; a small source has fewer lanes instead. The fewer documents a lane has, the more
 the lanes differ in length, and the sooner a short one repeats."""
 BLOCK = 1024
-EMPTY_EPOCHS = 8
+MAX_EMPTY_EPOCHS = 8
 """A lane raises an error after this many epochs without text."""
 
 
@@ -58,39 +58,39 @@ class Place(NamedTuple):
     ordinal: int = 0
 
 
-class IndexedLanes:
-    def __init__(self, source: Indexed, seed: int, shuffle: bool) -> None:
+class IndexedStreams:
+    def __init__(self, source: IndexedSource, seed: int, shuffle: bool) -> None:
         self.source, self.seed, self.shuffle = source, seed, shuffle
-        self.count = lanes_for(len(source)) if shuffle else 1
+        self.count = stream_count(len(source)) if shuffle else 1
 
-    def reader(self, places: dict[int, Place]) -> "IndexedReader":
+    def reader(self, places: dict[int, Place]) -> "IndexedStreamReader":
         """Return a reader that continues from these places; the keys are the lanes it will serve."""
-        return IndexedReader(self, dict(places))
+        return IndexedStreamReader(self, dict(places))
 
-    def first_epoch(self) -> Iterator[tuple[int, Item]]:
+    def first_epoch(self) -> Iterator[tuple[int, DocumentOrError]]:
         """Yield every document once, with its lane."""
         for n, index in enumerate(self.order(0, np.arange(len(self.source))).tolist()):
-            yield n % self.count, attempt(self.source.get, index)
+            yield n % self.count, document_or_error(self.source.get, index)
 
     def order(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         return permute(positions, len(self.source), key(self.seed, epoch)) if self.shuffle else positions
 
 
-class IndexedReader:
+class IndexedStreamReader:
     """A reader that computes the order of AHEAD documents of a lane at a time."""
 
     AHEAD = 64
 
-    def __init__(self, lanes: IndexedLanes, places: dict[int, Place]) -> None:
+    def __init__(self, lanes: IndexedStreams, places: dict[int, Place]) -> None:
         self.lanes, self.places = lanes, places
         self._ahead: dict[int, tuple[int, int, list[int]]] = {}
 
-    def next(self, lane: int) -> tuple[Place, Item]:
+    def next(self, lane: int) -> tuple[Place, DocumentOrError]:
         epoch, _, ordinal = self.places[lane]
         if lane + ordinal * self.lanes.count >= len(self.lanes.source):
             epoch, ordinal = epoch + 1, 0
         self.places[lane] = Place(epoch, 0, ordinal + 1)
-        return Place(epoch, 0, ordinal), attempt(self.lanes.source.get, self._index(lane, epoch, ordinal))
+        return Place(epoch, 0, ordinal), document_or_error(self.lanes.source.get, self._index(lane, epoch, ordinal))
 
     def _index(self, lane: int, epoch: int, ordinal: int) -> int:
         cached_epoch, first, indices = self._ahead.get(lane, (-1, 0, []))
@@ -101,31 +101,31 @@ class IndexedReader:
         return indices[ordinal - first]
 
 
-class StreamLanes:
+class SequentialStreams:
     """The lanes of a stream. `stop`: raise an error that occurs while documents are counted."""
 
-    def __init__(self, source: Stream, seed: int, shuffle: bool, stop: bool) -> None:
+    def __init__(self, source: SequentialSource, seed: int, shuffle: bool, stop: bool) -> None:
         self.source, self.seed, self.shuffle = source, seed, shuffle
-        self.own_parts = shuffle and _even(source.parts)
-        documents = 0 if self.own_parts else self._records(MAX_LANES * LEAST_DOCUMENTS, stop)
-        self.count = MAX_LANES if self.own_parts else lanes_for(documents) if shuffle else 1
+        self.parts_per_stream = shuffle and _even(source.parts)
+        documents = 0 if self.parts_per_stream else self._records(MAX_STREAMS * MIN_DOCUMENTS, stop)
+        self.count = MAX_STREAMS if self.parts_per_stream else stream_count(documents) if shuffle else 1
 
-    def reader(self, places: dict[int, Place]) -> "StreamReader":
-        return StreamReader(self, dict(places))
+    def reader(self, places: dict[int, Place]) -> "SequentialStreamReader":
+        return SequentialStreamReader(self, dict(places))
 
-    def first_epoch(self) -> Iterator[tuple[int, Item]]:
-        for lane in range(self.count) if self.own_parts else [0]:
+    def first_epoch(self) -> Iterator[tuple[int, DocumentOrError]]:
+        for lane in range(self.count) if self.parts_per_stream else [0]:
             for place, item in self.read(lane, Place()):
-                yield lane if self.own_parts else self.lane_of(place), item
+                yield lane if self.parts_per_stream else self.stream_of(place), item
 
-    def lane_of(self, place: Place) -> int:
+    def stream_of(self, place: Place) -> int:
         # The assignment changes with every round and part. With a fixed one, alternating data (question, answer) would
         # give each lane documents of one kind, and lanes of short documents would run epochs ahead. Parts of only a
         # few documents reach all lanes too.
         turn, place_in_turn = divmod(place.ordinal, self.count)
         return _deal(self.seed, place.part, turn, self.count)[place_in_turn]
 
-    def read(self, group: int, start: Place) -> Iterator[tuple[Place, Item]]:
+    def read(self, group: int, start: Place) -> Iterator[tuple[Place, DocumentOrError]]:
         """Yield the documents of one epoch from a place on: of a lane's parts (group = lane), or all (group 0)."""
         epoch, first_part, first_ordinal = start
         parts = self._parts(group, epoch)
@@ -144,7 +144,7 @@ class StreamLanes:
 
     def _parts(self, group: int, epoch: int) -> list[int]:
         numbers = list(range(len(self.source.parts)))
-        if self.own_parts:
+        if self.parts_per_stream:
             numbers = sorted(numbers, key=lambda i: -self.source.parts[i].size)[group :: self.count]
         if not self.shuffle:
             return sorted(numbers)
@@ -166,17 +166,17 @@ class StreamLanes:
         return count
 
 
-class StreamReader:
+class SequentialStreamReader:
     """A reader with one pass over the stream per active epoch; documents of other lanes wait in queues."""
 
-    def __init__(self, lanes: StreamLanes, places: dict[int, Place]) -> None:
+    def __init__(self, lanes: SequentialStreams, places: dict[int, Place]) -> None:
         self.lanes, self.places = lanes, places
-        self._streams: dict[tuple[int, int], Iterator[tuple[Place, Item]]] = {}
-        self._waiting: dict[tuple[int, int], deque[tuple[Place, Item]]] = {}
+        self._streams: dict[tuple[int, int], Iterator[tuple[Place, DocumentOrError]]] = {}
+        self._waiting: dict[tuple[int, int], deque[tuple[Place, DocumentOrError]]] = {}
 
-    def next(self, lane: int) -> tuple[Place, Item]:
+    def next(self, lane: int) -> tuple[Place, DocumentOrError]:
         epoch = self.places[lane].epoch
-        for later in range(epoch, epoch + EMPTY_EPOCHS):
+        for later in range(epoch, epoch + MAX_EMPTY_EPOCHS):
             result = self._next_of_epoch(lane, later)
             if result is not None:
                 place = result[0]
@@ -184,13 +184,13 @@ class StreamReader:
                 return result
         raise no_text(self.lanes.source.name, lane, self.lanes.count)
 
-    def _next_of_epoch(self, lane: int, epoch: int) -> tuple[Place, Item] | None:
-        group = lane if self.lanes.own_parts else 0
+    def _next_of_epoch(self, lane: int, epoch: int) -> tuple[Place, DocumentOrError] | None:
+        group = lane if self.lanes.parts_per_stream else 0
         if (group, epoch) not in self._streams:
             self._open(group, epoch)
         queue = self._waiting[lane, epoch]
         for place, item in () if queue else self._streams[group, epoch]:
-            owner = lane if self.lanes.own_parts else self.lanes.lane_of(place)
+            owner = lane if self.lanes.parts_per_stream else self.lanes.stream_of(place)
             if owner in self.places and place >= self._start(owner, epoch):
                 self._waiting[owner, epoch].append((place, item))
                 if owner == lane:
@@ -202,7 +202,7 @@ class StreamReader:
         return None
 
     def _group(self, group: int) -> list[int]:
-        return [group] if self.lanes.own_parts else list(self.places)
+        return [group] if self.lanes.parts_per_stream else list(self.places)
 
     def _start(self, lane: int, epoch: int) -> Place:
         """Return the earliest place of a lane's next document of an epoch; in a later epoch if this one is over."""
@@ -228,28 +228,28 @@ def _deal(seed: int, part: int, turn: int, lanes: int) -> list[int]:
     return permute(np.arange(lanes), lanes, key(seed, part, turn)).tolist()
 
 
-Lanes = IndexedLanes | StreamLanes
-LaneReader = IndexedReader | StreamReader
+Streams = IndexedStreams | SequentialStreams
+StreamReader = IndexedStreamReader | SequentialStreamReader
 
 
 def no_text(source: str, lane: int, lanes: int) -> DataError:
     return DataError(
-        f"{source}: no text in {EMPTY_EPOCHS} epochs of lane {lane} of {lanes}; give documents with text (or set "
+        f"{source}: no text in {MAX_EMPTY_EPOCHS} epochs of lane {lane} of {lanes}; give documents with text (or set "
         "training.text_field to the field that holds it), or spread them over files more evenly"
     )
 
 
-def lanes_for(documents: int) -> int:
-    """Return the largest power of two that leaves at least LEAST_DOCUMENTS per lane."""
-    return 1 << (min(max(documents // LEAST_DOCUMENTS, 1), MAX_LANES).bit_length() - 1)
+def stream_count(documents: int) -> int:
+    """Return the largest power of two that leaves at least MIN_DOCUMENTS per lane."""
+    return 1 << (min(max(documents // MIN_DOCUMENTS, 1), MAX_STREAMS).bit_length() - 1)
 
 
 def _even(parts: list[Part]) -> bool:
     """Return True if each lane can have its own parts without some documents being read much more often."""
-    if len(parts) < MAX_LANES or len({type(part) for part in parts}) > 1:
+    if len(parts) < MAX_STREAMS or len({type(part) for part in parts}) > 1:
         return False
     sizes = sorted((part.size for part in parts), reverse=True)
-    lanes = [sum(sizes[lane::MAX_LANES]) for lane in range(MAX_LANES)]
+    lanes = [sum(sizes[lane::MAX_STREAMS]) for lane in range(MAX_STREAMS)]
     return max(lanes) <= 1.1 * min(lanes)
 
 
@@ -271,14 +271,14 @@ class Cursor:
         return cls(samples, Place(epoch, part, ordinal), offset, skipped)
 
 
-class LanePacker:
+class StreamPacker:
     """Packs the documents of one lane into samples.
 
     A sample begins with the last label of the previous one, so every token is an input once and a label once. `stop`:
     raise at an unreadable record instead of counting it."""
 
     def __init__(
-        self, lanes: Lanes, reader: LaneReader, lane: int, cursor: Cursor, tokenizer: Tokenizer, stop: bool
+        self, lanes: Streams, reader: StreamReader, lane: int, cursor: Cursor, tokenizer: Tokenizer, stop: bool
     ) -> None:
         self.lanes, self.reader, self.lane, self.tokenizer, self.stop = lanes, reader, lane, tokenizer, stop
         self.samples, self.skipped = cursor.samples, cursor.skipped
@@ -330,10 +330,10 @@ class LanePacker:
             if len(tokens.ids):
                 self._tokens, self._offset = tokens, 0
                 return
-            if self._place.epoch - epoch > EMPTY_EPOCHS:
+            if self._place.epoch - epoch > MAX_EMPTY_EPOCHS:
                 raise no_text(self.lanes.source.name, self.lane, self.lanes.count)
 
-    def _tokens_of(self, item: Item) -> Tokens:
+    def _tokens_of(self, item: DocumentOrError) -> Tokens:
         if isinstance(item, Document):
             try:
                 return encode(self.tokenizer, item)
@@ -342,9 +342,9 @@ class LanePacker:
         return self._skip(item)
 
     def _skip(self, error: DataError) -> Tokens:
-        if self.stop or isinstance(error, Unreachable):
+        if self.stop or isinstance(error, UnreachableData):
             raise error
         self.skipped += 1
-        if self.skipped <= SHOWN_ERRORS:
+        if self.skipped <= MAX_LOGGED_ERRORS:
             logger.warning("left out (%d in lane %d so far): %s", self.skipped, self.lane, error)
         return NO_TOKENS

@@ -28,13 +28,13 @@ from torchtitan.datasets.template_worker import (
     TooLong,
     environment,
     rendered,
-    seconds_for,
+    request_seconds,
 )
 from torchtitan.datasets.tokenizer.chat_templates import NAMED
 
 ENVIRONMENT = ("LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "LANG")
 """All that the child gets of it."""
-MOST_TEMPLATES = 64
+MAX_TEMPLATES = 64
 """That one child keeps."""
 WAIT = 10
 """How many times a request's processor time it is waited for: on a busy machine the child gets a part of one core."""
@@ -71,7 +71,7 @@ class _Child:
         fresh = {} if source in self.sent else {"source": source}
         number = self.sent.setdefault(source, len(self.sent))
         content = json.dumps({"template": number, **fresh, **request}, default=str).encode()
-        until = time.monotonic() + WAIT * seconds_for(len(request["renderings"]))
+        until = time.monotonic() + WAIT * request_seconds(len(request["renderings"]))
         self._write(HEAD.pack(len(content)) + content)
         return json.loads(self._read(HEAD.unpack(self._read(HEAD.size, until))[0], until))
 
@@ -121,7 +121,7 @@ def render(
         return _render_here(source, messages, ends, renderings)
     request = {"messages": messages, "ends": ends, "renderings": renderings}
     with _lock:
-        if _children and len(_children[0].sent) >= MOST_TEMPLATES and source not in _children[0].sent:
+        if _children and len(_children[0].sent) >= MAX_TEMPLATES and source not in _children[0].sent:
             _children.pop().end()
         if not _children:
             _children.append(_Child())

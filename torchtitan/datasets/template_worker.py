@@ -31,9 +31,9 @@ BEGIN, END = "\ue0f0", "\ue0f1"
 """Around what a template marks as generated."""
 SECONDS, MEMORY = 10, 2**29
 """Of one request, which renders a conversation a few times; published templates take a millisecond and a megabyte."""
-SECONDS_MORE = 0.01
+SECONDS_PER_RENDERING = 0.01
 """For each rendering of a request: long conversations have one for each answer."""
-LARGEST_TEXT = 2**22
+MAX_TEXT = 2**22
 """Characters."""
 HEAD = struct.Struct("<Q")
 REFUSED, SYNTAX, TOO_LONG, TOO_MUCH_MEMORY = "refused", "syntax", "too long", "memory"
@@ -41,7 +41,7 @@ REFUSED, SYNTAX, TOO_LONG, TOO_MUCH_MEMORY = "refused", "syntax", "too long", "m
 
 
 class TooLong(Exception):
-    """More than LARGEST_TEXT characters."""
+    """More than MAX_TEXT characters."""
 
 
 class _Generation(Extension):
@@ -79,15 +79,15 @@ def rendered(template: Any, messages: Sequence[Any], ends: Mapping[str, str], co
     pieces, size = [], 0
     for piece in template.generate(messages=messages[:count], add_generation_prompt=prompt, **ends):
         size += len(piece)
-        if size > LARGEST_TEXT:
+        if size > MAX_TEXT:
             raise TooLong
         pieces.append(piece)
     return "".join(pieces)
 
 
-def seconds_for(renderings: int) -> float:
+def request_seconds(renderings: int) -> float:
     """Processor time of a request."""
-    return SECONDS + SECONDS_MORE * renderings
+    return SECONDS + SECONDS_PER_RENDERING * renderings
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 def answer(request: dict[str, Any], templates: list[Any], jinja: ImmutableSandboxedEnvironment) -> dict[str, Any]:
     """{"texts": one of each rendering}, or {"failure": kind, "message": text}."""
     try:
-        with time_limit(seconds_for(len(request["renderings"]))):
+        with time_limit(request_seconds(len(request["renderings"]))):
             if "source" in request:
                 templates.append({"failure": REFUSED, "message": "cannot be compiled"})
                 templates[-1] = _compiled(request["source"], jinja)

@@ -32,7 +32,7 @@ DOCUMENTS = "documents.bin"
 TRAINED = "trained.bin"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SHARD_TOKENS = 2**28
-AT_A_TIME = 2**24
+CHUNK_BYTES = 2**24
 """Bytes that are read or written at a time."""
 LARGEST_HEADER = 64 * 2**20
 REMEDY = "make the folder again with torchtitan prepare"
@@ -89,7 +89,7 @@ class TokenShards(Source):
             for part in self.files:
                 sha256 = hashlib.sha256()
                 with open_file(self.folder / part["name"]) as file:
-                    while content := file.read(AT_A_TIME):
+                    while content := file.read(CHUNK_BYTES):
                         sha256.update(content)
                         progress.update(len(content))
                 if sha256.hexdigest() != part["sha256"]:
@@ -130,7 +130,7 @@ class TokenReader:
         if trained is not None:
             trained[:] = True if self._trained is None else self._trained[start : start + len(trained)]
 
-    def refuse_shrunk(self) -> None:
+    def check_not_shrunk(self) -> None:
         """Raise DataError if a file shrank: reading a mapping beyond its file's end would kill the process."""
         for name, file, before in zip(self._names, self._open, self._sizes, strict=True):
             if (size := os.fstat(file.fileno()).st_size) < before:
@@ -164,7 +164,7 @@ class BlockReader(TokenReader):
 
     def read(self, starts: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
         """Return the ids [n, seq_len + 1] of the blocks at `starts`, and (row, column) of each document start."""
-        self.refuse_shrunk()
+        self.check_not_shrunk()
         rows = self._rows(starts)
         first = self.documents.searchsorted(starts)
         last = self.documents.searchsorted(starts + self.seq_len, side="right")
@@ -244,8 +244,8 @@ class ShardWriter:
         self.not_trained += len(trained) - int(trained.sum())
         if self._flags is None and self.not_trained:
             self._flags = _File(self.folder / TRAINED)
-            for start in range(0, self.tokens, AT_A_TIME):  # the earlier tokens, all trained
-                self._flags.write(np.ones(min(AT_A_TIME, self.tokens - start), dtype=np.uint8))
+            for start in range(0, self.tokens, CHUNK_BYTES):  # the earlier tokens, all trained
+                self._flags.write(np.ones(min(CHUNK_BYTES, self.tokens - start), dtype=np.uint8))
         if self._flags is not None:
             self._flags.write(trained.astype(np.uint8))
 
@@ -329,7 +329,7 @@ def _read_header(folder: Path) -> dict[str, Any]:
     return header
 
 
-class JoinedBlocks:
+class JoinedBlockReader:
     """A reader like BlockReader for several folders: blocks are numbered consecutively and shuffled together."""
 
     def __init__(self, sources: Sequence[TokenShards], seq_len: int, seed: int, shuffle: bool) -> None:

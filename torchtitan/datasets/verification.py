@@ -1,8 +1,8 @@
 """Compare prepared shards with the sums in their header at every start of a run.
 
-A file that has rotted since it was prepared would be trained on without a sign. Up to IN_FRONT bytes are compared
-before the first batch; more in a background thread, during training, and the run ends when a difference is found. A
-start that resumes compares them again: the run may have ended before all was compared.
+Otherwise a file that was damaged after it was prepared would be trained on unnoticed. Up to FOREGROUND_BYTES are
+compared before the first batch. More are compared in a background thread during training, and the run ends when a
+difference is found. A resumed run compares them again, because the earlier run may have ended before the comparison.
 """
 
 import logging
@@ -15,7 +15,7 @@ from torchtitan.datasets.token_shards import TokenShards
 
 logger = logging.getLogger(__name__)
 
-IN_FRONT = 2**30
+FOREGROUND_BYTES = 2**30
 """Bytes: a second or two of reading."""
 
 
@@ -30,7 +30,7 @@ class Verification:
         self._thread.start()
 
     def _compare(self) -> None:
-        in_front = self.size <= IN_FRONT
+        in_front = self.size <= FOREGROUND_BYTES
         if not in_front:
             logger.info("data       %s are compared with their sums during training", in_units(self.size))
         try:
@@ -47,9 +47,9 @@ class Verification:
         if self.error is None and not in_front:
             logger.info("data       %s match their sums", in_units(self.size))
 
-    def refuse_damaged(self) -> None:
+    def raise_if_damaged(self) -> None:
         """Raise DataError, which names the file, if a difference has been found. Waits for small data."""
-        if self.size <= IN_FRONT:
+        if self.size <= FOREGROUND_BYTES:
             self._thread.join()
         if self.error is not None:
             raise self.error
@@ -58,7 +58,7 @@ class Verification:
 _verifications: dict[tuple[str, ...], Verification] = {}
 
 
-def verification_of(shards: Sequence[TokenShards]) -> Verification | None:
+def start_verification(shards: Sequence[TokenShards]) -> Verification | None:
     """Return the comparison of these folders, which the first call in this process starts; None without shards."""
     if not shards:
         return None

@@ -11,7 +11,7 @@ from typing import Any
 from torchtitan.config.options import show
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.sources_pretokenized import Blocks
-from torchtitan.datasets.streams import lanes_for
+from torchtitan.datasets.streams import stream_count
 from torchtitan.importers.command_line import CommandLine
 from torchtitan.importers.relora_flags import FLAGS, read_optimizer, with_file
 from torchtitan.importers.script import Script
@@ -341,7 +341,7 @@ class _ReLoRA(Script):
             blocks = len(Blocks(self.given["dataset_path"], "validation"))
         except (OSError, JobError):  # which check has its own words for
             return None
-        return blocks - blocks % lanes_for(blocks)
+        return blocks - blocks % stream_count(blocks)
 
     def rest(self) -> None:
         """Handle the flags that have no equivalent in a job."""

@@ -17,8 +17,8 @@ from torchtitan.core.cadence import with_end
 from torchtitan.core.constraints import LimitError
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
-from torchtitan.datasets.record_format import Fields, Reading, reading_of
-from torchtitan.datasets.sample_packing import samples_in, samples_of, steps_for
+from torchtitan.datasets.record_format import LabelledFields, RecordReader, record_reader
+from torchtitan.datasets.sample_packing import samples_in_budget, samples_in_epochs, steps_for
 from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
 from torchtitan.losses.tasks import TASKS, TaskSpec
@@ -242,12 +242,12 @@ class Facts:
         return self.task is not None and self.task.labels == "classes"
 
     @property
-    def fields(self) -> Fields | None:
+    def fields(self) -> LabelledFields | None:
         """Where records have their classes; None where no task learns these, or the model is wrong."""
         classes = getattr(self.args, "n_classes", 0)
         if not self.tells_classes or classes < 2:
             return None
-        return Fields.of(self.config.task, classes, ended=not self.args.causal)
+        return LabelledFields.from_task(self.config.task, classes, ended=not self.args.causal)
 
     @cached_property
     def sources(self) -> dict[str, DataSource]:
@@ -255,10 +255,10 @@ class Facts:
         own = self.config.validation.enable and self.config.validation.split is None
         return sources_of(self.config, "training") | (sources_of(self.config, "validation") if own else {})
 
-    def reading(self, source: DataSource) -> Reading:
+    def reading(self, source: DataSource) -> RecordReader:
         """LimitError."""
         pairs = self.task is not None and self.task.rows_per_sample > 1
-        return reading_of(source, self.config.data.default_system, self.packs, pairs)
+        return record_reader(source, self.config.data.default_system, self.packs, pairs)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | OSError | TokenizerError:
@@ -288,13 +288,13 @@ class Facts:
         if self.packs or (training.epochs is None and training.tokens is None):
             return None  # which takes the lengths of all records
         if training.tokens is not None:
-            return batch and steps_for(samples_of(training.tokens, training.seq_len), batch)
+            return batch and steps_for(samples_in_budget(training.tokens, training.seq_len), batch)
         wanted = sources_of(self.config, "training").values()
         try:
             sources = [open_source(source.dataset, source.dataset_path, self.reading(source)) for source in wanted]
             if batch is None or not all(isinstance(source, TokenShards) for source in sources):
                 return None
-            return steps_for(samples_in(sources, training.seq_len, training.epochs or 1), batch)
+            return steps_for(samples_in_epochs(sources, training.seq_len, training.epochs or 1), batch)
         except (OSError, JobError):
             return None
 

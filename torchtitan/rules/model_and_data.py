@@ -11,7 +11,7 @@ from torchtitan.core.constraints import LimitError, check_persistence, check_pre
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import DATASETS, has_records, open_source
 from torchtitan.datasets.mixing import shares
-from torchtitan.datasets.sample_packing import lengths_of
+from torchtitan.datasets.sample_packing import document_lengths
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_pretokenized import Blocks
 from torchtitan.datasets.token_shards import TokenReader, TokenShards
@@ -124,7 +124,7 @@ def data_is_there(facts: Facts) -> Iterator[Fault]:
                     remedy = "pip install 'torchtitan-toml[data]', or choose a dataset that needs none"
                     yield facts.fault(f"{place}.dataset", f"with the package {package}, which is not installed", remedy)
             if isinstance(source, TokenShards):
-                lengths_of(TokenReader(source), seq_len) if facts.packs else source.blocks(seq_len)
+                document_lengths(TokenReader(source), seq_len) if facts.packs else source.blocks(seq_len)
                 if not isinstance(facts.tokenizer, Exception):
                     source.check_tokenizer(facts.tokenizer.fingerprint, facts.tokenizer.vocab_size)
             elif isinstance(source, Blocks) and not isinstance(facts.tokenizer, Exception):

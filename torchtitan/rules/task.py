@@ -9,7 +9,7 @@ from torchtitan.config.options import Fault, options
 from torchtitan.config.sections.task import Data, Task
 from torchtitan.config.sections.training import Validation
 from torchtitan.core.errors import JobError
-from torchtitan.datasets.tokenizer.chat_templates import NAMED, template_of
+from torchtitan.datasets.tokenizer.chat_templates import NAMED, resolve_template
 from torchtitan.losses.tasks import TASKS, mask_token
 from torchtitan.rules.facts import Facts, Rule
 
@@ -165,7 +165,7 @@ def prompts_can_be_continued(facts: Facts) -> Iterator[Fault]:
 def template_is_there(facts: Facts) -> Iterator[Fault]:
     given = facts.config.data.chat_template
     try:
-        template_of(given or NAMED["chatml"])
+        resolve_template(given or NAMED["chatml"])
     except JobError as error:
         yield facts.fault("data.chat_template", "a chat template", str(error))
 

@@ -14,8 +14,8 @@ from torchtitan.config.batch_shape import batch_rows
 from torchtitan.config.job import JobConfig
 from torchtitan.datasets.loader import Loader
 from torchtitan.datasets.position import Position
-from torchtitan.datasets.samples import dealt
-from torchtitan.datasets.segments import HeldOutSegments, LanePosition, SegmentLoader
+from torchtitan.datasets.samples import global_sample_numbers
+from torchtitan.datasets.segments import HeldOutSegments, SegmentLoader, SegmentPosition
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.losses.classification import ClassCrossEntropy, measures
@@ -128,7 +128,7 @@ class Feed:
     def numbers(self, index: int, size: int, device: torch.device | None = None) -> torch.Tensor:
         """[size], of the samples of this rank's batch number `index` of a step, among all of the step's."""
         own = torch.arange(index * size, (index + 1) * size, device=device)
-        return dealt(own, self.dp_rank, self.dims.dp, self.together)
+        return global_sample_numbers(own, self.dp_rank, self.dims.dp, self.together)
 
     def to_device(self, batch: Batch) -> Batch:
         """What the model reads of a batch."""
@@ -193,13 +193,13 @@ class Ahead:
     """
 
     batches: Sequence[Batch]
-    position: Position | LanePosition
+    position: Position | SegmentPosition
 
     def __init__(self, feed: Feed, count: int, steps: int):
         self.feed, self.count, self.steps = feed, count, steps
-        self._next: tuple[Taken, Position | LanePosition] | None = None
+        self._next: tuple[Taken, Position | SegmentPosition] | None = None
 
-    def take(self, batches: Iterator[Batch], position: Callable[[], Position | LanePosition], step: int) -> None:
+    def take(self, batches: Iterator[Batch], position: Callable[[], Position | SegmentPosition], step: int) -> None:
         """Those of the step after `step`, unless they are taken, and of the one after it."""
         self._now, self.position = self._next or (self._taken(batches, step), position())
         self.batches, self._next = self._now.batches, (self._taken(batches, step + 1), position())

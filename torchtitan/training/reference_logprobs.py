@@ -30,7 +30,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.options import show
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import require_file
-from torchtitan.datasets.loader import cut_to_longest
+from torchtitan.datasets.loader import trim_to_longest
 from torchtitan.datasets.sources import DataError
 from torchtitan.launcher.run_folder import REFERENCE
 from torchtitan.losses.objective import IGNORE_INDEX
@@ -290,7 +290,7 @@ class _Pass:
         try:
             for first in range(0, len(pairs["tokens"]), rows):
                 batch = {name: tensor[first : first + rows] for name, tensor in pairs.items()}
-                batch = cut_to_longest(batch, self.multiple) if self.multiple else batch
+                batch = trim_to_longest(batch, self.multiple) if self.multiple else batch
                 for objective in objectives:
                     objective.asked = []
                 model.loss_sum(self.feed.to_device(batch | {"reference": torch.zeros(rows)}))

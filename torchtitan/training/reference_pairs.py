@@ -15,7 +15,7 @@ from torchtitan.build.data import batches_of_a_step, held_out, pairs_in_a_pass, 
 from torchtitan.config.batch_shape import batch_rows, rows_per_sample
 from torchtitan.config.job import JobConfig
 from torchtitan.core.progress_bar import progress_bar
-from torchtitan.datasets.loader import HeldOut
+from torchtitan.datasets.loader import HeldOutBatches
 from torchtitan.metrics.console import duration
 from torchtitan.training.batches import Batch, Feed
 
@@ -38,7 +38,7 @@ class Readings:
         before = 0 if state is None else state["samples"]
         self.rows = before + self.steps * parts.global_rows(config, feed.dims)
         """Of the training data, up to the last step."""
-        self.validation = self.held_out.samples if isinstance(self.held_out, HeldOut) else 0
+        self.validation = self.held_out.samples if isinstance(self.held_out, HeldOutBatches) else 0
         """Rows that validations read."""
 
     @property

@@ -20,8 +20,8 @@ from torchtitan.build import parts
 from torchtitan.build.data import seq_len_of, validation_loader
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.training import DataLoader
-from torchtitan.datasets.encoding import turn_ends
-from torchtitan.datasets.loader import HeldOut
+from torchtitan.datasets.encoding import end_of_turn_ids
+from torchtitan.datasets.loader import HeldOutBatches
 from torchtitan.datasets.segments import HeldOutSegments
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.losses.objective import IGNORE_INDEX, Batch
@@ -35,7 +35,7 @@ from torchtitan.training.batches import Feed
 def measure(
     model: ParallelModel,
     feed: Feed,
-    held_out: HeldOut | HeldOutSegments | None,
+    held_out: HeldOutBatches | HeldOutSegments | None,
     progress: Progress,
     step: int,
     stop: bool,
@@ -77,7 +77,7 @@ class Generated:
     """Of a run, where it is asked for. `resumed`: the step that it goes on from. `writes`: whether this rank does."""
 
     def __init__(self, config: JobConfig, vocabulary: Tokenizer, writes: bool, resumed: int | None) -> None:
-        self.vocabulary, self.ends = vocabulary, turn_ends(vocabulary)
+        self.vocabulary, self.ends = vocabulary, end_of_turn_ids(vocabulary)
         self.context, self.most = seq_len_of(config, "validation"), config.validation.generated_tokens
         degrees = config.parallelism
         self.multiple = 1 if degrees.disable_sequence_parallel else degrees.tensor_parallel_degree
@@ -130,7 +130,7 @@ def prompts_of(config: JobConfig, vocabulary: Tokenizer) -> list[Prompt]:
     part = dataclasses.replace(config.validation, local_batch_size=1)
     alone = parts.on_one_rank(dataclasses.replace(config, training=training, validation=part))
     loader = validation_loader(alone, vocabulary, 0, parts.dims(alone, 1))
-    found = [prompt_of(batch, turn_ends(vocabulary)) for batch in islice(loader, config.validation.generated)]
+    found = [prompt_of(batch, end_of_turn_ids(vocabulary)) for batch in islice(loader, config.validation.generated)]
     loader.close()
     return found
 

@@ -8,8 +8,8 @@ from torchtitan.core.presets import TOKENIZER
 from torchtitan.core.registry import Registry
 from torchtitan.datasets.tokenizer.base import Tokenizer, TokenizerError, read_content
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer, TiktokenTokenizer
-from torchtitan.datasets.tokenizer.chat_templates import NAMED, template_of
-from torchtitan.datasets.tokenizer.hf_json import HuggingFaceTokenizer, from_vocab_and_merges, template_beside
+from torchtitan.datasets.tokenizer.chat_templates import NAMED, resolve_template
+from torchtitan.datasets.tokenizer.hf_json import HuggingFaceTokenizer, from_vocab_and_merges, template_next_to
 from torchtitan.datasets.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
 __all__ = ["Tokenizer", "TokenizerError", "build_tokenizer"]
@@ -39,7 +39,7 @@ def build_tokenizer(path: str | Path, chat_template: str | None = None) -> Token
     tokenizer = _build(path)
     tokenizer.template_name = f"the chat template of the tokenizer {path}"
     if chat_template is not None:
-        tokenizer.chat_template = template_of(chat_template)
+        tokenizer.chat_template = resolve_template(chat_template)
         is_name = chat_template in NAMED or chat_template.endswith(".jinja")
         tokenizer.template_name = f"the chat template {chat_template}" if is_name else "the Jinja in data.chat_template"
     return tokenizer
@@ -59,7 +59,7 @@ def _build(path: str | Path) -> Tokenizer:
     for head, kind in kinds:
         if head.match(content):
             tokenizer = kind(file, content)
-            tokenizer.chat_template = template_beside(file)
+            tokenizer.chat_template = template_next_to(file)
             return tokenizer
     if content.startswith(b"version https://git-lfs"):
         raise TokenizerError(file, "a Git LFS pointer instead of the file", "run git lfs pull in its repository")

@@ -82,7 +82,7 @@ class Tokenizer(ABC):
 
     def _encode_with_ranges(self, text: str, ranges: Sequence[Range]) -> tuple[list[int], list[Range]]:
         ids = self._encode(text)
-        return ids, tokens_in(ranges, self._offsets(text, ids))
+        return ids, token_ranges_of(ranges, self._offsets(text, ids))
 
     def _offsets(self, text: str, ids: list[int]) -> list[Range]:
         """Return the characters of each token, by decoding ever longer beginnings; for tokenizers without offsets."""
@@ -121,7 +121,7 @@ def read_content(path: Path) -> bytes:
     return content
 
 
-def tokens_in(ranges: Sequence[Range], offsets: Sequence[Range]) -> list[Range]:
+def token_ranges_of(ranges: Sequence[Range], offsets: Sequence[Range]) -> list[Range]:
     """Return for each range of characters the tokens that have one of them, by the offsets of all tokens. White space
     that offsets leave out ahead of a token belongs to it."""
     ends = [end for _, end in offsets]
@@ -158,9 +158,9 @@ def _without_lone_surrogates(text: str) -> str:
 
 PENDING = "\ufffd"
 """Replacement character for bytes that are not, or not yet, a complete character."""
-MOST_PENDING = 3
+MAX_PENDING = 3
 """Most bytes of an incomplete character; some tokenizers decode each to PENDING."""
-LOOK_BACK = 8
+WINDOW_TOKENS = 8
 """Number of earlier tokens that are decoded together with a new one. Its text may depend on them: a blank at the
 beginning of a text is dropped, for example, and the bytes of a character may be spread over several tokens."""
 
@@ -170,16 +170,16 @@ def text_of(tokens: Iterable[int], prompt: Sequence[int], tokenizer: Tokenizer) 
 
     The joined pieces are the text of all ids without the prompt's. Bytes of an incomplete last character are dropped.
     """
-    window = list(prompt[-LOOK_BACK:])
+    window = list(prompt[-WINDOW_TOKENS:])
     shown = len(tokenizer.decode(window))
     for token in tokens:
         window.append(token)
         text = tokenizer.decode(window)
-        num_pending = min(MOST_PENDING, len(text) - len(text.rstrip(PENDING)))
+        num_pending = min(MAX_PENDING, len(text) - len(text.rstrip(PENDING)))
         num_complete = len(text) - num_pending
         if num_complete > shown:
             yield text[shown:num_complete]
             shown = num_complete
-        if len(window) > LOOK_BACK:
-            window = window[-LOOK_BACK:]
+        if len(window) > WINDOW_TOKENS:
+            window = window[-WINDOW_TOKENS:]
             shown += len(tokenizer.decode(window)) - len(text)

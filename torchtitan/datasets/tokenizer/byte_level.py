@@ -58,7 +58,7 @@ class TiktokenTokenizer(Tokenizer):
         ranks = {self._encoding.decode_single_token_bytes(i): i for i in range(self._num_ranks)}
         special = self.special_tokens
         bos, eos, *_ = SPECIAL_TOKENS
-        return hf_export.files_of(hf_export.byte_level(ranks, special, bos, PATTERN, merges=True), bos, eos)
+        return hf_export.tokenizer_files(hf_export.byte_level(ranks, special, bos, PATTERN, merges=True), bos, eos)
 
     def _encode(self, text: str) -> list[int]:
         if len(text) <= RUN:
@@ -128,7 +128,9 @@ class ByteTokenizer(Tokenizer):
 
     def as_hf_files(self) -> dict[str, bytes]:
         ranks = {bytes([byte]): byte for byte in range(256)}
-        return hf_export.files_of(hf_export.byte_level(ranks, self.special_tokens, BOS, None, merges=False), BOS, EOS)
+        return hf_export.tokenizer_files(
+            hf_export.byte_level(ranks, self.special_tokens, BOS, None, merges=False), BOS, EOS
+        )
 
     def _encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -67,7 +67,7 @@ LARGEST_TEMPLATE = 2**20
 NAMED = {"chatml": CHATML, "llama3": LLAMA3, "llama2": LLAMA2, "alpaca": ALPACA}
 
 
-def template_of(given: str) -> str:
+def resolve_template(given: str) -> str:
     """Return the Jinja template of a name in NAMED, of a file, or given directly. Raises JobError otherwise."""
     if given in NAMED:
         return NAMED[given]

@@ -39,7 +39,7 @@ class Pieces:
     charsmap: bytes  # rules of normalization, compiled
 
 
-def files_of(tokenizer_json: Json, bos: str | None, eos: str, unknown: str | None = None) -> dict[str, bytes]:
+def tokenizer_files(tokenizer_json: Json, bos: str | None, eos: str, unknown: str | None = None) -> dict[str, bytes]:
     """Return name -> content of the tokenizer's files.
 
     PreTrainedTokenizerFast uses tokenizer.json unchanged; the classes named after a model add steps."""
@@ -103,7 +103,7 @@ def _split(pattern: str) -> Json:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-def letters_bpe(vocabulary: Mapping[str, int], merges: Merges, special: Mapping[str, int], qwen: bool) -> Json:
+def letters_bpe_json(vocabulary: Mapping[str, int], merges: Merges, special: Mapping[str, int], qwen: bool) -> Json:
     """Return a BPE tokenizer whose letters stand for bytes, with GPT-2's or Qwen 2's split and no prepended token."""
     split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": not qwen}
     pre_tokenizer = {"type": "Sequence", "pretokenizers": [_split(QWEN2), split]} if qwen else split

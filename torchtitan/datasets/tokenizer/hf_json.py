@@ -19,9 +19,9 @@ from typing import Any
 
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer import hf_export
-from torchtitan.datasets.tokenizer.base import Range, Tokenizer, TokenizerError, read_content, sha256, tokens_in
+from torchtitan.datasets.tokenizer.base import Range, Tokenizer, TokenizerError, read_content, sha256, token_ranges_of
 from torchtitan.datasets.tokenizer.chat_templates import (
-    template_of,
+    resolve_template,
 )
 
 MANY = 10
@@ -41,7 +41,7 @@ _SIGN = re.compile(r"\\.|[\[\]()|]|(?:[*+]|\{\d*,?\d*\})[?+]?|.", re.DOTALL)
 def check_patterns(path: Path, content: bytes) -> None:
     """Raise TokenizerError if a pattern of a tokenizer.json backtracks without limit."""
     try:
-        patterns = [p for p in _patterns(json.loads(content)) if may_run_away(p)]
+        patterns = [p for p in _patterns(json.loads(content)) if may_backtrack(p)]
     except (ValueError, RecursionError):
         return  # the library reads the file next and reports the error
     if not patterns:
@@ -69,7 +69,7 @@ def _patterns(value: Any) -> Iterator[str]:
                 yield from _patterns(inner)
 
 
-def may_run_away(pattern: str) -> bool:
+def may_backtrack(pattern: str) -> bool:
     """Return True for a repeated group that contains a repetition or an alternative, and for a back reference."""
     if re.search(r"\\(?:[1-9]|[kg]<)", pattern):
         return True
@@ -143,7 +143,7 @@ class HuggingFaceTokenizer(Tokenizer):
         bos = None if self.bos_id is None else name(self.bos_id)
         eos = name(self.eos_id)
         assert eos is not None
-        exported = hf_export.files_of(json.loads(self._tokenizer.to_str()), bos, eos)
+        exported = hf_export.tokenizer_files(json.loads(self._tokenizer.to_str()), bos, eos)
         paths = {name: self._path.with_name(name) for name in BESIDE}
         existing = {name: read_content(file) for name, file in paths.items() if os.path.lexists(file)}
         if CONFIG in existing:
@@ -160,7 +160,7 @@ class HuggingFaceTokenizer(Tokenizer):
         for begin, end in ranges:  # listing all offsets would take a third of the encoding time
             first, last = encoding.char_to_token(begin), encoding.char_to_token(end - 1)
             if first is None or last is None:  # white space without offsets
-                return encoding.ids, tokens_in(ranges, encoding.offsets)
+                return encoding.ids, token_ranges_of(ranges, encoding.offsets)
             while (characters := encoding.token_to_chars(last + 1)) and characters[0] < end:
                 last += 1
             token_ranges.append((first, last + 1))
@@ -205,7 +205,7 @@ def from_vocab_and_merges(path: Path) -> bytes:
         raise TokenizerError(path, cause, "fetch both again")
     added = _read_config(path.with_name("added_tokens.json"))
     special = {name: i for name, i in (vocabulary | added).items() if name in added or name in (*BOS_NAMES, *EOS_NAMES)}
-    tokenizer_json = hf_export.letters_bpe(vocabulary, pairs, special, qwen=family == "Qwen2")
+    tokenizer_json = hf_export.letters_bpe_json(vocabulary, pairs, special, qwen=family == "Qwen2")
     return hf_export.dumped(tokenizer_json, indent=None)
 
 
@@ -247,7 +247,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def template_beside(path: Path) -> str | None:
+def template_next_to(path: Path) -> str | None:
     """Return the chat template in the folder of a tokenizer's file."""
     return _template(_read_config(path.with_name(CONFIG)), path)
 
@@ -256,7 +256,7 @@ def _template(config: dict[str, Any], path: Path) -> str | None:
     """Return the chat template from chat_template.jinja, or the (default) one of the tokenizer's configuration."""
     file = path.with_name("chat_template.jinja")
     if os.path.lexists(file):
-        return template_of(str(file))
+        return resolve_template(str(file))
     template = config.get("chat_template")
     if isinstance(template, list):
         template = next(

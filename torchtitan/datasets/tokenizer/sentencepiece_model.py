@@ -41,7 +41,7 @@ class SentencePieceTokenizer(Tokenizer):
             raise TokenizerError(
                 self._path, str(error), "give the model's own, or leave out checkpoint.last_save_in_hf"
             ) from None
-        files = hf_export.files_of(written, bos, name(self.eos_id), unknown=tokens.unknown)
+        files = hf_export.tokenizer_files(written, bos, name(self.eos_id), unknown=tokens.unknown)
         return files | {"tokenizer.model": self._processor.serialized_model_proto()}
 
     def _pieces(self) -> hf_export.Pieces:
