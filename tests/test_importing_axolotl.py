@@ -19,7 +19,8 @@ from torchtitan.config.sections.training import DataSource
 from torchtitan.core.cadence import cadence_of
 from torchtitan.core.errors import JobError
 from torchtitan.importers import axolotl, deepspeed, yaml_file
-from torchtitan.importers.axolotl_options import FATES, OF_AN_ENTRY, TABLE_OF_DATA
+from torchtitan.importers.axolotl_options import ENTRY_KEYS
+from torchtitan.importers.axolotl_options import OPTIONS as TABLE
 from torchtitan.importers.command_line import parse, split
 
 MUST = """
@@ -299,7 +300,7 @@ def test_what_is_here(added, before, expected):
 
 def _nested(name, value):
     """A file with an option where it belongs: in an entry of datasets, or beside them."""
-    if name in OF_AN_ENTRY or name in TABLE_OF_DATA:
+    if name in ENTRY_KEYS:
         kind = {name: value} if name == "type" else {"type": {name: value}}
         return FULL | {"datasets": [{"path": "a.jsonl"} | kind]}
     return (LORA if name == "peft" else FULL) | {name: value}
@@ -307,25 +308,25 @@ def _nested(name, value):
 
 def test_a_target_that_all_linear_has_is_told():
     note = changed({"lora_target_modules": ["q_proj"]}, LORA)[1]
-    assert note == "lora_target_linear has all linears: q_proj and the others"
+    assert note == "lora_target_linear includes q_proj"
 
 
 VALUES = {"bool": True, "int": 3, "float": 3.0, "text": "some", "list": ["some"], "table": {"some": 1}, "any": "some"}
-NOTED = sorted(name for name, fate in FATES.items() if fate.note)
-REFUSED = sorted(name for name, fate in FATES.items() if fate.reason)
+NOTED = sorted(name for name, fate in TABLE.items() if fate.note)
+REFUSED = sorted(name for name, fate in TABLE.items() if fate.reason and not fate.choices)
 
 
 @pytest.mark.parametrize("name", NOTED)
 def test_what_is_noted(name):
-    values, note = changed({name: VALUES[FATES[name].kind]}, FULL)
-    assert values == {} and f"{name}: {FATES[name].note}" in note
+    values, note = changed({name: VALUES[TABLE[name].kind]}, FULL)
+    assert values == {} and f"{name}: {TABLE[name].note}" in note
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_unless_it_is_off(name):
-    faults = meaning(_nested(name, VALUES[FATES[name].kind])).faults
-    assert [(fault.key, fault.remedy, fault.file) for fault in faults] == [(name, FATES[name].reason, "job.yml")]
-    off = {"bool": False, "int": 0, "float": 0.0, "list": [], "table": {}}.get(FATES[name].kind)
+    faults = meaning(_nested(name, VALUES[TABLE[name].kind])).faults
+    assert [(fault.key, fault.remedy, fault.file) for fault in faults] == [(name, TABLE[name].reason, "job.yml")]
+    off = {"bool": False, "int": 0, "float": 0.0, "list": [], "table": {}}.get(TABLE[name].kind)
     assert changed({name: off}, FULL) == ({}, "")
 
 
@@ -358,7 +359,7 @@ def test_tokens_are_added_to_the_folder_first(added, before, expected, words):
     assert values == expected
     first = notes.partition(" rows of new tokens")[0]
     assert first == f"llama-resized has to be made first: torchtitan convert llama llama-resized {words}"
-    assert ("rows of new tokens are trained, so beside the adapter embed_tokens and lm_head" in notes) == (
+    assert ("rows of new tokens are trained, so embed_tokens and lm_head are trained with the adapter" in notes) == (
         "adapter.train_fully" in expected
     )
 
@@ -370,11 +371,11 @@ def test_a_folder_that_is_larger_already_is_looked_at(here):
     tokens = here / "llama-resized/tokenizer.json"
     command = "torchtitan convert llama llama-resized --add-tokens '<a>' '<b>'"
     try:
-        assert f"llama-resized is there and taken, as made by: {command}" in changed(made, FULL)[1]
+        assert f"llama-resized exists and is used, as made by: {command}" in changed(made, FULL)[1]
         tokens.write_text('{"added_tokens": [{"content": "<a>"}]}')
-        assert f"llama-resized is there without <b>: it has to be made anew: {command}" in changed(made, FULL)[1]
+        assert f"llama-resized exists without <b>: make it again: {command}" in changed(made, FULL)[1]
         tokens.write_text('{"added_tokens": 3}')
-        assert "is there without <a> <b>" in changed(made, FULL)[1]
+        assert "exists without <a> <b>" in changed(made, FULL)[1]
     finally:
         shutil.rmtree(here / "llama-resized")
 
@@ -389,15 +390,15 @@ WRONG = [  # what is given, beside what, of which option what is said
     ("base_model_config", "other", FULL, "as base_model"),
     ("base_model", "my/thing", FULL, "no other family is here"),
     ("model_config", {"width": 3}, FULL, "rope_theta"),
-    ("val_set_size", 0.1, FULL | {"test_datasets": [{"path": "t"}]}, "0 beside test_datasets"),
-    ("val_set_size", 0.1, FULL | {"pretraining_dataset": "a.txt"}, "nothing beside pretraining_dataset"),
+    ("val_set_size", 0.1, FULL | {"test_datasets": [{"path": "t"}]}, "0 with test_datasets"),
+    ("val_set_size", 0.1, FULL | {"pretraining_dataset": "a.txt"}, "nothing with pretraining_dataset"),
     ("max_packed_sequence_len", 64, FULL | {"sequence_len": 32}, "samples are of one length"),
     ("chat_template", "vicuna", FULL, "tokenizer_default, chatml"),
     ("datasets", [], FULL, "at least one entry"),
     ("adapter", "llama-adapter", FULL, "lora, qlora or dora"),
     ("load_in_4bit", True, LORA, "or adapter: qlora"),
     ("load_in_8bit", True, FULL, "or adapter: lora"),
-    ("peft_use_dora", True, LORA | {"adapter": "qlora"}, "not packed"),
+    ("peft_use_dora", True, LORA | {"adapter": "qlora"}, "not quantized"),
     ("lora_target_modules", ["wide"], LORA | {"lora_target_linear": False}, "q_proj"),
     ("lora_modules_to_save", ["wide"], LORA, "embed_tokens, lm_head, norm"),
     ("relora_steps", 5, FULL, "nothing without an adapter"),
@@ -406,37 +407,37 @@ WRONG = [  # what is given, beside what, of which option what is said
     ("bnb_config_kwargs", {"bnb_4bit_compute_dtype": "float16"}, LORA, "bfloat16 or float32"),
     ("bnb_config_kwargs", {"llm_int8_threshold": 6.0}, LORA, "bnb_4bit_quant_type"),
     ("lora_target_modules", ["wide"], LORA, "q_proj"),
-    ("torch_dtype", "float16", FULL, "bfloat16 or float32"),
-    ("torch_dtype", "int8", FULL, "bfloat16 or float32"),
-    ("bf16", "fast", FULL, "true, false, auto or full"),
-    ("bf16", [True], FULL, "true or false"),
-    ("gradient_checkpointing", "unsloth", FULL, "stays on its device"),
-    ("gradient_checkpointing", 2, FULL, "true or false"),
-    ("resume_from_checkpoint", 2, FULL, "true or false"),
+    ("torch_dtype", "float16", FULL, "one of bfloat16, bf16, float32"),
+    ("torch_dtype", "int8", FULL, "one of bfloat16, bf16, float32"),
+    ("bf16", "fast", FULL, "one of true, false, auto, full"),
+    ("bf16", [True], FULL, "one of true, false, auto, full"),
+    ("gradient_checkpointing", "unsloth", FULL, "stay on their device"),
+    ("gradient_checkpointing", 2, FULL, "one of true, false, auto"),
+    ("resume_from_checkpoint", 2, FULL, "one of true, false, auto"),
     ("lora_model_dir", True, LORA, "allowed: text"),
     ("optimizer", "adamw_magic", FULL, "adamw_torch"),
     ("adam_beta1", 0.9, FULL | {"optimizer": "sgd"}, "it belongs to Adam"),
-    ("lr_scheduler", "one_cycle", FULL, "others are not here yet"),
+    ("lr_scheduler", "one_cycle", FULL, "others are not supported"),
     ("cosine_min_lr_ratio", 0.1, FULL | {"lr_scheduler": "linear"}, "nothing with lr_scheduler: linear"),
-    ("warmup_ratio", 0.2, FULL | {"warmup_steps": 3}, "nothing beside warmup_steps"),
+    ("warmup_ratio", 0.2, FULL | {"warmup_steps": 3}, "nothing with warmup_steps"),
     ("micro_batch_size", 0, FULL, "at least 1"),
     ("batch_size", 3, FULL | {"micro_batch_size": 2}, "a multiple of micro_batch_size 2"),
     ("num_epochs", 0.5, FULL | {"max_steps": 0}, "a whole number"),
     ("eval_steps", -0.1, HELD, "a number above 0"),
-    ("evals_per_epoch", 2, HELD | {"eval_steps": 5}, "nothing beside eval_steps"),
+    ("evals_per_epoch", 2, HELD | {"eval_steps": 5}, "nothing with eval_steps"),
     ("saves_per_epoch", -2, FULL, "a number above 0"),
     ("metric_for_best_model", "eval_f1", HELD, "loss or eval_loss"),
     ("greater_is_better", True, HELD | {"load_best_model_at_end": True}, "the lowest loss is the best"),
-    ("max_memory", {0: "20GB", 1: "10GB"}, FULL, "ranks are alike"),
+    ("max_memory", {0: "20GB", 1: "10GB"}, FULL, "all ranks have one limit"),
     ("max_memory", "20GB", FULL, "give gpu_memory_limit"),
     ("save_steps", 2.5, FULL, "a share below 1"),
-    ("save_strategy", "best", FULL, "no, steps or epoch"),
-    ("evaluation_strategy", "often", HELD, "no, steps or epoch"),
-    ("eval_strategy", "often", HELD, "no, steps or epoch"),
+    ("save_strategy", "best", FULL, "one of no, steps, epoch"),
+    ("evaluation_strategy", "often", HELD, "one of no, steps, epoch"),
+    ("eval_strategy", "often", HELD, "one of no, steps, epoch"),
     ("save_safetensors", False, FULL, "never pickled"),
     ("resume_from_checkpoint", "checkpoint-100", FULL, "checkpoints of other trainers"),
     ("fsdp", ["hybrid"], FULL, "full_shard"),
-    ("fsdp", ["full_shard"], FULL | {"deepspeed": "z2.json"}, "nothing beside deepspeed"),
+    ("fsdp", ["full_shard"], FULL | {"deepspeed": "z2.json"}, "nothing with deepspeed"),
     ("learning_rate", "fast", FULL, "a finite number"),
     ("num_epochs", float("inf"), FULL | {"max_steps": 0}, "a finite number"),
     ("num_epochs", float("nan"), FULL | {"max_steps": 0}, "a finite number"),
@@ -447,15 +448,15 @@ WRONG = [  # what is given, beside what, of which option what is said
     ("lora_rr", 3, FULL, "did you mean lora_r?"),
     ("max_steps", float("inf"), FULL, "a whole number"),
     ("rl", "simpo", FULL, "dpo, ipo, orpo"),
-    ("rl", "kto", FULL, "KTO begins from a mean"),
+    ("rl", "kto", FULL, "KTO needs a mean"),
     ("rl_beta", 0.1, FULL, "nothing without rl"),
     ("chat_template", "jinja", FULL, "tokenizer_default, chatml"),
-    ("chat_template_jinja", "{{ x }}", FULL | {"chat_template": "chatml"}, "nothing beside chat_template: chatml"),
-    ("rl", "kto_pair", FULL, "KTO begins from a mean over all pairs of a step"),
+    ("chat_template_jinja", "{{ x }}", FULL | {"chat_template": "chatml"}, "nothing with chat_template: chatml"),
+    ("rl", "kto_pair", FULL, "KTO needs a mean over all pairs of a step"),
     ("dpo_beta", 0.1, FULL, "nothing without rl"),
     ("orpo_alpha", 0.1, FULL | {"rl": "dpo"}, "nothing without rl: orpo"),
     ("type", "alpaca", FULL, "in an entry of datasets"),
-    ("unfrozen_parameters", ["lm_head"], FULL | {"base_model": "my/Mistral-7B"}, "fetch the model"),
+    ("unfrozen_parameters", ["lm_head"], FULL | {"base_model": "my/Mistral-7B"}, "download the model"),
     ("unfrozen_parameters", ["lm_head"], LORA, "nothing with an adapter"),
     ("dataset_shard_idx", 4, FULL | {"dataset_shard_num": 4}, "from 0 to 3, one of dataset_shard_num 4"),
     ("dataset_shard_idx", 1, FULL, "nothing without dataset_shard_num"),
@@ -475,7 +476,7 @@ def test_nothing_is_dropped_in_silence():
     """Of an odd value: an option, a note or a fault, whatever it is of."""
     before, dropped = HELD | LORA, []
     plain = meaning(before)
-    for name, odd in itertools.product(FATES, ODD):
+    for name, odd in itertools.product(TABLE, ODD):
         try:
             found = meaning(before | {name: odd})
         except JobError as error:
@@ -495,7 +496,7 @@ def test_a_name_that_no_file_can_have(name):
 
 
 ENTRY = {
-    "path": ("https://a.b/c.jsonl", "fetch it first"),
+    "path": ("https://a.b/c.jsonl", "download it first"),
     "type": ("vicuna", "write the records as prompt and completion"),
     "conversation": ("vicuna", "tokenizer_default, chatml"),
     "field_instruction": (3, "text"),
@@ -506,7 +507,7 @@ ENTRY = {
     "no_input_format": (3, "text"),
     "system_format": (3, "text"),
     "system_prompt": (3, "text"),
-    "split": ("test", "fetch the part"),
+    "split": ("test", "download the split"),
     "data_files": (3, "paths"),
     "feild": ("text", "did you mean field?"),
 }
@@ -525,7 +526,7 @@ def test_what_an_entry_of_datasets_cannot_say(key):
 def test_fields_of_instructions_are_not_of_other_types(kind):
     entry = {"path": "a.jsonl", "type": kind, "field_output": "reply"}
     (fault,) = meaning(FULL | {"datasets": [entry]}).faults
-    assert fault.key == "datasets[0].field_output" and f"nothing beside type: {kind}" in fault.allowed
+    assert fault.key == "datasets[0].field_output" and f"nothing with type: {kind}" in fault.allowed
 
 
 ITS_OWN = {"format": "{instruction} {input} ", "no_input_format": "{instruction} ", "system_format": "{system}"}
@@ -616,7 +617,7 @@ def test_several_datasets_are_joined_as_axolotl_concatenates_them():
     texts = {"datasets": None, "pretraining_dataset": [{"path": "json", "data_files": ["a.txt", "b.txt"]}]}
     assert any("equal shares of the samples" in note for note in meaning(FULL | texts).notes)
     (fault,) = meaning(FULL | texts | {"pretraining_dataset": ["a.txt", "b.txt"]}).faults
-    assert fault.key == "pretraining_dataset" and "reads the first alone" in str(fault)
+    assert fault.key == "pretraining_dataset" and "only reads the first" in str(fault)
 
 
 def test_each_of_the_181_options_is_tried():
@@ -626,9 +627,9 @@ def test_each_of_the_181_options_is_tried():
         | {*NOTED, *REFUSED, *ENTRY}
         | {name for name, *_ in WRONG}
     )
-    assert set(OPTIONS) <= tried and set(FATES) <= tried
+    assert set(OPTIONS) <= tried and set(TABLE) <= tried
     mapped = {name for added, *_ in HERE + ADDED for name in added}
-    only_refused = {name for name, fate in FATES.items() if not fate.note and not fate.reason} - mapped
+    only_refused = {name for name, fate in TABLE.items() if not fate.note and not fate.reason} - mapped
     assert not only_refused
 
 
@@ -643,18 +644,18 @@ def test_flags_come_after_the_file_and_are_read_as_it_is():
     assert "gradient_accumulation_steps" in str(
         meaning(FULL, "--gradient_accumulation_steps 2", "accelerate launch -m axolotl.cli.train").faults[0]
     )
-    assert "no value that YAML has" in str(pytest.raises(JobError, meaning, FULL, "--seed '[1'").value)
+    assert "not a YAML value" in str(pytest.raises(JobError, meaning, FULL, "--seed '[1'").value)
 
 
 HOSTILE = {
     "a: &a [1]\nb: *a": "an alias (*a); write out",
     "a: 1\na: 2": "'a' twice",
     "a: !!python/object/apply:os.getcwd []": "could not determine a constructor",
-    "[" * 5000: "no YAML that is read",
-    "- a": "holds no table",
-    "1: a": "holds no table",
-    "a: \x00": "no YAML that is read",
-    "a: 2026-99-99": "no YAML that is read",
+    "[" * 5000: "not valid YAML",
+    "- a": "not a table",
+    "1: a": "not a table",
+    "a: \x00": "not valid YAML",
+    "a: 2026-99-99": "not valid YAML",
     "a" * (yaml_file.LARGEST + 1): "at most 1,048,576 (1.0 MiB) are read",
 }
 
@@ -691,7 +692,7 @@ def test_the_rest_of_a_deepspeed_file():
     said |= {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5}
     said |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": "auto"}}}
     job = zero(said | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}})
-    assert job.faults == [] and "go to the host together" in " ".join(job.notes)
+    assert job.faults == [] and "kept on the host together" in " ".join(job.notes)
     expected = {"training.enable_cpu_offload": True, "training.mixed_precision_param": "bfloat16"}
     expected |= {"training.local_batch_size": 2, "training.global_batch_size": 16, "training.max_norm": 0.5}
     expected |= {"optimizer.lr": 1e-3, "optimizer.beta2": 0.95, "optimizer.name": "AdamW"}
@@ -703,8 +704,8 @@ DEEPSPEED_WRONG = [
     ({"zero_optimization": 2}, "a table with its stage"),
     ({"zero_optimization": {"stge": 2}}, "did you mean stage?"),
     ({"zero_optimisation": {}}, "did you mean zero_optimization?"),
-    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "disks are not offloaded to"),
-    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "not here yet"),
+    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offloading to disks is not supported"),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "second copy of the weights"),
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "gathered in the type"),
     ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "mixed_precision_reduce"),
     ({"fp16": {"enabled": True}}, "float16 overflows"),
@@ -735,7 +736,7 @@ def test_a_deepspeed_file_may_not_contradict_the_job():
         assert len(job.faults) == 1 and job.faults[0].key.startswith(key) and job.faults[0].file == "other.json"
     adam = FULL | {"deepspeed": "other.json", "optimizer": "sgd"}
     assert "SGD, as in the job" in str(meaning(adam).faults[0])
-    assert "no flags behind a DeepSpeed file" in str(zero({}, "--lr 1").faults[0])
+    assert "no flags after a DeepSpeed file" in str(zero({}, "--lr 1").faults[0])
     assert "--world-size N" in str(zero({}, ranks="accelerate launch -m x").faults[0])
 
 

@@ -8,9 +8,9 @@ import yaml
 from torchtitan.commands.importing import translate
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
-from torchtitan.importers import launcher_options
+from torchtitan.importers import launchers
 from torchtitan.importers.command_line import parse, split
-from torchtitan.importers.launcher_options import OPTIONS
+from torchtitan.importers.launchers import OPTIONS
 
 FILE = {"base_model": "llama", "datasets": [{"path": "a.jsonl"}], "learning_rate": 1e-4, "max_steps": 10}
 ADAPTER = {"adapter": "lora", "lora_target_linear": True}
@@ -50,7 +50,7 @@ def test_mixed_precision_counts_where_the_file_says_nothing():
         config, head = job(quiet)
         assert config.training.mixed_precision_param == "float32" and "mixed_precision" not in head
     config, head = job("accelerate launch --mixed_precision=fp16", bf16=True)
-    assert config.training.mixed_precision_param == "bfloat16" and "bf16 of the file counts" in head
+    assert config.training.mixed_precision_param == "bfloat16" and "bf16 of the file takes precedence" in head
     assert "float16 overflows" in refusal("accelerate launch --mixed-precision fp16")
     assert "mixed_precision" in refusal("accelerate launch --mixed_precision fp8")
 
@@ -65,7 +65,7 @@ def test_the_launchers_own_options_are_all_known():
             for option in {word.lstrip("-").replace("-", "_") for word in action.option_strings} - {"h", "help"}:
                 assert option in OPTIONS[name], f"{name} {option}"
                 takes_value = action.nargs != 0
-                assert launcher_options.takes_value(name, option) == takes_value, f"{name} {option}"
+                assert launchers.takes_value(name, option) == takes_value, f"{name} {option}"
 
 
 ALLOWED = {"mixed_precision": "no", "zero_stage": "2", "dynamo_mode": "default", "dynamo_backend": "no"}
@@ -132,7 +132,7 @@ REFUSED = [
     ("accelerate launch --zero_stage 4", "zero_stage", "0, 1, 2 or 3"),
     ("accelerate launch --gradient_clipping 0.5", "gradient_clipping", "1, as the job has it"),
     ("accelerate launch --num_processes 2 --gradient_accumulation_steps 4", "gradient_accumulation_steps", "1, as"),
-    ("accelerate launch --offload_param_device nvme", "offload_param_device", "nothing is moved to disks"),
+    ("accelerate launch --offload_param_device nvme", "offload_param_device", "offloading to disks is not supported"),
     ("accelerate launch --dynamo_backend onnxrt", "dynamo_backend", "inductor"),
     ("accelerate launch --dynamo_mode max-autotune", "dynamo_mode", "default"),
     ("accelerate launch --use_fsdp --fsdp_sharding_strategy HYBRID_SHARD", "fsdp_sharding_strategy", "FULL_SHARD"),
@@ -182,7 +182,7 @@ def test_the_default_file_of_accelerate_is_named(here, monkeypatch):
 def test_a_script_that_does_not_ask_accelerate():
     """ReLoRA's script makes no Accelerator, so that what accelerate sets up has no effect in it."""
     script = "torchrun_main.py --model_config configs/llama_250m.json --batch_size 24 --total_batch_size 48"
-    with pytest.raises(ConfigError, match="mixed_precision .*its own flags say precision") as error:
+    with pytest.raises(ConfigError, match="mixed_precision: .*its own flags say precision") as error:
         translate(
             parse(split([f"accelerate launch --num_processes 2 --mixed_precision bf16 --use_fsdp {script}"])), None
         )
@@ -193,6 +193,6 @@ def test_a_script_that_does_not_ask_accelerate():
 
 def test_words_ahead_of_a_launcher_are_said():
     _, head = job("srun --nodes 2 torchrun --nproc_per_node 2")
-    assert "not read: srun --nodes 2" in head
+    assert "not read, before the launcher: srun --nodes 2" in head
     _, head = job("python3 -u")
     assert "not read" not in head

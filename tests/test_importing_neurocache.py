@@ -99,7 +99,9 @@ def test_the_notes_first_line():
         "adapter.neurocache.scope": "lane",
     }
     said = " ".join(job.notes)
-    assert "no --num_processes" in said and "no --lora_modules: fc1,fc2" in said and "bfloat16 for float16" in said
+    assert (
+        "no --num_processes" in said and "no --lora_modules: fc1,fc2" in said and "bfloat16 instead of float16" in said
+    )
 
 
 def test_the_notes_second_line():
@@ -119,7 +121,7 @@ def test_the_notes_second_line():
         "activation_checkpoint.mode": "none",
         "adapter.neurocache.beside": "qlora",
     }
-    assert "in 4 bits are the matrices that have low-rank ones" in " ".join(job.notes)
+    assert "only matrices with LoRA are stored in 4 bits" in " ".join(job.notes)
 
 
 def test_the_page_has_both():
@@ -146,7 +148,7 @@ CHANGES = [
     ("--model_name mistralai/Mistral-7B-v0.1 --lora_m q_proj", {"adapter.target": ["*attention.wq"]}, ""),
     ("--lora_modules out_proj", {"adapter.target": ["*attention.wo"]}, ""),
     ("--tokenizer_name bytes", {"model.tokenizer_path": "bytes"}, ""),
-    ("--dataset_name books --train_split a", {"training.dataset_path": "books/a"}, "in folders books/SPLIT"),
+    ("--dataset_name books --train_split a", {"training.dataset_path": "books/a"}, "into folders books/SPLIT"),
     ("--eval_split b", {"validation.dataset_path": "long_pile/b"}, ""),
     ("--test_split c", {}, "torchtitan evaluate nc/opt1.3b --validation.dataset_path=long_pile/c"),
     (
@@ -159,8 +161,8 @@ CHANGES = [
     ("--per_device_train_batch_size 4", {"training.local_batch_size": 4, "training.global_batch_size": 32}, ""),
     ("--per_device_eval_batch_size 5", {"validation.local_batch_size": 5}, ""),
     ("--sequence_length 512", {"training.seq_len": 512}, ""),
-    ("--gradient_accumulation 1", {"training.global_batch_size": 8}, "the authors found it to diverge"),
-    ("--max_train_steps 9", {"training.steps": 9, "lr_scheduler.total_steps": 1001}, "is made longer"),
+    ("--gradient_accumulation 1", {"training.global_batch_size": 8}, "the authors saw divergence"),
+    ("--max_train_steps 9", {"training.steps": 9, "lr_scheduler.total_steps": 1001}, "is made longer than the run"),
     ("--max_eval_steps 3", {"validation.steps": 3}, ""),
     ("--evaluate_every_steps 4", {"validation.freq": 4}, ""),
     ("--checkpointing_steps 6", {"checkpoint.interval": 6}, ""),
@@ -228,24 +230,24 @@ def test_flags(words, expected, note):
 
 REFUSED = [
     ("--model_name_or_path EleutherAI/gpt-j-6b", "model_name_or_path", "or the name of one: opt-125m"),
-    ("--dataset_name owner/pg19 --eval_split test", "eval_split", "fetch the splits into folders"),
+    ("--dataset_name owner/pg19 --eval_split test", "eval_split", "download the splits into folders"),
     ("--per_device_batch_size 0", "per_device_batch_size", "at least 1"),
     ("--max_eval_steps 0", "max_eval_steps", "at least 1"),
     ("--topk many", "topk", "a whole number"),
-    ("--lr_scheduler_type step", "lr_scheduler_type", 'one of "linear", "cosine"'),
+    ("--lr_scheduler_type step", "lr_scheduler_type", "one of linear, cosine"),
     ("--disable", "disable", "a flag of train_neurocache.py"),
     ("--lora_modules up_proj", "lora_modules", "some of q_proj, k_proj, v_proj, out_proj, fc1, fc2"),
-    ("--disable_lora", "nf4", "matrices in 4 bits have low-rank ones beside them"),
+    ("--disable_lora", "nf4", "only matrices with LoRA are stored in 4 bits"),
     ("--nf4 false --disable_lora --disable_neurocache", "disable_lora", "nothing would be trained"),
-    ("--only_evaluate", "only_evaluate", "this cache would be one that nothing has trained"),
+    ("--only_evaluate", "only_evaluate", "an untrained cache would be evaluated"),
     ("--pretrained_neurocache nowhere", "pretrained_neurocache", f"a folder with {CONFIG}"),
     ("--save_and_quit", "save_and_quit", "torchtitan export RUN --to FOLDER"),
     ("--resume_from_checkpoint nc/step_5", "resume_from_checkpoint", "states of accelerate are not read"),
     ("--report_to comet_ml", "report_to", "some of tensorboard, wandb, mlflow, aim"),
-    ("--retrieval_map __import__('os').getcwd()", "retrieval_map", "numbers of layers such as {18: 18}; it is read"),
-    ("--retrieval_map '{18: 9+9}'", "retrieval_map", "and not run"),
-    ("--retrieval_map '{18: 18}' --cache_layers 18", "cache_layers", "nothing beside --retrieval_map"),
-    ("--attention_layers 18-23", "attention_layers", "numbers of layers such as 18,19,20"),
+    ("--retrieval_map __import__('os').getcwd()", "retrieval_map", "layer numbers such as {18: 18}; it is parsed"),
+    ("--retrieval_map '{18: 9+9}'", "retrieval_map", "not executed"),
+    ("--retrieval_map '{18: 18}' --cache_layers 18", "cache_layers", "nothing with --retrieval_map"),
+    ("--attention_layers 18-23", "attention_layers", "layer numbers such as 18,19,20"),
 ]
 
 
@@ -337,7 +339,7 @@ def test_a_line_that_only_evaluates_is_measured(home, tmp_path, capsys, monkeypa
     begun = line_of(home, tmp_path / "measured", f"--only_evaluate --pretrained_neurocache {tmp_path}/adapter")
     text, config, measures = translate(parse(split([begun])), None)
     assert config.adapter.neurocache.compression == 2 and config.adapter.neurocache.compat_head_layout
-    assert "no effect with --pretrained_neurocache, which says them: --cache_size, --topk" in text
+    assert "no effect with --pretrained_neurocache, which sets them: --cache_size, --topk" in text
     (tmp_path / "job.toml").write_text(text.replace("compat_head_layout = true", "compat_head_layout = false"))
     told = ["evaluate", *measures, "--config", str(tmp_path / "job.toml"), "--cache-sizes=32"]
     assert cli.main([*told, "--out", str(tmp_path / "found.json")]) == 0
@@ -347,4 +349,4 @@ def test_a_line_that_only_evaluates_is_measured(home, tmp_path, capsys, monkeypa
     assert "cache of 32 entries" in out
     (tmp_path / "adapter" / CONFIG).write_text('{"retrieval_map": {"a": "b"}}')
     (fault,) = read(parse(split([begun]))).faults
-    assert f"numbers of layers in its {CONFIG}" in str(fault)
+    assert f"layer numbers in its {CONFIG}" in str(fault)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Moe
 
 from tests.support.judged import lines
 from torchtitan.importers import axolotl
-from torchtitan.importers.axolotl_unfrozen import RegexError, fits
+from torchtitan.importers.axolotl_adapter import RegexError, prefix_matcher
 from torchtitan.importers.command_line import parse
 from torchtitan.models import CONFIGS, family_of
 from torchtitan.models.sizes import parameters
@@ -65,8 +65,8 @@ def test_the_same_parameters_are_chosen(config, regexes, expected, tmp_path):
 
 
 WRONG = [  # the regexes, and what is said of them
-    (["^model.embed_tokens.weight$[:32000]"], "of a matrix all rows are trained, or none: drop [:32000]"),
-    (["model.layers.[1]"], "of a matrix all rows are trained, or none: drop [1]"),
+    (["^model.embed_tokens.weight$[:32000]"], "all rows of a matrix are trained, or none: drop [:32000]"),
+    (["model.layers.[1]"], "all rows of a matrix are trained, or none: drop [1]"),
     (["model.layers.9."], "regexes of how some of these begin: model.embed_tokens.weight, model.layers.*."),
     (["lm_head", "a" * 201], "regexes without longer than 200 characters"),
     (["model\\.norm"], "a backslash, except in \\d: a dot stands for itself"),
@@ -79,7 +79,7 @@ WRONG = [  # the regexes, and what is said of them
     (["^*"], "a ^ that is repeated"),
     (["a{1000}"], "a repetition of more than 99 times"),
     (["a{x}"], "a { that does not say how often"),
-    (["[a"], "a class that is none"),
+    (["[a"], "a malformed class"),
     (["lm_head"] * 2001, "at most 2000"),
 ]  # fmt: skip
 
@@ -92,13 +92,13 @@ def test_what_is_refused(regexes, said, tmp_path):
 
 def test_what_is_refused_of_a_model_or_beside_an_adapter(tmp_path):
     (fault,) = read(EXPERTS, tmp_path, "model.layers.0.mlp.experts.1.up_proj").faults
-    assert "none, or all, of layers.0.moe.experts.w3; its experts are one parameter here" in str(fault)
+    assert "none, or all, of layers.0.moe.experts.w3; its experts are one parameter" in str(fault)
     (fault,) = read(TIED, tmp_path, "lm_head").faults
     assert "model.embed_tokens.weight" in str(fault), "a tied head has no name of its own"
     (fault,) = read(TIED, tmp_path, "model.norm", base_model="llama-7b").faults
-    assert "whose config.json is in llama-7b; fetch the model" in str(fault)
+    assert "whose config.json is in llama-7b; download the model" in str(fault)
     (fault,) = read(TIED, tmp_path, "model.norm", adapter="lora", lora_target_linear=True).faults
-    assert "nothing with an adapter; lora_modules_to_save" in str(fault)
+    assert "nothing with an adapter; use lora_modules_to_save" in str(fault)
 
 
 def test_a_regex_fits_what_it_fits_in_python_and_none_takes_long():
@@ -107,7 +107,7 @@ def test_a_regex_fits_what_it_fits_in_python_and_none_takes_long():
     for _ in range(3000):
         regex = "".join(draw.choices(parts, k=draw.randrange(1, 8)))
         try:
-            begins = fits(regex)
+            begins = prefix_matcher(regex)
         except RegexError:
             continue
         theirs = re.compile(regex.replace(".", "\\."))
@@ -115,11 +115,11 @@ def test_a_regex_fits_what_it_fits_in_python_and_none_takes_long():
         for name in ("", "a", "ab", "aab", "a.b", "1ab", "bc1", "aaaa"):
             assert begins(name) == bool(theirs.match(name)), (regex, name)
     assert told > 500
-    assert not fits("a*" * 99 + "$")("a" * 60 + "b"), "re would take longer than anybody waits"
-    assert not fits("(a*)*" * 20 + "b")("a" * 60)
+    assert not prefix_matcher("a*" * 99 + "$")("a" * 60 + "b"), "re would take longer than anybody waits"
+    assert not prefix_matcher("(a*)*" * 20 + "b")("a" * 60)
     start = time.process_time()
     for slow in ("(" + "x{99}" * 38 + "){99}", "(" + "|".join(["a{99}"] * 30) + "){99}"):
-        assert not any(map(fits(slow), ["model.layers.0.mlp.gate.weight"] * 100))
+        assert not any(map(prefix_matcher(slow), ["model.layers.0.mlp.gate.weight"] * 100))
     assert time.process_time() - start < 2, "a millisecond for a name; where what fits nothing goes on, 90 of them"
 
 

@@ -40,7 +40,6 @@ LIMITS: dict[str, tuple[int, int]] = {
     "core": (21, 13),
     "datasets": (41, 10),
     "guards": (4, 0),
-    "importers": (42, 11),
     "launch": (4, 3),
     "launcher": (11, 0),
     "losses": (15, 2),

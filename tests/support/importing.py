@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from torchtitan.importers.translation import Meaning
+from torchtitan.importers.translation import JobDraft
 
 
-def difference(first: Meaning, then: Meaning) -> tuple[dict[str, Any], str]:
+def difference(first: JobDraft, then: JobDraft) -> tuple[dict[str, Any], str]:
     """What the second has otherwise of the options, None where it has them not, and the notes that are new."""
     assert then.faults == [], then.faults
     keys = first.values.keys() | then.values.keys()

@@ -33,14 +33,14 @@ options of this command.
   --from SOURCE    whose line it is (default: told by the script that it runs): {sources}
   --world-size N   ranks that it runs on (default: what the line tells torchrun)
   --run            write the job into its folder, as imported.toml, and train it, or measure what the line measures
-Exit code: 0 if the job can start, 2 where a flag has no meaning here, or the job is one that cannot start."""
+Exit code: 0 if the job can start, 2 where a flag has no draft here, or the job is one that cannot start."""
 EVALUATE = "torchtitan.commands.evaluate:main"
 """Imported by name on demand, as it needs torch."""
 
 
 def main(argv: list[str]) -> int:
     if {"--help", "-h"} & set(argv) or not argv:
-        sources = "".join(f"\n      {name:8} {source}: {source.what}" for name, source in SOURCES.items())
+        sources = "".join(f"\n      {name:8} {source}: {source.description}" for name, source in SOURCES.items())
         print(USAGE.format(sources=sources))
         return 0 if argv else REFUSED
     flags, line_words = _own_flags(argv)
@@ -90,24 +90,24 @@ class Translation(NamedTuple):
 
 def translate(line: CommandLine, source: str | None) -> Translation:
     """Translate a command line. Raises ConfigError with all options that cannot be translated."""
-    name = source or next((name for name, entry in SOURCES.items() if entry.reads(line)), None)
+    name = source or next((name for name, entry in SOURCES.items() if entry.matches(line)), None)
     if name is None or name not in SOURCES:
         sources = ", ".join(f"{name} ({entry})" for name, entry in SOURCES.items())
         near = hint(name or line.script, [*SOURCES, *(entry.script for entry in SOURCES.values() if entry.script)])
         raise JobError(
             f"{name or line.script}: not one that is read; allowed: {sources}; {near or 'say whose it is, --from'}"
         )
-    meaning = resolve_name(SOURCES[name].reader)(line)
-    launchers.add(line, meaning, SOURCES[name].asks_accelerate)
-    layer = layer_of(meaning.said_by, meaning.values.items())
-    if faults := [*meaning.faults, *layer.all_faults()]:
+    draft = resolve_name(SOURCES[name].reader)(line)
+    launchers.add(line, draft, SOURCES[name].uses_accelerate)
+    layer = layer_of(draft.source, draft.values.items())
+    if faults := [*draft.faults, *layer.all_faults()]:
         raise ConfigError(faults)
     origin = line.script if line.script == line.config else f"a command line of {line.script}"
-    head = [f"Translated from {origin} ({name}).", *meaning.notes]
-    if meaning.measures:
-        head.append(f"it trains nothing: torchtitan evaluate {shlex.join(meaning.measures)} --config THIS_FILE")
+    head = [f"Translated from {origin} ({name}).", *draft.notes]
+    if draft.evaluate_args:
+        head.append(f"it trains nothing: torchtitan evaluate {shlex.join(draft.evaluate_args)} --config THIS_FILE")
     return Translation(
-        as_file(head, layer.values) + "\n", assemble(layer.values, ["the translation"]), meaning.measures
+        as_file(head, layer.values) + "\n", assemble(layer.values, ["the translation"]), draft.evaluate_args
     )
 
 

@@ -1,19 +1,22 @@
-"""Translate the data options of an Axolotl file: datasets to sources, held-out splits, templates and packing."""
+"""Translate the data options of an Axolotl file: datasets, held-out splits, templates, packing and added tokens."""
 
+import os.path
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.options import hint
-from torchtitan.importers.axolotl_options import TABLE_OF_DATA
-from torchtitan.importers.axolotl_values import PROMPT, Values, entry_of
-from torchtitan.importers.translation import Meaning
+from torchtitan.core.errors import JobError
+from torchtitan.importers.axolotl_options import ENTRY_KEYS, UNSET
+from torchtitan.importers.translation import JobDraft, Options
+from torchtitan.models.hf.config import CONFIG, read_json
 
-TYPES = ("alpaca", "sharegpt", "chat_template", "completion", "input_output", "prompt_completion", "pretrain")
-"""Supported prompt types. Types without an entry in READ are recognized by the fields of their records."""
-READ = {"alpaca": ("alpaca", ""), "sharegpt": ("sharegpt", "conversations"), "completion": ("completion", "text")}
-READ |= {"input_output": ("input_output", "segments"), "prompt_completion": ("prompt_completion", "")}
+FORMATS = {"alpaca": ("alpaca", ""), "sharegpt": ("sharegpt", "conversations"), "completion": ("completion", "text")}
+FORMATS |= {"input_output": ("input_output", "segments"), "prompt_completion": ("prompt_completion", "")}
 """Prompt type -> (record format, the field of that format that `field` and `field_messages` rename)."""
+TYPES = (*FORMATS, "chat_template", "pretrain")
+"""Supported prompt types. Those without an entry in FORMATS are recognized by the fields of their records."""
 ROLES = ".load_role"
 """Suffix of sharegpt for messages with the keys role and value."""
 PREFERENCES = ("dpo", "ipo", "orpo")
@@ -21,74 +24,85 @@ LOADERS = ("json", "csv", "parquet", "arrow", "text")
 """Values of `path` that name a loader when data_files is set."""
 TEMPLATES = {"chatml": "chatml", "llama2": "llama2", "llama-2": "llama2", "llama3": "llama3", "llama-3": "llama3"}
 TEMPLATES |= {"alpaca": "alpaca"}
-OWN, JINJA = ("tokenizer", "tokenizer_default"), "jinja"
+TOKENIZER_TEMPLATE, JINJA = ("tokenizer", "tokenizer_default"), "jinja"
 FIELDS = {f"field_{name}": name for name in ("instruction", "input", "output", "system")}
-INSIDE = {"message_field_role": "role", "message_field_content": "content"}
+MESSAGE_FIELDS = {"message_field_role": "role", "message_field_content": "content"}
 REWRITE = "write the records as prompt and completion, or as messages"
-REWRITE_PAIRS = "write the records with chosen and rejected: lists of messages, or answers behind messages or prompt"
-ENDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
+REWRITE_PAIRS = "write the records with chosen and rejected: lists of messages, or answers next to messages or prompt"
+FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
+PROMPT = {"format": "{instruction} {input} ", "no_input_format": "{instruction} ", "system_format": "{system}"}
+PROMPT |= {"system_prompt": ""}
+"""Parts of a custom prompt, with Axolotl's defaults."""
+DPO_OPTIONS = {"rl_beta": "dpo.beta", "dpo_beta": "dpo.beta", "dpo_label_smoothing": "dpo.label_smoothing"}
+DPO_OPTIONS |= {"orpo_alpha": "dpo.beta"}
+MULTIPLE = 32
+"""Multiple of the vocabulary's size with resize_token_embeddings_to_32x."""
+RESIZED = "-resized"
+"""Suffix of the folder of a model with a larger vocabulary."""
 
 
 class Data:
-    def __init__(self, options: Values, meaning: Meaning) -> None:
-        self.given, self.meaning = options, meaning
-        self.values, self.note, self.refuse = meaning.values, meaning.notes.append, meaning.refuse
+    """The data options of one file."""
+
+    def __init__(self, options: Options, draft: JobDraft) -> None:
+        self.options, self.draft = options, draft
+        self.values, self.note, self.refuse = draft.values, draft.notes.append, draft.refuse
         self._templates: list[str] = []
 
     def read(self) -> None:
-        options = self.given
-        if options["pretraining_dataset"] is not None:
+        if self.options["pretraining_dataset"] is not None:
             self._pretraining()
         else:
             self._records()
-        if (longest := options["max_packed_sequence_len"]) not in (None, self.values.get("training.seq_len")):
-            self.refuse("max_packed_sequence_len", longest, "sequence_len", "samples are of one length")
+        max_length = self.options["max_packed_sequence_len"]
+        if max_length not in (None, self.values.get("training.seq_len")):
+            self.refuse("max_packed_sequence_len", max_length, "sequence_len", "samples are of one length")
 
     def _pretraining(self) -> None:
-        dataset = self.given["pretraining_dataset"]
+        dataset = self.options["pretraining_dataset"]
         entries = dataset if isinstance(dataset, list) else [dataset]
         if len(entries) > 1:
-            reason = "Axolotl reads the first alone; a job may have several training.sources with weights"
+            reason = "Axolotl only reads the first; a job may have several training.sources with weights"
             self.refuse("pretraining_dataset", f"{len(entries)} entries", "one entry", reason)
-        sources = self._sources("pretraining_dataset", entries[:1])
-        self._write("training", sources)
+        self._set_sources("training", self._sources("pretraining_dataset", entries[:1]))
         for name in ("datasets", "test_datasets", "val_set_size", "dataset_shard_num"):
-            if self.given[name]:
-                self.refuse(name, self.given[name], "nothing beside pretraining_dataset", "drop one of the two")
+            if self.options[name]:
+                self.refuse(name, self.options[name], "nothing with pretraining_dataset", "drop one of the two")
         self.note("documents are packed end to end; training.document_mask = true keeps them apart")
 
     def _records(self) -> None:
-        options, values = self.given, self.values
+        options, values = self.options, self.values
         values["task.kind"] = "sft"
         self._preference()
         entries = options["datasets"] or []
         if options["train_data_uri"] is not None:
             entries = [{"path": options["train_data_uri"]}]
         if not entries:
-            self.refuse("datasets", None, "at least one entry with its path", "say what is trained on")
-        self._write("training", self._sources("datasets", entries))
+            self.refuse("datasets", None, "at least one entry with its path", "name the training data")
+        self._set_sources("training", self._sources("datasets", entries))
         values["data.train_on"] = "all" if options["train_on_inputs"] else "completion"
         values["data.packing"] = "best_fit" if options["sample_packing"] else "off"
-        texts = bool(entries) and all(
+        are_texts = bool(entries) and all(
             isinstance(entry, dict) and entry.get("type") == "completion" for entry in entries
         )
-        held_out = self._held_out()
-        values["data.too_long"] = "split" if texts and not held_out else "drop"
-        handling = "texts are cut" if values["data.too_long"] == "split" else "records are left out, and counted"
-        reason = (
-            "; Axolotl cuts them, as this does with test_datasets instead of val_set_size" if texts and held_out else ""
-        )
-        self.note(f"too long {handling}{reason}")
+        has_split = self._held_out()
+        if are_texts and not has_split:
+            values["data.too_long"] = "split"
+            self.note("texts that are too long are cut")
+        else:
+            values["data.too_long"] = "drop"
+            exception = "; Axolotl cuts them, as a job does with test_datasets instead of val_set_size"
+            self.note(f"records that are too long are left out, and counted{exception * are_texts}")
         self._template()
         self._lengths()
 
     def _lengths(self) -> None:
         """Translate the padding and ordering of unpacked samples, and the shard of the dataset to read."""
-        options, values, packed = self.given, self.values, bool(self.given["sample_packing"])
-        if options["pad_to_sequence_len"] is not None and not packed:
+        options, values, is_packed = self.options, self.values, bool(self.options["sample_packing"])
+        if options["pad_to_sequence_len"] is not None and not is_packed:
             values["data.pad_to"] = "seq_len" if options["pad_to_sequence_len"] else "batch"
-        if options["group_by_length"] and packed:
-            self.note("group_by_length: samples are packed, so that all are of one length")
+        if options["group_by_length"] and is_packed:
+            self.note("group_by_length: no effect, as packed samples are of one length")
         elif options["group_by_length"]:
             values["data.group_by_length"] = True
         shards, number = options["dataset_shard_num"], options["dataset_shard_idx"] or 0
@@ -100,88 +114,80 @@ class Data:
             self.refuse("dataset_shard_idx", number, "nothing without dataset_shard_num")
 
     def _preference(self) -> None:
-        kind = self.given["rl"]
+        kind = self.options["rl"]
         if kind in PREFERENCES:
             self.values["task.kind"] = kind
         elif kind is not None:
-            reason = (
-                "KTO begins from a mean over all pairs of a step"
-                if kind in ("kto", "kto_pair")
-                else "no other is here yet"
-            )
+            is_kto = kind in ("kto", "kto_pair")
+            reason = "KTO needs a mean over all pairs of a step" if is_kto else "others are not supported"
             self.refuse("rl", kind, f"one of {', '.join(PREFERENCES)}", reason)
-        adapter_folder = self.given["lora_model_dir"] or self.given["peft_adapter"]
-        if kind in ("dpo", "ipo") and adapter_folder and self.given["base_model"] is not None:
-            self.values["dpo.reference"] = self.given["base_model"]  # without the adapter that is learned on
-        options = {
-            "rl_beta": "dpo.beta",
-            "dpo_beta": "dpo.beta",
-            "dpo_label_smoothing": "dpo.label_smoothing",
-            "orpo_alpha": "dpo.beta",
-        }
-        for name, option in options.items():
-            if self.given[name] and (kind is None or (name == "orpo_alpha" and kind != "orpo")):
+        adapter_folder = self.options["lora_model_dir"] or self.options["peft_adapter"]
+        if kind in ("dpo", "ipo") and adapter_folder and self.options["base_model"] is not None:
+            self.values["dpo.reference"] = self.options["base_model"]  # without the adapter that training starts from
+        for name, option in DPO_OPTIONS.items():
+            if self.options[name] and (kind is None or (name == "orpo_alpha" and kind != "orpo")):
                 required = "orpo" if name == "orpo_alpha" else "dpo"
-                self.refuse(name, self.given[name], f"nothing without rl: {required}", f"give rl: {required}")
-            elif self.given[name] is not None:
-                self.values[option] = self.given[name]
+                self.refuse(name, self.options[name], f"nothing without rl: {required}", f"give rl: {required}")
+            elif self.options[name] is not None:
+                self.values[option] = self.options[name]
 
     def _held_out(self) -> bool:
-        """Translate the validation data. Returns True if a share of the training data is held out."""
-        options, values, share = self.given, self.values, self.given["val_set_size"] or 0
-        tests = options["test_datasets"] or []
+        """Translate the validation data. Returns True if a part of the training data is held out."""
+        options, values, share = self.options, self.values, self.options["val_set_size"] or 0
+        entries = options["test_datasets"] or []
         if options["val_data_uri"] is not None:
-            tests = [{"path": options["val_data_uri"]}]
-        if tests and share:
-            self.refuse("val_set_size", share, "0 beside test_datasets", "validate on one of them")
-        elif tests:
+            entries = [{"path": options["val_data_uri"]}]
+        if entries and share:
+            self.refuse("val_set_size", share, "0 with test_datasets", "validate on one of them")
+        elif entries or share:
             values |= {"validation.enable": True, "validation.samples": 0}
-            self._write("validation", self._sources("test_datasets", tests))
-        elif share:
-            values |= {"validation.enable": True, "validation.samples": 0, "validation.split": share}
+            if share:
+                values["validation.split"] = share
+            else:
+                self._set_sources("validation", self._sources("test_datasets", entries))
         return bool(share)
 
     def _sources(self, name: str, entries: list[Any]) -> list[dict[str, Any]]:
+        """Translate the entries of a list of datasets to sources of a job."""
         sources: list[dict[str, Any]] = []
         for number, raw_entry in enumerate(entries):
-            entry = entry_of(raw_entry, f"{name}[{number}]", self.meaning)
+            label = f"{name}[{number}]"
+            entry = entry_of(raw_entry, label, self.draft)
             if entry is not None:
-                sources += self._source(f"{name}[{number}]", entry)
+                self._check_entry(label, entry)
+                reading = self._reading(label, entry)
+                sources += [location | reading for location in self._locations(label, entry)]
         return sources
 
-    def _source(self, name: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _check_entry(self, label: str, entry: Mapping[str, Any]) -> None:
         for key, value in entry.items():
-            if key not in (*TABLE_OF_DATA, "text_column"):
-                self.refuse(f"{name}.{key}", value, "a key that is known", hint(key, TABLE_OF_DATA))
-            elif key in (*PROMPT, *FIELDS, *INSIDE) and not isinstance(value, str):
-                self.refuse(f"{name}.{key}", value, "text")
+            if key not in (*ENTRY_KEYS, "text_column"):
+                self.refuse(f"{label}.{key}", value, "a known key", hint(key, ENTRY_KEYS))
+            elif key in (*PROMPT, *FIELDS, *MESSAGE_FIELDS) and not isinstance(value, str):
+                self.refuse(f"{label}.{key}", value, "text")
         if entry.get("split", "train") != "train":
-            self.refuse(f"{name}.split", entry["split"], "train", "fetch the part into a file and name that")
-        template = entry.get("conversation")
-        if template is not None:
-            self._templates.append(template)
-        reading = self._reading(name, entry)
-        return [place | reading for place in self._places(name, entry)]
+            self.refuse(f"{label}.split", entry["split"], "train", "download the split into a file and name that")
+        if entry.get("conversation") is not None:
+            self._templates.append(entry["conversation"])
 
-    def _reading(self, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    def _reading(self, label: str, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options that say how an entry's records are read.
 
         A prompt type takes precedence over detection by fields, because a dataset may also store the text of the
         whole record in one of its fields.
         """
-        fields = {ours: entry[key] for key, ours in FIELDS.items() if entry.get(key, ours) != ours}
-        message_fields = {ours: entry[key] for key, ours in INSIDE.items() if entry.get(key, ours) != ours}
+        fields = {name: entry[key] for key, name in FIELDS.items() if entry.get(key, name) != name}
+        message_fields = {name: entry[key] for key, name in MESSAGE_FIELDS.items() if entry.get(key, name) != name}
         template = {key: entry[key] for key in PROMPT if key in entry}
         field = entry.get("text_column", entry.get("field", entry.get("field_messages")))
-        kind = self._kind(name, entry)
-        record_format, default_field = READ.get(kind.removesuffix(ROLES), ("", ""))
+        kind = self._kind(label, entry)
+        record_format, default_field = FORMATS.get(kind.removesuffix(ROLES), ("", ""))
         if kind.endswith(ROLES):
             message_fields = {"content": "value"} | message_fields
         if (template or fields) and kind not in ("", "alpaca"):
             for key in [key for key in entry if key in PROMPT or key in FIELDS]:
-                self.refuse(
-                    f"{name}.{key}", entry[key], f"nothing beside type: {kind}", "it is of instructions: drop it"
-                )
+                remedy = "it belongs to instructions: drop it"
+                self.refuse(f"{label}.{key}", entry[key], f"nothing with type: {kind}", remedy)
         elif template or fields:
             record_format, default_field, message_fields = "alpaca", "", {}
         elif message_fields and not record_format or kind == "chat_template" and field is not None:
@@ -189,7 +195,7 @@ class Data:
         if default_field and field not in (None, default_field):
             fields = {default_field: field}
         if record_format and field is not None and field not in fields.values() and field != default_field:
-            self.note(f"{name}: {field!r} is not read, as records of format {record_format} have fields of their own")
+            self.note(f"{label}: {field!r} is not read, as records of format {record_format} have other fields")
         if record_format:
             settings = {
                 "format": record_format,
@@ -198,44 +204,47 @@ class Data:
             }
             return {key: value for key, value in settings.items() if value}
         if kind:
-            self.note(f"{name}.type {kind}: the fields of a record tell how it is read, see docs/data.md")
+            self.note(f"{label}.type {kind}: the format is told by the fields of a record, see docs/data.md")
         return {"text_field": field} if isinstance(field, str) else {}
 
-    def _kind(self, name: str, entry: Mapping[str, Any]) -> str:
+    def _kind(self, label: str, entry: Mapping[str, Any]) -> str:
         kind = entry.get("type")
         if kind is None or kind in (*TYPES, f"sharegpt{ROLES}"):
             return kind or ""
-        if self.given["rl"] in PREFERENCES:
-            self.refuse(f"{name}.type", kind, "nothing with rl, as the fields of a record tell", REWRITE_PAIRS)
+        if self.options["rl"] in PREFERENCES:
+            self.refuse(f"{label}.type", kind, "nothing with rl, as the fields of a record tell", REWRITE_PAIRS)
         else:
-            reason = f"other prompts are not made here: {REWRITE}"
-            self.refuse(f"{name}.type", kind, f"one of {', '.join(TYPES)}", reason)
+            reason = f"other prompts are not supported: {REWRITE}"
+            self.refuse(f"{label}.type", kind, f"one of {', '.join(TYPES)}", reason)
         return ""
 
-    def _places(self, name: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _locations(self, label: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return dataset and dataset_path of each of an entry's files, or of its dataset of the hub."""
         path, files = entry["path"], entry.get("data_files")
         if files is not None:
             files = [files] if isinstance(files, str) else files
             if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
-                self.refuse(f"{name}.data_files", files, "paths")
+                self.refuse(f"{label}.data_files", files, "paths")
                 return []
             root = "" if path in LOADERS else path
             return [{"dataset": "text", "dataset_path": str(Path(root, file))} for file in files]
         if path.startswith(("http://", "https://", "s3://", "gs://", "artifact:")):
-            self.refuse(f"{name}.path", path, "a file, a folder, a glob or owner/name of the hub", "fetch it first")
+            allowed = "a file, a folder, a glob or owner/name of the hub"
+            self.refuse(f"{label}.path", path, allowed, "download it first")
             return []
-        local = path.endswith(ENDS) or path.startswith((".", "/", "~")) or "*" in path or path.count("/") != 1
-        if local or Path(path).exists():
+        is_local = (
+            path.endswith(FILE_SUFFIXES) or path.startswith((".", "/", "~")) or "*" in path or path.count("/") != 1
+        )
+        if is_local or Path(path).exists():
             return [{"dataset": "text", "dataset_path": path}]
-        configured = f"{path}:{entry['name']}" if "name" in entry else path
-        return [{"dataset": "huggingface", "dataset_path": configured}]
+        return [{"dataset": "huggingface", "dataset_path": f"{path}:{entry['name']}" if "name" in entry else path}]
 
-    def _write(self, section: str, sources: list[dict[str, Any]]) -> None:
+    def _set_sources(self, section: str, sources: list[dict[str, Any]]) -> None:
         if len(sources) == 1 and sources[0].keys() <= {"dataset", "dataset_path"}:
             self.values |= {f"{section}.{key}": value for key, value in sources[0].items()}
         elif sources:
             self.values[f"{section}.sources"] = sources
-        if len(sources) > 1 and self.given["pretraining_dataset"] is not None:
+        if len(sources) > 1 and self.options["pretraining_dataset"] is not None:
             self.note(f"{section}: the {len(sources)} sources have equal shares of the samples; weight changes that")
         elif len(sources) > 1:
             self.values |= {"training.mixing": "sizes"} if section == "training" else {}
@@ -243,28 +252,123 @@ class Data:
             self.note(f"{section}: the {len(sources)} sources {joined}")
 
     def _template(self) -> None:
-        name, jinja = self.given["chat_template"], self.given["chat_template_jinja"]
+        name, jinja = self.options["chat_template"], self.options["chat_template_jinja"]
         if jinja is not None and name in (None, JINJA):
             name = jinja
         elif jinja is not None:
-            self.refuse("chat_template_jinja", jinja, f"nothing beside chat_template: {name}", "drop one of the two")
+            self.refuse("chat_template_jinja", jinja, f"nothing with chat_template: {name}", "drop one of the two")
         if name is not None:
             self._templates.append(name)
-        templates = {TEMPLATES.get(template, template) for template in self._templates if template not in OWN}
+        templates = {TEMPLATES.get(name, name) for name in self._templates if name not in TOKENIZER_TEMPLATE}
         if len(templates) > 1:
             self.refuse("chat_template", sorted(templates), "one for all datasets", "choose one")
             return
         for template in templates:
             jinja = template.removeprefix("path:")
             if template.startswith("tokenizer_default_fallback_"):
-                self.note("chat_template: the tokenizer's own; without one write data.chat_template")
+                self.note("chat_template: the tokenizer's; if it has none, write data.chat_template")
             elif template in TEMPLATES.values() or jinja.endswith(".jinja") or "{%" in jinja or "{{" in jinja:
                 self.values["data.chat_template"] = jinja
             else:
-                known_templates = ", ".join(dict.fromkeys(TEMPLATES.values()))
-                self.refuse(
-                    "chat_template",
-                    template,
-                    f"tokenizer_default, {known_templates}, or a .jinja file",
-                    hint(template, TEMPLATES),
-                )
+                names = ", ".join(dict.fromkeys(TEMPLATES.values()))
+                allowed = f"tokenizer_default, {names}, or a .jinja file"
+                self.refuse("chat_template", template, allowed, hint(template, TEMPLATES))
+
+
+def entry_of(raw_entry: Any, label: str, draft: JobDraft) -> Mapping[str, Any] | None:
+    """Return a dataset entry without its unset keys, or None if it is not a valid entry.
+
+    A table as the entry's type is a custom prompt.
+    """
+    if isinstance(raw_entry, str):
+        raw_entry = {"path": raw_entry}
+    if not isinstance(raw_entry, dict) or not isinstance(raw_entry.get("path"), str):
+        draft.refuse(label, raw_entry, "tables that have a path")
+        return None
+    nested = raw_entry.get("type")
+    tables = (PROMPT, {**raw_entry, "type": None}, nested) if isinstance(nested, dict) else (raw_entry,)
+    return {key: value for table in tables for key, value in table.items() if value is not None and value not in UNSET}
+
+
+class Tokens:
+    """The tokens that a file adds to the vocabulary. `new`: tokens whose rows have to be trained.
+
+    Their rows are in a model folder that `torchtitan convert` writes before the job starts.
+    """
+
+    def __init__(self, options: Options, draft: JobDraft) -> None:
+        self.options, self.values = options, draft.values
+        self.note, self.refuse = draft.notes.append, draft.refuse
+        self.new: list[str] = list(options["tokens"] or [])
+
+    def read(self, folder: str) -> str:
+        """Return the folder to start training from. Its tokenizer is used unless the job names another."""
+        eos = self._special_tokens(Path(folder, "tokenizer_config.json"))
+        arguments = ["--add-tokens", *dict.fromkeys(self.new)] if self.new else []
+        arguments += ["--eos-token", eos] if eos is not None else []
+        arguments += ["--vocab-multiple", str(MULTIPLE)] if self.options["resize_token_embeddings_to_32x"] else []
+        if not arguments:
+            self.values.setdefault("model.tokenizer_path", folder)
+            return folder
+        resized, tokenizer = folder.rstrip("/") + RESIZED, self.values.get("model.tokenizer_path")
+        arguments += [f"--model.tokenizer_path={tokenizer}"] if tokenizer is not None else []
+        self.values["model.tokenizer_path"] = resized
+        command = shlex.join(["torchtitan", "convert", folder, resized, *arguments])
+        if not os.path.isfile(Path(resized, CONFIG)):
+            self.note(f"{resized} has to be made first: {command}")
+        elif missing := [token for token in self.new if token not in self._added_tokens(Path(resized))]:
+            self.note(f"{resized} exists without {' '.join(missing)}: make it again: {command}")
+        else:
+            self.note(f"{resized} exists and is used, as made by: {command}")
+        return resized
+
+    def _added_tokens(self, folder: Path) -> set[str]:
+        """Return the added tokens of a folder's tokenizer, or the requested tokens if it has no tokenizer.json."""
+        path = folder / "tokenizer.json"
+        if not os.path.isfile(path):
+            return set(self.new)
+        try:
+            return {token["content"] for token in read_json(path).get("added_tokens", [])}
+        except (JobError, KeyError, TypeError):
+            return set()
+
+    def _special_tokens(self, path: Path) -> str | None:
+        """Return the end-of-sequence token to add, or None.
+
+        Additional special tokens are added too. All other special tokens stay those of the tokenizer; a file that
+        asks for different ones is refused.
+        """
+        special_tokens = dict(self.options["special_tokens"] or {})
+        if special_tokens.pop("pad_token", None) is not None:
+            self.note("special_tokens.pad_token: no effect; padding is masked by position and never learned")
+        additional = special_tokens.pop("additional_special_tokens", None) or []
+        if not isinstance(additional, list) or any(not isinstance(token, str) for token in additional):
+            self.refuse("special_tokens.additional_special_tokens", additional, "a list of texts")
+        else:
+            self.new += additional
+        try:
+            tokenizer_config = read_json(path) if path.is_file() else None
+        except JobError:
+            tokenizer_config = {}
+        if special_tokens and tokenizer_config is None:
+            self.note(f"special_tokens: those of {path.parent} are used and have to be the same")
+            return None
+        differing = {
+            name: token
+            for name, token in special_tokens.items()
+            if _content((tokenizer_config or {}).get(name)) != token
+        }
+        eos = differing.pop("eos_token", None)
+        for name, token in differing.items():
+            self.refuse(f"special_tokens.{name}", token, "the tokenizer's own", f"write it into {path}")
+        if isinstance(eos, str):
+            self.new.append(eos)
+        elif eos is not None:
+            self.refuse("special_tokens.eos_token", eos, "text")
+            return None
+        return eos
+
+
+def _content(token: Any) -> Any:
+    """Return the text of a special token in a tokenizer_config.json."""
+    return token.get("content") if isinstance(token, dict) else token

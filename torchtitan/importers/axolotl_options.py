@@ -1,303 +1,245 @@
-"""What becomes of each option of an Axolotl file: of its revision of February 2024, a few of later ones, and those of
-the launch scripts that came with it. axolotl.py reads by subject what is neither the same here, nor noted, nor refused.
+"""The options of Axolotl files: of its revision of February 2024, a few of later ones, and those of launch scripts.
+
+The table says what becomes of each. Those that need other options to be understood are read by axolotl.py and
+axolotl_data.py.
 """
 
-from dataclasses import dataclass
+from torchtitan.config.options import hint
+from torchtitan.importers import yaml_file
+from torchtitan.importers.translation import AUTO, FLOAT16, KINDS, CommandLine, JobDraft, Option, Options, same
 
-NEVER_CODE = "no code that comes with a model or with data is run here"
-NOT_YET = "not here yet"
+UNSET = ("", "None", "none", "NA", "null")
+"""Spellings of an unset value in flags."""
+ADAM = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "adamw_hf": "AdamW", "adamw_apex_fused": "AdamW"}
+ADAM |= {"paged_adamw_32bit": "AdamW", "adamw_bnb_8bit": "AdamW8bit", "adamw_8bit": "AdamW8bit"}
+ADAM |= {"paged_adamw_8bit": "AdamW8bit", "adamw_anyprecision": "AdamWBF16"}
+OPTIMIZERS = ADAM | {"adafactor": "Adafactor", "lion_pytorch": "Lion", "paged_lion_32bit": "Lion", "sgd": "SGD"}
+OPTIMIZERS |= {"galore_adamw": "GaLore", "galore_adamw_8bit": "GaLore", "muon": "Muon"}
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
+RECOMPUTE = {True: "full", False: "none", AUTO: "full"}
+STRATEGIES = ("no", "steps", "epoch")
+DTYPES = ("bfloat16", "bf16", "float32", "fp32", "float", AUTO)
 
-
-@dataclass(frozen=True)
-class Fate:
-    """`kind`: one of axolotl_values.KINDS. With none of the others axolotl.py looks at it."""
-
-    kind: str
-    to: str = ""
-    """The option of a job that has its value as it is."""
-    note: str = ""
-    """What is said where it is given, and all that becomes of it."""
-    reason: str = ""
-    """Why it is refused, unless it is off: false, 0 or empty."""
-
-
-def _same(kind: str, to: str) -> Fate:
-    return Fate(kind, to=to)
-
-
-def _noted(kind: str, note: str) -> Fate:
-    return Fate(kind, note=note)
-
-
-def _refused(kind: str, reason: str) -> Fate:
-    return Fate(kind, reason=reason)
-
-
-FAMILY = _noted("any", "the folder's config.json tells the family")
-COMPILED = _noted("bool", "compile.enable = true fuses it")
-LIGER = _noted("bool", "a kernel that computes the same; compile.enable = true fuses what is here")
-KERNEL = _noted("bool", "the fastest attention that fits is taken, see model.attention_backend")
-TOKENIZER = _noted("any", "the kind of a tokenizer is read from its files")
-RUNTIME = _noted("any", "the launcher says on which devices a job runs")
-COMPUTED = _noted("any", "it is computed, and said at the start")
+NEVER_CODE = "code that comes with a model or with data is never executed"
+NO_FLOAT16 = Option("bool", reason=FLOAT16)
+NO_PUBLISHING = Option("text", reason="models are not published; upload the folder of the export")
+NO_CHOICES = "questions with choices are not supported"
+STAYS_ON_DEVICE = "activations stay on their device"
 NO_OPTION = "this is no option but a name in Axolotl's source; leave it out"
+RESUMES = "a job that is started again resumes by itself; checkpoints of other trainers are not read"
 
-MODEL: dict[str, Fate] = {
-    "base_model": Fate("text"),
-    "base_model_config": Fate("text"),
-    "model_type": FAMILY,
-    "model_config_type": FAMILY,
-    "model_config": Fate("table"),
-    "model_kwargs": _refused("table", "no model of Hugging Face is built; sizes are model.overrides"),
-    "model_revision": _noted("text", "what is in the folder is taken: fetch this revision into it"),
-    "rope_scaling": Fate("table"),
-    "is_falcon_derived_model": FAMILY,
-    "is_llama_derived_model": FAMILY,
-    "is_mistral_derived_model": FAMILY,
-    "is_qwen_derived_model": FAMILY,
-    "trust_remote_code": _refused("bool", NEVER_CODE),
-    "device": RUNTIME,
-    "device_map": RUNTIME,
-    "local_rank": RUNTIME,
-    "world_size": RUNTIME,
-    "tokenizer_type": TOKENIZER,
-    "tokenizer_use_fast": TOKENIZER,
-    "tokenizer_legacy": TOKENIZER,
-    "tokenizer_config": _same("text", "model.tokenizer_path"),
-    "special_tokens": Fate("table"),
-    "tokens": Fate("words"),
-    "resize_token_embeddings_to_32x": Fate("bool"),
-    "flash_attention": KERNEL,
-    "sdp_attention": KERNEL,
-    "xformers_attention": KERNEL,
-    "eager_attention": KERNEL,
-    "flex_attention": KERNEL,
-    "flash_optimum": KERNEL,
-    "flash_attn_cross_entropy": _noted("bool", "logits are never whole: training.loss_chunks"),
-    "flash_attn_rms_norm": COMPILED,
-    "flash_attn_fuse_mlp": COMPILED,
-    "flash_attn_fuse_qkv": COMPILED,
-    "lora_mlp_kernel": COMPILED,
-    "lora_qkv_kernel": COMPILED,
-    "lora_o_kernel": COMPILED,
-    "liger_rope": LIGER,
-    "liger_rms_norm": LIGER,
-    "liger_glu_activation": LIGER,
-    "liger_fused_linear_cross_entropy": LIGER,
-    "plugins": _refused("list", f"{NEVER_CODE}; kernels (Liger, Cut Cross Entropy) change no answer: leave them out"),
-    "s2_attention": Fate("bool"),
-    "torch_compile": _same("bool", "compile.enable"),
-    "torch_compile_backend": _same("text", "compile.backend"),
+
+def _note(kind: str, note: str) -> Option:
+    return Option(kind, note=note)
+
+
+def _refusal(kind: str, reason: str) -> Option:
+    return Option(kind, reason=reason)
+
+
+FAMILY = _note("any", "the folder's config.json tells the family")
+COMPILED = _note("bool", "compile.enable = true fuses it")
+LIGER = _note("bool", "the kernel gives the same results; compile.enable = true fuses operations here")
+KERNEL = _note("bool", "the fastest suitable attention kernel is used, see model.attention_backend")
+TOKENIZER = _note("any", "the kind of a tokenizer is read from its files")
+DEVICES = _note("any", "the launcher chooses the devices")
+COMPUTED = _note("any", "it is computed, and logged at the start")
+UPLOADS = _note("text", "checkpoints are not uploaded")
+ALWAYS_SKIPPED = "no service is asked; metrics.trackers names trackers"
+
+MODEL: dict[str, Option] = {
+    **same("base_model base_model_config", Option("text")),
+    **same("model_type model_config_type is_falcon_derived_model is_llama_derived_model", FAMILY),
+    **same("is_mistral_derived_model is_qwen_derived_model", FAMILY),
+    **same("model_config rope_scaling special_tokens", Option("table")),
+    "model_kwargs": _refusal("table", "models of transformers are not built; set sizes in model.overrides"),
+    "model_revision": _note("text", "not checked: download this revision into the folder"),
+    "trust_remote_code": _refusal("bool", NEVER_CODE),
+    **same("device device_map local_rank world_size", DEVICES),
+    **same("tokenizer_type tokenizer_use_fast tokenizer_legacy", TOKENIZER),
+    "tokenizer_config": Option("text", to="model.tokenizer_path"),
+    "tokens": Option("words"),
+    **same("resize_token_embeddings_to_32x s2_attention", Option("bool")),
+    **same("flash_attention sdp_attention xformers_attention eager_attention flex_attention flash_optimum", KERNEL),
+    "flash_attn_cross_entropy": _note("bool", "logits are never all in memory: training.loss_chunks"),
+    **same("flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv", COMPILED),
+    **same("lora_mlp_kernel lora_qkv_kernel lora_o_kernel", COMPILED),
+    **same("liger_rope liger_rms_norm liger_glu_activation liger_fused_linear_cross_entropy", LIGER),
+    "plugins": _refusal("list", f"{NEVER_CODE}; kernels (Liger, Cut Cross Entropy) change no result: leave them out"),
+    "torch_compile": Option("bool", to="compile.enable"),
+    "torch_compile_backend": Option("text", to="compile.backend"),
 }
-DATA: dict[str, Fate] = {
-    "datasets": Fate("list"),
-    "test_datasets": Fate("list"),
-    "val_set_size": Fate("float"),
-    "pretraining_dataset": Fate("any"),
-    "chat_template": Fate("text"),
-    "chat_template_jinja": Fate("text"),
-    "eot_tokens": _noted("any", "a turn ends by the special token that the template writes behind it"),
-    "default_system_message": _same("text", "data.default_system"),
-    "train_on_inputs": Fate("bool"),
-    "dataset_prepared_path": _same("text", "data.cache_dir"),
-    "is_preprocess": _noted("bool", "records are tokenized at the start of train, once"),
-    "dataset_processes": _same("int", "data.num_proc"),
-    "dataset_num_proc": _same("int", "data.num_proc"),
-    "dataset_keep_in_memory": _noted("bool", "what was tokenized is mapped into memory"),
-    "dataset_shard_num": Fate("int"),
-    "dataset_shard_idx": Fate("int"),
-    "push_dataset_to_hub": _refused("text", "a trainer publishes no data"),
-    "hf_use_auth_token": _noted("bool", "a token of the hub is read from HF_TOKEN and never from a file"),
-    "remove_unused_columns": _noted("bool", "of a record its format's fields are read"),
-    "sequence_len": _same("int", "training.seq_len"),
-    "sample_packing": Fate("bool"),
-    "max_packed_sequence_len": Fate("int"),
-    "sample_packing_group_size": _same("int", "data.packing_window"),
-    "sample_packing_bin_size": _noted("int", "a sample takes as many records as it has room for"),
-    "eval_sample_packing": _noted("bool", "the validation loss is the same packed and not"),
-    "sample_packing_eff_est": COMPUTED,
-    "total_num_tokens": COMPUTED,
-    "total_supervised_tokens": COMPUTED,
-    "pad_to_sequence_len": Fate("bool"),
-    "group_by_length": Fate("bool"),
-    "dataloader_num_workers": _same("int", "training.dataloader.num_workers"),
-    "dataloader_pin_memory": _same("bool", "training.dataloader.pin_memory"),
-    "dataloader_prefetch_factor": _same("int", "training.dataloader.prefetch_factor"),
-    "dataloader_drop_last": _noted("bool", "the last step is filled up with samples that do not count"),
+DATA: dict[str, Option] = {
+    **same("datasets test_datasets", Option("list")),
+    "val_set_size": Option("float"),
+    "pretraining_dataset": Option("any"),
+    **same("chat_template chat_template_jinja train_data_uri val_data_uri", Option("text")),
+    "eot_tokens": _note("any", "a turn ends with the special token that the template writes after it"),
+    "default_system_message": Option("text", to="data.default_system"),
+    **same("train_on_inputs sample_packing pad_to_sequence_len group_by_length", Option("bool")),
+    "dataset_prepared_path": Option("text", to="data.cache_dir"),
+    "is_preprocess": _note("bool", "records are tokenized once, at the start of train"),
+    **same("dataset_processes dataset_num_proc", Option("int", to="data.num_proc")),
+    "dataset_keep_in_memory": _note("bool", "tokenized data are mapped into memory"),
+    **same("dataset_shard_num dataset_shard_idx max_packed_sequence_len", Option("int")),
+    "push_dataset_to_hub": _refusal("text", "data are not published"),
+    "hf_use_auth_token": _note("bool", "a token of the hub is only read from HF_TOKEN, never from a file"),
+    "remove_unused_columns": _note("bool", "only the fields of a record's format are read"),
+    "sequence_len": Option("int", to="training.seq_len"),
+    "sample_packing_group_size": Option("int", to="data.packing_window"),
+    "sample_packing_bin_size": _note("int", "a sample takes as many records as it has room for"),
+    "eval_sample_packing": _note("bool", "the validation loss is the same packed or not"),
+    **same("sample_packing_eff_est total_num_tokens total_supervised_tokens", COMPUTED),
+    "dataloader_num_workers": Option("int", to="training.dataloader.num_workers"),
+    "dataloader_pin_memory": Option("bool", to="training.dataloader.pin_memory"),
+    "dataloader_prefetch_factor": Option("int", to="training.dataloader.prefetch_factor"),
+    "dataloader_drop_last": _note("bool", "the last step is filled up with samples without weight in the loss"),
 }
-TABLE_OF_DATA: dict[str, str] = {
-    "path": "",
-    "type": "",
-    "conversation": "",
-    "name": "",
-    "data_files": "",
-    "ds_type": "",
-    "split": "train",
-    "field": "",
-    "field_messages": "",
-    "field_instruction": "instruction",
-    "field_input": "input",
-    "field_output": "output",
-    "field_system": "system",
-    "message_field_role": "role",
-    "message_field_content": "content",
-    "format": "",
-    "no_input_format": "",
-    "system_format": "",
-    "system_prompt": "",
+_ENTRY_KEYS = """path type conversation name data_files ds_type split field field_messages field_instruction field_input
+    field_output field_system message_field_role message_field_content format no_input_format system_format
+    system_prompt"""
+ENTRY_KEYS = _ENTRY_KEYS.split()
+"""Keys of an entry of datasets, or of a table that is the entry's type."""
+ADAPTER: dict[str, Option] = {
+    "adapter": Option("text"),
+    "lora_r": Option("int", to="adapter.rank"),
+    "lora_alpha": Option("float", to="adapter.alpha"),
+    "lora_dropout": Option("float", to="adapter.dropout"),
+    **same("lora_target_modules lora_modules_to_save unfrozen_parameters", Option("words")),
+    **same("lora_target_linear peft_use_dora load_in_4bit load_in_8bit", Option("bool")),
+    "peft_layers_to_transform": Option("list", to="adapter.layers"),
+    **same("lora_model_dir peft_adapter", Option("text", to="adapter.initial_path")),
+    "lora_fan_in_fan_out": _note("bool", "GPT-2's matrices are transposed when they are read"),
+    "lora_on_cpu": _note("bool", "torchtitan export merges on the CPU"),
+    "merge_lora": _note("bool", "to merge: torchtitan export FOLDER --merge --to MERGED"),
+    "peft": _refusal("table", "other initial values of A and B (LoftQ) are not supported"),
+    "peft_use_rslora": Option("bool", to="adapter.rslora"),
+    "loraplus_lr_ratio": Option("float", to="adapter.lr_ratio_b"),
+    **same("relora_steps relora_warmup_steps", Option("int")),
+    "relora_cpu_offload": _note("bool", "matrices are merged on their device"),
+    "bnb_config_kwargs": Option("table"),
+    "gptq": _refusal("bool", "its library is no longer maintained; use adapter: qlora"),
+    "gptq_disable_exllama": _note("bool", "GPTQ is not supported"),
 }
-"""Of one entry of datasets, or of the table that is its type, what may stand there; of fields, what they are called
-where nothing is said."""
-ADAPTER: dict[str, Fate] = {
-    "adapter": Fate("text"),
-    "lora_r": _same("int", "adapter.rank"),
-    "lora_alpha": _same("float", "adapter.alpha"),
-    "lora_dropout": _same("float", "adapter.dropout"),
-    "lora_target_modules": Fate("words"),
-    "lora_target_linear": Fate("bool"),
-    "peft_layers_to_transform": _same("list", "adapter.layers"),
-    "lora_modules_to_save": Fate("words"),
-    "lora_model_dir": _same("text", "adapter.initial_path"),
-    "peft_adapter": _same("text", "adapter.initial_path"),
-    "lora_fan_in_fan_out": _noted("bool", "GPT-2's matrices are turned as they are read"),
-    "lora_on_cpu": _noted("bool", "torchtitan export merges on the CPU"),
-    "merge_lora": _noted("bool", "merge by: torchtitan export FOLDER --merge --to MERGED"),
-    "peft": _refused("table", f"other first values of A and B (LoftQ) are {NOT_YET}"),
-    "peft_use_dora": Fate("bool"),
-    "peft_use_rslora": _same("bool", "adapter.rslora"),
-    "loraplus_lr_ratio": _same("float", "adapter.lr_ratio_b"),
-    "relora_steps": Fate("int"),
-    "relora_warmup_steps": Fate("int"),
-    "relora_cpu_offload": _noted("bool", "matrices are merged where they lie"),
-    "unfrozen_parameters": Fate("words"),
-    "load_in_4bit": Fate("bool"),
-    "load_in_8bit": Fate("bool"),
-    "bnb_config_kwargs": Fate("table"),
-    "gptq": _refused("bool", "its library is no longer kept; take adapter: qlora"),
-    "gptq_disable_exllama": _noted("bool", "there is no GPTQ here"),
-}
-PRECISION: dict[str, Fate] = {
-    "bf16": Fate("choice"),
-    "bfloat16": Fate("bool"),
-    "torch_dtype": Fate("text"),
-    "fp16": _refused("bool", "float16 overflows without a scaler; bf16 needs none"),
-    "float16": _refused("bool", "float16 overflows without a scaler; bf16 needs none"),
-    "tf32": _noted("bool", "products are in bfloat16 or in whole float32"),
-    "gradient_checkpointing": Fate("choice"),
-    "gradient_checkpointing_kwargs": _noted("table", "recompute is never of the reentrant kind"),
-    "activation_offloading": _refused("bool", "what is kept stays on its device; gradient_checkpointing keeps less"),
-    "gpu_memory_limit": Fate("any"),
-    "max_memory": Fate("any"),
-}
-OPTIMIZATION: dict[str, Fate] = {
-    "optimizer": Fate("text"),
-    "learning_rate": _same("float", "optimizer.lr"),
-    "weight_decay": Fate("float"),
-    "adam_beta1": Fate("float"),
-    "adam_beta2": Fate("float"),
-    "adam_epsilon": Fate("float"),
-    "max_grad_norm": _same("float", "training.max_norm"),
-    "torchdistx_path": _refused(
-        "text", "torchdistx is no longer kept; optimizer: adamw_anyprecision is here without it"
+PRECISION: dict[str, Option] = {
+    "bf16": Option("choice", choices=(True, False, AUTO, "full")),
+    "bfloat16": Option("bool"),
+    "torch_dtype": Option("text", choices=DTYPES, reason=FLOAT16),
+    **same("fp16 float16", NO_FLOAT16),
+    "tf32": _note("bool", "matrix products are in bfloat16 or in full float32"),
+    "gradient_checkpointing": Option(
+        "choice", False, "activation_checkpoint.mode", choices=RECOMPUTE, reason=STAYS_ON_DEVICE
     ),
-    "lr_scheduler": Fate("text"),
-    "lr_scheduler_kwargs": _refused("table", "a schedule has what [lr_scheduler] has; write it there"),
-    "cosine_min_lr_ratio": Fate("float"),
-    "lr_quadratic_warmup": Fate("bool"),
-    "warmup_steps": Fate("int"),
-    "warmup_ratio": Fate("float"),
-    "neftune_noise_alpha": _same("float", "training.neftune_alpha"),
-    "noisy_embedding_alpha": _same("float", "training.neftune_alpha"),
-    "micro_batch_size": Fate("int"),
-    "gradient_accumulation_steps": Fate("int"),
-    "batch_size": Fate("int"),
-    "eval_batch_size": Fate("int"),
-    "num_epochs": Fate("float"),
-    "max_steps": Fate("int"),
-    "seed": Fate("int"),
+    "gradient_checkpointing_kwargs": _note("table", "recompute is never of the reentrant kind"),
+    "activation_offloading": _refusal("bool", f"{STAYS_ON_DEVICE}; gradient_checkpointing keeps fewer"),
+    **same("gpu_memory_limit max_memory", Option("any")),
 }
-OUTPUT: dict[str, Fate] = {
-    "eval_steps": Fate("float"),
-    "save_steps": Fate("float"),
-    "logging_steps": Fate("float"),
-    "evaluation_strategy": Fate("word"),
-    "eval_strategy": Fate("word"),
-    "save_strategy": Fate("word"),
-    "evals_per_epoch": Fate("int"),
-    "saves_per_epoch": Fate("int"),
-    "save_total_limit": Fate("int"),
-    "load_best_model_at_end": Fate("bool"),
-    "metric_for_best_model": Fate("text"),
-    "greater_is_better": Fate("bool"),
-    "early_stopping_patience": Fate("int"),
-    "loss_watchdog_threshold": _same("float", "guard.loss_threshold"),
-    "loss_watchdog_patience": _same("int", "guard.loss_patience"),
-    "eval_table_size": Fate("int"),
-    "eval_table_max_new_tokens": Fate("int"),
-    "do_bench_eval": _refused("bool", f"questions with choices are {NOT_YET}"),
-    "bench_dataset": _refused("text", f"questions with choices are {NOT_YET}"),
-    "output_dir": Fate("text"),
-    "resume_from_checkpoint": Fate("choice"),
-    "auto_resume_from_checkpoints": _noted("bool", "a job that is started again goes on by itself"),
-    "save_safetensors": Fate("bool"),
-    "hub_model_id": _refused("text", "a trainer publishes no models; upload the folder of the export"),
-    "hub_strategy": _refused("text", "a trainer publishes no models; upload the folder of the export"),
-    "push_to_hub_model_id": _refused("text", "a trainer publishes no models; upload the folder of the export"),
-    "use_wandb": _same("bool", "metrics.enable_wandb"),
-    "wandb_project": Fate("text"),
-    "wandb_name": _same("text", "job.description"),
-    "wandb_run_id": _noted("text", "a run that goes on keeps its line in Weights & Biases by itself"),
-    "wandb_entity": _noted("text", "WANDB_ENTITY in the environment says this"),
-    "wandb_mode": _noted("text", "WANDB_MODE in the environment says this"),
-    "wandb_watch": _noted("text", "metrics.histogram_freq writes histograms of weights and gradients"),
-    "wandb_log_model": _noted("text", "checkpoints are uploaded nowhere"),
-    "use_tensorboard": _same("bool", "metrics.enable_tensorboard"),
-    "include_tokens_per_second": _noted("bool", "tokens per second are always in metrics.jsonl"),
-    "use_mlflow": Fate("bool"),
-    "mlflow_experiment_name": _noted("text", "MLFLOW_EXPERIMENT_NAME in the environment says this"),
-    "axolotl_config_path": _noted("text", "the whole job is written into job.dump_folder"),
+OPTIMIZATION: dict[str, Option] = {
+    "optimizer": Option("text", "adamw_torch", "optimizer.name", OPTIMIZERS, reason="others are not supported"),
+    "learning_rate": Option("float", to="optimizer.lr", required=True),
+    "weight_decay": Option("float", 0.0, to="optimizer.weight_decay"),
+    "adam_beta1": Option("float", 0.9),
+    "adam_beta2": Option("float", 0.999),
+    "adam_epsilon": Option("float", 1e-8),
+    "max_grad_norm": Option("float", to="training.max_norm"),
+    "torchdistx_path": _refusal("text", "torchdistx is not needed for optimizer: adamw_anyprecision"),
+    "lr_scheduler": Option("text", "cosine", "lr_scheduler.decay_type", SCHEDULES, reason="others are not supported"),
+    "lr_scheduler_kwargs": _refusal("table", "write the schedule's settings into [lr_scheduler]"),
+    "cosine_min_lr_ratio": Option("float"),
+    "lr_quadratic_warmup": Option("bool", to="lr_scheduler.warmup_type", choices={True: "quadratic", False: None}),
+    "warmup_steps": Option("int"),
+    "warmup_ratio": Option("float"),
+    **same("neftune_noise_alpha noisy_embedding_alpha", Option("float", to="training.neftune_alpha")),
+    "micro_batch_size": Option("int", 1, to="training.local_batch_size", least=1),
+    **same("gradient_accumulation_steps batch_size eval_batch_size max_steps", Option("int")),
+    "num_epochs": Option("float", 1.0),
+    "seed": Option("int", 42, to="debug.seed"),
 }
-PREFERENCE: dict[str, Fate] = {
-    "rl": Fate("text"),
-    "dpo_beta": Fate("float"),
-    "dpo_label_smoothing": Fate("float"),
-    "rl_beta": Fate("float"),
-    "orpo_alpha": Fate("float"),
-    "rpo_alpha": _refused("float", "dpo learns preferences alone; orpo learns the preferred answers too"),
-    "simpo_gamma": _refused("float", f"SimPO is {NOT_YET}"),
-    "cpo_alpha": _refused("float", f"CPO is {NOT_YET}"),
-    "kto_desirable_weight": _refused("float", f"KTO is {NOT_YET}"),
-    "kto_undesirable_weight": _refused("float", f"KTO is {NOT_YET}"),
-    "trl": _refused("table", "it is of answers that are made and rewarded in the run (GRPO); pairs have rl_beta"),
-    "rl_adapter_ref_model": _noted("bool", "the reference is base_model, with it and without"),
-    "precompute_ref_log_probs": _noted("bool", "what the reference says is always worked out before the run"),
+OUTPUT: dict[str, Option] = {
+    **same("eval_steps save_steps logging_steps", Option("float")),
+    **same("evaluation_strategy eval_strategy save_strategy", Option("word", choices=STRATEGIES)),
+    **same("evals_per_epoch saves_per_epoch early_stopping_patience eval_table_size", Option("int")),
+    "save_total_limit": Option("int", 4),
+    **same("load_best_model_at_end greater_is_better cleanup_output_dir_on_start", Option("bool")),
+    "metric_for_best_model": Option("text"),
+    "loss_watchdog_threshold": Option("float", to="guard.loss_threshold"),
+    "loss_watchdog_patience": Option("int", to="guard.loss_patience"),
+    "eval_table_max_new_tokens": Option("int"),
+    "do_bench_eval": _refusal("bool", NO_CHOICES),
+    "bench_dataset": _refusal("text", NO_CHOICES),
+    "output_dir": Option("text", "./model-out", to="job.dump_folder"),
+    "resume_from_checkpoint": Option("choice", choices=(True, False, AUTO), reason=RESUMES),
+    "auto_resume_from_checkpoints": _note("bool", "a job that is started again resumes by itself"),
+    "save_safetensors": Option("bool", choices=(True,), reason="weights are never pickled"),
+    **same("hub_model_id hub_strategy push_to_hub_model_id", NO_PUBLISHING),
+    "use_wandb": Option("bool", to="metrics.enable_wandb"),
+    "wandb_project": Option("text"),
+    **same("wandb_name mlfoundry_run_name", Option("text", to="job.description")),
+    "wandb_run_id": _note("text", "a resumed run continues its run in Weights & Biases by itself"),
+    "wandb_entity": _note("text", "set WANDB_ENTITY in the environment instead"),
+    "wandb_mode": _note("text", "set WANDB_MODE in the environment instead"),
+    "wandb_watch": _note("text", "metrics.histogram_freq writes histograms of weights and gradients"),
+    "wandb_log_model": UPLOADS,
+    "use_tensorboard": Option("bool", to="metrics.enable_tensorboard"),
+    "include_tokens_per_second": _note("bool", "tokens per second are always in metrics.jsonl"),
+    "use_mlflow": Option("bool", to="metrics.trackers", choices={True: ["mlflow"], False: None}),
+    "mlflow_experiment_name": _note("text", "set MLFLOW_EXPERIMENT_NAME in the environment instead"),
+    "axolotl_config_path": _note("text", "the job is always written into job.dump_folder"),
+    "mlfoundry_enable_reporting": _note("bool", ALWAYS_SKIPPED),
+    "mlfoundry_ml_repo": _note("text", ALWAYS_SKIPPED),
+    "mlfoundry_checkpoint_artifact_name": UPLOADS,
+    "mlfoundry_log_checkpoints": _note("bool", UPLOADS.note),
 }
-PLAN: dict[str, Fate] = {
-    "ddp": _noted("bool", "without fsdp and deepspeed every rank has the whole model"),
-    "ddp_timeout": _same("int", "comm.train_timeout_seconds"),
-    "ddp_bucket_cap_mb": _noted("int", "gradients are exchanged block by block"),
-    "ddp_broadcast_buffers": _noted("bool", "buffers are the same on all ranks"),
-    "fsdp": Fate("list"),
-    "fsdp_config": Fate("table"),
-    "fsdp_version": _noted("int", "FSDP is that of fully_shard, Axolotl's version 2"),
-    "deepspeed": Fate("text"),
-    "zero_optimization": _refused("any", "a key of a DeepSpeed file; name that file by deepspeed"),
-    "strict": _noted("bool", "what is unknown is always refused"),
-    "debug": _noted("bool", "torchtitan preview shows what the model will see"),
-    "is_file": _refused("any", NO_OPTION),
-    "read_text": _refused("any", NO_OPTION),
+PREFERENCE: dict[str, Option] = {
+    "rl": Option("text"),
+    **same("dpo_beta dpo_label_smoothing rl_beta orpo_alpha", Option("float")),
+    "rpo_alpha": _refusal("float", "dpo only learns preferences; orpo learns the preferred answers too"),
+    "simpo_gamma": _refusal("float", "SimPO is not supported"),
+    "cpo_alpha": _refusal("float", "CPO is not supported"),
+    **same("kto_desirable_weight kto_undesirable_weight", _refusal("float", "KTO is not supported")),
+    "trl": _refusal("table", "online training on rewarded answers (GRPO) is not supported; for pairs set rl_beta"),
+    "rl_adapter_ref_model": _note("bool", "the reference is always base_model"),
+    "precompute_ref_log_probs": _note("bool", "reference log-probabilities are always computed once before training"),
 }
-SCRIPT: dict[str, Fate] = {
-    "train_data_uri": Fate("text"),
-    "val_data_uri": Fate("text"),
-    "cleanup_output_dir_on_start": Fate("bool"),
-    "mlfoundry_enable_reporting": _noted("bool", "no service is asked; metrics.trackers names trackers"),
-    "mlfoundry_ml_repo": _noted("text", "no service is asked; metrics.trackers names trackers"),
-    "mlfoundry_run_name": _same("text", "job.description"),
-    "mlfoundry_checkpoint_artifact_name": _noted("text", "checkpoints are uploaded nowhere"),
-    "mlfoundry_log_checkpoints": _noted("bool", "checkpoints are uploaded nowhere"),
+PLAN: dict[str, Option] = {
+    "ddp": _note("bool", "without fsdp and deepspeed every rank has the whole model"),
+    "ddp_timeout": Option("int", to="comm.train_timeout_seconds"),
+    "ddp_bucket_cap_mb": _note("int", "gradients are exchanged block by block"),
+    "ddp_broadcast_buffers": _note("bool", "buffers are the same on all ranks"),
+    "fsdp": Option("list"),
+    "fsdp_config": Option("table"),
+    "fsdp_version": _note("int", "FSDP is that of fully_shard, Axolotl's version 2"),
+    "deepspeed": Option("text"),
+    "zero_optimization": _refusal("any", "a key of a DeepSpeed file; name that file by deepspeed"),
+    "strict": _note("bool", "unknown options are always refused"),
+    "debug": _note("bool", "torchtitan preview shows what the model will see"),
+    **same("is_file read_text", _refusal("any", NO_OPTION)),
 }
-"""Of Truefoundry's trainer, beside Axolotl's."""
-FATES = MODEL | DATA | ADAPTER | PRECISION | OPTIMIZATION | OUTPUT | PREFERENCE | PLAN | SCRIPT
-OF_AN_ENTRY = ("path", "type", "conversation", "format", "no_input_format", "system_format", "system_prompt")
-"""Names that stand in an entry of datasets and nowhere else."""
+OPTIONS = MODEL | DATA | ADAPTER | PRECISION | OPTIMIZATION | OUTPUT | PREFERENCE | PLAN
+"""Of Axolotl and of Truefoundry's trainer (train_data_uri, val_data_uri, cleanup_output_dir_on_start, mlfoundry_*)."""
+
+
+def read_options(line: CommandLine, draft: JobDraft) -> Options:
+    """Read a file's options, overridden by flags. Record in `draft` what the table says of them."""
+    options = Options(OPTIONS, draft)
+    raw_values = yaml_file.read(line.config or "")
+    # a flag without a value is true
+    raw_values |= {name: True if text is None else yaml_file.parse_value(text) for name, text in line.flags}
+    for name, value in raw_values.items():
+        if value is None or (isinstance(value, str) and value in UNSET):
+            continue
+        option = OPTIONS.get(name)
+        if option is None and name in ENTRY_KEYS:
+            draft.refuse(name, value, "in an entry of datasets, not next to it")
+        elif option is None:
+            draft.refuse(name, value, "a known option", hint(name, [*OPTIONS, *ENTRY_KEYS]))
+        elif value is False and option.kind == "text":
+            continue  # Axolotl reads false as unset here
+        else:
+            parsed_value = KINDS[option.kind][1](value)
+            if parsed_value is None and value == AUTO:
+                draft.notes.append(f"{name}: auto, so that it is chosen here")
+            else:
+                options.add(name, value, parsed_value)
+    options.translate()
+    return options

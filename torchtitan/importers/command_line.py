@@ -3,13 +3,13 @@
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import takewhile
 from os.path import expanduser
 
 from torchtitan.core.errors import JobError
 from torchtitan.importers import yaml_file
-from torchtitan.importers.launcher_options import MODULES, options_of_file, takes_value
+from torchtitan.importers.launchers import MODULES, options_of_file, takes_value
+from torchtitan.importers.translation import CommandLine
 
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 HARMLESS = re.compile(
@@ -19,28 +19,8 @@ HARMLESS = re.compile(
 """Words before a script that do not affect the job: interpreters, launchers, and the modules that they run."""
 CONFIGS = (".yaml", ".yml", ".json")
 """Suffixes of options files."""
-OF_THE_SHELL = {">", ">>", "2>", "2>>", "&>", "&>>", "2>&1", "|", "&"}
+SHELL_OPERATORS = {">", ">>", "2>", "2>>", "&>", "&>>", "2>&1", "|", "&"}
 """Shell operators for redirection, pipes and background jobs. They end the command."""
-
-
-@dataclass(frozen=True)
-class CommandLine:
-    """A parsed command line.
-
-    `script`: the script's name, or the options file's if there is no script. `ranks`: total over all machines; None if
-    it depends on the machine. `flags`: the flags after both, in order, as (name without dashes, value); the value is
-    None for a flag without one. `config`: path of the options file. `launcher`: the program that starts the script, one
-    of launcher_options.OPTIONS, or empty. `launched`: the launcher's options by name with underscores, "" for an option
-    without a value. `unread`: unrecognized words before the launcher, or before a script without one.
-    """
-
-    script: str
-    ranks: int | None
-    flags: list[tuple[str, str | None]] = field(default_factory=list)
-    config: str | None = None
-    launcher: str = ""
-    launched: dict[str, str] = field(default_factory=dict)
-    unread: tuple[str, ...] = ()
 
 
 def split(argv: Sequence[str]) -> list[str]:
@@ -53,7 +33,7 @@ def split(argv: Sequence[str]) -> list[str]:
     try:
         return list(map(expanduser, shlex.split(argv[0].replace("\\\n", " "), comments=True)))
     except ValueError as error:
-        raise JobError(f"the command line cannot be split into words: {error}; quote it as a shell needs it") from None
+        raise JobError(f"the command line cannot be split into words: {error}; quote it as for a shell") from None
 
 
 def parse(argv: Sequence[str]) -> CommandLine:
@@ -61,14 +41,14 @@ def parse(argv: Sequence[str]) -> CommandLine:
 
     Raises JobError if there is neither a script nor an options file, or if a word after it is not a flag.
     """
-    argv = list(takewhile(lambda arg: arg not in OF_THE_SHELL, argv))
+    argv = list(takewhile(lambda arg: arg not in SHELL_OPERATORS, argv))
     launcher, first = _launcher(argv)
     launched, begin = _launched(launcher, argv, first)
     script_index = next((i for i, arg in enumerate(argv) if i >= begin and arg.endswith((".py", *CONFIGS))), None)
     if script_index is None:
         raise JobError(
-            f"no script (a word that ends in .py) and no file of options (.yml, .json) in: "
-            f"{shlex.join(argv)[:200] or 'nothing'}; give the line whole"
+            f"no script (a word that ends in .py) and no options file (.yml, .json) in: "
+            f"{shlex.join(argv)[:200] or 'nothing'}; give the whole line"
         )
     leading_words = [*argv[:first], *argv[begin:script_index]] if launcher else argv[:script_index]
     unread = tuple(arg for arg in leading_words if not (ASSIGNMENT.fullmatch(arg) or HARMLESS.fullmatch(arg)))
@@ -133,9 +113,7 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     while number < len(argv):
         name, equals, value = argv[number].partition("=")
         if not name.startswith("--") or len(name) < 3:
-            raise JobError(
-                f"{argv[number]!r}, which is no flag and follows none, in the command line; quote what has blanks"
-            )
+            raise JobError(f"{argv[number]!r} is neither a flag nor its value; quote what has blanks")
         number += 1
         if not equals and number < len(argv) and not argv[number].startswith("--"):
             value, equals = argv[number], "="

@@ -14,9 +14,8 @@ from typing import Any
 
 from torchtitan.config.options import hint, show
 from torchtitan.core.errors import JobError
-from torchtitan.importers.relora_flags import OF_THE_LIBRARY
-from torchtitan.importers.script import Flag, Script
-from torchtitan.importers.translation import LINEARS, is_finite
+from torchtitan.importers.relora_flags import GALORE_TORCH
+from torchtitan.importers.translation import LINEARS, Option, Script, is_finite, targets_of
 from torchtitan.models import FROM_HF
 from torchtitan.models.hf.config import read_json
 
@@ -29,30 +28,39 @@ MODELS = {
     "gpt2": ("gpt2", "124M", "gpt2"),
 }
 """--model -> (family, size, folder of the tokenizer)."""
-FLAGS: dict[str, Flag] = {
-    "mode": Flag(str, None, ("pretraining", "finetuning")),
-    "optimizer": Flag(str, None, OPTIMIZERS),
-    "model": Flag(str, None, tuple(MODELS)),
-    "batch_size": Flag(int, 16),
-    "num_epochs": Flag(int, 30),
-    "max_length": Flag(int, 512),
-    "num_training_tokens": Flag(float, 1e9),
-    "shuffle": Flag(bool, True),
-    "dtype": Flag(str, None, ("fp16", "bf16")),
-    "lr": Flag(float, 4e-4),
-    "weight_decay": Flag(float, 0.01),
-    "tmax": Flag(int, 30),
-    "lora_config": Flag(str),
-    "galore_config": Flag(str),
-    "test": Flag(bool, False),
+NO_FLOAT16 = "float16 overflows without a scaler, and GaLore finds no bases of such gradients; bf16 needs none"
+FLAGS: dict[str, Option] = {
+    "mode": Option("text", required=True, choices=("pretraining", "finetuning")),
+    "optimizer": Option("text", required=True, choices=OPTIMIZERS),
+    "model": Option("text", required=True, choices=tuple(MODELS)),
+    "batch_size": Option("int", 16, to="training.local_batch_size", least=1),
+    "num_epochs": Option("int", 30, least=1),
+    "max_length": Option("int", 512, to="training.seq_len", least=1),
+    "num_training_tokens": Option("float", 1e9, least=1),
+    "shuffle": Option("bool", True, to="training.shuffle"),
+    "dtype": Option("text", choices=("bf16",), reason=NO_FLOAT16),
+    "lr": Option("float", 4e-4, to="optimizer.lr"),
+    "weight_decay": Option("float", 0.01, to="optimizer.weight_decay"),
+    "tmax": Option("int", 30, least=1),
+    "lora_config": Option("text"),
+    "galore_config": Option("text"),
+    "test": Option("bool", False, to="checkpoint.enable", choices={True: False, False: True}),
 }
-COUNTS = ("batch_size", "num_epochs", "max_length", "num_training_tokens", "tmax")
+CONSTANTS = {
+    "optimizer.name": "AdamW",
+    "optimizer.beta2": 0.999,
+    "lr_scheduler.decay_type": "cosine",
+    "lr_scheduler.warmup_steps": 0,
+    "lr_scheduler.min_lr_factor": 0.0,
+    "metrics.log_freq": 1,
+}
+"""Options of every job."""
 LORA = {"r": 8, "alpha": 8, "dropout": 0.1}
 GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
-SPELT = {"lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets", "galore_scale": "scale"}
-"""Keys of a JSON config: the libraries' name -> the script's name."""
-OF_A_MODE = "target_modules_"
-"""Prefix of a mode: the script's own file has a key of targets for each mode."""
+SCRIPT_NAMES = {"lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets", "galore_scale": "scale"}
+"""Keys of a JSON config: the libraries' name -> ours."""
+TARGETS_PREFIX = "target_modules_"
+"""The script's own file has a key of targets for each mode, with this prefix."""
 DEFAULT_FILES = {"lora_config": "config/lora_config.json", "galore_config": "config/galore_config.json"}
 """Files that the script reads where a line does not name others, relative to the folder where the line runs."""
 HEADS = {"roberta": ["output.*", "norm.dense.*"], "gpt2": ["output.*"]}
@@ -64,71 +72,63 @@ class _Script(Script):
     FLAGS = FLAGS
 
     def read(self) -> None:
-        flags = self.given
-        missing = [flag for flag in ("mode", "optimizer", "model") if flags[flag] is None]
-        for flag in missing:
-            self.refuse(flag, None, f"one of {', '.join(map(show, FLAGS[flag].choices))}", "the script needs it too")
-        few = [flag for flag in COUNTS if self.given[flag] < 1]
-        for flag in few:
-            self.refuse(flag, self.given[flag], "at least 1", "")
-        if missing or few:
+        if not self.options.is_complete:
             return
-        (values := self.values)["model.name"], values["model.flavor"], tokenizer = MODELS[flags["model"]]
-        values |= {"model.tokenizer_path": tokenizer, "training.seq_len": flags["max_length"]}
-        values |= {"training.local_batch_size": flags["batch_size"], "training.shuffle": flags["shuffle"]}
+        self.values |= CONSTANTS
+        self.values["model.name"], self.values["model.flavor"], tokenizer = MODELS[self.options["model"]]
+        self.values["model.tokenizer_path"] = tokenizer
         if not Path(tokenizer).exists():
             self.note(f"the tokenizer {tokenizer} has to be in a folder of that name here, see docs/data.md")
-        self.pretraining() if self.pretrains else self.finetuning()
+        self.pretraining() if self.is_pretraining else self.finetuning()
         self.optimizer()
         self.precision()
         self.output()
 
     @property
-    def pretrains(self) -> bool:
-        return self.given["mode"] == "pretraining"
+    def is_pretraining(self) -> bool:
+        return bool(self.options["mode"] == "pretraining")
 
     def pretraining(self) -> None:
-        flags, values = self.given, self.values
-        if flags["model"] == "roberta":
+        options, values = self.options, self.values
+        if options["model"] == "roberta":
             values["task.kind"] = "masked_lm"
-            self.note(
-                "masked words are learned (task.mask_share of all, by the tokenizer's mask token); the script had no"
-            )
-            self.note("working path for them")
+            self.note("masked words are learned (task.mask_share of all, by the tokenizer's mask token); the script's")
+            self.note("own path for them did not work")
         values |= {"training.dataset": "c4", "training.dataset_path": "allenai/c4:realnewslike"}
-        if flags["model"].startswith("llama"):
-            self.note("with more tokens than the model (100, of no text) set model.overrides = {vocab_size = 32100}")
-        self.note("documents are packed: the script cut or padded each to --max_length, and learned the pads")
-        if flags["shuffle"]:
-            self.note("shuffled as far as a stream can be, within a buffer; the script did not shuffle streams")
-        tokens = self.budget(int(flags["num_training_tokens"]))
-        self.note(f"{tokens:,} tokens are read once, where the script took so many documents --num_epochs times;")
-        self.note("--tmax is as large a share of them as of these epochs, and the rate does not rise again behind it")
+        if options["model"].startswith("llama"):
+            self.note("T5's tokenizer has 100 more tokens than the model, though not in text: set model.overrides =")
+            self.note("{vocab_size = 32100} to include them")
+        self.note("documents are packed: the script cut or padded each to --max_length, and learned the padding")
+        if options["shuffle"]:
+            self.note("a stream is shuffled within a buffer; the script did not shuffle streams")
+        tokens = self.budget(int(options["num_training_tokens"]))
+        self.note(f"{tokens:,} tokens are read once; the script took so many documents --num_epochs times;")
+        self.note("--tmax is the same fraction of the run as of these epochs; the rate does not rise again after it")
 
     def finetuning(self) -> None:
         """Translate fine-tuning on SST-2, which classifies sentences as good or bad."""
-        flags, values = self.given, self.values
+        options, values = self.options, self.values
         values |= {"data.packing": "off", "data.too_long": "truncate"}
-        if flags["model"].startswith("llama"):
+        if options["model"].startswith("llama"):
             values |= {"task.kind": "sft", "training.dataset": "text", "training.dataset_path": "sst2.jsonl"}
-            self.note('write SST-2 as {"prompt": sentence, "completion": "good" or "bad"} into sst2.jsonl: Llamas say')
-            self.note("the class in words, where the script had no working path; checkpoint.initial_load_path lets the")
-            self.note("run begin from a model that has been pretrained")
+            self.note('write SST-2 as {"prompt": sentence, "completion": "good" or "bad"} into sst2.jsonl: Llamas name')
+            self.note("the class in words, where the script's path did not work; set checkpoint.initial_load_path to")
+            self.note("start from a pretrained model")
         else:
-            self.classes()
-        if flags["test"]:
+            self.classification()
+        if options["test"]:
             self.budget(TEST_TOKENS)
         else:
-            values |= {"training.epochs": flags["num_epochs"], "lr_scheduler.t_max": flags["tmax"]}
-            self.note("--tmax counts epochs, as it says, and not batches; the rate does not rise again behind it")
+            values |= {"training.epochs": options["num_epochs"], "lr_scheduler.t_max": options["tmax"]}
+            self.note("--tmax counts epochs, as documented, not batches; the rate does not rise again after it")
 
-    def classes(self) -> None:
+    def classification(self) -> None:
         values, folder = self.values, self.values["model.tokenizer_path"]
         values |= {"task.kind": "seq_cls", "training.text_field": "sentence", "model.overrides": {"n_classes": 2}}
         values |= {"training.dataset": "huggingface", "training.dataset_path": "sst2"}
-        self.note("save SST-2 by `datasets` (save_to_disk) as the folder sst2; its split train is learned")
-        if self.given["test"]:
-            self.note(f"a test begins from random weights, and {folder} is not read")
+        self.note("save SST-2 with `datasets` (save_to_disk) as the folder sst2; its train split is used")
+        if self.options["test"]:
+            self.note(f"a test begins from random weights, so {folder} is not read")
             return
         values |= {"model.flavor": FROM_HF, "model.hf_folder": folder}
         values |= {"checkpoint.initial_load_path": folder, "checkpoint.initial_load_in_hf": True}
@@ -137,21 +137,18 @@ class _Script(Script):
 
     def budget(self, tokens: int) -> int:
         """Set the number of training tokens, and scale the schedule's length from epochs to tokens."""
-        flags, values = self.given, self.values
-        values["training.tokens"] = tokens = TEST_TOKENS if flags["test"] else tokens
-        share = Fraction(flags["tmax"], flags["num_epochs"])
+        options, values = self.options, self.values
+        values["training.tokens"] = tokens = TEST_TOKENS if options["test"] else tokens
+        share = Fraction(options["tmax"], options["num_epochs"])
         if share != 1:
             values |= {"lr_scheduler.t_max": ceil(tokens * share), "lr_scheduler.t_max_unit": "token"}
         return tokens
 
     def optimizer(self) -> None:
-        flags, values, kind = self.given, self.values, self.given["optimizer"]
-        targets = ["q_proj", "v_proj"] if self.pretrains else ["query", "value"]
+        kind = self.options["optimizer"]
+        targets = ["q_proj", "v_proj"] if self.is_pretraining else ["query", "value"]
         lora = self._config("lora_config", LORA | {"targets": targets}, "lora" in kind)
         galore = self._config("galore_config", GALORE, "galore" in kind)
-        values |= {"optimizer.name": "AdamW", "optimizer.lr": flags["lr"], "optimizer.beta2": 0.999}
-        values |= {"optimizer.weight_decay": flags["weight_decay"], "lr_scheduler.decay_type": "cosine"}
-        values |= {"lr_scheduler.warmup_steps": 0, "lr_scheduler.min_lr_factor": 0.0}
         if "lora" in kind:
             self._adapter(lora)
         if "galore" in kind:
@@ -162,53 +159,46 @@ class _Script(Script):
         if len(supported_targets) < len(config["targets"]) or not supported_targets:
             self.refuse("lora_config", config["targets"], f"targets among {', '.join(LINEARS)}")
         self.values |= {"adapter.kind": "lora", "adapter.rank": config["r"], "adapter.alpha": float(config["alpha"])}
-        chosen = [pattern for name in supported_targets for pattern in LINEARS[name]]
-        self.values |= {"adapter.dropout": config["dropout"], "adapter.target": list(dict.fromkeys(chosen))}
-        self.note("weight decay is that of the flag, which the script left out of LoRA")
-        if not self.pretrains and self.given["model"] in HEADS:
-            self.values["adapter.train_fully"] = HEADS[self.given["model"]]
-            self.note("the head of classes is trained beside the adapters: the script left it as it was drawn")
-        if self.pretrains:
+        self.values |= {"adapter.dropout": config["dropout"], "adapter.target": targets_of(supported_targets)}
+        self.note("weight decay is that of the flag; the script did not apply it to LoRA")
+        if not self.is_pretraining and self.options["model"] in HEADS:
+            self.values["adapter.train_fully"] = HEADS[self.options["model"]]
+            self.note("the classification head is trained with the adapters: the script left it at its random values")
+        if self.is_pretraining:
             self.values["adapter.train_dense_rest"] = True
-            self.note("embeddings, head and norms are trained beside the adapters: frozen as they are drawn, they say")
-            self.note("nothing")
+            self.note("embeddings, head and norms are trained with the adapters: frozen at their random values they")
+            self.note("would be useless")
 
     def _projection(self, config: Mapping[str, Any], lora_rank: int | None) -> None:
-        values, kind = self.values, self.given["optimizer"]
-        if lora_rank is not None and config["rank"] >= lora_rank:
+        values, kind, rank = self.values, self.options["optimizer"], config["rank"]
+        if lora_rank is not None and rank >= lora_rank:
             values["optimizer.name"] = "AdamW8bit"
-            self.note(
-                f"NO GALORE HERE: its rank {config['rank']} reaches LoRA's {lora_rank}, so that it would turn their"
-            )
-            self.note(
-                "gradients and save nothing: adapters step by AdamW in 8 bits; give it a lower rank to project them"
-            )
+            self.note(f"NO GALORE HERE: its rank {rank} is not below LoRA's {lora_rank}; a projection would rotate the")
+            self.note("gradients and save nothing: adapters use 8-bit AdamW; lower GaLore's rank to project them")
             return
         values["optimizer.name"] = "GaLore"
         values["optimizer.options"] = {
-            "rank": config["rank"],
+            "rank": rank,
             "update_gap": config["update_proj_gap"],
             "scale": config["scale"],
             "side": config["proj_type"],
             "inner": "adamw_8bit" if "8bit" in kind else "adamw",
         }
         if "8bit" not in kind:
-            values["optimizer.eps"], formula = OF_THE_LIBRARY
+            values["optimizer.eps"], formula = GALORE_TORCH
             values["optimizer.options"] |= formula
         if lora_rank is not None:
             values["optimizer.options"]["targets"] = ["*lora_A", "*lora_B"]
-            self.note("the adapters' matrices are projected, and nothing else")
+            self.note("only the gradients of the adapters' matrices are projected")
             return
-        self.note("GaLore projects attention and feed-forward; embedding and head step as norms do, by the moments as")
-        self.note("they are: the script projected the former and never trained the latter")
+        self.note("GaLore projects attention and feed-forward; embedding, head and norms use the moments directly: the")
+        self.note("script projected embedding and head, and never trained the norms")
 
-    def _config(self, flag: str, default: dict[str, Any], needed: bool) -> dict[str, Any]:
-        """Read a JSON object from the flag itself or from the file that it names, over the script's published values.
-        Without the flag, read the script's default file if it exists.
-        """
-        value = self.given[flag]
+    def _config(self, flag: str, default: dict[str, Any], is_used: bool) -> dict[str, Any]:
+        """Read a JSON object from the flag, or from the file that it names or defaults to, over published values."""
+        value = self.options[flag]
         if value is None:
-            value = self._default_file(flag, needed)
+            value = self._default_file(flag, is_used)
         if value is None:
             return default
         try:
@@ -216,7 +206,7 @@ class _Script(Script):
         except (JobError, ValueError, RecursionError) as error:
             self.refuse(flag, value, "a JSON object, or a file that holds one", str(error))
             return default
-        for name, entry in self._in_one_spelling(entries).items():
+        for name, entry in self._with_script_names(entries).items():
             if name not in default:
                 self.refuse(flag, name, f"the keys {', '.join(default)}", hint(name, default))
             elif not _fits(entry, default[name]):
@@ -225,43 +215,37 @@ class _Script(Script):
                 default = default | {name: entry}
         return default
 
-    def _default_file(self, flag: str, needed: bool) -> str | None:
-        """Return the path of the file that the script reads without the flag; None if it is missing or not `needed`."""
+    def _default_file(self, flag: str, is_used: bool) -> str | None:
+        """Return the path of the file that the script reads without the flag; None if it is missing or not used."""
         path = DEFAULT_FILES[flag]
-        if not needed:
+        if not is_used:
             return None
         if Path(path).exists():
             self.note(f"no --{flag}: {path} is read, which is the script's default")
             return path
-        self.note(f"no --{flag}, and its default {path} is not here: the published values of that file are taken")
+        self.note(f"no --{flag}, and its default {path} is not here: the published values of that file are used")
         return None
 
-    def _in_one_spelling(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+    def _with_script_names(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Rename the entries of a config to our names, and drop the targets of the other mode."""
-        other = {OF_A_MODE + mode for mode in FLAGS["mode"].choices if mode != self.given["mode"]}
-        names = SPELT | {OF_A_MODE + self.given["mode"]: "targets"}
-        return {names.get(name, name): value for name, value in entries.items() if name not in other}
+        ignored = {TARGETS_PREFIX + mode for mode in FLAGS["mode"].choices if mode != self.options["mode"]}
+        names = SCRIPT_NAMES | {TARGETS_PREFIX + self.options["mode"]: "targets"}
+        return {names.get(name, name): value for name, value in entries.items() if name not in ignored}
 
     def precision(self) -> None:
-        flags, values = self.given, self.values
-        dtype = "float32" if flags["test"] else "bfloat16"
-        if flags["dtype"] == "fp16":
-            reason = "float16 overflows without a scaler, and bases of such gradients cannot be found; bf16 needs none"
-            self.refuse("dtype", "fp16", "bf16", reason)
-        elif flags["dtype"] is None and not flags["test"]:
+        dtype = "float32" if self.options["test"] else "bfloat16"
+        if "dtype" not in self.options and not self.options["test"]:
             self.note("no --dtype: bfloat16; the script's own default was fp16, which did not work")
-        values |= {"training.dtype": dtype, "training.mixed_precision_param": dtype}
+        self.values |= {"training.dtype": dtype, "training.mixed_precision_param": dtype}
 
     def output(self) -> None:
-        flags, values = self.given, self.values
-        done = "pretrained" if self.pretrains else "finetuned"
-        values["job.dump_folder"] = f"{flags['model']}_{flags['optimizer']}_{done}"
-        values |= {"metrics.log_freq": 1, "checkpoint.enable": not flags["test"]}
+        suffix = "pretrained" if self.is_pretraining else "finetuned"
+        self.values["job.dump_folder"] = f"{self.options['model']}_{self.options['optimizer']}_{suffix}"
         self.note("the columns of its CSV file are in metrics.jsonl, see docs/low_rank.md")
         self.note("gradients are clipped to 1.0 (training.max_norm), which GaLore's authors needed at 7B")
 
 
-read = _Script.meaning_of
+read = _Script.draft_of
 
 
 def _fits(value: object, like: object) -> bool:

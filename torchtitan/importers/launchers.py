@@ -1,114 +1,282 @@
-"""The options of a line's launcher in a job: each is taken over, noted in the job's head, or refused.
+"""Translate the options of accelerate launch, torchrun and deepspeed: each becomes an option of the job, a note in its
+head, or a refusal.
 
 accelerate launch sets up mixed precision, sharding and compilation for a script that asks it to, as the Trainer of
-transformers does. What the script says itself counts before that, as it does there.
+transformers does. The script's own options take precedence over it.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.options import hint
-from torchtitan.importers.axolotl_values import KINDS
-from torchtitan.importers.command_line import CommandLine
-from torchtitan.importers.launcher_options import MACHINES, OPTIONS, PARALLELISM, SETUP, START
-from torchtitan.importers.translation import Meaning
+from torchtitan.importers.translation import FLOAT16, KINDS, CommandLine, JobDraft, Option, same
+
+START = "torchtitan train starts the ranks"
+"""The note of options that say how processes are started, and nothing about the training."""
+MACHINES = "start torchtitan train on every machine, see docs/jobs.md"
+NO_TPU = "TPUs are not supported"
+NO_MEGATRON = "models of Megatron-LM are not supported; parallelism.* shards the model"
+NO_FP8 = "matrix products are in bfloat16 or float32"
+NO_SEQUENCE_PARALLEL = "use parallelism.context_parallel_degree, which shards sequences, instead of DeepSpeed's"
+NO_DISK = "offloading to disks is not supported"
+NUMA = "ranks always run on the processors next to their GPU"
+FIXED_RANKS = "the number of ranks does not change within a run"
+
+FLAG, TEXT, INT = Option("bool"), Option("text"), Option("int")
+"""Options that the code below reads. An option of kind bool takes no value."""
+START_FLAG, START_TEXT = Option("bool", note=START), Option("text", note=START)
+MACHINES_FLAG, MACHINES_TEXT = Option("bool", note=MACHINES), Option("text", note=MACHINES)
+
+
+def _noted(note: str) -> Option:
+    return Option("text", note=note)
+
+
+def _refused(reason: str) -> Option:
+    return Option("text", reason=reason)
+
+
+ACCELERATE: dict[str, Option] = {
+    **same("config_file mixed_precision", TEXT),
+    "num_processes": INT,
+    **same("quiet multi_gpu module m no_python q no_tpu_cluster", START_FLAG),
+    **same("tee t log_dir role monitor_interval rdzv_conf", START_TEXT),
+    **same("num_machines machine_rank main_process_ip main_process_port rdzv_backend mpirun_hostfile", MACHINES_TEXT),
+    "same_network": MACHINES_FLAG,
+    "max_restarts": Option("int", to="job.max_restarts"),
+    "cpu": Option("bool", note="an empty CUDA_VISIBLE_DEVICES in the environment keeps a job on the CPU"),
+    "gpu_ids": _noted("set CUDA_VISIBLE_DEVICES in the environment to choose the GPUs"),
+    "num_cpu_threads_per_process": Option("int", note="set OMP_NUM_THREADS in the environment instead"),
+    "enable_cpu_affinity": Option("bool", note=NUMA),
+    "debug": Option("bool", note="it only checks what ranks send each other"),
+    **same("tpu tpu_cluster tpu_use_sudo downcast_bf16", Option("bool", reason=NO_TPU)),
+    **same("vm env main_training_function", _refused(NO_TPU)),
+    **same("aws_access_key_id aws_secret_access_key", _refused("SageMaker is not supported")),
+}
+COMPILE: dict[str, Option] = {
+    **same("dynamo_backend dynamo_mode", TEXT),
+    "dynamo_use_fullgraph": Option("bool", note="blocks are always compiled as one graph each"),
+    "dynamo_use_dynamic": Option("bool", note="shapes are dynamic only if batches have several lengths"),
+    "dynamo_use_regional_compilation": Option("bool", note="blocks are always compiled one by one"),
+}
+DEEPSPEED: dict[str, Option] = {
+    "use_deepspeed": FLAG,
+    **same("zero_stage gradient_accumulation_steps", INT),
+    **same("deepspeed_config_file offload_optimizer_device offload_param_device", TEXT),
+    **same("offload_optimizer_nvme_path offload_param_nvme_path", _refused(NO_DISK)),
+    "gradient_clipping": Option("float"),
+    "zero3_init_flag": _noted("weights are always created on the rank that holds them"),
+    "zero3_save_16bit_model": _noted("checkpoint.export_dtype is the type of exported weights"),
+    **same("deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter", MACHINES_TEXT),
+    "deepspeed_multinode_launcher": MACHINES_TEXT,
+    "deepspeed_moe_layer_cls_names": _noted("parameters are gathered block by block, also those of experts"),
+}
+FSDP: dict[str, Option] = {
+    "use_fsdp": FLAG,
+    **same("fsdp_sharding_strategy fsdp_reshard_after_forward fsdp_offload_params fsdp_activation_checkpointing", TEXT),
+    "fsdp_activation_checkpointing_offload": TEXT,
+    "fsdp_version": _noted("FSDP is that of fully_shard, version 2"),
+    **same(
+        "fsdp_auto_wrap_policy fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap",
+        _noted("each block of the model is always gathered by itself"),
+    ),
+    **same("fsdp_backward_prefetch fsdp_forward_prefetch", _noted("the next block is always prefetched")),
+    "fsdp_state_dict_type": _noted("checkpoints are always sharded; torchtitan export joins them"),
+    "fsdp_use_orig_params": _noted("parameters always keep their names and shapes"),
+    **same(
+        "fsdp_cpu_ram_efficient_loading fsdp_sync_module_states",
+        _noted("each rank reads only its own part of a checkpoint"),
+    ),
+}
+PARALLELISM: dict[str, Option] = {
+    "use_parallelism_config": FLAG,
+    "parallelism_config_dp_replicate_size": Option("int", to="parallelism.data_parallel_replicate_degree"),
+    "parallelism_config_dp_shard_size": Option("int", to="parallelism.data_parallel_shard_degree"),
+    "parallelism_config_tp_size": Option("int", to="parallelism.tensor_parallel_degree"),
+    "parallelism_config_cp_size": Option("int", to="parallelism.context_parallel_degree"),
+    "parallelism_config_cp_comm_strategy": Option("text", to="parallelism.context_parallel_rotate_method"),
+    "parallelism_config_cp_backend": _noted("context parallelism has one backend"),
+    "parallelism_config_sp_size": INT,
+    **same(
+        """parallelism_config_sp_backend parallelism_config_sp_seq_length parallelism_config_sp_attn_implementation
+        parallelism_config_sp_seq_length_is_variable""",
+        _refused(NO_SEQUENCE_PARALLEL),
+    ),
+}
+MEGATRON: dict[str, Option] = same(
+    """tp_degree use_custom_fsdp no_load_optim eod_mask_loss overlap_cpu_optimizer_d2h_h2d no_save_optim
+    optimizer_cpu_offload use_precision_aware_optimizer decoder_last_pipeline_num_layers pp_degree num_micro_batches
+    sequence_parallelism recompute_activations use_distributed_optimizer gradient_clipping recompute_granularity
+    recompute_method recompute_num_layers attention_backend expert_model_parallel_size context_parallel_size
+    attention_dropout hidden_dropout attention_softmax_in_fp32 expert_tensor_parallel_size calculate_per_token_loss
+    use_rotary_position_embeddings""",
+    _refused(NO_MEGATRON),
+)
+FP8: dict[str, Option] = same(
+    """fp8_backend fp8_margin fp8_interval fp8_format fp8_amax_history_len fp8_amax_compute_algo
+    fp8_override_linear_precision fp8_opt_level fp8_enable_fsdp_float8_all_gather fp8_pad_inner_dim""",
+    _refused(NO_FP8),
+)
+SETUP = COMPILE | DEEPSPEED | FSDP | PARALLELISM | FP8
+SETUP |= {f"megatron_lm_{name}": option for name, option in MEGATRON.items()}
+SETUP |= {"use_megatron_lm": Option("bool", reason=NO_MEGATRON), "mixed_precision": TEXT}
+SETUP |= {"fp8_use_autocast_during_eval": Option("bool", reason=NO_FP8)}
+"""What accelerate sets up for a script that asks it to. In other scripts it has no effect."""
+TORCHRUN: dict[str, Option] = {
+    **same("nproc_per_node nnodes", TEXT),
+    "max_restarts": Option("int", to="job.max_restarts"),
+    **same("standalone m module no_python run_path virtual_local_rank use_env", START_FLAG),
+    **same("monitor_interval start_method event_log_handler role log_dir redirects r tee t", START_TEXT),
+    **same("local_ranks_filter duplicate_stdout_filters duplicate_stderr_filters logs_specs", START_TEXT),
+    **same("signals_to_handle shutdown_timeout", START_TEXT),
+    **same("rdzv_backend rdzv_endpoint rdzv_id rdzv_conf node_rank master_addr master_port local_addr", MACHINES_TEXT),
+    "numa_binding": _noted(NUMA),
+}
+DEEPSPEED_LAUNCHER: dict[str, Option] = {
+    **same("num_gpus num_nodes", INT),
+    **same("module no_python no_local_rank enable_each_rank_log save_pid", START_FLAG),
+    **same("hostfile H include i exclude e master_addr master_port node_rank", MACHINES_TEXT),
+    **same("launcher launcher_args ssh_port", MACHINES_TEXT),
+    **same("force_multi no_ssh no_ssh_check", MACHINES_FLAG),
+    "bind_cores_to_rank": Option("bool", note=NUMA),
+    "bind_core_list": _noted(NUMA),
+    "autotuning": _refused("torchtitan bench measures the time and memory of a job at other sizes"),
+    "elastic_training": Option("bool", reason=FIXED_RANKS),
+    **same("min_elastic_nodes max_elastic_nodes", Option("int", reason=FIXED_RANKS)),
+}
+OPTIONS: dict[str, dict[str, Option]] = {
+    "accelerate": ACCELERATE | SETUP,
+    "torchrun": TORCHRUN,
+    "deepspeed": DEEPSPEED_LAUNCHER,
+}
+"""By launcher; names have underscores and no leading dashes."""
+MODULES = {"torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun"}
+MODULES |= {"accelerate.commands.launch": "accelerate", "deepspeed.launcher.runner": "deepspeed"}
+"""Launchers by the module that python -m runs."""
+FILE_ONLY_KEYS = (
+    *("compute_environment", "main_training_function", "tpu_env", "tpu_use_cluster", "fp8_config"),
+    "mpirun_config",
+)
+"""Keys in a file of `accelerate config` that are no options."""
+DISTRIBUTED_TYPES = {"DEEPSPEED": "use_deepspeed", "FSDP": "use_fsdp", "MEGATRON_LM": "use_megatron_lm", "XLA": "tpu"}
+"""Values of distributed_type in such a file -> options."""
 
 SHARDING = {"full_shard": "full_shard", "shard_grad_op": "shard_grad_op", "no_shard": "no_shard"}
 SHARDING |= {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard"}
 STAGES = {0: "no_shard", 1: "shard_grad_op", 2: "shard_grad_op", 3: "full_shard"}
 DEFAULT_STAGE = 2
-"""Of accelerate launch --use_deepspeed, without a file or a stage."""
+"""ZeRO stage of accelerate launch --use_deepspeed without a file or a stage."""
 BACKENDS = ("eager", "aot_eager", "inductor", "cudagraphs")
 MAX_NORM = 1.0
-"""Of the Trainer, where nothing is said."""
+"""Default of the Trainer."""
 DEFAULT_FILE = Path("~/.cache/huggingface/accelerate/default_config.yaml")
-"""The file that `accelerate config` writes, which accelerate launch reads if none is named."""
+"""The file that `accelerate config` writes, and accelerate launch reads if none is named."""
 NO, YES = ("no", "false", "none", ""), ("true", "1", "yes")
 
 
-def add(line: CommandLine, meaning: Meaning, is_accelerated: bool) -> None:
-    """Add the options of the line's launcher to the job that its script means. `is_accelerated`: whether the script
-    lets accelerate set up precision, sharding and compilation."""
-    _Launch(line, meaning, is_accelerated).read()
+def takes_value(launcher: str, name: str) -> bool:
+    """Return True if an option is followed by its value. An unknown one is assumed to be."""
+    option = OPTIONS[launcher].get(name)
+    return option is None or option.kind != "bool"
+
+
+def options_of_file(config: Mapping[str, Any]) -> dict[str, str]:
+    """Convert a file of `accelerate config`, with its nested tables, to options of accelerate launch."""
+    options: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            options |= options_of_file(value)
+        elif name == "distributed_type":
+            options |= {DISTRIBUTED_TYPES[value]: ""} if isinstance(value, str) and value in DISTRIBUTED_TYPES else {}
+        elif name not in FILE_ONLY_KEYS and value not in (None, [], {}):
+            name = "cpu" if name == "use_cpu" else name
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            if takes_value("accelerate", name):
+                options[name] = text
+            elif text not in ("false", "no"):
+                options[name] = ""
+    return options
+
+
+def add(line: CommandLine, draft: JobDraft, is_accelerated: bool) -> None:
+    """Add the options of the line's launcher to the draft of its script's job.
+
+    `is_accelerated`: True if the script lets accelerate set up precision, sharding and compilation.
+    """
+    _Launch(line, draft, is_accelerated).read()
 
 
 def deepspeed_file(line: CommandLine) -> str | None:
-    """The path of the file that accelerate hands to DeepSpeed."""
+    """Return the path of the file that accelerate passes to DeepSpeed."""
     return line.launched.get("deepspeed_config_file")
 
 
 def sharding(line: CommandLine) -> set[str]:
-    """How accelerate shards the model, as a word of FSDP's sharding strategies; empty where it does not."""
+    """Return how accelerate shards the model, named as one of FSDP's sharding strategies; empty if it does not."""
     options = line.launched
     if "use_deepspeed" in options or "zero_stage" in options:
         stage = options.get("zero_stage", str(DEFAULT_STAGE))
         return {STAGES[int(stage)]} if stage in map(str, STAGES) else set()
-    if "use_fsdp" in options:
-        regather = options.get("fsdp_reshard_after_forward", "true").lower()
-        strategy = options.get("fsdp_sharding_strategy", regather)
-        strategy = {**dict.fromkeys(YES, "full_shard"), "false": "shard_grad_op"}.get(
-            strategy.lower(), strategy.lower()
-        )
-        return {SHARDING[strategy]} if strategy in SHARDING else set()
-    return set()
+    if "use_fsdp" not in options:
+        return set()
+    strategy = options.get("fsdp_sharding_strategy", options.get("fsdp_reshard_after_forward", "true")).lower()
+    strategy = "full_shard" if strategy in YES else "shard_grad_op" if strategy == "false" else strategy
+    return {SHARDING[strategy]} if strategy in SHARDING else set()
 
 
 class _Launch:
-    def __init__(self, line: CommandLine, meaning: Meaning, is_accelerated: bool) -> None:
-        self.line, self.meaning, self.is_accelerated = line, meaning, is_accelerated
+    def __init__(self, line: CommandLine, draft: JobDraft, is_accelerated: bool) -> None:
+        self.line, self.job, self.is_accelerated = line, draft, is_accelerated
         self.name = "accelerate launch" if line.launcher == "accelerate" else line.launcher
-        self.values, self.note = meaning.values, meaning.notes.append
+        self.draft = draft.part_of(draft.source, f"{self.name} --")
+        self.values, self.note, self.refuse = draft.values, draft.notes.append, self.draft.refuse
         self.options: dict[str, Any] = {}
 
     def read(self) -> None:
         if self.line.unread:
             unread = " ".join(self.line.unread)
-            self.note(f"ahead of the launcher, not read: {unread}; --world-size N says how many ranks there are")
+            self.note(f"not read, before the launcher: {unread}; give the number of ranks with --world-size N")
         if not self.line.launcher:
             return
         if "use_parallelism_config" in self.line.launched:
-            self.values |= {fate.to: 1 for name, fate in PARALLELISM.items() if name.endswith("_size") and fate.to}
-        of_start = [name for name in self.line.launched if not self._take(name, self.line.launched[name])]
+            sizes = [option.to for name, option in PARALLELISM.items() if name.endswith("_size") and option.to]
+            self.values |= dict.fromkeys(sizes, 1)
+        of_start = [name for name in self.line.launched if not self._apply(name, self.line.launched[name])]
         if of_start:
-            self.note(f"of {self.name}, nothing that a job says, as {START}: --{', --'.join(of_start)}")
+            self.note(f"options of {self.name} without effect, as {START}: --{', --'.join(of_start)}")
         if self.is_accelerated:
-            if (
-                self.line.launcher == "accelerate"
-                and "config_file" not in self.line.launched
-                and DEFAULT_FILE.expanduser().is_file()
-            ):
+            has_file = self.line.launcher != "accelerate" or "config_file" in self.line.launched
+            if not has_file and DEFAULT_FILE.expanduser().is_file():
                 self.note(f"{self.name}: its default file {DEFAULT_FILE} is not read; name it by --config_file")
             self._precision()
             self._compile()
             self._deepspeed()
             self._fsdp()
 
-    def _refuse(self, name: str, value: Any, allowed: str, remedy: str = "") -> None:
-        self.meaning.refuse(f"{name} ({self.name})", value, allowed, remedy)
-
-    def _take(self, name: str, text: str) -> bool:
-        """Take an option over by its fate. False for one that only says how processes are started."""
-        fate = OPTIONS[self.line.launcher].get(name)
-        if fate is None:
-            self._refuse(name, text, f"an option of {self.name}", hint(name, OPTIONS[self.line.launcher]))
+    def _apply(self, name: str, text: str) -> bool:
+        """Apply the table to an option. Returns False for one that only says how processes are started."""
+        option = OPTIONS[self.line.launcher].get(name)
+        if option is None:
+            self.refuse(name, text, f"an option of {self.name}", hint(name, OPTIONS[self.line.launcher]))
             return True
-        value = True if fate.kind == "bool" and not text else KINDS[fate.kind][1](text)
+        value = True if option.kind == "bool" and not text else KINDS[option.kind][1](text)
         if value is None:
-            self._refuse(name, text, KINDS[fate.kind][0])
-        elif fate.reason:
+            self.refuse(name, text, option.allowed())
+        elif option.reason:
             if value is not False:
-                self._refuse(name, value, "nothing", fate.reason)
+                self.refuse(name, value, "nothing", option.reason)
         elif name in SETUP and not self.is_accelerated and text not in NO[:3]:
-            reason = f"{self.line.script} does not ask accelerate for it: its own flags say precision and sharding"
-            self._refuse(name, value, f"nothing ahead of {self.line.script}", reason)
+            reason = f"{self.line.script} does not use accelerate for this: its own flags say precision and sharding"
+            self.refuse(name, value, f"nothing before {self.line.script}", reason)
         elif name in PARALLELISM and "use_parallelism_config" not in self.line.launched:
             self.note(f"{self.name} --{name}: no effect without --use_parallelism_config")
-        elif fate.note == START or (fate.note == MACHINES and not self._has_machines()):
+        elif option.note == START or (option.note == MACHINES and not self._has_machines()):
             return False
-        elif fate.note:
-            self.note(f"{self.name} --{name}: {fate.note}")
-        elif fate.to:
-            self.values[fate.to] = value
+        elif option.note:
+            self.note(f"{self.name} --{name}: {option.note}")
+        elif option.to:
+            self.values[option.to] = value
         self.options[name] = value
         return True
 
@@ -117,31 +285,27 @@ class _Launch:
         return any(count != "1" for count in counts)
 
     def _precision(self) -> None:
-        """bf16 counts where the script says nothing of it; the Trainer's own option counts before it."""
-        requested, computed = (
-            self.options.get("mixed_precision", "no"),
-            self.values.get("training.mixed_precision_param"),
-        )
-        if requested in NO or "mixed_precision" in self.meaning.launched:
+        """Use the launcher's mixed precision unless the script's own options say bfloat16."""
+        requested = self.options.get("mixed_precision", "no")
+        if requested in NO or "mixed_precision" in self.job.launched:
             return
-        if computed == "bfloat16":
+        if self.values.get("training.mixed_precision_param") == "bfloat16":
             if requested != "bf16":
-                self.note(f"{self.name} --mixed_precision {requested}: bf16 of the file counts before it")
+                self.note(f"{self.name} --mixed_precision {requested}: bf16 of the file takes precedence")
         elif requested == "bf16":
             self.values["training.mixed_precision_param"] = "bfloat16"
-            self.note(f"{self.name} --mixed_precision bf16: it computes in bfloat16, though the file does not say bf16")
+            self.note(f"{self.name} --mixed_precision bf16: computes in bfloat16, though the file does not say bf16")
         else:
-            reason = "float16 overflows without a scaler; bf16 needs none"
-            self._refuse("mixed_precision", requested, "no or bf16", reason)
+            self.refuse("mixed_precision", requested, "no or bf16", FLOAT16)
 
     def _compile(self) -> None:
         backend = str(self.options.get("dynamo_backend", "no")).lower()
         if (mode := self.options.get("dynamo_mode", "default")) != "default":
-            self._refuse("dynamo_mode", mode, "default", "compile.* has no modes")
+            self.refuse("dynamo_mode", mode, "default", "compile.* has no modes")
         if backend in NO:
             return
         if backend not in BACKENDS:
-            self._refuse("dynamo_backend", backend, f"no, {', '.join(BACKENDS)}")
+            self.refuse("dynamo_backend", backend, f"no, {', '.join(BACKENDS)}")
             return
         self.values["compile.enable"] = True
         self.values.setdefault("compile.backend", backend)
@@ -149,44 +313,45 @@ class _Launch:
     def _deepspeed(self) -> None:
         stage = self.options.get("zero_stage")
         if stage is not None and stage not in STAGES:
-            self._refuse("zero_stage", stage, "0, 1, 2 or 3")
+            self.refuse("zero_stage", stage, "0, 1, 2 or 3")
         for name in ("offload_optimizer_device", "offload_param_device"):
             device = str(self.options.get(name, "none")).lower()
             if device == "cpu":
                 self.values["training.enable_cpu_offload"] = True
                 self.note(f"{self.name} --{name} cpu: parameters and optimizer are kept on the host together")
             elif device not in NO:
-                self._refuse(name, device, "none or cpu", "nothing is moved to disks")
-        same = {
+                self.refuse(name, device, "none or cpu", NO_DISK)
+        job_values = {
             "gradient_accumulation_steps": self._passes(),
             "gradient_clipping": self.values.get("training.max_norm", MAX_NORM),
         }
-        for name, job_value in same.items():
+        for name, job_value in job_values.items():
             value = self.options.get(name)
             if value is not None and job_value is not None and value != job_value:
-                self._refuse(name, value, f"{job_value:g}, as the job has it", "say it once, to the script")
+                self.refuse(name, value, f"{job_value:g}, as the job has it", "set it only in the script's options")
             elif value is not None and job_value is None and value != 1:
-                self.note(f"{self.name} --{name} {value:g}: not compared with the job; say --world-size N")
+                self.note(f"{self.name} --{name} {value:g}: not compared with the job; give --world-size N")
         if self.options.get("parallelism_config_sp_size", 1) != 1:
-            reason = "parallelism.context_parallel_degree shards sequences"
-            self._refuse("parallelism_config_sp_size", self.options["parallelism_config_sp_size"], "1", reason)
+            sp_size = self.options["parallelism_config_sp_size"]
+            self.refuse("parallelism_config_sp_size", sp_size, "1", NO_SEQUENCE_PARALLEL)
 
     def _passes(self) -> int | None:
-        local, whole = (self.values.get(f"training.{name}_batch_size") for name in ("local", "global"))
-        return whole // (local * self.line.ranks) if local and whole and self.line.ranks else None
+        """Return the job's forward passes per step, or None if they are unknown."""
+        local, total = (self.values.get(f"training.{name}_batch_size") for name in ("local", "global"))
+        return total // (local * self.line.ranks) if local and total and self.line.ranks else None
 
     def _fsdp(self) -> None:
         strategy = str(self.options.get("fsdp_sharding_strategy", "full_shard")).lower()
         if strategy not in SHARDING and strategy not in (*YES, *NO):
             allowed = "FULL_SHARD, SHARD_GRAD_OP or NO_SHARD"
-            reason = "parallelism.data_parallel_replicate_degree of the job makes it hybrid"
-            self._refuse("fsdp_sharding_strategy", self.options["fsdp_sharding_strategy"], allowed, reason)
+            remedy = "for a hybrid, set parallelism.data_parallel_replicate_degree in the job"
+            self.refuse("fsdp_sharding_strategy", self.options["fsdp_sharding_strategy"], allowed, remedy)
         if self._is_on("fsdp_offload_params"):
             self.values["training.enable_cpu_offload"] = True
         if self._is_on("fsdp_activation_checkpointing"):
             self.values["activation_checkpoint.mode"] = "full"
         if self._is_on("fsdp_activation_checkpointing_offload"):
-            self._refuse("fsdp_activation_checkpointing_offload", True, "false", "what is kept stays on its device")
+            self.refuse("fsdp_activation_checkpointing_offload", True, "false", "activations stay on their device")
 
     def _is_on(self, name: str) -> bool:
         return str(self.options.get(name, "false")).lower() in YES

@@ -1,7 +1,7 @@
 """Translate command lines of ReLoRA's torchrun_main.py to jobs: its flags of July 2023, with defaults, and later ones.
 
 A note records behavior of the script that a job does not reproduce. A flag without an equivalent is refused with the
-reason. Flags are handled by subject, each in one place.
+reason. Most flags are translated by the table in relora_flags.py, the others here by subject.
 """
 
 import re
@@ -12,11 +12,8 @@ from torchtitan.config.options import show
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.sources_pretokenized import Blocks
 from torchtitan.datasets.streams import stream_count
-from torchtitan.importers.command_line import CommandLine
-from torchtitan.importers.relora_flags import FLAGS, read_optimizer, with_file
-from torchtitan.importers.script import Script
-from torchtitan.importers.translation import family_in, from_folder
-from torchtitan.lr_schedules import CYCLICAL, JAGGED
+from torchtitan.importers.relora_flags import FLAGS, translate_optimizer, with_file
+from torchtitan.importers.translation import CommandLine, Script, family_in, from_folder, replicated
 from torchtitan.models import SIZES
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.models.llama import RELORA, relora_sizes
@@ -24,11 +21,14 @@ from torchtitan.models.llama import RELORA, relora_sizes
 TOKENS = re.compile(r"(\d+)([KMB]?)", re.IGNORECASE)
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 EVALUATED_TOKENS = 10**7
-COUNTS = ("batch_size", "total_batch_size", "gradient_accumulation", "max_length", "num_training_steps")
 DROPOUT = 0.1
 """Dropout of the adapters' inputs, for which the script had no flag."""
 VOCABULARY = 32_100
 """Vocabulary size of the script's own model configs, which use T5's tokenizer."""
+NEED_FULL_MATRICES = (
+    *("relora", "force_keep_original", "continue_from", "warmed_up_model", "continue_from_peft"),
+    *("resume_from", "model_name_or_path", "quantize"),
+)
 
 
 class _ReLoRA(Script):
@@ -41,28 +41,27 @@ class _ReLoRA(Script):
         self.data()
         self.model()
         self.batch()
-        read_optimizer(self)
+        translate_optimizer(self)
         self.schedule()
         self.adapter()
         self.reset()
         self.start()
-        self.plan()
+        self.precision_and_sharding()
         self.output()
-        self.rest()
+        self.validation()
 
     def data(self) -> None:
-        options, values = self.given, self.values
-        values |= {"training.seq_len": options["max_length"], "training.dataloader.num_workers": options["workers"]}
-        path = options["dataset_path"]
+        options, values, path = self.options, self.values, self.options["dataset_path"]
         dataset, tokenizer = "c4", options["tokenizer"]
-        values |= {"debug.seed": options["seed"], "training.shuffle": options["seed"] != 0 or path is None}
+        values["training.shuffle"] = options["seed"] != 0 or path is None
         if path is None:
-            self.note("without --dataset_path the script streamed C4: here too, its documents packed and not padded,")
-            self.note("and shuffled whatever the seed is")
+            self.note("without --dataset_path C4 is streamed, as by the script; its documents are packed, not padded,")
+            self.note("and shuffled for any seed")
             if options["dataset"] != FLAGS["dataset"].default:
-                self.refuse("dataset", options["dataset"], "c4,en", "make another one with prepare, or pretokenize.py")
+                remedy = "make another dataset with torchtitan prepare, or pretokenize.py"
+                self.refuse("dataset", options["dataset"], "c4,en", remedy)
         else:
-            in_order = "seed 0 leaves the data in their order, as the script does"
+            in_order = "seed 0 keeps the data in their order, as in the script"
             self.note("data shuffled" if options["seed"] else in_order)
             dataset, values["training.dataset_path"] = "pretokenized", path
             tokenizer = self._tokenizer_of(Path(path))
@@ -75,52 +74,49 @@ class _ReLoRA(Script):
             arguments = read_json(folder / "args.json")
             name = arguments["tokenizer"]
         except (JobError, KeyError):
-            name = None  # which check has its own words for
-        tokenizer = self.given["tokenizer"]
+            name = None  # `torchtitan check` reports what is wrong with the folder
+        tokenizer: str = self.options["tokenizer"]
         if not isinstance(name, str):
             return tokenizer
-        if "tokenizer" in self.given and Path(tokenizer).name != Path(name).name:
-            self.refuse("tokenizer", tokenizer, f"{name}, which {folder / 'args.json'} names", "leave the flag out")
-        return tokenizer if "tokenizer" in self.given else name
+        if "tokenizer" in self.options and Path(tokenizer).name != Path(name).name:
+            self.refuse("tokenizer", tokenizer, f"{name}, as in {folder / 'args.json'}", "leave the flag out")
+        return tokenizer if "tokenizer" in self.options else name
 
     def model(self) -> None:
-        options, config, folder = self.given, self.given["model_config"], self.given["model_name_or_path"]
+        options, config, folder = self.options, self.options["model_config"], self.options["model_name_or_path"]
         if (config is None) == (folder is None):
             self.refuse("model_config", config, "one of --model_config and --model_name_or_path", "give one")
         elif config is not None:
             self._preset(Path(config))
         elif Path(folder, CONFIG).is_file():
-            name = family_in(Path(folder))
-            if name is None:
+            family = family_in(Path(folder))
+            if family is None:
                 self.refuse("model_name_or_path", folder, f"a model of {', '.join(SIZES)}", "no other family is here")
                 return
-            self.values |= from_folder(name, folder)
+            self.values |= from_folder(family, folder)
         else:
-            self.refuse("model_name_or_path", folder, "a folder in the form of Hugging Face", "fetch the model to one")
-        if options["use_hf_model"]:
-            self.note("--use_hf_model: there is one Llama here, which computes what that of transformers does")
+            self.refuse("model_name_or_path", folder, "a folder in Hugging Face format", "download the model to one")
         if "model_revision" in options:
-            self.note(f"--model_revision {options['model_revision']}: what is in the folder is taken, fetch that one")
+            self.note(f"--model_revision {options['model_revision']}: not checked; download this one to the folder")
 
     def _preset(self, path: Path) -> None:
         """Set the model size from a config file, or from the file's name if the file is not on this machine."""
         flavor = path.stem.removeprefix("llama_").lower()
         self.values["model.name"] = "llama2"
+        overrides: dict[str, Any] = {}
         if not path.is_file():
             if flavor not in RELORA:
                 self.refuse("model_config", str(path), f"a file, or llama_SIZE of {', '.join(RELORA)}", "give its path")
                 return
-            vocabulary = RELORA[flavor].vocab_size
-            self.note(
-                f"{path} is not here: {flavor} by its name" + f", vocabulary {VOCABULARY}" * (vocabulary == 32_000)
-            )
-            sizes = RELORA[flavor].vocab_size if vocabulary != 32_000 else VOCABULARY
-            overrides = {"vocab_size": sizes} if sizes != vocabulary else {}
+            has_script_vocabulary = RELORA[flavor].vocab_size == 32_000
+            overrides = {"vocab_size": VOCABULARY} if has_script_vocabulary else {}
+            suffix = f", vocabulary {VOCABULARY}" * has_script_vocabulary
+            self.note(f"{path} is not here: {flavor} by its name{suffix}")
         else:
             try:
                 config = read_json(path)
                 if config.get("model_type", "llama") != "llama":
-                    raise JobError(f"it is of a {config['model_type']}")
+                    raise JobError(f"its model_type is {config['model_type']}")
                 flavor, overrides = _sizes(config)
             except (JobError, KeyError, TypeError, ValueError) as error:
                 self.refuse("model_config", str(path), "a config of a Llama", f"{type(error).__name__}: {error}")
@@ -130,20 +126,18 @@ class _ReLoRA(Script):
             self.values["model.overrides"] = overrides
 
     def batch(self) -> None:
-        options, local, ranks = self.given, self.given["batch_size"], self.line.ranks
+        options, local, ranks = self.options, self.options["batch_size"], self.line.ranks
         total, passes = options["total_batch_size"], options["gradient_accumulation"]
-        if local is None:
-            self.refuse("batch_size", None, "a number of sequences", "the script needs it too")
         if ranks is None:
-            self.refuse("nproc_per_node", None, "a number", "write how many ranks there are: --world-size N")
-        if local is None or ranks is None or not self._are_counts():
+            self.refuse("nproc_per_node", None, "a number", "give the number of ranks: --world-size N")
+        if ranks is None or not options.is_complete:
             return
         if total is None:
             total = local * ranks * (passes or 1)
         required_passes, remainder = divmod(total, local * ranks)
         if remainder or not required_passes or passes not in (None, required_passes):
-            has = f"batch_size {local} x {ranks} ranks" + f" x gradient_accumulation {passes}" * (passes is not None)
-            self.refuse("total_batch_size", total, f"a multiple of {local * ranks}: {has}", "change one of them")
+            factors = f"batch_size {local} x {ranks} ranks" + f" x gradient_accumulation {passes}" * bool(passes)
+            self.refuse("total_batch_size", total, f"a multiple of {local * ranks}: {factors}", "change one of them")
         self.values |= {"training.local_batch_size": local, "training.global_batch_size": total}
         tokens, steps = options["max_train_tokens"], options["num_training_steps"]
         if tokens is not None:
@@ -152,67 +146,53 @@ class _ReLoRA(Script):
             if steps:
                 self.note(f"--max_train_tokens {tokens} are {steps} steps of {total} x {options['max_length']} tokens")
             else:
-                self.refuse("max_train_tokens", tokens, "such as 100M, and at least those of a step", "")
+                self.refuse("max_train_tokens", tokens, "such as 100M, and at least the tokens of one step")
         self.values["training.steps"] = max(steps, 1)
 
-    def _are_counts(self) -> bool:
-        wrong = [flag for flag in COUNTS if self.given[flag] is not None and self.given[flag] < 1]
-        for flag in wrong:
-            self.refuse(flag, self.given[flag], "at least 1")
-        return not wrong
-
     def schedule(self) -> None:
-        options, values = self.given, self.values
-        kind, warmup, floor = options["scheduler"], options["warmup_steps"], options["min_lr_ratio"]
-        ours = {"cosine": CYCLICAL, "linear": "linear", "cosine_restarts": JAGGED}[kind]
-        values |= {"lr_scheduler.decay_type": ours, "lr_scheduler.warmup_steps": warmup}
+        options, values, kind = self.options, self.values, self.options["scheduler"]
+        warmup, floor, cycle = options["warmup_steps"], options["min_lr_ratio"], options["cycle_length"]
         if not 0 < floor <= 1:
             self.refuse("min_lr_ratio", floor, "more than 0 and at most 1")
         values["lr_scheduler.min_lr_factor"] = 0.0 if kind == "linear" else floor
-        for flag in ("restart_warmup_steps", "adjust_step"):
-            if flag in options and kind == "cosine_restarts":
-                values[f"lr_scheduler.{flag}"] = options[flag]
-        if kind == "cosine_restarts" and options["adjust_step"]:
-            self.note(
-                "--adjust_step: the rate is cut where the step and it together are a multiple of the cycle, as by"
-            )
-            self.note("the script of July 2023; its later version leaves out the first of these cuts")
-        if kind != "cosine_restarts" and options["restart_warmup_steps"]:
-            self.note(f"no effect with --scheduler {kind}: --restart_warmup_steps")
-        if kind != "cosine_restarts" and options["adjust_step"]:
-            remedy = "it belongs to cosine_restarts"
-            self.refuse("adjust_step", options["adjust_step"], f"nothing with --scheduler {kind}", remedy)
-        if kind == "cosine_restarts" and options["restart_warmup_steps"] is None:
-            self.refuse("restart_warmup_steps", None, "a number of updates with cosine_restarts", "give it")
-        cycle = options["cycle_length"]
-        if kind == "linear":
-            if cycle is not None:
-                self.note(f"--cycle_length {cycle} has no effect on the rate of the linear schedule")
+        if kind == "cosine_restarts":
+            restart_flags = [flag for flag in ("restart_warmup_steps", "adjust_step") if flag in options]
+            values |= {f"lr_scheduler.{flag}": options[flag] for flag in restart_flags}
+            if options["adjust_step"]:
+                self.note("--adjust_step: the rate is cut where the step plus this is a multiple of the cycle, as by")
+                self.note("the script of July 2023; its later version leaves out the first of these cuts")
+            if options["restart_warmup_steps"] is None:
+                self.refuse("restart_warmup_steps", None, "a number of updates with cosine_restarts", "give it")
+        else:
+            if options["restart_warmup_steps"]:
+                self.note(f"no effect with --scheduler {kind}: --restart_warmup_steps")
+            if options["adjust_step"]:
+                allowed, remedy = f"nothing with --scheduler {kind}", "it belongs to cosine_restarts"
+                self.refuse("adjust_step", options["adjust_step"], allowed, remedy)
+        if cycle is not None and kind == "linear":
+            self.note(f"--cycle_length {cycle} has no effect on the rate of the linear schedule")
         elif cycle is not None:
             values["lr_scheduler.cycle_length"] = cycle
         if warmup >= values.get("training.steps", warmup + 1) and kind != "cosine_restarts":
             values["lr_scheduler.total_steps"] = warmup + 1
-            self.note(f"--warmup_steps {warmup} do not end in this run: the schedule is made longer than it")
+            self.note(f"--warmup_steps {warmup} is longer than the run, so the schedule is made longer than the run")
 
     def adapter(self) -> None:
-        options, values = self.given, self.values
+        options, values = self.options, self.values
         if not options["use_peft"]:
             if options["relora"] is None:
                 if ignored := [flag for flag in ("lora_r", "lora_alpha", "train_scaling") if flag in options]:
                     self.note(f"no effect without --use_peft: --{', --'.join(ignored)}")
                 return
-            self.note("--relora means --use_peft, which is not given")
-        needed = ("relora", "force_keep_original", "continue_from", "warmed_up_model", "continue_from_peft")
-        if not any(options[flag] for flag in (*needed, "resume_from", "model_name_or_path", "quantize")):
-            values["adapter.lora_only"] = True
-            self.note("nothing needs the full matrices, so the script drops them and trains B A alone")
+            self.note("--relora implies --use_peft, which is not given")
         values |= {"adapter.kind": "lora", "adapter.rank": options["lora_r"], "adapter.train_dense_rest": True}
         values["adapter.dropout"] = DROPOUT
-        if "adapter.lora_only" not in values:
-            self.note(
-                "A begins at random and B at zero, at first and after each restart; in the script's last version A"
-            )
-            self.note("was zero too at first, so that neither learned anything before the first restart")
+        if any(options[flag] for flag in NEED_FULL_MATRICES):
+            self.note("A begins at random and B at zero, at first and after each restart; in the script's last version")
+            self.note("A was zero too at first, so that neither learned anything before the first restart")
+        else:
+            values["adapter.lora_only"] = True
+            self.note("nothing needs the full matrices, so, as in the script, only A and B are trained, without them")
         if options["train_scaling"]:
             values["adapter.train_scaling"] = True
             if options["relora"] is not None:
@@ -223,149 +203,109 @@ class _ReLoRA(Script):
             self._quantized()
 
     def _quantized(self) -> None:
-        quantization = self.given["quantize"]
-        if self.given["relora"] is not None:
-            self.refuse(
-                "quantize", quantization, "nothing with --relora", "each restart would round the packed matrices again"
-            )
+        quantization = self.options["quantize"]
+        if self.options["relora"] is not None:
+            remedy = "each restart would round the quantized matrices again"
+            self.refuse("quantize", quantization, "nothing with --relora", remedy)
         elif quantization == "8bit":
             self.values["adapter.kind"] = "lora_int8"
-            self.note("--quantize 8bit: weights alone are in 8 bits here, a scale for each row; inputs are not rounded")
+            self.note("--quantize 8bit: only weights are in 8 bits here, with a scale per row; inputs are not rounded")
         else:
             self.values["adapter.kind"] = "qlora"
-            if not self.given["use_double_quant"]:
+            if not self.options["use_double_quant"]:
                 self.refuse("use_double_quant", False, "true", "scales are always in 8 bits here")
 
     def reset(self) -> None:
-        options, values, every, cycle = self.given, self.values, self.given["relora"], self.given["cycle_length"]
-        pruned = {"random": options["optimizer_random_pruning"], "magnitude": options["optimizer_magnitude_pruning"]}
-        for mode, ratio in pruned.items():
+        """Translate the resets of the optimizer's state at restarts."""
+        options, values, every = self.options, self.values, self.options["relora"]
+        ratios = {mode: options[f"optimizer_{mode}_pruning"] for mode in ("random", "magnitude")}
+        for mode, ratio in ratios.items():
             if not 0 <= ratio < 1:
                 self.refuse(f"optimizer_{mode}_pruning", ratio, "at least 0 and less than 1")
-        chosen = {mode: ratio for mode, ratio in pruned.items() if 0 < ratio < 1}
+        prunings = {mode: ratio for mode, ratio in ratios.items() if 0 < ratio < 1}
+        resets_all, cycle = options["reset_optimizer_on_relora"], options["cycle_length"]
         if every is None:
-            if chosen or not options["reset_optimizer_on_relora"]:
-                self.note("no effect without --relora: what is reset of the optimizer's state")
+            if prunings or not resets_all:
+                self.note("no effect without --relora: the flags that reset the optimizer's state")
             return
         values["adapter.relora.every"] = every
         if cycle is not None and cycle != every:
             values["adapter.relora.reset_every"] = cycle
-        if len(chosen) + options["reset_optimizer_on_relora"] > 1:
-            remedy = "write --reset_optimizer_on_relora False beside one of the prunings"
-            self.refuse("reset_optimizer_on_relora", options["reset_optimizer_on_relora"], "one kind of reset", remedy)
-        elif options["reset_optimizer_on_relora"]:
+        if len(prunings) + resets_all > 1:
+            remedy = "write --reset_optimizer_on_relora False with one of the prunings"
+            self.refuse("reset_optimizer_on_relora", resets_all, "one kind of reset", remedy)
+        elif resets_all:
             values["adapter.relora.reset"] = "zero"
             self.note("reset to zero: all of the moments, where the script left a thousandth of them")
-        for mode, ratio in chosen.items():
+        elif not prunings:
+            values["adapter.relora.reset"] = "none"
+        for mode, ratio in prunings.items():
             values |= {"adapter.relora.reset": mode, "adapter.relora.prune_ratio": ratio}
             self.note("the two moments of A keep the same entries, and so do B's; the script pruned each by itself, so")
-            self.note('that steps may divide by nearly nothing: adapter.relora.mask = "independent" does that too')
-        if not chosen and not options["reset_optimizer_on_relora"]:
-            values["adapter.relora.reset"] = "none"
+            self.note('that a step may divide by almost zero: adapter.relora.mask = "independent" does that too')
 
     def start(self) -> None:
-        options, values = self.given, self.values
+        """Translate the flags that load weights or resume."""
+        options, values = self.options, self.values
         warm_start_path = options["continue_from"] or options["warmed_up_model"]
         resume_path = options["continue_from_peft"] or options["resume_from"]
         if warm_start_path and resume_path:
-            self.refuse("continue_from", warm_start_path, "nothing beside --continue_from_peft", "drop one of the two")
+            self.refuse("continue_from", warm_start_path, "nothing with --continue_from_peft", "drop one of the two")
         elif warm_start_path:
             values |= {"checkpoint.initial_load_path": warm_start_path, "checkpoint.initial_load_counters": True}
         elif resume_path:
             values |= {"checkpoint.initial_load_path": resume_path, "checkpoint.initial_load_model_only": False}
             # the older flag loaded the optimizer state only on request, the newer one unless it was turned off
-            taken = options["restore_optimizer" if options["continue_from_peft"] else "load_optimizer_state_on_resume"]
-            if not taken:
+            flag = "restore_optimizer" if options["continue_from_peft"] else "load_optimizer_state_on_resume"
+            if not options[flag]:
                 values["checkpoint.exclude_from_loading"] = ["optimizer"]
         elif options["restore_optimizer"]:
             self.note("no effect without --continue_from_peft: --restore_optimizer")
-        if options["autoresume"]:
-            self.note("--autoresume: a job started again goes on from the newest checkpoint in its folder anyway")
 
-    def plan(self) -> None:
-        options, values = self.given, self.values
-        sharded = options["distributed_type"] == "fsdp" or options["optimizer"] == "adam_zero"
-        if not sharded and self.line.ranks is not None:
-            values |= {
-                "parallelism.data_parallel_replicate_degree": self.line.ranks,
-                "parallelism.data_parallel_shard_degree": 1,
-            }
-        values["activation_checkpoint.mode"] = "full" if options["activation_checkpointing"] else "none"
-        if options["single_gpu"]:
-            self.note("--single_gpu: one rank, as the line starts it")
-        dtype = options["dtype"] or "bf16"
-        if options["dtype"] is None:
-            self.note("no --dtype: bfloat16, which the script took where it was supported")
-        if dtype in ("fp16", "float16"):
-            self.refuse("dtype", dtype, "bf16 or fp32", "float16 overflows without a scaler; bf16 needs none")
-        name = "bfloat16" if dtype.startswith("b") else "float32"
-        values |= {"training.dtype": name, "training.mixed_precision_param": name}
+    def precision_and_sharding(self) -> None:
+        options = self.options
+        is_sharded = options["distributed_type"] == "fsdp" or options["optimizer"] == "adam_zero"
+        if not is_sharded and self.line.ranks is not None:
+            self.values |= replicated(self.line.ranks)
+        if "dtype" not in options:
+            self.note("no --dtype: bfloat16, the script's choice where it was supported")
 
     def output(self) -> None:
-        options, values = self.given, self.values
+        options, values = self.options, self.values
         config = Path(options["model_config"] or options["model_name_or_path"] or "model").stem
-        values["job.dump_folder"] = options["save_dir"] or f"checkpoints/{config}"
-        num_kept = options["keep_checkpoints"] or 0
+        num_kept = options["keep_checkpoints"]
         if num_kept == 1:
-            self.note("--keep_checkpoints 1: two are kept, as the last one alone could not be trusted")
-            num_kept = 2
-        values |= {"checkpoint.enable": True, "checkpoint.interval": options["save_every"]}
-        values |= {
-            "checkpoint.keep_latest_k": num_kept,
-            "validation.enable": True,
-            "validation.freq": options["eval_every"],
-        }
-        values["validation.dataset"] = f"{values['training.dataset']}_validation"
+            self.note("--keep_checkpoints 1: two are kept, because a single one may be damaged")
+        values["job.dump_folder"] = options["save_dir"] or f"checkpoints/{config}"
+        values |= {"checkpoint.enable": True, "checkpoint.keep_latest_k": 2 if num_kept == 1 else num_kept}
+        if options["tags"]:
+            values["job.tags"] = [tag.strip() for tag in options["tags"].split(",") if tag.strip()]
+        self.note("the script logged to Weights & Biases: here metrics.enable_wandb = true does")
+
+    def validation(self) -> None:
+        options, values, local, ranks = self.options, self.values, self.options["batch_size"], self.line.ranks
+        values |= {"validation.enable": True, "validation.dataset": f"{values['training.dataset']}_validation"}
         if options["dataset_path"] is not None:
             values["validation.dataset_path"] = options["dataset_path"]
-        local, ranks = options["batch_size"], self.line.ranks
         held_out = self._held_out()
-        if local and ranks and options["max_length"] > 0:
+        if local and ranks:
             values["validation.local_batch_size"] = local
             if held_out is not None and held_out * options["max_length"] < EVALUATED_TOKENS:
                 values["validation.samples"] = held_out
             else:
                 values["validation.steps"] = max(1, EVALUATED_TOKENS // (local * ranks * options["max_length"]))
-        if options["tags"]:
-            values["job.tags"] = [tag.strip() for tag in options["tags"].split(",") if tag.strip()]
-        if options["comment"]:
-            values["job.description"] = options["comment"]
-        if options["profile"]:
-            values["profiling.enable_profiling"] = True
-        self.note("evaluated on at most 10M tokens each time; the script's last one, on 100M, is not made")
-        self.note("the script logged to Weights & Biases: here metrics.enable_wandb = true does")
+        self.note("evaluated on at most 10M tokens each time; the script's last evaluation, on 100M, is not made")
 
     def _held_out(self) -> int | None:
         """Return how many validation blocks are read before any repeats; None if the data are not on this machine."""
         try:
-            blocks = len(Blocks(self.given["dataset_path"], "validation"))
-        except (OSError, JobError):  # which check has its own words for
+            blocks = len(Blocks(self.options["dataset_path"], "validation"))
+        except (OSError, JobError):  # `torchtitan check` reports what is wrong with the data
             return None
         return blocks - blocks % stream_count(blocks)
 
-    def rest(self) -> None:
-        """Handle the flags that have no equivalent in a job."""
-        options = self.given
-        if options["name"] is not None:
-            self.note("--name: the script did nothing with it; --save_dir says where the run is")
-        for flag in ("svd_optimizer_on_relora", "keep_first_opt_rows"):
-            if options[flag]:
-                reason = "--optimizer_magnitude_pruning 0.9 keeps a part of the state, as the script does since then"
-                self.refuse(flag, options[flag], "0", reason)
-        if not options["train_ln"]:
-            self.refuse("train_ln", False, "true", "the norms are always trained")
-        if options["wandb_watch"]:
-            self.refuse("wandb_watch", True, "false", "gradients of single parameters are not logged")
-        reasons = {
-            "skip_batches": "no update of the data can be left out; what is damaged, training.on_bad_data leaves out",
-            "megatron_dataset_config": "Megatron's index is not read; give --dataset_path, or make shards with prepare",
-        }
-        for flag, reason in reasons.items():
-            if options[flag] is not None:
-                self.refuse(flag, options[flag], "nothing", reason)
 
-
-read = _ReLoRA.meaning_of
+read = _ReLoRA.draft_of
 
 
 def _sizes(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:

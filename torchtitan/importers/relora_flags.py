@@ -1,167 +1,170 @@
-"""The optimizers of ReLoRA's torchrun_main.py and of GaLore's script of the same name, as a job's.
+"""The flags of ReLoRA's torchrun_main.py, as of July 2023 with their defaults, and their optimizers as a job's.
 
-The flags of torchrun_main.py of ReLoRA, with their defaults of July 2023, and those that GaLore's script of the same
-name has beside them. relora.py looks at each in one place. A file of them is read as flags.
+GaLore's script has the same name and some more flags. A file of flags is read as flags.
 """
 
 from dataclasses import replace
 from typing import Any
 
 from torchtitan.importers import yaml_file
-from torchtitan.importers.command_line import CommandLine
-from torchtitan.importers.script import Flag, Script
+from torchtitan.importers.translation import FLOAT16, CommandLine, Option, Script
+from torchtitan.lr_schedules import CYCLICAL, JAGGED
 
-PLAIN = {"sgd": "SGD", "adafactor": "Adafactor", "adam8bit": "AdamW8bit"}
-PROJECTING = {
+OPTIMIZERS = {"adam": "Adam", "adam_zero": "Adam", "sgd": "SGD", "adafactor": "Adafactor", "adam8bit": "AdamW8bit"}
+GALORE_MOMENTS = {
     "galore_adamw": "adamw",
     "galore_adafactor": "adafactor",
     "galore_adamw8bit": "adamw_8bit",
     "galore_adamw8bit_per_layer": "adamw_8bit",
 }
-"""Names of optimizers in GaLore's script: the optimizers that they are here, and the moments of what is projected."""
-OF_PROJECTIONS = ("rank", "update_proj_gap", "galore_scale", "proj_type", "proj_quant")
-BY_BETA1 = ("sgd", "adafactor", "galore_adafactor")
-"""Optimizers of GaLore's script that look at its --beta1."""
-OF_THE_LIBRARY: tuple[float, dict[str, str]] = 1e-6, {"formula": "galore_torch"}
-"""Default eps and formula of the AdamW of GaLore's library, which scripts leave as they are: eps and options here."""
+"""Optimizers of GaLore's script that project gradients -> options.inner of a job's GaLore."""
+OPTIMIZERS |= dict.fromkeys(GALORE_MOMENTS, "GaLore")
+GALORE_ONLY = OPTIMIZERS.keys() - {"adam", "adam_zero"}
+"""Optimizers that only GaLore's script has."""
+PROJECTION_FLAGS = ("rank", "update_proj_gap", "galore_scale", "proj_type", "proj_quant")
+WITH_BETA1 = ("sgd", "adafactor", "galore_adafactor")
+"""Optimizers of GaLore's script that read its --beta1."""
+GALORE_TORCH: tuple[float, dict[str, str]] = 1e-6, {"formula": "galore_torch"}
+"""Default eps and formula of AdamW in GaLore's library, which scripts keep, as eps and options of a job."""
+SCHEDULES = {"cosine": CYCLICAL, "linear": "linear", "cosine_restarts": JAGGED}
+DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
+PRUNING = "use --optimizer_magnitude_pruning 0.9, as later versions of the script do, to keep a part of the state"
+
+FLAGS: dict[str, Option] = {
+    "dataset_path": Option("text"),
+    "dataset": Option("text", "c4,en"),  # of the first versions, as are the next two
+    "streaming_dataset": Option("bool", True),
+    "use_hf_model": Option("bool", False, note="there is one Llama here, which computes what transformers' does"),
+    "tokenizer": Option("text", "t5-base"),
+    "model_config": Option("text"),
+    "model_name_or_path": Option("text"),
+    "model_revision": Option("text"),
+    "batch_size": Option("int", least=1, required=True),
+    "total_batch_size": Option("int", least=1),
+    "gradient_accumulation": Option("int", least=1),
+    "max_length": Option("int", 256, to="training.seq_len", least=1),
+    "lr": Option("float", 1e-4, to="optimizer.lr"),
+    "weight_decay": Option("float", 0.0, to="optimizer.weight_decay"),
+    "adam_beta1": Option("float", 0.9),
+    "adam_beta2": Option("float", 0.999),
+    "clip_grad_norm": Option("float", 1.0),
+    "optimizer": Option("text", "adam", "optimizer.name", OPTIMIZERS, reason="other optimizers are not supported"),
+    "rank": Option("int", 128),
+    "update_proj_gap": Option("int", 50),
+    "galore_scale": Option("float", 1.0),
+    "proj_type": Option("text", "std", choices=("std", "reverse_std", "left", "right", "full")),
+    "proj_quant": Option("bool", False),
+    "grad_clipping": Option("float", 0.0),
+    "beta1": Option("float", 0.0),
+    "activation_checkpointing": Option(
+        "bool", False, "activation_checkpoint.mode", choices={True: "full", False: "none"}
+    ),
+    "single_gpu": Option("bool", False, note="one rank, as the command line starts it"),
+    "name": Option("text", note="the script ignored it; --save_dir names the run's folder"),
+    "scheduler": Option("text", "cosine", "lr_scheduler.decay_type", choices=SCHEDULES),
+    "warmup_steps": Option("int", 1000, to="lr_scheduler.warmup_steps"),
+    "restart_warmup_steps": Option("int"),
+    "min_lr_ratio": Option("float", 0.1),
+    "adjust_step": Option("int", 0),
+    "cycle_length": Option("int"),
+    "use_peft": Option("bool", False),
+    "lora_r": Option("int", 128),
+    "lora_alpha": Option("float", 32.0),
+    "relora": Option("int"),
+    "train_scaling": Option("bool", False),
+    "force_keep_original": Option("bool", False),
+    "reset_optimizer_on_relora": Option("bool", True),
+    "optimizer_random_pruning": Option("float", 0.0),
+    "optimizer_magnitude_pruning": Option("float", 0.0),
+    "svd_optimizer_on_relora": Option("int", 0, reason=PRUNING),  # of the first versions, as is the next one
+    "keep_first_opt_rows": Option("int", 0, reason=PRUNING),
+    "continue_from": Option("text"),
+    "warmed_up_model": Option("text"),
+    "continue_from_peft": Option("text"),
+    "resume_from": Option("text"),
+    "restore_optimizer": Option("bool", False),
+    "load_optimizer_state_on_resume": Option("bool", True),
+    "num_training_steps": Option("int", 10_000, least=1),
+    "max_train_tokens": Option("text"),
+    "eval_every": Option("int", 1_000, to="validation.freq"),
+    "save_every": Option("int", 10_000, to="checkpoint.interval"),
+    "save_dir": Option("text"),
+    "dtype": Option("text", "bf16", "training.dtype training.mixed_precision_param", DTYPES, reason=FLOAT16),
+    "distributed_type": Option("text", "ddp", choices=("ddp", "fsdp")),
+    "workers": Option("int", 8, to="training.dataloader.num_workers"),
+    "seed": Option("int", 0, to="debug.seed"),
+    "tags": Option("text"),
+    "comment": Option("text", to="job.description"),
+    "train_ln": Option("bool", True, choices=(True,), reason="the norms are always trained"),
+    "keep_checkpoints": Option("int", 0),
+    "autoresume": Option("bool", False, note="a job that is started again always resumes from its newest checkpoint"),
+    "skip_batches": Option("text", reason="updates cannot be skipped; training.on_bad_data skips damaged data"),
+    "profile": Option("bool", to="profiling.enable_profiling", choices={True: True, False: None}),
+    "quantize": Option("text", choices=("4bit", "8bit")),
+    "use_double_quant": Option("bool", True),
+    "wandb_watch": Option("bool", False, reason="gradients of single parameters are not logged"),
+    "megatron_dataset_config": Option(
+        "text", reason="Megatron's index is not supported; give --dataset_path, or make shards with torchtitan prepare"
+    ),
+    "training_config": Option("text"),
+}
 
 
-def read_optimizer(script: Script) -> None:
-    flags, values, name = script.given, script.values, script.given["optimizer"]
-    names = {"lr": "lr", "weight_decay": "weight_decay", "adam_beta1": "beta1", "adam_beta2": "beta2"}
-    values |= {f"optimizer.{our_name}": flags[their_name] for their_name, our_name in names.items()}
-    clipped = flags["grad_clipping" if "grad_clipping" in flags else "clip_grad_norm"]
-    values |= {"training.max_norm": clipped, "optimizer.name": "Adam"}
-    if name == "shampoo":
-        script.refuse("optimizer", "shampoo", "adam", "there is no such optimizer here")
-    elif name == "adam_zero":
-        if flags["distributed_type"] == "fsdp":
+def translate_optimizer(script: Script) -> None:
+    """Translate the optimizer of a script with these flags."""
+    options, values, name = script.options, script.values, script.options["optimizer"]
+    max_norm = options["grad_clipping" if "grad_clipping" in options or name in GALORE_ONLY else "clip_grad_norm"]
+    values |= {"training.max_norm": max_norm, "optimizer.beta1": options["adam_beta1"]}
+    values["optimizer.beta2"] = options["adam_beta2"]
+    if name == "adam_zero":
+        if options["distributed_type"] == "fsdp":
             script.refuse("optimizer", "adam_zero", "adam with --distributed_type fsdp", "which shards its state")
-        script.note("adam_zero: the optimizer's state is sharded by FSDP, which shards all else too")
-    elif name in (*PLAIN, *PROJECTING):
-        _of_galore(script, name)
-    looked_at = OF_PROJECTIONS * (name in PROJECTING) + ("beta1",) * (name in BY_BETA1)
-    if idle := [flag for flag in (*OF_PROJECTIONS, "beta1") if flag in flags and flag not in looked_at]:
-        script.note(f"no effect with --optimizer {name}: --{', --'.join(idle)}")
-
-
-def _of_galore(script: Script, name: str) -> None:
-    """Translate the optimizers that GaLore's script has in addition to ReLoRA's."""
-    flags, values = script.given, script.values
-    values |= {"optimizer.name": PLAIN.get(name, "GaLore"), "training.max_norm": flags["grad_clipping"]}
-    options: dict[str, Any] = {}
-    if name == "adam8bit" and flags["weight_decay"]:
-        script.note("adam8bit: weight decay is added to the gradient there, and takes from the weight itself here")
-    if name in PROJECTING:
-        options = {"rank": flags["rank"], "update_gap": flags["update_proj_gap"], "scale": flags["galore_scale"]}
-        options |= {"side": flags["proj_type"], "inner": PROJECTING[name]}
-        if name == "galore_adamw":
-            values["optimizer.eps"], formula = OF_THE_LIBRARY
-            options |= formula
-        script.note("attention and feed-forward are projected, all else steps by the same moments as it is")
-        if flags["proj_quant"]:
-            reason = "bases are kept as the parameters are; options.adaptive_gap is what else of Q-GaLore is here"
-            script.refuse("proj_quant", True, "nothing", reason)
-    if name in BY_BETA1:  # these have no second moment as Adam has
+        script.note("adam_zero: FSDP shards the optimizer's state, and parameters and gradients with it")
+    if name == "adam8bit" and options["weight_decay"]:
+        script.note("adam8bit: weight decay is decoupled here; the script adds it to the gradient")
+    optimizer_options = _projection(script, name) if name in GALORE_MOMENTS else {}
+    if name in WITH_BETA1:  # these have no second moment as Adam has
         del values["optimizer.beta1"], values["optimizer.beta2"]
         if name == "galore_adafactor":
-            values["optimizer.beta1"] = flags["beta1"]
-        elif flags["beta1"]:
-            options["momentum" if name == "sgd" else "beta1"] = flags["beta1"]
-    if options:
-        values["optimizer.options"] = options
+            values["optimizer.beta1"] = options["beta1"]
+        elif options["beta1"]:
+            optimizer_options["momentum" if name == "sgd" else "beta1"] = options["beta1"]
+    if optimizer_options:
+        values["optimizer.options"] = optimizer_options
     if name.endswith("per_layer"):
         values["optimizer.early_step_in_backward"] = True
-        _per_layer(script)
+        _step_per_layer(script)
+    flags_read = PROJECTION_FLAGS * (name in GALORE_MOMENTS) + ("beta1",) * (name in WITH_BETA1)
+    if ignored := [flag for flag in (*PROJECTION_FLAGS, "beta1") if flag in options and flag not in flags_read]:
+        script.note(f"no effect with --optimizer {name}: --{', --'.join(ignored)}")
 
 
-def _per_layer(script: Script) -> None:
+def _projection(script: Script, name: str) -> dict[str, Any]:
+    """Return optimizer.options of an optimizer that projects gradients."""
+    options = script.options
+    projection = {"rank": options["rank"], "update_gap": options["update_proj_gap"], "scale": options["galore_scale"]}
+    projection |= {"side": options["proj_type"], "inner": GALORE_MOMENTS[name]}
+    if name == "galore_adamw":
+        script.values["optimizer.eps"], formula = GALORE_TORCH
+        projection |= formula
+    script.note("gradients of attention and feed-forward are projected; other parameters use the same moments directly")
+    if options["proj_quant"]:
+        reason = "bases are not quantized; of Q-GaLore, options.adaptive_gap is supported"
+        script.refuse("proj_quant", True, "nothing", reason)
+    return projection
+
+
+def _step_per_layer(script: Script) -> None:
     """Translate a step per layer, in which a gradient is freed as soon as its weights are updated."""
-    flags, batch = script.given, script.values.get("training.global_batch_size")
-    if flags["grad_clipping"]:
+    options, batch = script.options, script.values.get("training.global_batch_size")
+    if options["grad_clipping"]:
         script.values["training.max_norm"] = 0.0
-        script.note(f"--grad_clipping {flags['grad_clipping']} clips nothing, as there: gradients are gone by then")
+        script.note(f"--grad_clipping {options['grad_clipping']} clips nothing, as in the script: gradients are freed")
     ranks = script.line.ranks or 1
-    if batch is not None and flags["batch_size"] * ranks < batch:
-        allowed = f"one pass: {flags['batch_size']} x {ranks} ranks"
-        remedy = "the script stepped in each pass; write --optimizer galore_adamw8bit, or a larger --batch_size"
+    if batch is not None and options["batch_size"] * ranks < batch:
+        allowed = f"one forward pass: {options['batch_size']} x {ranks} ranks"
+        remedy = "the script stepped in each pass; use --optimizer galore_adamw8bit, or a larger --batch_size"
         script.refuse("total_batch_size", batch, allowed, remedy)
-
-
-FLAGS: dict[str, Flag] = {
-    "dataset_path": Flag(str),
-    "dataset": Flag(str, "c4,en"),  # which the first versions had instead, with the next two
-    "streaming_dataset": Flag(bool, True),
-    "use_hf_model": Flag(bool, False),
-    "tokenizer": Flag(str, "t5-base"),
-    "model_config": Flag(str),
-    "model_name_or_path": Flag(str),
-    "model_revision": Flag(str),
-    "batch_size": Flag(int),
-    "total_batch_size": Flag(int),
-    "gradient_accumulation": Flag(int),
-    "max_length": Flag(int, 256),
-    "lr": Flag(float, 1e-4),
-    "weight_decay": Flag(float, 0.0),
-    "adam_beta1": Flag(float, 0.9),
-    "adam_beta2": Flag(float, 0.999),
-    "clip_grad_norm": Flag(float, 1.0),
-    "optimizer": Flag(str, "adam", ("adam", "adam_zero", "shampoo", *PLAIN, *PROJECTING)),
-    "rank": Flag(int, 128),
-    "update_proj_gap": Flag(int, 50),
-    "galore_scale": Flag(float, 1.0),
-    "proj_type": Flag(str, "std", ("std", "reverse_std", "left", "right", "full")),
-    "proj_quant": Flag(bool, False),
-    "grad_clipping": Flag(float, 0.0),
-    "beta1": Flag(float, 0.0),
-    "activation_checkpointing": Flag(bool, False),
-    "single_gpu": Flag(bool, False),
-    "name": Flag(str),
-    "scheduler": Flag(str, "cosine", ("cosine", "linear", "cosine_restarts")),
-    "warmup_steps": Flag(int, 1000),
-    "restart_warmup_steps": Flag(int),
-    "min_lr_ratio": Flag(float, 0.1),
-    "adjust_step": Flag(int, 0),
-    "cycle_length": Flag(int),
-    "use_peft": Flag(bool, False),
-    "lora_r": Flag(int, 128),
-    "lora_alpha": Flag(float, 32.0),
-    "relora": Flag(int),
-    "train_scaling": Flag(bool, False),
-    "force_keep_original": Flag(bool, False),
-    "reset_optimizer_on_relora": Flag(bool, True),
-    "optimizer_random_pruning": Flag(float, 0.0),
-    "optimizer_magnitude_pruning": Flag(float, 0.0),
-    "svd_optimizer_on_relora": Flag(int, 0),  # which the first versions had instead, and the next one
-    "keep_first_opt_rows": Flag(int, 0),
-    "continue_from": Flag(str),
-    "warmed_up_model": Flag(str),
-    "continue_from_peft": Flag(str),
-    "resume_from": Flag(str),
-    "restore_optimizer": Flag(bool, False),
-    "load_optimizer_state_on_resume": Flag(bool, True),
-    "num_training_steps": Flag(int, 10_000),
-    "max_train_tokens": Flag(str),
-    "eval_every": Flag(int, 1_000),
-    "save_every": Flag(int, 10_000),
-    "save_dir": Flag(str),
-    "dtype": Flag(str, None, ("bf16", "bfloat16", "fp32", "float32", "fp16", "float16")),
-    "distributed_type": Flag(str, "ddp", ("ddp", "fsdp")),
-    "workers": Flag(int, 8),
-    "seed": Flag(int, 0),
-    "tags": Flag(str),
-    "comment": Flag(str),
-    "train_ln": Flag(bool, True),
-    "keep_checkpoints": Flag(int),
-    "autoresume": Flag(bool, False),
-    "skip_batches": Flag(str),
-    "profile": Flag(bool, False),
-    "quantize": Flag(str, None, ("4bit", "8bit")),
-    "use_double_quant": Flag(bool, True),
-    "wandb_watch": Flag(bool, False),
-    "megatron_dataset_config": Flag(str),
-    "training_config": Flag(str),
-}
 
 
 def with_file(line: CommandLine) -> CommandLine:
