@@ -24,6 +24,7 @@ LAYOUT = ("ranks", "dp_replicate", "dp_shard", *AXES)
 TITLES = {
     "ep": "expert parallel",
     "overlap": "EP overlap",
+    "microbatch_size": "one sample a microbatch",
     "method": "CP method",
     "balance": "without balance",
     "sequence_parallel": "without sequence parallel",

@@ -4,7 +4,8 @@ Each row is run on gloo ranks by test_combinations.py, which compares loss and e
 docs/features.md and docs/combinations.md are made from it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +23,11 @@ class Combination:
     loss_parallel: bool = True
     schedule: str = "1F1B"
     overlap: bool = False  # of expert parallelism's all-to-alls
+    microbatch_size: int = 2  # samples a microbatch of a pipeline; 1 gives more of them than fill the pipeline
     accumulation: int = 1
     recompute: str = "none"  # none, full, op, 2 (every 2nd layer), memory_budget
     compile: str = "no"  # no, block, model
-    precision: str = "float32"  # float32, float64, bfloat16 (mixed)
+    precision: str = "float64"  # float64, float32 (one row a layout), bfloat16 (mixed)
     loss_chunks: int = 1
     reshard: bool = True
     prefetch: int = 0
@@ -44,6 +46,11 @@ class Combination:
         default = Combination()
         parts = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(default, k) and k != "ranks"]
         return f"{self.ranks}r " + " ".join(parts)
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """The degrees of all axes."""
+        return self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep
 
     @property
     def layers(self) -> int:
@@ -123,7 +130,25 @@ OFFLOADED = ("FSDP 2 x TP 2", "FSDP 2 x CP 2")
 
 def table() -> list[Combination]:
     rows = data_parallel() + tensor_and_context_parallel() + pipelines() + experts() + eight_ranks() + adapters()
-    return rows + gpt2() + roberta() + remembering() + noisy() + stretched() + grouped()
+    rows += gpt2() + roberta() + remembering() + noisy() + stretched() + grouped()
+    return once_in_float32(dict.fromkeys(row if row.pp > 1 else replace(row, microbatch_size=2) for row in rows))
+
+
+def once_in_float32(rows: Iterable[Combination]) -> list[Combination]:
+    """Return the rows with the first in float64 of each layout in float32, if the layout has several.
+
+    In float32 too: whole models that the compiler turns into kernels. Its kernels for float64 are exact to 1e-9 only.
+    """
+    by_layout: dict[tuple[int, ...], list[Combination]] = {}
+    for row in rows:
+        if row.compile == "model" and row.backend == "inductor" and row.precision == "float64":
+            row = replace(row, precision="float32")
+        by_layout.setdefault(row.layout, []).append(row)
+    for layout_rows in by_layout.values():
+        index = next(i for i, row in enumerate(layout_rows) if row.precision == "float64")
+        if len(layout_rows) > 1:
+            layout_rows[index] = replace(layout_rows[index], precision="float32")
+    return [row for layout_rows in by_layout.values() for row in layout_rows]
 
 
 def tensor_and_context_parallel() -> list[Combination]:
@@ -132,13 +157,13 @@ def tensor_and_context_parallel() -> list[Combination]:
         layout = COMPOSED[name]
         rows += [Combination(**layout, recompute=mode) for mode in RECOMPUTE]
         rows += [Combination(**layout, accumulation=2, recompute="2", loss_chunks=3)]
-        rows += [Combination(**layout, precision="float64", recompute="full", loss_chunks=2, document_mask=True)]
+        rows += [Combination(**layout, microbatch_size=1, recompute="full", loss_chunks=2, document_mask=True)]
         rows += [Combination(**layout, precision="bfloat16")]
         rows += [Combination(**layout, compile="block")]
     for layout in (COMPOSED["TP 2"], COMPOSED["FSDP 2 x TP 2"]):
         rows += [Combination(**layout, sequence_parallel=False)]
         rows += [Combination(**layout, loss_parallel=False, loss_chunks=2)]
-        rows += [Combination(**layout, sequence_parallel=False, loss_parallel=False, precision="float64")]
+        rows += [Combination(**layout, sequence_parallel=False, loss_parallel=False, microbatch_size=1)]
         rows += [Combination(**layout, model=model) for model in ("llama3.2", "mistral", "qwen3")]
     rows += [Combination(**COMPOSED["TP 2"], compile="block", recompute=mode) for mode in ("full", "op")]
     rows += [Combination(**COMPOSED["CP 2"], compile="block", recompute="memory_budget")]
@@ -146,13 +171,13 @@ def tensor_and_context_parallel() -> list[Combination]:
     rows += [Combination(**COMPOSED[name], cpu_offload=True, recompute="2") for name in OFFLOADED]
     for method in METHODS:
         for balance in (True, False):
-            rows += [Combination(ranks=2, cp=2, method=method, balance=balance, precision="float64")]
+            rows += [Combination(ranks=2, cp=2, method=method, balance=balance, microbatch_size=1)]
         rows += [Combination(ranks=2, cp=2, method=method, document_mask=True, recompute="op")]
         rows += [Combination(ranks=2, cp=2, method=method, recompute="full", precision="bfloat16")]
         rows += [Combination(ranks=4, cp=4, method=method, document_mask=True)]
         rows += [Combination(ranks=4, dp_shard=2, cp=2, method=method, accumulation=2)]
         rows += [Combination(ranks=4, dp_replicate=2, cp=2, method=method)]
-        rows += [Combination(ranks=4, cp=2, tp=2, method=method, document_mask=True, precision="float64")]
+        rows += [Combination(ranks=4, cp=2, tp=2, method=method, document_mask=True, microbatch_size=1)]
     rows += [Combination(ranks=2, cp=2, method="ulysses", compile="block")]
     return list(dict.fromkeys(rows))
 
@@ -162,14 +187,14 @@ def pipelines() -> list[Combination]:
     for schedule in SCHEDULES:
         pp2 = dict(ranks=2, pp=2, schedule=schedule)
         rows += [Combination(**pp2, recompute=mode) for mode in RECOMPUTE]
-        rows += [Combination(**pp2, precision="float64", accumulation=2, loss_chunks=2, document_mask=True)]
+        rows += [Combination(**pp2, microbatch_size=1, accumulation=2, loss_chunks=2, document_mask=True)]
         rows += [Combination(**pp2, precision="bfloat16", recompute="full")]
         rows += [Combination(**pp2, model="llama3.2")]
         rows += [Combination(ranks=4, pp=4, schedule=schedule, recompute="full")]
         for name in ("PP 2 x FSDP 2", "PP 2 x TP 2", "PP 2 x CP 2", "PP 2 x DDP 2"):
             rows += [Combination(**COMPOSED[name], schedule=schedule)]
         rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], schedule=schedule, recompute="op", precision="bfloat16")]
-        rows += [Combination(**COMPOSED["PP 2 x TP 2"], schedule=schedule, recompute="full", precision="float64")]
+        rows += [Combination(**COMPOSED["PP 2 x TP 2"], schedule=schedule, recompute="full", microbatch_size=1)]
         if schedule not in SPLIT_BACKWARD:
             rows += [Combination(**pp2, compile="block")]
     rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], cpu_offload=True, schedule=s) for s in ("1F1B", "DualPipeV")]
@@ -180,7 +205,7 @@ def pipelines() -> list[Combination]:
     rows += [Combination(**COMPOSED["PP 2 x TP 2"], model="llama3.2", accumulation=2)]
     rows += [Combination(**COMPOSED["PP 2"], model="qwen3", schedule=s) for s in ("1F1B", "DualPipeV")]
     rows += [Combination(**COMPOSED["CP 2"], model="qwen3", method=method) for method in ("allgather", "ulysses")]
-    windowed = dict(model="mistral", precision="float64")
+    windowed = dict(model="mistral", microbatch_size=1)
     rows += [Combination(ranks=2, cp=2, method="allgather", balance=b, **windowed) for b in (True, False)]
     rows += [
         Combination(**COMPOSED["CP 2"], method=m, document_mask=True, **windowed) for m in ("allgather", "ulysses")
@@ -219,7 +244,7 @@ def experts() -> list[Combination]:
         rows += [Combination(**COMPOSED[name], model=model) for name in ("TP 2", "CP 2", "PP 2", "FSDP 2 x TP 2")]
         for layout in EXPERT_LAYOUTS.values():
             if model == "deepseek" or layout.get("tp") != 4:  # the small Qwen has 2 key/value heads
-                rows += [Combination(**layout, model=model, precision="float64", document_mask=True, loss_chunks=2)]
+                rows += [Combination(**layout, model=model, microbatch_size=1, document_mask=True, loss_chunks=2)]
         for mode in ("full", "op"):
             rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], model=model, recompute=mode, accumulation=2)]
         rows += [Combination(ranks=2, tp=2, sequence_parallel=False, model=model)]
@@ -228,7 +253,7 @@ def experts() -> list[Combination]:
     for name in ("CP 2", "TP 2", "PP 2 x FSDP 2"):
         rows += [Combination(**EXPERT_LAYOUTS[name], model="deepseek", compile="block", recompute="2", accumulation=2)]
     rows += multi_token()
-    layout = EXPERT_LAYOUTS["PP 2 x FSDP 2"] | dict(model="deepseek", precision="float64")
+    layout = EXPERT_LAYOUTS["PP 2 x FSDP 2"] | dict(model="deepseek", microbatch_size=1)
     for schedule in SCHEDULES:
         rows += [Combination(**layout, schedule=schedule, recompute=mode) for mode in ("none", "full", "op")]
         twice = 1 if schedule == "DualPipeV" else 2  # which wants all of the few samples at once
@@ -237,21 +262,21 @@ def experts() -> list[Combination]:
         rows += [Combination(**layout, schedule="DualPipeV", overlap=True, recompute=mode)]
     overlap = dict(schedule="DualPipeV", overlap=True, document_mask=True, loss_chunks=2)
     rows += [Combination(**EXPERT_LAYOUTS["PP 2 x TP 2"], **overlap, model="qwen3_moe", recompute="full_keep_comm")]
-    rows += [Combination(**EXPERT_LAYOUTS["PP 2 x TP 2"], **overlap, model="deepseek", precision="float64")]
+    rows += [Combination(**EXPERT_LAYOUTS["PP 2 x TP 2"], **overlap, model="deepseek", microbatch_size=1)]
     rows += [Combination(ranks=4, pp=2, cp=2, ep=2, **overlap, model="qwen3_moe", recompute="full")]
     return rows
 
 
 def multi_token() -> list[Combination]:
     one, two = (dict(model="deepseek", multi_token_prediction=depths) for depths in (1, 2))
-    exact = dict(precision="float64", document_mask=True, loss_chunks=2)
+    exact = dict(microbatch_size=1, document_mask=True, loss_chunks=2)
     rows = [Combination(**one, recompute=mode) for mode in ("full", "2")]
     rows += [Combination(**two, **exact, recompute="op", accumulation=2)]
     rows += [Combination(**one, compile="model", accumulation=2)]
     rows += [Combination(**LAYOUTS["FSDP 2"], **one, recompute="full", accumulation=2)]
     rows += [Combination(**LAYOUTS["FSDP 2"], **two, recompute="op", prefetch=2, cpu_offload=True)]
     rows += [Combination(**LAYOUTS["FSDP 2"], **one, compile="block", loss_chunks=2)]
-    rows += [Combination(**LAYOUTS["DDP 2"], **two, precision="float64", accumulation=2)]
+    rows += [Combination(**LAYOUTS["DDP 2"], **two, microbatch_size=1, accumulation=2)]
     rows += [Combination(**LAYOUTS["HSDP 2x2"], **one, accumulation=2)]
     rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], **two, **exact)]
     rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], **one, compile="block")]
@@ -274,7 +299,7 @@ def adapters() -> list[Combination]:
 
 def in_part() -> list[Combination]:
     """Some of the model's own parameters: some of each module, and of a pipeline's stages some without any."""
-    some, last = (dict(adapter=name, precision="float64") for name in ("unfrozen", "unfrozen, last"))
+    some, last = (dict(adapter=name, microbatch_size=1) for name in ("unfrozen", "unfrozen, last"))
     rows = [Combination(**LAYOUTS["FSDP 2"], **each, recompute="full") for each in (some, last)]
     rows += [Combination(**COMPOSED["TP 2"], **some), Combination(**COMPOSED["TP 2"], **last, sequence_parallel=False)]
     rows += [Combination(**COMPOSED["PP 2"], **some, schedule=schedule) for schedule in ("1F1B", "ZBVZeroBubble")]
@@ -284,7 +309,7 @@ def in_part() -> list[Combination]:
 
 def one_number_a_block() -> list[Combination]:
     """Little to compare: rows that differ in what a gradient passes through on its way to it."""
-    scale, exact = dict(adapter="scale"), dict(adapter="scale", precision="float64")
+    scale, exact = dict(adapter="scale"), dict(adapter="scale", microbatch_size=1)
     rows = [Combination(**LAYOUTS[name], **exact) for name in ("one rank", "FSDP 2", "DDP 2")]
     rows += [Combination(**LAYOUTS["FSDP 2"], **scale, recompute=mode, accumulation=2) for mode in ("full", "op", "2")]
     rows += [Combination(**LAYOUTS["FSDP 2"], **scale, cpu_offload=True)]
@@ -299,7 +324,7 @@ def one_number_a_block() -> list[Combination]:
 
 
 def low_rank() -> list[Combination]:
-    lora, exact = dict(adapter="lora"), dict(adapter="lora", precision="float64")
+    lora, exact = dict(adapter="lora"), dict(adapter="lora", microbatch_size=1)
     rows = [Combination(**LAYOUTS[name], **exact) for name in ("one rank", "FSDP 2", "DDP 2", "HSDP 2x2")]
     rows += [Combination(**LAYOUTS["FSDP 2"], **lora, recompute=mode, accumulation=2) for mode in ("full", "op", "2")]
     rows += [Combination(**LAYOUTS[name], **lora, precision="bfloat16") for name in ("one rank", "FSDP 2", "DDP 2")]
@@ -333,7 +358,7 @@ def low_rank() -> list[Combination]:
 
 def trained_scale() -> list[Combination]:
     """A number of each linear, of which tensor-parallel ranks have parts of the gradient."""
-    learned = dict(adapter="lora, tanh(s)", precision="float64")
+    learned = dict(adapter="lora, tanh(s)", microbatch_size=1)
     rows = [Combination(**LAYOUTS[name], **learned) for name in ("FSDP 2", "DDP 2")]
     rows += [Combination(**COMPOSED[name], **learned) for name in ("TP 2", "PP 2")]
     rows += [Combination(**COMPOSED["TP 2"], **learned, sequence_parallel=False, recompute="full", compile="block")]
@@ -342,7 +367,7 @@ def trained_scale() -> list[Combination]:
 
 def factors_alone() -> list[Combination]:
     """Linears without the matrices that A and B stand beside."""
-    alone = dict(adapter="lora only", precision="float64")
+    alone = dict(adapter="lora only", microbatch_size=1)
     rows = [Combination(**LAYOUTS[name], **alone) for name in ("one rank", "FSDP 2", "DDP 2")]
     rows += [Combination(**COMPOSED[name], **alone) for name in ("TP 2", "CP 2", "PP 2")]
     rows += [Combination(**COMPOSED["TP 2"], **alone, model="deepseek", sequence_parallel=False, recompute="op")]
@@ -353,7 +378,7 @@ def factors_alone() -> list[Combination]:
 
 def directed() -> list[Combination]:
     """DoRA measures whole rows, of which a rank may have a part."""
-    dora, exact = dict(adapter="dora"), dict(adapter="dora", precision="float64")
+    dora, exact = dict(adapter="dora"), dict(adapter="dora", microbatch_size=1)
     rows = [Combination(**LAYOUTS[name], **exact) for name in ("one rank", "FSDP 2", "DDP 2")]
     rows += [Combination(**COMPOSED[name], **exact) for name in ("TP 2", "PP 2", "FSDP 2 x TP 2")]
     rows += [Combination(**COMPOSED["TP 2"], **dora, sequence_parallel=False)]
@@ -365,7 +390,7 @@ def directed() -> list[Combination]:
 
 def dropping() -> list[Combination]:
     """What A reads is dropped by keys of token, layer and feature, whatever is cut, moved or computed again."""
-    lora, exact = dict(adapter="lora_dropout"), dict(adapter="lora_dropout", precision="float64")
+    lora, exact = dict(adapter="lora_dropout"), dict(adapter="lora_dropout", microbatch_size=1)
     rows = [Combination(**LAYOUTS["FSDP 2"], **exact, recompute="op", accumulation=2)]
     rows += [Combination(**LAYOUTS["DDP 2"], **exact, accumulation=2)]
     rows += [Combination(**LAYOUTS["FSDP 2"], **lora, recompute="full", precision="bfloat16")]
@@ -373,7 +398,7 @@ def dropping() -> list[Combination]:
     rows += [Combination(**COMPOSED["TP 2"], **exact, recompute="2")]
     rows += [Combination(**COMPOSED["TP 2"], **lora, sequence_parallel=False, recompute="full")]
     rows += [Combination(**COMPOSED["TP 2"], **lora, compile="block")]
-    rows += [Combination(**COMPOSED["TP 2"], adapter="dora_dropout", precision="float64")]
+    rows += [Combination(**COMPOSED["TP 2"], adapter="dora_dropout", microbatch_size=1)]
     rows += [Combination(ranks=2, cp=2, **exact, method=method, document_mask=True) for method in ("ring", "ulysses")]
     rows += [Combination(**COMPOSED["PP 2"], **exact, schedule=s) for s in ("1F1B", "ZBVZeroBubble", "DualPipeV")]
     rows += [Combination(**COMPOSED["PP 2"], **lora, schedule="DualPipeV", recompute="full")]
@@ -404,12 +429,12 @@ def remembering() -> list[Combination]:
     rows += [Combination(**COMPOSED["PP 2"], **cache | {"adapter": "neurocache, two readers"})]
     shared = cache | {"adapter": "neurocache, shared"}
     rows += [Combination(**COMPOSED["TP 2"], **shared, sequence_parallel=sequence) for sequence in (True, False)]
-    rows += [Combination(**COMPOSED["TP 2"], **shared, precision="float64", model="opt", recompute="full")]
+    rows += [Combination(**COMPOSED["TP 2"], **shared, microbatch_size=1, model="opt", recompute="full")]
     rows += [Combination(**COMPOSED["CP 2 x TP 2"], **shared)]
-    rows += [Combination(**COMPOSED["TP 2"], **cache | {"adapter": "neurocache, one for all"}, precision="float64")]
+    rows += [Combination(**COMPOSED["TP 2"], **cache | {"adapter": "neurocache, one for all"}, microbatch_size=1)]
     authors = cache | {"adapter": "neurocache, authors' heads"}
     layouts = [LAYOUTS["FSDP 2"], COMPOSED["CP 2"], COMPOSED["PP 2"]]
-    rows += [Combination(**layout, **authors, precision="float64", recompute="full") for layout in layouts]
+    rows += [Combination(**layout, **authors, microbatch_size=1, recompute="full") for layout in layouts]
     rows += [Combination(**authors, compile="block")]
     return rows + remembering_beside()
 
@@ -418,7 +443,7 @@ def remembering_beside() -> list[Combination]:
     """What stands beside a cache, on bases in few bits too. In bfloat16 with a cache of which all is found: where
     rounding chooses other entries, gradients differ by more than by rounding.
     """
-    rows, exact = [], dict(accumulation=4, precision="float64")
+    rows, exact = [], dict(accumulation=4, microbatch_size=1)
     layouts = [LAYOUTS["FSDP 2"], COMPOSED["TP 2"]]
     for beside in ("dora", "qlora", "lora_int8"):  # packs of 4 bits are cut between blocks of 16 inputs
         model = "mistral" if beside == "qlora" else "llama3"
@@ -431,7 +456,7 @@ def remembering_beside() -> list[Combination]:
 
 def noisy() -> list[Combination]:
     """Noise on embeddings, by the lengths of records, whatever is cut, moved or computed again."""
-    exact = dict(noise=True, precision="float64")
+    exact = dict(noise=True, microbatch_size=1)
     rows = [Combination(**COMPOSED["CP 2 x TP 2"], **exact)]
     rows += [Combination(**LAYOUTS["FSDP 2"], **exact, recompute="full", accumulation=2)]
     rows += [Combination(**LAYOUTS["DDP 2"], noise=True, precision="bfloat16")]
@@ -449,7 +474,7 @@ def stretched() -> list[Combination]:
     """Rotary wavelengths for longer contexts, by positions that ranks have a part of."""
     rows = []
     for kind, model in (("linear", "mistral"), ("ntk", "qwen3"), ("yarn", "llama3"), ("llama3", "qwen3_moe")):
-        exact = dict(rope=kind, model=model, precision="float64")
+        exact = dict(rope=kind, model=model, microbatch_size=1)
         rows += [Combination(**COMPOSED["TP 2"], **exact), Combination(**COMPOSED["CP 2"], **exact, document_mask=True)]
     for kind, model in (("yarn", "mistral"), ("yarn", "qwen3"), ("linear", "llama3")):
         rows += [Combination(**COMPOSED["CP 2"], rope=kind, model=model, method="ulysses", recompute="full")]
@@ -460,7 +485,7 @@ def stretched() -> list[Combination]:
 
 def grouped() -> list[Combination]:
     """Attention inside groups, of which tensor parallel has the heads of one kind, and context parallel a part."""
-    exact = dict(groups=True, precision="float64")
+    exact = dict(groups=True, microbatch_size=1)
     rows = [Combination(**COMPOSED["CP 2 x TP 2"], **exact)]
     rows += [Combination(**LAYOUTS["FSDP 2"], **exact, recompute=mode, accumulation=2) for mode in ("full", "op")]
     rows += [Combination(**LAYOUTS["DDP 2"], groups=True, precision="bfloat16", document_mask=True)]
@@ -487,11 +512,11 @@ def gpt2() -> list[Combination]:
     rows += [Combination(**COMPOSED["TP 2"], **drops, sequence_parallel=False, document_mask=True, recompute="op")]
     rows += [Combination(**COMPOSED["TP 2"], **drops, compile="block")]
     rows += [Combination(**COMPOSED["CP 2"], **drops, document_mask=True, balance=False)]
-    rows += [Combination(**COMPOSED["CP 2 x TP 2"], **drops, precision="float64")]
+    rows += [Combination(**COMPOSED["CP 2 x TP 2"], **drops, microbatch_size=1)]
     rows += [
         Combination(**COMPOSED["PP 2"], **drops, schedule=s, recompute="full") for s in ("ZBVZeroBubble", "DualPipeV")
     ]
-    rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], **drops, precision="float64", accumulation=2)]
+    rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], **drops, microbatch_size=1, accumulation=2)]
     # norms behind, and an embedding that is narrower than the model
     rows += [Combination(**layout, model="opt") for layout in (LAYOUTS["FSDP 2"], LAYOUTS["DDP 2"])]
     composed = ("TP 2", "CP 2", "PP 2", "PP 2 x FSDP 2", "FSDP 2 x TP 2", "PP 2 x TP 2")
@@ -502,7 +527,7 @@ def gpt2() -> list[Combination]:
 
 def roberta() -> list[Combination]:
     """Words that are hidden, told by what stands on both sides of them, and classes of samples, of GPT-2 too."""
-    words, exact = dict(model="roberta", task="masked_lm"), dict(precision="float64", document_mask=True)
+    words, exact = dict(model="roberta", task="masked_lm"), dict(microbatch_size=1, document_mask=True)
     rows = [
         Combination(ranks=2, cp=2, method=method, balance=b, **words, **exact)
         for method in METHODS
@@ -514,7 +539,7 @@ def roberta() -> list[Combination]:
     rows += [Combination(**LAYOUTS[name], **words, accumulation=2, recompute="full") for name in ("FSDP 2", "DDP 2")]
     rows += [Combination(**COMPOSED["TP 2"], **words, sequence_parallel=False, compile="block")]
     rows += [Combination(**layout, **words, adapter="lora") for layout in (LAYOUTS["FSDP 2"], COMPOSED["TP 2"])]
-    classes = dict(model="roberta", task="seq_cls", precision="float64", loss_chunks=2)
+    classes = dict(model="roberta", task="seq_cls", microbatch_size=1, loss_chunks=2)
     rows += [Combination(**classes), Combination(**LAYOUTS["FSDP 2"], **classes, accumulation=2)]
     rows += [
         Combination(**COMPOSED[name], **classes) for name in ("TP 2", "CP 2", "PP 2", "PP 2 x CP 2", "PP 2 x TP 2")
@@ -529,9 +554,9 @@ def other_models() -> list[Combination]:
     """What the project's own tasks are not: tensors of whole samples, pairs. Not in the table of docs/features.md:
     tests/support/other_families.py.
     """
-    classes = dict(model="classifier", precision="float64", loss_chunks=2)
+    classes = dict(model="classifier", microbatch_size=1, loss_chunks=2)
     rows = [Combination(**COMPOSED[name], **classes) for name in ("CP 2", "PP 2 x TP 2")]
-    pairs = dict(model="pairs", precision="float64")
+    pairs = dict(model="pairs", microbatch_size=1)
     rows += [Combination(**LAYOUTS[name], **pairs, accumulation=2, loss_chunks=2) for name in ("FSDP 2", "DDP 2")]
     rows += [Combination(**COMPOSED[name], **pairs) for name in ("TP 2", "PP 2", "PP 2 x FSDP 2", "PP 2 x TP 2")]
     rows += [Combination(**COMPOSED["PP 2"], **pairs, schedule="DualPipeV", loss_chunks=2)]
@@ -540,7 +565,7 @@ def other_models() -> list[Combination]:
 
 def packed() -> list[Combination]:
     """What every rank packs has to be the whole matrix's bits, for the loss to be one device's to 1e-10."""
-    qlora, exact = dict(adapter="qlora"), dict(adapter="qlora", precision="float64")
+    qlora, exact = dict(adapter="qlora"), dict(adapter="qlora", microbatch_size=1)
     rows = [Combination(**LAYOUTS[name], **exact) for name in ("one rank", "FSDP 2", "DDP 2")]
     rows += [Combination(**COMPOSED["PP 2"], **exact, schedule=s) for s in ("1F1B", "ZBVZeroBubble", "DualPipeV")]
     rows += [Combination(**COMPOSED[name], **exact, model="qwen3_moe") for name in ("TP 2", "FSDP 2 x TP 2")]
@@ -548,7 +573,7 @@ def packed() -> list[Combination]:
     rows += [Combination(**LAYOUTS[name], **qlora, precision="bfloat16") for name in ("one rank", "FSDP 2")]
     rows += [Combination(**LAYOUTS["FSDP 2"], **qlora, recompute="full", accumulation=2, cpu_offload=True)]
     rows += [Combination(**LAYOUTS["FSDP 2"], **qlora, compile="block", recompute="2")]
-    eight = dict(adapter="lora_int8", precision="float64")
+    eight = dict(adapter="lora_int8", microbatch_size=1)
     rows += [Combination(**LAYOUTS[name], **eight) for name in ("FSDP 2", "DDP 2")]
     rows += [Combination(**COMPOSED["TP 2"], **eight), Combination(**COMPOSED["FSDP 2 x TP 2"], **eight)]
     rows += [Combination(**COMPOSED["PP 2"], **eight, schedule="ZBVZeroBubble")]
@@ -561,7 +586,7 @@ def packed_with_options() -> list[Combination]:
     """What A reads is dropped, and how strong they are is learned, beside packed matrices as beside plain ones."""
     rows = []
     for kind in ("qlora", "lora_int8"):
-        drops, learned = (dict(adapter=kind + option, precision="float64") for option in ("_dropout", ", tanh(s)"))
+        drops, learned = (dict(adapter=kind + option, microbatch_size=1) for option in ("_dropout", ", tanh(s)"))
         rows += [Combination(**LAYOUTS["FSDP 2"], **drops, recompute="op", accumulation=2)]
         rows += [Combination(**COMPOSED["TP 2"], **drops, model="qwen3_moe")]
         rows += [Combination(**COMPOSED["PP 2"], **drops, schedule="ZBVZeroBubble")]
@@ -574,14 +599,14 @@ def eight_ranks() -> list[Combination]:
     rows = [Combination(**layout) for layout in EIGHT.values()]
     rows += [Combination(**EIGHT["PP 2 x FSDP 2 x TP 2"], schedule=s, recompute="full") for s in SCHEDULES[3:]]
     rows += [Combination(**EIGHT["PP 2 x CP 2 x TP 2"], schedule="DualPipeV", method="ulysses", document_mask=True)]
-    rows += [Combination(**EIGHT["PP 2 x CP 2 x TP 2"], schedule="ZBVZeroBubble", method="ring", precision="float64")]
+    rows += [Combination(**EIGHT["PP 2 x CP 2 x TP 2"], schedule="ZBVZeroBubble", method="ring", microbatch_size=1)]
     rows += [Combination(**EIGHT["FSDP 2 x CP 2 x TP 2"], recompute="op", precision="bfloat16", accumulation=2)]
     rows += [Combination(**EIGHT["PP 2 x HSDP 2x2"], schedule="Interleaved1F1B", accumulation=2)]
     rows += [Combination(**EIGHT["PP 2 x FSDP 2 x TP 2"], ep=4, model="deepseek", schedule="ZBVZeroBubble")]
     rows += [Combination(**EIGHT["PP 2 x FSDP 2 x CP 2"], ep=2, model="qwen3_moe", recompute="full")]
     eight = EIGHT["PP 2 x FSDP 2 x TP 2"] | dict(schedule="DualPipeV", overlap=True, model="deepseek")
     rows += [Combination(**eight, ep=2, recompute="full_keep_comm"), Combination(**eight, ep=4)]
-    rows += [Combination(**EIGHT["FSDP 2 x CP 2 x TP 2"], ep=8, model="deepseek", precision="float64")]
+    rows += [Combination(**EIGHT["FSDP 2 x CP 2 x TP 2"], ep=8, model="deepseek", microbatch_size=1)]
     return rows
 
 
@@ -589,7 +614,7 @@ def data_parallel() -> list[Combination]:
     rows = []
     for name, layout in LAYOUTS.items():
         rows += [Combination(**layout)]
-        rows += [Combination(**layout, precision="float64", recompute="full", accumulation=2, loss_chunks=2)]
+        rows += [Combination(**layout, microbatch_size=1, recompute="full", accumulation=2, loss_chunks=2)]
         if name == "FSDP 4":  # what two shards have shown besides does not ask how many there are
             continue
         rows += [Combination(**layout, recompute=mode) for mode in RECOMPUTE[1:]]

@@ -138,8 +138,7 @@ def assembled(row: Combination) -> ParallelModel:
     with torch.device("meta"):
         model, plan, adapter = build_adapted(row)
     local = local_batch_size(row, dims)
-    # Rows in float64 show schedules with more microbatches than fill the pipeline; the others take less time.
-    microbatch_size = 2 if local >= 4 * row.pp and row.precision != "float64" else together_of(row)
+    microbatch_size = max(row.microbatch_size if local >= 4 * row.pp else 1, together_of(row))
     modes = ("none", "full", "full_keep_comm", "memory_budget")
     recompute = row.recompute if row.recompute in modes else "selective"
     options = ParallelOptions(

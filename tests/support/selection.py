@@ -1,7 +1,7 @@
 """Choose what an ordinary and a quick run of the suite leave out.
 
-The ordinary run (`./run_tests.sh`) takes a pairwise cover of the table of combinations; `./run_tests.sh full` takes the
-whole table and writes down how long each module took. The quick run leaves out the modules that took longest.
+`./run_tests.sh full` runs everything and writes down how long each module took. The ordinary run (`./run_tests.sh`)
+takes a pairwise cover of the table of combinations. The quick run leaves out the modules that took longest.
 """
 
 import itertools
@@ -17,26 +17,29 @@ from tests.support.jobs import ROOT
 
 DURATIONS = ROOT / "tests" / "durations.json"
 """Module -> seconds that its tests took in the last full run, over both workers."""
-LAYOUT = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+LAYOUT = ("ranks", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+QUICK_SECONDS = 240.0
+"""Time of the modules that the quick run takes, over both workers, as the last full run measured it."""
+EVERY_NTH_ROW = 20
 PAIRED = ("recompute", "schedule", "method", "adapter")
 
 
 def settings(row: Combination) -> Iterator[tuple[str, Any]]:
     """Yield the settings of a row whose pairs are covered: its layout as one, and the others of PAIRED."""
-    yield "layout", tuple(getattr(row, degree) for degree in LAYOUT)
+    yield "layout", row.layout
     yield from ((name, getattr(row, name)) for name in PAIRED)
 
 
 def covered(row: Combination) -> frozenset[Any]:
     """Return the pairs of settings that a row tests, and the value of every other field by itself."""
-    singles = ((name, value) for name, value in vars(row).items() if name not in (*LAYOUT, *PAIRED, "ranks"))
+    singles = ((name, value) for name, value in vars(row).items() if name not in (*LAYOUT, *PAIRED))
     return frozenset([*itertools.combinations(settings(row), 2), *singles])
 
 
 def pairwise_cover(rows: Iterable[Combination]) -> set[Combination]:
     """Return rows that together test each pair of settings and each value that any row tests, chosen greedily.
 
-    The same rows come out for the same table. Of rows that add equally much, the one with the fewest ranks is taken.
+    Of rows that add equally much, the first with the fewest ranks is taken: each worker has to choose the same.
     """
     pairs = {row: covered(row) for row in rows}
     missing = set().union(*pairs.values())
@@ -60,6 +63,30 @@ def slow_modules(budget: float) -> set[str]:
     return slow
 
 
+def left_out_items(items: list[pytest.Item], quick: bool) -> set[pytest.Item]:
+    """Return the items that the ordinary or the quick run leaves out.
+
+    Of the table of combinations the quick run takes some rows on one and two ranks, all families and axes among them.
+    """
+    rows = {item: row for item in items if isinstance(row := parameters(item).get("row"), Combination)}
+    if quick:
+        slow = slow_modules(QUICK_SECONDS)
+        cheap = [item for item, row in rows.items() if row.ranks <= 2 and row.compile == "no"]
+        others = {item for item in items if item not in rows and module_of(item.nodeid) in slow}
+        return others | rows.keys() - set(cheap[::EVERY_NTH_ROW])
+    table = {item: row for item, row in rows.items() if row.optimizer == "none"}
+    cover = pairwise_cover(table.values())
+    return {item for item, row in table.items() if row not in cover}
+
+
+def parameters(item: pytest.Item) -> dict[str, Any]:
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
+def module_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
+
+
 class DurationRecorder:
     """A pytest plugin that adds up the time of each module's tests and writes DURATIONS."""
 
@@ -67,8 +94,7 @@ class DurationRecorder:
         self.seconds: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        module = report.nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
-        self.seconds[module] += report.duration
+        self.seconds[module_of(report.nodeid)] += report.duration
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
