@@ -17,7 +17,7 @@ from torchtitan.adapters import ADAPTERS
 from torchtitan.adapters.interface import Adapter
 from torchtitan.core.initialization import initialize
 from torchtitan.core.tensor_storage import draw_stores
-from torchtitan.datasets.samples import dealt
+from torchtitan.datasets.samples import global_sample_numbers
 from torchtitan.losses.objective import IGNORE_INDEX, Objective
 from torchtitan.losses.tasks import TASKS
 from torchtitan.models import SIZES
@@ -192,7 +192,9 @@ def run_row(row: Combination) -> tuple[float, float, dict[str, np.ndarray], floa
     everything = labelled(row)
     names = names_for(row, model.draws)
     together = together_of(row)
-    own = dealt(torch.arange(SAMPLES // model.dims.dp), model.dims.dp_rank(model.mesh), model.dims.dp, together)
+    own = global_sample_numbers(
+        torch.arange(SAMPLES // model.dims.dp), model.dims.dp_rank(model.mesh), model.dims.dp, together
+    )
     mine = {name: everything[name][own] for name in names}
     size = local_batch_size(row, model.dims)
     valid = objective(row).count(everything)

@@ -14,7 +14,7 @@ from tests.support.pool import run_ranks
 from torchtitan import cli
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.position import merge_states
-from torchtitan.datasets.samples import IGNORE, dealt
+from torchtitan.datasets.samples import IGNORE, global_sample_numbers
 from torchtitan.datasets.segments import Documents, HeldOutSegments, SegmentLoader
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import ShardWriter, TokenShards
@@ -91,7 +91,7 @@ def test_four_rows_read_the_same_on_any_ranks(documents, ranks, state_of):
     for expected, *parts in itertools.islice(zip(whole, *spread, strict=True), 20):
         for name in expected.keys() - {"lanes"}:  # which each rank numbers for itself
             own = torch.arange(4 // ranks)
-            order = torch.cat([dealt(own, rank, ranks, 1) for rank in range(ranks)])
+            order = torch.cat([global_sample_numbers(own, rank, ranks, 1) for rank in range(ranks)])
             assert torch.equal(torch.cat([part[name] for part in parts]), expected[name][order]), name
     assert {each.samples for each in spread} == {whole.samples}
 
