@@ -18,7 +18,8 @@ from torchtitan.core.errors import JobError
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources_text import text
 from torchtitan.models import CONFIGS
-from torchtitan.models.hf import config, stored
+from torchtitan.models.hf import config
+from torchtitan.models.hf import load as hf_load
 
 
 def faults(file: Path) -> list[str]:
@@ -74,9 +75,9 @@ def test_a_pipe_in_a_folder_of_hugging_face_is_not_waited_for(tmp_path, name):
         if name == "config.json":
             config.read_json(tmp_path / name)
         elif name == "model.safetensors":
-            stored._files(tmp_path)
+            hf_load._files(tmp_path)
         else:
-            stored._Shards(tmp_path, {"w": name}, None, None)
+            hf_load._Shards(tmp_path, {"w": name}, None, None)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
