@@ -235,7 +235,7 @@ BAD_FILES = {
         '[compile]\ncomponents = ["modl", 3]\n',
         [
             'FILE: compile.components: given ["modl", 3]; allowed: a list, each one of "model", "loss"; '
-            "help: What is compiled."
+            "help: Parts that are compiled."
         ],
     ),
     "wrong values of a table, one line for the table": (
@@ -455,14 +455,14 @@ BAD_ARGUMENTS = {
         ["--compile.components", '["model"'],
         [
             'compile.components: given "[\\"model\\""; allowed: a list, each one of "model", "loss"; '
-            "help: What is compiled."
+            "help: Parts that are compiled."
         ],
     ),
     "more than a value": (
         ["--compile.components", "['loss']\nsteps = 3"],
         [
             'compile.components: given "[\'loss\']\\nsteps = 3"; allowed: a list, each one of "model", "loss"; '
-            "help: What is compiled."
+            "help: Parts that are compiled."
         ],
     ),
     "no UTF-8": (

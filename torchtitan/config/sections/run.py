@@ -19,13 +19,14 @@ class Job:
     """The run: its folder, name, time limit and restarts."""
 
     config_file: list[str] = field(default_factory=list)
-    """TOML files, merged in order (later ones win). Repeat the option for several."""
+    """TOML files, merged in order (later ones take precedence). Repeat the option for several."""
     dump_folder: Place = "./outputs"
-    """Everything that the run writes goes here. Started again with the same folder, a job with checkpoints resumes."""
+    """Folder for everything that the run writes. A job with checkpoints that is started again with the same folder
+    resumes."""
     description: str = "default job"
     """Free text, shown at the start and kept in the run's config.toml."""
     tags: list[str] = field(default_factory=list)
-    """Words to find the run by, kept with it and told to trackers."""
+    """Words to find the run by, stored with it and passed to trackers."""
     time_limit: (
         Annotated[
             str,
@@ -34,23 +35,23 @@ class Job:
         ]
         | None
     ) = None
-    """Longest run, as [days-]hours:minutes:seconds; it stops ahead of it, saved, as on a signal. Unset: none but the
-    end of a SLURM allocation."""
+    """Maximum duration of the run, as [days-]hours:minutes:seconds; it saves and stops before it is over, as on a
+    signal. Unset: only the end of a SLURM allocation."""
     clean_start: Literal["never", "unsaved", "always"] = "never"
-    """Empty dump_folder before the run: if no checkpoint or export is in it, or always. Only what a run has made goes.
-    With "always" whoever gives the command again (by hand, systemd, Kubernetes) begins anew; only restarts by our
-    launcher and by SLURM go on."""
+    """Empty dump_folder before the run: never, only if it has no checkpoint or export (unsaved), or always. Only files
+    that a run has made are deleted. With "always" a command that is given again (by hand, systemd, Kubernetes) starts
+    from scratch; only restarts by our launcher and by SLURM resume."""
     print_config: bool = False
     """Print the resolved job as TOML before anything else."""
     max_restarts: NonNegative = 3
-    """With checkpoints, all ranks are started again after a crash or a hang, this many times without a new checkpoint
-    in between (then exit code 5)."""
+    """Restarts of all ranks after a crash or a hang without a new checkpoint in between, for jobs with checkpoints;
+    then the run ends with exit code 5."""
     rejoin_seconds: NonNegative = 900
-    """Longest wait for the network between machines to come back, in a run that may be started again. Meanwhile no rank
-    runs; then all start again from the newest checkpoint. 0: the run ends at once."""
+    """Maximum wait for the network between machines to come back, if the run may restart. No rank runs meanwhile;
+    afterwards all restart from the newest checkpoint. 0: the run ends at once."""
     preflight: bool | None = None
-    """Before training, look whether every rank answers, has the same code, torch, job, tokenizer, data and folder, and
-    how fast each axis of the mesh is; a difference is refused in one message. Unset: with several machines."""
+    """Check before training that all ranks answer and have the same code, torch, job, tokenizer, data and folder, and
+    measure each axis of the mesh; all differences are reported in one error. Unset: with several machines."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -58,9 +59,11 @@ class Comm:
     """Timeouts of ranks that make no progress, and the trace of collectives."""
 
     init_timeout_seconds: Positive = 300
-    """Longest time in which no rank gets on, in the start, the first step and the first validation."""
+    """Seconds without progress of any rank after which a run counts as hung, until the first step and the first
+    validation are done."""
     train_timeout_seconds: Positive = 100
-    """Longest time in which no rank gets on, afterwards: then the run has hung. Collectives wait as long, too."""
+    """Seconds without progress of any rank after which a run counts as hung, later on; also the timeout of
+    collectives."""
     trace_buf_size: NonNegative = 20000
     """Entries of torch's flight recorder; 0 turns it off."""
 
@@ -70,8 +73,8 @@ class Memory:
     """The limit of GPU memory per rank."""
 
     limit: Annotated[float, Field(gt=0, le=1)] | Annotated[int, Field(ge=256)] | str | None = None
-    """Most that a rank takes of its GPU's memory: a share of it (0.9), whole MiB (20000), or a text with MiB, GiB, MB
-    or GB ("20GiB"). Unset: all. On a CPU nothing is limited; `torchtitan check` says what the state needs of it."""
+    """Maximum GPU memory of a rank: a fraction (0.9), whole MiB (20000), or a text with MiB, GiB, MB or GB ("20GiB").
+    Unset: all. Not enforced on a CPU, where `torchtitan check` only compares it with the size of the state."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -79,9 +82,9 @@ class Debug:
     """Seed and determinism."""
 
     seed: NonNegative = 0
-    """Of initial weights, data order and random numbers."""
+    """Seed of initial weights, data order and random numbers."""
     deterministic: bool = False
-    """Only deterministic kernels; a run then repeats bit for bit on the same machine."""
+    """Use only deterministic kernels; a run then repeats bit for bit on the same machine."""
     deterministic_warn_only: bool = False
     """Warn instead of failing where a kernel has no deterministic form."""
 
@@ -91,33 +94,36 @@ class Guard:
     """Non-finite and outlier steps, and the comparison of replicas."""
 
     non_finite: Literal["stop", "skip", "rollback"] = "stop"
-    """After a loss or gradient that is NaN or infinite while the weights are finite: stop with the last good step
-    saved; leave the step's update out; or go back to the newest checkpoint and do its steps again, once, as an error of
-    the machine does not come again. With anything but stop the host waits for the device in every step. If the weights
-    are not finite, the run goes back once for each step, and ends if it comes again."""
+    """Reaction to a NaN or infinite loss or gradient while the weights are finite. stop: stop, with the last good step
+    saved. skip: skip the update. rollback: go back to the newest checkpoint and repeat its steps once, as a hardware
+    error does not recur. With skip and rollback the host waits for the device in every step. If the weights are not
+    finite, the run goes back once per step, and ends if it happens again."""
     spike: Literal["off", "stop", "skip", "rollback"] = "off"
-    """The same after a loss or gradient norm far above those before it."""
+    """Reaction to a loss or gradient norm far above those of previous steps, as non_finite."""
     spike_window: Annotated[int, Field(ge=4)] = 128
-    """Steps before a step that its loss and norm are compared with; from half as many on."""
+    """Previous steps with which a step's loss and norm are compared; comparison begins after half as many."""
     spike_sigmas: Annotated[float, Field(gt=0)] = 6.0
-    """So many standard deviations above their mean is a spike (at least so many times 1 % of the mean)."""
+    """Standard deviations above the mean from which a value is a spike. A standard deviation counts as at least 1 % of
+    the mean."""
     loss_rise: Annotated[float, Field(gt=0)] | None = None
-    """Stop, saved, once the mean loss of a window lies this far above the lowest such mean. Unset: never."""
+    """Rise of the mean loss of a window above the lowest such mean at which the run saves and stops. Unset: never."""
     loss_threshold: float | None = None
-    """A loss that stays above this for loss_patience steps falls under loss_policy. Every step counts once, logged or
-    not. Unset: never."""
+    """Loss that must not be exceeded for loss_patience steps in a row; loss_policy is the reaction. Every step counts,
+    logged or not. Unset: never."""
     loss_patience: Positive = 3
-    """So many steps in a row above loss_threshold."""
+    """Consecutive steps above loss_threshold before loss_policy applies."""
     loss_policy: Literal["stop", "skip", "rollback"] = "stop"
-    """As non_finite, for the last of these steps, and for those after it until the loss is below again."""
+    """Reaction as in non_finite, for the last of these steps and all following ones until the loss falls below the
+    threshold."""
     patience: Positive = 5
-    """So many bad steps in a row, or ways back to one checkpoint, end the run."""
+    """Consecutive bad steps, or rollbacks to one checkpoint, that end the run."""
     replica_check_interval: NonNegative = 100
-    """Every so many steps, and before every save, compare what several ranks must hold alike; 0: never."""
+    """Steps between comparisons of everything that several ranks must hold alike, which also precede every save; 0:
+    never."""
     shard_checksums: bool = False
-    """Checksums of all weights and optimizer moments after each step, compared before the next update and before every
-    save: a bit that flips in memory between steps is reported with its rank and tensor, and the run goes back to the
-    newest checkpoint, once for each step. Costs two passes over them in every step."""
+    """Compute checksums of all weights and optimizer moments after each step, and compare them before the next update
+    and every save. A bit flipped in memory is reported with its rank and tensor, and the run goes back to the newest
+    checkpoint, once per step. Costs two passes over them in every step."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -125,12 +131,12 @@ class EarlyStop:
     """The end of a run that no longer improves."""
 
     patience: Positive | None = None
-    """End the run after so many validations in a row none of which was better than the best before it. It ends as one
-    that is done: the last step is saved and exported. Unset: never."""
+    """Consecutive validations without improvement after which the run ends, with its last step saved and exported as
+    usual. Unset: never."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """Better is what is more than this better than the best so far."""
+    """Minimum change of the metric that counts as an improvement."""
     metric: str | None = None
-    """What is looked at, under its name in metrics.jsonl. Unset: checkpoint.best_metric, else validation_loss."""
+    """Metric to watch, named as in metrics.jsonl. Unset: checkpoint.best_metric, else validation_loss."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -138,27 +144,27 @@ class Metrics:
     """Log lines, metrics files, plots and trackers."""
 
     log_freq: Cadence = 10
-    """Log every this many steps, each such share of the run (0.01), "epoch" or "N/epoch"; always the first and the last
-    step."""
+    """Distance between log lines: steps, a fraction of the run (0.01), "epoch" or "N/epoch"; the first and the last
+    step are always logged."""
     enable_tensorboard: bool = False
-    """Write TensorBoard events, with the tags torchtitan's users know, the job as text and its options as hparams."""
+    """Write TensorBoard events, with torchtitan's tags, the job as text and its options as hparams."""
     save_tb_folder: str = "tb"
-    """Folder of the events, inside job.dump_folder."""
+    """Folder of the TensorBoard events, inside job.dump_folder."""
     enable_wandb: bool = False
     """Log to Weights & Biases (needs `pip install 'torchtitan-toml[wandb]'`)."""
     trackers: list[Annotated[str, NameIn("torchtitan.metrics.trackers:TRACKERS")]] = field(default_factory=list)
-    """Where metrics go beside metrics.jsonl: "tensorboard", "wandb", "mlflow", "aim", or another of `torchtitan list
-    trackers`. The first two are also turned on by options of their own."""
+    """Trackers to log to in addition to metrics.jsonl: "tensorboard", "wandb", "mlflow", "aim", or another of
+    `torchtitan list trackers`. The first two also have options of their own."""
     histogram_freq: NonNegative = 0
-    """Histograms of all weights and gradients every this many steps, in TensorBoard; 0: none."""
+    """Steps between histograms of all weights and gradients in TensorBoard; 0: none."""
     log_timestamps: bool = False
     """Begin each console line with date and time."""
     log_files: bool = False
     """Also write every rank's lines, with their times, to logs/ in job.dump_folder."""
     disable_color_printing: bool = False
-    """Plain console lines. Colour is off anyway when the output is not a terminal."""
+    """Print console lines without colour, as always when the output is not a terminal."""
     save_for_all_ranks: bool = False
-    """TensorBoard events of every rank, not of rank 0 alone."""
+    """Write TensorBoard events of every rank instead of rank 0 only."""
     log_lr: bool = True
     """Show the learning rate in each console line."""
     log_lr_schedule: bool = True
@@ -176,11 +182,11 @@ class Profiling:
     save_traces_folder: str = "profile_traces"
     """Folder of the traces, inside job.dump_folder."""
     profile_freq: Positive = 10
-    """A trace window every this many steps."""
+    """Steps between recorded windows."""
     profiler_active: Positive = 1
     """Steps recorded in a window."""
     profiler_warmup: NonNegative = 3
-    """Steps of a window that warm the profiler up and are thrown away."""
+    """Steps at the start of a window that warm up the profiler and are discarded."""
     enable_memory_snapshot: bool = False
     """Write the CUDA allocator's history at the same steps (GPU only)."""
     save_memory_snapshot_folder: str = "memory_snapshot"

@@ -19,20 +19,19 @@ class Task:
     """The kind of task: language modeling, fine-tuning, classification, preferences."""
 
     kind: Annotated[str, NameIn("torchtitan.losses.tasks:TASKS")] = "pretrain"
-    """What is learned. pretrain: the next token. sft: the next token of whole
-    records, see [data]. documents: the next token of documents that are read in order, one stream per row,
-    training.seq_len tokens a batch. masked_lm: masked words. seq_cls: the class of a record. dpo, ipo, orpo: the
-    preferred one of two answers, see [dpo]."""
+    """Task to learn. pretrain: the next token. sft: the next token of whole records, see [data]. documents: the next
+    token of documents read in order, one stream per row, training.seq_len tokens a batch. masked_lm: masked words.
+    seq_cls: the class of a record. dpo, ipo, orpo: the preferred one of two answers, see [dpo]."""
     label_field: str = "label"
-    """The field that holds a record's class, of seq_cls; its text is in training.text_field."""
+    """Field of a record that holds its class (seq_cls); its text is in training.text_field."""
     second_text_field: str | None = None
-    """The field of a second text, of seq_cls with pairs."""
+    """Field of a second text, for seq_cls on pairs."""
     labels: list[str] = field(default_factory=list)
-    """Names of the classes in their order, where data or exports have names. Unset: numbers from 0 on."""
+    """Names of the classes in their order, if data or exports use names. Unset: numbers from 0."""
     mask_share: Annotated[float, Field(gt=0, le=1)] = 0.15
-    """Share of the words that are to be found, of masked_lm."""
+    """Fraction of words to predict (masked_lm)."""
     mask_token: str | None = None
-    """The special token that hides words. Unset: <mask> or [MASK]."""
+    """Special token that replaces masked words. Unset: <mask> or [MASK]."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -40,25 +39,26 @@ class Data:
     """Chat templates, loss masks and sample packing of records."""
 
     chat_template: Place | None = None
-    """Makes text of conversations, of any task, instead of the tokenizer's own: chatml, llama2, llama3, alpaca, a file
-    that ends in .jinja, or Jinja itself, as checkpoints keep it."""
+    """Template that formats conversations, for any task, instead of the tokenizer's: chatml, llama2, llama3, alpaca, a
+    .jinja file, or Jinja source."""
     default_system: str | None = None
-    """What the system says in conversations in which it says nothing."""
+    """System message of conversations that have none."""
     train_on: Literal["completion", "all", "last_turn"] = "completion"
-    """What is learned: answers, everything, or the last answer of each record."""
+    """Part of a record that is learned: the answers (completion), everything, or the last answer."""
     train_on_eos: Literal["turn", "last", "all", "none"] = "turn"
-    """Where the token that ends a turn is learned: after each answer, after the last, after each turn of anybody, or
-    nowhere."""
+    """Turns of which the final token is learned: each answer (turn), the last answer, all turns of any role, or
+    none."""
     too_long: Literal["error", "drop", "truncate", "split"] = "error"
-    """What becomes of a record that training.seq_len has no room for. Conversations are never cut."""
+    """Handling of records longer than training.seq_len. Conversations are never cut."""
     max_empty_ratio: Fraction = 0.01
-    """Refuse a source with a larger share of records of which nothing is learned; the others leave them out."""
+    """Maximum fraction of a source's records without any token to learn. Sources above it are refused; below it such
+    records are dropped."""
     packing: Literal["best_fit", "off"] | None = None
-    """best_fit: records share samples of training.seq_len tokens where they fit, apart from each other. off: each is a
-    sample. Unset: off where classes are learned (task.kind = "seq_cls"), so that batch sizes count records, else
-    best_fit. Pairs of answers are never packed."""
+    """Sample packing. best_fit: records share samples of training.seq_len tokens, without seeing each other. off: each
+    record is a sample. Unset: off for classification (task.kind = "seq_cls"), where batch sizes then count records,
+    otherwise best_fit. Pairs of answers are never packed."""
     padding: Literal["right", "left"] = "right"
-    """Where a sample that is not full has its padding, which nobody learns or sees."""
+    """Side of a sample that is padded. Padding is masked in attention and loss."""
     pad_to: (
         Annotated[
             str,
@@ -68,18 +68,19 @@ class Data:
         | None
     ) = None
     """Length of samples that are not packed: training.seq_len, the longest of the batch, or that rounded up to a
-    multiple of a number, as "multiple:64". Unset: rounded up to a multiple of 8 on a CPU and 64 on a GPU; seq_len with
-    pipelines, compiled blocks, experts or padding on the left, and the start says what share of the tokens it is."""
+    multiple of a number, as "multiple:64". Unset: rounded up to a multiple of 8 on a CPU and 64 on a GPU, but seq_len
+    with pipelines, compiled blocks, experts or padding on the left; the log then says what fraction of the tokens is
+    padding."""
     group_by_length: bool = False
-    """Steps of samples that are about as long, where they are not packed, in an order drawn anew for each epoch."""
+    """Group unpacked samples of similar length into steps, in a new random order each epoch."""
     shards: Annotated[str, Field(pattern=r"^[1-9]\d*/[1-9]\d*$"), Form('"N/M", as "2/4"')] = "1/1"
-    """Train on one of so many equal parts of each source's records, as "2/4" on the second of four."""
+    """Part of each source's records to train on, as "2/4" for the second of four equal parts."""
     packing_window: Annotated[int, Field(ge=2)] = 100_000
-    """Records, in their shuffled order, that are packed together."""
+    """Records, in shuffled order, that are packed together."""
     num_proc: Positive | None = None
     """Processes that tokenize before the run. Unset: training.dataloader.num_workers, at least 1."""
     cache_dir: Place | None = None
-    """Folder of what was tokenized before the run. Unset: data, inside job.dump_folder."""
+    """Folder for data tokenized before the run. Unset: data, inside job.dump_folder."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -87,9 +88,9 @@ class Dpo:
     """Losses on pairs of answers: dpo, ipo, orpo."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How closely the model keeps to its reference; of orpo the weight of the answers' odds."""
+    """Strength with which the model is kept close to its reference; for orpo the weight of the odds ratio."""
     reference: Place | None = None
-    """The model that answers are compared with, whole, of the same family and sizes: a folder of Hugging Face, a
-    checkpoint, a run. Unset: the model that the run began from (dpo, ipo)."""
+    """Reference model, of the same family and sizes: a Hugging Face folder, a checkpoint or a run. Unset: the model
+    that training starts from (dpo, ipo)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """The share of pairs that are taken to be the wrong way round (dpo)."""
+    """Fraction of pairs assumed to be labelled the wrong way round (dpo)."""

@@ -21,11 +21,11 @@ from torchtitan.config.sections.field_types import (
 @dataclass(config=STRICT, kw_only=True)
 class DataLoader:
     num_workers: NonNegative = 0
-    """Processes that read, tokenize and pack beside the trainer; 0 does it in the trainer's process."""
+    """Processes that read, tokenize and pack in parallel with training; 0 uses the trainer's process."""
     persistent_workers: bool = False
     """Keep the workers between passes."""
     pin_memory: bool | None = None
-    """Page-locked batches, for faster copies to a GPU. Unset: where there is one."""
+    """Use page-locked batches, for faster copies to a GPU. Unset: if there is a GPU."""
     prefetch_factor: Positive | None = None
     """Batches that each worker holds ready (needs num_workers > 0)."""
 
@@ -35,17 +35,17 @@ class DataSource:
     dataset: Dataset
     """Dataset by name: one that is known, or "text" and "tokens" for files at dataset_path."""
     dataset_path: Place | None = None
-    """As training.dataset_path."""
+    """Path or name of the data, as training.dataset_path."""
     text_field: str | None = None
-    """As training.text_field, which it is where this is unset."""
+    """Replaces training.text_field for this source. Unset: training.text_field."""
     format: RecordFormat | None = None
-    """As training.format, which it is where this is unset."""
+    """Replaces training.format for this source. Unset: training.format."""
     fields: dict[str, str] = field(default_factory=dict)
-    """As training.fields, which they are where this and format are unset."""
+    """Replaces training.fields for this source. Unset: training.fields, unless this source sets format."""
     template: dict[str, str] = field(default_factory=dict)
-    """As training.template, which it is where this and format are unset."""
+    """Replaces training.template for this source. Unset: training.template, unless this source sets format."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """How many samples are from this source, in proportion to the other sources' weights."""
+    """Share of the samples from this source, relative to the other sources' weights."""
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -55,34 +55,34 @@ class Training:
     dataset: Dataset = "python_stdlib"
     """Dataset by name: one that is known, or "text" and "tokens" for files at dataset_path."""
     dataset_path: Place | None = None
-    """File, folder or glob for dataset = "text" and "tokens"; a local copy or another name for a Hugging Face set."""
+    """File, folder or glob for dataset = "text" and "tokens"; local copy or other name of a Hugging Face dataset."""
     sources: list[DataSource] = field(default_factory=list)
-    """Several datasets, mixed by weight, instead of dataset and dataset_path, which are short for a list of one."""
+    """Datasets mixed by weight, instead of dataset and dataset_path, which name a single one."""
     mixing: Literal["weights", "sizes"] = "weights"
-    """How samples are drawn from several sources: by their weights, or by their sizes, as if they were one source. With
-    sizes, text is tokenized before the run. With training.epochs sources are always joined by size."""
+    """Proportions of several sources: their weights, or their sizes, as if they were one source. With sizes, text is
+    tokenized before the run. With training.epochs sources are always joined by size."""
     text_field: str = "text"
-    """The field that holds the text, token ids or segments in .json, .jsonl, .csv, .parquet, .arrow and Hugging Face
+    """Field that holds the text, token ids or segments in .json, .jsonl, .csv, .parquet, .arrow and Hugging Face
     datasets."""
     format: RecordFormat | None = None
     """The format of records. Unset: records that have text_field are read
     by that, others by the format that their fields tell; those that have both are refused where whole records are
     learned."""
     fields: dict[str, str] = field(default_factory=dict)
-    """What the fields of format are called in the records, where that differs, e.g. {instruction = "question"}; role
-    and content are those inside messages."""
+    """Names in the records of the format's fields, if they differ, e.g. {instruction = "question"}; role and content
+    are those inside messages."""
     template: dict[str, str] = field(default_factory=dict)
-    """The prompt of instruct records instead of Stanford Alpaca's: format and no_input_format with {instruction},
-    {input} and {system}, system_format, system_prompt, and the separator ahead of the answer."""
+    """Prompt of instruction records instead of Stanford Alpaca's: format and no_input_format with {instruction},
+    {input} and {system}, system_format, system_prompt, and the separator before the answer."""
     document_mask: bool = False
-    """Keep attention inside documents that are packed into one sample."""
+    """Restrict attention to each document within a packed sample."""
     shuffle: bool = True
-    """Shuffle documents, by debug.seed and the epoch. False keeps the stored order; of text, every rank then tokenizes
-    every document."""
+    """Shuffle documents, by debug.seed and the epoch. False keeps the stored order; every rank then tokenizes every
+    document of a text dataset."""
     on_bad_data: Literal["stop", "skip"] = "stop"
-    """What to do with a record that cannot be read: stop with its place named, or skip and count it."""
+    """Reaction to a record that cannot be read: stop and name it, or skip and count it."""
     local_batch_size: Positive = 8
-    """Samples per data-parallel rank and forward pass; pairs, where pairs of answers are learned."""
+    """Samples (or pairs, for tasks on pairs) per data-parallel rank and forward pass."""
     global_batch_size: Annotated[int, Field(ge=-1)] = -1
     """Samples (or pairs) per optimizer step over all ranks; gradients are accumulated to reach it. -1: local_batch_size
     times the data-parallel degree."""
@@ -93,31 +93,31 @@ class Training:
     steps: Positive = 10000
     """Optimizer steps. With epochs or tokens the run ends with whichever comes first; a default sets no limit then."""
     epochs: Positive | None = None
-    """Passes over all of the data, after which the run ends. Text is tokenized before the run, into
-    job.dump_folder/data. Unset: the data go round until training.steps."""
+    """Passes over all data, after which the run ends. Text is tokenized before the run, into job.dump_folder/data.
+    Unset: the data repeat until training.steps."""
     tokens: Positive | None = None
-    """Tokens after which the run ends, up to whole samples and without padding."""
+    """Number of tokens after which the run ends, rounded up to whole samples and without padding."""
     unfrozen: list[str] = field(default_factory=list)
-    """Which parameters are trained, by their names; * stands for anything in one, e.g. ["layers.3*", "*norm*"]. All
-    others are frozen. Empty: all are trained, or what the adapter says."""
+    """Names of the parameters to train; * matches anything, e.g. ["layers.3*", "*norm*"]. All others are frozen. Empty:
+    all, or those that the adapter trains."""
     neftune_alpha: Annotated[float, Field(ge=0)] = 0.0
-    """In training, noise on the embeddings of words: uniform up to this / sqrt(tokens of the record x their width).
-    With task.kind = "dpo" the first loss is then not ln 2, as the reference is without it. 0: none."""
+    """Scale of uniform noise on token embeddings in training, divided by sqrt(tokens of the record x width) (NEFTune).
+    With task.kind = "dpo" the first loss is then not ln 2, as the reference has no noise. 0: none."""
     loss_chunks: NonNegative = 0
-    """Pieces in which the output head and the cross-entropy run, to keep the logits small. 0: as many as keep a
-    piece's float32 logits under 512 MiB."""
+    """Chunks in which the output head and the cross-entropy run, which keeps the logits small. 0: as many as keep a
+    chunk's float32 logits under 512 MiB."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (FSDP)."""
     dtype: Precision = "float32"
-    """Type of the parameters and of the optimizer's state."""
+    """Type of the parameters and the optimizer state."""
     mixed_precision_param: Precision = "bfloat16"
-    """Type in which forward and backward compute."""
+    """Type of the computation in forward and backward."""
     mixed_precision_reduce: Precision = "float32"
     """Type in which gradients are reduced."""
     gc_freq: Positive = 50
-    """Collect Python's garbage every this many steps, on all ranks together."""
+    """Steps between collections of Python's garbage, on all ranks at once."""
     gc_debug: bool = False
-    """Collect after every step and log what was found, to look for reference cycles."""
+    """Collect after every step and log the objects found, to look for reference cycles."""
     dataloader: DataLoader = field(default_factory=DataLoader)
 
 
@@ -130,25 +130,27 @@ class Validation:
     dataset: Dataset = "python_stdlib_validation"
     """Dataset by name: one that is known, or "text" and "tokens" for files at dataset_path."""
     dataset_path: Place | None = None
-    """As training.dataset_path."""
+    """Path or name of the held-out data, as training.dataset_path."""
     sources: list[DataSource] = field(default_factory=list)
-    """As training.sources."""
+    """Held-out datasets, as training.sources."""
     local_batch_size: Positive = 8
     """Samples (or pairs) per data-parallel rank and forward pass."""
     seq_len: Positive | None = None
     """Tokens per sample. Unset: training.seq_len."""
     freq: Cadence = 10
-    """Every this many steps, each such share of the run (0.1), "epoch" or "N/epoch"; and after the last step."""
+    """Distance between validations: steps, a fraction of the run (0.1), "epoch" or "N/epoch"; also after the last
+    step."""
     samples: NonNegative = 80
-    """Samples (or pairs) per validation, over all ranks: always the same ones, under every plan. 0: all there are, of
-    whole records (task.kind = "sft")."""
+    """Samples (or pairs) per validation, over all ranks: always the same ones, under every plan. 0: all, for whole
+    records (task.kind = "sft")."""
     split: Annotated[float, Field(gt=0)] | None = None
-    """Validate on a part of the training data that is held out for it: below 1 a share of each source's records, else
-    so many records. Whole records only (task.kind = "sft")."""
+    """Part of the training data held out for validation: below 1 a fraction of each source's records, else their
+    number. Only for whole records (task.kind = "sft")."""
     steps: Positive | None = None
-    """Batches of each data-parallel rank instead, as in torchtitan: how many samples that is depends on the plan."""
+    """Batches of each data-parallel rank per validation, instead of samples, as in torchtitan; the number of samples
+    then depends on the plan."""
     generated: NonNegative = 0
-    """So many prompts of the validation data, always the same ones, are continued at each validation, by the likeliest
-    words, into generated.jsonl in job.dump_folder."""
+    """Prompts of the validation data, always the same ones, that are continued greedily at each validation, into
+    generated.jsonl in job.dump_folder."""
     generated_tokens: Positive = 64
-    """Words that each of them is continued by at most."""
+    """Maximum number of tokens generated for each prompt."""
