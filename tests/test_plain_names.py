@@ -44,7 +44,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "launcher": (11, 0),
     "losses": (15, 2),
     "lr_schedules": (3, 0),
-    "metrics": (31, 33),
+    "metrics": (11, 0),
     "models": (114, 82),
     "optimizers": (18, 0),
     "parallelisms": (18, 0),

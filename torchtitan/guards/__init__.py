@@ -198,8 +198,8 @@ class Guards:
 
 
 def not_finite(value: torch.Tensor | None) -> int:
-    """1 for a scalar that is NaN or infinite, else 0. Waits for its device, so it is asked only where the host waits
-    anyway.
+    """Return 1 for a scalar that is NaN or infinite, else 0. Waits for its device, so it is called only where the host
+    waits anyway.
     """
     return int(value is not None and not math.isfinite(value))
 

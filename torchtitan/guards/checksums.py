@@ -123,7 +123,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
     Each row is hashed by torch.hash_tensor (exclusive or), and the row hashes are summed with odd multipliers, modulo
     2^64. So any single flipped bit changes the digest, and so does the same bit flipped twice unless both are in one
-    row. Integer addition does not depend on the order in which a device adds.
+    row. The order of the integer additions does not matter.
     """
     rows = tensor if tensor.dim() > 1 else tensor.reshape(-1, 1)
     hashed = torch.hash_tensor(rows, dim=-1).view(torch.int64).flatten()
@@ -131,7 +131,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def told(digests_by_rank: dict[int, dict[int, int]], names: dict[int, str]) -> str:
-    """Describe which ranks differ from the majority, and in which tensors."""
+    """Describe the ranks that differ from the majority, and the tensors that differ."""
     tensors_of: dict[str, list[str]] = defaultdict(list)
     for key, ranks in digests_by_rank.items():
         digest_counts = Counter(ranks.values()).most_common()

@@ -1,5 +1,5 @@
-"""A tracker beside the run instead of in its way: it works in a thread of its own, and what it raises or how long it
-blocks costs the run nothing. metrics.jsonl has every record in any case.
+"""Run a tracker in a separate thread, so that its errors and delays do not affect the run. metrics.jsonl has every
+record in any case.
 """
 
 import logging
@@ -21,7 +21,10 @@ PAUSES = (1.0, 5.0, 30.0, 60.0)
 
 
 class PatientTracker:
-    """`make` opens the tracker, in the thread too: a service that cannot be reached may make it wait for minutes."""
+    """A tracker in a separate thread that retries after errors.
+
+    `make` opens the tracker, also in the thread, because it may wait minutes for a service that cannot be reached.
+    """
 
     def __init__(
         self,
@@ -35,7 +38,7 @@ class PatientTracker:
         self._waiting: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(LONGEST_QUEUE)
         self._leaving = threading.Event()
         self._tracker: Tracker | None = None
-        # a daemon: one that blocks for ever does not keep the process
+        # a daemon, so that a blocked tracker does not keep the process alive
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -57,7 +60,7 @@ class PatientTracker:
                 logger.warning("%s does not keep up: records are dropped, the run goes on", self.name)
 
     def close(self) -> None:
-        """Give it a moment for what it has not written yet."""
+        """Wait up to `close_seconds` for the tracker to write the remaining records."""
         self._leaving.set()
         try:
             self._waiting.put_nowait(None)
@@ -70,16 +73,16 @@ class PatientTracker:
             logger.warning("%s lacks %d records; metrics.jsonl has them all", self.name, self.dropped)
 
     def _work(self) -> None:
-        while (wanted := self._waiting.get()) is not None:
-            if not self._try(partial(self._do, wanted)):
+        while (write := self._waiting.get()) is not None:
+            if not self._try(partial(self._do, write)):
                 self.dropped += 1
             if self._leaving.is_set() and self._waiting.empty():
                 break
         if self._tracker is not None:
             self._try(self._tracker.close)
 
-    def _do(self, wanted: Callable[[Tracker], None]) -> None:
-        wanted(self._open())
+    def _do(self, write: Callable[[Tracker], None]) -> None:
+        write(self._open())
 
     def _open(self) -> Tracker:
         if self._tracker is None:
@@ -87,12 +90,12 @@ class PatientTracker:
         return self._tracker
 
     def _try(self, action: Callable[[], None]) -> bool:
-        """Until it works, or the run ends while it does not."""
+        """Call `action` until it succeeds (True) or the run ends while it fails (False)."""
         tries = 0
         while True:
             try:
                 action()
-            except Exception as error:  # of a library and its service: of any type
+            except Exception as error:  # a tracker's library may raise any type
                 if tries == 0:
                     text = f"{type(error).__name__}: {error}"
                     logger.warning("%s fails (%s): the run goes on, and it is tried again", self.name, text)

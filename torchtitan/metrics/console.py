@@ -1,4 +1,4 @@
-"""The lines that a person reads."""
+"""Format the console lines of a run, durations and quantities."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ BOLD, DIM, GREEN, CYAN, BLUE = "1", "2", "32", "36", "34"
 def training_line(
     record: Record, total_steps: int, seconds_left: float | None, color: bool = False, log_lr: bool = True
 ) -> str:
-    """One logged step; the columns stay in place over the run."""
+    """Return the line of one logged step. Columns keep their positions over the run."""
 
     def paint(text: str, code: str) -> str:
         return f"\033[{code}m{text}\033[0m" if color else text
@@ -28,8 +28,8 @@ def training_line(
         parts.append(paint(f"mfu {100 * record['mfu']:4.1f}%", CYAN))
     parts.append(paint(f"{record['memory_gib']:6.2f} GiB", BLUE))
     if record["step"] < total_steps:
-        left = "   -   " if seconds_left is None else f"{duration(seconds_left):>7}"
-        parts.append(paint(f"{left} left", DIM))
+        remaining = "   -   " if seconds_left is None else f"{duration(seconds_left):>7}"
+        parts.append(paint(f"{remaining} left", DIM))
     if "marked" in record:
         parts.append(paint(f"({', '.join(record['marked'])})", DIM))
     return "  ".join(parts)
@@ -38,13 +38,13 @@ def training_line(
 def validation_line(
     step: int, total_steps: int, loss: float, color: bool = False, measured: Mapping[str, float] | None = None
 ) -> str:
-    others = "".join(f"  {name} {value:.4f}" for name, value in (measured or {}).items())
-    line = f"{_step(step, total_steps)}  validation loss {loss:.4f}{others}"
+    metrics_text = "".join(f"  {name} {value:.4f}" for name, value in (measured or {}).items())
+    line = f"{_step(step, total_steps)}  validation loss {loss:.4f}{metrics_text}"
     return f"\033[{BOLD}m{line}\033[0m" if color else line
 
 
 def duration(seconds: float) -> str:
-    """Like 0:07, 12:34 or 5h 03m."""
+    """Format seconds as 0:07, 12:34 or 5h 03m."""
     if not math.isfinite(seconds):
         return "-"
     minutes, second = divmod(round(seconds), 60)
@@ -53,7 +53,7 @@ def duration(seconds: float) -> str:
 
 
 def quantity(value: float) -> str:
-    """Like 8.03 G."""
+    """Format a number for a unit to follow, like "8.03 G"."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.4g} {prefix}"

@@ -1,4 +1,4 @@
-"""What is known of a device: its peak rate and the memory in use."""
+"""A device's peak FLOP/s and the memory in use."""
 
 import re
 import resource
@@ -11,7 +11,7 @@ import torch
 from torchtitan.core.initialization import local_part
 
 # Dense bfloat16 (and float16) matrix products, FLOP/s, from the vendors' data sheets. First match wins, so the variants
-# with a lower clock stand before the family. A device that is not here has no MFU: another's peak would be a lie.
+# with a lower clock come before the family. A device that is not listed has no MFU: another's peak would be wrong.
 PEAKS = {
     r"\bA100\b": 312e12,
     r"\bH100 PCIe\b": 756e12,
@@ -27,14 +27,14 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak FLOP/s of matrix products, or None and why."""
+    """Peak FLOP/s of matrix products, or None if unknown, and the source or reason."""
 
     flops: float | None
     reason: str
 
 
 def find_peak(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Of a device at the dtype of the matrix products."""
+    """Return a device's peak for matrix products in `dtype`."""
     if device.type != "cuda":
         return Peak(None, f"no peak is known for a {device.type} device")
     return peak_of(torch.cuda.get_device_name(device), dtype)
@@ -52,9 +52,9 @@ def peak_of(name: str, dtype: torch.dtype) -> Peak:
 
 
 def read_memory(device: torch.device) -> tuple[float, dict[str, float]]:
-    """The memory of this rank in GiB, and TensorBoard's figures about it.
+    """Return this rank's memory in GiB, and figures about it by their tags.
 
-    GPU: the most that the allocator has held since the last reading. CPU: the most that the process ever had resident.
+    GPU: the most that the allocator has reserved since the last call. CPU: the largest resident size of the process.
     """
     if device.type != "cuda":
         unit = 1 if sys.platform == "darwin" else 1024
@@ -76,14 +76,14 @@ def read_memory(device: torch.device) -> tuple[float, dict[str, float]]:
 def describe_memory(
     device: torch.device, parameters: Sequence[torch.nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]
 ) -> str:
-    """A few lines for a run that has run out: what is whose on this rank, and what the allocator knows."""
+    """Describe this rank's memory after it ran out: sizes of all shards by kind, and the allocator's summary."""
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     owned: dict[str, list[torch.Tensor]] = {
         "parameters": list(parameters),
         "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
         "optimizer": [value for state in states for value in state.values() if isinstance(value, torch.Tensor)],
     }
-    sizes = {name: sum(local_part(each)[0].nbytes for each in tensors) for name, tensors in owned.items()}
+    sizes = {name: sum(local_part(tensor)[0].nbytes for tensor in tensors) for name, tensors in owned.items()}
     lines = [f"  {name:<12}{size / GIB:8.2f} GiB" for name, size in sizes.items()]
     most, _ = read_memory(device)
     lines.append(f"  {'at most':<12}{most:8.2f} GiB on this {device.type} rank, with activations and what torch keeps")

@@ -1,4 +1,4 @@
-"""Where a run's time goes, by cause, over all of its starts; and how often a run like it should save."""
+"""Account a run's time by cause over all of its starts, and advise how often a run like it should save."""
 
 import math
 import time
@@ -36,8 +36,10 @@ SHORTEST_ADVISED_SECONDS = 3600.0
 
 
 class Goodput:
-    """A stopwatch that always runs, for one cause at a time. `failed_at`: when the start before this one ended by a
-    failure, if it did, on the same clock."""
+    """A stopwatch that attributes all time to one cause at a time.
+
+    `failed_at`: when the previous start failed, on the same clock; None if it did not fail.
+    """
 
     def __init__(
         self,
@@ -54,19 +56,21 @@ class Goodput:
         self._since = clock() if failed_at is None else failed_at
 
     def enter(self, cause: str) -> None:
-        """From now on time is `cause`'s."""
+        """Attribute time to `cause` from now on."""
         now = self._clock()
         self.seconds[self._cause] += now - self._since
         self._cause, self._since = cause, now
 
     def state_dict(self) -> dict[str, float]:
-        """As of now; JSON-able."""
+        """Return the seconds and counts until now, JSON-able."""
         self.enter(self._cause)
         return self.seconds | {"failures": self.failures, "saves": self.saves, "at": self._wall()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Of the starts before, in front of what this one has spent already. In the middle of a run it goes back to
-        where it had spent so much: all since then is spent again, but for the save.
+        """Restore the times of earlier starts from `state_dict`.
+
+        While this start begins, they are added to the time that it has spent. Later, after a rollback, they replace it:
+        all time since the checkpoint counts as redone, except for the save itself.
         """
         self.enter(self._cause)
         self.loaded_at = state.get("at")
@@ -75,45 +79,47 @@ class Goodput:
             self.failures, self.saves = int(state.get("failures", 0)), int(state.get("saves", 0))
             self.seconds = {cause: spent + saved[cause] for cause, spent in self.seconds.items()}
         else:
-            saved["save"] = self.seconds["save"]  # that of the checkpoint itself, after its state was noted
+            saved["save"] = self.seconds[
+                "save"
+            ]  # includes the checkpoint's own save, which its state could not contain yet
             since = sum(self.seconds.values()) - sum(saved.values())
             self.seconds = saved
             self.failed(since)
 
     def saved(self, published: float) -> None:
-        """Of the checkpoint whose state was loaded, when it was published, by the wall's clock: a state cannot say how
-        long the save took that it was noted for."""
+        """Count the save of the loaded checkpoint, which was `published` at this time of the wall clock.
+
+        Its state was recorded before that save, so it cannot contain the save's time."""
         if self.loaded_at is not None:
             self.seconds["save"] += max(0.0, published - self.loaded_at)
             self.saves += 1
 
     def failed(self, redone_seconds: float) -> None:
-        """What had been trained for so long since the checkpoint is done again."""
+        """Count a failure after which this many seconds of training have to be repeated."""
         self.failures += 1
         self.seconds["redone"] += redone_seconds
 
     def row(self) -> dict[str, float]:
-        """For metrics.jsonl: the share that trained, and the seconds by cause."""
-        whole = self.state_dict() and sum(self.seconds.values())
+        """Return the fraction of time spent training and the seconds by cause, for metrics.jsonl."""
+        total = self.state_dict() and sum(self.seconds.values())
         by_cause = {f"{cause}_seconds": round(spent, 3) for cause, spent in self.seconds.items()}
-        return {"goodput": round(self.seconds["train"] / whole, 4) if whole else 0.0} | by_cause
+        return {"goodput": round(self.seconds["train"] / total, 4) if total else 0.0} | by_cause
 
     def summary(self) -> str:
-        """Shares of all time, the largest first, like "94.0 % training, 4.2 % saving"."""
-        whole = self.state_dict() and sum(self.seconds.values())
-        shares = {CAUSES[cause]: 100 * spent / whole for cause, spent in self.seconds.items()} if whole else {}
+        """Return the shares of all time, largest first, like "94.0 % training, 4.2 % saving"."""
+        total = self.state_dict() and sum(self.seconds.values())
+        shares = {CAUSES[cause]: 100 * spent / total for cause, spent in self.seconds.items()} if total else {}
         largest = sorted(shares.items(), key=lambda item: -item[1])
         return ", ".join(f"{share:.1f} % {name}" for name, share in largest if share >= 0.05)
 
     def best_interval(self, world_size: int) -> float | None:
-        """Seconds between saves by which the least time is lost, by the rule of Young and Daly: the root of twice the
-        time between failures and the time for which a save holds up the run. None before the first save, and for a run
-        of less than an hour.
+        """Return the seconds between saves that minimise lost time; None before the first save or in the first hour.
 
-        Failures are this run's, or else as many as others have met on so many devices.
+        Young and Daly: sqrt(2 * time between failures * time for which a save blocks the run). The time between
+        failures is this run's own, or, without a failure, GPU_HOURS_PER_FAILURE divided by the number of devices.
         """
-        whole = self.state_dict() and sum(self.seconds.values())
-        if not self.saves or whole < SHORTEST_ADVISED_SECONDS:
+        total = self.state_dict() and sum(self.seconds.values())
+        if not self.saves or total < SHORTEST_ADVISED_SECONDS:
             return None
-        between = whole / self.failures if self.failures else 3600 * GPU_HOURS_PER_FAILURE / world_size
+        between = total / self.failures if self.failures else 3600 * GPU_HOURS_PER_FAILURE / world_size
         return math.sqrt(2 * between * self.seconds["save"] / self.saves)

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a logged step, and one a validation, in the order of the run."""
+"""metrics.jsonl: one JSON object per logged step, validation or event, in the order of the run."""
 
 import itertools
 import json
@@ -18,9 +18,10 @@ LONGEST_LINE = 2**20
 
 
 class JsonLines:
-    """Appends records to a file, each flushed at once. None is ever lost: a run that resumes at a step moves what a run
-    before it wrote after that step to metrics.redone.jsonl; a run that starts anew keeps an older file beside as
-    metrics.previous.jsonl, the next one as metrics.previous-2.jsonl."""
+    """Appends records to a file, each flushed at once. No record is ever lost.
+
+    A run that resumes at a step moves the records of later steps to metrics.redone.jsonl. A run that starts from
+    scratch renames an older file to metrics.previous.jsonl, and the next one to metrics.previous-2.jsonl."""
 
     def __init__(self, path: Path, resume_step: int | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,8 +34,9 @@ class JsonLines:
         self._unwritten = b""
 
     def write(self, record: Record) -> None:
-        """JSON has no NaN and no infinity: they become null. What cannot be written (a full disk) is kept and written
-        with the next record that can; the run does not end for it."""
+        """Append a record, with null for NaN and infinity, which JSON lacks.
+
+        If the write fails (a full disk), the run continues, and the record is written with the next one."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         waiting = self._unwritten.count(b"\n")
         self._unwritten += json.dumps(finite, allow_nan=False).encode() + b"\n"
@@ -46,7 +48,7 @@ class JsonLines:
 
     def _write_what_waits(self) -> tuple[str, str] | None:
         try:
-            while self._unwritten:  # a disk that gets full takes a part
+            while self._unwritten:  # a disk that becomes full may accept a part
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
             return self._file.name, error.strerror or str(error)
@@ -59,7 +61,7 @@ class JsonLines:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a metrics.jsonl. What is no record, like a last line torn by a crash, is left out."""
+    """Return the records of a metrics.jsonl, without lines that are no records, such as one cut off by a crash."""
     records = []
     with open_file(path) as file:
         while line := file.readline(LONGEST_LINE):
@@ -73,29 +75,29 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _unused(path: Path) -> Path:
-    """A name beside it that nothing has yet."""
+    """Return an unused path next to the file, for its previous version."""
     numbers = (f"-{number}" if number > 1 else "" for number in itertools.count(1))
     names = (path.with_name(f"{path.stem}.previous{number}{path.suffix}") for number in numbers)
     return next(name for name in names if not os.path.lexists(name))
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Rewrite the file whole, so that a crash in between leaves either the old or the new one."""
+    """Move the records after `step` to the .redone file. A crash leaves the file in either its old or its new state."""
     records = read_records(path)
-    kept = [record for record in records if record["step"] <= step]
-    if len(kept) < len(records):
+    retained = [record for record in records if record["step"] <= step]
+    if len(retained) < len(records):
         redone = path.with_name(f"{path.stem}.redone{path.suffix}")
-        if redone.is_symlink():  # ours are files; where a link leads is another's
+        if redone.is_symlink():  # this program writes no links: do not write to a foreign target
             redone.unlink()
         _append(redone, [record for record in records if record["step"] > step])
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # of a crash, or somebody's link
-    _append(temporary, kept)
+    temporary.unlink(missing_ok=True)  # left by a crash, or a foreign link
+    _append(temporary, retained)
     temporary.replace(path)
 
 
 def _append(path: Path, records: list[Record]) -> None:
-    """For good: what is moved from one file to another is on the disk before it leaves the first."""
+    """Append records and sync them to disk, so that moved records are safe before the other file drops them."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
         file.flush()

@@ -1,9 +1,9 @@
-"""The meter of a run. Nothing is read from the device between logged steps, so metering costs no wait.
+"""Meter a run. Nothing is read from the device between logged steps, so metering never waits for it.
 
-A window is what lies between two logged steps: its rates are over the time that really passed and the steps it really
-holds. The first window (compilation, cold caches) and those with a checkpoint or a validation in them are marked, and
-left out of averages and of the time left. MFU is tokens/s per device x FLOPs per token / peak; in metrics.jsonl `mfu`
-counts the attention that a causal mask leaves, `mfu_full` all of it, both as fractions.
+A window covers the steps from one logged step to the next. Its rates are computed from its elapsed time and its number
+of steps. The first window (compilation, cold caches) and windows with a checkpoint or a validation are marked, and left
+out of averages and of the estimated remaining time. MFU is tokens/s per device x FLOPs per token / peak. In
+metrics.jsonl `mfu` counts only the attention that a causal mask allows, `mfu_full` all of it, both as fractions.
 """
 
 import logging
@@ -41,8 +41,9 @@ class Window:
 
 
 class MetricsLogger:
-    """Every rank makes one and records every step; the rank that writes files is told so, and which rank shows its
-    lines is the logging set-up's choice."""
+    """The metrics of a run. Every rank has a logger and records every step.
+
+    `writes`: True on the rank that writes files. The logging set-up decides which rank shows its lines."""
 
     def __init__(
         self,
@@ -77,18 +78,18 @@ class MetricsLogger:
         self._first: Record | None = None
         self._last: Record | None = None
         self._validation_loss: float | None = None
-        # Of windows without a mark:
+        # from windows without a mark:
         self._speeds: list[float] = []
         self._recent_step_seconds: deque[float] = deque(maxlen=20)
         self.start()
 
     def start(self) -> None:
-        """The first step begins now."""
+        """Begin the first step."""
         self._window = Window(self._clock(), marks=["first"])
         self._started, self._tokens_at_start = self._window.started, self.tokens_seen
 
     def header(self) -> str:
-        """What the figures stand on, in one line."""
+        """Return one line with the model's size, its FLOPs per token, and the peak that MFU is relative to."""
         size = f"{console.quantity(self.num_parameters).strip()} parameters"
         flops = (
             f"{console.quantity(self.causal)}FLOP per token (attention causal; "
@@ -98,11 +99,11 @@ class MetricsLogger:
         return f"{size}, {flops}, {mfu}"
 
     def due(self, step: int) -> bool:
-        """Whether the step, counted from 1, is logged."""
+        """Return True if the step, counted from 1, is logged."""
         return step % self.log_freq == 0 or step in (1, self.total_steps)
 
     def mark(self, reason: str) -> None:
-        """Something other than training happens in the current window."""
+        """Mark the current window: something other than training happens in it."""
         if reason not in self._window.marks:
             self._window.marks.append(reason)
 
@@ -117,9 +118,10 @@ class MetricsLogger:
         data_seconds: float,
         extra: Mapping[str, torch.Tensor | float] | None = None,
     ) -> None:
-        """After every step: the global loss and gradient norm, scalars (needed where the step is due), the rate that
-        the step took, the tokens of all ranks in it, and how long this rank waited for data. `extra` is logged as it
-        is.
+        """Record a step; called after every step.
+
+        `loss`, `grad_norm`: global scalars, needed only if the step is due. `lr`: rate that the step used. `tokens`:
+        tokens of all ranks in it. `data_seconds`: how long this rank waited for data. `extra`: further scalars to log.
         """
         window = self._window
         window.steps += 1
@@ -131,14 +133,14 @@ class MetricsLogger:
         # Reading these waits for the device, so the clock is read after them.
         mean = float(loss)
         values = {"loss": mean, "grad_norm": None if grad_norm is None else float(grad_norm)}
-        others = {name: float(value) for name, value in (extra or {}).items()}
+        extra_values = {name: float(value) for name, value in (extra or {}).items()}
         now = self._clock()
         memory, memory_tags = read_memory(self.device)
         record = {"step": step, **values, "lr": lr, **self._rates(window, now), "memory_gib": memory}
         record["perplexity"] = math.exp(min(mean, LONGEST))
         if "memory/max_active(GiB)" in memory_tags:
             record["memory_active_gib"] = memory_tags["memory/max_active(GiB)"]
-        record |= self._utilization(record["tokens_per_second"]) | others
+        record |= self._utilization(record["tokens_per_second"]) | extra_values
         if window.marks:
             record["marked"] = window.marks
         else:
@@ -147,25 +149,27 @@ class MetricsLogger:
         self._first, self._last = self._first or record, record
         self._window = Window(now)
         self._write(record, {**tags_of(record, self.world_size, self.full), **memory_tags})
-        left = self._seconds_left(step)
-        logger.info(console.training_line(record, self.total_steps, left, self._color, self._log_lr))
+        seconds_left = self._seconds_left(step)
+        logger.info(console.training_line(record, self.total_steps, seconds_left, self._color, self._log_lr))
 
     def record_validation(
         self, step: int, loss: float, measured: Mapping[str, float] | None = None
     ) -> dict[str, float]:
-        """Marks the window: its time was not all training's. `measured`: what the task measures beside the loss. All of
-        it, under its names in metrics.jsonl.
+        """Log a validation, and return its metrics by their names in metrics.jsonl.
+
+        `measured`: the task's metrics in addition to the loss. The window is marked, as not all of its time was
+        training.
         """
         self.mark("validation")
         self._validation_loss = loss
-        found = {"loss": loss, **(measured or {})}
-        named = {f"validation_{name}": value for name, value in found.items()}
-        self._write({"step": step} | named, {f"validation_metrics/{name}": value for name, value in found.items()})
+        values = {"loss": loss, **(measured or {})}
+        metrics = {f"validation_{name}": value for name, value in values.items()}
+        self._write({"step": step} | metrics, {f"validation_metrics/{name}": value for name, value in values.items()})
         logger.info(console.validation_line(step, self.total_steps, loss, self._color, measured))
-        return named
+        return metrics
 
     def histograms_due(self, step: int) -> bool:
-        """Whether they are taken in the step, counted from 1, before its update."""
+        """Return True if histograms are taken in the step, counted from 1, before its update."""
         return self.histogram_freq > 0 and step % self.histogram_freq == 0
 
     def record_histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
@@ -173,20 +177,18 @@ class MetricsLogger:
             tracker.histograms(found, step)
 
     def record_event(self, step: int, event: str, told: Mapping[str, float | str]) -> None:
-        """Something that happened to the run at the state after `step`."""
+        """Write an event of the run at the state after `step` to metrics.jsonl, with the fields in `told`."""
         if self._file:
             self._file.write({"step": step, "event": event, **told})
 
     def record_skip(self, step: int, why: str, count: int) -> None:
-        """Of a step whose update has been left out, before its record; so many have been so far."""
+        """Log that a step's update was skipped; called before its record. `count`: skipped updates so far."""
         logger.warning("step %d is left out: %s; %d left out so far", step, why, count)
         self.mark("skipped")
         self.record_event(step, "skip", {"cause": why, "steps_skipped": count})
 
     def go_back(self, step: int, tokens: int) -> None:
-        """The run is at the state after `step` again: what was written of later ones is kept beside, and trackers
-        are told.
-        """
+        """Return to the state after `step`: move later records to metrics.redone.jsonl and notify the trackers."""
         if self._file:
             self._file.close()
             self._file = JsonLines(self.path, step)
@@ -196,7 +198,7 @@ class MetricsLogger:
         self._window = Window(self._clock(), marks=["rollback"])
 
     def summary(self, places: Mapping[str, object]) -> str:
-        """A few lines for the end of the run; `places` says what lies where."""
+        """Return a few lines for the end of the run. `places`: paths of its outputs by name."""
         if self._first is None or self._last is None:
             remedy = "raise training.steps, training.epochs or training.tokens to go on"
             done = f"nothing was left to train; {remedy}, or start anew in another job.dump_folder"
@@ -233,7 +235,7 @@ class MetricsLogger:
         return {"mfu": share * self.causal, "mfu_full": share * self.full}
 
     def _seconds_left(self, step: int) -> float | None:
-        """None while all windows so far are marked."""
+        """Estimate the remaining time; None while all windows so far are marked."""
         if not self._recent_step_seconds:
             return None
         return statistics.median(self._recent_step_seconds) * (self.total_steps - step)
@@ -246,7 +248,7 @@ class MetricsLogger:
 
 
 def tags_of(record: Record, world_size: int, flops_per_token_full: float) -> dict[str, float]:
-    """A record under torchtitan's names (trackers/)."""
+    """Return a record's values by torchtitan's tags (see trackers/)."""
     per_device = record["tokens_per_second"] / world_size
     tags = {
         "loss_metrics/global_avg_loss": record["loss"],
@@ -280,20 +282,21 @@ BUCKETS = 64
 
 
 def histograms_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Histogram]:
-    """By tag, of what this rank's parts of the model have: `weights/NAME`, and `gradients/NAME` where there is one. All
-    ranks call it, as sharded tensors are made whole; packed weights have none.
+    """Return histograms of this rank's model parts by tag: `weights/NAME`, and `gradients/NAME` if it has a gradient.
+
+    Tensors may have any shape. All ranks call it, because sharded tensors are gathered. Packed weights have none.
     """
-    found = {}
+    histograms = {}
     for name, parameter in parameters:
         if parameter.is_floating_point():
-            found[f"weights/{name}"] = histogram(parameter.detach())
+            histograms[f"weights/{name}"] = histogram(parameter.detach())
             if parameter.grad is not None:
-                found[f"gradients/{name}"] = histogram(parameter.grad)
-    return found
+                histograms[f"gradients/{name}"] = histogram(parameter.grad)
+    return histograms
 
 
 def of_all_ranks(found: dict[str, Histogram]) -> dict[str, Histogram]:
-    """On the first rank those of all parts of a pipeline; on the others nothing."""
+    """Gather the histograms of all pipeline stages on the first rank; other ranks get none."""
     if dist.get_world_size() == 1:
         return found
     gathered = distributed.gather_json({tag: asdict(histogram) for tag, histogram in found.items()})
@@ -301,12 +304,12 @@ def of_all_ranks(found: dict[str, Histogram]) -> dict[str, Histogram]:
 
 
 def histogram(tensor: torch.Tensor) -> Histogram:
-    """Of the values of a tensor of any shape that are finite: what is not ends the run by itself, and is told there."""
-    whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float()
-    whole = whole[whole.isfinite()]
-    low, high = (float(value) for value in torch.aminmax(whole)) if whole.numel() else (0.0, 0.0)
-    counts = torch.histc(whole, BUCKETS, low, high)
+    """Return the histogram of a tensor of any shape, without NaN and infinity, which the guards handle."""
+    values = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float()
+    values = values[values.isfinite()]
+    low, high = (float(value) for value in torch.aminmax(values)) if values.numel() else (0.0, 0.0)
+    counts = torch.histc(values, BUCKETS, low, high)
     limits = torch.linspace(low, high, BUCKETS + 1, dtype=torch.float64)[1:]
-    squares = float(whole.double().square().sum())
-    total = float(whole.double().sum())
-    return Histogram(low, high, whole.numel(), total, squares, limits.tolist(), counts.long().tolist())
+    squares = float(values.double().square().sum())
+    total = float(values.double().sum())
+    return Histogram(low, high, values.numel(), total, squares, limits.tolist(), counts.long().tolist())

@@ -1,4 +1,4 @@
-"""The picture of a run, from its metrics.jsonl: loss, learning rate and speed over the same steps."""
+"""Plot a run's metrics.jsonl: loss, learning rate and speed over the same steps."""
 
 import math
 import statistics
@@ -32,13 +32,16 @@ STYLE: Any = {
 
 
 def check_format(path: Path, option: str = "--plot", formats: tuple[str, ...] = FORMATS) -> None:
-    """JobError unless the file's name says what can be drawn."""
+    """Raise JobError unless the file name ends in one of `formats`."""
     if path.suffix.lower() not in formats:
         raise JobError(f"{option}: given {str(path)!r}; allowed: names with {' or '.join(formats)}; rename it")
 
 
 def draw_training_curve(metrics_path: Path, path: Path, title: str) -> bool:
-    """Draw one of FORMATS; False, and no file, if the run has logged nothing yet."""
+    """Draw the figure in the format of the file name.
+
+    Return False, and write nothing, if the run has not logged a step yet.
+    """
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -82,7 +85,7 @@ def _draw_loss(axes: Any, steps: list[Record], held_out: list[Record]) -> None:
         points = {"marker": "D", "markersize": 5, "markeredgecolor": "white", "markeredgewidth": 0.8, "clip_on": False}
         axes.plot(at, values, color=HELD_OUT, linewidth=1.2, label="validation", **points)
         notes.append((at[-1], values[-1], HELD_OUT))
-    # Side by side when the two end at the same height, the higher one above.
+    # Shift the labels apart, the higher value up, because both lines may end at the same height.
     for (x_last, y_last, color), lift in zip(sorted(notes, key=lambda note: -note[1]), (7, -7), strict=False):
         _note(axes, x_last, y_last, f"{y_last:.3f}", color, lift if len(notes) == 2 else 0)
     axes.legend(loc="upper right", frameon=False, labelcolor=INK)
@@ -101,7 +104,7 @@ def _draw_rate(axes: Any, steps: list[Record]) -> None:
 
 
 def _draw_speed(axes: Any, steps: list[Record]) -> None:
-    """The line leaves out the windows in which something else went on, which are dots."""
+    """Plot the speed of unmarked windows as a line, and the speed of marked ones as dots."""
     steady = [record for record in steps if "marked" not in record]
     x, y = _column(steady or steps, "tokens_per_second")
     axes.plot(x, y, color=SPEED, linewidth=1.2)
@@ -114,30 +117,31 @@ def _draw_speed(axes: Any, steps: list[Record]) -> None:
 
 
 def _column(records: list[Record], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values; a value that was not finite leaves a gap."""
+    """Return the steps and their values; NaN, a gap in the plot, if a value is not finite."""
     values = [record[key] if is_finite(record.get(key)) else math.nan for record in records]
     return [record["step"] for record in records], values
 
 
 def is_finite(value: object) -> bool:
-    """Whether what a file says is a number that can be drawn."""
+    """Return True for a finite number, which can be drawn."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _top(values: list[float]) -> float:
-    """The highest that is drawn; of no values, or of zeros alone, 1."""
+    """Return the largest finite value; 1 if there is none or if it is 0."""
     return max((value for value in values if math.isfinite(value)), default=0.0) or 1.0
 
 
 def smoothed_over(count: int) -> int:
-    """How many of so many points, an odd number, one of the smoothed line is the mean of."""
+    """Return the width of the smoothing window for `count` points, an odd number."""
     return 1 + 2 * min(max(count // 30, 2), (count - 1) // 2)
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Mean over a window of a 15th of the points, at least five. It narrows towards the beginning, where the loss falls
-    fast, so that it stays centred there; at the end it stays as wide, since a line that ended in the last step's value
-    would say no more than that. Gaps (NaN) are passed over.
+    """Return the moving average over a 15th of the points, at least five if there are that many.
+
+    Towards the beginning, where the loss falls fast, the window narrows to stay centred. At the end it keeps its width,
+    because otherwise the line would end in the last step's own value. NaN values are ignored.
     """
     half = smoothed_over(len(values)) // 2
     means = []
@@ -154,7 +158,7 @@ def _panel_title(axes: Any, text: str) -> None:
 
 
 def _note(axes: Any, x: float, y: float, text: str, color: str, lift: float = 0) -> None:
-    """A value to the right of the last point, lifted by some points."""
+    """Mark the last point and write its value to the right of it, moved up by `lift` points."""
     if math.isfinite(y):
         axes.plot(x, y, "o", color=color, markersize=4.5, clip_on=False)
         place = {"xytext": (9, lift), "textcoords": "offset points", "annotation_clip": False}

@@ -1,4 +1,4 @@
-"""Windows of torch profiler traces (Chrome format) and of the CUDA allocator's history, at regular steps."""
+"""Write torch profiler traces (Chrome format) and CUDA memory snapshots at regular steps."""
 
 import logging
 from pathlib import Path
@@ -11,16 +11,17 @@ from torchtitan.core.constraints import check_snapshots, check_window
 
 logger = logging.getLogger(__name__)
 
-# Allocations that the history of a snapshot goes back.
+# Number of allocations in a snapshot's history.
 MAX_ALLOCATIONS = 100_000
 
 
 class Profiler:
-    """Around the training loop, with a `step()` after each step. Every `freq` steps the last `active` of them are
-    traced, after `warmup` steps that are traced and thrown away: folder `step_<n>`, one file a rank.
+    """Traces the training loop: a context manager around it, with a call of `step()` after each step.
 
-    traces, snapshots: folders, or None for none of them. A snapshot is also written when memory runs out; open it at
-    https://pytorch.org/memory_viz. Raises JobError for a window longer than `freq`, and for snapshots without a GPU.
+    Of every `freq` steps the last `active` are traced, after `warmup` steps with discarded traces. Output goes to a
+    folder `step_<n>`, one file per rank. `traces`, `snapshots`: parent folders, None to disable. A snapshot is also
+    written when memory runs out; open it at https://pytorch.org/memory_viz. Raises JobError for a window longer than
+    `freq`, and for snapshots without a GPU.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Profiler:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._profile:
-            self._profile.stop()  # writes a window that the run ended in, too
+            self._profile.stop()  # also writes a window that the end of the run cut short
         if self._snapshots:
             if kind is not None and issubclass(kind, torch.OutOfMemoryError):
                 self._write_snapshot(self._snapshots, f"step_{self._step}_out_of_memory")
@@ -77,7 +78,7 @@ class Profiler:
 
     def _write_trace(self, window: profile) -> None:
         assert self._traces
-        if self._step > self._last_trace:  # without a pause between windows the run ends in an empty one
+        if self._step > self._last_trace:  # without a pause between windows, the last window is empty
             self._last_trace = self._step
             window.export_chrome_trace(str(self._path(self._traces, f"step_{self._step}", "trace.json")))
 

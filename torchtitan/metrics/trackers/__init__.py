@@ -1,9 +1,10 @@
-"""Where a run's metrics go beside metrics.jsonl. No torch, and no tracker's package before a run opens it.
+"""Trackers, which get a run's metrics in addition to metrics.jsonl.
+
+Imports no torch, and a tracker's package only when a run opens it.
 
 A new tracker is one file with a subclass of `Tracker`, one line here, and an extra in pyproject.toml of the same name.
-All get the tags that torchtitan's users have on their dashboards. What a bare tag means is torchtitan's:
-throughput(tps) is per device, and tflops and mfu(%) count attention in full, masked or not. mfu_causal(%) and
-mfu_full(%) cannot be confused.
+All trackers get torchtitan's tags, with their meaning in torchtitan: throughput(tps) is per device, and tflops and
+mfu(%) count attention in full, masked or not. The tags mfu_causal(%) and mfu_full(%) are unambiguous.
 """
 
 from collections.abc import Iterable
@@ -23,6 +24,6 @@ TRACKERS: Registry[type[Tracker]] = Registry(
 
 
 def left_by(named: Iterable[str] = ()) -> set[str]:
-    """What our trackers, and those of these names, put at the top of a job's folder."""
+    """Return the names that our trackers, and the ones in `named`, create at the top of a job's folder."""
     kinds = [TRACKERS[name] for name in {*TRACKERS.data, *named} if name in TRACKERS]
-    return {left for kind in kinds for left in (ID_FILE.format(kind.package), *kind.leaves)}
+    return {entry for kind in kinds for entry in (ID_FILE.format(kind.package), *kind.leaves)}

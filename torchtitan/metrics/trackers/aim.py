@@ -7,8 +7,10 @@ from torchtitan.metrics.trackers.interface import Run, Tracker
 
 
 class Aim(Tracker):
-    """One run of Aim for a job, also over restarts: its hash is kept in the folder. The repository is the job's folder,
-    or what AIM_REPO names (a folder, or a server's aim://HOST:PORT) for the runs of several jobs."""
+    """One Aim run per job, also over restarts: the job's folder stores its hash.
+
+    The repository is the job's folder, or AIM_REPO (a folder, or a server's aim://HOST:PORT) for runs of several jobs.
+    """
 
     name, package = "Aim", "aim"
     leaves = (".aim",)
@@ -21,8 +23,8 @@ class Aim(Tracker):
             run.kept_id(self.package),
             repo=os.environ.get("AIM_REPO") or str(run.folder),
             experiment=run.name,
-            system_tracking_interval=None,  # which is a process of its own
-            log_system_params=False,  # environment variables among them
+            system_tracking_interval=None,  # would start a separate process
+            log_system_params=False,  # would include environment variables
             capture_terminal_logs=False,
         )
         run.keep_id(self.package, self._run.hash)

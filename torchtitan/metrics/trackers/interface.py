@@ -1,4 +1,4 @@
-"""What a tracker is, and what it knows of the run that it opens."""
+"""The tracker interface, and the description of a run that a tracker opens."""
 
 import importlib.util
 from abc import ABC, abstractmethod
@@ -27,7 +27,7 @@ class Run:
     job: Mapping[str, Any]
 
     def kept_id(self, tracker: str) -> str | None:
-        """By what the tracker calls this run, if it goes on."""
+        """Return the tracker's id of this run if the run resumes, else None."""
         file = self._id_file(tracker)
         return read_file(file, LONGEST_ID).decode().strip() if self.resume_step is not None and file.exists() else None
 
@@ -40,11 +40,11 @@ class Run:
 
     @property
     def tags(self) -> list[str]:
-        """Those of the job."""
+        """Return the job's tags."""
         return list(self.job.get("job", {}).get("tags", []))
 
     def options(self) -> dict[str, Scalar]:
-        """Of the job, by dotted name; lists are left out."""
+        """Return the job's options by dotted name, without lists."""
         return dict(_scalars(self.job))
 
 
@@ -58,7 +58,7 @@ def _scalars(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 @dataclass(frozen=True)
 class Histogram:
-    """Of a tensor's values, in buckets of equal width."""
+    """A histogram of a tensor's values, with buckets of equal width."""
 
     minimum: float
     maximum: float
@@ -71,8 +71,9 @@ class Histogram:
 
 
 class Tracker(ABC):
-    """Made with the run that it opens. `log` gets a logged step's values by their tags. It may raise and block, as it
-    works in a thread of its own (metrics/async_tracker.py)."""
+    """An interface to a service or file format for metrics. `log` gets a logged step's values by tag.
+
+    Methods may raise and block, because they run in a separate thread (metrics/async_tracker.py)."""
 
     name: ClassVar[str]
     """As people call it."""
@@ -90,18 +91,17 @@ class Tracker(ABC):
     def log(self, values: Mapping[str, float], step: int) -> None: ...
 
     def histograms(self, found: Mapping[str, Histogram], step: int) -> None:  # noqa: B027
-        """Those of weights and gradients; a tracker that has none does nothing."""
+        """Log histograms of weights and gradients; does nothing unless overridden."""
 
     def go_back(self, step: int) -> None:  # noqa: B027
-        """The run is at the state after `step` again: later steps are logged once more. A tracker that takes what comes
-        last, or knows no way back, does nothing."""
+        """Return to the state after `step`; later steps are logged once more. Does nothing unless overridden."""
 
     @abstractmethod
     def close(self) -> None: ...
 
     @classmethod
     def obstacle(cls) -> tuple[str, str] | None:
-        """Why it cannot start here, as what is allowed and what to do."""
+        """Return why the tracker cannot start here, as (allowed, remedy); None if it can."""
         if importlib.util.find_spec(cls.package) is None:
             remedy = f"pip install 'torchtitan-toml[{cls.package}]', or leave it out"
             return f"with the {cls.package} package only, which is not installed", remedy

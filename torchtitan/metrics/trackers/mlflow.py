@@ -15,8 +15,10 @@ LONGEST = 500
 
 
 class MLflow(Tracker):
-    """One run of MLflow for a job, also over restarts: its id is kept in the folder. Where it goes is said by MLflow's
-    own MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME. Parameters are those of the first start, as MLflow changes none.
+    """One MLflow run per job, also over restarts: the job's folder stores its id.
+
+    MLflow's own MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME select its destination. Its parameters are the options
+    of the first start, because MLflow cannot change them.
     """
 
     name, package = "MLflow", "mlflow"
@@ -30,9 +32,9 @@ class MLflow(Tracker):
             self._client.update_run(id_, status="RUNNING")
             self._id = id_
             return
-        wanted = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
-        known = self._client.get_experiment_by_name(wanted)
-        experiment = self._client.create_experiment(wanted) if known is None else known.experiment_id
+        experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
+        existing = self._client.get_experiment_by_name(experiment_name)
+        experiment = self._client.create_experiment(experiment_name) if existing is None else existing.experiment_id
         self._id = self._client.create_run(experiment, run_name=run.name, tags=dict.fromkeys(run.tags, "")).info.run_id
         run.keep_id(self.package, self._id)
         parameters = [Param(key, str(value)[:LONGEST]) for key, value in run.options().items()]
@@ -65,5 +67,5 @@ OFF = "DISABLE_MLFLOW_INTEGRATION"
 
 
 def allowed_name(tag: str) -> str:
-    """MLflow's names have no brackets and no percent: throughput(tps) is throughput_tps, mfu(%) mfu_percent."""
+    """Replace characters that MLflow forbids: throughput(tps) -> throughput_tps, mfu(%) -> mfu_percent."""
     return re.sub(r"[^\w\-./: ]+", "_", tag.replace("%", "percent")).rstrip("_")

@@ -7,14 +7,15 @@ from torchtitan.metrics.trackers.interface import Histogram, Run, Tracker
 
 
 class TensorBoard(Tracker):
-    """Event files in a folder. Events after the step that a run resumes at, or goes back to, are not shown. The job is
-    there as text, and its options as what runs are told apart by (hparams).
+    """Event files in a folder, with the job as text and its options as hparams.
+
+    TensorBoard hides the events after a step at which the run resumes or to which it returns.
     """
 
     name, package, of_every_rank = "TensorBoard", "tensorboard", True
 
     def __init__(self, run: Run) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a second
+        from torch.utils.tensorboard import SummaryWriter  # the import takes a second
 
         self._run, step = run, (run.resume_step or 0) + 1
         self._writer = SummaryWriter(str(run.events), purge_step=step, max_queue=1000)
@@ -25,7 +26,7 @@ class TensorBoard(Tracker):
 
         if self._run.job:
             self._writer.add_text("job", f"```\n{json.dumps(self._run.job, indent=1)}\n```", step)
-            # not add_hparams, which would make a run of its own beside this one
+            # not add_hparams, which would create a separate run next to this one
             for summary in hparams(self._run.options(), {"loss_metrics/global_avg_loss": 0.0}):
                 self._writer.file_writer.add_summary(summary, step)
 
@@ -34,26 +35,26 @@ class TensorBoard(Tracker):
             self._writer.add_scalar(tag, value, step)
 
     def histograms(self, found: Mapping[str, Histogram], step: int) -> None:
-        for tag, each in found.items():
+        for tag, histogram in found.items():
             self._writer.add_histogram_raw(
                 tag,
-                min=each.minimum,
-                max=each.maximum,
-                num=each.number,
-                sum=each.sum,
-                sum_squares=each.sum_of_squares,
-                bucket_limits=list(each.limits),
-                bucket_counts=list(each.counts),
+                min=histogram.minimum,
+                max=histogram.maximum,
+                num=histogram.number,
+                sum=histogram.sum,
+                sum_squares=histogram.sum_of_squares,
+                bucket_limits=list(histogram.limits),
+                bucket_counts=list(histogram.counts),
                 global_step=step,
             )
 
     def go_back(self, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        # as purge_step does it at the beginning of a file: what has been written of this step and later is not shown
+        # hides events from this step on, as purge_step does at the beginning of a file
         started = SessionLog(status=SessionLog.START)
         self._writer.file_writer.add_event(Event(session_log=started), step + 1)
-        self._tell_job(step + 1)  # which it had said there, if it began there
+        self._tell_job(step + 1)  # again: it is hidden if the run began at this step
 
     def close(self) -> None:
         self._writer.close()

@@ -9,8 +9,9 @@ from torchtitan.metrics.trackers.interface import Run, Tracker
 
 
 class WeightsAndBiases(Tracker):
-    """One W&B run for a job, also over restarts: its id is kept in the folder. Project, entity and mode are wandb's own
-    settings (WANDB_PROJECT and others)."""
+    """One W&B run per job, also over restarts: the job's folder stores its id.
+
+    Project, entity and mode are wandb's own settings (WANDB_PROJECT and others)."""
 
     name, package = "Weights & Biases", "wandb"
     leaves = ("wandb",)
@@ -50,5 +51,5 @@ def _can_log_in() -> bool:
     try:
         netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
         return b"wandb" in read_file(netrc, 2**20)
-    except (OSError, RuntimeError, ValueError):  # not there, of a user without a home
+    except (OSError, RuntimeError, ValueError):  # missing, or the user has no home folder
         return False
