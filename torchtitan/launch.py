@@ -1,9 +1,8 @@
-"""Start the ranks of one machine: checked once, found by nobody outside, ended together, started again after a crash;
-those of several machines as one, by a launcher on each.
+"""Launch the ranks of a job: check the job once, start and end its ranks together, restart them after a crash.
 
-`python -m torchtitan.launch NUM_RANKS|auto [arguments of torchtitan train]`; `torchtitan train` does it with one rank.
-Unlike torchrun it listens on nothing, imports no torch and keeps the ranks' exit codes: a refused job (2) or a stop by
-Ctrl-C (130) has already said what there is to say.
+`python -m torchtitan.launch NUM_RANKS|auto [arguments of torchtitan train]`; `torchtitan train` starts one rank. A job
+on several machines has a launcher on each. Unlike torchrun, the launcher of a single machine listens on no socket. It
+imports no torch and keeps the ranks' exit codes, such as 2 for a refused job and 130 for a stop by Ctrl-C.
 """
 
 import os
@@ -43,9 +42,9 @@ AUTO = "auto"
 def main(argv: list[str]) -> int:
     print_help_if_requested(argv)
     if not argv or argv[0] != AUTO and (not argv[0].isdigit() or int(argv[0]) < 1):
-        given = f"given {argv[0]!r}" if argv else "not given"
-        told = f"the number of ranks (NGPU): {given}; allowed: 1 or more, or auto; e.g. NGPU=2 ./run_llama_train.sh"
-        print(told, file=sys.stderr)
+        value = f"given {argv[0]!r}" if argv else "not given"
+        message = f"the number of ranks (NGPU): {value}; allowed: 1 or more, or auto; e.g. NGPU=2 ./run_llama_train.sh"
+        print(message, file=sys.stderr)
         return REFUSED
     return launch(None if argv[0] == AUTO else int(argv[0]), argv[1:])
 
@@ -63,8 +62,8 @@ PROGRAM = (sys.executable, "-m", "torchtitan.train")
 
 
 def launch(num_ranks: int | None, arguments: list[str]) -> int:
-    """Run the job on that many ranks of this machine, or as many as it has GPUs; the exit code."""
-    if not arguments:  # the default job is one to build on: ten thousand steps, nothing saved
+    """Run the job on `num_ranks` ranks of this machine (None: one per GPU) and return the exit code."""
+    if not arguments:  # the default job is only a base: ten thousand steps, no checkpoints
         print(NO_JOB, file=sys.stderr)
         return REFUSED
     queue = SignalQueue()
@@ -78,7 +77,7 @@ def launch(num_ranks: int | None, arguments: list[str]) -> int:
         nodes = slurm.nodes_of_step(num_ranks) if in_step else Nodes(*read_nodes())
         if num_ranks > 1:
             set_default("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-        # the job is judged here, before any rank exists: in a second and once, not by every rank
+        # the job is checked here, before any rank exists: once and within a second
         part = follow_the_first if nodes.index else lead
         return part(nodes, num_ranks, arguments, queue)
     except JobError as error:
@@ -90,9 +89,9 @@ def launch(num_ranks: int | None, arguments: list[str]) -> int:
 
 
 def lead(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue) -> int:
-    """On the first machine, and on the only one: hold the folder, and start all ranks of a checked job again after
-    crashes and hangs, if there is something to go on from."""
-    company, code = First(nodes, num_ranks), CRASHED  # what the others are told where an exception is not expected
+    """Run the job from the first or only machine: check it, lock the run folder, and restart all ranks after crashes
+    and hangs."""
+    company, code = First(nodes, num_ranks), CRASHED  # the code that an unexpected exception sends
     try:
         config = load_job(arguments, nodes.count * num_ranks)
         if config is None:
@@ -104,8 +103,8 @@ def lead(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue)
         if nodes.count > 1:
             stay_on_the_way_to(nodes)
         with held(Path(config.job.dump_folder), this_process(*slurm_job())):
-            if told := clean(config, slurm_job()[1]):
-                print(told, flush=True)
+            if message := clean(config, slurm_job()[1]):
+                print(message, flush=True)
             try:
                 secret_file = Path(config.job.dump_folder) / SECRET
                 stopped = company.meet(queue, config.comm.init_timeout_seconds, secret_file)
@@ -114,7 +113,7 @@ def lead(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue)
                 print(folded(error), file=sys.stderr)
                 code = REFUSED
             finally:
-                company.dismiss(code)  # here too, as the secret is deleted while the folder is still held
+                company.dismiss(code)  # before the lock ends, as the secret is deleted here
         return code
     except JobError as error:
         print(folded(error), file=sys.stderr)
@@ -136,7 +135,7 @@ def run(
         nodes, listener = company.begin(restart)
         watch = started(config, arguments, num_ranks, queue, company, restart, nodes, listener, program)
         if listener is not None:
-            listener.close()  # it is the first rank's now
+            listener.close()  # the first rank has inherited it
         return watch
 
     def newest() -> int:
@@ -148,12 +147,12 @@ def run(
 
 
 def _restarts(config: JobConfig) -> int:
-    """How often ranks are started again without a new checkpoint in between: never in a run that saves none."""
+    """Return how often ranks are restarted without a new checkpoint in between: 0 in a run that saves none."""
     return config.job.max_restarts if config.checkpoint.enable and not config.checkpoint.load_only else 0
 
 
 def follow_the_first(nodes: Nodes, num_ranks: int, arguments: list[str], queue: SignalQueue) -> int:
-    """On every other machine, which says to the first what it has against the job."""
+    """Run the job on another machine than the first, and report the faults that this machine finds to the first."""
     stay_on_the_way_to(nodes)
     config, faults = judge(arguments, nodes.count * num_ranks)
     folder = _folder_of(arguments) if config is None else config.job.dump_folder
@@ -175,7 +174,7 @@ def follow_the_first(nodes: Nodes, num_ranks: int, arguments: list[str], queue: 
 
 
 def _folder_of(arguments: list[str]) -> str:
-    """job.dump_folder of a job that is refused, maybe for this very option: as far as it can be read."""
+    """Return job.dump_folder of a refused job, as far as it can be read. The option itself may be at fault."""
     folder: object = Job().dump_folder
     for layer in manager.read_layers(arguments)[1]:
         folder = layer.values.get("job.dump_folder", folder)
@@ -187,21 +186,21 @@ def started(
     arguments: list[str],
     num_ranks: int,
     queue: SignalQueue,
-    others: First | Other,
+    peers: First | Other,
     restart: Restart | None,
     nodes: Nodes,
     listener: socket.socket | None,
     program: Sequence[str] = PROGRAM,
 ) -> Watch:
-    """The ranks of this machine, and who watches them."""
+    """Start the ranks of this machine and return their monitor."""
     command = [*program, *arguments]
     limits = Limits(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds)
     ranks = Processes(command, num_ranks, restart, nodes, listener)
-    return Watch(ranks, queue, limits, Path(config.job.dump_folder) / HANGS, others, how_to_export(config))
+    return Watch(ranks, queue, limits, Path(config.job.dump_folder) / HANGS, peers, how_to_export(config))
 
 
 def load_job(argv: list[str], world_size: int, explain: bool = True) -> JobConfig | None:
-    """The checked job, or None after its faults have been printed to stderr, one line each."""
+    """Return the checked job, or None after its faults are printed to stderr, one line each."""
     config, faults = judge(argv, world_size)
     if config is None and explain:
         print(faults, file=sys.stderr)
@@ -209,7 +208,7 @@ def load_job(argv: list[str], world_size: int, explain: bool = True) -> JobConfi
 
 
 def judge(argv: list[str], world_size: int) -> tuple[JobConfig | None, str]:
-    """The checked job, or None and its faults, one line each."""
+    """Return the checked job and "", or None and its faults, one line each."""
     try:
         config = manager.load(argv)
         faults = check(config, world_size, likely_device(), manager.said_by(argv))

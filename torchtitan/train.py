@@ -1,12 +1,12 @@
-"""`torchtitan train`: one rank's program, under the launcher or torchrun; started by hand, it launches one rank.
+"""`torchtitan train`: the program of one rank under the launcher or torchrun; started by a user, it launches one rank.
 
-A rank checks its job before it imports torch, so that under torchrun too a typo costs no more than a second; hence the
-one late import of the trainer.
+A rank checks its job before it imports torch, so that a typo costs no more than a second under torchrun too. This is
+why the trainer is imported late.
 """
 
 from torchtitan import cli
 
-if __name__ == "__main__":  # the same as `torchtitan train`, and its --help does not wait for the imports below
+if __name__ == "__main__":  # as `torchtitan train`; its --help does not wait for the imports below
     cli.run("train")
 
 import faulthandler
@@ -53,19 +53,19 @@ PATIENCE_SECONDS = 3
 def main(argv: list[str]) -> int:
     if not started_as_rank():
         return launch(1, argv)
-    faulthandler.enable()  # a crash below Python says where each thread stood
+    faulthandler.enable()  # print every thread's stack after a crash in native code
     ranks = read_ranks()
     if ranks.launcher is not None:
         die_with(ranks.launcher.pid)
         answer(ranks.launcher)
-    config = load_job(argv, ranks.world_size, explain=ranks.local_rank == 0)  # each machine has files of its own
+    config = load_job(argv, ranks.world_size, explain=ranks.local_rank == 0)  # each machine has its own files
     if config is None:
         if ranks.local_rank:
             wait_for_the_one_that_speaks(ranks)
         return REFUSED
     if config.job.clean_start != "never" and ranks.launcher is None and ranks.world_size > 1:
-        why = "ranks that torchrun starts do not wait until the folder is empty; start them by torchtitan train"
-        raise JobError(f"job.clean_start: given {config.job.clean_start}; allowed: never under torchrun; {why}")
+        reason = "ranks that torchrun starts do not wait until the folder is empty; start them by torchtitan train"
+        raise JobError(f"job.clean_start: given {config.job.clean_start}; allowed: never under torchrun; {reason}")
     logs = Path(config.job.dump_folder, LOGS) if config.metrics.log_files else None
     set_up_logging(ranks, config.metrics.log_timestamps, logs)
     if config.job.print_config and ranks.is_main:
@@ -73,33 +73,33 @@ def main(argv: list[str]) -> int:
     if ranks.launcher is not None or not ranks.is_main:  # the launcher holds the folder for all of its ranks
         return run(config, ranks)
     with held(Path(config.job.dump_folder), this_process(*slurm_job())):
-        if told := clean(config, slurm_job()[1]):
-            logger.info("%s", told)
+        if message := clean(config, slurm_job()[1]):
+            logger.info("%s", message)
         return run(config, ranks)
 
 
 def wait_for_the_one_that_speaks(ranks: Ranks, times: int = 1) -> None:
-    """torchrun ends all ranks when the first leaves. The launcher gives them time."""
+    """Give the rank that reports the failure time to do so: torchrun ends all ranks when the first one exits."""
     if ranks.launcher is None:
         time.sleep(times * PATIENCE_SECONDS)
 
 
 def run(config: JobConfig, ranks: Ranks) -> int:
-    """Train the job on this rank; the process's exit code (docs/troubleshooting.md)."""
+    """Train the job on this rank and return the exit code (docs/troubleshooting.md)."""
     requests = Requests()
     trainer = None
 
     def request_stop(number: int, frame: object) -> None:
-        counted = requests.add(number)
+        is_new = requests.add(number)
         if trainer is None:  # nothing to save yet
             raise KeyboardInterrupt
         trainer.stop_requested = True
-        if not counted or ranks.launcher is not None:  # which counts for all ranks, and kills at the third
+        if not is_new or ranks.launcher is not None:  # it counts for all ranks, and kills at the third
             return
         if requests.count > 2:
             raise KeyboardInterrupt
-        again = "once more" if requests.count == 2 else "twice more"
-        logger.info("stopping after this step (%s to stop at once, without saving)", again)
+        presses = "once more" if requests.count == 2 else "twice more"
+        logger.info("stopping after this step (%s to stop at once, without saving)", presses)
 
     for number in stop_signals():
         signal.signal(number, request_stop)
@@ -119,9 +119,9 @@ def run(config: JobConfig, ranks: Ranks) -> int:
         return not_exported(error, trainer, ranks)
     except (JobError, training.BadStep, training.ReplicasDiffer) as error:
         if not ranks.is_main:
-            # what went wrong on all ranks is said by the first alone: its end ends this wait
+            # only the first rank reports a failure of all ranks: when it exits, torchrun ends this wait
             wait_for_the_one_that_speaks(ranks)
-        # the launcher ends nobody at once, so there the others keep silent of what all ranks have found together
+        # the launcher does not end ranks at once, so there only a machine's first rank reports a failure of all ranks
         on_all = isinstance(error, CheckpointError | training.BadStep | training.ReplicasDiffer)
         if not on_all or ranks.launcher is None or ranks.local_rank == 0:
             logger.error("%s", folded(error))
@@ -135,26 +135,26 @@ def run(config: JobConfig, ranks: Ranks) -> int:
         if kind == "memory":
             logger.error("out of memory: %s\n%s", error, trainer.memory() if trainer else "  in the start of the run")
             return OUT_OF_MEMORY
-        if kind == "peer":  # its end is told by itself and by the launcher
+        if kind == "peer":  # that rank and the launcher report its end
             logger.error("another rank is gone: %s", str(error).splitlines()[0])
             return CRASHED
-        logger.debug("crashed", exc_info=True)  # into the rank's file; the console gets it from Python
+        logger.debug("crashed", exc_info=True)  # to the rank's log file; Python prints it on the console
         raise
     if not finished and trainer.out_of_time:
         return 128 + signal.SIGTERM
-    # also if another rank was asked, perhaps on another machine: a run that is not finished must not look so
+    # even if only another rank got the signal, perhaps on another machine: an unfinished run must not look finished
     return 0 if finished else 128 + (requests.first or signal.SIGTERM)
 
 
 def not_exported(error: Exception, trainer: Any, ranks: Ranks) -> int:
-    """Report a run that is complete except for its export. The launcher does not start it again."""
+    """Report a run that is complete except for its export. The launcher does not restart it."""
     on_all = isinstance(error.__cause__, CheckpointError)
     if not on_all or ranks.local_rank == 0:
         ours = error.__cause__ if not isinstance(error.__cause__, JobError | OSError) else None
         logger.error("%s", error, exc_info=ours)
     try:
         trainer.report()
-    except Exception as another:  # of a tracker or the picture: why the run ends stays what it is
+    except Exception as another:  # from a tracker or the plot: the exit code stays
         logger.warning("the run's outputs were not closed: %s: %s", type(another).__name__, another)
     if not ranks.is_main:
         wait_for_the_one_that_speaks(ranks)

@@ -1,6 +1,4 @@
-"""How often a run does something: every so many steps, after each share of it, or so many times in an epoch. Needs no
-torch.
-"""
+"""Convert cadences to steps: every N steps, a share of the run, or N times per epoch. Needs no torch."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -20,37 +18,41 @@ class CadenceError(JobError):
     """A cadence that has no meaning in its run."""
 
 
-def steps_of(said: Said, total: int, epochs: int | None) -> int:
-    """Of a run of so many steps: a whole number as it is; a share of all steps, and "epoch" or "N/epoch" of their
-    `epochs`, rounded up. A share is the decimal number that is written, not the float next to it: 0.07 of 100 are 7.
+def steps_of(value: Said, total: int, epochs: int | None) -> int:
+    """Convert a cadence to a number of steps in a run of `total` steps, rounded up.
+
+    An int is in steps already, a float is a share of all steps, and "epoch" or "N/epoch" needs the run's `epochs`. A
+    float counts as the decimal number in the job: 0.07 of 100 steps are 7, not 8.
     """
-    return said if isinstance(said, int) else max(1, ceil(_exactly(said, total, epochs)))
+    return value if isinstance(value, int) else max(1, ceil(_exactly(value, total, epochs)))
 
 
-def _exactly(said: Said, total: int, epochs: int | None) -> Fraction:
-    """In steps, before it is rounded."""
-    if isinstance(said, int):
-        return Fraction(said)
-    if isinstance(said, float):
-        return Fraction(repr(said)) * total
-    if epochs is None:  # which a rule says first
-        raise CadenceError(f'"{said}" needs training.epochs: without them nothing says where an epoch ends')
-    return Fraction(total, epochs * int(said.removesuffix("epoch").removesuffix("/") or 1))
+def _exactly(value: Said, total: int, epochs: int | None) -> Fraction:
+    """Return the same number of steps before rounding."""
+    if isinstance(value, int):
+        return Fraction(value)
+    if isinstance(value, float):
+        return Fraction(repr(value)) * total
+    if epochs is None:  # a rule reports this earlier
+        raise CadenceError(f'"{value}" needs training.epochs: without them nothing says where an epoch ends')
+    return Fraction(total, epochs * int(value.removesuffix("epoch").removesuffix("/") or 1))
 
 
 def _measured_saves(interval: Said, freq: Said, total: int, epochs: int | None) -> int:
-    """In steps, where each save falls on a validation. What is a multiple as it is said may be none once both are
-    rounded up: it is then rounded up to the next validation.
+    """Return the checkpoint interval in steps, so that each checkpoint falls on a validation.
+
+    An interval that is a multiple of validation.freq as written may not be one after both are rounded up. It is then
+    rounded up to the next validation.
     """
-    save, validate = (_exactly(said, total, epochs) for said in (interval, freq))
+    save, validate = (_exactly(setting, total, epochs) for setting in (interval, freq))
     if (save / validate).denominator > 1:
-        return steps_of(interval, total, epochs)  # which a limit refuses, unless it is a multiple by chance
+        return steps_of(interval, total, epochs)  # refused by check_measured_saves, unless a multiple by chance
     between = steps_of(freq, total, epochs)
     return between * ceil(save / between)
 
 
 class Cadence(NamedTuple):
-    """Of a run, in steps."""
+    """Steps between log lines, between validations and between checkpoints."""
 
     log: int
     validate: int
@@ -58,7 +60,7 @@ class Cadence(NamedTuple):
     """In seconds, where the job says so."""
 
     def describe(self, config: Any) -> str:
-        """In words, with what the job says where that is no number."""
+        """Describe the cadence in words, with the job's setting in brackets if that is not a number of steps."""
         checkpoint = config.checkpoint
         parts = [("a line", self.log, config.metrics.log_freq, "step")]
         if config.validation.enable:
@@ -66,13 +68,16 @@ class Cadence(NamedTuple):
         if checkpoint.enable and not checkpoint.load_only:
             unit = checkpoint.interval_type.removesuffix("s")
             parts.append(("a checkpoint", self.save, checkpoint.interval, unit))
-        return ", ".join(f"{what} every {_counted(number, unit)}{_asked(said)}" for what, number, said, unit in parts)
+        return ", ".join(
+            f"{event} every {_counted(number, unit)}{_asked(setting)}" for event, number, setting, unit in parts
+        )
 
 
 def with_end(config: Any, of_data: int | None) -> Any:
-    """Return the job with the number of steps that its run has. `of_data`: the step with which training.epochs or
-    training.tokens end, None without them. Where training.steps comes first, options in epochs or tokens are
-    converted to steps, because the run no longer has that many epochs or tokens.
+    """Return the job with its final number of steps.
+
+    `of_data`: the last step of training.epochs or training.tokens, None without them. If training.steps comes first,
+    options in epochs or tokens are converted to steps, because the run no longer has that many epochs or tokens.
     """
     training = config.training
     if of_data is None:
@@ -107,15 +112,15 @@ def _counted(number: int, unit: str) -> str:
     return unit if number == 1 else f"{number:,} {unit}s"
 
 
-def _asked(said: Said) -> str:
-    return "" if isinstance(said, int) else f" ({said})"
+def _asked(value: Said) -> str:
+    return "" if isinstance(value, int) else f" ({value})"
 
 
 def cadence_of(config: Any, total: int) -> Cadence:
-    """Of a job whose run has so many steps."""
+    """Return the cadence of a job that runs for `total` steps."""
     epochs, checkpoint = config.training.epochs, config.checkpoint
     freqs = config.metrics.log_freq, config.validation.freq, checkpoint.interval
-    log, validate, save = (steps_of(said, total, epochs) for said in freqs)
+    log, validate, save = (steps_of(setting, total, epochs) for setting in freqs)
     if checkpoint.best_metric is not None:
         save = _measured_saves(checkpoint.interval, config.validation.freq, total, epochs)
     return Cadence(log, validate, save)

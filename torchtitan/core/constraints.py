@@ -46,9 +46,9 @@ def check_persistence(num_workers: int, persistent_workers: bool) -> None:
         raise _without_workers("persistent_workers", "true", "false")
 
 
-def _without_workers(name: str, given: object, allowed: str) -> LimitError:
+def _without_workers(name: str, value: object, allowed: str) -> LimitError:
     remedy = "set training.dataloader.num_workers, or leave it out"
-    return LimitError(f"training.dataloader.{name}", given, f"{allowed} without workers", remedy)
+    return LimitError(f"training.dataloader.{name}", value, f"{allowed} without workers", remedy)
 
 
 def check_pinned(pin_memory: bool | None, device: str) -> None:

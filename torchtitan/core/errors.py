@@ -1,6 +1,6 @@
-"""The one kind of error that is the user's: commands end it in a line and an exit code.
+"""JobError, the one kind of error that is the user's: commands report it in a line and end with an exit code.
 
-Every other exception is a fault of the program, ends with exit code 1 and keeps its traceback.
+Every other exception is a bug: it ends with exit code 1 and keeps its traceback.
 """
 
 import textwrap
@@ -10,13 +10,14 @@ LONGEST_LINE = 200
 
 
 class JobError(ValueError):
-    """Something that the user gave cannot work: a job, a file, data, a checkpoint, an argument. The message says what
-    was given, what is allowed and what to do.
+    """A job, file, dataset, checkpoint or argument of the user cannot work.
+
+    The message names the given value, the allowed values and the remedy.
     """
 
 
 def in_units(size: float) -> str:
-    """So many bytes, in the unit that tells something."""
+    """Format a number of bytes in GiB, MiB, KiB or bytes: the largest unit with a value of at least 0.1."""
     for unit, digits, power in (("GiB", 2, 30), ("MiB", 1, 20), ("KiB", 1, 10)):
         if size >= 0.1 * 2**power:
             return f"{size / 2**power:.{digits}f} {unit}"
@@ -24,7 +25,7 @@ def in_units(size: float) -> str:
 
 
 def folded(text: object) -> str:
-    """What is said to a user, lines that are too long continued on further ones; a long path stays in one piece."""
+    """Wrap lines longer than LONGEST_LINE and indent their continuation. A long path stays in one piece."""
     fold = textwrap.TextWrapper(
         LONGEST_LINE, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False, replace_whitespace=False
     )

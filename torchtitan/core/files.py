@@ -1,8 +1,8 @@
-"""Open every file that a user names: a path of a job or a command, or a file of a folder that one of these names.
+"""Open every file that a user names: a path in a job or a command, or a file in a folder that one of these names.
 
-Such a path may lead to a pipe, for which a reader would wait without end, to a device, which never ends, or to a file
-far larger than what is expected. Only regular files are opened, and content is read up to a limit of each use. Code
-that reads files in any other way is refused by tests/test_user_files.py.
+Such a path may lead to a pipe, where a reader would wait without end, to a device, which never ends, or to a file far
+larger than expected. Only regular files are opened, and each caller limits the size. tests/test_user_files.py refuses
+code that reads files in any other way.
 """
 
 import os
@@ -22,8 +22,9 @@ _KINDS = (
 
 
 class FileError(JobError):
-    """A path that cannot be read as a file. `reason` completes a sentence that begins with the path; `missing` is true
-    if nothing is there.
+    """A path that cannot be read as a file.
+
+    `reason` completes a sentence that begins with the path; `missing` is true if nothing exists at the path.
     """
 
     def __init__(self, path: str | os.PathLike[str], reason: str, missing: bool = False) -> None:
@@ -34,8 +35,8 @@ class FileError(JobError):
 def open_file(path: str | os.PathLike[str], follow_links: bool = True) -> BinaryIO:
     """Open a regular file for reading. Raises FileError for anything else, and OSError as `open` does.
 
-    The kind is judged before the file is opened, as opening alone may wait (a pipe) or act (some devices), and again
-    on the open file, as something else may have taken its place in between.
+    The kind is checked before the file is opened, because opening alone may wait (a pipe) or act (some devices), and
+    again on the open file, because another one may have replaced it in between.
     """
     _refuse_special(path, os.stat(path, follow_symlinks=follow_links))
     # O_NONBLOCK: a pipe that takes the file's place now is opened at once, and refused below
@@ -54,13 +55,13 @@ def read_file(path: str | os.PathLike[str], limit: int, follow_links: bool = Tru
     try:
         with open_file(path, follow_links) as file:
             size = os.fstat(file.fileno()).st_size
-            # a buffer of the requested size is allocated up front, so no more than the size is asked for at first
+            # read() allocates a buffer of the requested size up front, so request only the size at first
             content = b"" if size > limit else file.read(size + 1)
-            if content and len(content) > size:  # some files of the system say 0 and hold more
+            if content and len(content) > size:  # some system files (/proc) report size 0
                 content += file.read(limit + 1 - len(content)) or b""
     except (OSError, ValueError) as error:
         raise _as_file_error(path, error) from None
-    if content is None:  # of a log of the kernel, which would wait for its next line
+    if content is None:  # a kernel log without a further line
         raise FileError(path, "cannot be read (it has no content to give now)")
     if max(size, len(content)) > limit:
         has = f"has {size:,} bytes" if size > limit else f"has more than {limit:,} bytes"
@@ -69,9 +70,9 @@ def read_file(path: str | os.PathLike[str], limit: int, follow_links: bool = Tru
 
 
 def require_file(path: str | os.PathLike[str], missing_ok: bool = False) -> None:
-    """Raise FileError unless a regular file is at the path, or nothing with `missing_ok`.
+    """Raise FileError unless the path is a regular file, or does not exist with `missing_ok`.
 
-    For libraries that open a path themselves (safetensors, pyarrow).
+    Call it before a library opens a path itself (safetensors, pyarrow).
     """
     try:
         _refuse_special(path, os.stat(path))

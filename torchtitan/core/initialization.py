@@ -60,9 +60,9 @@ def initialize(
 ) -> None:
     """Fill all parameters in place, plain tensors or DTensors, or only those with these clean `names`.
 
-    A module whose class defines `own_init(name)` may return an Init for its parameter; otherwise `rule` is called with
-    the clean name. A tensor with several names (tied weights) is drawn once, under its first name. `drawn_as` maps the
-    name of a copy that a pipeline made to the name under which it is drawn.
+    A module class may define `own_init(name)`, which may return an Init for a parameter; otherwise `rule` is called
+    with the clean name. A tensor with several names (tied weights) is drawn once, under its first name. `drawn_as`
+    maps the name of a copy that a pipeline made to the name under which it is drawn.
     """
     for wrapped_name, parameter in model.named_parameters():
         assert not parameter.is_meta, f"{wrapped_name} has no storage yet: call to_empty before initialize"

@@ -1,4 +1,4 @@
-"""Random numbers from a 32-bit hash of a key, independent of the order in which they are drawn.
+"""Random numbers from a 32-bit hash of a key, independent of the drawing order.
 
 The hash is two rounds of multiply and shift, in int64 so that no product overflows and all devices agree; the
 multipliers are below 2^31.
@@ -36,7 +36,7 @@ def of_tokens(key: str, samples: torch.Tensor, length: int) -> torch.Tensor:
 def bits(key: str, offset: Sequence[int], shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return 32 random bits for each element of a shard, int64 of that `shape`.
 
-    They are a function of the key and of the element's index in the full tensor, in which the shard starts at `offset`.
+    They depend on the key and on the element's index in the full tensor; `offset` is the index of the shard's start.
     """
     values = torch.full((), key_of(key), dtype=torch.int64, device=device)
     for start, size in zip(offset, shape, strict=True):

@@ -1,9 +1,9 @@
-"""What comes with the package: jobs that can be called by name, and a tokenizer to begin with."""
+"""Files that come with the package: jobs that can be called by name, and a small tokenizer."""
 
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent.parent
-_INSTALLED = (_PACKAGE / "train_configs").exists()  # a wheel brings copies; a checkout has them beside the package
+_INSTALLED = (_PACKAGE / "train_configs").exists()  # a wheel has copies; a checkout has them next to the package
 
 JOBS = (_PACKAGE if _INSTALLED else _PACKAGE.parent) / "train_configs"
 TOKENIZER = (_PACKAGE if _INSTALLED else _PACKAGE.parent / "tests") / "assets/tokenizer/tiktoken.model"
@@ -14,12 +14,12 @@ MODEL, RECORDS = "./base_model", "./records.jsonl"
 
 
 def jobs() -> dict[str, Path]:
-    """The shipped jobs by name, sorted."""
+    """Return the paths of the shipped jobs by name, sorted."""
     return {path.stem: path for path in sorted(JOBS.glob("*.toml"))}
 
 
-def job_file(name: str, beside: str | None = None) -> str:
-    """The file of a shipped job, where nothing else has this name, looked for as `beside`; any other name as it is."""
-    place = name if beside is None else beside
+def job_file(name: str, path: str | None = None) -> str:
+    """Return the path of the job that `name` means: a shipped job if no file exists at `path` (default: `name`)."""
+    file = name if path is None else path
     shipped = jobs().get(name)
-    return str(shipped) if shipped and not Path(place).exists() else place
+    return str(shipped) if shipped and not Path(file).exists() else file

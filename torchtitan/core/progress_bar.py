@@ -1,4 +1,4 @@
-"""Bars for what may take long: on a terminal only, of the first rank only, not before three seconds have passed."""
+"""Progress bars for slow work: only on a terminal, only on the first rank, only after three seconds."""
 
 import os
 import sys
@@ -11,10 +11,10 @@ from tqdm import tqdm
 DELAY_SECONDS = 3
 
 
-def progress_bar(what: str, total: int | None, unit: str = "B", shown: bool = True) -> tqdm:
-    """Over bytes, or over something else by its unit. It goes when it is closed, or with its `with` block."""
+def progress_bar(label: str, total: int | None, unit: str = "B", shown: bool = True) -> tqdm:
+    """Return a bar that counts bytes, or another unit. It vanishes when it is closed or its `with` block ends."""
     return tqdm(
-        desc=what,
+        desc=label,
         total=total,
         unit=unit,
         unit_scale=True,
@@ -26,8 +26,8 @@ def progress_bar(what: str, total: int | None, unit: str = "B", shown: bool = Tr
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """For work of which no part can be counted: the time that it has taken so far."""
+def waiting(label: str) -> Iterator[None]:
+    """Show the time elapsed so far, for work without measurable progress."""
     if not is_watched():
         yield
         return
@@ -36,7 +36,7 @@ def waiting(what: str) -> Iterator[None]:
     def show() -> None:
         if not done.wait(DELAY_SECONDS):
             style = {"bar_format": "{desc} {elapsed}", "leave": False, "dynamic_ncols": True, "delay": DELAY_SECONDS}
-            with tqdm(desc=what, **style) as bar:
+            with tqdm(desc=label, **style) as bar:
                 bar.start_t, bar.delay = bar.start_t - DELAY_SECONDS, 0
                 bar.refresh()
                 while not done.wait(1):
@@ -53,8 +53,8 @@ def waiting(what: str) -> Iterator[None]:
 
 @contextmanager
 def set_aside() -> Iterator[None]:
-    """For a line of text between the bars that are shown."""
-    if not getattr(tqdm, "_instances", None):  # none has ever been
+    """Hide visible bars while the block writes a line of text."""
+    if not getattr(tqdm, "_instances", None):  # no bar was ever made
         yield
         return
     with tqdm.external_write_mode():

@@ -1,12 +1,12 @@
-"""What a job can name: what the project has, and what installed packages add by entry points. Needs no torch.
+"""Registries of the names in a job: the project's, and those that installed packages add by entry points.
 
-A package says in its metadata, for example
+Needs no torch. A package declares in its metadata, for example
 
     [project.entry-points."torchtitan.optimizers"]
     Lion = "my_package.lion_spec:LION"
 
-and the name is known wherever ours are. Only installed packages are looked at, and one is imported when a job names
-what it has: a job file itself names no code, and checking a job does not wait for packages that it does not use.
+and the name is known wherever ours are. Only installed packages count, and a package is imported when a job uses one
+of its names: a job file itself names no code, and a check of a job does not wait for packages that it does not use.
 """
 
 from collections import UserDict
@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 @cache
 def added(group: str) -> dict[str, tuple[EntryPoint, ...]]:
-    """Entry points of installed packages by name; one name may be given by several. Nothing is imported."""
-    found: dict[str, tuple[EntryPoint, ...]] = {}
+    """Return the entry points of installed packages by name, without an import. Several packages may share a name."""
+    points_by_name: dict[str, tuple[EntryPoint, ...]] = {}
     for point in sorted(entry_points(group=group), key=lambda point: (point.name, package_of(point))):
-        if point not in found.get(point.name, ()):  # a package found twice on sys.path says it twice
-            found[point.name] = (*found.get(point.name, ()), point)
-    return found
+        if point not in points_by_name.get(point.name, ()):  # a package that is on sys.path twice has it twice
+            points_by_name[point.name] = (*points_by_name.get(point.name, ()), point)
+    return points_by_name
 
 
 def package_of(point: EntryPoint) -> str:
@@ -35,17 +35,17 @@ def package_of(point: EntryPoint) -> str:
 
 
 class Registry(UserDict[str, T]):
-    """Our own by name, and behind them those of a group of entry points, read as they are asked for.
+    """A mapping from names to the project's entries, then to the entry points of a group, loaded on access.
 
-    `kind`: type that an entry point must lead to. `read` makes the registry's value of such an object, ours or a
-    package's. A package that cannot be used is a JobError that names it.
+    `kind`: the type that an entry point must lead to. `read` converts an entry, ours or a package's, to the registry's
+    value. A package that cannot be used raises a JobError that names it.
     """
 
     def __init__(
-        self, group: str, own: dict[str, Any], kind: Any = object, read: Callable[[Any], T] = lambda found: found
+        self, group: str, entries: dict[str, Any], kind: Any = object, read: Callable[[Any], T] = lambda entry: entry
     ) -> None:
         self.group, self.kind, self.read = group, kind, read
-        self.data = own
+        self.data = entries
 
     def __getitem__(self, name: str) -> T:
         if name in self.data:
@@ -68,23 +68,23 @@ class Registry(UserDict[str, T]):
 
 def _loaded(group: str, points: tuple[EntryPoint, ...], kind: Any) -> Any:
     point, package = points[0], package_of(points[0])
-    what = f"{point.name!r} of group {group}, by the installed package {package} ({point.value})"
+    label = f"{point.name!r} of group {group}, by the installed package {package} ({point.value})"
     if len(points) > 1:
-        others = ", ".join(package_of(other) for other in points[1:])
-        raise JobError(f"{what}: {others} gives it too; uninstall all but one")
+        other_packages = ", ".join(package_of(other) for other in points[1:])
+        raise JobError(f"{label}: {other_packages} gives it too; uninstall all but one")
     try:
-        found = point.load()
-    except Exception as error:  # somebody else's code: any type, from anywhere
+        entry = point.load()
+    except Exception as error:  # foreign code may raise any type, from anywhere
         reason = f"{type(error).__name__}: {error}"
-        raise JobError(f"{what}: cannot be imported ({reason}); mend or uninstall the package") from error
-    if not isinstance(found, kind):
-        told = f"leads to a {type(found).__name__}, where a {kind.__name__} is needed"
-        raise JobError(f"{what}: {told}; mend or uninstall the package")
-    return found
+        raise JobError(f"{label}: cannot be imported ({reason}); mend or uninstall the package") from error
+    if not isinstance(entry, kind):
+        problem = f"leads to a {type(entry).__name__}, where a {kind.__name__} is needed"
+        raise JobError(f"{label}: {problem}; mend or uninstall the package")
+    return entry
 
 
 def faults_of_packages(registry: Registry[Any]) -> dict[str, str]:
-    """Name -> why it cannot be used, of everything that packages give to a registry. Imports all of it."""
+    """Return name -> fault for the unusable entries that packages add to a registry. Imports every entry."""
     faults = {}
     for name, points in added(registry.group).items():
         if name in registry.data:

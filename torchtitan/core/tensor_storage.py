@@ -1,7 +1,8 @@
-"""A tensor that is computed when it is read, so that only one of many is on the device at a time.
+"""Tensors that are computed on access, and access to parameters that a model keeps in another form.
 
-Parameters that a model keeps in another form than they are initialized, saved and published in, such as quantized
-matrices. Code that fills a model writes them through a store.
+A Deferred is computed when it is read, so that only one of many is on the device at a time. A Store represents a
+parameter that is initialized, saved and published in another form than the model keeps, such as a quantized matrix.
+Code that fills a model writes such a parameter through its store.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -47,7 +48,7 @@ class Store(Protocol):
         """Return the plain parameter as used in forward, with the shape and sharding of `empty`."""
 
     def holds(self, values: torch.Tensor) -> bool:
-        """Return whether the stored form is that of these values of `shape`, for a model on one device."""
+        """Return whether these values of `shape` have the current stored form, for a model on one device."""
 
 
 def stores(part: nn.Module) -> Iterator[tuple[str, Store]]:

@@ -1,1 +1,1 @@
-"""This process among others: rank, process group, log, heartbeat, exit."""
+"""One process of a run: rank, process group, log, heartbeat, exit code."""

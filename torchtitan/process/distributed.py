@@ -1,6 +1,6 @@
 """The process group, devices, seeds, timeouts and small reductions.
 
-There is always a process group, of one rank if need be, so nothing downstream asks whether there is one.
+A process group always exists, of one rank if need be, so no other code has to check for one.
 """
 
 import json
@@ -26,7 +26,7 @@ MEETING_SHARE = 0.8
 
 
 def device_type() -> str:
-    """ "cuda" where torch finds a GPU, else "cpu"."""
+    """Return "cuda" if torch finds a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -37,10 +37,11 @@ def init(
     watchdog_seconds: int | None = None,
     folder: Path | None = None,
 ) -> torch.device:
-    """Join the world and return this rank's device. Collectives on CPU tensors go over gloo on every machine.
+    """Join the process group and return this rank's device. Collectives on CPU tensors use gloo on every machine.
 
-    `watchdog_seconds`: after which somebody ends this process, if its start goes no further. By then it has said itself
-    that the first of several machines is not there. `folder`: the run's, for what NCCL says of a collective that hangs.
+    `watchdog_seconds`: the launcher's watchdog ends a start that hangs for this time. The rank gives up waiting for the
+    first of several machines before that, at MEETING_SHARE of it, and reports it itself. `folder`: the run's folder, to
+    which NCCL dumps its collectives if one hangs.
     """
     set_up_libraries(trace_buf_size, folder)
     timeout = timedelta(seconds=timeout_seconds)
@@ -59,7 +60,7 @@ def init(
         return device
     if ranks.local_world_size == ranks.world_size and sys.platform == "linux":
         for library in ("GLOO", "NCCL"):
-            set_default(f"{library}_SOCKET_IFNAME", "lo")  # one machine: nothing to offer to the network
+            set_default(f"{library}_SOCKET_IFNAME", "lo")  # one machine needs no network
     if ranks.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     elif ranks.launcher is not None:
@@ -72,14 +73,14 @@ def init(
 
 
 def _address(device: torch.device) -> str:
-    """On the PCI bus, as Linux writes it."""
-    found: Any = torch.cuda.get_device_properties(device)
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    """Return the device's address on the PCI bus as Linux writes it."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def _meet(ranks: Ranks, launcher: Launcher, timeout: timedelta) -> dist.Store:
-    """By what the launcher's ranks find each other: a file on one machine, else a store that the first rank has on a
-    socket bound by its launcher (torch's own would listen on every interface)."""
+    """Return the store for the rendezvous of the launcher's ranks: a file on one machine, else the first rank's TCP
+    store on a socket that its launcher bound (torch itself would listen on every interface)."""
     if ranks.local_world_size == ranks.world_size:
         return dist.FileStore(launcher.store, ranks.world_size)
     options = {"is_master": True, "master_listen_fd": launcher.listen} if ranks.is_main else {"is_master": False}
@@ -94,68 +95,71 @@ def _meet(ranks: Ranks, launcher: Launcher, timeout: timedelta) -> dist.Store:
 
 
 def set_up_libraries(trace_buf_size: int, folder: Path | None = None) -> None:
-    """What torch's libraries read when they start, unless the user has set it."""
+    """Set environment variables that torch's libraries read at their start, unless the user has set them, and raise
+    the limit of open files."""
     set_default("TORCH_FR_BUFFER_SIZE", str(trace_buf_size))
     if folder is not None:
-        # for a run without our launcher, which asks for the same over a pipe: a file a rank, else in /tmp
+        # for a run without our launcher, which requests the dump over a pipe: one file per rank, by default in /tmp
         set_default("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         set_default("TORCH_FR_DUMP_TEMP_FILE", str(folder.absolute() / "nccl-collectives-of-rank-"))
-    # Each group of gloo would connect every rank with every other at once: some 1,560 open files a rank with 512 ranks,
-    # and minutes of look-ups with thousands. So it connects those that talk, when they first do.
+    # By default each gloo group connects all pairs of ranks at once: some 1,560 open files per rank with 512 ranks, and
+    # minutes of look-ups with thousands. A lazy group connects two ranks when they first communicate.
     set_default("TORCH_GLOO_LAZY_INIT", "1")
     if device_type() == "cuda":
-        # blocks of memory that grow, instead of up to a sixth lost between blocks of fixed sizes
+        # segments that grow: with fixed sizes up to a sixth of the memory is lost to fragmentation
         set_default("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if sys.platform == "linux":
-        import resource  # there is none on Windows
+        import resource  # missing on Windows
 
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # the usual 1,024 are too few for a rank of hundreds
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def set_timeout(timeout_seconds: int) -> None:
-    """Change the timeout of all groups but the checkpointer's: long for the first step (compile, cold caches), short
-    afterwards. A save may take longer than any step.
+    """Change the timeout of all process groups except the checkpointer's, as a save may take longer than any step.
+
+    It is long for the first step (compile, cold caches) and short afterwards.
     """
-    for group in list(distributed_c10d._world.pg_map):  # torch has no public way to list or to change them
+    for group in list(distributed_c10d._world.pg_map):  # torch has no public API for either
         if not group.group_desc.startswith("checkpoint"):
             distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 
-def limit_memory(said: int | float | str | None, device: torch.device) -> str:
-    """Let this process take no more of its device's memory (memory.limit); what was done, in words. LimitError for more
-    than there is.
+def limit_memory(limit: int | float | str | None, device: torch.device) -> str:
+    """Cap this process's use of its device's memory (memory.limit) and return a description of the limit.
+
+    Raises LimitError for more memory than the device has.
     """
-    if said is None or device.type != "cuda":
-        return "" if said is None else f"at most {in_words(said)} of a GPU; on a {device.type} nothing is limited"
+    if limit is None or device.type != "cuda":
+        return "" if limit is None else f"at most {in_words(limit)} of a GPU; on a {device.type} nothing is limited"
     total = torch.cuda.get_device_properties(device).total_memory
-    share = share_of(said, total)
+    share = share_of(limit, total)
     torch.cuda.set_per_process_memory_fraction(share, device)
     return f"at most {share * total / 2**30:.2f} of {total / 2**30:.2f} GiB for each rank (memory.limit)"
 
 
 def close() -> None:
-    """Leave the world. A rank that failed does not call this: it must not wait for ranks that did not."""
+    """Destroy the process group. A failed rank does not call this: it must not wait for the other ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def set_seed(seed: int, rank: int) -> None:
-    """Seed the generators that draw differently on every rank (dropout). Weights and data have keys of their own."""
+    """Seed the generators that draw differently on every rank (dropout). Weights and data have their own seeds."""
     torch.manual_seed(seed + rank)
     random.seed(seed + rank)
-    np.random.seed((seed + rank) % 2**32)  # nothing here draws from it, but a library may
+    np.random.seed((seed + rank) % 2**32)  # unused here, but a library may draw from it
 
 
 def set_deterministic(warn_only: bool) -> None:
-    """Only deterministic kernels from here on."""
+    """Allow only deterministic kernels from now on; with `warn_only`, warn about the others."""
     set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.backends.cudnn.benchmark = False
 
 
 def add_up(*values: float) -> list[float]:
-    """Sums of host numbers over all ranks in float64, bit for bit the same on all, over gloo."""
+    """Return the sums of host numbers over all ranks, in float64 over gloo. All ranks get the same bits."""
     if dist.get_world_size() == 1:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64)
@@ -164,18 +168,19 @@ def add_up(*values: float) -> list[float]:
 
 
 def of_the_first(*values: float) -> list[float]:
-    """Rank 0's host numbers, on all: what ranks have added up for themselves may differ in its last bits."""
+    """Return rank 0's host numbers on all ranks, as sums that ranks computed alone may differ in the last bits."""
     return add_up(*(values if dist.get_rank() == 0 else [0.0] * len(values)))
 
 
 def sum_over_ranks(*values: int) -> list[int]:
-    """Sums of small host integers over all ranks, over gloo: the host learns them without waiting for the GPU."""
+    """Return the sums of small host integers over all ranks, over gloo, so that the host does not wait for the GPU."""
     return begin_sum(*values)()
 
 
 def begin_sum(*values: int) -> Callable[[], list[int]]:
-    """The same, on its way while the host does other things; who calls what is returned waits for the sums. All ranks
-    begin theirs in the same order among their reductions, and somebody waits for each.
+    """Start `sum_over_ranks` in the background; the returned function waits for the sums and returns them.
+
+    All ranks must start their reductions in the same order, and each reduction must be waited for.
     """
     tensor = torch.tensor(values, dtype=torch.int64)
     work = dist.all_reduce(tensor, async_op=True) if dist.get_world_size() > 1 else None
@@ -188,12 +193,14 @@ def begin_sum(*values: int) -> Callable[[], list[int]]:
     return finish
 
 
-# Plain values of ranks, as JSON: torch's collectives of objects unpickle what they receive, which can run code
+# Exchange of plain values as JSON: torch's object collectives unpickle the data they receive, which can run code
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """Return the values of all ranks on rank 0, None on the others. Values are what JSON knows: keys are strings, and
-    tuples arrive as lists. Each takes as many bytes on the way as the largest."""
+    """Return the values of all ranks on rank 0, None on the others.
+
+    Values must be plain JSON: keys are strings, and tuples arrive as lists. Each is padded to the size of the largest.
+    """
     buffer = _padded_json(value, group)
     received = [torch.empty_like(buffer) for _ in range(dist.get_world_size(group))] if dist.get_rank() == 0 else None
     dist.gather(buffer, received, dst=0, group=group)
@@ -236,8 +243,10 @@ def scatter_json(values: list[Any] | None, group: dist.ProcessGroup | None = Non
 
 
 def gather_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of all ranks on rank 0, on the CPU, of any shape, and an empty dict on the others. Of a name
-    that several ranks have, the lowest rank's."""
+    """Return the tensors of all ranks, of any shape, on rank 0 and on the CPU; an empty dict on the other ranks.
+
+    If several ranks have a name, the lowest rank's tensor is returned.
+    """
     rank = dist.get_rank()
     shares = all_gather_json({name: [list(t.shape), str(t.dtype)] for name, t in tensors.items()})
     result = {}
@@ -257,7 +266,7 @@ def gather_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 
 def _padded_json(value: Any, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """[8 + n] uint8: the length of the text, the text, and zeros up to the longest of all ranks."""
+    """Return uint8 [8 + n]: the length of the JSON text, the text, and zeros up to the longest text of all ranks."""
     content = _framed(value)
     longest = torch.tensor([len(content)])
     dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)

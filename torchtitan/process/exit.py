@@ -1,10 +1,8 @@
-"""The end of a process: its exit code, that it dies with whoever started it, and how it leaves process groups.
+"""The end of a process: exit codes, stop signals, the death of the parent, and kinds of failure.
 
-After a collective has ended, a thread of gloo still has to free its tensors, and asks for Python's lock to do so. If
-Python is being taken down by then, that aborts the process (pytorch/pytorch#190489; seen in 1 of 12 short runs on busy
-cores), and a run that has finished looks failed. So everything but Python's own finalization is done.
-
-What kind of failure an exception is, told without a traceback where a traceback would only hide it.
+After a collective has ended, a thread of gloo still has to free its tensors, and takes Python's lock to do so. If the
+interpreter is shutting down by then, the process aborts (pytorch/pytorch#190489; seen in 1 of 12 short runs on busy
+cores), and a finished run looks failed. So `exit_with` does everything except Python's own finalization.
 """
 
 import atexit
@@ -36,30 +34,31 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """From here on this process is killed when the process (its main thread) that started it ends, however it ends.
-    Linux only; elsewhere nothing happens."""
+    """Have this process killed when its parent, or the parent's thread that started it, ends in any way. Linux only."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it had ended before
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(128 + signal.SIGKILL)
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Those to be handled. One that whoever started us has turned off (`nohup`) stays off."""
+    """Return the signals to handle. SIGHUP stays ignored if the process was started so (`nohup`)."""
     kept_off = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
     return [number for number in STOP_SIGNALS if number not in kept_off]
 
 
 def exit_with(command: Callable[[], int | None]) -> NoReturn:
-    """Run `command` and leave the process with its exit code, 0 if it has none, after its threads have ended, functions
-    registered with atexit have run and streams are flushed. After an exception, which is shown as ever, the code is 1;
-    the process does not wait until others have taken part in what it began, as the libraries would on their way out.
+    """Run `command` and end the process with its exit code (0 for None).
 
-    Call it before anything else is registered with atexit: the first one registered is the last to run.
+    Before that, threads end, functions registered with atexit run and streams are flushed. An exception is shown as
+    usual and gives exit code 1. The process does not wait for other ranks to join its pending operations, as the
+    libraries would in their finalization.
+
+    Call this before anything else is registered with atexit: the first function registered is the last to run.
     """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started us
+        if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     codes: list[int] = []
     atexit.register(_leave, codes)
@@ -76,23 +75,28 @@ def _leave(codes: list[int]) -> None:
         return
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or nobody reads it
+        with suppress(OSError, ValueError):  # closed, or without a reader
             stream.flush()
     os._exit(codes[0])
 
 
-# gloo's and torch's words, of torch 2.13, for a connection to a rank that is gone
+# messages of gloo and torch 2.13 about a lost connection to another rank
 _LOST = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Broken pipe|NCCL .*remote process exited")
 _NO_MEMORY = re.compile(r"can't allocate memory|std::bad_alloc")
 
 
 class ExportError(RuntimeError):
-    """Training is complete; only its result could not be written for other programs. The message says how to do it
-    again, and the cause is the exception that the export raised."""
+    """Training is complete, but its result could not be written for other programs.
+
+    The message says how to repeat the export, and the cause is the exception that the export raised.
+    """
 
 
 def kind_of(error: BaseException) -> Literal["memory", "peer"] | None:
-    """memory: the device or the machine has none left; peer: another rank is gone, which has said why itself."""
+    """Classify a failure: "memory" if the device or machine has none left, "peer" if another rank is gone.
+
+    The other rank has reported its own failure.
+    """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "memory"
     if isinstance(error, RuntimeError):
@@ -104,7 +108,7 @@ def kind_of(error: BaseException) -> Literal["memory", "peer"] | None:
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """As `BaseException.add_note`, which came with Python 3.11: there the traceback shows it."""
+    """Add a note to an exception as `BaseException.add_note` does, which only Python 3.11 and later have and show."""
     if hasattr(error, "add_note"):
         error.add_note(text)
     else:

@@ -1,6 +1,4 @@
-"""Garbage collection at chosen moments: never during imports, whose many objects stay, and after the same step on all
-ranks.
-"""
+"""Garbage collection at chosen moments: never during imports, and after the same steps on all ranks."""
 
 import gc
 import logging
@@ -21,16 +19,17 @@ def collect_garbage(step: int, freq: int, debug: bool) -> None:
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Nothing is collected inside, and what has been made by its end is never looked at again, if one was imported.
-    Imports of torch make a million objects: to look for garbage among them again and again takes a fifth of their time,
-    and each full collection later a fifth of a second.
+    """Collect no garbage inside the block; if it imports a module, freeze all objects that exist at its end.
+
+    Imports of torch make a million objects that stay. Collections during the imports take a fifth of their time, and
+    with these objects each later full collection takes a fifth of a second more.
     """
     enabled, before = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        if len(sys.modules) > before:  # else garbage of whoever calls it again and again would be kept for good
+        if len(sys.modules) > before:  # else repeated calls would keep their callers' garbage for good
             gc.freeze()
         if enabled:
             gc.enable()

@@ -1,7 +1,7 @@
-"""What each rank is doing: a phase, a step and since when, in memory that it shares with its launcher.
+"""Heartbeats: each rank writes its phase, step and the time into memory that it shares with its launcher.
 
-Telling costs a microsecond, waits for nobody and works while the launcher is busy or gone; so every step is told. The
-launcher learns from it whether a rank has anything to save, and who is behind. Needs no torch.
+A write takes a microsecond, never blocks and works while the launcher is busy or gone, so every phase is recorded. The
+launcher reads whether a rank has anything to save and which rank is slowest. Needs no torch.
 """
 
 import mmap
@@ -41,7 +41,7 @@ class Doing:
 
 
 class Progress:
-    """A rank's row. Without a launcher nobody reads it."""
+    """One rank's row of the shared memory. Without a `path`, the memory is private and unread."""
 
     def __init__(self, path: str | None = None, row: int = 0) -> None:
         self._memory: Any = bytearray(_ROW_BYTES * (row + 1))
@@ -55,18 +55,18 @@ class Progress:
 
     @property
     def doing(self) -> Doing:
-        """What was told last."""
+        """Return the phase, step and time written last."""
         return _read(self._memory, self._offset)
 
     def through(self, items: Iterable[T], phase: str, step: int) -> Iterator[T]:
-        """The items, and ahead of each that this phase goes on."""
+        """Yield the items, and enter the phase again before each one."""
         for item in items:
             self.enter(phase, step)
             yield item
 
 
 class ProgressTable:
-    """The launcher's side: the rows of all ranks of this machine."""
+    """The rows of all ranks of this machine, as the launcher reads them."""
 
     def __init__(self, file: "SharedFile", rows: int) -> None:
         os.ftruncate(file.descriptor, _ROW_BYTES * rows)
@@ -82,14 +82,16 @@ def _read(memory: Any, offset: int) -> Doing:
 
 
 class SharedFile:
-    """An empty file that the processes of a run open by `path`. On Linux it is memory that vanishes with the last of
-    them, so that nothing is left behind even if all of them are killed; elsewhere a private temporary file."""
+    """An empty file that the processes of a run open by `path`.
+
+    On Linux it is memory that vanishes with the last process, even if all are killed; elsewhere a temporary file.
+    """
 
     def __init__(self, name: str) -> None:
         self.folder: tempfile.TemporaryDirectory[str] | None = None
         if hasattr(os, "memfd_create"):
             self.descriptor = os.memfd_create(name)
-            self.path = f"/proc/self/fd/{self.descriptor}"  # of whoever opens it, who inherits the descriptor
+            self.path = f"/proc/self/fd/{self.descriptor}"  # for child processes, which inherit the descriptor
         else:
             self.folder = tempfile.TemporaryDirectory(prefix="torchtitan-")
             self.path = str(Path(self.folder.name, name))

@@ -1,9 +1,7 @@
-"""How much of a GPU's memory a rank's process may take: a share of it, or an amount. Needs no torch.
+"""The limit of a rank's GPU memory, and the binding of its process to processors near its GPU. Needs no torch.
 
-Which processors of a machine with several NUMA nodes are a GPU's neighbours: a rank and its workers run on these.
-
-What crosses to another socket takes longer, and shares a link with all else that does: copies between host and GPU,
-launches of kernels. Needs no torch; Linux says in /sys what is whose neighbour.
+On a machine with several NUMA nodes, a rank and its data workers run on the processors of the GPU's node, which Linux
+lists in /sys. Traffic to another socket (copies between host and GPU, kernel launches) is slower and shares one link.
 """
 
 import logging
@@ -23,32 +21,35 @@ Said = int | float | str
 _AMOUNT = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})")
 
 
-def amount_of(said: Said) -> int | None:
-    """Bytes; None of a share, which is a number up to 1. Whole numbers are MiB. LimitError for less than `SMALLEST`."""
-    if not isinstance(said, str):
-        return None if said <= 1 else int(said) * UNITS["MiB"]
-    match = _AMOUNT.fullmatch(said)
-    found = 0 if match is None else int(Fraction(match[1]) * UNITS[match[2]])
-    if found < SMALLEST:
+def amount_of(limit: Said) -> int | None:
+    """Return a limit in bytes, or None for a share, which is a number up to 1. Whole numbers are MiB.
+
+    Raises LimitError for less than `SMALLEST`.
+    """
+    if not isinstance(limit, str):
+        return None if limit <= 1 else int(limit) * UNITS["MiB"]
+    match = _AMOUNT.fullmatch(limit)
+    size = 0 if match is None else int(Fraction(match[1]) * UNITS[match[2]])
+    if size < SMALLEST:
         allowed = f'a share up to 1, whole MiB from 256 on, or a text such as "20GiB" ({", ".join(UNITS)})'
-        raise LimitError(KEY, f'"{said}"', allowed, "leave it out for all of the memory")
-    return found
+        raise LimitError(KEY, f'"{limit}"', allowed, "leave it out for all of the memory")
+    return size
 
 
-def share_of(said: Said, total: int) -> float:
-    """Of a GPU that has so many bytes. LimitError for more than it has."""
-    amount = amount_of(said)
+def share_of(limit: Said, total: int) -> float:
+    """Return a limit as a share of a GPU's `total` bytes. Raises LimitError for more than that."""
+    amount = amount_of(limit)
     if amount is None:
-        return float(said)
+        return float(limit)
     if amount > total:
         allowed = f"at most the {total / UNITS['GiB']:.2f} GiB of this GPU"
-        raise LimitError(KEY, in_words(said), allowed, "lower it, or leave it out")
+        raise LimitError(KEY, in_words(limit), allowed, "lower it, or leave it out")
     return amount / total
 
 
-def in_words(said: Said) -> str:
-    amount = amount_of(said)
-    return f"{float(said) * 100:g} %" if amount is None else f"{amount / UNITS['GiB']:.4g} GiB"
+def in_words(limit: Said) -> str:
+    amount = amount_of(limit)
+    return f"{float(limit) * 100:g} %" if amount is None else f"{amount / UNITS['GiB']:.4g} GiB"
 
 
 logger = logging.getLogger(__name__)
@@ -57,9 +58,10 @@ SYS = Path("/sys")
 
 
 def stay_near(address: str) -> None:
-    """Bind this process to those of its processors that are nearest to the PCI device at `address`, such as
-    "0000:1b:00.0", where that is known. Who has bound it more narrowly already, by torchrun's --numa-binding, numactl
-    or a scheduler, is not contradicted; nor is a scheduler that has given it few of that node's and many of another's.
+    """Bind this process to its processors on the NUMA node of the PCI device at `address` ("0000:1b:00.0").
+
+    Nothing changes if the node is unknown, if the process is bound to that node already (torchrun's --numa-binding,
+    numactl, a scheduler), or if a scheduler gave it few processors of that node and many of others.
     """
     if not hasattr(os, "sched_setaffinity"):  # not Linux
         return
@@ -69,19 +71,20 @@ def stay_near(address: str) -> None:
     if not near or near == allowed:
         return
     if 2 * len(near) * _nodes_with(allowed) < len(allowed):  # less than half of an equal share of each node
-        told = "processors: all %d; only %d are of NUMA node %d, to which the GPU belongs"
-        logger.info(told, len(allowed), len(near), node)
+        template = "processors: all %d; only %d are of NUMA node %d, to which the GPU belongs"
+        logger.info(template, len(allowed), len(near), node)
         return
     if _bound(allowed, near):
-        told = "processors %d of %d: those of NUMA node %d, to which the GPU belongs"
-        logger.info(told, len(near), len(allowed), node)
+        template = "processors %d of %d: those of NUMA node %d, to which the GPU belongs"
+        logger.info(template, len(near), len(allowed), node)
 
 
 def _bound(allowed: set[int], near: set[int]) -> bool:
-    """Whether the system let the main thread be bound, which a container may forbid, and all that run where it did."""
+    """Bind the main thread and all threads with the same processors. Return False if the system, such as a container,
+    forbids it."""
     try:
         os.sched_setaffinity(0, near)
-        threads = os.listdir("/proc/self/task")  # those that libraries have begun, too
+        threads = os.listdir("/proc/self/task")  # also those that libraries have started
     except OSError as error:
         logger.info("processors: all %d, as the system does not let a process be bound (%s)", len(allowed), error)
         return False
@@ -95,13 +98,13 @@ def _bound(allowed: set[int], near: set[int]) -> bool:
 
 
 def _nodes_with(processors: set[int]) -> int:
-    """How many nodes have some of them."""
-    found = (SYS / "devices/system/node").glob("node*")
-    return sum(bool(processors & processors_of(int(path.name[4:]))) for path in found if path.name[4:].isdigit())
+    """Return the number of NUMA nodes with at least one of these processors."""
+    folders = (SYS / "devices/system/node").glob("node*")
+    return sum(bool(processors & processors_of(int(path.name[4:]))) for path in folders if path.name[4:].isdigit())
 
 
 def node_of(address: str) -> int:
-    """-1 where the machine has one node, or does not say."""
+    """Return the NUMA node of a PCI device, or -1 if the machine has only one or does not report it."""
     try:
         return int((SYS / "bus/pci/devices" / address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -109,7 +112,7 @@ def node_of(address: str) -> int:
 
 
 def processors_of(node: int) -> set[int]:
-    """None where the machine does not say, or the node has memory alone."""
+    """Return the processors of a NUMA node: an empty set if they are unknown or the node has only memory."""
     try:
         listed = (SYS / f"devices/system/node/node{node}/cpulist").read_text().strip()
         ranges = [tuple(map(int, part.split("-"))) for part in listed.split(",")]

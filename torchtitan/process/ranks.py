@@ -1,7 +1,7 @@
-"""Which rank this process is, and what it prints. Reads what launchers put into the environment; needs no torch.
+"""The rank of this process, read from the environment that launchers set. Needs no torch.
 
-Started by the launcher or by torchrun, a process finds its rank in the environment; started by hand, it has none and
-becomes a launcher itself.
+A process that the launcher or torchrun started finds its rank in the environment. A process that a user started has no
+rank and becomes a launcher itself.
 """
 
 import json
@@ -26,7 +26,7 @@ HEEDED = (
 
 @dataclass(frozen=True)
 class Restart:
-    """Why the launcher has started all ranks again."""
+    """The reason for which the launcher has restarted all ranks."""
 
     number: int
     cause: str
@@ -44,7 +44,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class Launcher:
-    """What a rank knows of the launcher that started it. Paths are of memory that the two share."""
+    """A rank's connection to the launcher that started it. Paths lead to memory that the two share."""
 
     pid: int
     store: str
@@ -82,16 +82,16 @@ class Ranks:
 
     @property
     def on_terminal(self) -> bool:
-        """Whether a person watches, who likes colour (https://no-color.org turns it off)."""
+        """Return whether stdout is a terminal that may show colours (see https://no-color.org)."""
         return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def number(name: str, default: int, remedy: str = "let torchrun set it") -> int:
-    """A whole number of the environment."""
-    given = os.environ.get(name, str(default))
-    if not given.isdecimal():
-        raise JobError(f"{name} in the environment: given {given!r}; allowed: a whole number; {remedy}")
-    return int(given)
+    """Return a whole number from the environment."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise JobError(f"{name} in the environment: given {text!r}; allowed: a whole number; {remedy}")
+    return int(text)
 
 
 def read_ranks() -> Ranks:
@@ -110,30 +110,30 @@ def read_ranks() -> Ranks:
 
 
 def heeded() -> str:
-    """What of HEEDED is set here, in words."""
+    """Describe the variables of HEEDED that are set, with their values."""
     set_here = [(name, os.environ[name]) for name in HEEDED if name in os.environ]
     return ", ".join(f"{name}={value.encode('unicode_escape').decode()[:200]}" for name, value in set_here)
 
 
 def started_as_rank() -> bool:
-    """Whether this process was started as one rank of a world, by the launcher or by torchrun."""
+    """Return whether the launcher or torchrun started this process as a rank."""
     return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
 def slurm_job() -> tuple[str, int]:
-    """The job of SLURM that this process is of, and how often that was started before; ("", 0) outside of SLURM."""
+    """Return the ID of this process's SLURM job and its number of restarts; ("", 0) outside of SLURM."""
     restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
     return os.environ.get("SLURM_JOB_ID", ""), int(restarts) if restarts.isdecimal() else 0
 
 
 def slurm_seconds_left() -> float | None:
-    """Until SLURM ends this allocation, by its own word; None where nothing is known."""
+    """Return the seconds until SLURM ends this allocation, or None if the end is unknown."""
     end = os.environ.get("SLURM_JOB_END_TIME", "")
     return float(end) - time.time() if end.isdecimal() else None
 
 
 def read_nodes() -> tuple[int, int, str, int]:
-    """How many machines, which this is, the first one's address, and the port there."""
+    """Return the number of machines, this machine's index, the first machine's address and its port."""
     remedy = "leave it out for one machine"
     count, index, port = (
         number(name, default, remedy) for name, default in (("NNODES", 1), ("NODE_RANK", 0), ("HEAD_PORT", 29500))
@@ -144,8 +144,10 @@ def read_nodes() -> tuple[int, int, str, int]:
 def environment_of(
     local_rank: int, local_world_size: int, launcher: Launcher, nodes: tuple[int, int, str, int] = (1, 0, "", 0)
 ) -> dict[str, str]:
-    """What the launcher of a machine starts a rank with: torchrun's names, and ours. On one machine there is no
-    MASTER_ADDR, as nobody listens there."""
+    """Return the environment for a rank that the launcher starts: torchrun's variables and our own.
+
+    On one machine MASTER_ADDR is left out, because no rank listens there.
+    """
     count, index, head, port = nodes
     rank, world_size = index * local_world_size + local_rank, count * local_world_size
     names = {
@@ -171,18 +173,18 @@ def read_launcher(text: str) -> Launcher:
 
 
 def likely_device() -> Literal["cpu", "cuda"]:
-    """What torch will find, told in a microsecond: a driver's device file (NVIDIA, AMD)."""
+    """Predict the device that torch will find, from a driver's device file (NVIDIA, AMD), in a microsecond."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") == ""
     return "cuda" if not hidden and any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))) else "cpu"
 
 
 def count_ranks() -> int:
-    """As many as this process may use GPUs; 2, over gloo, without one."""
+    """Return the number of GPUs that this process may use, or 2 (ranks on the CPU, over gloo) without one."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         try:
-            asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
-            visible = ",".join(line for line in asked.stdout.splitlines() if line.startswith("GPU"))
+            listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+            visible = ",".join(line for line in listing.stdout.splitlines() if line.startswith("GPU"))
         except (OSError, subprocess.TimeoutExpired):
             visible = ""
     return len([device for device in visible.split(",") if device.strip()]) or 2

@@ -1,4 +1,4 @@
-"""The lines of a run: on the console those of the ranks that log; where they are asked for, a file for every rank."""
+"""The log of a run: on the console from the ranks that log, and optionally in one file per rank."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ TIME = "%(asctime)s "
 
 
 class Lines(logging.StreamHandler):
-    """On a terminal, beside a progress bar and not through it."""
+    """Write log lines to a stream, above a progress bar and not into it."""
 
     lost = False
 
@@ -23,7 +23,7 @@ class Lines(logging.StreamHandler):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Of lines that nobody reads any more, or on a disk that is full; the run goes on without them."""
+        """Report once that lines cannot be written (no reader, full disk); the run continues without them."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -37,32 +37,34 @@ COLOUR = re.compile(r"\033\[[0-9;]*m")
 
 
 class Short(logging.Formatter):
-    """Paths below the folder that the run was started in are said from there."""
+    """Shorten paths in the current folder to relative ones."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text, here = super().format(record), os.path.join(os.getcwd(), "")
-        if record.getMessage().startswith("\n"):  # a line that is left blank stands before the time
+        text, prefix = super().format(record), os.path.join(os.getcwd(), "")
+        if record.getMessage().startswith("\n"):  # put a leading blank line before the time
             text = "\n" + text.replace("\n", "", 1)
-        return text.replace(here, "") if here != os.sep else text
+        return text.replace(prefix, "") if prefix != os.sep else text
 
 
 class Plain(logging.Formatter):
-    """Without the colours of a terminal."""
+    """Remove terminal colours."""
 
     def format(self, record: logging.LogRecord) -> str:
         return COLOUR.sub("", super().format(record))
 
 
 class LogFile(logging.FileHandler):
-    """On a disk that is full the run goes on without it."""
+    """A log file that ignores write errors, so that the run continues when the disk is full."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
 
 
 def set_up_logging(ranks: Ranks, timestamps: bool = False, folder: Path | None = None) -> None:
-    """Plain lines on stdout from the ranks that log; warnings of those and errors of all on stderr. With a `folder`,
-    everything that this rank says also goes there, with its time: what it crashed by, too."""
+    """Log to stdout on the ranks that log; their warnings and the errors of all ranks go to stderr.
+
+    With a `folder`, everything that this rank logs also goes to a file there, with times and the traceback of a crash.
+    """
     logger = logging.getLogger("torchtitan")
     for handler in logger.handlers:
         handler.close()
