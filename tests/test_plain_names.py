@@ -44,7 +44,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "losses": (15, 2),
     "lr_schedules": (3, 0),
     "metrics": (11, 0),
-    "models": (114, 82),
+    "models": (38, 29),
     "optimizers": (18, 0),
     "parallelisms": (18, 0),
     "planner": (37, 23),

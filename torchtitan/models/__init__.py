@@ -1,4 +1,6 @@
-"""Model families by name. A new one is a folder and one line here. No torch; `spec.py` has what builds them."""
+"""Model families by name. To add one, write a folder and one line here. No torch; `spec.py` holds what builds the
+models.
+"""
 
 import dataclasses
 import typing
@@ -41,8 +43,10 @@ FROM_HF = "from_hf"
 
 
 def sizes_of(name: str, flavor: str, folder: str | None, overrides: Mapping[str, Any]) -> Any:
-    """The family's frozen dataclass of sizes. KeyError for an unknown family or flavor; JobError where the
-    overrides, or what is in the folder of flavor from_hf, make no model.
+    """Return the family's frozen dataclass of sizes.
+
+    Raises KeyError for an unknown family or flavor, and JobError if the overrides, or the folder's config.json of
+    flavor from_hf, are invalid.
     """
     if flavor != FROM_HF:
         return changed(SIZES[name][flavor], overrides)
@@ -52,8 +56,9 @@ def sizes_of(name: str, flavor: str, folder: str | None, overrides: Mapping[str,
 
 
 def changed(sizes: Any, overrides: Mapping[str, Any]) -> Any:
-    """Sizes with some of them changed. For those that are a table of their own, such as rope_scaling, a table changes
-    some of it and false stands for none.
+    """Return the sizes with overrides applied.
+
+    For a size that is a table, such as rope_scaling, a table changes some of its entries and false removes it.
     """
     return dataclasses.replace(sizes, **{name: _value(sizes, name, value) for name, value in overrides.items()})
 
@@ -69,11 +74,11 @@ def _value(sizes: Any, name: str, value: Any) -> Any:
 
 
 def table_of(args: type, name: str) -> type | None:
-    """The dataclass of a family's argument that is a table of its own; None for numbers and words."""
+    """Return the dataclass of a size that is a table, such as rope_scaling; None if it is a number or a string."""
     kind = typing.get_type_hints(args).get(name)
     return next((part for part in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(part)), None)
 
 
 def family_of(model_type: Any) -> str | None:
-    """The family that reads this model_type of a config.json."""
+    """Return the first family that reads this model_type of a config.json; None if no family does."""
     return next((name for name, config in CONFIGS.items() if model_type in config.model_types), None)

@@ -18,21 +18,23 @@ BACKENDS = ("auto", "sdpa", "flex")
 
 @cache
 def compiled(function: Callable) -> Callable:
-    """torch.compile, at the first use: the compiler takes two seconds to import. In eager, flex attention writes all
-    scores down and its mask all pairs of positions.
+    """Compile a function with torch.compile on its first use, because importing the compiler takes two seconds.
+
+    In eager, flex attention materializes all scores, and its mask all pairs of positions.
     """
     return torch.compile(function)
 
 
 class AttentionKernel(nn.Module):
-    """Causal attention, or with causal=False attention to the whole document, by one of torch's kernels. With a
-    `window` a token sees itself and the window - 1 before it (arXiv:2310.06825, 2.1). The place to swap: whatever
-    replaces it keeps `prepare` and `forward`, and says of them what it can do where a rank has a part of the sequence
+    """Causal attention, or with causal=False attention to the full document, by one of torch's kernels.
+
+    With a `window` a token attends to itself and the window - 1 tokens before it (arXiv:2310.06825, 2.1). A replacement
+    must implement `prepare` and `forward`, and declare its abilities under context parallel
     (parallelisms/context/kernel.py).
 
     sdpa: scaled_dot_product_attention, which picks the fastest kernel itself. flex: flex attention, which skips blocks
-    that a mask empties. auto: flex for masks of documents or windows on a GPU (it has no backward on a CPU), else sdpa.
-    Without such a mask all three are sdpa: there is nothing more to skip.
+    that the mask empties. auto: flex for document masks or windows on a GPU (it has no backward on a CPU), else sdpa.
+    Without such a mask all three use sdpa, since there are no blocks to skip.
     """
 
     takes_parts, drops = True, False
@@ -52,11 +54,14 @@ class AttentionKernel(nn.Module):
         return AttentionKernel(backend, self.causal, self.window)
 
     def prepare(self, queries: Tokens, keys: Tokens | None = None) -> torch.Tensor | BlockMask | None:
-        """Once per forward: the mask that `forward` takes, [B or 1, 1, Q, S], True where a query may look, or a
-        BlockMask. None means plainly causal, or nothing hidden. Without `keys` they are those of the queries.
+        """Make the mask for `forward`, once per forward of the model: bool [B or 1, 1, Q, S], True where a query may
+        attend, or a BlockMask.
+
+        None means causal without further restrictions, or no restriction at all if causal=False. `keys` default to the
+        queries' tokens.
         """
-        whole, keys = keys is None, keys or queries
-        if queries.documents is None and not self.hides(len(keys.places)) and (whole or not self.causal):
+        same_tokens, keys = keys is None, keys or queries
+        if queries.documents is None and not self.hides(len(keys.places)) and (same_tokens or not self.causal):
             return None
         if self.uses_flex(queries):
             return self._block_mask(queries, keys)
@@ -66,7 +71,7 @@ class AttentionKernel(nn.Module):
         return visible.view(-1, 1, len(queries.places), len(keys.places))  # [B or 1, 1, Q, S], True = may look
 
     def hides(self, length: int) -> bool:
-        """Whether, of a sequence of this length, a token does not see all of those that causality lets it."""
+        """Return True if a sequence of this length hides tokens from a query beyond the causal mask."""
         return 0 < self.window < length
 
     def uses_flex(self, queries: Tokens) -> bool:
@@ -75,7 +80,7 @@ class AttentionKernel(nn.Module):
         return self.backend == "flex" or (self.backend == "auto" and queries.places.is_cuda)
 
     def _sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """By their places in the sequence alone, of shapes that fit."""
+        """Return whether each query may attend to each key by position alone; bool, of the broadcast shape of both."""
         if not self.causal:
             return (query >= 0) & (key >= 0)  # all
         near = query >= key
@@ -95,8 +100,9 @@ class AttentionKernel(nn.Module):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | BlockMask | None
     ) -> torch.Tensor:
-        """q [B, H, S, D], k [B, H / n, S, D] and v [B, H / n, S, V] -> [B, H, S, V]; n query heads share a key/value
-        head. Scores are scaled by 1 / sqrt(D). Values may be narrower than keys.
+        """Attend with q [B, H, S, D], k [B, H / n, S, D] and v [B, H / n, S, V] -> [B, H, S, V].
+
+        n query heads share a key/value head. Scores are scaled by 1 / sqrt(D). Values may be narrower than keys.
         """
         if isinstance(mask, BlockMask):
             flex = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
@@ -107,8 +113,8 @@ class AttentionKernel(nn.Module):
 
     def _sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         grouped = k.shape[1] != q.shape[1]
-        # On CUDA only the flash kernel is sure to take grouped heads, and it takes neither masks nor float32; rather
-        # than fall to the kernel that writes all scores down, repeat the heads. CPU's kernel takes them in any case.
+        # On CUDA only the flash kernel surely supports grouped heads, and it supports neither masks nor float32. Rather
+        # than use the kernel that materializes all scores, repeat the heads. The CPU kernel always supports them.
         if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
             grouped = False
@@ -117,7 +123,7 @@ class AttentionKernel(nn.Module):
         )
         narrower = q.shape[-1] - v.shape[-1]
         if narrower > 0 and q.device.type == "cpu" and (q.dtype == torch.bfloat16 or q.shape[-2] >= 512):
-            # The CPU's flash kernel wants one width; without it all scores are written down. With keys of 192 and
+            # The CPU's flash kernel needs equal widths; without it all scores are materialized. With keys of 192 and
             # values of 128, forward and backward at 256, 1024 and 4096 tokens then take 1.16, 0.75 and 0.48 of the
             # time in float32, and 0.9, 0.5 and 0.32 in bfloat16 (torch 2.13, 1 core).
             return attend(F.pad(v, (0, narrower)), mask)[..., :-narrower]
@@ -131,22 +137,20 @@ class AttentionKernel(nn.Module):
 
 
 class Shared(NamedTuple):
-    """What all blocks of a forward share."""
+    """Inputs that all blocks share in a forward."""
 
     positions: torch.Tensor  # [B or 1, S]
     documents: torch.Tensor | None  # [B, S]
     rotation: torch.Tensor | None  # of the positions, see Rotary; None without rotary positions
-    mask: object  # what the attention kernel made of the documents
-    keys: torch.Tensor | None = None  # [B, S], of this layer's draws, see Dropout
-    targets: Mapping[str, torch.Tensor] | None = None  # for the head, what the loss reads
-    retrieved: Any = None  # what the model's memory gives its layers to read beside the sequence
-    lengths: torch.Tensor | None = None  # [B, S], of the tokens' records, see EmbeddingNoise
+    mask: object  # from the attention kernel's `prepare`
+    keys: torch.Tensor | None = None  # [B, S], random keys of this layer, see Dropout
+    targets: Mapping[str, torch.Tensor] | None = None  # batch tensors that the loss reads
+    retrieved: Any = None  # retrieved by the model's memory for its layers, in addition to the sequence
+    lengths: torch.Tensor | None = None  # [B, S], lengths of the tokens' records, see EmbeddingNoise
 
 
 def attended(kernel: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: Shared) -> torch.Tensor:
-    """What the kernel makes of q [B, S, H, E], k [B, S, K, E] and v [B, S, K, V]: of all heads, side by side,
-    [B, S, H V].
-    """
+    """Apply the kernel to q [B, S, H, E], k [B, S, K, E] and v [B, S, K, V] -> concatenated heads [B, S, H V]."""
     draws = (shared.keys,) if getattr(kernel, "drops", False) else ()
     y = kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), shared.mask, *draws)  # [B, H, S, V]
     return y.transpose(1, 2).flatten(-2)
@@ -161,9 +165,11 @@ class GroupedSizes(Protocol):
 
 
 class GroupedQueryAttention(nn.Module):
-    """Attention whose key/value heads each serve several query heads (arXiv:2305.13245), with rotary positions if the
-    model has them. With `qk_norm` each head's query and key are normed before they are turned (arXiv:2302.05442, as in
-    Qwen 3). `bias`: of all four matrices.
+    """Grouped-query attention (arXiv:2305.13245): each key/value head serves several query heads. Rotary positions if
+    the model has them.
+
+    With `qk_norm` each head's query and key are normalized before rotation (arXiv:2302.05442, as in Qwen 3). `bias`
+    applies to all four matrices.
 
     Letters of the shapes: B samples, S tokens, D width, H query heads, K key/value heads, E = head_dim.
     """

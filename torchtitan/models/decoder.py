@@ -1,8 +1,8 @@
-"""What decoder models share: embedding, blocks, norm and head, and all that treats them alike in every family.
+"""Decoder models: embedding, blocks, norm and head, and everything that is the same in all families.
 
-A family gives the blocks and the rotary positions. Blocks stand in a dictionary, and the embedding, the final norm and
-the head may be None, so that a pipeline can cut the model and names stay what they are. What a block computes is said
-once, in its steps (parallelisms/steps.py).
+A family provides the blocks and the rotary positions. Blocks are kept in a dictionary, and the embedding, the final
+norm and the head may be None, so that a pipeline can split the model and parameter names do not change. A block defines
+its computation once, as steps (parallelisms/steps.py).
 
 Letters of the shapes: B samples, S tokens, D = args.dim, V vocabulary.
 """
@@ -36,10 +36,10 @@ class DecoderArgs(Protocol):
 
 
 class Residual(Stepwise):
-    """What blocks have whatever their feed-forward is: attention, norms, dropout, and the stream that it all adds to.
+    """The parts of a block that do not depend on its feed-forward: attention, norms, dropout and residual connections.
 
-    `norm` makes a norm, RMSNorm unless said. `order`: norms stand before attention and feed-forward ("pre"), or
-    behind the sum with what they add ("post", as in arXiv:1706.03762). `dropout`: of what they add.
+    `norm` makes a norm, by default RMSNorm. `order`: "pre" applies norms before attention and feed-forward, "post"
+    after each residual sum (arXiv:1706.03762). `dropout`: probability for the outputs of attention and feed-forward.
     """
 
     def __init__(
@@ -60,17 +60,17 @@ class Residual(Stepwise):
         self.ffn_dropout = Dropout(dropout, 1) if dropout else None
 
     def attend(self, notes: Notes, x: torch.Tensor) -> torch.Tensor:
-        """[B, S, D] -> [B, S, D]"""
+        """Apply attention with its norm, dropout and residual connection: [B, S, D] -> [B, S, D]."""
         y = self.attention(x if self.order == "post" else self.attention_norm(x), notes.shared)
         h = x + self._dropped(y, self.attention_dropout, notes)
         return self.attention_norm(h) if self.order == "post" else h
 
     def to_feed(self, h: torch.Tensor) -> torch.Tensor:
-        """[B, S, D] -> [B, S, D], what the feed-forward reads"""
+        """Return the input of the feed-forward: [B, S, D] -> [B, S, D]."""
         return h if self.order == "post" else self.ffn_norm(h)
 
     def fed(self, h: torch.Tensor, y: torch.Tensor, notes: Notes) -> torch.Tensor:
-        """h, and y that the feed-forward makes, both [B, S, D] -> [B, S, D]"""
+        """Add the feed-forward's output y to the residual stream h, with dropout and norm; all [B, S, D]."""
         out = h + self._dropped(y, self.ffn_dropout, notes)
         return self.ffn_norm(out) if self.order == "post" else out
 
@@ -79,7 +79,7 @@ class Residual(Stepwise):
 
 
 class Block(Residual):
-    """A transformer block. `feed_forward`: SwiGLU unless said."""
+    """A transformer block. `feed_forward` defaults to SwiGLU."""
 
     def __init__(
         self,
@@ -102,10 +102,12 @@ class Block(Residual):
 
 
 class Entrance(nn.Module):
-    """What is done with the embeddings of words before the first block: learned positions are added, `num_positions`
-    of them, behind `first` that are not used, then perhaps a norm and dropout. `project`: of embeddings that are not as
-    wide as the model. `num_types`: a model has that many kinds
-    of tokens, and all are of the first. It is cut off with the embedding.
+    """Input embedding after the lookup: learned positions, and optionally a projection, token types, a norm and
+    dropout.
+
+    `num_positions` positions are learned; the `first` rows of their embedding before them are unused. `project` maps
+    embeddings to the model's width if theirs differs. `num_types`: rows of the token type embedding; every token gets
+    type 0. A pipeline keeps it on the stage that has the embedding.
     """
 
     def __init__(
@@ -137,13 +139,14 @@ class Entrance(nn.Module):
 
 
 class Decoder(nn.Module):
-    """`loss`, an objective (hidden, head, batch) -> scalar, is attached by whoever trains.
+    """A decoder model. The trainer attaches `loss`, an objective (hidden, head, batch) -> scalar.
 
-    `block` makes a layer of its number and the kernel; it has to keep the kernel in `attention.kernel`. `rotary` None:
-    positions are learned (`entrance`), or there are none. causal=False: tokens see their whole document. `window`: how
-    many tokens one sees, itself among them; 0 for all before it. `attention_dropout`: of the probabilities of
-    attention. `norm`: the last one, RMSNorm unless said; nn.Identity() where the last block ends with one. `head`:
-    makes logits of what it gives; unless said, of all words and without bias.
+    `block(layer, kernel)` makes a layer, which must keep the kernel in `attention.kernel`. `rotary` is None if
+    positions are learned (`entrance`) or there are none. causal=False: tokens attend to their full document. `window`:
+    number of tokens that a token attends to, including itself; 0 for all before it. `attention_dropout`: dropout
+    probability of attention probabilities. `norm`: the final norm, by default RMSNorm; nn.Identity() if the last block
+    ends with a norm. `head`: computes logits from the output of `norm`; by default a linear layer over the vocabulary
+    without bias.
     """
 
     def __init__(
@@ -168,17 +171,17 @@ class Decoder(nn.Module):
         kernel = partial(DroppingKernel, attention_dropout) if attention_dropout else AttentionKernel
         self.kernel = kernel(attention_backend, causal, window)  # one for all blocks; it has no state
         self.tok_embeddings = nn.Embedding(args.vocab_size, word_dim or args.dim)
-        self.noise: nn.Module | None = None  # on embeddings, see dropout.py; it is cut off with them
+        self.noise: nn.Module | None = None  # on embeddings, see dropout.py; on the same pipeline stage as they are
         self.entrance = entrance
         self.layers = nn.ModuleDict({str(i): block(i, self.kernel) for i in range(args.n_layers)})
-        self.memory: nn.Module | None = None  # an adapter's, see there; what blocks read beside the sequence
+        self.memory: nn.Module | None = None  # set by an adapter; supplies blocks with retrieved keys and values
         self.norm = norm or RMSNorm(args.dim, args.norm_eps)
         self.output = head or nn.Linear(args.dim, args.vocab_size, bias=False)
         self.tie_weights()
 
     @property
     def draws(self) -> bool:
-        """Whether training drops or adds something by chance, and so needs the keys of the tokens."""
+        """True if training uses dropout or noise, and so needs the tokens' random keys."""
         drawing = (EmbeddingNoise, Dropout)
         return any(isinstance(module, drawing) and getattr(module, "p", 1) > 0 for module in self.modules())
 
@@ -191,18 +194,19 @@ class Decoder(nn.Module):
         lengths: torch.Tensor | None = None,
         **targets: torch.Tensor | None,
     ) -> torch.Tensor:
-        """tokens [B, S] (hidden states [B, S, D] where the embedding is cut off) -> logits [B, S, V] (hidden states
-        where the head is). With what the loss reads (labels [B, S]): the sum of losses, a scalar.
+        """Return logits [B, S, V] of tokens [B, S], or with targets of the loss (labels [B, S]) the summed loss, a
+        scalar.
 
-        positions [B or 1, S] default to 0..S-1. With document_ids [B, S], tokens see only their own document. keys
-        [B, S]: of the tokens' draws, for a model with dropout or noise in training (dropout.token_keys), and with noise
-        lengths [B, S] (noise.record_lengths).
+        Without the embedding, tokens are hidden states [B, S, D]; without the head, hidden states are returned.
+        positions [B or 1, S] default to 0..S-1. With document_ids [B, S], tokens attend only to their own document. A
+        model with dropout or noise needs `keys` [B, S] in training (dropout.token_keys), and one with noise `lengths`
+        [B, S] too (dropout.record_lengths).
         """
         shared = self.context(tokens, positions, document_ids, keys, lengths)
         x = tokens if self.tok_embeddings is None else self.enter(tokens, shared)  # [B, S, D]
-        told = {name: targets.pop(name) for name in LANES if name in targets}
+        memory_inputs = {name: targets.pop(name) for name in LANES if name in targets}
         if self.memory is not None:
-            self.memory.begin(tokens, told, targets.get("labels"))
+            self.memory.begin(tokens, memory_inputs, targets.get("labels"))
         for layer, block in self.layers.items():
             if int(layer) < self.args.n_layers:
                 if self.memory is not None:
@@ -217,7 +221,10 @@ class Decoder(nn.Module):
         return out if extra is None else out + (extra - extra.detach())
 
     def chains(self) -> list[Chain]:
-        """The same for a pipeline that runs a part by its steps. Extra losses have none."""
+        """Return the computation as chains of steps, for a pipeline schedule that runs a stage by steps.
+
+        Extra losses have no steps.
+        """
         chains = [
             Chain(f"layers.{name}", block.steps(), partial(of_layer, layer=int(name)))
             for name, block in self.layers.items()
@@ -239,7 +246,9 @@ class Decoder(nn.Module):
         lengths: torch.Tensor | None = None,
         **targets: torch.Tensor,
     ) -> Shared:
-        """What all share: of tokens [B, S] or hidden states [B, S, D], and the rest as forward takes it."""
+        """Return the inputs that all blocks share: x is tokens [B, S] or hidden states [B, S, D], the others are as in
+        forward.
+        """
         if positions is None:
             assert self.tok_embeddings is not None, "x may be a share of the tokens, so their positions are given"
             positions = counted(x)
@@ -249,29 +258,31 @@ class Decoder(nn.Module):
         return Shared(positions, document_ids, rotation, mask, keys, targets, lengths=lengths)
 
     def enter(self, tokens: torch.Tensor, shared: Shared) -> torch.Tensor:
-        """[B, S] -> [B, S, D], what the first block gets"""
+        """Return the input of the first block: [B, S] -> [B, S, D]."""
         x, keys = self.embed(tokens), of_layer(shared, -1).keys
         x = x if self.noise is None else self.noise(x, keys, shared.lengths)
         return x if self.entrance is None else self.entrance(x, shared.positions, keys)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[B, S] -> [B, S, D]"""
+        """Look up the embeddings: [B, S] -> [B, S, D]."""
         x = self.tok_embeddings(tokens)
-        dtype = autocast_dtype(x.device.type)  # which leaves embeddings in float32, unlike FSDP's mixed precision
+        dtype = autocast_dtype(x.device.type)  # autocast leaves embeddings in float32, unlike FSDP's mixed precision
         return x if dtype is None else x.to(dtype)
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, S, D] -> [B, S, D], what the head reads"""
+        """Apply the final norm: [B, S, D] -> [B, S, D], the input of the head."""
         return x if self.norm is None else self.norm(x)
 
     def finish(self, x: torch.Tensor, shared: Shared) -> torch.Tensor:
-        """x [B, S, D], normed -> logits [B, S, V], or x where the head is cut off. With targets: the sum of losses."""
+        """x [B, S, D], the head's input -> logits [B, S, V], or x without the head. With targets: the summed loss, a
+        scalar.
+        """
         if shared.targets:
             return self.loss_of(x, shared.targets, shared)
         return x if self.output is None else self.output(x)
 
     def loss_of(self, x: torch.Tensor, targets: Mapping[str, torch.Tensor], shared: Shared) -> torch.Tensor:
-        """x [B, S, D], what the head reads -> the sum of losses"""
+        """x [B, S, D], the head's input -> the summed loss, a scalar."""
         assert self.loss is not None and self.output is not None, "targets need a loss and the output head"
         batch = {"positions": shared.positions, **targets}
         return self.loss(
@@ -285,20 +296,22 @@ class Decoder(nn.Module):
         document_ids: torch.Tensor | None,
         shared: Shared,
     ) -> torch.Tensor | None:
-        """What a family adds to the gradient, and not to the value, of the sum of losses in training: a scalar of the
-        hidden states x [B, S, D] that the head reads, or None. Its layers stand in `layers` behind the model's own.
+        """Return a scalar that adds to the gradient, but not to the value, of the summed loss in training; None by
+        default.
+
+        x [B, S, D] is the head's input. Layers that only this loss uses follow the model's own in `layers`.
         """
         return None
 
     def take_extra_losses(self) -> dict[str, torch.Tensor]:
-        """What a family logs of its extra_loss: sums over the tokens since the last call, by their names in metrics."""
+        """Return and reset the sums of extra losses over tokens, by their names in the metrics; scalars."""
         return {}
 
     def set_attention_backend(self, backend: str) -> None:
         self.set_attention_kernel(self.kernel.with_backend(backend))
 
     def set_attention_kernel(self, kernel: nn.Module) -> None:
-        """Give all blocks another kernel (see AttentionKernel)."""
+        """Replace the attention kernel of all blocks (see AttentionKernel)."""
         self.kernel = kernel
         for block in self.layers.values():
             block.attention.kernel = kernel
@@ -308,15 +321,15 @@ class Decoder(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def _apply(self, fn: object, recurse: bool = True) -> "Decoder":
-        """to_empty() and to() may make a new parameter for each name; tied ones have to become one again."""
+        """Tie weights again after to_empty() or to(), which may create a separate parameter for each name."""
         super()._apply(fn, recurse)
         self.tie_weights()
         return self
 
     def init_rule(self, name: str) -> Init:
-        """torchtitan's recipe for Llama 3: truncated normals, narrower with depth for what feeds the residual stream.
+        """Return torchtitan's recipe for Llama 3: truncated normals, narrower in deeper layers for wo, w2 and w3.
 
-        A tied matrix starts as a head does: embeddings of standard deviation 1 would make logits of sqrt(D). Biases
+        A tied matrix is initialized as a head: embeddings of standard deviation 1 would make logits of sqrt(D). Biases
         start at zero.
         """
         if name.endswith(".bias"):
@@ -334,5 +347,5 @@ class Decoder(nn.Module):
 
 
 def of_layer(shared: Shared, layer: int) -> Shared:
-    """What a layer, -1 for what comes before the first, gets of what all share: with its own keys."""
+    """Return the shared inputs with the random keys of one layer; -1 for the input embedding."""
     return shared if shared.keys is None else shared._replace(keys=layer_keys(shared.keys, layer))

@@ -1,16 +1,14 @@
-"""Dropout that no plan changes: each draw is a function of (seed, step, sample, token, layer, place in it, feature), of
-an attention's probabilities one of (seed, step, sample, query, layer, head, key).
+"""Dropout and embedding noise that are independent of the parallelism plan.
 
-A generator's numbers would depend on which rank draws how many before. Here each token of a step has a key, one number,
-which comes with the batch and is split with its tokens; a layer makes its own keys of them, and a feature is kept or
-not by a hash of key and feature. So microbatches, ranks, recompute and a resume meet the same draws.
+Each dropout draw is a function of (seed, step, sample, token, layer, place in the layer, feature), and for attention
+probabilities of (seed, step, sample, query, layer, head, key). The numbers of a generator would depend on how many this
+rank drew before. Here each token of a step has a random key, which comes with the batch and is sharded with its tokens.
+A layer derives its own keys from these, and a hash of key and feature decides whether a feature is dropped. So
+microbatches, ranks, recomputation and resumed runs use the same draws. STRIDES keep keys of tokens, layers, and places
+or heads apart.
 
-STRIDES are apart for tokens, layers, and places or heads.
-
-Noise on the embeddings of words in training (NEFTune, arXiv:2310.05914), which no plan changes.
-
-It is drawn as what dropout.py drops: by (seed, step, sample, token, feature). A record gets as much of it whether it
-has a sample for itself or shares one, and padding makes it no less: its own length decides.
+Noise on embeddings in training (NEFTune, arXiv:2310.05914) is drawn in the same way, by (seed, step, sample, token,
+feature). Its magnitude depends on the length of a token's record, so packing and padding do not change it.
 """
 
 from collections.abc import Mapping
@@ -27,32 +25,35 @@ from torchtitan.parallelisms.plan import ParallelPlan
 
 
 def token_keys(seed: int, step: int, samples: torch.Tensor, length: int) -> torch.Tensor:
-    """samples [B], their numbers among all samples of the step -> a key for each of their tokens, int64 [B, length]."""
+    """Return a random key for each token, int64 [B, length]. samples [B]: their numbers among all
+    samples of the step.
+    """
     return of_tokens(f"{seed}/dropout/{step}", samples, length)
 
 
 def layer_keys(keys: torch.Tensor, layer: int) -> torch.Tensor:
-    """The keys [B, S] of a batch's tokens -> those of a layer, which may be -1 for what comes before the first."""
+    """Derive a layer's keys [B, S] from the keys [B, S] of a batch's tokens; layer -1 is the input embedding."""
     return scrambled(keys + (layer + 2) * STRIDES[1])
 
 
 def head_keys(keys: torch.Tensor, first: int, heads: int) -> torch.Tensor:
-    """The layer's keys [B, Q] of the queries -> those of so many heads, [B, H, Q]. `first`: the number of the first."""
+    """Derive keys [B, H, Q] of heads `first` to `first + heads - 1` from the layer's keys [B, Q] of queries."""
     numbers = torch.arange(first + 1, first + heads + 1, device=keys.device)
     return scrambled(keys[:, None] + numbers[:, None] * STRIDES[2])
 
 
 class Dropout(nn.Module):
-    """`place`: tells apart what is dropped in one layer."""
+    """Dropout by keys. `place` distinguishes several dropouts in one layer."""
 
     def __init__(self, p: float, place: int = 0):
         super().__init__()
         self.p, self.place = p, place
 
     def forward(self, x: torch.Tensor, keys: torch.Tensor | None, first: int = 0) -> torch.Tensor:
-        """x [..., D], as a rule [B, S, D], and keys [...] for each row of it, as a rule the layer's of its tokens
-        [B, S] -> x with a share p of its features zero, the others multiplied by 1 / (1 - p). Outside of training x.
-        `first`: the number of x's first feature, where it is a part.
+        """Drop features of x [..., D], usually [B, S, D], with probability p and scale the others by 1 / (1 - p).
+
+        In evaluation x is returned unchanged. keys [...] has one key per row of x, usually the layer's keys [B, S].
+        `first` is the index of x's first feature if x is a shard.
         """
         if not self.training or not self.p:
             return x
@@ -64,11 +65,11 @@ class Dropout(nn.Module):
 
 
 class DroppingKernel(AttentionKernel):
-    """Attention of which training drops a share p of the probabilities, behind their softmax (arXiv:1706.03762, 5.4).
+    """Attention with dropout of its probabilities in training (arXiv:1706.03762, 5.4); else AttentionKernel.
 
-    Library kernels draw by a generator of their own, if they drop at all. So in training all probabilities are written
-    out, [B, H, Q, S], and kept for backward, twice in float32: at 12 heads and 1024 tokens 100 MB for each sample and
-    layer. Elsewhere it is AttentionKernel.
+    Library kernels draw from their own generators, if they support dropout at all. So in training all probabilities
+    [B, H, Q, S] are materialized and kept for backward, twice in float32: 100 MB per sample and layer at 12 heads and
+    1024 tokens.
     """
 
     takes_parts = drops = True
@@ -76,7 +77,7 @@ class DroppingKernel(AttentionKernel):
     def __init__(self, p: float, backend: str = "auto", causal: bool = True, window: int = 0):
         super().__init__(backend, causal, window)
         self.dropout = Dropout(p)
-        self.share = 0  # which of as many equal shares of the heads as tensor parallel has made is here
+        self.share = 0  # index of this rank's share of the heads under tensor parallel
 
     def with_backend(self, backend: str) -> AttentionKernel:
         return DroppingKernel(self.dropout.p, backend, self.causal, self.window).train(self.training)
@@ -92,8 +93,9 @@ class DroppingKernel(AttentionKernel):
         mask: object,
         keys: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As AttentionKernel's; `keys` [B, Q] are the layer's, of the queries. The tokens of k and v are the whole
-        sequence, in its order.
+        """Attend as AttentionKernel does; `keys` [B, Q] are the layer's keys of the queries.
+
+        k and v cover the full sequence in order.
         """
         if not self.training:
             return super().forward(q, k, v, mask)
@@ -110,12 +112,13 @@ class DroppingKernel(AttentionKernel):
         return weights.to(v.dtype) @ v
 
 
-PLACE = 1  # among what is drawn before the first layer: dropout of embeddings is 0
+PLACE = 1  # place of the noise in the input embedding; 0 is dropout of the embeddings
 
 
 def record_lengths(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """tokens [B, S] and perhaps document_ids [B, S], from 0 to at most S -> of each token, how many tokens the document
-    has that attention keeps it to, or the sample where there is no such mask: int64 [B, S].
+    """Return the length of each token's record, int64 [B, S], given tokens [B, S] and document_ids [B, S] below S.
+
+    Without document_ids a record is the full sample.
     """
     tokens, documents = batch["tokens"], batch.get("document_ids")
     if documents is None:
@@ -125,7 +128,7 @@ def record_lengths(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 class EmbeddingNoise(nn.Module):
-    """Uniform between -b and b, where b = alpha / sqrt(L D): of a record of L tokens the noise has a norm of about
+    """Uniform noise in [-b, b] with b = alpha / sqrt(L D); its norm for a record of L tokens is about
     alpha / sqrt(3).
     """
 
@@ -134,20 +137,23 @@ class EmbeddingNoise(nn.Module):
         self.alpha = alpha
 
     def forward(self, x: torch.Tensor, keys: torch.Tensor | None, lengths: torch.Tensor | None) -> torch.Tensor:
-        """x [B, S, D], keys [B, S] of its tokens, those of what comes before the first layer, and lengths [B, S] of
-        their records -> x with noise, in training.
+        """Add noise to x [B, S, D] in training, by the input embedding's keys [B, S] and the records'
+        lengths [B, S].
         """
         if not self.training:
             return x
         assert keys is not None and lengths is not None, "noise is drawn with the keys of the tokens, by their records"
         features = scrambled(torch.arange(x.shape[-1], device=x.device) + PLACE * STRIDES[2])
-        drawn = scrambled(keys[..., None] ^ features) >> 8  # [B, S, D], of 24 bits, which float32 holds
+        drawn = scrambled(keys[..., None] ^ features) >> 8  # [B, S, D], 24 bits, which float32 represents exactly
         bound = self.alpha * (lengths * x.shape[-1]).to(torch.float32).rsqrt()  # [B, S]
         return x + ((drawn.to(torch.float32) / 2**23 - 1) * bound[..., None]).to(x.dtype)
 
 
 def add_noise(model: nn.Module, plan: ParallelPlan, alpha: float) -> ParallelPlan:
-    """Give the model noise, none for 0, in place; the plan that fits it then. JobError where it has no place for it."""
+    """Attach noise to the model in place, unless alpha is 0, and return the plan that includes it.
+
+    Raises JobError if the model is not a Decoder.
+    """
     if not alpha:
         return plan
     if not hasattr(model, "noise"):

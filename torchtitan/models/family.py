@@ -1,4 +1,4 @@
-"""What `torchtitan check` needs of a model family: sizes and their conversion from and to config.json. No torch."""
+"""A model family as `torchtitan check` needs it: sizes, and their conversion from and to config.json. No torch."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
@@ -24,9 +24,11 @@ READ_ANEW = ("rope_scaling", "rope_theta")
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigForm:
-    """`compared`: fields of the arguments that have to be those of a folder's config.json; without it, all but
-    `not_compared`, which change nothing in the logits. `as_held`: the arguments as the names of a folder's tensors have
-    them, where a config may tell of more than the folder holds.
+    """Conversion between a family's arguments and config.json.
+
+    `compared`: fields of the arguments that must agree with a folder's config.json; if it is empty, all but
+    `not_compared`, which do not change the logits. `as_held`: adjusts the arguments to the tensors that a folder has,
+    by their names, if a config.json may describe more than the folder holds.
     """
 
     model_types: tuple[str, ...]  # of config.json
@@ -37,11 +39,11 @@ class ConfigForm:
     as_held: Callable[[Any, Mapping[str, str]], Any] = lambda args, names: args
 
     def args_from(self, config: Mapping[str, Any]) -> Any:
-        """The arguments of a config of transformers 4 or 5. JobError for what the model does not have."""
-        given = config.get("model_type")
-        if given not in self.model_types:
-            known = ("one of " if len(self.model_types) > 1 else "a ") + ", ".join(self.model_types)
-            raise JobError(f"model_type = {given!r}, but this model is {known}")
+        """Return the arguments of a config of transformers 4 or 5. Raises JobError for unsupported features."""
+        model_type = config.get("model_type")
+        if model_type not in self.model_types:
+            expected = ("one of " if len(self.model_types) > 1 else "a ") + ", ".join(self.model_types)
+            raise JobError(f"model_type = {model_type!r}, but this model is {expected}")
         block_of(config)
         args = self.from_hf(config)
         if (dropped := config.get("attention_dropout")) and not hasattr(args, "attention_dropout"):
@@ -54,7 +56,7 @@ class ConfigForm:
         return args
 
     def args_of(self, folder: str | Path) -> Any:
-        """The arguments of a folder's model. JobError, which names the file, for what the model does not have."""
+        """Return the arguments of a folder's model. Raises JobError, which names the file, for unsupported features."""
         folder = Path(folder)
         return self.with_held(self._read(folder), folder)
 
@@ -62,24 +64,29 @@ class ConfigForm:
         return self.as_held(args, names) if (names := tensor_files(path)) else args
 
     def differences(self, folder: str | Path, args: Any) -> list[str]:
-        """Between a folder's sizes and constants, also those that no tensor's shape shows, and these."""
+        """Describe each argument that differs between a folder's config.json and `args`, including those that no tensor
+        shape shows.
+        """
         stored = self._read(Path(folder))
         differing = self.differing(stored, args)
         return [f"{name} is {getattr(stored, name)!r}, the job's is {getattr(args, name)!r}" for name in differing]
 
     def of_weights(self, path: str | Path, args: Any, overrides: Collection[str]) -> Any:
-        """`args`, but with those of READ_ANEW that a job overrides as the weights' config.json has them, if they have
-        one: the job reads them otherwise, and means to."""
-        anew = [name for name in READ_ANEW if name in overrides]
-        if not anew or config_beside(Path(path)) is None:
+        """Return `args` with the fields of READ_ANEW that the job overrides replaced by the values of the weights'
+        config.json.
+
+        Without a config.json they stay. The job changes these fields on purpose, so they must not count as differences.
+        """
+        changed_names = [name for name in READ_ANEW if name in overrides]
+        if not changed_names or config_beside(Path(path)) is None:
             return args
         stored = self._read(Path(path))
-        return replace(args, **{name: getattr(stored, name) for name in anew})
+        return replace(args, **{name: getattr(stored, name) for name in changed_names})
 
-    def differing(self, args: Any, others: Any) -> list[str]:
-        """Names of what these two compute with and differ in."""
-        names = self.compared or [each.name for each in fields(args) if each.name not in self.not_compared]
-        return [name for name in names if getattr(args, name) != getattr(others, name)]
+    def differing(self, args: Any, reference_args: Any) -> list[str]:
+        """Return the names of the compared fields that differ."""
+        names = self.compared or [field.name for field in fields(args) if field.name not in self.not_compared]
+        return [name for name in names if getattr(args, name) != getattr(reference_args, name)]
 
     def _read(self, folder: Path) -> Any:
         try:
@@ -91,7 +98,7 @@ class ConfigForm:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What `torchtitan check` needs of a family, importable without torch, and where the rest is."""
+    """A model family, importable without torch; `spec` names the rest."""
 
     sizes: Mapping[str, Any]
     """Flavor -> frozen dataclass of sizes; "debugmodel" among them."""

@@ -1,13 +1,13 @@
-"""Floating-point operations per token, forward and backward, in the one convention of this project.
+"""Floating-point operations per token, forward and backward.
 
-A multiply-add counts 2; a weight is used once forward and twice backward, so each of the N weights that a token is
-multiplied with costs 6. N has the output head (also when tied) and neither the input embedding nor the norms; of
-routed experts it has those that a token goes to, and the router and shared experts in full; where what they make is
-added up by weights, that is a product too, of 6 k D a layer. Attention adds 12 L A K: L layers, A = heads x head_dim, K
-the mean number of keys that a query looks at, which a sliding window bounds; where values are not as wide as keys,
-6 L heads (d_qk + d_v) K.
-Multi-token prediction counts with its layers, and the head once more for each of its depths.
-Recompute and padding never count. No torch here.
+A multiply-add counts 2. A weight is used once in forward and twice in backward, so each of the N weights that a token
+is multiplied with costs 6. N includes the output head (also if tied) but neither the input embedding nor the norms. Of
+the routed experts it includes those that a token is sent to, and the router and shared experts in full. The weighted
+sum of the experts' outputs is a product too, of 6 k D per layer.
+
+Attention adds 12 L A K: L layers, A = heads x head_dim, and K the mean number of keys that a query attends to, which a
+sliding window bounds. If values are narrower than keys, it adds 6 L heads (d_qk + d_v) K. Multi-token prediction counts
+with its layers, and with one more head for each depth. Recomputation and padding never count. No torch here.
 """
 
 from dataclasses import dataclass
@@ -32,8 +32,10 @@ class LatentSizes(Protocol):
 
 @dataclass(frozen=True)
 class FlopsPerToken:
+    """FLOPs per token with full and with causal attention."""
+
     full: float  # as if every query looked at all keys, or a whole window: what older tables print
-    causal: float  # what a causal kernel has to do
+    causal: float  # the work of a causal kernel
 
 
 def flops_per_token(sizes: Sizes, seq_len: int) -> FlopsPerToken:
@@ -43,7 +45,7 @@ def flops_per_token(sizes: Sizes, seq_len: int) -> FlopsPerToken:
 
 
 def bidirectional_flops_per_token(sizes: Sizes, seq_len: int) -> FlopsPerToken:
-    """Of a model whose tokens see the whole sequence, whatever the kernel."""
+    """Return the FLOPs of a model with attention to the full sequence, for any kernel."""
     full = with_keys(sizes, seq_len)
     return FlopsPerToken(full=full, causal=full)
 
@@ -54,7 +56,7 @@ def latent_flops_per_token(sizes: LatentSizes, seq_len: int) -> FlopsPerToken:
 
 
 def with_keys(sizes: Sizes, keys: float) -> float:
-    """`keys`: mean number of keys per query."""
+    """Return the FLOPs per token if a query attends to `keys` keys on average."""
     return _of_weights(sizes) + 12 * sizes.n_layers * sizes.n_heads * sizes.head_dim * keys
 
 
@@ -69,6 +71,6 @@ def _of_weights(sizes: Sizes | LatentSizes) -> float:
 
 
 def causal_keys(seq_len: int, window: int | None = None) -> float:
-    """Of a query's own and earlier ones, at most `window` of them, the mean over a sequence."""
-    seen = min(window or seq_len, seq_len)
-    return seen * (2 * seq_len - seen + 1) / (2 * seq_len)
+    """Return the mean number of keys that a query attends to: itself and earlier ones, at most `window`."""
+    span = min(window or seq_len, seq_len)
+    return span * (2 * seq_len - span + 1) / (2 * seq_len)

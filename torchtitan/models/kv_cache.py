@@ -1,6 +1,7 @@
-"""Keys and values of what a model has read, kept for the tokens that follow: each new one then costs one token's work.
+"""Key/value caching for generation, so that each new token costs only its own forward.
 
-Any causal decoder can be read so: its blocks get a kernel of their own that remembers, and the model stays as it is.
+It works for any causal decoder: the blocks get a kernel that caches keys and values, and the model itself does not
+change.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from torchtitan.parallelisms.context.kernel import Tokens
 
 
 class RememberingKernel(nn.Module):
-    """Attention of the new queries to all keys since the last `forget` that the model's own kernel lets them see."""
+    """Attention of new queries to all cached keys, subject to the model's own kernel. `forget` empties the cache."""
 
     def __init__(self, own: AttentionKernel):
         super().__init__()
@@ -22,12 +23,13 @@ class RememberingKernel(nn.Module):
         self.forget()
 
     def forget(self) -> None:
-        self.held = self.end = 0  # how many tokens are remembered, and where behind the last of them they end
-        self.kept: list[torch.Tensor] = []  # [B, H / n, room, D] of keys, and of values
+        self.held = self.end = 0  # number of cached tokens, and the end of the last one in the tensors
+        self.kept: list[torch.Tensor] = []  # tensors [B, H / n, capacity, D] of keys and of values
 
     def prepare(self, new: Tokens, keys: Tokens | None = None) -> torch.Tensor | None:
-        """The mask of tokens that stand behind those that are remembered, as AttentionKernel's [1, 1, Q, S]. None:
-        nothing is hidden, but what is later where there is nothing to remember yet.
+        """Return the mask of the new tokens, which follow the cached ones, as AttentionKernel's [1, 1, Q, S].
+
+        None means that nothing is masked, or only later tokens if the cache is empty.
         """
         assert new.documents is None and keys is None, "documents are not told apart"
         places = torch.arange(self.held + len(new.places), device=new.places.device)
@@ -38,36 +40,40 @@ class RememberingKernel(nn.Module):
         )
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """As AttentionKernel's: q [B, H, Q, D] of the new tokens, with their k and v -> [B, H, Q, V]."""
+        """Attend as AttentionKernel does: q [B, H, Q, D] of the new tokens, with their k and v -> [B, H, Q, V]."""
         kernel = self.to_everything if mask is None and self.held else self.own
         return kernel(q, *self._remember(k, v), mask)
 
     def _remember(self, *new: torch.Tensor) -> list[torch.Tensor]:
-        """All that is remembered with what is new. In a window no more stays than the next token can see."""
+        """Append new keys and values [B, H / n, Q, D] to the cache and return all cached ones.
+
+        With a window, the cache keeps only tokens that the next one can attend to.
+        """
         first, length = self.end - self.held, self.held + new[0].shape[2]
         if not self.kept or first + length > self.kept[0].shape[2]:
-            room = 2 * length  # so that everything is moved seldom
-            grown = [each.new_empty(*each.shape[:2], room, each.shape[3]) for each in new]
-            for old, each in zip(self.kept, grown, strict=False):
-                each[:, :, : self.held] = old[:, :, first : self.end]
+            room = 2 * length  # so that the tensors are rarely copied
+            grown = [tensor.new_empty(*tensor.shape[:2], room, tensor.shape[3]) for tensor in new]
+            for old, tensor in zip(self.kept, grown, strict=False):
+                tensor[:, :, : self.held] = old[:, :, first : self.end]
             self.kept, first = grown, 0
         self.end = first + length
-        for each, kept in zip(new, self.kept, strict=True):
-            kept[:, :, first + self.held : self.end] = each
+        for tensor, kept in zip(new, self.kept, strict=True):
+            kept[:, :, first + self.held : self.end] = tensor
         self.held = min(length, self.own.window - 1) if self.own.window else length
         return [kept[:, :, first : self.end] for kept in self.kept]
 
 
 class Remembering:
-    """A decoder called with growing sequences: of what it was called with last, only the rest is read. Of any other
-    sequence (a window that has moved on, whose positions begin anew) everything is.
+    """A decoder that is called with growing sequences and reads only the tokens added since the last call.
+
+    It reads any other sequence from the start, for example a shifted window (its positions start again at 0).
     """
 
     def __init__(self, model: Decoder):
         self.model = model
-        own = model.kernel.with_backend("sdpa")
-        self.kernels = [RememberingKernel(own) for _ in model.layers]
-        model.kernel = self.kernels[0]  # all of them remember the same tokens, so that its mask is every layer's
+        base_kernel = model.kernel.with_backend("sdpa")
+        self.kernels = [RememberingKernel(base_kernel) for _ in model.layers]
+        model.kernel = self.kernels[0]  # all cache the same tokens, so its mask holds for every layer
         for block, kernel in zip(model.layers.values(), self.kernels, strict=True):
             block.attention.kernel = kernel
         self.seen: torch.Tensor | None = None  # [1, S]
@@ -76,19 +82,21 @@ class Remembering:
         return self.model.parameters()
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [1, S] -> the logits of the last tokens, [1, those that were read together, V]."""
-        known = 0 if self.seen is None else self.seen.shape[1]
-        if not 0 < known < ids.shape[1] or not torch.equal(ids[:, :known], self.seen):
-            known = 0
+        """ids [1, S] -> logits [1, number of tokens read in this call, V] of the last tokens."""
+        num_cached = 0 if self.seen is None else self.seen.shape[1]
+        if not 0 < num_cached < ids.shape[1] or not torch.equal(ids[:, :num_cached], self.seen):
+            num_cached = 0
             self.forget()
         self.seen = ids
-        return self.read(ids, known)
+        return self.read(ids, num_cached)
 
     def forget(self) -> None:
         for kernel in self.kernels:
             kernel.forget()
 
-    def read(self, ids: torch.Tensor, known: int) -> torch.Tensor:
-        """ids [1, S], of which the first `known` are remembered -> as above."""
-        positions = torch.arange(known, ids.shape[1], device=ids.device)[None]
-        return self.model(ids[:, known:], positions=positions)
+    def read(self, ids: torch.Tensor, num_cached: int) -> torch.Tensor:
+        """Read the tokens of ids [1, S] after the first `num_cached`, which are cached -> logits
+        [1, S - num_cached, V].
+        """
+        positions = torch.arange(num_cached, ids.shape[1], device=ids.device)[None]
+        return self.model(ids[:, num_cached:], positions=positions)

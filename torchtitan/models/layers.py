@@ -1,6 +1,6 @@
 """Layers that decoder models share, except attention: norms, rotary positions, feed-forward.
 
-Also buffers that training changes: what a forward adds up for the trainer, and biases of experts.
+ZeroedBuffers and add_once are for buffers that accumulate sums during forward.
 """
 
 import math
@@ -16,22 +16,22 @@ from torchtitan.models.sizes import RopeScaling
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What autocast computes in, None where it is off or not known (meta)."""
+    """Return autocast's compute dtype; None if it is off or does not support the device (meta)."""
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def autocast_off(device_type: str) -> AbstractContextManager:
-    """For what has to be computed in the type of its inputs."""
+    """Return a context that makes operations compute in the dtype of their inputs."""
     return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
 
 
 class Rotary(nn.Module):
-    """Positions -> the turns of queries and keys (rotary embeddings, arXiv:2104.09864), in float32.
+    """Rotary position embeddings (arXiv:2104.09864): positions -> rotations of queries and keys, in float32.
 
-    Nothing is stored: a buffer would have to survive the meta device, casts and checkpoints, and the angles of one
-    forward cost less than one norm. `scaling` is a model's RopeScaling, see rope.py.
+    It has no buffers: one would have to survive the meta device, casts and checkpoints, and the angles of one forward
+    cost less than one norm. `scaling` is a RopeScaling or None.
     """
 
     def __init__(self, head_dim: int, theta: float, scaling: Any = None):
@@ -39,8 +39,10 @@ class Rotary(nn.Module):
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """positions [B or 1, S] -> (cos, sin) of the angles, float32 [B or 1, S, 1, head_dim / 2, 2]; the 1 stands for
-        the heads. Pairs of real numbers, because the compiler has no code for complex ones.
+        """positions [B or 1, S] -> (cos, sin) of the angles, float32 [B or 1, S, 1, head_dim / 2, 2], to be broadcast
+        over heads.
+
+        They are pairs of real numbers because the compiler does not generate code for complex ones.
         """
         angles = positions[..., None, None].float() * self.frequencies(positions.device)
         rotation = torch.stack((angles.cos(), angles.sin()), dim=-1)
@@ -48,20 +50,21 @@ class Rotary(nn.Module):
 
     @property
     def magnitude(self) -> float:
-        """Of turned features."""
+        """Factor applied to rotated features."""
         kind = getattr(self.scaling, "kind", None)
         return yarn_magnitude(self.scaling.factor) if kind == "yarn" else 1.0
 
     def frequencies(self, device: torch.device) -> torch.Tensor:
-        """Radians per position, [head_dim / 2]."""
+        """Return the radians per position, [head_dim / 2]."""
         return frequencies(self.head_dim, self.theta, self.scaling, device)
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of neighbours (2i, 2i + 1) of x [B, S, H, head_dim] by its angle, as in Meta's checkpoints.
+    """Rotate each pair of adjacent features (2i, 2i + 1) of x [B, S, H, head_dim] by its angle, as in Meta's
+    checkpoints.
 
-    (transformers pairs i with i + head_dim / 2; the two differ by the order of the rows of wq and wk.) One complex
-    product is 2 to 6 times faster in eager than real arithmetic, but only real arithmetic is fused by the compiler.
+    transformers pairs i with i + head_dim / 2; the two differ by the order of the rows of wq and wk. One complex
+    product is 2 to 6 times faster in eager than real arithmetic, but the compiler fuses only real arithmetic.
     """
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))  # [B, S, H, head_dim / 2, 2]
     if torch.compiler.is_compiling():
@@ -87,7 +90,7 @@ class SwiGLU(nn.Module):
 
 
 class MLP(nn.Module):
-    """Feed-forward without a gate: w2(activation(w1 x)), both with biases. `activation` keeps the shape."""
+    """Feed-forward without a gate: w2(activation(w1 x)), both with biases. `activation` preserves the shape."""
 
     def __init__(self, dim: int, hidden_dim: int, activation: Callable[[torch.Tensor], torch.Tensor]):
         super().__init__()
@@ -101,11 +104,12 @@ class MLP(nn.Module):
 
 
 class ZeroedBuffers(nn.Module):
-    """A module whose own buffers start at zero, and keep their type."""
+    """A module that starts its own buffers at zero and keeps their dtype."""
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "ZeroedBuffers":
-        """Buffers have no rule of initial values, so they get theirs on leaving the meta device. They keep their type:
-        in bfloat16, steps of a thousandth would be rounded away.
+        """Zero the buffers when they leave the meta device, since they have no init rule, and keep their dtype.
+
+        In bfloat16, steps of a thousandth would be rounded away.
         """
         before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
@@ -120,10 +124,10 @@ class ZeroedBuffers(nn.Module):
 
 @torch.library.custom_op("torchtitan::add_once", mutates_args=("total",))
 def add_once(total: torch.Tensor, amount: torch.Tensor) -> None:
-    """total += amount, of the same shape, but not in a forward that runs inside a backward: activation checkpointing,
-    the second time.
+    """Add `amount` to `total`, of the same shape, except in a forward inside a backward (recomputation by activation
+    checkpointing).
 
-    An operator, and so one node of a compiled graph, because the compiler could not ask which of the two it is.
+    It is a custom operator, one node of a compiled graph, because the compiler cannot ask which of the two it is.
     """
     if torch._C._current_graph_task_id() == -1:
         total += amount
@@ -135,7 +139,9 @@ def _(total: torch.Tensor, amount: torch.Tensor) -> None:
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> torch.Tensor:
-    """Radians per position, [head_dim / 2], from 1 down to about 1 / theta. `scaling`: None, or a RopeScaling."""
+    """Return the radians per position, [head_dim / 2], from 1 down to about 1 / theta, scaled if `scaling` is a
+    RopeScaling.
+    """
     exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim
     if scaling is None:
         return 1.0 / theta**exponents
@@ -148,8 +154,9 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device
 
 
 def llama3(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """[F] -> [F]. How often each wave turns within the original context decides: below low_freq_factor stretch, above
-    high_freq_factor keep.
+    """Scale frequencies [F] -> [F] by how often each wave turns within the original context.
+
+    Below low_freq_factor turns it is stretched, above high_freq_factor it stays, between them the two are blended.
     """
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_max_seq_len * plain / (2 * math.pi)
@@ -158,13 +165,15 @@ def llama3(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def yarn(plain: torch.Tensor, theta: float, scaling: Any) -> torch.Tensor:
-    """[F] -> [F], arXiv:2309.00071: as llama3, but blended evenly over pairs of features, between the whole ones that
-    turn beta_fast and beta_slow times.
+    """Scale frequencies [F] -> [F] as YaRN (arXiv:2309.00071).
+
+    It differs from llama3 in blending linearly in the index of the pair of features, between the integer indices around
+    the pairs that turn beta_fast and beta_slow times.
     """
     head_dim = 2 * len(plain)
 
     def pair(turns: float) -> float:
-        """The pair of features, as a fractional index, that turns so often within the original context."""
+        """Return the fractional index of the pair of features that turns `turns` times within the original context."""
         wavelength = scaling.original_max_seq_len / (2 * math.pi * turns)
         return head_dim * math.log(wavelength) / (2 * math.log(theta))
 
@@ -175,13 +184,15 @@ def yarn(plain: torch.Tensor, theta: float, scaling: Any) -> torch.Tensor:
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """What turned features are multiplied with, as longer contexts flatten attention."""
+    """Return the factor of rotated features that compensates for the flatter attention of longer contexts."""
     return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, in the type of its input, as under FSDP's mixed precision: float32 weights beside a bfloat16 input,
-    which autocast leaves as they are, would take torch's unfused path and hand float32 on.
+    """torch's RMSNorm, computed with the weight cast to the dtype of the input, as under FSDP's mixed precision.
+
+    With float32 weights and a bfloat16 input, which autocast does not cast, torch would use its unfused path and return
+    float32.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -193,7 +204,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's, with weight and bias, in the type of its input (see RMSNorm)."""
+    """torch's LayerNorm, with weight and bias cast to the dtype of the input (see RMSNorm)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., D]"""
@@ -201,10 +212,11 @@ class LayerNorm(nn.LayerNorm):
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
-    """y = w x r with r = (mean(x^2) + eps)^-1/2 (arXiv:1910.07467, equation 4), computed in float32 or wider.
+    """RMS norm y = w x r with r = (mean(x^2) + eps)^-1/2 (arXiv:1910.07467, equation 4), computed at least in float32.
 
-    torch has a fused kernel for it on GPUs alone, and on a CPU differentiates its pieces: forward and backward of 2048
-    tokens of width 256 take 7 to 9 ms in float32, these 3 (torch 2.13, 1 core). The compiler fuses torch's as well.
+    torch has a fused kernel on GPUs only; on a CPU it differentiates the composed operations. Forward and backward of
+    2048 tokens of width 256 take it 7 to 9 ms in float32, and this function 3 ms (torch 2.13, 1 core). The compiler
+    fuses torch's version too.
     """
 
     @staticmethod
@@ -216,7 +228,9 @@ class _RMSNormOnCPU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        """With g the gradient of y: that of w is the sum over rows of g x r, that of x is r g w - x r^3 mean(g w x)."""
+        """Return the gradients of x [..., D] and w [D]: r g w - x r^3 mean(g w x), and the sum over rows of g x r,
+        where g is the gradient of y.
+        """
         x, weight, r = ctx.saved_tensors
         wide, grad = x.to(r.dtype), grad.to(r.dtype)
         products = (grad * wide).reshape(-1, x.shape[-1])  # [N, D]

@@ -1,4 +1,4 @@
-"""Sizes of models: checks, linear layers and parameters by name, and fields that families share. No torch."""
+"""Model sizes: checks, names and shapes of linear layers and parameters, and fields that families share. No torch."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,13 +8,14 @@ from torchtitan.core.errors import JobError
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Stretching of rotary wavelengths, by which a model trained on `original_max_seq_len` tokens reads further.
+    """Scaling of rotary wavelengths, so that a model trained on `original_max_seq_len` tokens reads longer contexts.
 
     llama3 (Llama 3.1): wavelengths above original_max_seq_len / low_freq_factor become `factor` times longer, those
     below original_max_seq_len / high_freq_factor stay, and those between are blended. linear: all become `factor` times
-    longer (arXiv:2306.15595). ntk: the longest do and the shortest stay, by a larger rope_theta. yarn: those that turn
-    less than beta_slow times within original_max_seq_len tokens do, those that turn more than beta_fast times stay,
-    those between are blended, and scores are scaled (arXiv:2309.00071).
+    longer (arXiv:2306.15595). ntk: a larger rope_theta makes the longest `factor` times longer and leaves the shortest.
+    yarn: features that turn less than beta_slow times within original_max_seq_len tokens become `factor` times slower,
+    those that turn more than beta_fast times stay, those between are blended, and attention scores are scaled
+    (arXiv:2309.00071).
     """
 
     factor: float = 8.0
@@ -26,7 +27,7 @@ class RopeScaling:
     beta_slow: float = 1.0
 
     def theta(self, theta: float, head_dim: int) -> float:
-        """Another one for ntk, under which the slowest pair of features turns `factor` times slower."""
+        """Return rope_theta, for ntk changed so that the slowest pair of features turns `factor` times slower."""
         return theta * self.factor ** (head_dim / (head_dim - 2)) if self.kind == "ntk" else theta
 
 
@@ -43,20 +44,20 @@ def check_not_negative(args: Any, *names: str) -> None:
 
 
 def check_turned(args: Any, name: str) -> None:
-    """Of a width that rotary embeddings turn."""
+    """Raise JobError unless a width that rotary embeddings rotate is even."""
     if getattr(args, name) % 2:
         raise JobError(f"{name} = {getattr(args, name)}: must be even, as rotary embeddings turn pairs")
 
 
 def check_shares(args: Any, *names: str) -> None:
-    """Of what is dropped."""
+    """Raise JobError unless these dropout probabilities are in [0, 1)."""
     for name in names:
         if not 0 <= getattr(args, name) < 1:
             raise JobError(f"{name} = {getattr(args, name)}: must be at least 0 and less than 1")
 
 
 def check_whole_heads(args: Any) -> None:
-    """Where heads add up to the model's width."""
+    """Raise JobError unless n_heads divides the model's width."""
     if args.dim % args.n_heads:
         raise JobError(f"dim = {args.dim} with n_heads = {args.n_heads}: dim must be a multiple of n_heads")
 
@@ -83,35 +84,37 @@ SPLIT = dict.fromkeys(("wq", "wk", "wv", "wkv_b", "w1", "w3", "tok_embeddings", 
 
 
 def linears(args: Any) -> Sizes:
-    """Of a whole decoder, the head among them. Empty for a family that says nothing of them."""
+    """Return the sizes of all linear layers of a decoder by name, with the head; empty if the family lists none."""
     if not hasattr(args, "block_linears"):
         return {}
-    found: Sizes = {}
+    sizes_by_name: Sizes = {}
     for layer in range(args.n_layers + getattr(args, "n_mtp_layers", 0)):
-        found |= {f"layers.{layer}.{name}": sizes for name, sizes in args.block_linears(layer).items()}
-    return found | getattr(args, "head_linears", {HEAD: (args.vocab_size, args.dim)})
+        sizes_by_name |= {f"layers.{layer}.{name}": sizes for name, sizes in args.block_linears(layer).items()}
+    return sizes_by_name | getattr(args, "head_linears", {HEAD: (args.vocab_size, args.dim)})
 
 
 def split_side(name: str) -> int | None:
-    """Which of (outputs, inputs) of the linear tensor parallel splits; None where every rank has it whole, as what
-    stands beside experts, or where a family has another name for it.
+    """Return the dimension (0: outputs, 1: inputs) along which tensor parallel splits a linear layer.
+
+    None if it is replicated, as layers inside an MoE are, or if the family uses another name for it.
     """
-    *around, own = name.split(".")
-    return None if "moe" in around else SPLIT.get(own)
+    *parents, last_part = name.split(".")
+    return None if "moe" in parents else SPLIT.get(last_part)
 
 
 def parameters(args: Any) -> list[str]:
-    """Of a whole decoder by name, a tied head among them. Empty for a family that says nothing of them: `block_others`
-    of a layer and `end_others`, which are no matrices of linears.
+    """Return the names of all parameters of a decoder, with a tied head; empty if the family lists none.
+
+    `block_others` of a layer and `end_others` are the parameters that are not weights of linear layers.
     """
-    found: list[str] = []
+    names: list[str] = []
     if not hasattr(args, "block_others"):
-        return found
+        return names
     for name in linears(args):
-        found += [f"{name}.w{i}" for i in (1, 2, 3)] if name.endswith(STACK) else [f"{name}.weight"]
+        names += [f"{name}.w{i}" for i in (1, 2, 3)] if name.endswith(STACK) else [f"{name}.weight"]
     for layer in range(args.n_layers + getattr(args, "n_mtp_layers", 0)):
-        found += [f"layers.{layer}.{name}" for name in args.block_others(layer)]
-    return [*found, *args.end_others]
+        names += [f"layers.{layer}.{name}" for name in args.block_others(layer)]
+    return [*names, *args.end_others]
 
 
 def grouped_attention(dim: int, heads: int, kv_heads: int, head_dim: int) -> Sizes:
@@ -120,18 +123,21 @@ def grouped_attention(dim: int, heads: int, kv_heads: int, head_dim: int) -> Siz
 
 
 def ungated(name: str, dim: int, width: int) -> Sizes:
-    """Of a feed-forward without a gate."""
+    """Return the linear layers of a feed-forward without a gate."""
     return {f"{name}.w1": (width, dim), f"{name}.w2": (dim, width)}
 
 
 def gated(name: str, dim: int, width: int) -> Sizes:
-    """Of a gated feed-forward."""
+    """Return the linear layers of a gated feed-forward."""
     return {f"{name}.w1": (width, dim), f"{name}.w2": (dim, width), f"{name}.w3": (width, dim)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatedArgs:
-    """A family gives its own defaults, and says how many weights its norms have (`_norm_parameters`)."""
+    """Arguments of decoders with a gated feed-forward.
+
+    A family sets its own defaults and counts its norms' weights (`_norm_parameters`).
+    """
 
     dim: int
     n_layers: int
@@ -144,7 +150,7 @@ class GatedArgs:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False  # the output head is the embedding matrix
-    max_seq_len: int = 32768  # what the family was trained for; nothing in the model depends on it
+    max_seq_len: int = 32768  # context length of the family's training; the model does not depend on it
 
     def __post_init__(self) -> None:
         check_positive(
@@ -170,7 +176,7 @@ class GatedArgs:
 
     @property
     def num_matmul_parameters(self) -> int:
-        """Weights that a token is multiplied with: the layers' matrices and the output head (tied or not)."""
+        """Number of weights that a token is multiplied with: the layers' matrices and the output head (tied or not)."""
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
         return self.n_layers * (attention + 3 * self.dim * self.ffn_dim) + self.dim * self.vocab_size
 

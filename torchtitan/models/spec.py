@@ -1,4 +1,4 @@
-"""What the project needs of a model family to build, run, load and save its models; families by name."""
+"""Model families for code that builds, runs, loads and saves their models, and the registry of families."""
 
 import json
 import os
@@ -27,7 +27,10 @@ from torchtitan.parallelisms.plan import ParallelPlan
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace:
-    """`ignored`: what a folder may hold beside the model."""
+    """Conversion of a family's models from and to folders in the Hugging Face format.
+
+    `ignored`: True for the name of a tensor that a folder may hold although the model does not have it.
+    """
 
     build: Callable[[Any], nn.Module]
     form: Callable[[Any], Form]
@@ -35,15 +38,17 @@ class HuggingFace:
     ignored: Callable[[str, Any], bool] = lambda name, args: False
 
     def config_to_hf(self, args: Any, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-        """The fields of transformers' config. JobError for what it does not have."""
+        """Return the fields of transformers' config. Raises JobError for what transformers does not support."""
         return self.config.to_hf(args, dtype)
 
     def to_hf(self, state: Mapping[str, torch.Tensor], args: Any) -> dict[str, torch.Tensor]:
-        """Full tensors by our names (weights, or their gradients) -> by their names. A tied head is left out."""
+        """Convert full tensors by name (weights, or their gradients) to Hugging Face's names and shapes, without a tied
+        head.
+        """
         return self.form(args).to_hf(state)
 
     def from_hf(self, state: Mapping[str, torch.Tensor], args: Any) -> dict[str, torch.Tensor]:
-        """The inverse of to_hf, for load_state_dict: a tied head is there again."""
+        """Invert to_hf, for load_state_dict: a tied head is included again. The tensors have Hugging Face's shapes."""
         return self.form(args).from_hf(state)
 
     def save_hf(
@@ -57,8 +62,10 @@ class HuggingFace:
         write: bool = True,
         beside: Mapping[str, bytes] | None = None,
     ) -> None:
-        """See folders.save_folder; in a process group all ranks call it, one of them with `write`. The state has to
-        hold persistent buffers too. `beside`: what export.beside_weights says; without it, config.json alone.
+        """Write a folder, see hf/save.py save_folder. In a process group all ranks call it, one of them with `write`.
+
+        The state must hold persistent buffers too. `beside`: further files by name, see hf/extra_files.py; without it,
+        config.json alone.
         """
         if beside is None:
             beside = {CONFIG: (json.dumps(self.config_to_hf(args, dtype), indent=2) + "\n").encode()}
@@ -66,11 +73,14 @@ class HuggingFace:
         save_folder(folder, state, form, beside, shapes, dtype=dtype, shard_bytes=shard_bytes, write=write)
 
     def save_hf_file(self, path: Path, state: Mapping[str, Value], args: Any, dtype: torch.dtype) -> None:
-        """See folders.save_file."""
+        """Write one safetensors file, see hf/save.py save_file."""
         save_file(path, state, self.form(args), self.config_to_hf(args, dtype), dtype=dtype)
 
     def stored(self, path: str | os.PathLike[str], args: Any, may_lack: Collection[str] = ()) -> StoredWeights:
-        """Weights of a folder, or of a file of safetensors alone, to be read. JobError where config.json has others."""
+        """Return the weights of a folder or of a single safetensors file, not yet opened.
+
+        Raises JobError if config.json disagrees with `args`.
+        """
         if not os.path.isfile(path):
             refuse(path, self.config.differences(path, args))
         ignored = partial(self._may_stay_unread, args=args)
@@ -84,22 +94,29 @@ class HuggingFace:
         fresh: Collection[str] = (),
         may_lack: Collection[str] = (),
     ) -> frozenset[str]:
-        """See stored.load_weights. JobError, with everything that is wrong, for what does not fit."""
+        """Load weights into a model, see hf/load.py load_weights. Raises JobError that lists everything that does not
+        fit.
+        """
         return load_weights(self.stored(path, args, may_lack), model, fresh)
 
     def _may_stay_unread(self, name: str, args: Any) -> bool:
-        """What is computed, and a copy of the embedding: some exports hold them, transformers reads neither."""
+        """Return True for rotary frequencies, copies of a tied embedding, and tensors that the family ignores.
+
+        Some exports hold them; transformers does not read them either.
+        """
         copy = args.tied_embeddings and name == "lm_head.weight"
         return copy or name.endswith("rotary_emb.inv_freq") or self.ignored(name, args)
 
     def shapes(self, args: Any) -> dict[str, tuple[int, ...]]:
-        """Of the whole model's parameters and persistent buffers, by our names."""
+        """Return the shapes of the full model's parameters and persistent buffers, by our names."""
         with torch.device("meta"):
             return {name: tuple(value.shape) for name, value in self.build(args).state_dict().items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
+    """A model family: how to build it, shard it, convert it and count its FLOPs."""
+
     build: Callable[..., nn.Module]  # build(args, attention_backend="auto")
     plan: ParallelPlan
     hf: HuggingFace

@@ -1,9 +1,6 @@
-"""config.json: how it is read, what families share of it, and the sizes of a folder. No torch, so that a job can be
-judged by them at once.
+"""config.json: reading and checking it, fields that families share, and a folder's sizes and rotary scaling.
 
-A family says which config is which arguments (`ConfigForm`), in its file `hf_config.py`.
-
-Stretched rotary wavelengths as a config.json has them, alike in all families that have RopeScaling. No torch.
+A family converts its config in its file `hf_config.py` (`ConfigForm`). No torch, so that a job is checked quickly.
 """
 
 import json
@@ -56,7 +53,7 @@ Number = TypeVar("Number", int, float)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. JobError."""
+    """Read a JSON object from a file. Raises JobError."""
     try:
         content = json.loads(read_file(path, LARGEST_JSON).decode())
     except FileError as error:
@@ -69,8 +66,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def tensor_files(folder: Path) -> dict[str, str]:
-    """Tensor name -> file, of a folder's index or its one file; nothing where neither says so. What is wrong with them
-    is found where they are loaded (folders.py).
+    """Return tensor name -> file from a folder's index, or of its single file; empty if neither is readable.
+
+    Errors in these files are reported when the weights are loaded (hf/load.py).
     """
     try:
         if os.path.exists(folder / INDEX):  # which does not raise for a name too long
@@ -83,31 +81,35 @@ def tensor_files(folder: Path) -> dict[str, str]:
 
 
 def config_beside(path: Path) -> dict[str, Any] | None:
-    """The config.json of a folder, or of a file of safetensors: in its metadata or beside it. JobError where it cannot
-    be read.
+    """Return the config.json of a folder or of a safetensors file; None if there is none.
+
+    A file's is in its metadata or in the same folder. Raises JobError if it cannot be read.
     """
     folder = path.parent if path.is_file() else path
     if path.is_file():
         try:
             metadata = header_of(path, with_metadata=True).get("__metadata__", {})
-            kept = metadata.get(CONFIG) if isinstance(metadata, dict) else None
-            if kept is not None and not isinstance(config := json.loads(str(kept)), dict):
+            config_text = metadata.get(CONFIG) if isinstance(metadata, dict) else None
+            if config_text is not None and not isinstance(config := json.loads(str(config_text)), dict):
                 raise JobError(f"its {CONFIG} is no JSON object")
         except (OSError, ValueError, RecursionError) as error:
             raise JobError(f"{path} is no safetensors file, or one that is cut off: {error}") from error
-        if kept is not None:
+        if config_text is not None:
             return config
     return read_json(folder / CONFIG) if os.path.exists(folder / CONFIG) else None
 
 
 def untrained(config: Mapping[str, Any]) -> list[int]:
-    """Tokens that a config.json calls so; whatever else stands there is none."""
-    said = config.get(UNTRAINED)
-    return [each for each in said if type(each) is int] if isinstance(said, list) else []
+    """Return the ids of untrained tokens that a config.json lists; entries that are not integers are ignored."""
+    token_ids = config.get(UNTRAINED)
+    return [token_id for token_id in token_ids if type(token_id) is int] if isinstance(token_ids, list) else []
 
 
 def header_of(file: Path, with_metadata: bool = False) -> dict[str, Any]:
-    """Of a safetensors file: name -> dtype, shape and place of each tensor. OSError, ValueError (JobError is one)."""
+    """Return tensor name -> dtype, shape and offsets from the header of a safetensors file.
+
+    Raises OSError or ValueError (JobError is one).
+    """
     with open_file(file) as opened:
         (length,) = struct.unpack("<Q", opened.read(8).ljust(8, b"\0"))
         if length > LARGEST_HEADER:
@@ -122,26 +124,32 @@ def header_of(file: Path, with_metadata: bool = False) -> dict[str, Any]:
 
 
 def block_of(config: Mapping[str, Any]) -> Block | None:
-    """Rows and columns of a block with one scale (stored.py), of a config.json; None where weights are not quantised.
-    JobError where they are in another way.
+    """Return rows and columns of the blocks that share one scale, from a config.json; None if weights are not
+    quantized.
+
+    Raises JobError for any other quantization.
     """
-    given = config.get("quantization_config")
-    if given is None:
+    quantization = config.get("quantization_config")
+    if quantization is None:
         return None
-    known = isinstance(given, dict) and given.get("quant_method") == "fp8" and given.get("fmt") in (None, "e4m3")
-    block = given.get("weight_block_size") if known else None
+    is_fp8 = (
+        isinstance(quantization, dict)
+        and quantization.get("quant_method") == "fp8"
+        and quantization.get("fmt") in (None, "e4m3")
+    )
+    block = quantization.get("weight_block_size") if is_fp8 else None
     if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
         raise JobError(
-            f"quantization_config = {given!r}; allowed are none, or quant_method 'fp8' with fmt 'e4m3' and a "
+            f"quantization_config = {quantization!r}; allowed are none, or quant_method 'fp8' with fmt 'e4m3' and a "
             f"weight_block_size of two whole numbers above 0. Convert the weights to bfloat16 first"
         )
     return block[0], block[1]
 
 
 def check_types(args: Any) -> None:
-    """JobError unless the fields of a dataclass, and of those in it, are of their types and finite."""
+    """Raise JobError unless all fields of a dataclass, nested ones too, have their declared types and are finite."""
     kinds = typing.get_type_hints(type(args))
-    for name in (each.name for each in fields(args)):
+    for name in (field.name for field in fields(args)):
         kind, value = kinds[name], getattr(args, name)
         try:
             TypeAdapter(kind, config=None if is_dataclass(value) else STRICT).validate_python(value)
@@ -152,8 +160,8 @@ def check_types(args: Any) -> None:
 
 
 def check_ranges(args: Any, config: Mapping[str, Any]) -> None:
-    """JobError for a number with which no model computes anything, such as a slip or an attack would leave."""
-    for name in (each.name for each in fields(args)):
+    """Raise JobError for a number outside RANGES, for example a typo or a malicious value."""
+    for name in (field.name for field in fields(args)):
         value = getattr(args, name)
         if is_dataclass(value):
             check_ranges(value, config)
@@ -166,36 +174,39 @@ def check_ranges(args: Any, config: Mapping[str, Any]) -> None:
 
 
 def check_numbers(config: Mapping[str, Any], needed: Iterable[str]) -> None:
-    """JobError unless all of these are whole numbers above 0."""
+    """Raise JobError unless all of these are integers above 0."""
     missing = [key for key in needed if type(config.get(key)) is not int or config[key] < 1]
     if missing:
         raise JobError(f"no whole number above 0 for {', '.join(missing)}")
 
 
 def number_of(config: Mapping[str, Any], name: str, default: Number, null: Number | None = None) -> Number:
-    """One that a config may leave out, for `default`, of whose type it is. `null`: what it is where null stands there.
-    JobError for all that is no such number.
+    """Return a number of a config, of the type of `default`, which it is if the key is absent.
+
+    `null`: the value if the config has null. Raises JobError for anything else.
     """
-    given = config.get(name, default)
-    if given is None and null is not None:
+    value = config.get(name, default)
+    if value is None and null is not None:
         return null
     try:
-        return TypeAdapter(type(default), config=STRICT).validate_python(given)
+        return TypeAdapter(type(default), config=STRICT).validate_python(value)
     except (ValidationError, OverflowError):
         allowed = "a whole number" if isinstance(default, int) else "a finite number"
         allowed += "" if null is None else f", or null for {null}"
-        raise JobError(f"{name} = {given!r}; allowed: {allowed}; correct it, or leave it out for {default}") from None
+        raise JobError(f"{name} = {value!r}; allowed: {allowed}; correct it, or leave it out for {default}") from None
 
 
 def check_only(config: Mapping[str, Any], only: Mapping[str, Any]) -> None:
-    """JobError, with all of them, where a key that is there has another value than the one that the model knows."""
-    wrong = {key: wanted for key, wanted in only.items() if config.get(key) not in (None, wanted)}
-    if wrong:
-        raise JobError("; ".join(f"{key} = {config[key]!r}, but this model only has {wrong[key]!r}" for key in wrong))
+    """Raise JobError if a key is present with a value that the model does not support; it names all such keys."""
+    unsupported = {key: allowed for key, allowed in only.items() if config.get(key) not in (None, allowed)}
+    if unsupported:
+        raise JobError(
+            "; ".join(f"{key} = {config[key]!r}, but this model only has {unsupported[key]!r}" for key in unsupported)
+        )
 
 
 def rope_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Scaling and, of transformers 5, theta. JobError where that is no object."""
+    """Return the object with rotary scaling and, in transformers 5, theta. Raises JobError if it is no object."""
     name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(name) or {}
     if not isinstance(rope, Mapping):
@@ -214,14 +225,15 @@ def rope_theta(config: Mapping[str, Any]) -> float:
 
 
 def decoder_sizes(config: Mapping[str, Any], max_seq_len: int, *more: str) -> dict[str, Any]:
-    """What `decoder_config` wrote, as arguments of a decoder: all but the heads of keys and values, whose default is
-    each family's own. `max_seq_len`: transformers' own where nothing is said. JobError for what is no such number, of
-    `more` as well.
+    """Return the arguments of a decoder that `decoder_config` writes, except the number of key/value heads.
+
+    Its default differs between families. `max_seq_len`: transformers' default. Raises JobError for an invalid number,
+    also of the keys in `more`.
     """
     needed = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
     needed |= {"vocab_size": "vocab_size"}
     check_numbers(config, [*needed.values(), *more])
-    return {ours: config[theirs] for ours, theirs in needed.items()} | {
+    return {argument: config[hf_name] for argument, hf_name in needed.items()} | {
         "norm_eps": number_of(config, "rms_norm_eps", 1e-6),
         "rope_theta": rope_theta(config),
         "tied_embeddings": config.get("tie_word_embeddings", False),
@@ -230,8 +242,9 @@ def decoder_sizes(config: Mapping[str, Any], max_seq_len: int, *more: str) -> di
 
 
 def decoder_config(args: Any, dtype: Any) -> dict[str, Any]:
-    """The fields that all families have, in the spelling that transformers 4 and 5 both read. `dtype` is torch's or its
-    name.
+    """Return the fields that all families share, in a spelling that transformers 4 and 5 both read.
+
+    `dtype` is a torch dtype or its name.
     """
     return {
         "vocab_size": args.vocab_size,
@@ -269,7 +282,7 @@ KINDS = {
 
 
 def rotary_config(args: Any) -> dict[str, Any]:
-    """What `scaling_from_hf` reads, of a family's arguments, and theta, which ntk changes."""
+    """Return the fields that `scaling_from_hf` reads, and theta, which ntk changes."""
     scaling = args.rope_scaling
     return {
         "rope_theta": scaling.theta(args.rope_theta, args.head_dim) if scaling else args.rope_theta,
@@ -278,20 +291,20 @@ def rotary_config(args: Any) -> dict[str, Any]:
 
 
 def _to_hf(scaling: RopeScaling) -> dict[str, Any] | None:
-    """None for ntk, which is another theta."""
+    """Return transformers' rotary scaling; None for ntk, which is expressed by theta alone."""
     if scaling.kind == "ntk":
         return None
     return {"rope_type": scaling.kind} | {key: getattr(scaling, FIELDS[key]) for key in KINDS[scaling.kind]}
 
 
 def scaling_from_hf(config: Mapping[str, Any]) -> RopeScaling | None:
-    """JobError for a kind that is not here."""
+    """Return the rotary scaling of a config. Raises JobError for an unsupported kind."""
     rope, kind = rope_of(config), rope_kind(config)
     if kind == "default":
         return None
-    given = {key: rope[key] for key in KINDS.get(kind, ()) if rope.get(key) is not None}
-    if kind not in KINDS or set(KINDS[kind]) - set(given) - {"beta_fast", "beta_slow"}:
+    values = {key: rope[key] for key in KINDS.get(kind, ()) if rope.get(key) is not None}
+    if kind not in KINDS or set(KINDS[kind]) - set(values) - {"beta_fast", "beta_slow"}:
         kinds = "; ".join(f"{name} with {', '.join(keys)}" for name, keys in KINDS.items())
         raise JobError(f"rotary scaling {dict(rope)}; allowed are none and types {kinds}")
     check_only(rope, {"attention_factor": None, "truncate": True, "mscale": None, "mscale_all_dim": None})
-    return RopeScaling(kind=kind, **{FIELDS[key]: value for key, value in given.items()})
+    return RopeScaling(kind=kind, **{FIELDS[key]: value for key, value in values.items()})

@@ -1,8 +1,8 @@
-"""What a folder in the form of Hugging Face holds beside the weights, so that other programs open it: config.json,
-generation_config.json, the tokenizer's files. No torch.
+"""Files of a Hugging Face folder other than the weights: config.json, generation_config.json, the tokenizer's. No
+torch.
 
-Where the model came from such a folder, its config.json goes on, with whatever it says that the model does not compute
-with: how long texts may be, constants of the router's balance, names of tokens that end a turn.
+If the model came from such a folder, its config.json is extended rather than replaced. So it keeps fields that the
+model does not compute with: maximum lengths, constants of the router's balance, tokens that end a turn.
 """
 
 import json
@@ -26,14 +26,17 @@ OF_THE_HEAD = ("architectures", "id2label", "label2id")
 
 @dataclass(frozen=True)
 class Source:
-    """The folder that a model came from; without its generation_config.json where it has none."""
+    """The config.json and generation_config.json (empty if absent) of the folder that a model came from."""
 
     config: Mapping[str, Any]
     generation: Mapping[str, Any] = field(default_factory=dict)
 
 
 def source_of(folder: str | Path, trained: bool = False) -> Source:
-    """JobError where the config cannot be read. `trained`: since then, so that no token of it is new."""
+    """Read the configs of a folder. Raises JobError if config.json cannot be read.
+
+    `trained`: the model has been trained since, so no token counts as untrained.
+    """
     folder = Path(folder)
     generation = read_json(folder / GENERATION) if (folder / GENERATION).exists() else {}
     config = read_json(folder / CONFIG)
@@ -51,39 +54,43 @@ def beside_weights(
     end_ids: Sequence[int],
     labels: Sequence[str] = (),
 ) -> dict[str, bytes]:
-    """File name -> content. `end_ids`: of tokens that end a text, several perhaps; `labels`: names of classes. JobError
-    for sizes that transformers does not have.
+    """Return the files to write next to the weights, by name.
+
+    `end_ids`: tokens that end a text. `labels`: names of the classes. Raises JobError for sizes that transformers does
+    not support.
     """
-    written = form.to_hf(args, dtype)
+    config_fields = form.to_hf(args, dtype)
     generation: dict[str, Any] = {}
     if source is not None and _is_same_model(form, args, source):
-        kept = {key: value for key, value in source.config.items() if key not in OF_THE_SOURCE_ALONE}
-        kept.pop("rope_parameters", None)  # of transformers 5, which reads the older spelling too
-        written = kept | {key: written[key] for key in (*SPELLED_ANEW, *OF_THE_HEAD) if key in written}
+        source_config = {key: value for key, value in source.config.items() if key not in OF_THE_SOURCE_ALONE}
+        source_config.pop("rope_parameters", None)  # of transformers 5, which reads the older spelling too
+        config_fields = source_config | {
+            key: config_fields[key] for key in (*SPELLED_ANEW, *OF_THE_HEAD) if key in config_fields
+        }
         generation = {key: value for key, value in source.generation.items() if key != "transformers_version"}
     ends = list(end_ids) if len(end_ids) > 1 else next(iter(end_ids), None)
     ids = {"bos_token_id": bos_id, "eos_token_id": ends}
-    written |= {key: _agreed(written.get(key), id_) for key, id_ in ids.items()}
-    generation |= {key: _agreed(generation.get(key, written[key]), id_) for key, id_ in ids.items()}
-    if "id2label" in written and written.get("pad_token_id") is None:
-        # what transformers looks for to find the last token of a text
-        written["pad_token_id"] = next(iter(end_ids), None)
+    config_fields |= {key: _agreed(config_fields.get(key), id_) for key, id_ in ids.items()}
+    generation |= {key: _agreed(generation.get(key, config_fields[key]), id_) for key, id_ in ids.items()}
+    if "id2label" in config_fields and config_fields.get("pad_token_id") is None:
+        # transformers finds the last token of a text by it
+        config_fields["pad_token_id"] = next(iter(end_ids), None)
     if labels:
-        written |= {"id2label": dict(enumerate(labels)), "label2id": {name: n for n, name in enumerate(labels)}}
-    own = {CONFIG: written, GENERATION: generation}
-    texts = {name: json.dumps(content, indent=2) + "\n" for name, content in own.items()}
+        config_fields |= {"id2label": dict(enumerate(labels)), "label2id": {name: n for n, name in enumerate(labels)}}
+    configs = {CONFIG: config_fields, GENERATION: generation}
+    texts = {name: json.dumps(content, indent=2) + "\n" for name, content in configs.items()}
     return {name: text.encode() for name, text in texts.items()} | dict(tokenizer_files)
 
 
 def _is_same_model(form: ConfigForm, args: Any, source: Source) -> bool:
-    """Whether the source's config, as far as the model computes with it, is that of these arguments."""
+    """Return True if the source's config agrees with these arguments in all compared fields."""
     try:
         return not form.differing(form.args_from(source.config), args)
     except JobError:
         return False
 
 
-def _agreed(said: Any, own: int | list[int] | None) -> Any:
-    """What the source says, several ends of a text perhaps, if the tokenizer's are among it; else the tokenizer's."""
-    known, needed = (each if isinstance(each, list) else [each] for each in (said, own))
-    return said if set(needed) <= set(known) else own
+def _agreed(source_ids: Any, tokenizer_ids: int | list[int] | None) -> Any:
+    """Return the source's token ids if they include the tokenizer's, otherwise the tokenizer's."""
+    source_list, tokenizer_list = (ids if isinstance(ids, list) else [ids] for ids in (source_ids, tokenizer_ids))
+    return source_ids if set(tokenizer_list) <= set(source_list) else tokenizer_ids

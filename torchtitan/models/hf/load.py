@@ -1,12 +1,11 @@
-"""Weights in 8 bits with a scale for each block, in which DeepSeek V3 is published (arXiv:2412.19437, section 3.3).
+"""Read weights in the Hugging Face format: a folder with its index, or a single safetensors file.
 
-Beside a matrix in float8_e4m3fn stands another one of the same name and `_scale_inv`, with one number for each block of
-weight_block_size rows and columns, those at the edges being smaller. A weight is its 8 bits times its block's number.
+All names, shapes and dtypes are checked before any tensor is read. The family's `Form` maps names and layouts.
 
-Weights in the form of Hugging Face as they are read: a folder with its index, or a file of safetensors alone.
-
-Nothing is read before all names, shapes and types are known to fit. What they are called and how they lie in a file is
-the family's `Form`.
+Weights may be in 8 bits with a scale for each block, as DeepSeek V3 is published (arXiv:2412.19437, section 3.3). A
+matrix in float8_e4m3fn comes with a second one, named with the suffix `_scale_inv`, which has one number for each block
+of weight_block_size rows and columns (blocks at the edges are smaller). A weight is its 8-bit value times the number of
+its block.
 """
 
 import os
@@ -31,28 +30,30 @@ FP8 = "F8_E4M3"
 
 
 def scales_name(name: str) -> str:
+    """Return the name of the scales of an 8-bit matrix."""
     return f"{name}_scale_inv"
 
 
 def scales_shape(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
+    """Return the shape of the scales of a matrix of this shape."""
     return tuple(-(-length // size) for length, size in zip(shape, block, strict=True))
 
 
 @dataclass(frozen=True)
 class Dequantized:
-    """A stored matrix and its scales, of which only what a slice needs is read."""
+    """A stored 8-bit matrix and its scales; slicing reads and dequantizes only the slice."""
 
-    weight: Any  # both as safetensors' get_slice gives them
+    weight: Any  # both as returned by safetensors' get_slice
     scales: Any
     block: Block
 
     def __getitem__(self, spans: tuple[slice, slice]) -> torch.Tensor:
-        """float32"""
+        """Return a slice [rows, columns] in float32."""
         first = [span.start // size for span, size in zip(spans, self.block, strict=True)]
         last = [-(-span.stop // size) for span, size in zip(spans, self.block, strict=True)]
         scales = self.scales[slice(first[0], last[0]), slice(first[1], last[1])].float()
         for dim, (span, size) in enumerate(zip(spans, self.block, strict=True)):
-            # a size comes from the file, and may be any: no larger than the matrix, it divides to the same
+            # the file may hold any size; limiting it to the matrix does not change the quotient
             blocks = torch.arange(span.start, span.stop) // min(size, span.stop) - first[dim]
             scales = scales.index_select(dim, blocks)
         return self.weight[spans].float() * scales
@@ -62,11 +63,12 @@ READABLE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "B
 
 
 class StoredWeights:
-    """By our names. Open as long as the `with` block; what cannot be read then is a JobError too.
+    """Weights in a folder or file, read by our names within a `with` block.
 
-    JobError, with everything that is wrong and the same on all ranks, where names, shapes or types do not fit.
-    `shapes` are the whole model's; `ignored` says which of their names may stay unread. `may_lack`: ours of the form's
-    head that need not be there, all of it or nothing; `lacking` has them, once open, where they are not.
+    Entering it raises a JobError that lists all mismatches of names, shapes or dtypes, the same on all ranks; later
+    read errors are JobErrors too. `shapes` are the full model's; `ignored` is True for stored names that need not be
+    read. `may_lack`: parameters of the form's head, by our names, that may be absent, but only all together; `lacking`
+    then holds them once the weights are open.
     """
 
     def __init__(
@@ -86,24 +88,28 @@ class StoredWeights:
         folder = self.path.parent if self.path.is_file() else self.path
         files, block = _files(self.path), _block(folder)
         base = self.form.base
-        if base and not any(each.startswith(base) for each in files):
-            bare = {name: [each.removeprefix(base) for each in names] for name, names in self.wanted.items()}
+        if base and not any(hf_name.startswith(base) for hf_name in files):
+            bare = {name: [hf_name.removeprefix(base) for hf_name in names] for name, names in self.wanted.items()}
             self.wanted = bare
-        if not any(each in files for name in self.form.head for each in self.wanted.get(name, ())):
+        if not any(hf_name in files for name in self.form.head for hf_name in self.wanted.get(name, ())):
             self.lacking = self.form.head & self.wanted.keys() & self.may_lack
             self.wanted = {name: names for name, names in self.wanted.items() if name not in self.lacking}
-        theirs = list(dict.fromkeys(each for names in self.wanted.values() for each in names))
-        scales = {scales_name(each) for each in theirs} & files.keys() if block else set()
-        faults = [f"{each} is missing" for each in theirs if each not in files]
-        known = {*theirs, *scales}
-        faults += [f"{each} is not part of the model" for each in files if each not in known and not self.ignored(each)]
+        hf_names = list(dict.fromkeys(hf_name for names in self.wanted.values() for hf_name in names))
+        scales = {scales_name(hf_name) for hf_name in hf_names} & files.keys() if block else set()
+        faults = [f"{hf_name} is missing" for hf_name in hf_names if hf_name not in files]
+        expected = {*hf_names, *scales}
+        faults += [
+            f"{hf_name} is not part of the model"
+            for hf_name in files
+            if hf_name not in expected and not self.ignored(hf_name)
+        ]
         refuse(self.path, faults)
         try:
-            self.shards = _Shards(folder, {each: files[each] for each in known}, block, self.stack)
-            for name, each_name in self.wanted.items():
+            self.shards = _Shards(folder, {hf_name: files[hf_name] for hf_name in expected}, block, self.stack)
+            for name, hf_names_of_one in self.wanted.items():
                 shape = self.form.hf_shape(name, self.shapes[name])
-                for each in each_name:
-                    faults += self.shards.misfits(each, shape)
+                for hf_name in hf_names_of_one:
+                    faults += self.shards.misfits(hf_name, shape)
             refuse(self.path, list(dict.fromkeys(faults)))
         except BaseException as error:
             self.__exit__(type(error), error, None)
@@ -120,18 +126,18 @@ class StoredWeights:
             ) from error
 
     def read_into(self, tensor: torch.Tensor, name: str) -> None:
-        """This rank's part of what has that name, whose shape the tensor has."""
+        """Read this rank's part of a parameter into a tensor of its full shape, sharded or not."""
         if self.form.tied and name == "output.weight":  # the end of a pipeline has a copy
             name = "tok_embeddings.weight"
         assert self.shapes[name] == tuple(tensor.shape), name
-        read_part([self.shards.stored(each) for each in self.wanted[name]], tensor, name, self.form)
+        read_part([self.shards.stored(hf_name) for hf_name in self.wanted[name]], tensor, name, self.form)
 
     def dtype(self, name: str) -> torch.dtype:
-        """As it is stored; of 8 bits, the type to make of them."""
+        """Return the stored dtype, or bfloat16 for weights in 8 bits."""
         return READABLE.get(self.shards.dtype(self.wanted[name][0]), torch.bfloat16)
 
     def whole(self, name: str) -> torch.Tensor:
-        """On the CPU, of our shape, in that type."""
+        """Return the full tensor, of our shape, on the CPU in the stored dtype."""
         tensor = torch.empty(self.shapes[name], dtype=self.dtype(name))
         self.read_into(tensor, name)
         return tensor
@@ -139,21 +145,24 @@ class StoredWeights:
 
 @torch.no_grad()
 def load_weights(weights: StoredWeights, model: nn.Module, fresh: Collection[str] = ()) -> frozenset[str]:
-    """Fill parameters and persistent buffers of the model, or of a pipeline's part of it, plain or sharded; each rank
-    reads its own rows. What the model has beside them, `fresh` of an adapter, stays as it is, and so does what is
-    returned: a head that the folder lacks. Matrices may be in 8 bits (stored.py).
+    """Load parameters and persistent buffers of a model or pipeline stage, plain or sharded; each rank reads its own
+    rows.
 
-    JobError where they do not fit; the model is then untouched, unless a file proves unreadable only in its middle.
+    Parameters that an adapter added (`fresh`) stay unchanged, and so do those that are returned: a head that the folder
+    lacks. Matrices may be in 8 bits.
+
+    Raises JobError if the weights do not fit. The model is then unchanged, unless a file turns out to be unreadable
+    halfway.
     """
     packed = packed_names(model)
-    named = {clean_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
-    plain = {name: tensor for name, tensor in named.items() if name not in fresh and name not in packed}
+    tensors = {clean_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    plain = {name: tensor for name, tensor in tensors.items() if name not in fresh and name not in packed}
     with weights, progress_bar(f"loading {weights.path.name}", len(plain), unit=" tensors") as progress:
         for name, tensor in plain.items():
             if name not in weights.lacking:
                 weights.read_into(tensor, name)
             progress.update()
-        for name, store in stores(model):  # one after the other, as they are larger before they are packed
+        for name, store in stores(model):  # one at a time, because they are larger before they are packed
             values = store.empty()
             weights.read_into(values, name)
             store.write(values)
@@ -161,23 +170,24 @@ def load_weights(weights: StoredWeights, model: nn.Module, fresh: Collection[str
 
 
 def read_part(stored: list[Any], tensor: torch.Tensor, name: str, form: Form) -> None:
-    """Copy this rank's part of what is stored (one tensor, or one [out, in] for each expert) into its tensor, of our
-    shape; rows in another order are read by whole heads.
+    """Copy this rank's part of a stored parameter into its tensor, of our shape.
+
+    `stored` has one tensor, or one [out, in] for each expert. Rows in another order are read by full heads.
     """
     local, shape, offset = local_part(tensor)
     if not local.numel():
         return
     spans = [slice(start, start + size) for start, size in zip(offset, local.shape, strict=True)]
     if form.is_stacked(name):
-        for mine, expert in enumerate(range(spans[0].start, spans[0].stop)):
-            local[mine].copy_(stored[expert][spans[2], spans[1]].t())
+        for position, expert in enumerate(range(spans[0].start, spans[0].stop)):
+            local[position].copy_(stored[expert][spans[2], spans[1]].t())
     elif form.is_turned(name):
         head, first, last = form.head_dim, spans[0].start, spans[0].stop
         start = first // head * head
         rows = stored[0][(slice(start, min(-(-last // head) * head, shape[0])), *spans[1:])]
         local.copy_(form.rows_from_hf(rows)[first - start : last - start])
     else:
-        before = form.together(name).index(name) * shape[0]  # rows of what else is of the same tensor there
+        before = form.together(name).index(name) * shape[0]  # rows before ours in the joint stored tensor
         spans[0] = slice(spans[0].start + before, spans[0].stop + before)
         transposed = form.is_transposed(name)
         part = stored[0][tuple(spans[::-1] if transposed else spans)]
@@ -185,7 +195,7 @@ def read_part(stored: list[Any], tensor: torch.Tensor, name: str, form: Form) ->
 
 
 class _Shards:
-    """The tensors of a folder by their names there, in files that stay open as long as `stack`."""
+    """Tensors of a folder by their stored names, in files that stay open as long as `stack`."""
 
     def __init__(self, folder: Path, files: Mapping[str, str], block: Block | None, stack: ExitStack):
         from safetensors import safe_open
@@ -198,20 +208,21 @@ class _Shards:
         self.held = {name: set(file.keys()) for name, file in self.opened.items()}
 
     def stored(self, name: str) -> Any:
-        """What is sliced like a tensor, and read by that."""
+        """Return an object that reads a tensor by slices, dequantized if it is in 8 bits; of the tensor's shape."""
         stored = self._slice(name)
         if stored.get_dtype() != FP8:
             return stored
         return Dequantized(stored, self._slice(scales_name(name)), self.block)
 
-    def misfits(self, name: str, shape: tuple[int, ...], whose: str = "the model's is") -> list[str]:
+    def misfits(self, name: str, shape: tuple[int, ...], expected: str = "the model's is") -> list[str]:
+        """List the faults of a stored tensor: not in its file, another shape, an unreadable dtype, missing scales."""
         readable = ", ".join(sorted(READABLE))
         if name not in self.held[self.files[name]]:
             return [f"{name} is not in {self.files[name]}, where the index says it is"]
         stored, scales = self._slice(name), scales_name(name)
         dtype = stored.get_dtype()
         if tuple(stored.get_shape()) != shape:
-            return [f"{name} has shape {tuple(stored.get_shape())}, {whose} {shape}"]
+            return [f"{name} has shape {tuple(stored.get_shape())}, {expected} {shape}"]
         if dtype == FP8 and self.block and len(shape) == 2:
             if scales not in self.files:
                 return [f"{name} is stored as {FP8}, but its scales, {scales}, are missing"]
@@ -231,7 +242,7 @@ class _Shards:
 
 
 def _files(path: Path) -> dict[str, str]:
-    """Tensor name -> file name, from a folder's index, or of the single file where there is no index."""
+    """Return tensor name -> file name, from a folder's index, or of its single file without one."""
     from safetensors import SafetensorError, safe_open
 
     folder = path
@@ -259,6 +270,7 @@ def _files(path: Path) -> dict[str, str]:
 
 
 def _block(folder: Path) -> Block | None:
+    """Return the block size of 8-bit weights from a folder's config.json; None without a config.json."""
     if not (folder / CONFIG).exists():
         return None  # a file alone
     try:
@@ -268,10 +280,12 @@ def _block(folder: Path) -> Block | None:
 
 
 def some(faults: list[str]) -> str:
+    """Join the first eight faults, and the number of the others."""
     return "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
 
 
 def refuse(folder: str | os.PathLike[str], faults: list[str]) -> None:
+    """Raise JobError if there are faults."""
     if faults:
         raise JobError(
             f"{folder} does not fit the model: {some(faults)}. Choose its model.name and model.flavor, or overrides"

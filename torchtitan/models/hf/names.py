@@ -1,8 +1,9 @@
-"""Our tensors and those of Hugging Face: names, order of rows, experts one by one instead of stacked, matrices that are
-one there and several here.
+"""Conversion between our tensors and Hugging Face's: names, order of rows, stacked experts, joint matrices.
 
-A family says which name is which (`Form`); this file turns that into both directions. Where heads are turned by
-neighbouring pairs of features here and by the pairs (i, i + head_dim / 2) there, rows come in another order.
+A family declares its names in a `Form`; this file converts in both directions. Hugging Face stores experts one by one,
+and in some families joins matrices that are separate here. If heads rotate adjacent pairs of features here and the
+pairs (i, i + head_dim / 2) there, the rows are in another order. torchtitan's own names are at the end
+(`TorchtitanForm`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -46,22 +47,27 @@ EXPERTS = {
 
 
 def with_biases(modules: Mapping[str, str]) -> dict[str, str]:
-    """Names of modules, ours -> theirs, -> those of the weight and the bias that each has."""
-    return {f"{ours}.{own}": f"{theirs}.{own}" for own in ("weight", "bias") for ours, theirs in modules.items()}
+    """Map parameter names, ours -> Hugging Face's, of modules with a weight and a bias, from the modules' names."""
+    return {
+        f"{module}.{kind}": f"{hf_module}.{kind}"
+        for kind in ("weight", "bias")
+        for module, hf_module in modules.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """`parts`: names within a layer, ours -> theirs, a star where theirs are one for each expert; several of ours that
-    are one of theirs stand there below each other, in this order, all of the same shape. `ends`: names outside of the
-    layers; `layers`: what stands before a layer's number there, and `base` the part of it that a folder may leave out
-    everywhere, as one of the model without a head does.
+    """Names and layouts of a family's tensors in the Hugging Face format. "HF name" means a name in that format.
 
-    `head`: ours that belong to what the model is used for, which a folder of one for another use lacks.
+    `parts`: our names within a layer -> HF names, with a star for the expert's number if each expert has a tensor of
+    its own. Several of our names with one HF name are joined along rows in this order, all of the same shape. `ends`:
+    names outside of the layers. `layers`: the prefix of a layer's number in HF names. `base`: the part of this prefix
+    that a folder may omit everywhere, as one of a model without a head does.
 
-    `turned`: those whose rows come in another order there, by heads of `head_dim` rows. `transposed`: matrices that lie
-    as [in, out] there. `float32`: those that are never stored narrower. `copies`: theirs, beyond that of `hf_names`,
-    that one of ours is written as once more; they are not read.
+    `head`: our names that belong to the task of the model, which a folder of a model for another task lacks. `turned`:
+    tensors with rows in another order, by heads of `head_dim` rows. `transposed`: matrices stored as [in, out].
+    `float32`: tensors that are never stored in a narrower dtype. `copies`: further HF names to which a tensor is also
+    written; they are not read.
     """
 
     parts: Mapping[str, str]
@@ -79,65 +85,68 @@ class Form:
     _ours: dict[str, list[str]] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        for ours, theirs in self.parts.items():
-            self._ours.setdefault(theirs, []).append(ours)
+        for part, hf_part in self.parts.items():
+            self._ours.setdefault(hf_part, []).append(part)
 
     def hf_names(self, name: str) -> list[str]:
-        """Theirs for one of ours: one, or one for each expert. KeyError for what is not ours."""
+        """Return the HF names of a tensor: one, or one for each expert. Raises KeyError for an unknown name."""
         if not name.startswith("layers."):
             return [self.ends[name]]
         _, layer, part = name.split(".", 2)
-        theirs = f"{self.layers}{layer}.{self.parts[part]}"
-        return [theirs.replace("*", str(expert)) for expert in range(self.n_experts)] if "*" in theirs else [theirs]
+        hf_name = f"{self.layers}{layer}.{self.parts[part]}"
+        return [hf_name.replace("*", str(expert)) for expert in range(self.n_experts)] if "*" in hf_name else [hf_name]
 
     def together(self, name: str) -> list[str]:
-        """All of ours, this one among them, that are one of theirs, in their order there."""
+        """Return the names of all tensors that share this one's HF tensor, in order, including this one."""
         if not name.startswith("layers."):
             return [name]
         _, layer, part = name.split(".", 2)
-        return [f"layers.{layer}.{each}" for each in self._ours[self.parts[part]]]
+        return [f"layers.{layer}.{our_part}" for our_part in self._ours[self.parts[part]]]
 
     def our_names(self, name: str) -> tuple[list[str], int | None]:
-        """Ours for one of theirs, and which expert it is. KeyError or JobError for what is not theirs."""
+        """Return our names of an HF name, and the expert's number or None. Raises KeyError or JobError for an unknown
+        name.
+        """
         if not name.startswith(self.layers):
-            return [{theirs: ours for ours, theirs in self.ends.items()}[name]], None
+            return [{hf_name: ours for ours, hf_name in self.ends.items()}[name]], None
         layer, part = name.removeprefix(self.layers).split(".", 1)
         expert = None
         if part.startswith("mlp.experts."):
-            mlp, experts, number, rest = part.split(".", 3)
-            part, expert = f"{mlp}.{experts}.*.{rest}", int(number)
+            mlp, experts, number, suffix = part.split(".", 3)
+            part, expert = f"{mlp}.{experts}.*.{suffix}", int(number)
             if not 0 <= expert < self.n_experts or str(expert) != number:
                 raise JobError(f"{name}: there are {self.n_experts} experts")
-        return [f"layers.{layer}.{each}" for each in self._ours[part]], expert
+        return [f"layers.{layer}.{our_part}" for our_part in self._ours[part]], expert
 
     def to_hf(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Full tensors by our names (weights, or their gradients) -> by theirs. A tied head is left out. Of what is one
-        there, all of ours have to be given.
+        """Convert full tensors by name (weights, or their gradients) to HF names and shapes, without a tied head.
+
+        Tensors that are joined in one HF tensor must all be given.
         """
-        theirs = {}
+        hf_state = {}
         for name, value in state.items():
             if self.tied and name == "output.weight":
                 continue
             names = self.hf_names(name)
             together = self.together(name)
             if self.is_stacked(name):
-                theirs |= {each: matrix.t() for each, matrix in zip(names, value, strict=True)}
+                hf_state |= {key: matrix.t() for key, matrix in zip(names, value, strict=True)}
             elif name == together[0]:
-                value = value if together == [name] else torch.cat([state[each] for each in together])
+                value = value if together == [name] else torch.cat([state[key] for key in together])
                 value = value.t() if self.is_transposed(name) else value
-                theirs[names[0]] = self.rows_to_hf(value) if self.is_turned(name) else value
-            theirs |= {copy: value.clone() for copy in self.copies.get(name, ())}  # files hold no shared memory
-        return theirs
+                hf_state[names[0]] = self.rows_to_hf(value) if self.is_turned(name) else value
+            hf_state |= {copy: value.clone() for copy in self.copies.get(name, ())}  # files hold no shared memory
+        return hf_state
 
     def from_hf(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The inverse of to_hf, for load_state_dict: a tied head is there again."""
+        """Invert to_hf, for load_state_dict: a tied head is included again. The tensors have HF shapes."""
         copies = {name for names in self.copies.values() for name in names}
         ours: dict[str, torch.Tensor] = {}
         stacks: dict[str, dict[int, torch.Tensor]] = {}
-        for theirs, value in state.items():
-            if theirs in copies:
+        for hf_name, value in state.items():
+            if hf_name in copies:
                 continue
-            names, expert = self.our_names(theirs)
+            names, expert = self.our_names(hf_name)
             if expert is not None:
                 stacks.setdefault(names[0], {})[expert] = value.t()
                 continue
@@ -151,30 +160,34 @@ class Form:
         return ours
 
     def hf_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of each of the tensors that one of ours is there, or is a part of."""
+        """Return the shape of each HF tensor that holds a tensor of ours, or a part of it."""
         if self.is_stacked(name):
             return shape[2], shape[1]
         shape = (shape[0] * len(self.together(name)), *shape[1:])
         return shape[::-1] if self.is_transposed(name) else shape
 
     def is_stacked(self, name: str) -> bool:
+        """Return True if the tensor stacks all experts."""
         return "*" in self.parts.get(_within_layer(name), "")
 
     def is_turned(self, name: str) -> bool:
+        """Return True if the tensor's rows are in another order in the HF format."""
         return _within_layer(name) in self.turned
 
     def is_transposed(self, name: str) -> bool:
+        """Return True if the HF format stores the matrix as [in, out]."""
         return _within_layer(name) in self.transposed
 
     def is_float32(self, name: str) -> bool:
+        """Return True if the tensor is always stored in float32."""
         return _within_layer(name) in self.float32
 
     def rows_to_hf(self, weight: torch.Tensor) -> torch.Tensor:
-        """[heads head_dim, ...] in our order of turned pairs -> the same in theirs, halves apart"""
+        """Reorder rows [heads head_dim, ...] from adjacent pairs to halves."""
         return weight.unflatten(0, (-1, self.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
     def rows_from_hf(self, weight: torch.Tensor) -> torch.Tensor:
-        """The inverse, [heads head_dim, ...] too."""
+        """Reorder rows [heads head_dim, ...] from halves to adjacent pairs, the inverse of rows_to_hf."""
         return weight.unflatten(0, (-1, 2, self.head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -183,7 +196,7 @@ def _within_layer(name: str) -> str:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """As modules stand in the model; within a module, the order stays."""
+    """Sort names in the order of the modules in the model; within a module the order does not change."""
     ends = {"tok_embeddings": 0, "entrance": 0, "layers": 1, "norm": 2, "output": 3}
 
     def place(name: str) -> tuple[int, int]:
@@ -198,22 +211,28 @@ BIAS = {"moe.router.expert_bias": "moe.expert_bias"}
 
 @dataclass(frozen=True)
 class TorchtitanForm:
-    """`renamed`: within a layer, ours -> theirs. `form`: that of Hugging Face, where rows come in the same order."""
+    """Names and layouts of torchtitan's checkpoints.
+
+    `renamed`: our names within a layer -> torchtitan's. `form`: the Hugging Face form if torchtitan's rows are in its
+    order.
+    """
 
     renamed: dict[str, str]
     form: Form | None = None
 
     def name(self, ours: str) -> str:
+        """Return torchtitan's name of one of ours."""
         if not ours.startswith("layers."):
             return ours
         _, layer, part = ours.split(".", 2)
         return f"layers.{layer}.{self.renamed.get(part, part)}"
 
     def shape(self, ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return torchtitan's shape of a tensor of ours."""
         return (shape[0], shape[2], shape[1]) if ours.endswith(tuple(EXPERTS)) else shape
 
     def to_ours(self, ours: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Of their shape -> of ours."""
+        """Convert a tensor from torchtitan's shape and order of rows to ours."""
         if ours.endswith(tuple(EXPERTS)):
             return tensor.transpose(1, 2)
         if self.form is not None and self.form.is_turned(ours):

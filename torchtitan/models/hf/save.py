@@ -1,7 +1,7 @@
-"""A folder in the form of Hugging Face, config.json and safetensors shards with their index, as it is written.
+"""Write a folder in the Hugging Face format: config.json, and safetensors shards with their index.
 
-Tensors may be sharded over ranks, and of a pipeline a rank has only its part; what they are called and how they lie in
-a file is the family's `Form`. Reading: stored.py.
+Tensors may be sharded over ranks, and a pipeline rank has only its own stages. The family's `Form` maps names and
+layouts. Reading: hf/load.py.
 """
 
 import json
@@ -42,19 +42,20 @@ def save_folder(
     shard_bytes: int = SHARD_BYTES,
     write: bool = True,
 ) -> None:
-    """Write the files `beside` the weights (config.json and others, by name), shards and, last, their index. `state` is
-    the model's, by our names; `needed` has the names of the whole model, and JobError is raised if the ranks together
-    lack one.
+    """Write the files `beside` the weights (config.json and others, by name), the shards, and last their index.
 
-    In a process group all ranks call it, one of them with `write`. A rank's tensors may be sharded, and of a pipeline
-    a rank has those of its parts: they are made and gathered one at a time, and the writing rank holds one of them.
+    `state` holds the model's tensors by our names. `needed` has the names of the full model; JobError if the ranks
+    together lack one.
+
+    In a process group all ranks call it, one of them with `write`. Tensors may be sharded or on the ranks of one
+    pipeline stage only. They are gathered one at a time, so the writing rank holds one full tensor.
     """
     folder, gathered = Path(folder), _Gathered(state, form, dtype, write)
     missing = [name for name in needed if name not in gathered.shapes and not (form.tied and name == "output.weight")]
     if missing:
         raise JobError(f"cannot export: the state lacks {some(missing)}. Pass parameters and persistent buffers")
     files = _split(gathered, shard_bytes)
-    failure: OSError | None = None  # raised at the end, as the other ranks go on gathering
+    failure: OSError | None = None  # raised at the end, because the other ranks still gather
     if write:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +68,7 @@ def save_folder(
     weight_map: dict[str, str] = {}
     for number, units in enumerate(files, 1):
         file = f"model-{number:05}-of-{len(files):05}.safetensors"
-        weight_map |= {theirs: file for unit in units for theirs in gathered.names_of(unit)}
+        weight_map |= {hf_name: file for unit in units for hf_name in gathered.names_of(unit)}
         try:
             _write_file(folder / file if write and failure is None else None, gathered, units, {}, progress)
         except OSError as error:
@@ -82,33 +83,35 @@ def save_folder(
 
 @contextmanager
 def _no_advice() -> Iterator[None]:
-    """torch tells, in a long line from each rank, how a whole tensor could be made in one collective. Once after
-    training, one tensor at a time, two are as good.
+    """Silence torch's log line, from each rank, about gathering a tensor in one collective instead of two.
+
+    After training, one tensor at a time, two are as good.
     """
-    said_by = logging.getLogger("torch.distributed.tensor._redistribute")
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
 
     def is_other(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("While redistributing")
 
-    said_by.addFilter(is_other)
+    logger.addFilter(is_other)
     try:
         yield
     finally:
-        said_by.removeFilter(is_other)
+        logger.removeFilter(is_other)
 
 
 class _Gathered:
-    """Whole tensors on the writing rank, from wherever they are, the deferred ones made then: a tied head is left out.
-    All ranks ask for the same names in the same order.
+    """Full tensors on the writing rank, gathered from the ranks that have them; deferred ones are computed then.
+
+    A tied head is left out. All ranks must ask for the same names in the same order.
     """
 
     def __init__(self, state: Mapping[str, Value], form: Form, dtype: torch.dtype, write: bool):
-        named = {clean_name(name): value for name, value in state.items()}
+        tensors = {clean_name(name): value for name, value in state.items()}
         if form.tied:
-            named.pop("output.weight", None)
-        self.state, self.form, self.dtype = named, form, dtype
+            tensors.pop("output.weight", None)
+        self.state, self.form, self.dtype = tensors, form, dtype
         self.rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        share = {name: list(value.shape) for name, value in named.items()}, write
+        share = {name: list(value.shape) for name, value in tensors.items()}, write
         shares = distributed.all_gather_json(share) if ranks > 1 else [share]
         self.writer = next((rank for rank, (_, writes) in enumerate(shares) if writes), 0)
         self.shapes = {name: shape for share, _ in shares for name, shape in share.items()}
@@ -118,26 +121,28 @@ class _Gathered:
         return torch.float32 if self.form.is_float32(name) else self.dtype
 
     def bytes_of(self, *names: str) -> int:
-        """In the file, with their copies."""
+        """Return the size of these tensors in the file, with their copies."""
         times = {name: 1 + len(self.form.copies.get(name, ())) for name in names}
         return sum(n * math.prod(self.shapes[name]) * self.dtype_of(name).itemsize for name, n in times.items())
 
     def units(self) -> list[list[str]]:
-        """All names in order, those together that are one tensor in the file."""
+        """Return all names in order, grouped by the tensor in the file that they share."""
         return [self.form.together(name) for name in in_order(self.shapes) if self.form.together(name)[0] == name]
 
     def names_of(self, unit: list[str]) -> list[str]:
-        """Theirs, with the copies."""
+        """Return the names of a unit in the file, with its copies."""
         return [*self.form.hf_names(unit[0]), *self.form.copies.get(unit[0], ())]
 
     def whole(self, name: str) -> torch.Tensor | None:
-        """The full tensor on the CPU of the writing rank, in the type of the file; None on the others."""
+        """Return the full tensor, of our shape, on the CPU of the writing rank in the file's dtype; None on other
+        ranks.
+        """
         writes, holders, dtype = self.rank == self.writer, self.holders[name], self.dtype_of(name)
         sends = self.writer not in holders and self.rank == holders[0]
         value = self.state[name].detach() if name in self.state else None
         if isinstance(value, DTensor):
             with _no_advice():
-                value = value.full_tensor()  # all who hold a part of it are here
+                value = value.full_tensor()  # all ranks that have a part call this
         if value is not None and (writes or sends):
             value = value.to("cpu", dtype)
         if sends:
@@ -149,7 +154,7 @@ class _Gathered:
 
 
 def _split(gathered: _Gathered, shard_bytes: int) -> list[list[list[str]]]:
-    """Units in order, cut where a file would outgrow shard_bytes; a larger one gets a file of its own."""
+    """Split the units in order into files of at most `shard_bytes`; a larger unit gets its own file."""
     files: list[list[list[str]]] = [[]]
     used = 0
     for names in gathered.units():
@@ -165,8 +170,9 @@ def _split(gathered: _Gathered, shard_bytes: int) -> list[list[list[str]]]:
 def save_file(
     path: Path, state: Mapping[str, Value], form: Form, config: Mapping[str, Any], *, dtype: torch.dtype
 ) -> None:
-    """Write one file of safetensors, a tensor at a time, with the config under "config.json" in its metadata. The file
-    appears under its name when it is complete. OSError.
+    """Write one safetensors file, one tensor at a time, with the config under "config.json" in its metadata.
+
+    The file appears under its name once it is complete. Raises OSError.
     """
     gathered = _Gathered(state, form, dtype, write=True)
     with progress_bar(f"writing {path.name}", gathered.bytes_of(*gathered.shapes)) as progress:
@@ -176,10 +182,12 @@ def save_file(
 def _write_file(
     path: Path | None, gathered: _Gathered, units: list[list[str]], metadata: Mapping[str, str], progress: Any
 ) -> None:
-    """One file of safetensors, a tensor at a time, that appears under its name when it is complete. Without a path
-    nothing is written. OSError, once everything that other ranks have of it has been asked for all the same.
+    """Write one safetensors file, one tensor at a time; it appears under its name once it is complete.
+
+    Without a path nothing is written. After an OSError the other tensors are still gathered, because other ranks take
+    part; then it is raised.
     """
-    units = sorted(units, key=lambda unit: -gathered.dtype_of(unit[0]).itemsize)  # each begins at a multiple of its own
+    units = sorted(units, key=lambda unit: -gathered.dtype_of(unit[0]).itemsize)  # keeps each aligned to its item size
     values = (_counted(gathered, unit, progress) for unit in units)
     try:
         if path is not None:
@@ -190,27 +198,30 @@ def _write_file(
 
 
 def _counted(gathered: _Gathered, unit: list[str], progress: Any) -> dict[str, torch.Tensor | None]:
+    """Gather the tensors of one unit, by our names and of our shapes, and advance the progress bar."""
     values = {name: gathered.whole(name) for name in unit}
     progress.update(gathered.bytes_of(*unit))
     return values
 
 
 def _header(gathered: _Gathered, units: list[list[str]], metadata: Mapping[str, str]) -> bytes:
+    """Return the header of a safetensors file: its length, then JSON padded to a multiple of 8 bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    place = 0
+    offset = 0
     for unit in units:
         name = unit[0]
         stored, shape = gathered.dtype_of(name), gathered.form.hf_shape(name, gathered.shapes[name])
-        for each in gathered.names_of(unit):
-            end = place + math.prod(shape) * stored.itemsize
-            header[each] = {"dtype": STORED_AS[stored], "shape": list(shape), "data_offsets": [place, end]}
-            place = end
+        for hf_name in gathered.names_of(unit):
+            end = offset + math.prod(shape) * stored.itemsize
+            header[hf_name] = {"dtype": STORED_AS[stored], "shape": list(shape), "data_offsets": [offset, end]}
+            offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
 def _write_values(path: Path, header: bytes, form: Form, values: Iterator[dict[str, torch.Tensor]]) -> None:
+    """Write the header and the tensors, of any shape, to a temporary file, and rename it to `path`."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
