@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import tomli
 
+from torchtitan import cli
 from torchtitan.commands import check as command
 from torchtitan.commands.check import fewest_ranks
 from torchtitan.config.manager import load
@@ -25,7 +26,7 @@ def anywhere(tmp_path, monkeypatch):
 
 
 def run(capsys, *argv: str, memory: bool = False) -> tuple[int, str, str]:
-    code = command.main([*argv] if memory or not argv else ["--no-memory", *argv])
+    code = cli.main(["check", *argv] if memory or not argv else ["check", "--no-memory", *argv])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -200,20 +201,23 @@ def test_print_config(capsys):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["--world-size", "0"], '--world-size: given "0"; allowed: a whole number >= 1\n1 fault\n'),
-        (["--world-size=two"], '--world-size: given "two"; allowed: a whole number >= 1\n1 fault\n'),
-        (["--world-size"], '--world-size: given ""; allowed: a whole number >= 1\n1 fault\n'),
-        (["--device=tpu"], '--device: given "tpu"; allowed: "cpu" or "cuda"\n1 fault\n'),
-        (["a.toml", "b.toml", "--upgrade"], "--upgrade takes one job\n1 fault\n"),
+        (["--world-size", "0"], "--world-size: given '0'; allowed: a whole number >= 1"),
+        (["--world-size=two"], "--world-size: given 'two'; allowed: a whole number >= 1"),
+        (["--world-size"], "--world-size: expected one argument"),
+        (["--device=tpu"], "--device: given 'tpu'; allowed: cpu, cuda"),
+        (["a.toml", "b.toml", "--upgrade"], "--upgrade takes one job"),
     ],
 )
 def test_wrong_flags(argv, expected, capsys):
-    assert run(capsys, *argv) == (2, "", expected)
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "") and expected in err
 
 
 def test_usage(capsys):
-    assert run(capsys) == (2, command.USAGE + "\n", "")
-    assert run(capsys, "--help") == (0, command.USAGE + "\n", "")
+    code, _, err = run(capsys)
+    assert code == 2 and "torchtitan check: no job is given" in err
+    code, out, _ = run(capsys, "--help")
+    assert code == 0 and out.startswith("usage: torchtitan check ")
     code, out, _ = run(capsys, "--help-config")
     assert code == 0 and all(f"--{key}  (" in out for key in options())
 

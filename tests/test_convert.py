@@ -342,7 +342,7 @@ def test_what_is_refused(tmp_path, capsys):
         capsys, tmp_path / "bad/model.safetensors", tmp_path / "out"
     )
     assert cli.main(["convert", "a", "b", "--dtpye", "x"]) == 2
-    assert "unrecognized arguments: --dtpye" in capsys.readouterr().err
+    assert "no option --dtpye; did you mean --dtype?" in capsys.readouterr().err
 
 
 def test_a_target_that_cannot_be_written(tmp_path, capsys):

@@ -441,16 +441,16 @@ def test_the_prompt_of_a_file(run, tmp_path, capsys, monkeypatch):
 
 def bad_arguments() -> Iterator[tuple[list[str], str]]:
     yield [], "the following arguments are required: folder"
-    yield ["x", "--max_new_tokens", "0"], "--max_new_tokens 0: must be at least 1"
-    yield ["x", "--temperature", "-0.1"], "--temperature -0.1: must be at least 0"
-    yield ["x", "--temperature", "nan"], "--temperature nan: must be"
-    yield ["x", "--temperature", "inf"], "--temperature inf: must be"
-    yield ["x", "--top_k", "-1"], "--top_k -1: must be at least 0"
-    yield ["x", "--top_k", "many"], "invalid int value"
-    yield ["x", "--seed", "-1"], "--seed -1: must be at least 0"
-    yield ["x", "--seed", str(2**64)], "and less than 2**63"
-    yield ["x", "--promt", "y"], "unrecognized arguments: --promt"
-    yield ["x", "y"], "unrecognized arguments: y"
+    yield ["x", "--max_new_tokens", "0"], "--max-new-tokens: given '0'; allowed: a whole number >= 1"
+    yield ["x", "--temperature", "-0.1"], "--temperature: given '-0.1'; allowed: a number >= 0"
+    yield ["x", "--temperature", "nan"], "--temperature: given 'nan'"
+    yield ["x", "--temperature", "inf"], "--temperature: given 'inf'"
+    yield ["x", "--top_k", "-1"], "--top-k: given '-1'; allowed: a whole number >= 0"
+    yield ["x", "--top_k", "many"], "--top-k: given 'many'"
+    yield ["x", "--seed", "-1"], "--seed: given '-1'"
+    yield ["x", "--seed", str(2**64)], "--seed: given"
+    yield ["x", "--promt", "y"], "no option --promt; did you mean --prompt?"
+    yield ["x", "y"], "one argument too many: y"
     yield ["x", "--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file: give one of them"
 
 

@@ -467,12 +467,12 @@ def test_the_command_prints_a_job_that_loads(capsys, tmp_path, monkeypatch):
             ["python train.py --lr 1"],
             "train.py: not one that is read; allowed: relora (torchrun_main.py), galore",
         ),
-        (["--from", "galor", LAUNCHED], "galor: not one that is read"),
+        (["--from", "galor", LAUNCHED], "--from: given 'galor'; allowed: relora, galore, "),
         (["echo hello"], "no script (a word that ends in .py)"),
         (['torchrun "open'], "cannot be split into words"),
         ([f"{LAUNCHED} stray"], "'stray' is neither a flag nor its value"),
-        ([LAUNCHED, "--ranks", "3"], "no option '--ranks'; allowed: --from, --world-size, --run"),
-        ([LAUNCHED, "--world-size", "no"], 'given "no"; allowed: a whole number >= 1'),
+        ([LAUNCHED, "--ranks", "3"], "no option --ranks"),
+        ([LAUNCHED, "--world-size", "no"], "--world-size: given 'no'; allowed: a whole number >= 1"),
         ([f"{FULL} --lr x --min_lr_ratio 2"], "--min_lr_ratio: given 2.0"),
         ([f"{FULL} --save_dir {sys.executable}/x --tokenizer bytes --warmup_steps 5", "--run"], "job.dump_folder"),
     ],
@@ -485,7 +485,7 @@ def test_what_the_command_refuses(argv, said, capsys):
 
 def test_usage_and_sources(capsys):
     assert cli.main(["import", "--help"]) == 0 and cli.main(["import"]) == 2
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert all(f"{source}: {source.description}" in shown for source in SOURCES.values())
     with pytest.raises(ConfigError):
         importing.translate(parse(split([LAUNCHED])), None)

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from torchtitan import cli
-from torchtitan.commands import completion, init
+from torchtitan.commands import command_lines, completion, init
 from torchtitan.config.manager import load
 from torchtitan.config.options import ConfigError, options
 from torchtitan.core import presets
@@ -84,15 +84,15 @@ def test_init_writes_a_job_that_runs(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["there.toml"], "there.toml is there already; give another name"),
-        (["a", "b"], "given a b; allowed: one file name, or none"),
-        (["--force"], "given --force; allowed: one file name"),
+        (["there.toml"], "there.toml: exists; give another name"),
+        (["a", "b"], "torchtitan init: one argument too many: b"),
+        (["--force"], "torchtitan init: no option --force"),
         (["no/folder/job.toml"], "cannot be written (No such file or directory)"),
     ],
 )
 def test_init_refuses(words, said, tmp_path, capsys):
     (tmp_path / "there.toml").write_text("mine")
-    assert init.main(words) == 2 and said in capsys.readouterr().err
+    assert cli.main(["init", *words]) == 2 and said in capsys.readouterr().err
     assert (tmp_path / "there.toml").read_text() == "mine"
 
 
@@ -117,7 +117,7 @@ def test_bash_completes_commands_options_and_words(tmp_path):
         assert set(found.stdout.split()) == expected
 
 
-@pytest.mark.parametrize("shell", completion.SHELLS)
+@pytest.mark.parametrize("shell", command_lines.SHELLS)
 def test_every_shell_has_every_option(shell, capsys):
     assert completion.main([shell]) == 0
     script = capsys.readouterr().out
@@ -128,8 +128,8 @@ def test_every_shell_has_every_option(shell, capsys):
 
 
 def test_completion_of_another_shell(capsys):
-    assert completion.main(["tcsh"]) == 2
-    assert "given tcsh; allowed: bash, zsh, fish" in capsys.readouterr().err
+    assert cli.main(["completion", "tcsh"]) == 2
+    assert "given 'tcsh'; allowed: bash, zsh, fish" in capsys.readouterr().err
 
 
 def test_the_schema_has_every_option(capsys):

@@ -35,7 +35,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "adapters": (59, 0),
     "build": (31, 26),
     "checkpoint": (14, 0),
-    "commands": (81, 17),
+    "commands": (75, 16),
     "config": (57, 29),
     "core": (3, 0),
     "datasets": (41, 10),

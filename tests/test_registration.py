@@ -176,8 +176,8 @@ def test_listed_with_their_package(installed, capsys):
     assert out.startswith("adapters  (adapter.kind)\n") and out.endswith("\n  fence  [acme-titan]\n")
     assert cli.main(["list", "adaptors"]) == 2
     assert capsys.readouterr().err == (
-        "torchtitan list: given 'adaptors'; allowed: models, datasets, tokenizers, tasks, optimizers, adapters, "
-        "trackers, schedules, jobs\n"
+        "torchtitan list: KIND: given 'adaptors'; allowed: models, datasets, tokenizers, tasks, optimizers, adapters, "
+        "trackers, schedules, jobs; did you mean adapters?; torchtitan list --help lists the options\n"
     )
     assert cli.main(["list", "--help"]) == 0 and "usage: torchtitan list" in capsys.readouterr().out
 

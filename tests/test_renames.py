@@ -15,6 +15,7 @@ from torchtitan.config import renames
 from torchtitan.config import upgrade as translation
 from torchtitan.config.manager import ConfigError, load
 from torchtitan.config.options import options, sections
+from torchtitan.core.errors import JobError
 from torchtitan.models.deepseek import YarnScaling
 from torchtitan.models.sizes import RopeScaling
 from torchtitan.rules import Facts, check
@@ -478,9 +479,13 @@ def test_the_era_can_be_said(capsys, tmp_path):
         code, out, _ = run(capsys, "old.toml", "--upgrade", "--from", word)
         assert code == 0 and f"torchtitan of {era}." in out
         assert (leaves(tomli.loads(out)).get("model.name") == "llama3.1") == (word == "v0.2")
-    for words in (["--upgrade", "--from", "v9"], ["--from=v0.1"]):
-        code, out, err = run(capsys, "old.toml", *words)
-        assert (code, out) == (2, "") and "allowed: july-2024, v0.1, v0.2, with --upgrade" in err
+    for words, said in (
+        (["--upgrade", "--from", "v9"], "--from: given 'v9'; allowed: july-2024, v0.1, v0.2"),
+        (["--from=v0.1"], "--from: allowed with --upgrade only"),
+    ):
+        with pytest.raises(JobError, match=said):
+            command.main(["old.toml", *words])
+        assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(

@@ -291,7 +291,7 @@ def test_what_is_refused(bases, tmp_path, capsys):
     assert "which tokens the model has is not known: --model.tokenizer_path says which is its tokenizer" in said
     for multiple in (0, 2**16 + 1):
         assert convert(bases["tied"], tmp_path / "x", "--vocab-multiple", multiple) == 2
-        assert "must be from 1 to 65536" in capsys.readouterr().err
+        assert "a whole number from 1 to 65536" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 

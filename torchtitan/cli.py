@@ -18,24 +18,24 @@ from torchtitan.process.gc_freeze import lasting
 
 COMMANDS = {
     "train": "train a job: train job.toml, with --section.key value to change it",
-    "check": "explain a job, or all that is wrong with it, without starting it",
-    "estimate": "what a job needs of memory, whether it fits, and what would make it fit, without a GPU",
+    "check": "check a job, or list all that is wrong with it, without starting it",
+    "estimate": "predict memory and communication per rank, and whether the job fits, without a GPU",
     "list": "list models, datasets, tokenizers, optimizers, adapters and schedules, also of installed packages",
-    "preview": "show what the model will see: decoded samples, document borders, masks",
-    "schedule": "simulate a pipeline schedule: its bubble, what it keeps, how it compares, and its picture",
+    "preview": "show the first samples that the model will see: decoded, with document borders and masks",
+    "schedule": "simulate a pipeline schedule: its bubble, peak memory, comparison with others, and a picture",
     "bench": "measure speed and memory of a job's steps, for each combination of some options' values",
-    "prepare": "tokenize a dataset once, into shards that are read at full speed, or what a job wants so",
-    "generate": "continue a prompt with the weights of a checkpoint or of a Hugging Face folder",
-    "evaluate": "loss and bits per byte of held-out documents, by the place of a token, or answers to tasks of lm-eval",
-    "chat": "talk with what a run has learned, in the form of its records",
-    "import": "the job that a file or command line of another program means (Axolotl, DeepSpeed, ReLoRA)",
-    "convert": "weights from one form to another: checkpoints, Hugging Face folders, torchtitan's own",
-    "plot": "draw the loss of a run so far in the terminal, or into a page or picture",
-    "checkpoints": "list what a run has saved, in what state it is, and what a resume would take",
-    "export": "write a checkpoint's weights, an adapter folded in or alone, for other programs",
-    "presets": "the jobs that come with the package: list them, print one, copy one to change",
+    "prepare": "tokenize a dataset once into shards, or all that a job tokenizes before it starts",
+    "generate": "continue a prompt with the weights of a checkpoint or a Hugging Face folder",
+    "evaluate": "measure loss and bits per byte of held-out documents, or answer lm-eval tasks",
+    "chat": "talk with a model in the format of its training records",
+    "import": "convert another program's command line or config to a job (Axolotl, DeepSpeed, ReLoRA)",
+    "convert": "convert weights between checkpoints, Hugging Face folders and torchtitan's own format",
+    "plot": "draw the loss of a run in the terminal, or into a page or picture",
+    "checkpoints": "list a run's checkpoints, their state, and the one that a resume takes",
+    "export": "write a checkpoint's weights for other programs, with an adapter merged or alone",
+    "presets": "list, print or copy the jobs that come with the package",
     "init": "write a commented job to begin with",
-    "completion": "print the script with which bash, zsh or fish completes this command",
+    "completion": "print the completion script of bash, zsh or fish",
 }
 USAGE = "usage: torchtitan COMMAND [--help] [arguments]\n\n" + "\n".join(f"  {c:13}{t}" for c, t in COMMANDS.items())
 USAGE += "\n\n  --version  of this package and of torch"
@@ -60,22 +60,19 @@ def _dispatch(argv: list[str]) -> int:
         print(", ".join(f"{name} {_version(name)}" for name in ("torchtitan-toml", "torch")))
         return 0
     command, *arguments = argv
-    if command == "train":  # its help needs none of its imports
-        importlib.import_module("torchtitan.config.help").print_help_if_requested(arguments)
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         print(f"torchtitan: no command {command!r}; {hint}", file=sys.stderr)
         return REFUSED
+    if {"--help", "-h"} & set(arguments):  # needs none of the command's imports
+        if command == "train":
+            importlib.import_module("torchtitan.config.help").print_help_if_requested(arguments)
+        importlib.import_module("torchtitan.commands.command_lines").parser_of(command).print_help()
+        return 0
     with lasting():
         module = importlib.import_module(module_of(command))
-    return module.main([_one_spelling(argument) for argument in arguments])
-
-
-def _one_spelling(argument: str) -> str:
-    """Replace dashes in an option's name by underscores, so that both spellings work."""
-    name, equals, value = argument.partition("=")
-    return f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") and " " not in name else argument
+    return module.main(arguments)
 
 
 def _version(name: str) -> str:

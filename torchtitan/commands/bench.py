@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan.adapters import NONE
-from torchtitan.commands.job_of import refuse_strangers
+from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import load, said_by, to_toml
 from torchtitan.config.options import ConfigError, Fault, free_table
@@ -84,7 +84,9 @@ Row = dict[str, Any]
 
 
 def main(argv: list[str]) -> int:
-    options, words = parse(argv)
+    options, words = parse_command("bench", argv)
+    if options.plot:
+        check_format(Path(options.plot))
     cases = list(combinations(options.sweep))
     configs = judged(cases, words, options)
     try:
@@ -95,32 +97,6 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         raise JobError(f"{error.filename}: cannot be written ({error.strerror}); give another name") from None
     return 0 if any(row["result"] == "ok" for row in rows) else 1
-
-
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options of the command, and those of a job."""
-    parser = argparse.ArgumentParser(
-        prog="torchtitan bench",
-        description="Speed and memory of a job's steps, for each combination of some of its options' values.",
-        epilog="Takes a job's file, or the name of a shipped one, and options of a job as well.",
-        allow_abbrev=False,
-    )
-    swept = "an option and its values, e.g. training.seq_len=512,1024 or model=llama3.2/1B,qwen3/0.6B; several times"
-    parser.add_argument("--sweep", action="append", default=[], metavar="KEY=VALUE,VALUE", help=swept)
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of this machine that each runs on (default 1)")
-    parser.add_argument("--steps", type=int, default=3, help="steps that are measured, behind a first one (default 3)")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds that one may take (default 900)")
-    parser.add_argument("--out", default="bench.jsonl", help="a file that gets a JSON line each (default bench.jsonl)")
-    parser.add_argument("--plot", help="a picture to draw of them, .svg or .png")
-    options, words = parser.parse_known_args(argv)
-    jobs = list(itertools.takewhile(lambda word: not word.startswith("--"), words))
-    refuse_strangers(parser, words[len(jobs) :])
-    for name in ("ranks", "steps", "timeout"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)}: must be at least 1")
-    if options.plot:
-        check_format(Path(options.plot))
-    return options, words
 
 
 def combinations(sweeps: list[str]) -> Iterator[dict[str, str]]:

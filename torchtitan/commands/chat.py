@@ -17,19 +17,18 @@ import torch
 
 from torchtitan.adapters.neurocache.generation import reader_of
 from torchtitan.build import parts
+from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.generate import (
     CONTROLS,
     find_checkpoint,
-    parse_sampling,
     refuse_without_next_words,
     sample,
-    sampling_options,
 )
 from torchtitan.config.job import JobConfig, sources_of
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
 from torchtitan.datasets.encoding import encode, end_of_turn_ids, prompt_ids
-from torchtitan.datasets.formats import FORMATS
+from torchtitan.datasets.formats import QUESTION_FORMATS
 from torchtitan.datasets.record_format import RecordReader, record_reader
 from torchtitan.datasets.sources import DataError, Document
 from torchtitan.datasets.tokenizer import Tokenizer
@@ -39,14 +38,15 @@ from torchtitan.process.distributed import device_type
 from torchtitan.training import inference_model
 
 CHAT = "chat"
-ASKED = [CHAT, *(name for name, known in FORMATS.items() if known.question_field)]
 AS_IT_IS = RecordReader()
 NEW = "/new"
 HELP = f"{NEW} begins another conversation; an empty line or the end of the input leaves."
 
 
 def main(argv: list[str]) -> int:
-    options, words = parse(argv)
+    options, words = parse_command("chat", argv)
+    if options.system is not None and options.format not in (None, CHAT):
+        raise JobError(f"--system: format {options.format} has no place for it")
     sys.stdout.reconfigure(errors="replace")  # what the terminal has no character for
     config, place = find_checkpoint(Path(options.folder), options.config, words, options.best)
     refuse_without_next_words(config)
@@ -77,32 +77,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options of the command, and those of a job."""
-    parser = argparse.ArgumentParser(
-        prog="torchtitan chat",
-        description="Talk with the weights of a checkpoint.",
-        epilog="Takes options of a job as well, such as --data.chat_template and --training.seq_len, the context.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--system", help="what the system says before every conversation")
-    parser.add_argument("--format", choices=ASKED, help="the form of questions (default: the job's)")
-    parser.add_argument("--apart", action="store_true", help="each line is a conversation of its own")
-    sampling_options(parser, max_new_tokens=500, temperature=0.0)
-    options, words = parse_sampling(parser, argv)
-    if options.system is not None and options.format not in (None, CHAT):
-        parser.error(f"--system: format {options.format} has no place for it")
-    return options, words
-
-
 def form_of(config: JobConfig, tokenizer: Tokenizer) -> str:
     """In which form the job's model is asked: that of the records it has learned, whose prompt is their own even beside
     a chat template. JobError where it has not learned answers, as far as can be seen.
     """
     templated = tokenizer.chat_template is not None
-    remedy = f"give --format {' or '.join(ASKED[1:])}, or --data.chat_template"
+    remedy = f"give --format {' or '.join(QUESTION_FORMATS[1:])}, or --data.chat_template"
     source, reading = next(iter(sources_of(config, "training").values())), first_reading(config)
-    if reading.format_name in ASKED[1:]:
+    if reading.format_name in QUESTION_FORMATS[1:]:
         return reading.format_name
     if templated and not glob(source.dataset_path or ""):  # gone, or not on this machine: nothing is fetched to ask
         return CHAT
@@ -113,7 +95,7 @@ def form_of(config: JobConfig, tokenizer: Tokenizer) -> str:
             return CHAT
         raise JobError(f"no chat template, and the data that would tell a form are gone: {error}; {remedy}") from None
     form = first.format_name if isinstance(first, Document) else None
-    if form in ASKED[1:]:
+    if form in QUESTION_FORMATS[1:]:
         return form
     if not templated:
         raise JobError(f"no chat template, and the job's records have no questions that could be asked; {remedy}")
@@ -141,7 +123,7 @@ def lines(typed: bool) -> Iterator[str]:
 
 
 class Talk:
-    """A conversation with a model, in one of the forms in ASKED."""
+    """A conversation with a model, in one of QUESTION_FORMATS."""
 
     def __init__(
         self,

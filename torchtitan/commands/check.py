@@ -3,20 +3,21 @@
 The check is quick because it needs no torch. For a job without faults, `torchtitan estimate` then predicts its memory.
 """
 
+import argparse
 import importlib.util
 import math
 import subprocess
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 from torchtitan.adapters import NONE
+from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.upgrade import translate
 from torchtitan.config.batch_shape import notice, rows_per_sample, sample_count
 from torchtitan.config.help import help_text
 from torchtitan.config.job import JobConfig, describe_sources, job_schema
 from torchtitan.config.manager import load, said_by, to_toml
-from torchtitan.config.options import ConfigError, Fault, show
+from torchtitan.config.options import ConfigError, Fault
 from torchtitan.config.upgrade import ERAS
 from torchtitan.core.cadence import NO_LIMIT, cadence_of, describe_end
 from torchtitan.core.errors import JobError, folded, in_units
@@ -24,109 +25,68 @@ from torchtitan.core.progress_bar import waiting
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED, Held
 from torchtitan.process.machine import amount_of, in_words
-from torchtitan.process.ranks import likely_device
 from torchtitan.rules import RULES, Device, Facts, check, with_faults_of_the_rest
 from torchtitan.rules.optimization import trained_matrices
 from torchtitan.rules.pipeline import layers_by_stage
 
 __all__ = ["RULES", "check", "main"]
 
-USAGE = """\
-usage: torchtitan check job.toml [more.toml ...] [--world-size N] [--device cpu|cuda] [--no-memory]
-                        [--section.key value ...]
-       torchtitan check old.toml --upgrade [--from july-2024|v0.1|v0.2] > new.toml
-
-Checks each job by itself, with the options after it, and says what it would do, or all that is wrong with it. Where
-nothing is, the most that a rank has in memory follows, as `torchtitan estimate` foretells it: that takes seconds more.
-  --world-size N   ranks that it is to run on (default: as few as its degrees of parallelism need)
-  --device D       what the ranks compute on (default: what this machine has)
-  --no-memory      foretell no memory: be done in a second; so with --job.print_config, whose output is a job alone
-  --upgrade        print the translation of a job written for torchtitan's TOML era, and what keeps it from starting
-  --from ERA       the era it was written in (default: told by its options; v0.2 where they leave it open)
-  --help-config    print all options with their types, defaults and help
-  --schema         print the JSON schema of a job, for editors
-Exit code: 0 if nothing is wrong, 2 otherwise."""
-
 REFUSED = 2
 
 
 def main(argv: list[str]) -> int:
-    if {"--help", "-h"} & set(argv) or not argv:
-        print(USAGE)
-        return 0 if argv else REFUSED
-    if {"--help-config", "--help_config"} & set(argv):
+    if not argv:
+        raise JobError("torchtitan check: no job is given; give a job's TOML file, or torchtitan check --help")
+    options, job_args = parse_command("check", argv)
+    if options.help_config:
         print(help_text())
         return 0
-    if "--schema" in argv:
+    if options.schema:
         print(job_schema())
         return 0
-    try:
-        flags, job_args = _own_flags(argv)
-    except JobError as error:
-        return _refuse([error])
-    number = next((i for i, arg in enumerate(job_args) if arg.startswith("--")), len(job_args))
-    jobs = [["--job.config_file", file] for file in job_args[:number]] or [[]]
-    if "--upgrade" in flags:
-        return (
-            _refuse(["--upgrade takes one job"]) if len(jobs) > 1 else _upgrade([*jobs[0], *job_args[number:]], flags)
-        )
-    jobs = [[*job, *job_args[number:]] for job in jobs]
-    judged = [_judged(job, flags) for job in jobs]  # all jobs are checked before the first simulation
+    if options.era and not options.upgrade:
+        raise JobError("--from: allowed with --upgrade only")
+    files = [*options.config, *options.job]
+    job_options = job_args[2 * len(files) :]
+    if options.upgrade:
+        if len(files) > 1:
+            raise JobError("--upgrade takes one job")
+        return _upgrade(job_args, options)
+    jobs = [["--job.config_file", file, *job_options] for file in files] or [job_options]
+    judged = [_judged(job, options) for job in jobs]  # all jobs are checked before the first simulation
     sys.stdout.flush()
     for job, facts in zip(jobs, judged, strict=True):
-        if facts is not None and not _left_out(facts.config, flags):
+        if facts is not None and not _left_out(facts.config, options):
             estimate_args = job or [f"--model.name={facts.config.model.name}"]  # estimate refuses to run without a job
             print(_memory([*estimate_args, f"--world-size={facts.world_size}", f"--device={facts.device}"]), flush=True)
     return REFUSED if None in judged else 0
 
 
-def _own_flags(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the flags of this command and the remaining arguments. Raises JobError for a flag's invalid value."""
-    flags: dict[str, Any] = {}
-    job_args, arguments = [], iter(argv)
-    for arg in arguments:
-        name, equals, value = arg.partition("=")
-        name = {"--world_size": "--world-size", "--no_memory": "--no-memory"}.get(name, name)
-        if name in ("--upgrade", "--no-memory") and not equals:
-            flags[name] = True
-        elif name in ("--world-size", "--device", "--from"):
-            flags[name] = value if equals else next(arguments, "")
-        else:
-            job_args.append(arg)
-    if not flags.get("--world-size", "1").isdecimal() or int(flags.get("--world-size", 1)) < 1:
-        raise JobError(f"--world-size: given {show(flags['--world-size'])}; allowed: a whole number >= 1")
-    if flags.get("--device", "cpu") not in ("cpu", "cuda"):
-        raise JobError(f'--device: given {show(flags["--device"])}; allowed: "cpu" or "cuda"')
-    if "--from" in flags and (flags["--from"] not in ERAS or "--upgrade" not in flags):
-        raise JobError(f"--from: given {show(flags['--from'])}; allowed: {', '.join(ERAS)}, with --upgrade")
-    return flags, job_args
-
-
-def _judged(argv: list[str], flags: dict[str, Any]) -> Facts | None:
+def _judged(argv: list[str], options: argparse.Namespace) -> Facts | None:
     """Check one job and print its summary or its faults. Returns None if it has faults."""
-    device: Device = flags.get("--device") or likely_device()
+    device: Device = options.device
     try:
         config = load(argv)
     except ConfigError as error:
-        ranks = flags.get("--world-size") or (fewest_ranks(error.rest) if error.rest else 1)
-        _refuse(with_faults_of_the_rest(error, int(ranks), device, said_by(argv)))
+        ranks = options.world_size or (fewest_ranks(error.rest) if error.rest else 1)
+        _refuse(with_faults_of_the_rest(error, ranks, device, said_by(argv)))
         return None
-    facts = Facts(config, int(flags.get("--world-size", fewest_ranks(config))), device)
+    facts = Facts(config, options.world_size or fewest_ranks(config), device)
     faults = check(config, facts.world_size, device, said_by(argv))
     if faults:
         _refuse(faults)
         return None
     print(f"{' + '.join(config.job.config_file) or 'the default job'}: OK\n{summary(facts)}")
-    if _left_out(config, flags):
+    if _left_out(config, options):
         print("  memory    `torchtitan estimate` with the same words foretells the most that a rank has at once")
     if config.job.print_config:
         print(to_toml(config))
     return facts
 
 
-def _left_out(config: JobConfig, flags: dict[str, Any]) -> bool:
+def _left_out(config: JobConfig, options: argparse.Namespace) -> bool:
     """Return True if the memory is not predicted. Nothing follows a printed job, so that it can be read as a file."""
-    return "--no-memory" in flags or config.job.print_config
+    return options.no_memory or config.job.print_config
 
 
 def _memory(estimate_args: list[str]) -> str:
@@ -310,13 +270,12 @@ def _pipeline(facts: Facts) -> list[str]:
     return [f"  pipeline  {name}, {len(layers)} stages of {counts} layers, {microbatches} of {samples}"]
 
 
-def _upgrade(argv: list[str], flags: dict[str, Any]) -> int:
+def _upgrade(argv: list[str], options: argparse.Namespace) -> int:
     """Print a job in today's options. Returns 2 also for a translated job that cannot start without changes."""
-    device: Device = flags.get("--device") or likely_device()
     try:
-        text, config = translate(argv, ERAS.get(flags.get("--from", "")))
+        text, config = translate(argv, ERAS.get(options.era))
     except ConfigError as error:
         return _refuse(error.faults)
     print(text, flush=True)
-    faults = check(config, int(flags.get("--world-size", fewest_ranks(config))), device)
+    faults = check(config, options.world_size or fewest_ranks(config), options.device)
     return _refuse(["translated; but the job cannot start as it is:", *faults], len(faults)) if faults else 0

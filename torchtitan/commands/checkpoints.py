@@ -4,7 +4,6 @@ Where the job says by what (checkpoint.best_metric), also which is the best. Loo
 with --verify at the content of every file. Needs no torch.
 """
 
-import argparse
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -13,16 +12,14 @@ from typing import Any
 from torchtitan.checkpoint import layout
 from torchtitan.checkpoint.best_metric import best_of, metric_of
 from torchtitan.checkpoint.layout import CheckpointError
+from torchtitan.commands.command_lines import parse_command
 from torchtitan.core.errors import JobError
 
 NOTHING_TO_TAKE = 3
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="torchtitan checkpoints", description=__doc__.splitlines()[0].split(": ")[1])
-    parser.add_argument("folder", help="a run's dump_folder, or the folder of its checkpoints")
-    parser.add_argument("--verify", action="store_true", help="read every file and compare it with what was written")
-    options = parser.parse_args(argv)
+    options, _ = parse_command("checkpoints", argv)
     folder = find(Path(options.folder))
     rows = [_row(step, path, options.verify) for step, path in layout.step_folders(folder)]
     print(_table([("step", "size", "state", "plan"), *(row[1:] for row in rows)]))

@@ -7,46 +7,74 @@
 The script holds all words, so that completing starts no Python; write it again after an update.
 """
 
-import sys
-
 from torchtitan.cli import COMMANDS
+from torchtitan.commands.command_lines import PARSERS, parse_command, parser_of
+from torchtitan.commands.command_parser import OneOf
 from torchtitan.config.options import choices, options
 from torchtitan.core.presets import jobs
 
-SHELLS = ("bash", "zsh", "fish")
+JOB_COMMANDS = ("train", *(command for command in PARSERS if parser_of(command).takes))
 
 
 def main(argv: list[str]) -> int:
-    if {"--help", "-h"} & set(argv):
-        print(__doc__.strip())
-        return 0
-    if len(argv) != 1 or argv[0] not in SHELLS:
-        print(
-            f"torchtitan completion: given {' '.join(argv) or 'nothing'}; allowed: {', '.join(SHELLS)}", file=sys.stderr
-        )
-        return 2
-    print({"bash": bash, "zsh": zsh, "fish": fish}[argv[0]](), end="")
+    shell = parse_command("completion", argv)[0].shell
+    print({"bash": bash, "zsh": zsh, "fish": fish}[shell](), end="")
     return 0
 
 
-def words_of_options() -> dict[str, list[str]]:
-    """Options, and the words that each takes, where it takes only some."""
+def job_options() -> dict[str, list[str]]:
+    """Return the options of a job, and the values of each that takes only some."""
     return {f"--{key}": choices(option.annotation) for key, option in options().items()}
 
 
+def command_options(command: str) -> dict[str, list[str]]:
+    """Return the own options of a command, and the values of each that takes only some."""
+    actions = parser_of(command)._option_string_actions if command in PARSERS else {}
+    return {
+        name: action.type.names if isinstance(action.type, OneOf) else []
+        for name, action in actions.items()
+        if name.startswith("--")
+    }
+
+
+def arguments_of(command: str) -> list[str]:
+    """Return the words that a command takes as arguments: names of jobs, kinds, actions."""
+    parser = parser_of(command) if command in PARSERS else None
+    names = [
+        name
+        for action in (parser._get_positional_actions() if parser else [])
+        if isinstance(action.type, OneOf)
+        for name in action.type.names
+    ]
+    return [*names, *(jobs() if command in ("train", "presets") or (parser and parser.takes == "job") else [])]
+
+
 def bash() -> str:
-    cases = "".join(
-        f"    {option}) words='{' '.join(words)}' ;;\n" for option, words in words_of_options().items() if words
+    values = {f"*' {name}'": words for name, words in job_options().items()}
+    for command in PARSERS:
+        values |= {f"'{command} {name}'": words for name, words in command_options(command).items()}
+    value_cases = "".join(
+        f"    {pattern}) words='{' '.join(words)}' ;;\n" for pattern, words in values.items() if words
     )
+    arguments = {command: " ".join(arguments_of(command)) for command in COMMANDS}
+    argument_cases = "".join(f"    {command}) words='{words}' ;;\n" for command, words in arguments.items() if words)
+    option_cases = "".join(f"      {command}) words='{' '.join(command_options(command))}' ;;\n" for command in PARSERS)
     return f"""\
 _torchtitan() {{
-  local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} words=''
-  case $before in
-{cases}    torchtitan) words='{" ".join(COMMANDS)}' ;;
-    presets) words='ls cat cp' ;;
-    train|check|preview|cat|cp) words='{" ".join(jobs())}' ;;
-  esac
-  [[ $word == -* ]] && words='{" ".join(words_of_options())}'
+  local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} command=${{COMP_WORDS[1]}} words=''
+  case $command in
+{argument_cases}  esac
+  case "$command $before" in
+{value_cases}  esac
+  [[ $COMP_CWORD == 1 ]] && words='{" ".join(COMMANDS)}'
+  if [[ $word == -* ]]; then
+    words=''
+    case $command in
+{option_cases}    esac
+    case $command in
+      {"|".join(JOB_COMMANDS)}) words="$words {" ".join(job_options())}" ;;
+    esac
+  fi
   COMPREPLY=($(compgen -W "$words" -- "$word"))
   [[ ${{#COMPREPLY[@]}} -gt 0 ]] || COMPREPLY=($(compgen -f -- "$word"))
 }}
@@ -60,12 +88,21 @@ def zsh() -> str:
 
 def fish() -> str:
     lines = [
-        f"complete -c torchtitan -n __fish_use_subcommand -a {name} -d '{quoted(COMMANDS[name])}'" for name in COMMANDS
+        f"complete -c torchtitan -n __fish_use_subcommand -a {name} -d '{quoted(summary)}'"
+        for name, summary in COMMANDS.items()
     ]
-    for option, words in words_of_options().items():
-        takes = f" -x -a '{' '.join(words)}'" if words else ""
-        lines.append(f"complete -c torchtitan -l {option.removeprefix('--')}{takes}")
+    for command in COMMANDS:
+        condition = f"complete -c torchtitan -n '__fish_seen_subcommand_from {command}'"
+        if words := arguments_of(command):
+            lines.append(f"{condition} -a '{' '.join(words)}'")
+        lines += [f"{condition} -l {name[2:]}{_values(words)}" for name, words in command_options(command).items()]
+    takes_job = f"complete -c torchtitan -n '__fish_seen_subcommand_from {' '.join(JOB_COMMANDS)}'"
+    lines += [f"{takes_job} -l {name[2:]}{_values(words)}" for name, words in job_options().items()]
     return "\n".join(lines) + "\n"
+
+
+def _values(words: list[str]) -> str:
+    return f" -x -a '{' '.join(words)}'" if words else ""
 
 
 def quoted(text: str) -> str:

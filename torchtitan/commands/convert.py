@@ -10,7 +10,6 @@ The sizes come from the run that wrote the weights or from the config.json next 
 job. At most one tensor is in memory at a time.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -26,7 +25,8 @@ from torchtitan.checkpoint.folders import published
 from torchtitan.checkpoint.layout import MODEL
 from torchtitan.checkpoint.saving import Care, Snapshot, save
 from torchtitan.checkpoint.weight_sources import Weights, opened
-from torchtitan.commands.job_of import JOB, job_of, names_its_tokenizer, refuse_strangers
+from torchtitan.commands.command_lines import FORMS, parse_command
+from torchtitan.commands.job_of import JOB, job_of, names_its_tokenizer
 from torchtitan.commands.resizing import Resized, Resizing, resizing
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import to_toml
@@ -40,12 +40,9 @@ from torchtitan.models import CONFIGS
 from torchtitan.models.hf.config import CONFIG, config_beside
 from torchtitan.models.hf.extra_files import beside_weights, source_of
 
-LARGEST_MULTIPLE = 2**16
-FORMS = {"hf": "a folder of Hugging Face", "file": "one file of safetensors", "ours": "an export of this project"}
-
 
 def main(argv: list[str]) -> int:
-    options, job_args = parse(argv)
+    options, job_args = parse_command("convert", argv)
     source, target = Path(options.source), Path(options.target)
     if target.exists():
         raise JobError(f"{target}: exists; give another target, or remove it first")
@@ -78,34 +75,6 @@ def main(argv: list[str]) -> int:
     if to is not None:
         print(f"{to.tokens:,} tokens, {to.tokens - to.known:,} of them new, in {args.vocab_size:,} rows")
     return 0
-
-
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the arguments. Returns the options of the conversion and the arguments for the job."""
-    parser = argparse.ArgumentParser(
-        prog="torchtitan convert",
-        description="Convert weights: checkpoints, exports, torchtitan's own, folders and files of Hugging Face.",
-        epilog="What model it is, where nothing beside the weights says so, is said by options of a job: "
-        "--job.config_file job.toml, or --model.name and --model.flavor.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("source", help="a run, a checkpoint, an export, a folder or a file of safetensors")
-    parser.add_argument("target", help="what to make; a name that ends with .safetensors is a file")
-    told = "; ".join(f"{form}: {what}" for form, what in FORMS.items())
-    parser.add_argument("--to", choices=list(FORMS), help=f"{told} (default: ours of Hugging Face's, else hf)")
-    added = "special tokens to add; their rows are the mean of the others"
-    parser.add_argument("--add-tokens", "--add_tokens", nargs="+", default=[], metavar="TOKEN", help=added)
-    parser.add_argument(
-        "--eos-token", "--eos_token", metavar="TOKEN", help="what ends a document from now on; may be a new one"
-    )
-    multiple = "as few rows of the vocabulary as hold the tokens, up to a multiple of N; 1 drops rows without a token"
-    parser.add_argument("--vocab-multiple", "--vocab_multiple", type=int, metavar="N", help=multiple)
-    parser.add_argument("--dtype", choices=list(parts.DTYPES), help="of the weights (default: as they are)")
-    options, job_args = parser.parse_known_args(argv)
-    refuse_strangers(parser, job_args)
-    if options.vocab_multiple is not None and not 1 <= options.vocab_multiple <= LARGEST_MULTIPLE:
-        parser.error(f"--vocab-multiple {options.vocab_multiple}: must be from 1 to {LARGEST_MULTIPLE}")
-    return options, job_args
 
 
 def _beside(place: Path, config: JobConfig, args: Any, dtype: torch.dtype, to: Resizing | None) -> dict[str, bytes]:

@@ -5,36 +5,27 @@ data.
 """
 
 import argparse
-import re
 from collections import Counter
 from dataclasses import replace
 
 import torch
 
 from torchtitan.commands.check import fewest_ranks
+from torchtitan.commands.command_lines import SPEEDS, parse_command
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
-from torchtitan.config.options import ConfigError, hint
+from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError, in_units
 from torchtitan.core.progress_bar import waiting
 from torchtitan.planner.estimate import BESIDE, Prediction, Remedy, flops_of_a_rank, predict, remedies, worst
 from torchtitan.process.machine import amount_of
-from torchtitan.process.ranks import likely_device
 from torchtitan.rules import Device, check
 
-UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 TO_BE_FETCHED = (
     *("model.tokenizer_path", "training.dataset", "training.sources", "validation.", "data."),
     *("checkpoint.", "job.", "metrics.", "profiling.", "adapter.initial_path"),
 )
 """Prefixes of options whose faults prevent a job from starting but not from being simulated."""
-SPEEDS = {
-    "inside": (350.0, "GB/s that a rank sends to others of its machine"),
-    "outside": (45.0, "GB/s that a rank sends to other machines"),
-    "machine": (8, "ranks of a machine"),
-    "tflops": (400.0, "TFLOP/s that a rank reaches: the peak of its matrix products times the MFU"),
-}
-"""Options of --traffic: (default, help). Defaults: about eight H100 with NVLink, a network card each, and 40 % MFU."""
 WAITED_FOR = ("tp", "cp", "ep")
 """Axes whose messages the next matrix product needs. docs/parallelism.md says what can hide each of them."""
 NO_JOB = """\
@@ -46,7 +37,7 @@ FITS, TOO_LARGE = 0, 1
 
 
 def main(argv: list[str]) -> int:
-    options, job_args = parse(argv)
+    options, job_args = parse_options(argv)
     if not job_args:
         raise JobError(NO_JOB)
     config = manager.load(job_args)
@@ -76,59 +67,15 @@ def main(argv: list[str]) -> int:
     return FITS if fits else TOO_LARGE
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the options of this command. Returns them and the remaining arguments, which are for the job."""
-    parser = argparse.ArgumentParser(
-        prog="torchtitan estimate",
-        usage="torchtitan estimate job.toml [--world-size N] [--device cpu|cuda] [--memory SIZE] [--no-remedies] "
-        "[--traffic] [--section.key value]",
-        description="Foretell what a rank of a job needs of memory, whether it fits, and what it sends.",
-        epilog=f"Exit code: {FITS} if it fits or nobody asks, {TOO_LARGE} if it does not, 2 for a job with faults.",
-        allow_abbrev=False,
-    )
-    ranks = "ranks that it is to run on (default: as few as its degrees of parallelism need)"
-    parser.add_argument("--world_size", "--world-size", type=_count, metavar="N", help=ranks)
-    device = "what the ranks compute on, which need not be here (default: what this machine has)"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=likely_device(), help=device)
-    memory = "what a rank has, with a unit as in 80GiB (default: memory.limit, or this machine's GPU)"
-    parser.add_argument("--memory", type=_bytes, metavar="SIZE", help=memory)
-    tried = "leave out what would make it fit, of which each change takes a rehearsal of its own"
-    parser.add_argument("--no_remedies", "--no-remedies", action="store_true", help=tried)
-    sent = "what a rank sends in a step too, along which axis, and how long it takes beside what it computes"
-    parser.add_argument("--traffic", action="store_true", help=sent)
-    for name, (value, description) in SPEEDS.items():
-        help_text, kind = f"{description} (default: {value:g})", _count if isinstance(value, int) else _positive
-        parser.add_argument(f"--{name}", type=kind, help=help_text)
-    options, job_args = parser.parse_known_args(argv)
-    for name, (value, _) in SPEEDS.items():
+def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of the command, with default speeds filled in, and the arguments of the job."""
+    options, job_args = parse_command("estimate", argv)
+    for name, (default, _) in SPEEDS.items():
         if getattr(options, name) is None:
-            setattr(options, name, value)
+            setattr(options, name, default)
         elif not options.traffic:
-            parser.error(f"--{name}: given without --traffic, of which it is; add that")
-    for name in (arg.partition("=")[0] for arg in job_args if arg.startswith("--")):
-        if "." not in name:  # options of a job have a section
-            parser.error(f"no option {name}; {hint(name, [f'--{option}' for option in vars(options)])}".rstrip("; "))
-    files = [arg for arg in job_args[:1] if not arg.startswith("--")]
-    return options, ["--job.config_file", *job_args] if files else job_args
-
-
-def _count(text: str) -> int:
-    if text.isascii() and text.isdecimal() and int(text) >= 1:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a whole number >= 1")
-
-
-def _positive(text: str) -> float:
-    if re.fullmatch(r"[0-9]{1,9}(?:\.[0-9]{1,9})?", text) and float(text) > 0:
-        return float(text)
-    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number above 0")
-
-
-def _bytes(text: str) -> float:
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([MGT]i?B)", text)
-    if match and float(match[1]) > 0:
-        return float(match[1]) * UNITS[match[2]]
-    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number with one of {', '.join(UNITS)}, as 80GiB")
+            raise JobError(f"--{name}: allowed with --traffic only")
+    return options, job_args
 
 
 def allowed(config: JobConfig, device: str) -> float | None:

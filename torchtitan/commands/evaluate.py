@@ -11,7 +11,6 @@ With --tasks the model answers lm-eval tasks described in a folder instead (eval
 training.seq_len tokens. docs/finetuning.md shows such a folder.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -25,9 +24,9 @@ import torch
 from torchtitan.adapters.neurocache.sizes import misfits_of
 from torchtitan.build import data as build_data
 from torchtitan.build import parts as build
+from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.evaluate_tasks import evaluate_tasks, tasks_table
-from torchtitan.commands.generate import best_option, find_checkpoint
-from torchtitan.commands.job_of import refuse_strangers
+from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config.job import JobConfig, Validation, describe_sources
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.segments import Documents, HeldOutSegments
@@ -72,7 +71,9 @@ NO_TEXT = (
 
 
 def main(argv: list[str]) -> int:
-    options, job_args = parse(argv)
+    options, job_args = parse_command("evaluate", argv)
+    if options.tasks and (options.plot or options.cache_sizes):
+        raise JobError("--tasks: documents are measured with --plot and --cache-sizes; leave these out")
     if options.plot:
         check_format(Path(options.plot))
     config, path = find_checkpoint(Path(options.folder), options.config, job_args, options.best)
@@ -93,40 +94,6 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         raise JobError(f"the figures above were not written: {error}; give another name") from None
     return 0
-
-
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the arguments. Returns the options of the command and the arguments for the job."""
-    parser = argparse.ArgumentParser(
-        prog="torchtitan evaluate",
-        description="Loss, perplexity and bits per byte of held-out documents, by the place of a token in them.",
-        epilog="Takes options of a job as well, such as --validation.dataset_path and --validation.local_batch_size.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("folder", help="a run's dump_folder, a checkpoint, an export, a folder of Hugging Face")
-    parser.add_argument("--samples", type=int, default=0, help="segments, in whole documents; 0: all (default)")
-    tasks = "tasks of lm-eval to answer instead: a folder with their files, or one of these; --samples: of each"
-    parser.add_argument("--tasks", metavar="PATH", help=tasks)
-    sizes = "entries of a cache, several with commas; 0: without (default: 0 and the job's)"
-    parser.add_argument("--cache-sizes", "--cache_sizes", type=_sizes, help=sizes)
-    parser.add_argument("--out", help="a JSON file to write the figures into")
-    parser.add_argument("--plot", help="a picture to draw of them, .svg or .png")
-    parser.add_argument("--config", help="the job, when the folder has no config.toml")
-    best_option(parser)
-    options, job_args = parser.parse_known_args(argv)
-    refuse_strangers(parser, job_args)
-    if options.samples < 0:
-        parser.error(f"--samples {options.samples}: must be at least 0")
-    if options.tasks and (options.plot or options.cache_sizes):
-        parser.error("--tasks: documents are measured with --plot and --cache-sizes; leave these out")
-    return options, job_args
-
-
-def _sizes(text: str) -> list[int]:
-    sizes = [int(part) for part in text.split(",")]
-    if min(sizes) < 0:
-        raise ValueError
-    return sizes
 
 
 def of_documents(config: JobConfig) -> JobConfig:

@@ -10,7 +10,6 @@ when the other is read, so that one is in memory. Without --merge the adapter is
 such are passed on (most of them peft's), and refused where that is not all that was trained.
 """
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -25,7 +24,8 @@ from torchtitan.adapters import NONE
 from torchtitan.build import data, parts
 from torchtitan.checkpoint.folders import published
 from torchtitan.checkpoint.layout import read_manifest
-from torchtitan.commands.generate import best_option, find_checkpoint, sample
+from torchtitan.commands.command_lines import parse_command
+from torchtitan.commands.generate import find_checkpoint, sample
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError, in_units
 from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
@@ -45,7 +45,7 @@ UNVERIFIED = 1
 
 
 def main(argv: list[str]) -> int:
-    options = parse(argv)
+    options, _ = parse_command("export", argv)
     target = Path(options.to)
     if target.exists():
         raise JobError(f"--to {target}: it is there already; name a directory that is not")
@@ -63,25 +63,6 @@ def main(argv: list[str]) -> int:
     parts.save_peft(config, target, adapter, adapter.whole_tensors([model]))
     print(f"{target}: the adapter of {step_folder.name}, in {adapter.layout}")
     return 0
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="torchtitan export", description="A run's weights for other programs.")
-    parser.add_argument("folder", help="a run's dump_folder, or one of its checkpoint/step-... folders")
-    parser.add_argument("--to", required=True, help="the directory to write, which must not exist")
-    parser.add_argument("--merge", action="store_true", help="the whole model, with an adapter folded in")
-    dtype = "type of the merged weights (default: training.dtype of the run)"
-    parser.add_argument("--dtype", choices=TOLERANCE, help=dtype)
-    parser.add_argument(
-        "--merge-base",
-        "--merge_base",
-        choices=("original", "unpacked"),
-        default="original",
-        help="of a packed base: the weights that were packed (default), or what the run computed with",
-    )
-    parser.add_argument("--config", help="the job, when the folder has no config.toml")
-    best_option(parser)
-    return parser.parse_args(argv)
 
 
 def announcement(config: JobConfig, dtype: str) -> str:

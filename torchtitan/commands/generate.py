@@ -24,7 +24,8 @@ from torchtitan.adapters.neurocache.generation import reader_of
 from torchtitan.build import parts
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.best_metric import best_in
-from torchtitan.commands.job_of import job_of, refuse_strangers
+from torchtitan.commands.command_lines import parse_command
+from torchtitan.commands.job_of import job_of
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError, read_file
@@ -65,7 +66,9 @@ CONTROLS = dict.fromkeys([c for c in (*range(32), *range(127, 160)) if chr(c) no
 
 
 def main(argv: list[str]) -> int:
-    options, job_args = parse(argv)
+    options, job_args = parse_command("generate", argv)
+    if options.prompt and options.prompt_file:
+        raise JobError("--prompt and --prompt-file: give one of them")
     sys.stdout.reconfigure(errors="replace")  # for characters that the terminal cannot show
     text = prompt_of(options)
     if options.ranks > 1 and not started_as_rank():
@@ -128,54 +131,6 @@ def refuse_without_next_words(config: JobConfig) -> None:
     else:
         return
     raise JobError(f"text is written word by word, and this {name} {description}; give a decoder of words")
-
-
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the arguments. Returns the options of the command and the arguments for the job."""
-    parser = argparse.ArgumentParser(
-        prog="torchtitan generate",
-        description="Continue a text from a checkpoint.",
-        epilog="Takes options of a job as well, such as --model.tokenizer_path and --training.seq_len, the context.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--prompt", default="", help="the text to continue (default: a document's beginning)")
-    parser.add_argument("--prompt-file", "--prompt_file", metavar="FILE", help="the text is this file's; - is stdin")
-    parser.add_argument("--ranks", type=int, default=1, help="devices to split the model over (default 1)")
-    sampling_options(parser, max_new_tokens=200, temperature=0.8)
-    options, job_args = parse_sampling(parser, argv)
-    if options.prompt and options.prompt_file:
-        parser.error("--prompt and --prompt-file: give one of them")
-    return options, job_args
-
-
-def sampling_options(parser: argparse.ArgumentParser, max_new_tokens: int, temperature: float) -> None:
-    """Add the options of a command that generates text, with these defaults."""
-    parser.add_argument("folder", help="a run's dump_folder, a checkpoint, an export, a folder of Hugging Face")
-    for name, default, help_text in (
-        ("max_new_tokens", max_new_tokens, "tokens to write"),
-        ("temperature", temperature, "0 takes the likeliest token"),
-        ("top_k", 50, "choose among this many tokens; 0: all"),
-        ("seed", 0, "of the choice"),
-    ):
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{help_text} (default {default:g})")
-    parser.add_argument("--config", help="the job, when the folder has no config.toml")
-    best_option(parser)
-
-
-def best_option(parser: argparse.ArgumentParser) -> None:
-    help_text = "take the best of a run's checkpoints (checkpoint.best_metric) instead of the newest"
-    parser.add_argument("--best", action="store_true", help=help_text)
-
-
-def parse_sampling(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse and validate the options of such a command. Returns them and the arguments for the job."""
-    options, job_args = parser.parse_known_args(argv)
-    refuse_strangers(parser, job_args)
-    for name, lowest in (("max_new_tokens", 1), ("ranks", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
-        value = getattr(options, name, lowest)
-        if not lowest <= value < 2**63:  # so neither is NaN
-            parser.error(f"--{name} {value}: must be at least {lowest} and less than 2**63")
-    return options, job_args
 
 
 def prompt_of(options: argparse.Namespace) -> str:

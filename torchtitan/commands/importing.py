@@ -2,7 +2,6 @@
 
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -10,11 +9,12 @@ from typing import NamedTuple
 
 from torchtitan.checkpoint.folders import replace_file
 from torchtitan.commands.check import fewest_ranks
+from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.upgrade import as_file
 from torchtitan.config.job import JobConfig
 from torchtitan.config.layers import layer_of
 from torchtitan.config.manager import assemble
-from torchtitan.config.options import ConfigError, hint, show
+from torchtitan.config.options import ConfigError, hint
 from torchtitan.core.errors import JobError
 from torchtitan.importers import SOURCES, launchers
 from torchtitan.importers.command_line import CommandLine, parse, split
@@ -24,60 +24,34 @@ from torchtitan.process.exit import REFUSED
 from torchtitan.process.ranks import likely_device
 from torchtitan.rules import check
 
-USAGE = """\
-usage: torchtitan import [--from SOURCE] [--world-size N] [--run] "COMMAND LINE"
-
-Prints the job (TOML) that another program's command line means, or its file of options (a path, and flags behind it),
-with what is otherwise here in comments at its head. The words of the line may also be given one by one, behind the
-options of this command.
-  --from SOURCE    whose line it is (default: told by the script that it runs): {sources}
-  --world-size N   ranks that it runs on (default: what the line tells torchrun)
-  --run            write the job into its folder, as imported.toml, and train it, or measure what the line measures
-Exit code: 0 if the job can start, 2 where a flag has no draft here, or the job is one that cannot start."""
 EVALUATE = "torchtitan.commands.evaluate:main"
 """Imported by name on demand, as it needs torch."""
 
 
 def main(argv: list[str]) -> int:
-    if {"--help", "-h"} & set(argv) or not argv:
-        sources = "".join(f"\n      {name:8} {source}: {source.description}" for name, source in SOURCES.items())
-        print(USAGE.format(sources=sources))
-        return 0 if argv else REFUSED
-    flags, line_words = _own_flags(argv)
-    line = parse(split(line_words))
-    if "--world_size" in flags:
-        line = replace(line, ranks=int(flags["--world_size"]))
-    text, config, measures = translate(line, flags.get("--from"))
-    if "--run" not in flags:
+    options, _ = parse_command("import", argv)
+    words = options.line
+    if words and " " in words[0]:  # a line that is quoted as one word may stand before the options
+        later, _ = parse_command("import", [*_given_options(argv, words), *words[1:]])
+        if later.line:
+            raise JobError(f"torchtitan import: one argument too many: {later.line[0]}")
+        options, words = later, words[:1]
+    line = parse(split(words))
+    if options.world_size:
+        line = replace(line, ranks=options.world_size)
+    text, config, measures = translate(line, options.source)
+    if not options.run:
         print(text, end="")
     ranks = line.ranks or fewest_ranks(config)
     if faults := check(config, ranks, likely_device()):
         print("translated; but the job cannot start as it is:", *faults, sep="\n", file=sys.stderr)
         return REFUSED
-    return _run(text, config, ranks, measures) if "--run" in flags else 0
+    return _run(text, config, ranks, measures) if options.run else 0
 
 
-def _own_flags(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the flags of this command and the words of the imported command line.
-
-    Flags may precede the line, or follow it if it is quoted as one word.
-    """
-    flags: dict[str, str] = {}
-    line_words: list[str] = []
-    remaining = list(argv)
-    while remaining:
-        name, equals, value = remaining[0].partition("=")
-        name = name.replace("-", "_").replace("__", "--", 1)
-        if not name.startswith("--") or (line_words and not any(" " in line_word for line_word in line_words)):
-            line_words.append(remaining.pop(0))  # everything after the first word belongs to the line
-            continue
-        if name not in ("--from", "--world_size", "--run") or (name == "--run" and equals):
-            raise JobError(f"torchtitan import: no option {remaining[0]!r}; allowed: --from, --world-size, --run")
-        remaining.pop(0)
-        flags[name] = "" if name == "--run" else value if equals else (remaining.pop(0) if remaining else "")
-    if not flags.get("--world_size", "1").isdecimal() or int(flags.get("--world_size", 1)) < 1:
-        raise JobError(f"--world-size: given {show(flags['--world_size'])}; allowed: a whole number >= 1")
-    return flags, line_words
+def _given_options(argv: list[str], line: list[str]) -> list[str]:
+    """Return the arguments before the line."""
+    return argv[: len(argv) - len(line)]
 
 
 class Translation(NamedTuple):

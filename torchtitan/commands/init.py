@@ -1,12 +1,9 @@
 """`torchtitan init [FILE]`: write a job to begin with, which runs as it is and says what to change."""
 
-import sys
 from pathlib import Path
 
-USAGE = """\
-usage: torchtitan init [FILE]
-
-Writes a commented job (default: job.toml) that runs as it is, on text that every Python brings along."""
+from torchtitan.commands.command_lines import parse_command
+from torchtitan.core.errors import JobError
 
 JOB = """\
 # A first job. Explain it: torchtitan check {name}    Train it: torchtitan train {name}
@@ -40,21 +37,19 @@ interval = 50
 
 
 def main(argv: list[str]) -> int:
-    if {"--help", "-h"} & set(argv):
-        print(USAGE)
-        return 0
-    if len(argv) > 1 or argv and argv[0].startswith("-"):
-        print(f"torchtitan init: given {' '.join(argv)}; allowed: one file name, or none", file=sys.stderr)
-        return 2
-    path = Path(argv[0] if argv else "job.toml")
-    try:
-        with path.open("x") as file:
-            file.write(JOB.format(name=path, stem=path.stem))
-    except FileExistsError:
-        print(f"torchtitan init: {path} is there already; give another name, or remove it", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"torchtitan init: {path} cannot be written ({error.strerror}); give another name", file=sys.stderr)
-        return 2
+    options, _ = parse_command("init", argv)
+    path = Path(options.file)
+    write_new_file(path, JOB.format(name=path, stem=path.stem))
     print(f"wrote {path}\n  torchtitan check {path}\n  torchtitan train {path}")
     return 0
+
+
+def write_new_file(path: Path, text: str) -> None:
+    """Write a file. Raises JobError if it exists, or cannot be written."""
+    try:
+        with path.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise JobError(f"{path}: exists; give another name, or remove it") from None
+    except OSError as error:
+        raise JobError(f"{path}: cannot be written ({error.strerror}); give another name") from None

@@ -4,7 +4,6 @@ This is the job given on the command line, the job of the run that wrote the wei
 config.json next to them.
 """
 
-import argparse
 from pathlib import Path
 
 from torchtitan.config import manager
@@ -79,12 +78,3 @@ def _words_of(path: Path, home: Path, model_type: object) -> list[str]:
 def names_its_tokenizer(config: JobConfig) -> bool:
     """Return True if the job sets a tokenizer. The default is for debugging and does not fit a larger model."""
     return config.model.tokenizer_path != options()["model.tokenizer_path"].default
-
-
-def refuse_strangers(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
-    """Exit with an error if remaining arguments are neither options of a job nor their values."""
-    for index, argument in enumerate(arguments):
-        is_option = argument.startswith("--") and "." in argument
-        is_value = index > 0 and not argument.startswith("--") and arguments[index - 1].startswith("--")
-        if not is_option and not is_value:
-            parser.error(f"unrecognized arguments: {argument}")

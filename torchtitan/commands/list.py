@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 from torchtitan.adapters import ADAPTERS
+from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.options import describe, show
 from torchtitan.core.presets import jobs
 from torchtitan.core.registry import Registry, added, faults_of_packages, package_of
@@ -14,12 +15,6 @@ from torchtitan.lr_schedules import DECAYS
 from torchtitan.metrics.trackers import TRACKERS
 from torchtitan.models import SIZES
 from torchtitan.optimizers import OPTIMIZERS
-
-USAGE = """\
-usage: torchtitan list [KIND ...]
-
-Lists what a job can name, with the installed package that it comes from if it is not ours. Kinds: {}.
-Exit code: 0, or 2 where a package gives something that cannot be used."""
 
 KINDS: dict[str, tuple[str, Registry[Any]]] = {
     "models": ("model.name, with flavors for model.flavor", SIZES),
@@ -33,20 +28,14 @@ KINDS: dict[str, tuple[str, Registry[Any]]] = {
 }
 JOBS = "jobs"
 """A kind of its own: no registry, but the files that come with the package."""
+KIND_NAMES = (*KINDS, JOBS)
 REFUSED = 2
 
 
 def main(argv: list[str]) -> int:
-    kinds = [*KINDS, JOBS]
-    usage = USAGE.format(", ".join(kinds))
-    if {"--help", "-h"} & set(argv):
-        print(usage)
-        return 0
-    if unknown := [word for word in argv if word not in kinds]:
-        print(f"torchtitan list: given {unknown[0]!r}; allowed: {', '.join(kinds)}", file=sys.stderr)
-        return REFUSED
+    options, _ = parse_command("list", argv)
     faults: list[str] = []
-    for kind in argv or kinds:
+    for kind in options.kinds or KIND_NAMES:
         if kind == JOBS:
             print(f"{JOBS}  (torchtitan train NAME, --job.config_file NAME)", *jobs(), sep="\n  ")
             continue

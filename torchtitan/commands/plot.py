@@ -2,12 +2,12 @@
 into a page that needs no other file, or a picture. Needs neither torch nor a service.
 """
 
-import argparse
 import html
 import shutil
 import tempfile
 from pathlib import Path
 
+from torchtitan.commands.command_lines import parse_command
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError
 from torchtitan.metrics.json_lines import read_records
@@ -22,10 +22,7 @@ Points = list[tuple[int, float]]
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="torchtitan plot", description=__doc__.split(": ")[1], allow_abbrev=False)
-    parser.add_argument("folder", type=Path, help=f"a run's dump_folder, or its {METRICS}")
-    parser.add_argument("--to", type=Path, help=f"a file to draw into: {PAGE}, {' or '.join(FORMATS)}")
-    options = parser.parse_args(argv)
+    options, _ = parse_command("plot", argv)
     if options.to is not None:
         check_format(options.to, "--to", (PAGE, *FORMATS))
     path = options.folder / METRICS if options.folder.is_dir() else options.folder

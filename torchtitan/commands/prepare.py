@@ -13,24 +13,20 @@ renamed at the end, so a folder of that name is complete. `--verify shards/` rea
 checksums.
 """
 
-import argparse
-import os
 import re
-from collections.abc import Sequence
-from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
 from torchtitan.build import parts
 from torchtitan.build.data import cache_of, data_sources, filled, tokenized_before, with_steps
 from torchtitan.commands.check import fewest_ranks
+from torchtitan.commands.command_lines import parse_command
 from torchtitan.config import manager
 from torchtitan.config.batch_shape import Section, sample_count
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
-from torchtitan.core.presets import jobs
-from torchtitan.datasets import DATASETS, open_source
+from torchtitan.datasets import open_source
 from torchtitan.datasets.preparing import advice, prepare
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import DataError
@@ -44,15 +40,8 @@ WIDTH = 32
 """Signs of a source's name."""
 
 
-def of_a_job(argv: Sequence[str]) -> bool:
-    """Whether these are words of a job, and no options of the command's own."""
-    first = argv[0].partition("=")[0] if argv else ""
-    named = first in ("--config", "--config_file") or (first.startswith("--") and "." in first)
-    return named or first.endswith(".toml") or first in jobs()
-
-
-def prepare_job(argv: Sequence[str]) -> int:
-    config = manager.load(list(argv))
+def prepare_job(job_args: list[str]) -> int:
+    config = manager.load(job_args)
     ranks = fewest_ranks(config)
     # what is tokenized here may be trained elsewhere, so that only what no device would run is a fault
     elsewhere = check(config, ranks, "cuda")
@@ -107,17 +96,19 @@ def row(header: dict[str, Any]) -> list[str]:
     return [*(f"{count:,}" for count in counts), tokens, trained]
 
 
-JOB = "With a job instead (prepare job.toml --section.key value): tokenize what it tokenizes before it starts."
-
-
 def main(argv: list[str]) -> int:
-    if of_a_job(argv):
-        return prepare_job(argv)
-    options = parse(argv)
+    options, job_args = parse_command("prepare", argv)
+    if job_args:
+        for name in ("dataset_path", "tokenizer_path", "output", "verify"):
+            if getattr(options, name):
+                raise JobError(f"--{name.replace('_', '-')}: not allowed with a job, whose options say it")
+        return prepare_job(job_args)
     if options.verify:
         TokenShards(Path(options.verify)).verify()
         print(f"{options.verify}: every checksum is right")
         return 0
+    if not options.tokenizer_path or not options.output:
+        raise JobError("torchtitan prepare: give a job, or --tokenizer-path and --output")
     try:
         header = prepare(
             open_source(options.dataset, options.dataset_path, RecordReader(options.text_field)),
@@ -142,26 +133,7 @@ def main(argv: list[str]) -> int:
 def _of_this_command(message: str) -> str:
     """A message about a job's data, with the options of this command instead of the job's."""
     return re.sub(
-        r'(?:training|model)\.(\w+)(?: = "([^"]*)")?', lambda m: f"--{m[1]}" + f" {m[2]}" * bool(m[2]), message
+        r'(?:training|model)\.(\w+)(?: = "([^"]*)")?',
+        lambda m: f"--{m[1].replace('_', '-')}" + f" {m[2]}" * bool(m[2]),
+        message,
     )
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parser = argparse.ArgumentParser(prog="torchtitan prepare", description="Tokenize a dataset once.", epilog=JOB)
-    parser.add_argument("--dataset", default="text", choices=[name for name in DATASETS if name != "tokens"])
-    parser.add_argument("--dataset_path", type=expanduser, help="file, folder or glob; a name for dataset huggingface")
-    parser.add_argument("--text_field", default="text", help="the field with text, ids or segments (default: text)")
-    parser.add_argument("--tokenizer_path", type=expanduser, help="a tokenizer's file or folder, or the word bytes")
-    parser.add_argument("--output", type=expanduser, help="the folder to make")
-    parser.add_argument("--workers", type=int, default=cpus, help=f"processes that tokenize (default: {cpus})")
-    parser.add_argument("--on_bad_data", default="stop", choices=["stop", "skip"], help="unreadable records")
-    parser.add_argument(
-        "--verify", type=expanduser, metavar="FOLDER", help="check a folder made before, and do nothing else"
-    )
-    options = parser.parse_args(argv)
-    if not options.verify and not (options.tokenizer_path and options.output):
-        parser.error("--tokenizer_path and --output are needed")
-    if options.workers < 1:
-        parser.error(f"--workers {options.workers}: must be at least 1")
-    return options

@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan.commands.command_lines import parse_command
+from torchtitan.commands.init import write_new_file
 from torchtitan.config.options import hint
 from torchtitan.core.errors import JobError
 from torchtitan.core.presets import MODEL, RECORDS, jobs
@@ -14,49 +16,23 @@ from torchtitan.importers.translation import family_in
 from torchtitan.models import SIZES
 from torchtitan.models.hf.config import CONFIG
 
-USAGE = """\
-usage: torchtitan presets ls [WORD ...]
-       torchtitan presets cat NAME
-       torchtitan presets cp NAME [FILE] [--model FOLDER] [--data FILES]
-
-The jobs that come with the package. Each is said by its name wherever a job's file can be, too.
-  ls               what there is, for what hardware; with words, those whose heads have all of them
-  cat              print one
-  cp               copy one into FILE (default: NAME.toml), which must not exist; its runs go to outputs/FILE
-  --model FOLDER   a model in the form of Hugging Face, written into the job wherever it asks for one
-  --data FILES     your records, likewise: a file, a folder or a pattern"""
-
 
 def main(argv: list[str]) -> int:
-    if {"--help", "-h"} & set(argv):
-        print(USAGE)
-        return 0
-    options = parse(argv)
+    options, _ = parse_command("presets", argv)
+    arguments, most = options.arguments, {"ls": None, "cat": 1, "cp": 2}[options.action]
+    if most and not 1 <= len(arguments) <= most:
+        allowed = "a name" if most == 1 else "a name, and a file to write"
+        raise JobError(f"torchtitan presets {options.action}: given {len(arguments)} arguments; allowed: {allowed}")
+    if options.action != "cp" and (options.model or options.data):
+        raise JobError("--model, --data: allowed with torchtitan presets cp, which writes them into the copy")
     if options.action == "ls":
-        return list_all(options.words)
-    text = job_named(options.words[0]).read_text()
+        return list_all(arguments)
+    text = job_named(arguments[0]).read_text()
     if options.action == "cat":
         print(text, end="")
         return 0
-    name, *targets = options.words
+    name, *targets = arguments
     return copy(name, text, Path(targets[0] if targets else f"{name}.toml"), options)
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the arguments. Raises JobError if they match none of the three usages above."""
-    parser = argparse.ArgumentParser(prog="torchtitan presets", usage=USAGE.removeprefix("usage: "), allow_abbrev=False)
-    parser.add_argument("action", choices=("ls", "cat", "cp"))
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("--model")
-    parser.add_argument("--data")
-    options = parser.parse_intermixed_args(argv)
-    most = {"ls": len(options.words), "cat": 1, "cp": 2}[options.action]
-    if len(options.words) > most or (options.action != "ls" and not options.words):
-        names = " ".join(options.words) or "no name"
-        raise JobError(f"torchtitan presets {options.action}: given {names}; allowed: {USAGE}")
-    if options.action != "cp" and (options.model or options.data):
-        raise JobError("--model, --data: allowed with torchtitan presets cp, which writes them into the copy")
-    return options
 
 
 @dataclass(frozen=True)
@@ -116,13 +92,7 @@ def copy(name: str, text: str, path: Path, options: argparse.Namespace) -> int:
         # the base is not in the folder of the copy
         text = text.replace(f'extends = "{base}.toml"', f'extends = "{base}"')
     text = with_value(text, "dump_folder", f"./outputs/{path.stem}")
-    try:
-        with path.open("x") as file:
-            file.write(text)
-    except FileExistsError:
-        raise JobError(f"{path}: it is there already; give another name, or remove it") from None
-    except OSError as error:
-        raise JobError(f"{path}: cannot be written ({error.strerror}); give another name") from None
+    write_new_file(path, text)
     print(f"wrote {path}; its head says what to change and how to start it\n  torchtitan check {path}")
     return 0
 

@@ -6,7 +6,6 @@ Padding is said to be so, and is no document.
 Takes the job's options as well, so a change can be looked at before it is trained on.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import torch
 
 from torchtitan.build import parts
 from torchtitan.build.data import documents_apart, training_loader
+from torchtitan.commands.command_lines import parse_command
 from torchtitan.config import manager
 from torchtitan.config.batch_shape import rows_per_sample
 from torchtitan.config.job import JobConfig, describe_sources
@@ -33,8 +33,8 @@ CONTROLS = {c: chr(0x2400 + c) for c in range(32) if chr(c) not in "\n\t"} | {c:
 
 
 def main(argv: list[str]) -> int:
-    options, rest = parse(argv)
-    config = manager.load(rest)
+    options, job_args = parse_command("preview", argv)
+    config = manager.load(job_args)
     tokenizer = parts.tokenizer(config)
     batch = first_batch(config, tokenizer, options.samples)
     view = View(
@@ -54,27 +54,6 @@ def main(argv: list[str]) -> int:
     encoding = sys.stdout.encoding or "utf-8"
     print("\n".join([about(config), *lines]).encode(encoding, "replace").decode(encoding))
     return 0
-
-
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options of the preview, and what is left for the job."""
-    parser = argparse.ArgumentParser(
-        prog="torchtitan preview",
-        description="Show what the model will see first.",
-        epilog="Takes all options of a job as well: --job.config_file job.toml --section.key value ...",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--samples", type=int, default=2, help="how many samples (default 2)")
-    parser.add_argument("--tokens", type=int, default=200, help="how much of each sample, in tokens (default 200)")
-    parser.add_argument("--ids", action="store_true", help="show the ids below the text")
-    options, rest = parser.parse_known_args(argv)
-    for name in (word.partition("=")[0] for word in rest if word.startswith("--")):
-        if "." not in name and name not in ("--config", "--config_file"):
-            parser.error(f"unrecognized arguments: {name}")
-    for name in ("samples", "tokens"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)}: must be at least 1")
-    return options, rest
 
 
 def first_batch(config: JobConfig, tokenizer: Tokenizer, samples: int) -> Batch:

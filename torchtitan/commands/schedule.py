@@ -6,23 +6,22 @@ With --job.config_file (and options of a job after it) the numbers are those of 
 
 import argparse
 import dataclasses
-import re
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from torchtitan.commands.check import fewest_ranks
+from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.schedule_plot import draw_schedule
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
-from torchtitan.config.options import ConfigError, hint
+from torchtitan.config.options import ConfigError
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.core.errors import JobError
 from torchtitan.metrics.plot import check_format
 from torchtitan.parallelisms.pipeline.actions import Table, load_schedule_csv, merged, num_stages_of, to_csv
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES, schedule_traits
-from torchtitan.parallelisms.pipeline.simulator import EVEN, Costs, Simulation, simulate
+from torchtitan.parallelisms.pipeline.simulator import Costs, Simulation, simulate
 from torchtitan.parallelisms.pipeline.tables import build_table
 from torchtitan.process.ranks import likely_device
 from torchtitan.rules import Facts, check
@@ -82,8 +81,8 @@ class Question:
 
 
 def main(argv: list[str]) -> int:
-    options, rest = parse(argv)
-    question = ask(options, rest)
+    options, job_args = parse_command("schedule", argv)
+    question = ask(options, job_args)
     check_format(options.out, "--out")
     for option in ("out", "write_csv"):
         check_file(option, getattr(options, option))
@@ -115,7 +114,7 @@ def check_file(option: str, path: Path | None) -> None:
         return
     if fault := unwritable(path.parent) or _no_file(path):
         allowed, why = fault
-        raise JobError(f"--{option}: given {str(path)!r}; allowed: {allowed}; {why}; name another")
+        raise JobError(f"--{option.replace('_', '-')}: given {str(path)!r}; allowed: {allowed}; {why}; name another")
 
 
 def _no_file(path: Path) -> tuple[str, str] | None:
@@ -123,73 +122,6 @@ def _no_file(path: Path) -> tuple[str, str] | None:
         return ("a file", "it is a folder") if path.is_dir() else None
     except OSError as error:
         return "a file", error.strerror or str(error)
-
-
-# The question
-
-
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options of this command, and what is left for the job."""
-    parser = argparse.ArgumentParser(
-        prog="torchtitan schedule",
-        description="Simulate a pipeline schedule, compare it with the others and draw it.",
-        epilog="With --job.config_file job.toml, and options of a job after it, what is not given here is the job's.",
-        allow_abbrev=False,
-    )
-    number: dict[str, Any] = {"type": _count, "metavar": "N"}
-    parser.add_argument("--pp", **number, help="pipeline ranks, at least 2 (default 4)")
-    parser.add_argument("--microbatches", **number, help="microbatches of a local batch (default 4 a rank)")
-    parser.add_argument("--schedule", help=f"one of {', '.join(SCHEDULES)} (default 1F1B)")
-    parser.add_argument(
-        "--chunks", dest="stages_per_rank", **number, help="stages per rank (default: the schedule's usual number)"
-    )
-    parser.add_argument("--csv", help="a table of your own instead: a row per rank, cells like 0F0, 1I3, 1W3, 2B1")
-    costs = "times of forward, input gradient and weight gradient of a rank's layers (default 1:1:1)"
-    parser.add_argument("--costs", type=_costs, default=EVEN, metavar="F:I:W", help=costs)
-    parser.add_argument("--p2p", type=_time, default=Fraction(0), metavar="T", help="time of a message (default 0)")
-    overlap = "overlap DualPipeV's pairs, which then take this part of F + B (default: F, then B)"
-    parser.add_argument("--overlap", type=_share, metavar="X", help=overlap)
-    merge = "run I and W as one, as recompute needs it (a job that recomputes does)"
-    parser.add_argument("--merge_backward", action="store_true", help=merge)
-    parser.add_argument("--out", type=Path, default=Path("schedule.png"), help="a .png or .svg (default schedule.png)")
-    parser.add_argument(
-        "--write_csv", type=Path, metavar="FILE", help="also write the table, e.g. to change it by hand"
-    )
-    options, rest = parser.parse_known_args(argv)
-    for name in (word.partition("=")[0] for word in rest if word.startswith("--")):
-        if "." not in name:  # those of a job have a section
-            parser.error(f"no option {name}; {hint(name, [f'--{known}' for known in vars(options)])}".rstrip("; "))
-    if options.csv and options.schedule:
-        parser.error("--csv and --schedule: give one of the two")
-    if options.pp == 1:
-        parser.error("--pp: given 1; allowed: at least 2, for there to be a schedule")
-    return options, rest
-
-
-def _count(text: str) -> int:
-    if text.isascii() and text.isdecimal() and 1 <= int(text) <= 4096:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a whole number from 1 to 4096")
-
-
-def _time(text: str) -> Fraction:
-    if re.fullmatch(r"([0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9})", text):
-        return Fraction(text)
-    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number of 0 or more, like 1 or 0.25")
-
-
-def _costs(text: str) -> Costs:
-    times = [_time(part) for part in text.split(":")]
-    if len(times) == 3 and times[0] > 0:
-        return Costs(*times)
-    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: three numbers F:I:W, of which F > 0, e.g. 1:1.2:0.8")
-
-
-def _share(text: str) -> Fraction:
-    share = _time(text)
-    if 0 < share <= 1:
-        return share
-    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number above 0, at most 1")
 
 
 def ask(options: argparse.Namespace, job: list[str]) -> Question:
@@ -216,7 +148,7 @@ def ask(options: argparse.Namespace, job: list[str]) -> Question:
         stages_per_rank=stages_per_rank,
         csv=csv,
         merge_backward=merge_backward,
-        costs=options.costs,
+        costs=Costs(*options.costs),
         p2p=options.p2p,
         overlap=options.overlap,
         layers=unequal_layers(facts) if job and not options.stages_per_rank else (),

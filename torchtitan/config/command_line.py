@@ -1,5 +1,6 @@
-"""The words of a command line -> the job's files, and the options said beside them."""
+"""The arguments of a command line: the files of a job, and the options that change it."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torchtitan.config.layers import COMMAND_LINE, Layer, joined_entries, layer_of
@@ -18,11 +19,34 @@ from torchtitan.config.options import (
 from torchtitan.config.renames import Moved, renamed
 from torchtitan.core.presets import jobs
 
-_WORDS_FOR_THE_JOB = dict.fromkeys(("config", "config_file", "config-file", "job.config"), "job.config_file")
+_ALIASES = dict.fromkeys(("config", "config_file", "config-file", "job.config"), "job.config_file")
 
 
 def _is_job(word: str) -> bool:
     return not word.startswith("-") and (word.endswith(".toml") or word in jobs())
+
+
+def split_job_options(argv: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Split the arguments of a command into options of a job, each with its value, and all others."""
+    job_options: list[str] = []
+    command_arguments: list[str] = []
+    remaining = list(argv)
+    while remaining:
+        argument = remaining.pop(0)
+        is_job_option = argument.startswith("--") and "." in argument.partition("=")[0]
+        (job_options if is_job_option else command_arguments).append(argument)
+        if is_job_option and _value_follows(argument, remaining):
+            job_options.append(remaining.pop(0))
+    return job_options, command_arguments
+
+
+def _value_follows(argument: str, remaining: list[str]) -> bool:
+    """Return True if the first of the remaining arguments is the value of this option."""
+    name, equals, _ = argument[2:].partition("=")
+    key = name.replace("-", "_")
+    if equals or not remaining or _positive(key):
+        return False
+    return remaining[0].lower() in YES_OR_NO if _is_flag(key) else not remaining[0].startswith("--")
 
 
 def parse_arguments(argv: list[str]) -> tuple[list[str], Layer]:
@@ -43,15 +67,12 @@ def parse_arguments(argv: list[str]) -> tuple[list[str], Layer]:
             faults.append(Fault(COMMAND_LINE, "", show(word), "--section.key value", hint(word, jobs()) or remedy))
             continue
         key, equals, text = word[2:].partition("=")
-        key = _WORDS_FOR_THE_JOB.get(key, key).replace("-", "_")
-        value: Any = text if equals else None
-        positive = _positive(key)
-        if positive and not equals:
-            key, value = positive, False
+        key = _ALIASES.get(key, key).replace("-", "_")
+        value: Any = text if equals else rest.pop(0) if _value_follows(word, rest) else None
+        if not equals and (flag := _positive(key)):
+            key, value = flag, False
         elif value is None and _is_flag(key):
-            value = rest.pop(0) if rest and rest[0].lower() in YES_OR_NO else True
-        elif value is None and rest and not rest[0].startswith("--"):
-            value = rest.pop(0)
+            value = True
         if value is None and (key in options() or free_table(key)):
             allowed = describe(options()[key].annotation) if key in options() else "an entry and its value"
             faults.append(Fault(COMMAND_LINE, key, "nothing", allowed, f"write --{key} VALUE"))

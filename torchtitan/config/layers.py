@@ -116,7 +116,8 @@ def assemble(values: Values, files: list[str]) -> JobConfig:
     """The job of values that have no faults."""
     if "training.steps" not in values and any(values.get(key) is not None for key in OTHER_ENDS):
         values = {**values, "training.steps": NO_LIMIT}
-    return _JOB.validate_json(json.dumps(nest({**values, "job.config_file": files})))
+    printable = [file.encode("utf-8", "backslashreplace").decode() for file in files]  # names may not be UTF-8
+    return _JOB.validate_json(json.dumps(nest({**values, "job.config_file": printable})))
 
 
 def nest(values: Values) -> dict[str, Any]:

@@ -203,6 +203,8 @@ FORMATS: dict[str, Format] = {
     ),
     "completion": Format(("text",), detectable=False),
 }
+QUESTION_FORMATS = ("chat", *(name for name, entry in FORMATS.items() if entry.question_field))
+"""Formats in which a trained model can be asked a question."""
 
 
 def detect_format(fields: Collection[str]) -> str | None:

@@ -1,0 +1,355 @@
+"""The options of every command. Needs no torch, so that help and shell completion are quick."""
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from os.path import expanduser
+from pathlib import Path
+from pkgutil import resolve_name
+
+from torchtitan.commands.command_parser import CommandParser, OneOf, number_above_0, whole_number
+from torchtitan.core.presets import jobs
+from torchtitan.process.ranks import likely_device
+
+FOLDER = "a run's dump_folder, a checkpoint, an export, or a Hugging Face folder"
+SHELLS = ("bash", "zsh", "fish")
+LARGEST_MULTIPLE = 2**16
+UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+SPEEDS = {
+    "inside": (350.0, "GB/s that a rank sends to ranks of the same machine"),
+    "outside": (45.0, "GB/s that a rank sends to other machines"),
+    "machine": (8, "ranks per machine"),
+    "tflops": (400.0, "TFLOP/s that a rank reaches: peak of its matrix products times MFU"),
+}
+"""Options of `estimate --traffic`: (default, help). Defaults: about eight H100 with NVLink, a network card each, and
+40 % MFU."""
+FORMS = {"hf": "a Hugging Face folder", "file": "one safetensors file", "ours": "an export of this project"}
+"""Targets of `convert`."""
+
+
+def parse_command(command: str, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of a command, and the arguments of a job. Raises JobError for wrong arguments."""
+    return parser_of(command).parse(argv)
+
+
+def parser_of(command: str) -> CommandParser:
+    """Return the parser of a command other than train, whose options are those of a job."""
+    return PARSERS[command]()
+
+
+def _check() -> CommandParser:
+    parser = CommandParser(
+        "check",
+        "Each job is checked by itself, with the options given. For a job without faults the memory of a rank is "
+        "predicted by `torchtitan estimate`, which takes seconds. Exit code: 0 if nothing is wrong, 2 otherwise.",
+        takes="job",
+    )
+    _add_ranks_and_device(parser)
+    parser.add_argument("--no-memory", action="store_true", help="do not predict the memory")
+    parser.add_argument("--upgrade", action="store_true", help="translate a job of torchtitan's TOML era")
+    eras = OneOf("torchtitan.config.upgrade:ERAS")
+    parser.add_argument("--from", dest="era", type=eras, metavar="ERA", help="era of the job for --upgrade")
+    parser.add_argument("--help-config", action="store_true", help="print all options of a job")
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of a job, for editors")
+    return parser
+
+
+def _add_ranks_and_device(parser: CommandParser) -> None:
+    ranks = "ranks of the job (default: the fewest that its parallel degrees allow)"
+    parser.add_argument("--world-size", type=whole_number(1), metavar="N", help=ranks)
+    device = "device of the ranks, which this machine need not have (default: what it has)"
+    parser.add_argument("--device", type=OneOf(("cpu", "cuda")), default=likely_device(), metavar="DEVICE", help=device)
+
+
+def _estimate() -> CommandParser:
+    parser = CommandParser("estimate", "Exit code: 0 if it fits or no limit is known, 1 if not, 2 for faults.", "job")
+    _add_ranks_and_device(parser)
+    memory = "memory of a rank, with a unit as in 80GiB (default: memory.limit, or this machine's GPU)"
+    parser.add_argument("--memory", type=_bytes, metavar="SIZE", help=memory)
+    remedies = "do not look for changes that make the job fit"
+    parser.add_argument("--no-remedies", action="store_true", help=remedies)
+    parser.add_argument("--traffic", action="store_true", help="also show what a rank sends per step, by mesh axis")
+    for name, (default, description) in SPEEDS.items():
+        kind = whole_number(1) if isinstance(default, int) else number_above_0
+        parser.add_argument(f"--{name}", type=kind, metavar="X", help=f"{description} (default {default:g})")
+    return parser
+
+
+def _bytes(text: str) -> float:
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([MGT]i?B)", text)
+    if match and float(match[1]) > 0:
+        return float(match[1]) * UNITS[match[2]]
+    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number with one of {', '.join(UNITS)}, as 80GiB")
+
+
+def _list() -> CommandParser:
+    parser = CommandParser("list", "Exit code: 2 if an installed package gives something that cannot be used.")
+    kinds = OneOf("torchtitan.commands.list:KIND_NAMES")
+    parser.add_argument("kinds", nargs="*", type=kinds, metavar="KIND", help=f"one of {', '.join(kinds.names)}")
+    return parser
+
+
+def _preview() -> CommandParser:
+    parser = CommandParser("preview", takes="job")
+    parser.add_argument("--samples", type=whole_number(1), default=2, metavar="N", help="samples (default 2)")
+    tokens = "tokens of each sample (default 200)"
+    parser.add_argument("--tokens", type=whole_number(1), default=200, metavar="N", help=tokens)
+    parser.add_argument("--ids", action="store_true", help="show the token ids below the text")
+    return parser
+
+
+def _schedule() -> CommandParser:
+    parser = CommandParser("schedule", "Without a job the options describe the pipeline.", takes="job")
+    count = whole_number(1, 4096)
+    parser.add_argument("--pp", type=whole_number(2, 4096), metavar="N", help="pipeline ranks (default 4)")
+    parser.add_argument("--microbatches", type=count, metavar="N", help="microbatches (default 4 per rank)")
+    table = parser.add_mutually_exclusive_group()
+    schedules = OneOf("torchtitan.parallelisms.pipeline.cut:SCHEDULES")
+    table.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(schedules.names)} (default 1F1B)")
+    table.add_argument("--csv", help="a table instead: a row per rank, cells like 0F0, 1I3, 1W3, 2B1")
+    chunks = "stages per rank (default: the schedule's usual number)"
+    parser.add_argument("--chunks", dest="stages_per_rank", type=count, metavar="N", help=chunks)
+    costs = "times of forward, input gradient and weight gradient of a rank's layers (default 1:1:1)"
+    parser.add_argument("--costs", type=_times, default=(Fraction(1),) * 3, metavar="F:I:W", help=costs)
+    parser.add_argument("--p2p", type=_time, default=Fraction(0), metavar="T", help="time of a message (default 0)")
+    overlap = "time of DualPipeV's overlapping pairs, as a fraction of F + B (default: they do not overlap)"
+    parser.add_argument("--overlap", type=_share, metavar="X", help=overlap)
+    merge = "run I and W as one, as recompute needs it"
+    parser.add_argument("--merge-backward", action="store_true", help=merge)
+    parser.add_argument("--out", type=Path, default=Path("schedule.png"), help=".png or .svg (default schedule.png)")
+    parser.add_argument("--write-csv", type=Path, metavar="FILE", help="also write the table")
+    return parser
+
+
+def _time(text: str) -> Fraction:
+    if re.fullmatch(r"([0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9})", text):
+        return Fraction(text)
+    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number of 0 or more, like 1 or 0.25")
+
+
+def _times(text: str) -> tuple[Fraction, ...]:
+    times = tuple(_time(part) for part in text.split(":"))
+    if len(times) == 3 and times[0] > 0:
+        return times
+    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: three numbers F:I:W, of which F > 0, e.g. 1:1.2:0.8")
+
+
+def _share(text: str) -> Fraction:
+    share = _time(text)
+    if 0 < share <= 1:
+        return share
+    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number above 0, at most 1")
+
+
+def _bench() -> CommandParser:
+    parser = CommandParser("bench", "Each combination runs in processes of its own and in a folder of its own.", "job")
+    sweep = "an option and its values, as training.seq_len=512,1024 or model=llama3.2/1B,qwen3/0.6B; may be repeated"
+    parser.add_argument("--sweep", action="append", default=[], metavar="KEY=VALUE,VALUE", help=sweep)
+    parser.add_argument("--ranks", type=whole_number(1), default=1, metavar="N", help="ranks per job (default 1)")
+    steps = "measured steps, after a first one (default 3)"
+    parser.add_argument("--steps", type=whole_number(1), default=3, metavar="N", help=steps)
+    timeout = "time limit of each combination (default 900)"
+    parser.add_argument("--timeout", type=number_above_0, default=900.0, metavar="SECONDS", help=timeout)
+    parser.add_argument("--out", default="bench.jsonl", help="file to append a JSON line each (default bench.jsonl)")
+    parser.add_argument("--plot", help="picture to draw, .svg or .png")
+    return parser
+
+
+def _prepare() -> CommandParser:
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parser = CommandParser("prepare", "With a job: tokenize what the job would tokenize before it starts.", takes="job")
+    datasets = OneOf(lambda: [name for name in resolve_name("torchtitan.datasets:DATASETS") if name != "tokens"])
+    parser.add_argument("--dataset", default="text", type=datasets, metavar="NAME", help="dataset (default text)")
+    parser.add_argument("--dataset-path", type=expanduser, help="file, folder or glob; a name for dataset huggingface")
+    parser.add_argument("--text-field", default="text", help="field with text, ids or segments (default text)")
+    parser.add_argument("--tokenizer-path", type=expanduser, help="tokenizer's file or folder, or the word bytes")
+    parser.add_argument("--output", type=expanduser, help="folder to write")
+    workers = f"tokenizing processes (default {cpus})"
+    parser.add_argument("--workers", type=whole_number(1), default=cpus, metavar="N", help=workers)
+    policies = OneOf(("stop", "skip"))
+    parser.add_argument(
+        "--on-bad-data", default="stop", type=policies, metavar="{stop,skip}", help="for unreadable records"
+    )
+    parser.add_argument("--verify", type=expanduser, metavar="FOLDER", help="only compare the checksums of a folder")
+    return parser
+
+
+def _generate() -> CommandParser:
+    parser = CommandParser("generate", takes="options")
+    parser.add_argument("--prompt", default="", help="text to continue (default: the beginning of a document)")
+    parser.add_argument("--prompt-file", metavar="FILE", help="file with the text; - is stdin")
+    parser.add_argument("--ranks", type=whole_number(1), default=1, metavar="N", help="devices (default 1)")
+    _add_sampling(parser, max_new_tokens=200, temperature=0.8)
+    return parser
+
+
+def _chat() -> CommandParser:
+    parser = CommandParser("chat", "Reads questions line by line from the terminal or stdin.", takes="options")
+    parser.add_argument("--system", help="system message of every conversation")
+    formats = OneOf(lambda: resolve_name("torchtitan.datasets.formats:QUESTION_FORMATS"))
+    parser.add_argument("--format", type=formats, metavar="NAME", help="format of questions (default: the job's)")
+    parser.add_argument("--apart", action="store_true", help="each line begins a new conversation")
+    _add_sampling(parser, max_new_tokens=500, temperature=0.0)
+    return parser
+
+
+def _add_sampling(parser: CommandParser, max_new_tokens: int, temperature: float) -> None:
+    """Add the options of a command that generates text, with these defaults."""
+    _add_checkpoint(parser)
+    length = f"most tokens to generate (default {max_new_tokens})"
+    parser.add_argument("--max-new-tokens", type=whole_number(1), default=max_new_tokens, metavar="N", help=length)
+    heat = f"0 takes the likeliest token (default {temperature:g})"
+    parser.add_argument("--temperature", type=_temperature, default=temperature, metavar="T", help=heat)
+    top = "choose among this many tokens; 0: all (default 50)"
+    parser.add_argument("--top-k", type=whole_number(0), default=50, metavar="K", help=top)
+    parser.add_argument("--seed", type=whole_number(0), default=0, metavar="N", help="seed of the choice (default 0)")
+
+
+def _temperature(text: str) -> float:
+    try:
+        if 0 <= float(text) < 2**63:  # so not NaN
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number >= 0")
+
+
+def _add_checkpoint(parser: CommandParser) -> None:
+    """Add the options of a command that reads a run's weights."""
+    parser.add_argument("folder", help=FOLDER)
+    parser.add_argument("--config", help="the job, if the folder has no config.toml")
+    best = "take the best checkpoint of a run (checkpoint.best_metric) instead of the newest"
+    parser.add_argument("--best", action="store_true", help=best)
+
+
+def _evaluate() -> CommandParser:
+    parser = CommandParser("evaluate", takes="options")
+    _add_checkpoint(parser)
+    samples = "segments, in whole documents, or documents per task; 0: all (default)"
+    parser.add_argument("--samples", type=whole_number(0), default=0, metavar="N", help=samples)
+    tasks = "lm-eval tasks to answer instead: a task's YAML file, or a folder of them"
+    parser.add_argument("--tasks", metavar="PATH", help=tasks)
+    sizes = "entries of a cache, separated by commas; 0: without (default: 0 and the job's)"
+    parser.add_argument("--cache-sizes", type=_sizes, metavar="N,N", help=sizes)
+    parser.add_argument("--out", help="JSON file to write")
+    parser.add_argument("--plot", help="picture to draw, .svg or .png")
+    return parser
+
+
+def _sizes(text: str) -> list[int]:
+    return [whole_number(0)(part) for part in text.split(",")]
+
+
+def _convert() -> CommandParser:
+    parser = CommandParser("convert", "Options of a job name the model if nothing next to the weights does.", "options")
+    parser.add_argument("source", help="a run, a checkpoint, an export, a folder or a safetensors file")
+    parser.add_argument("target", help="folder to write, or file if the name ends in .safetensors")
+    forms = "; ".join(f"{name}: {description}" for name, description in FORMS.items())
+    kind = f"{forms} (default: ours for a Hugging Face source, else hf)"
+    parser.add_argument("--to", type=OneOf(FORMS), metavar="{hf,file,ours}", help=kind)
+    tokens = "special tokens to add; their rows are the mean of the others"
+    parser.add_argument("--add-tokens", nargs="+", default=[], metavar="TOKEN", help=tokens)
+    parser.add_argument("--eos-token", metavar="TOKEN", help="token that ends a document; may be a new one")
+    multiple = "round the rows of the vocabulary up to a multiple of N; 1 drops rows without a token"
+    parser.add_argument("--vocab-multiple", type=whole_number(1, LARGEST_MULTIPLE), metavar="N", help=multiple)
+    _add_dtype(parser, "dtype of the weights (default: unchanged)")
+    return parser
+
+
+def _add_dtype(parser: CommandParser, description: str) -> None:
+    dtypes = OneOf(("float32", "bfloat16", "float16"))
+    parser.add_argument("--dtype", type=dtypes, metavar="{float32,bfloat16,float16}", help=description)
+
+
+def _export() -> CommandParser:
+    parser = CommandParser("export", "Without --merge, the adapter alone is written. Exit code: 1 if the copy differs.")
+    _add_checkpoint(parser)
+    parser.add_argument("--to", required=True, metavar="FOLDER", help="folder to write, which must not exist")
+    parser.add_argument("--merge", action="store_true", help="write the whole model, an adapter merged into it")
+    _add_dtype(parser, "dtype of the merged weights (default: training.dtype of the run)")
+    base = "quantized base to merge into: the original weights (default), or those that the run computed with"
+    bases = OneOf(("original", "unpacked"))
+    parser.add_argument("--merge-base", type=bases, default="original", metavar="{original,unpacked}", help=base)
+    return parser
+
+
+def _import() -> CommandParser:
+    parser = CommandParser(
+        "import",
+        "The job is printed as TOML, with everything that has another meaning here in comments at its head. Exit code: "
+        "0 if the job can start, 2 if a flag has no meaning here or the job cannot start.",
+    )
+    sources = OneOf("torchtitan.importers:SOURCES")
+    parser.add_argument("--from", dest="source", type=sources, metavar="SOURCE", help="reader (default: by the script)")
+    ranks = "ranks of the job (default: what the line says)"
+    parser.add_argument("--world-size", type=whole_number(1), metavar="N", help=ranks)
+    parser.add_argument("--run", action="store_true", help="write the job into its folder as imported.toml, and run it")
+    line = "the command line, quoted or as separate words, or an options file and further flags"
+    parser.add_argument("line", nargs=argparse.REMAINDER, metavar="COMMAND LINE", help=line)
+    readers = resolve_name("torchtitan.importers:SOURCES").items()
+    parser.epilog = "Sources: " + "; ".join(f"{name}, {reader}: {reader.description}" for name, reader in readers)
+    return parser
+
+
+def _plot() -> CommandParser:
+    parser = CommandParser("plot")
+    parser.add_argument("folder", type=Path, help="a run's dump_folder, or its metrics.jsonl")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="file to draw into: .html, .svg or .png")
+    return parser
+
+
+def _checkpoints() -> CommandParser:
+    parser = CommandParser("checkpoints")
+    parser.add_argument("folder", help="a run's dump_folder, or the folder of its checkpoints")
+    parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
+    return parser
+
+
+def _presets() -> CommandParser:
+    parser = CommandParser(
+        "presets",
+        "ls [WORD ...] lists the jobs whose heads have all the words; cat NAME prints a job; cp NAME [FILE] copies it "
+        "to a new FILE (default NAME.toml), with runs in outputs/FILE.",
+    )
+    actions = OneOf(("ls", "cat", "cp"))
+    parser.add_argument("action", type=actions, metavar="{ls,cat,cp}", help="what to do")
+    parser.add_argument("arguments", nargs="*", metavar="NAME", help=f"of {', '.join(jobs())}")
+    parser.add_argument("--model", metavar="FOLDER", help="cp: Hugging Face folder of the model to train")
+    parser.add_argument("--data", metavar="FILES", help="cp: records to train on: a file, a folder or a glob")
+    return parser
+
+
+def _init() -> CommandParser:
+    parser = CommandParser("init", "The job runs as it is, on text of Python's library.")
+    parser.add_argument("file", nargs="?", default="job.toml", help="file to write (default job.toml)")
+    return parser
+
+
+def _completion() -> CommandParser:
+    parser = CommandParser("completion", "The script holds all words; write it again after an update.")
+    parser.add_argument("shell", type=OneOf(SHELLS), metavar="{bash,zsh,fish}", help="the shell")
+    return parser
+
+
+PARSERS: dict[str, Callable[[], CommandParser]] = {
+    "check": _check,
+    "estimate": _estimate,
+    "list": _list,
+    "preview": _preview,
+    "schedule": _schedule,
+    "bench": _bench,
+    "prepare": _prepare,
+    "generate": _generate,
+    "evaluate": _evaluate,
+    "chat": _chat,
+    "import": _import,
+    "convert": _convert,
+    "plot": _plot,
+    "checkpoints": _checkpoints,
+    "export": _export,
+    "presets": _presets,
+    "init": _init,
+    "completion": _completion,
+}

@@ -1,0 +1,114 @@
+"""The parser of all commands: dashes in options, choices by name, options of a job among a command's own.
+
+Needs no torch, and imports a registry only when its names are asked for.
+"""
+
+import argparse
+import re
+import textwrap
+from collections.abc import Callable, Collection, Iterable
+from pkgutil import resolve_name
+from typing import Any, NoReturn
+
+from torchtitan.cli import COMMANDS
+from torchtitan.config.command_line import split_job_options
+from torchtitan.config.options import hint
+from torchtitan.core.errors import JobError
+
+JOB_HELP = "--section.key value  options of a job; torchtitan train --help lists its sections"
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Help whose lines do not break within the name of an option."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of one command.
+
+    `takes`: the arguments of a job that may stand among those of the command. "job": options of a job (--section.key)
+    and names of jobs. "options": options of a job. "": none. `details` follows the summary of the command in its help.
+    """
+
+    def __init__(self, command: str, details: str = "", takes: str = "") -> None:
+        summary = COMMANDS[command]
+        super().__init__(
+            prog=f"torchtitan {command}",
+            description=f"{summary[0].upper()}{summary[1:]}. {details}".strip(),
+            epilog=JOB_HELP if takes else None,
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
+        )
+        self.takes = takes
+        if takes == "job":
+            self.add_argument("job", nargs="*", metavar="JOB", help="a job's TOML file, or the name of a shipped job")
+            self.add_argument("--config", "--config-file", action="append", default=[], metavar="JOB", help="the same")
+
+    def parse(self, argv: Iterable[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return the options of the command, and the arguments of a job. Raises JobError for wrong arguments."""
+        job_options, arguments = split_job_options(argv) if self.takes else ([], list(argv))
+        arguments = [self._with_dashes(argument) for argument in arguments]
+        ends_in_remainder = any(action.nargs == argparse.REMAINDER for action in self._actions)
+        parse = self.parse_known_args if ends_in_remainder else self.parse_known_intermixed_args
+        options, unknown = parse(arguments)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            near = hint(name, self._option_string_actions)
+            self.error(f"no option {name}; {near}" if name.startswith("-") else f"one argument too many: {name}")
+        files = [*options.config, *options.job] if self.takes == "job" else []
+        return options, [*(word for file in files for word in ("--job.config_file", file)), *job_options]
+
+    def _with_dashes(self, argument: str) -> str:
+        """Return an argument with the dashes of its option, which may be spelled with underscores."""
+        name, equals, value = argument.partition("=")
+        dashed = name.replace("_", "-")
+        return f"{dashed}{equals}{value}" if dashed in self._option_string_actions else argument
+
+    def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ").rstrip("; ")
+        raise JobError(f"{self.prog}: {message}; {self.prog} --help lists the options")
+
+
+class OneOf:
+    """An argument type: one of some names.
+
+    `source`: the names, a function that returns them, or a registry as "module:NAME".
+    """
+
+    def __init__(self, source: str | Collection[str] | Callable[[], Collection[str]]) -> None:
+        self._source = source
+
+    @property
+    def names(self) -> list[str]:
+        source: Any = resolve_name(self._source) if isinstance(self._source, str) else self._source
+        return list(source() if callable(source) else source)
+
+    def __call__(self, text: str) -> str:
+        if text in self.names:
+            return text
+        near = hint(text, self.names)
+        raise argparse.ArgumentTypeError(f"given {text!r}; allowed: {', '.join(self.names)}; {near}".rstrip("; "))
+
+
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return an argument type: whole numbers of a range, both ends included."""
+    limits = f">= {least}" if most is None else f"from {least} to {most}"
+
+    def parse(text: str) -> int:
+        digits = text.removeprefix("-")
+        if digits.isascii() and digits.isdecimal() and least <= int(text) <= (2**63 - 1 if most is None else most):
+            return int(text)
+        raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a whole number {limits}")
+
+    return parse
+
+
+def number_above_0(text: str) -> float:
+    if re.fullmatch(r"[0-9]{1,9}(?:\.[0-9]{1,9})?", text) and float(text) > 0:
+        return float(text)
+    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number above 0")
