@@ -82,7 +82,7 @@ def test_a_checkpoint_of_torchtitan_gives_its_logits():
 @torch.no_grad()
 def test_all_forms_and_back(tmp_path, capsys):
     said = convert(capsys, THEIRS, tmp_path / "hf", *WORDS)
-    assert f"{THEIRS}/step-4 -> {tmp_path}/hf: llama3.1, 168,160 parameters, a folder of Hugging Face" in said
+    assert f"{THEIRS}/step-4 -> {tmp_path}/hf: llama3.1, 168,160 parameters, a Hugging Face folder" in said
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     assert_logits(theirs(torch.tensor(expected()["tokens"])).logits)
     convert(capsys, tmp_path / "hf", tmp_path / "ours")
