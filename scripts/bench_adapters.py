@@ -66,11 +66,14 @@ def share_of_flops(rank: int, words: Sequence[str] = ()) -> float:
 def merge_seconds(rank: int) -> list[float]:
     """For each billion bytes of matrices that something is folded into."""
     model, adapter = made("lora", rank)
-    size = sum(t.nbytes for name, t in model.state_dict().items() if name in adapter.frozen and ".w" in name) / 1e9
+    size = (
+        sum(t.nbytes for name, t in model.state_dict().items() if name in adapter.frozen_parameters and ".w" in name)
+        / 1e9
+    )
     seconds = []
     for _ in range(5):
         started = time.perf_counter()
-        for value in adapter.merged([model]).values():
+        for value in adapter.merged_tensors([model]).values():
             value.detach()
         seconds.append((time.perf_counter() - started) / size)
     return seconds

@@ -31,8 +31,8 @@ def weights() -> torch.Tensor:
 
 def ours(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [ROWS, COLUMNS], and the weights as they are computed with."""
-    parts = NF4().pack(weight.unflatten(1, (-1, 64)), weight.abs().amax(1))
-    return codes_of(parts[0]), NF4().unpack(*parts, dtype=torch.float32)
+    parts = NF4().quantize(weight.unflatten(1, (-1, 64)), weight.abs().amax(1))
+    return codes_of(parts[0]), NF4().dequantize(*parts, dtype=torch.float32)
 
 
 def codes_of(both: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,7 @@ def hit_rates(model: Any, plan: Any, batches: Iterable[dict[str, torch.Tensor]],
     cache = dataclasses.replace(cache, retrieval_map=every, attention_layers=[layers - 1], track_hits=True)
     installed = Neurocache(Adapter(kind="neurocache", neurocache=cache))
     installed.install(remembering, plan)
-    initialize(remembering, 0, remembering.init_rule, names=installed.fresh)
+    initialize(remembering, 0, remembering.init_rule, names=installed.added_parameters)
     remembering.loss = SummedCrossEntropy(1)
     remembering.train()
     remembering.memory.hits = noted = Noted()

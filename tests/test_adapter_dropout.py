@@ -11,7 +11,7 @@ from tests.support.adapted import learn_something
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from torchtitan.adapters.lora import LoRA
-from torchtitan.adapters.low_rank import place_of
+from torchtitan.adapters.low_rank import dropout_key
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
@@ -45,9 +45,9 @@ def test_only_what_a_reads_is_dropped():
     masks = []
     for name, y in made.items():
         linear = model.get_submodule(f"layers.0.attention.{name}")
-        drop = Dropout(0.25, place_of(f"layers.3.attention.{name}"))  # the layer is in the keys
+        drop = Dropout(0.25, dropout_key(f"layers.3.attention.{name}"))  # the layer is in the keys
         masks.append(drop(torch.ones_like(x), keys))
-        learned = F.linear(F.linear(x * masks[-1], linear.lora_A), linear.lora_B) * linear.low_rank.scale
+        learned = F.linear(F.linear(x * masks[-1], linear.lora_A), linear.lora_B) * linear.settings.scale
         torch.testing.assert_close(y, F.linear(x, linear.weight) + learned, rtol=1e-5, atol=1e-4)
     # 6144 pairs of draws with p = 1/4 agree in 5/8 of the cases, give or take 0.006
     assert ((masks[0] == 0) == (masks[1] == 0)).double().mean().item() == pytest.approx(0.625, abs=0.03)

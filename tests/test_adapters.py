@@ -154,9 +154,11 @@ def test_what_is_trained_beside_the_adapter():
         model = MODELS["llama3"].build(SIZES["llama3"]["debugmodel"])
     adapter = ScaleAdapter(Options(kind="scale", train_fully=["norm.*", "*.0.attention_norm.*"]))
     adapter.install(model, MODELS["llama3"].plan)
-    beside = {name for name, p in model.named_parameters() if p.requires_grad} - adapter.fresh
+    beside = {name for name, p in model.named_parameters() if p.requires_grad} - adapter.added_parameters
     assert beside == {"norm.weight", "layers.0.attention_norm.weight"}
-    assert adapter.frozen == {name for name, _ in model.named_parameters()} - beside - adapter.fresh
+    assert (
+        adapter.frozen_parameters == {name for name, _ in model.named_parameters()} - beside - adapter.added_parameters
+    )
     of = SIZES["llama3"]["debugmodel"].num_parameters + 6  # blocks
     assert adapter.describe() == f"scale: {6 + 2 * 256} of {of:,} parameters trained ({51800 / of:.2g} %)"
 
@@ -203,9 +205,9 @@ def test_an_adapter_without_a_layout_of_its_own_is_neither_read_nor_written(tmp_
     adapter = ScaleAdapter(Options(kind="scale"))
     adapter.install(model, MODELS["llama3"].plan)
     form = MODELS["llama3"].hf.form(model.args)
-    with pytest.raises(JobError, match="'scale' has no layout of its own; write the whole model"):
+    with pytest.raises(JobError, match="'scale' has no folder format; write the whole model"):
         adapter.write_folder(tmp_path / "adapter", form, {}, "")
-    with pytest.raises(JobError, match="'scale' has no layout of its own"):
+    with pytest.raises(JobError, match="'scale' has no folder format"):
         adapter.read_folder(tmp_path, form)
 
 

@@ -224,7 +224,7 @@ def with_first_weights(row: Combination) -> torch.nn.Module:
     initialize(model, 7, model.init_rule)
     draw_stores(model, 7, model.init_rule)
     if adapter is not None:
-        adapter.follow_base([model])
+        adapter.init_from_base([model])
         learn_something(model.named_parameters())
     return model
 

@@ -72,7 +72,7 @@ def written_out(q, k, v, documents, seen=torch.tril):
     return scores.softmax(-1) @ v
 
 
-def whole_tensors(heads, kv_heads, dtype, value_dim=HEAD_DIM):
+def full_tensors(heads, kv_heads, dtype, value_dim=HEAD_DIM):
     """q, k, v and the output's gradient; document ids with a document that ends inside the first rank's share, one
     longer than a share, and one of a single token."""
     make = torch.Generator().manual_seed(0)
@@ -99,7 +99,7 @@ def attend_and_compare(ranks, method, balance, cases, kernel=AttentionKernel, re
     errors = {}
     for case in cases:
         heads, kv_heads, value_dim, dtype, with_documents = case
-        *qkv, grad, documents = whole_tensors(heads, kv_heads, dtype, value_dim)
+        *qkv, grad, documents = full_tensors(heads, kv_heads, dtype, value_dim)
         documents = documents if with_documents else None
         exact = [x.double().requires_grad_() for x in qkv]
         expected = reference(*exact, documents)
@@ -230,7 +230,7 @@ def batch(documents):
     whole = {"tokens": tokens[:, :-1], "labels": labels}
     whole["positions"] = torch.arange(SEQ_LEN).expand(SAMPLES, -1)
     if documents:
-        ids = whole_tensors(1, 1, torch.float32)[-1]
+        ids = full_tensors(1, 1, torch.float32)[-1]
         first = torch.searchsorted(ids, ids)  # of each token's document: restart positions there
         whole |= {"document_ids": ids, "positions": whole["positions"] - first}
     return whole
@@ -324,7 +324,7 @@ class Traffic(TorchDispatchMode):
 
 def measure_traffic(ranks, method, dtype):
     kernel, layout, rank = parallel_kernel(ranks, method, True), sequence_layout(ranks, method, True), dist.get_rank()
-    *qkv, grad, documents = whole_tensors(4, 2, dtype)
+    *qkv, grad, documents = full_tensors(4, 2, dtype)
     local = [layout.share(x, rank, dim=2).requires_grad_() for x in qkv]
     with Traffic(ranks) as prepared:
         mask = kernel.prepare(tokens_of(local[0], layout.share(documents, rank)))
@@ -404,7 +404,7 @@ def test_shards_make_up_the_sequence(method):
 
 
 def region_gradients(dtype, documents, device="cpu"):
-    q, k, v, grad, ids = (x.to(device) for x in whole_tensors(4, 2, dtype))
+    q, k, v, grad, ids = (x.to(device) for x in full_tensors(4, 2, dtype))
     q, grad, query_ids = q[:, :, 12:].requires_grad_(), grad[:, :, 12:], ids[:, 12:]
     regions = SequenceLayout(2, headtail=False).seen_in_sequence(1, 12)
     k.requires_grad_(), v.requires_grad_()
@@ -466,7 +466,7 @@ def attend_by_block_mask(balance):
     mesh, rank, layout = init_device_mesh("cpu", (2,)), dist.get_rank(), SequenceLayout(2, balance)
     holder = Holder(DenseFlex())
     apply_context_parallel(holder, mesh, "allgather", balance)
-    q, k, v, _, documents = whole_tensors(4, 2, torch.float64)
+    q, k, v, _, documents = full_tensors(4, 2, torch.float64)
     local = [layout.share(x, rank, dim=2) for x in (q, k, v)]
     y = holder.kernel(*local, holder.kernel.prepare(tokens_of(local[0], layout.share(documents, rank))))
     return relative_error(y, layout.share(written_out(q, k, v, documents), rank, dim=2))

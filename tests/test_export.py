@@ -198,7 +198,7 @@ def test_another_base_is_refused(tmp_path, texts, capsys):
 def test_what_is_not_the_runs_keeps_another_name(tmp_path, texts, bases, capsys, monkeypatch):
     run = trained(tmp_path / "run", texts, bases["llama3"], adapter__kind="lora")
     assert export(run, tmp_path / "whole", "--merge") == 0
-    monkeypatch.setattr(LowRankLinear, "folded", lambda self, name, value: value)
+    monkeypatch.setattr(LowRankLinear, "merged_weight", lambda self, name, value: value)
     assert export(run, tmp_path / "wrong", "--merge") == 1
     assert "NOT what the run has" in capsys.readouterr().err
     assert not (tmp_path / "wrong").exists() and (tmp_path / "wrong.unverified" / "config.json").exists()

@@ -50,7 +50,7 @@ def drawn(seed=0, prepare=lambda model: None):
     return model
 
 
-def whole_tensors(model):
+def full_tensors(model):
     return {clean_name(name): full(p.detach()) for name, p in model.named_parameters()}
 
 
@@ -84,7 +84,7 @@ def replicated_and_sharded(model):
 
 def shards(prepare):
     model = drawn(prepare=prepare)
-    return whole_tensors(model), [tuple(p.to_local().shape) for p in model.parameters()]
+    return full_tensors(model), [tuple(p.to_local().shape) for p in model.parameters()]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def shards(prepare):
     ],
 )
 def test_every_sharding_starts_from_the_same_bits(world_size, prepare):
-    expected = whole_tensors(drawn())
+    expected = full_tensors(drawn())
     answers = run_ranks(world_size, shards, prepare)
     for tensors, _ in answers:
         assert set(tensors) == set(expected)
@@ -167,10 +167,10 @@ def test_what_a_checkpoint_fills_is_not_drawn(tmp_path):
 
 
 def test_only_seed_name_and_shape_matter():
-    first = whole_tensors(drawn())
+    first = full_tensors(drawn())
     torch.manual_seed(123)
-    assert all(torch.equal(value, first[name]) for name, value in whole_tensors(drawn()).items())
-    other = whole_tensors(drawn(seed=1))
+    assert all(torch.equal(value, first[name]) for name, value in full_tensors(drawn()).items())
+    other = full_tensors(drawn(seed=1))
     assert not any(torch.equal(other[name], first[name]) for name in first if name != "short.bias")
     assert not torch.equal(first["wide.bias"][:7], first["vector"][:7])
     assert (first["short.bias"] == 0.5).all()
@@ -187,20 +187,20 @@ def test_names_are_those_without_wrappers():
         model.wide = checkpoint_wrapper(model.wide)
         model.short = torch.compile(model.short)
 
-    expected, wrapped = whole_tensors(drawn()), whole_tensors(drawn(prepare=wrap))
+    expected, wrapped = full_tensors(drawn()), full_tensors(drawn(prepare=wrap))
     assert all(torch.equal(wrapped[name], expected[name]) for name in expected)
     assert clean_name("layers.0._checkpoint_wrapped_module._orig_mod.wq.weight") == "layers.0.wq.weight"
     assert clean_name("_orig_mod") == "" and clean_name("output.weight") == "output.weight"
 
 
 def test_another_type_is_a_cast():
-    expected = whole_tensors(drawn())
-    low = whole_tensors(drawn(prepare=lambda model: model.to(torch.bfloat16)))
+    expected = full_tensors(drawn())
+    low = full_tensors(drawn(prepare=lambda model: model.to(torch.bfloat16)))
     assert all(torch.equal(low[name], expected[name].bfloat16()) for name in expected)
 
 
 def test_distribution():
-    values = whole_tensors(drawn())["wide.weight"].flatten().double() / 0.02
+    values = full_tensors(drawn())["wide.weight"].flatten().double() / 0.02
     assert values.abs().max() <= 3
     # moments of a standard normal cut at 3: variance 1 - 6 phi(3) / (2 Phi(3) - 1)
     variance = 1 - 6 * math.exp(-4.5) / math.sqrt(2 * math.pi) / math.erf(3 / math.sqrt(2))
@@ -212,7 +212,7 @@ def test_distribution():
 
 
 def test_blocks_are_not_copies_of_each_other():
-    rows = whole_tensors(drawn())["wide.weight"]
+    rows = full_tensors(drawn())["wide.weight"]
     per_block = initialization.BLOCK_ELEMENTS // 1000
     assert not torch.equal(rows[:per_block], rows[per_block : 2 * per_block])
 

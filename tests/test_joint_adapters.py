@@ -31,7 +31,7 @@ def adapted(options, kind=LoRA):
     theirs = twin(GPT2LMHeadModel, GPT2Config, model, HF, torch.float64)
     adapter = kind(options)
     adapter.install(model, PLAN)
-    initialize(model, 0, model.init_rule, names=adapter.fresh)
+    initialize(model, 0, model.init_rule, names=adapter.added_parameters)
     learn_something(model.named_parameters())
     return model, theirs, adapter
 
@@ -67,7 +67,7 @@ def test_a_pair_beside_the_whole_is_read_as_three(tmp_path):
     learn_something(theirs.named_parameters())
     theirs.save_pretrained(tmp_path)
     state = peft_folder.load(tmp_path, options, FORM, shapes_of(fresh_tensors(model, adapter)))
-    adapter.begin_from([model], state)
+    adapter.load_tensors([model], state)
     torch.testing.assert_close(
         model(tokens_for(ARGS)), theirs.eval()(tokens_for(ARGS)).logits, rtol=1e-6, atol=1e-6
     )  # peft keeps its matrices in float32

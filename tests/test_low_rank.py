@@ -24,8 +24,8 @@ from tests.support.pool import run_ranks
 from torchtitan.adapters import ADAPTERS, peft_config, peft_folder
 from torchtitan.adapters.dora import DoRA
 from torchtitan.adapters.lora import LoRA
-from torchtitan.adapters.low_rank import candidates, plus_product, sizes_of
-from torchtitan.adapters.targets import OF_LINEARS
+from torchtitan.adapters.low_rank import adaptable_modules, add_product, linear_shape
+from torchtitan.adapters.targets import LINEAR_ONLY_KINDS
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
@@ -48,23 +48,23 @@ def learned(family, args, options, seed=0):
     adapter = KINDS[options.kind](options)
     adapter.install(model, MODELS[family].plan)
     initialize(model, seed, model.init_rule)
-    adapter.follow_base([model])
+    adapter.init_from_base([model])
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name in adapter.fresh:
+            if name in adapter.added_parameters:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return model.eval(), adapter
 
 
 def plain_copy(model, adapter, family):
     plain = MODELS[family].build(model.args)
-    plain.load_state_dict({n: t for n, t in model.state_dict().items() if n not in adapter.fresh})
+    plain.load_state_dict({n: t for n, t in model.state_dict().items() if n not in adapter.added_parameters})
     return plain
 
 
 def fresh_tensors(model, adapter):
-    return {name: tensor.detach() for name, tensor in model.state_dict().items() if name in adapter.fresh}
+    return {name: tensor.detach() for name, tensor in model.state_dict().items() if name in adapter.added_parameters}
 
 
 CASES = [
@@ -225,7 +225,7 @@ def test_no_adapter_is_refused(tmp_path):
     save_file({}, tmp_path / peft_folder.WEIGHTS)
     with pytest.raises(JobError, match="holds no JSON object"):
         peft_folder.load(tmp_path, options, form, {})
-    (tmp_path / peft_folder.CONFIG).write_text(json.dumps(peft_config.of_options(options)))
+    (tmp_path / peft_folder.CONFIG).write_text(json.dumps(peft_config.config_entries(options)))
     for name in (peft_folder.WEIGHTS, peft_folder.CONFIG):  # a pipe would be waited for
         (tmp_path / name).unlink()
         os.mkfifo(tmp_path / name)
@@ -242,17 +242,17 @@ def test_folding_in_does_not_change_the_function(family, args, kind):
     options = Options(kind=kind, rank=4, target=["*attention*"] if kind == "dora" else ["all-linear", "output"])
     model, adapter = learned(family, args, options)
     model, plain = model.double(), MODELS[family].build(args).double()
-    plain.load_state_dict({name: value.detach() for name, value in adapter.merged([model]).items()})
+    plain.load_state_dict({name: value.detach() for name, value in adapter.merged_tensors([model]).items()})
     torch.testing.assert_close(plain.eval()(TOKENS), model(TOKENS), rtol=1e-10, atol=1e-10)
 
 
 def folded_on_ranks(kind, degrees):
-    """Of an adapted model under a plan, what it folds into, whole."""
+    """Of an adapted model under a plan, what it mergeable into, whole."""
     from tests.combinations import Combination
     from tests.test_combinations import assembled
 
     model = assembled(Combination(adapter=kind, precision="float64", **degrees))
-    return {name: full(tensor.detach()).numpy() for name, tensor in model.adapter.merged(model.parts).items()}
+    return {name: full(tensor.detach()).numpy() for name, tensor in model.adapter.merged_tensors(model.parts).items()}
 
 
 PLANS = [
@@ -285,15 +285,15 @@ def reference_folded(kind, degrees):
     row = Combination(adapter=kind, precision="float64", **degrees)
     model, _, adapter = build_adapted(row)
     initialize(model, 7, model.init_rule)
-    adapter.follow_base([model])
+    adapter.init_from_base([model])
     learn_something(model.named_parameters())
-    return {name: value.detach() for name, value in adapter.merged([model]).items()}
+    return {name: value.detach() for name, value in adapter.merged_tensors([model]).items()}
 
 
 def test_what_is_added_up_in_bfloat16_is_rounded_once():
     weight, left, right = (torch.randn(shape).bfloat16() for shape in ((32, 24), (32, 4), (4, 24)))
     exact = weight.double() + 0.5 * (left.double() @ right.double())
-    assert torch.equal(plus_product(weight, left, right, 0.5), exact.float().bfloat16())
+    assert torch.equal(add_product(weight, left, right, 0.5), exact.float().bfloat16())
 
 
 @pytest.mark.parametrize("family", SIZES)
@@ -303,7 +303,7 @@ def test_names_and_sizes_are_known_without_the_model(family):
             continue
         with torch.device("meta"):
             model = MODELS[family].build(args)
-        assert {name: sizes_of(module) for name, module in candidates(model)} == linears(args), flavor
+        assert {name: linear_shape(module) for name, module in adaptable_modules(model)} == linears(args), flavor
         assert {name for name, _ in model.named_parameters(remove_duplicate=False)} == set(parameters(args)), flavor
 
 
@@ -361,7 +361,7 @@ def test_faults(words, said):
     assert said in fault
 
 
-@pytest.mark.parametrize("kind", OF_LINEARS)
+@pytest.mark.parametrize("kind", LINEAR_ONLY_KINDS)
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek"])
 def test_stacks_of_experts_are_refused_by_name(kind, model):
     (fault,) = lines(
@@ -396,13 +396,16 @@ def test_folder_of_peft_says_what_it_is(tmp_path):
 @pytest.mark.parametrize(
     "options, said",
     [
-        (dict(train_fully=["norm.weight"]), r"trained beside it \(norm.weight\); write the whole model"),
-        (dict(train_dense_rest=True), r"beside it \(layers.\*.attention_norm.weight, .*tok_embeddings.weight\); write"),
+        (dict(train_fully=["norm.weight"]), r"trained too \(norm.weight\); write the whole model"),
+        (
+            dict(train_dense_rest=True),
+            r"trained too \(layers.\*.attention_norm.weight, .*tok_embeddings.weight\); write",
+        ),
         (
             dict(lora_only=True),
-            r"a matrix, which this model has not \(adapter.lora_only\); write the whole model",
+            r"a matrix, which this model lacks \(adapter.lora_only\); write the whole model",
         ),
-        (dict(train_scaling=True), r"no strength that is learned \(adapter.train_scaling\); write the whole model"),
+        (dict(train_scaling=True), r"cannot hold a trained scale \(adapter.train_scaling\); write the whole model"),
     ],
     ids=str,
 )
@@ -410,14 +413,16 @@ def test_a_folder_that_would_lack_what_was_trained_is_refused(options, said, tmp
     args = tiny_decoders.LLAMA["llama3"]
     model, adapter = learned("llama3", args, Options(kind="lora", rank=4, **options))
     with pytest.raises(JobError, match=said):
-        adapter.write_folder(tmp_path / "adapter", MODELS["llama3"].hf.form(args), adapter.whole_tensors([model]), "")
+        adapter.write_folder(tmp_path / "adapter", MODELS["llama3"].hf.form(args), adapter.full_tensors([model]), "")
     assert not (tmp_path / "adapter").exists()
 
 
 def test_b_has_a_rate_of_its_own():
     """LoRA+: the schedule multiplies both rates, and the one that is logged is A's."""
     model, adapter = learned("llama3", tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, lr_ratio_b=16.0))
-    built = build_optimizers([model], name="AdamW", lr=1e-3, weight_decay=0.1, shared=SHARED, rate_of=adapter.rate_of)
+    built = build_optimizers(
+        [model], name="AdamW", lr=1e-3, weight_decay=0.1, shared=SHARED, rate_of=adapter.lr_multiplier
+    )
     schedulers = build_lr_schedulers(built.optimizers, LRSchedule(total_steps=10, warmup_steps=4))
     names = {parameter: name for name, parameter in model.named_parameters()}
     rates = {names[p][-1]: group["lr"] for group in built.param_groups for p in group["params"]}
@@ -425,20 +430,20 @@ def test_b_has_a_rate_of_its_own():
 
 
 def test_a_and_b_alone():
-    """Without the matrix that they stand beside: a model of low rank, which folds into a plain one."""
+    """Without the matrix that they stand beside: a model of low rank, which mergeable into a plain one."""
     args, options = tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, alpha=8.0, lora_only=True)
     model, adapter = learned("llama3", args, options)
     model, plain = model.double(), MODELS["llama3"].build(args).double()
-    plain.load_state_dict({name: value.detach() for name, value in adapter.merged([model]).items()})
+    plain.load_state_dict({name: value.detach() for name, value in adapter.merged_tensors([model]).items()})
     torch.testing.assert_close(plain.eval()(TOKENS), model(TOKENS), rtol=1e-10, atol=1e-10)
     linear = model.layers["0"].attention.wq
-    assert linear.weight is None and "layers.0.attention.wq.weight" in adapter.left_out
+    assert linear.weight is None and "layers.0.attention.wq.weight" in adapter.removed_shapes
     torch.testing.assert_close(plain.layers["0"].attention.wq.weight, 2.0 * linear.lora_B @ linear.lora_A)
     numbers = sum(p.numel() for p in model.parameters())
     assert adapter.num_parameters == numbers and adapter.num_trained == sum(
         p.numel() for p in model.parameters() if p.requires_grad
     )
-    spec, added = MODELS["llama3"], sum(math.prod(shape) for shape in adapter.shapes.values())
+    spec, added = MODELS["llama3"], sum(math.prod(shape) for shape in adapter.added_shapes.values())
     told = adapter.flops_per_token(spec.flops_per_token(args, 16), args.num_matmul_parameters, 16)
     attention = spec.flops_per_token(args, 16).full - 6 * args.num_matmul_parameters
     assert told.full == 6 * added + 4 * args.dim * args.vocab_size + attention, "the head is frozen"

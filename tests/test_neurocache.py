@@ -202,7 +202,7 @@ def test_an_empty_cache_changes_nothing_and_everything_gets_a_gradient():
     out = model(tokens)
     assert torch.equal(out, plain()(tokens))
     out.square().sum().backward()
-    for name in installed.fresh:
+    for name in installed.added_parameters:
         gradient = model.get_parameter(name).grad
         assert gradient is not None and not gradient.any(), name
 
@@ -296,10 +296,12 @@ def test_below_the_first_that_learns_there_is_no_backward():
         installed.after_batch([model])
     assert set(seen) == {2}
     for name, parameter in model.named_parameters():
-        trains = name in installed.fresh
+        trains = name in installed.added_parameters
         assert parameter.requires_grad == trains == (not torch.equal(before[name], parameter)), name
         assert trains or parameter.grad is None
-    assert any("lora_A" in name for name in installed.fresh) and not any(".1." in name for name in installed.fresh)
+    assert any("lora_A" in name for name in installed.added_parameters) and not any(
+        ".1." in name for name in installed.added_parameters
+    )
 
 
 @pytest.mark.parametrize("ordering", ["fifo", "lru"])
@@ -318,7 +320,7 @@ def test_recompute_finds_and_stores_nothing_again(ordering):
         gradients = {clean_name(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
         found.append((gradients, store.tensors()))
     for gradients, kept in found[1:]:
-        assert gradients.keys() == found[0][0].keys() == installed.fresh
+        assert gradients.keys() == found[0][0].keys() == installed.added_parameters
         assert all(torch.equal(gradients[name], found[0][0][name]) for name in gradients)
         assert all(torch.equal(kept[name], found[0][1][name]) for name in kept)
 
@@ -447,7 +449,11 @@ def test_parameters_by_formula_are_those_of_the_model(family, compression):
     model, installed = remembering(family, layers=4, compression=compression, retrieval_map={"2": 1})
     args, options = model.args, installed.options.neurocache
     told = added_parameters(options, 4, args.dim, args.n_heads, args.num_kv_heads, args.head_dim)
-    assert sum(told) == sum(model.get_parameter(name).numel() for name in installed.fresh) == installed.num_trained
+    assert (
+        sum(told)
+        == sum(model.get_parameter(name).numel() for name in installed.added_parameters)
+        == installed.num_trained
+    )
 
 
 def test_a_cache_begins_as_the_layers_own_attention():

@@ -111,7 +111,7 @@ def with_the_authors_heads(family="llama", dtype=torch.float64, **cache):
     options = dict(retrieval_map={str(LAYER): LAYER}, cache_size=64, compat_head_layout=True) | cache
     model, installed = remembering(family, dtype, layers=3, **options)
     generator = torch.Generator().manual_seed(7)
-    for name in sorted(installed.fresh):
+    for name in sorted(installed.added_parameters):
         parameter = model.get_parameter(name)
         parameter.data += torch.randn(parameter.shape, generator=generator).to(dtype) / 3
     return model, installed

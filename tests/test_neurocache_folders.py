@@ -29,10 +29,10 @@ def adapted(**how):
 def written(folder):
     model, installed = adapted()
     generator = torch.Generator().manual_seed(1)
-    for name in installed.fresh:
+    for name in installed.added_parameters:
         with torch.no_grad():
             model.get_parameter(name).copy_(torch.randn(model.get_parameter(name).shape, generator=generator) / 10)
-    installed.write_folder(folder, form(model.args), installed.whole_tensors([model]), "the/model")
+    installed.write_folder(folder, form(model.args), installed.full_tensors([model]), "the/model")
     return model, installed
 
 
@@ -69,12 +69,12 @@ def test_names_and_config_are_those_of_the_authors(tmp_path):
 def test_what_is_written_computes_the_same_when_it_is_read(tmp_path):
     model, installed = written(tmp_path / "adapter")
     other, fresh = adapted()
-    fresh.begin_from([other], fresh.read_folder(tmp_path / "adapter", form(model.args)))
+    fresh.load_tensors([other], fresh.read_folder(tmp_path / "adapter", form(model.args)))
     with torch.no_grad():
         outputs = [read(each.eval(), by, segments(3)) for each, by in ((model, installed), (other, fresh))]
     assert torch.equal(*outputs)
     scrambled, by = adapted(compat_head_layout=True)  # what the authors' program would compute of the same weights
-    by.begin_from([scrambled], by.read_folder(tmp_path / "adapter", form(model.args)))
+    by.load_tensors([scrambled], by.read_folder(tmp_path / "adapter", form(model.args)))
     with torch.no_grad():
         assert not torch.allclose(read(scrambled.eval(), by, segments(3)), outputs[0])
 
@@ -121,8 +121,8 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path):
 
 def test_what_else_was_trained_has_no_place_in_a_folder(tmp_path):
     model, installed = remembering(adapter=dict(train_fully=["norm.weight"]))
-    with pytest.raises(JobError, match=r"trained beside it \(norm.weight\); keep the run's checkpoints"):
-        installed.write_folder(tmp_path / "adapter", form(model.args), installed.whole_tensors([model]), "the/model")
+    with pytest.raises(JobError, match=r"trained too \(norm.weight\); keep the run's checkpoints"):
+        installed.write_folder(tmp_path / "adapter", form(model.args), installed.full_tensors([model]), "the/model")
     assert not (tmp_path / "adapter").exists()
 
 

@@ -15,7 +15,7 @@ from tests.support.memory import Peak
 from tests.support.pool import run_ranks
 from torchtitan.adapters.int8 import Int8
 from torchtitan.adapters.nf4 import LEVELS, NF4
-from torchtitan.adapters.targets import block_of
+from torchtitan.adapters.targets import quantization_block
 from torchtitan.build import parts as build
 from torchtitan.config import manager
 from torchtitan.core.tensor_storage import stores
@@ -27,7 +27,7 @@ anywhere = judged.anywhere
 
 
 def packed(weight, block=64):
-    return NF4().pack(weight.unflatten(1, (-1, block)), weight.abs().amax(1))
+    return NF4().quantize(weight.unflatten(1, (-1, block)), weight.abs().amax(1))
 
 
 def test_levels_are_the_quantiles_of_the_paper():
@@ -45,7 +45,7 @@ def test_each_weight_becomes_the_nearest_level_of_its_block():
     weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(0))
     codes, scales, rows = packed(weight)
     assert (codes.dtype, scales.dtype, rows.dtype) == (torch.uint8, torch.uint8, torch.int32)
-    again = NF4().unpack(codes, scales, rows, dtype=torch.float32)
+    again = NF4().dequantize(codes, scales, rows, dtype=torch.float32)
     of_block = (scales.float() * rows.view(torch.float32)[:, None] / 255).repeat_interleave(64, 1)
     nearest = (weight / of_block)[..., None].sub(torch.tensor(LEVELS)).abs().argmin(-1)
     torch.testing.assert_close(torch.tensor(LEVELS)[nearest] * of_block, again, rtol=1e-6, atol=0)
@@ -74,23 +74,23 @@ def test_codes_are_torchaos_but_for_a_few():
     "weight", [torch.zeros(2, 64), torch.full((2, 64), 3.0), torch.tensor([[0.0] * 64 + [1.0] * 64])]
 )
 def test_plain_blocks_are_exact(weight):
-    assert torch.equal(NF4().unpack(*packed(weight), dtype=torch.float32), weight)
-    eight = Int8().pack(weight[:, None], weight.abs().amax(1))
-    torch.testing.assert_close(Int8().unpack(*eight, dtype=torch.float32), weight, rtol=1e-6, atol=0)
+    assert torch.equal(NF4().dequantize(*packed(weight), dtype=torch.float32), weight)
+    eight = Int8().quantize(weight[:, None], weight.abs().amax(1))
+    torch.testing.assert_close(Int8().dequantize(*eight, dtype=torch.float32), weight, rtol=1e-6, atol=0)
 
 
 def test_eight_bits_are_off_by_half_a_step_at_most():
     weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(0))
-    codes, rows = Int8().pack(weight[:, None], weight.abs().amax(1))
+    codes, rows = Int8().quantize(weight[:, None], weight.abs().amax(1))
     assert (codes.dtype, rows.dtype) == (torch.int8, torch.int32) and codes.min() >= -127
-    error = (Int8().unpack(codes, rows, dtype=torch.float32) - weight).abs()
+    error = (Int8().dequantize(codes, rows, dtype=torch.float32) - weight).abs()
     assert (error <= weight.abs().amax(1, keepdim=True) / 253.9).all()
     assert sum(t.numel() * t.element_size() for t in (codes, rows)) == weight.numel() * (1 + 4 / 256)
 
 
 def test_bytes_of_a_weight():
     for inputs in (1024, 4096, 11008):
-        codes, scales, rows = packed(torch.randn(8, inputs), block_of(inputs))
+        codes, scales, rows = packed(torch.randn(8, inputs), quantization_block(inputs))
         size = sum(t.numel() * t.element_size() for t in (codes, scales, rows)) / (8 * inputs)
         assert size == 1 / 2 + 1 / 64 + 4 / inputs <= 0.53
 
@@ -124,7 +124,7 @@ def bits(argv):
     """Of a trainer that has loaded: the packed parameters, whole, and after training the adapters', and the losses."""
     trainer = Trainer(manager.load(argv), read_ranks())
     names = dict(trainer.model.named_parameters())
-    before = {name: full(p.detach()).clone().numpy() for name, p in names.items() if name.endswith(NF4.names)}
+    before = {name: full(p.detach()).clone().numpy() for name, p in names.items() if name.endswith(NF4.parameter_names)}
     trainer.train()
     after = {name: full(p.detach()).clone().numpy() for name, p in names.items() if "lora" in name}
     optimized = sum(len(optimizer.state) for optimizer in trainer.optimizers)
@@ -192,28 +192,28 @@ def test_the_state_of_a_model():
         "--model.overrides={dim=1024,n_layers=1,n_heads=16}",
     ]
     model, _, adapter = build.adapted_model(manager.load(argv))
-    kept = [p for name, p in model.named_parameters() if name.endswith(NF4.names)]
+    kept = [p for name, p in model.named_parameters() if name.endswith(NF4.parameter_names)]
     size = sum(p.numel() * p.element_size() for p in kept)
     weights = sum(math.prod(store.empty().shape) for _, store in stores(model))
     assert weights == sum(m for m in [4 * 1024**2 + 3 * 1024 * 2816]) and size <= 0.53 * weights
     assert (
-        adapter.num_parameters - sum(map(math.prod, adapter.shapes.values()))
+        adapter.num_parameters - sum(map(math.prod, adapter.added_shapes.values()))
         == build.model_args(manager.load(argv)).num_parameters
     )
 
 
 def test_backward_keeps_no_unpacked_matrix():
-    from torchtitan.adapters.quantized import _Packed
+    from torchtitan.adapters.quantized import _QuantizedMatmul
 
     weight, x = torch.randn(32, 64), torch.randn(5, 64, requires_grad=True)
     parts = packed(weight)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = _Packed.apply(x, NF4(), *parts)
+        y = _QuantizedMatmul.apply(x, NF4(), *parts)
     assert sum(t.numel() * t.element_size() for t in kept) == sum(t.numel() * t.element_size() for t in parts)
     y.square().sum().backward()
     mine, x.grad = x.grad, None
-    F.linear(x, NF4().unpack(*parts, dtype=torch.float32)).square().sum().backward()
+    F.linear(x, NF4().dequantize(*parts, dtype=torch.float32)).square().sum().backward()
     assert torch.equal(mine, x.grad)
 
 
@@ -256,7 +256,7 @@ def test_loading_needs_little_more_than_what_is_kept(kind, tmp_path):
         model, _, adapter = build.adapted_model(config)
         model.to_empty(device="cpu")
         with Peak(model) as peak:
-            hf.load_hf(tmp_path / f"{layers}", model, plain.args, adapter.fresh)
+            hf.load_hf(tmp_path / f"{layers}", model, plain.args, adapter.added_parameters)
         beside.append(peak.bytes)
     shapes = [store.empty().shape for _, store in stores(model)]
     assert beside[0] == beside[1] <= (5 * 4 + 8) * max(map(math.prod, shapes))

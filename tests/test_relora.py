@@ -9,8 +9,8 @@ from torch import nn
 from tests.support import judged
 from tests.support.judged import lines
 from torchtitan import cli
-from torchtitan.adapters.lora import LoRA, Restarts, begin_anew, due, largest, merge
-from torchtitan.adapters.low_rank import LowRankLinear, Strength
+from torchtitan.adapters.lora import LoRA, Restarts, is_due, largest_mask, merge_product, restart_matrices
+from torchtitan.adapters.low_rank import LoRASettings, LowRankLinear
 from torchtitan.build import parts
 from torchtitan.config import manager
 from torchtitan.config.sections.adapter import Adapter as Options
@@ -79,8 +79,8 @@ def linear(out=12, inputs=8, rank=3, dtype=torch.float64, scale=0.5, learns=Fals
     module = nn.Linear(inputs, out, bias=False, dtype=dtype)
     module.weight.requires_grad_(False)
     module.__class__ = LowRankLinear
-    module.add_parameters(Strength(rank, scale, learns))
-    begin_anew(module, "first")
+    module.add_low_rank_parameters(LoRASettings(rank, scale, learns))
+    restart_matrices(module, "first")
     return module
 
 
@@ -93,8 +93,8 @@ def test_a_merge_changes_no_output(dtype, tolerance):
     before, old = module(x), {name: p.detach().clone() for name, p in module.named_parameters()}
     held = {name: id(p) for name, p in module.named_parameters()}
     with torch.no_grad():
-        merge(module)
-        begin_anew(module, "second")
+        merge_product(module)
+        restart_matrices(module, "second")
     assert (module(x) - before).abs().max() < tolerance
     assert {name: id(p) for name, p in module.named_parameters()} == held, "optimizers hold the parameters"
     assert not module.lora_B.any() and not torch.equal(module.lora_A, old["lora_A"])
@@ -123,8 +123,8 @@ def test_a_trained_scale_learns_before_and_behind_a_merge(merges):
             module.lora_B.normal_(generator=torch.Generator().manual_seed(0))
             module.lora_scaling.fill_(0.3)
             before = module(x)
-            merge(module)
-            begin_anew(module, f"restart {number}")
+            merge_product(module)
+            restart_matrices(module, f"restart {number}")
             assert (module(x) - before).abs().max() < 1e-12
     assert module.lora_scaling.item() == 1.0 and not module.lora_B.any()
     optimizer = torch.optim.AdamW([module.lora_A, module.lora_B, module.lora_scaling], lr=1e-2)
@@ -135,7 +135,7 @@ def test_a_trained_scale_learns_before_and_behind_a_merge(merges):
         optimizer.zero_grad()
     expected = x @ module.weight.T + module.lora_scaling.tanh() * (x @ module.lora_A.T @ module.lora_B.T)
     torch.testing.assert_close(module(x), expected)
-    torch.testing.assert_close(x @ module.folded("weight", module.weight).T, expected)
+    torch.testing.assert_close(x @ module.merged_weight("weight", module.weight).T, expected)
 
 
 def test_a_merge_compiles_nothing_anew():
@@ -158,10 +158,10 @@ def test_a_merge_compiles_nothing_anew():
 
 def test_what_is_kept_is_counted():
     for values in (torch.randn(1000), torch.full((1000,), 2.0), torch.zeros(1000)):
-        assert largest(values, 0.9).sum() == 100
-    assert largest(torch.full((10,), 3.0), 0.7).tolist() == [1.0] * 3 + [0.0] * 7
-    assert largest(torch.tensor([1.0, -5.0, 2.0, -3.0]), 0.5).tolist() == [0, 1, 0, 1]
-    assert largest(torch.arange(2**24 + 8.0), 0.5).sum() == 2**23 + 4
+        assert largest_mask(values, 0.9).sum() == 100
+    assert largest_mask(torch.full((10,), 3.0), 0.7).tolist() == [1.0] * 3 + [0.0] * 7
+    assert largest_mask(torch.tensor([1.0, -5.0, 2.0, -3.0]), 0.5).tolist() == [0, 1, 0, 1]
+    assert largest_mask(torch.arange(2**24 + 8.0), 0.5).sum() == 2**23 + 4
 
 
 @pytest.mark.parametrize("reset, share", [("zero", 1.0), ("magnitude", 0.9), ("random", 0.9)])
@@ -176,7 +176,7 @@ def test_a_reset_touches_the_moments_of_adapters_alone(reset, share):
     untouched = [{key: value.clone() for key, value in optimizer.state[p].items()} for p in beside.parameters()]
     restarts = Restarts(Relora(every=2, reset=reset), seed=0)
     with torch.no_grad():
-        restarts.forget([whole], [optimizer])
+        restarts.reset_moments([whole], [optimizer])
     for parameter in (module.lora_A, module.lora_B):
         first, second = (optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq"))
         assert (second == 0).double().mean().item() == pytest.approx(share, abs=0.03 if reset == "random" else 1e-3)
@@ -194,7 +194,7 @@ def test_moments_of_zero_beside_an_old_count_make_a_long_step(reset_step, first)
         module.lora_A.grad, module.lora_B.grad = torch.ones_like(module.lora_A), torch.ones_like(module.lora_B)
         optimizer.step()
     with torch.no_grad():
-        Restarts(Relora(every=2, reset_step=reset_step), 0).forget([nn.ModuleDict({"m": module})], [optimizer])
+        Restarts(Relora(every=2, reset_step=reset_step), 0).reset_moments([nn.ModuleDict({"m": module})], [optimizer])
     before = module.lora_A.detach().clone()
     optimizer.step()
     moved = (before - module.lora_A).mean().item() / 1e-3
@@ -230,7 +230,7 @@ def toy(relora, steps=600, n=32, rank=2, rate=1e-2, warmup=10, stop=None):
         optimizer.zero_grad()
         if restarts is not None:
             restarts.after_step(step + 1, [whole], [optimizer])
-    learned = module.folded("weight", module.weight)
+    learned = module.merged_weight("weight", module.weight)
     return (learned - target).square().sum().item(), torch.linalg.matrix_rank(learned - start, atol=1e-6).item()
 
 
@@ -315,8 +315,8 @@ def test_faults_of_a_trained_scale(words, said):
 
 
 def test_due():
-    assert [step for step in range(1, 35) if due(step, 10)] == [11, 21, 31]
-    assert not any(due(step, None) for step in range(5)) and [s for s in range(1, 8) if due(s, 2)] == [3, 5, 7]
+    assert [step for step in range(1, 35) if is_due(step, 10)] == [11, 21, 31]
+    assert not any(is_due(step, None) for step in range(5)) and [s for s in range(1, 8) if is_due(s, 2)] == [3, 5, 7]
 
 
 COUNTS = {  # parameters, and of those trained with rank 128, of section 7

@@ -10,7 +10,7 @@ from tests.combinations import Combination
 from tests.support.jobs import arguments, full, train, write_texts
 from tests.support.pool import run_ranks
 from tests.test_combinations import assembled
-from torchtitan.adapters.lora import adapted, merge
+from torchtitan.adapters.lora import low_rank_modules, merge_product
 from torchtitan.config import manager
 from torchtitan.planner.traffic import Traffic
 from torchtitan.process.ranks import read_ranks
@@ -88,8 +88,8 @@ def folded_on_a_rank():
     """What a merge of all matrices sends on this one of two ranks, and the bytes of all A."""
     model = assembled(Combination(ranks=2, dp_shard=2, adapter="lora", recompute="none"))
     with Traffic() as traffic, torch.no_grad():
-        for _, module in adapted(model.parts):
-            merge(module)
+        for _, module in low_rank_modules(model.parts):
+            merge_product(module)
     size = sum(4 * p.numel() for name, p in model.named_parameters() if "lora_A" in name)
     return [(exchange.kind, exchange.sent) for exchange in traffic.exchanges], size
 

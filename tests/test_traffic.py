@@ -176,7 +176,7 @@ def test_what_is_frozen_is_not_reduced(row):
     """An adapter's gradients alone are, in as few calls; parameters are gathered as ever."""
     model, _, adapter = test_combinations.build_adapted(row)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert trained == sum(p.numel() for name, p in model.named_parameters() if name in adapter.fresh) > 0
+    assert trained == sum(p.numel() for name, p in model.named_parameters() if name in adapter.added_parameters) > 0
     for found, _, _ in run_ranks(2, step, row):
         reduced = {key: value for key, value in found.items() if key[0] != "all_gather"}
         kind, times = ("reduce_scatter", 1) if row.dp_shard > 1 else ("all_reduce", 2)

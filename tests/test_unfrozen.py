@@ -78,7 +78,9 @@ def test_memory_counts_what_is_frozen_as_frozen(texts, tmp_path):
     assert (kinds[PARAMETERS], kinds[FROZEN]) == (own, rest) and kinds[OPTIMIZER] == pytest.approx(2 * own, rel=0.01)
     assert kinds.get(GRADIENTS, 0) <= own
     whole = flops_of_a_rank(load(job(tmp_path, texts, training__seq_len=16, training__unfrozen="[]")), 1)
-    spared = 2 * (parts.model_args(config).num_matmul_parameters - installed.met_trained)  # no gradients of weights
+    spared = 2 * (
+        parts.model_args(config).num_matmul_parameters - installed.trained_weights_per_token
+    )  # no gradients of weights
     assert flops_of_a_rank(config, 1) == pytest.approx(whole - spared * 8 * 16) and spared > 0
 
 

@@ -149,7 +149,7 @@ FILES_OF_FOLDERS = {
     "config.json": config_beside,
     "model.safetensors": read_weights,
     "model.safetensors.index.json": read_weights,
-    "adapter_config.json": peft_config.read,
+    "adapter_config.json": peft_config.read_config,
     "header.json": TokenShards,
     "dataset_dict.json": partial(saved_split, split="train"),
     "args.json": sources_pretokenized._read_args,

@@ -188,7 +188,7 @@ def on_one_device(words: tuple[str, ...], samples: int) -> tuple[float, dict[str
     initialize(model, config.debug.seed, model.init_rule)
     draw_stores(model, config.debug.seed, model.init_rule)
     if adapter is not None:
-        adapter.follow_base([model])
+        adapter.init_from_base([model])
     learn_something(model.named_parameters())
     batch = batch_of(config, samples)
     valid = parts.objective(config).count(batch)

@@ -35,8 +35,8 @@ def remembering(family="llama", dtype=torch.float32, layers=2, adapter=None, siz
     from torchtitan.models.spec import MODELS
 
     installed.plan = installed.install(model, MODELS["llama3" if family == "llama" else family].plan)
-    initialize(model, 0, model.init_rule, names=installed.fresh)
-    installed.follow_base([model])
+    initialize(model, 0, model.init_rule, names=installed.added_parameters)
+    installed.init_from_base([model])
     return model, installed
 
 

@@ -17,12 +17,12 @@ class ScaledNorm(RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return RMSNorm.forward(self, x) * self.scale.to(x.dtype)
 
-    def own_init(self, name: str) -> Init | None:
+    def parameter_init(self, name: str) -> Init | None:
         return Constant(INITIAL) if name == "scale" else None
 
-    folds = ("weight",)
+    mergeable = ("weight",)
 
-    def folded(self, name: str, value: torch.Tensor) -> torch.Tensor:
+    def merged_weight(self, name: str, value: torch.Tensor) -> torch.Tensor:
         scale = self.scale.full_tensor() if hasattr(self.scale, "full_tensor") else self.scale
         return value * scale.item()
 

@@ -9,26 +9,26 @@ from torchtitan.core.registry import Registry
 
 NONE = "none"
 """The kind of a job without an adapter."""
-OF_EVERY_KIND = ("kind", "save", "train_fully", "train_dense_rest")
+COMMON_OPTIONS = ("kind", "save", "train_fully", "train_dense_rest")
 """Options of [adapter] that the interface handles for every kind."""
-BY_RULES = ("train_scaling", "lora_only", "relora", "neurocache")
+RULE_CHECKED_OPTIONS = ("train_scaling", "lora_only", "relora", "neurocache")
 """Options that separate rules allow for the kinds that support them (rules/adapters.py, rules/neurocache.py)."""
-OF_LOW_RANK = ("rank", "alpha", "dropout", "rslora", "target", "layers", "lr_ratio_b")
-_FOLDERS = ("initial_path", "last_save_in_peft")
+LOW_RANK_OPTIONS = ("rank", "alpha", "dropout", "rslora", "target", "layers", "lr_ratio_b")
+_FOLDER_OPTIONS = ("initial_path", "last_save_in_peft")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSpec:
     make: str
     """The subclass of Adapter, as "module:attribute". It is created with the job's [adapter] and its seed."""
-    reads: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     """Options of [adapter] that it reads in addition to OF_EVERY_KIND and BY_RULES. A job that sets any other option is
     refused, as it would have no effect. If `target` is among them, its patterns and the rank are checked against the
     model's linears. `initial_path` and `last_save_in_peft` need `read_folder` and `write_folder`."""
 
 
 def _low_rank(make: str) -> AdapterSpec:
-    return AdapterSpec(make=make, reads=OF_LOW_RANK + _FOLDERS)
+    return AdapterSpec(make=make, options=LOW_RANK_OPTIONS + _FOLDER_OPTIONS)
 
 
 _own = {

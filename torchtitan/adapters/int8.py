@@ -7,15 +7,15 @@ Each weight is an integer from -127 to 127 times a float per row, the row's larg
 import torch
 
 from torchtitan.adapters.low_rank import LowRank
-from torchtitan.adapters.quantized import PackedLinear
+from torchtitan.adapters.quantized import QuantizedLinear
 
-LARGEST = 127
+LARGEST_CODE = 127
 
 
 class Int8:
-    names = ("weight_codes", "weight_rows")
+    parameter_names = ("weight_codes", "weight_rows")
 
-    def like(self, outputs: int, inputs: int) -> tuple[torch.Tensor, ...]:
+    def empty_parameters(self, outputs: int, inputs: int) -> tuple[torch.Tensor, ...]:
         """Return codes int8 [out, in] and the bits of the float32 row scales, int32 [out].
 
         Mixed precision does not round integers.
@@ -23,22 +23,22 @@ class Int8:
         codes = torch.empty(outputs, inputs, dtype=torch.int8, device="meta")
         return codes, torch.empty(outputs, dtype=torch.int32, device="meta")
 
-    def block_in(self, *parts: torch.Tensor) -> int:
+    def block_size(self, *parts: torch.Tensor) -> int:
         return 1
 
-    def pack(self, blocks: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        scale = (row / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
-        codes = (blocks.flatten(1) / scale[:, None]).round().clamp(-LARGEST, LARGEST).to(torch.int8)
+    def quantize(self, blocks: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scale = (row / LARGEST_CODE).clamp(min=torch.finfo(torch.float32).tiny)
+        codes = (blocks.flatten(1) / scale[:, None]).round().clamp(-LARGEST_CODE, LARGEST_CODE).to(torch.int8)
         return codes, scale.float().view(torch.int32)
 
-    def unpack(self, *parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(self, *parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         codes, rows = parts
         return (codes.float() * rows.view(torch.float32)[:, None]).to(dtype)
 
 
-class Int8Linear(PackedLinear):
-    form = Int8()
+class Int8Linear(QuantizedLinear):
+    quantizer = Int8()
 
 
 class Int8LoRA(LowRank):
-    linear = Int8Linear
+    linear_class = Int8Linear

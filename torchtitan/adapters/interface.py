@@ -4,23 +4,24 @@ An adapter is installed before the model is parallelized. Converting a module ch
 the patterns of a parallel plan, pipeline splits and checkpoint keys stay valid. Later stages query the modules
 directly, whatever wraps, splits or copies them in between. A converted module may have
 
-    own_init(name)   the Init of its parameter `name`; None for the model's default
-    folds            names of its plain parameters that the adapter can be merged into
-    folded(name, value)    the plain parameter `name` of this value with the adapter merged in; same layout
-    tensor_placements(role, whole)    placements of its parameters in tensor parallel (parallelisms/tensor_parallel.py)
-    follow_base()    called once the plain parameters have values: initializes what is derived from them
+    parameter_init(name)        the Init of its parameter `name`; None for the model's default
+    mergeable                   names of its plain parameters that the adapter can be merged into
+    merged_weight(name, value)  the plain parameter `name` of this value with the adapter merged in, laid out over the
+                                ranks like `value`: see `merge_shards`
+    tensor_placements(role, default)    placements of its parameters, see parallelisms/tensor_parallel.py
+    init_from_base()            called once the plain parameters have values: initializes what is derived from them
 
 The adapter itself only lists the names that it added and those that it froze. `Unfrozen` adds nothing: it trains some
 of the model's parameters and freezes all others.
 
 Floating-point operations of a partly trained model follow the convention of models/flops.py. A trained weight costs 6
 for each token that it is multiplied with. A frozen weight costs 4, as its gradient's matrix product is not computed. A
-and B count as trained. Not counted: the backward pass that ends at the first trained matrix, unpacking quantized
-matrices, and the row norms of DoRA.
+and B count as trained. Not counted: the backward pass that ends at the first trained matrix, dequantization, and the
+row norms of DoRA.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtitan.adapters.targets import without_numbers
+from torchtitan.adapters.targets import with_wildcards
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import clean_name, local_part
@@ -43,16 +44,16 @@ from torchtitan.models.sizes import HEAD
 from torchtitan.parallelisms.plan import ParallelPlan
 
 
-def weights_met(model: nn.Module, names: Iterable[str]) -> float:
+def weights_per_token(model: nn.Module, names: Iterable[str]) -> float:
     """Return how many weights of these parameters one token is multiplied with.
 
     `names`: first names in the full plain model. A stack of experts counts by the experts that a token is routed to,
     the head once more for each depth of multi-token prediction.
     """
-    return sum(_met(model, *name.rpartition(".")[::2]) for name in names)
+    return sum(_weights_of_parameter(model, *name.rpartition(".")[::2]) for name in names)
 
 
-def _met(model: nn.Module, path: str, attribute: str) -> float:
+def _weights_of_parameter(model: nn.Module, path: str, attribute: str) -> float:
     module = model.get_submodule(path)
     parameter, args = getattr(module, attribute), getattr(model, "args", None)
     if isinstance(module, Experts):
@@ -64,44 +65,34 @@ def _met(model: nn.Module, path: str, attribute: str) -> float:
     return parameter.numel() * (heads if module is head else 1) if parameter.dim() > 1 else 0.0
 
 
-def in_part(plain: FlopsPerToken, weights: int, trained: float, added: float, left_out: float) -> FlopsPerToken:
-    """Return the operations per token of a partly trained model.
-
-    `plain`: operations when all `weights` (those that a token is multiplied with) are trained. `trained`: how many of
-    these are trained. `added`: weights of the adapter. `left_out`: weights of the base that the model lacks.
-    """
-    change = 6 * added - 2 * (weights - trained) - 4 * left_out
-    return FlopsPerToken(full=plain.full + change, causal=plain.causal + change)
-
-
 class Adapter:
     """The adapter of one job, also a hook of the training step (parallelisms/parallel_model.py).
 
     After `install`, by names in the full plain model:
 
-    `fresh`: parameters that were added; a base checkpoint lacks them. `frozen`: parameters that are not trained: no
-    gradient, no reduction and no optimizer state. `num_trained`, `num_parameters`: number of trained elements, and of
-    all. `met_trained`, `met_added`: how many trained weights of the base, and of the fresh parameters, a token is
-    multiplied with. `left_out`: shapes of matrices of the base that the adapted model has in no form. `also_trained`:
-    parameters of the base that are trained in addition to the fresh ones.
+    `added_parameters`: parameters that a base checkpoint lacks, and `added_shapes`, their shapes. `frozen_parameters`:
+    those without gradient, reduction and optimizer state. `trained_base_parameters`: parameters of the base that are
+    trained in addition. `removed_shapes`: shapes of matrices of the base that the adapted model has in no form.
+    `num_trained`, `num_parameters`: number of trained elements, and of all. `trained_weights_per_token`,
+    `added_weights_per_token`: number of trained base weights, and of added ones, that a token is multiplied with.
     """
 
     name = "adapter"
-    layout = "peft's layout"
-    """Name of the folder layout in which these adapters are shared."""
-    other_form = "write the whole model (torchtitan export --merge)"
-    """Alternative that keeps all trained parameters where the adapter's layout cannot; part of error messages."""
+    folder_format = "peft's layout"
+    """Name of the folder format in which these adapters are shared."""
+    alternative = "write the whole model (torchtitan export --merge)"
+    """How to save all trained parameters where the folder format cannot hold them; part of error messages."""
 
     def __init__(self, options: Options, seed: int = 0):
         self.options, self.seed = options, seed
-        self.fresh: frozenset[str] = frozenset()
-        self.frozen: frozenset[str] = frozenset()
-        self.also_trained: frozenset[str] = frozenset()
-        self.shapes: dict[str, tuple[int, ...]] = {}  # of the fresh parameters
-        self.replaced: set[str] = set()  # base parameters that the fresh ones are trained instead of
+        self.added_parameters: frozenset[str] = frozenset()
+        self.frozen_parameters: frozenset[str] = frozenset()
+        self.trained_base_parameters: frozenset[str] = frozenset()
+        self.added_shapes: dict[str, tuple[int, ...]] = {}
+        self.replaced_parameters: set[str] = set()  # base parameters that the added ones are trained instead of
         self.num_trained = self.num_parameters = 0
-        self.met_trained = self.met_added = 0.0
-        self.left_out: dict[str, tuple[int, ...]] = {}
+        self.trained_weights_per_token = self.added_weights_per_token = 0.0
+        self.removed_shapes: dict[str, tuple[int, ...]] = {}
 
     def install(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
         """Convert the full plain model in place and return the plan that fits it then.
@@ -111,111 +102,111 @@ class Adapter:
         before = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
         num_base = sum(parameter.numel() for parameter in model.parameters())
         plan = self.convert(model, plan)
-        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        packed, store_names = packed_names(model), {name for name, _ in stores(model)}
-        self.left_out = {name: shape for name, shape in before.items() if name not in names | store_names}
-        self.fresh = frozenset(names - before.keys() - packed)
-        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name in self.fresh}
-        trained = self.fresh | self.trained_of_base(sorted(names & before.keys()))
         named_parameters = list(model.named_parameters(remove_duplicate=False))
+        names, store_names = {name for name, _ in named_parameters}, {name for name, _ in stores(model)}
+        added = frozenset(names - before.keys() - packed_names(model))
+        self.added_parameters = added
+        self.added_shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if name in added}
+        self.removed_shapes = {name: shape for name, shape in before.items() if name not in names | store_names}
+        trained = added | self.base_parameters_to_train(sorted(names & before.keys()))
         # tied parameters have two names, and either counts
         trained_parameters = {parameter for name, parameter in named_parameters if name in trained}
         for _, parameter in named_parameters:
             parameter.requires_grad_(parameter in trained_parameters)
-        self.frozen = frozenset(
-            name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad
-        )
-        num_left_out = sum(map(math.prod, self.left_out.values()))
-        self.num_parameters = num_base - num_left_out + sum(map(math.prod, self.shapes.values()))
+        self.frozen_parameters = frozenset(name for name, p in named_parameters if not p.requires_grad)
+        num_removed = sum(map(math.prod, self.removed_shapes.values()))
+        self.num_parameters = num_base - num_removed + sum(map(math.prod, self.added_shapes.values()))
         trained_names = {name for name, p in model.named_parameters() if p.requires_grad}
         self.num_trained = sum(model.get_parameter(name).numel() for name in trained_names)
-        self.also_trained = frozenset(trained_names - self.fresh)
-        self.met_trained = weights_met(model, self.also_trained)
-        self.met_added = weights_met(model, self.fresh)
+        self.trained_base_parameters = frozenset(trained_names - added)
+        self.trained_weights_per_token = weights_per_token(model, self.trained_base_parameters)
+        self.added_weights_per_token = weights_per_token(model, added)
         return plan
 
     def convert(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
         """Give modules of the model their new class and parameters; return the adjusted plan."""
         raise NotImplementedError
 
-    def trained_of_base(self, names: Sequence[str]) -> frozenset[str]:
-        """Return the plain model's parameters that are trained in addition to the new ones."""
+    def base_parameters_to_train(self, names: Sequence[str]) -> frozenset[str]:
+        """Return those of the plain model's parameters that are trained in addition to the added ones."""
         if self.options.train_dense_rest:
-            return frozenset(names) - self.replaced
-        return frozenset(matching(names, self.options.train_fully, "adapter.train_fully"))
+            return frozenset(names) - self.replaced_parameters
+        return frozenset(matching_names(names, self.options.train_fully, "adapter.train_fully"))
 
-    def follow_base(self, parts: Iterable[nn.Module]) -> None:
+    def init_from_base(self, parts: Iterable[nn.Module]) -> None:
         """Update what derives from base weights: after initialization and after loading a base checkpoint."""
-        for _, module in _with(parts, "follow_base"):
-            module.follow_base()
+        for _, module in _modules_with(parts, "init_from_base"):
+            module.init_from_base()
 
     @torch.no_grad()
-    def begin_from(self, parts: Iterable[nn.Module], whole: Mapping[str, torch.Tensor]) -> None:
+    def load_tensors(self, parts: Iterable[nn.Module], tensors: Mapping[str, torch.Tensor]) -> None:
         """Load the adapter's parameters from full tensors by name; each rank copies its local shards."""
         for name, parameter in self._parameters(parts):
             local, _, offset = local_part(parameter)
             spans = tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
-            local.copy_(whole[name][spans])
+            local.copy_(tensors[name][spans])
 
-    def whole_tensors(self, parts: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
+    def full_tensors(self, parts: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
         """Gather the adapter's parameters of these model parts as full tensors on the CPU. Every rank calls it."""
-        values = ((name, parameter.detach()) for name, parameter in self._parameters(parts))
-        return {name: (v.full_tensor() if isinstance(v, DTensor) else v).cpu() for name, v in values}
+        return {name: full_tensor(parameter.detach()).cpu() for name, parameter in self._parameters(parts)}
 
     def read_folder(self, folder: Path, form: Form) -> dict[str, torch.Tensor]:
-        """Read full tensors, by our names and of `shapes`, from a folder in the adapter's shared layout.
+        """Read full tensors, by our names and of `added_shapes`, from a folder in the adapter's folder format.
 
-        Raises JobError if the folder holds a different adapter, or if there is no such layout.
+        Raises JobError if the folder holds a different adapter, or if there is no such format.
         """
-        raise JobError(f"adapter.kind = {self.options.kind!r} has no layout of its own that could be read")
+        raise JobError(f"adapter.kind = {self.options.kind!r} has no folder format that could be read")
 
-    def write_folder(self, folder: Path, form: Form, whole: Mapping[str, torch.Tensor], base: str) -> None:
-        """Write `whole_tensors` to a folder, the inverse of `read_folder`; `base`: path of the model.
+    def write_folder(self, folder: Path, form: Form, tensors: Mapping[str, torch.Tensor], base: str) -> None:
+        """Write `full_tensors` to a folder, the inverse of `read_folder`; `base`: path of the model.
 
-        Raises OSError, and JobError if the layout cannot hold all that was trained, or if there is no such layout.
+        Raises OSError, and JobError if the format cannot hold all that was trained, or if there is no such format.
         """
-        self.refuse_what_has_no_place()
-        raise JobError(f"adapter.kind = {self.options.kind!r} has no layout of its own; {self.other_form}")
+        self.require_complete_format()
+        raise JobError(f"adapter.kind = {self.options.kind!r} has no folder format; {self.alternative}")
 
-    def refuse_what_has_no_place(self) -> None:
+    def require_complete_format(self) -> None:
         """Raise JobError if a model loaded from the adapter's folder would differ from the trained one."""
         reason = None
-        if self.also_trained:
-            names = ", ".join(without_numbers(sorted(self.also_trained)))
-            reason = f"it has no place for what was trained beside it ({names})"
-        elif self.left_out:
-            reason = "there A and B stand beside a matrix, which this model has not (adapter.lora_only)"
+        if self.trained_base_parameters:
+            names = ", ".join(with_wildcards(sorted(self.trained_base_parameters)))
+            reason = f"the format cannot hold the base parameters that were trained too ({names})"
+        elif self.removed_shapes:
+            reason = "the format adds A and B to a matrix, which this model lacks (adapter.lora_only)"
         elif self.options.train_scaling:
-            reason = "peft knows no strength that is learned (adapter.train_scaling)"
+            reason = "the format cannot hold a trained scale (adapter.train_scaling)"
         if reason is not None:
-            raise JobError(f"the adapter's folder would not be what was trained: {reason}; {self.other_form}")
+            raise JobError(f"the adapter's folder would not reproduce the trained model: {reason}; {self.alternative}")
 
     def _parameters(self, parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
         for part in parts:
             for wrapped_name, parameter in part.named_parameters():
-                if (name := clean_name(wrapped_name)) in self.fresh:
+                if (name := clean_name(wrapped_name)) in self.added_parameters:
                     yield name, parameter
 
-    def merged(self, parts: Sequence[nn.Module], original: Mapping[str, Deferred] | None = None) -> dict[str, Value]:
+    def merged_tensors(
+        self, parts: Sequence[nn.Module], original: Mapping[str, Deferred] | None = None
+    ) -> dict[str, Value]:
         """Return the plain model's tensors with the adapter merged in, by the plain model's names.
 
-        Tensors keep their layout over the ranks. Merged ones are computed lazily, one by one: every rank asks for those
-        that it has, in the same order. `original`: by name, values to merge into instead of those computed with.
+        Tensors keep their layout over the ranks. Merged ones are computed lazily, one by one: every rank reads those
+        that it has, in the same order. `original`: by name, values to merge into instead of the model's.
         """
         tensors: dict[str, Value] = {}
         for part in parts:
-            adapter_names, part_stores = self.fresh | packed_names(part), dict(stores(part))
+            adapter_names, part_stores = self.added_parameters | packed_names(part), dict(stores(part))
             live = {clean_name(name): tensor for name, tensor in part.state_dict(keep_vars=True).items()}
             tensors |= {name: tensor for name, tensor in live.items() if name not in adapter_names}
-            for module_name, module in _with([part], "folded"):
-                for attribute in module.folds:
+            for module_name, module in _modules_with([part], "merged_weight"):
+                for attribute in module.mergeable:
                     name = f"{module_name}.{attribute}"
                     plain: Value | None = (original or {}).get(name, live.get(name))
-                    if name in self.left_out:
-                        plain = Deferred(self.left_out[name], partial(_zeros, module, self.left_out[name]))
+                    if name in self.removed_shapes:
+                        shape = self.removed_shapes[name]
+                        plain = Deferred(shape, partial(_zeros, module, shape))
                     elif plain is None:
                         plain = Deferred(part_stores[name].shape, part_stores[name].read)
-                    tensors[name] = _folded(module, attribute, plain)
+                    tensors[name] = _merge_lazily(module, attribute, plain)
         return tensors
 
     def after_step(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -238,9 +229,12 @@ class Adapter:
         `plain`: those of training the model itself, which multiplies a token of a sequence of `seq_len` with `weights`
         weights.
         """
-        return in_part(plain, weights, self.met_trained, self.met_added, sum(map(math.prod, self.left_out.values())))
+        num_frozen = weights - self.trained_weights_per_token
+        num_removed = sum(map(math.prod, self.removed_shapes.values()))
+        change = 6 * self.added_weights_per_token - 2 * num_frozen - 4 * num_removed
+        return FlopsPerToken(full=plain.full + change, causal=plain.causal + change)
 
-    def rate_of(self, name: str) -> float:
+    def lr_multiplier(self, name: str) -> float:
         """Return the learning-rate multiplier of a trained parameter."""
         return 1.0
 
@@ -261,11 +255,11 @@ def _zeros(module: nn.Module, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.zeros(shape, dtype=reference.dtype, device=reference.device)
 
 
-def _folded(module: Any, attribute: str, plain: Value) -> Deferred:
-    return Deferred(tuple(plain.shape), torch.no_grad()(lambda: module.folded(attribute, plain.detach())))
+def _merge_lazily(module: Any, attribute: str, plain: Value) -> Deferred:
+    return Deferred(tuple(plain.shape), torch.no_grad()(lambda: module.merged_weight(attribute, plain.detach())))
 
 
-def matching(names: Iterable[str], patterns: Iterable[str], key: str) -> list[str]:
+def matching_names(names: Iterable[str], patterns: Iterable[str], key: str) -> list[str]:
     """Return the names that match one of the patterns, in which `*` matches anything, dots too.
 
     Raises JobError for a pattern that matches none.
@@ -273,17 +267,79 @@ def matching(names: Iterable[str], patterns: Iterable[str], key: str) -> list[st
     names = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            available = ", ".join(sorted(without_numbers(names)))
+            available = ", ".join(sorted(with_wildcards(names)))
             raise JobError(f"{key} = {pattern!r} fits nothing in this model; it has {available}: correct or drop it")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def _with(parts: Iterable[nn.Module], method: str) -> Iterator[tuple[str, nn.Module]]:
+def _modules_with(parts: Iterable[nn.Module], method: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that have `method`, with their names in the full model; wrappers are skipped."""
     for part in parts:
         for name, module in part.named_modules():
             if hasattr(type(module), method):
                 yield clean_name(name), module
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a tensor of any shape if it is sharded. Every rank calls it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def merge_shards(
+    weight: torch.Tensor,
+    merge: Callable[..., torch.Tensor],
+    *others: tuple[torch.Tensor, tuple[int | None, ...]],
+) -> torch.Tensor:
+    """Return `merge(weight, *others)`, laid out over the ranks like `weight`, of any shape. Every rank calls it.
+
+    `merge` is called once per rank with its shard of `weight` and the matching parts of the other tensors, all plain
+    and in float32 or wider. Its result, of the shard's shape, is rounded once to the type of `weight`. Each other
+    tensor comes with its dimensions: for each of them the dimension of `weight` that it runs along, or None if `merge`
+    needs it in full. A product B A added to W [out, in], with B [out, rank] and A [rank, in], is
+
+        merge_shards(W, lambda w, b, a: w + b @ a, (B, (0, None)), (A, (None, 1)))
+
+    Tensors that are sharded like `weight` are not gathered.
+    """
+    local, shape, offset = local_part(weight)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    shards = [_matching_part(tensor, dims, weight, local, offset).to(dtype) for tensor, dims in others]
+    merged = merge(local.to(dtype), *shards).to(weight.dtype)
+    if not isinstance(weight, DTensor):
+        return merged
+    kwargs = dict(run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride())
+    return DTensor.from_local(merged, weight.device_mesh, weight.placements, **kwargs)
+
+
+def _matching_part(
+    tensor: torch.Tensor,
+    dims: tuple[int | None, ...],
+    weight: torch.Tensor,
+    local: torch.Tensor,
+    offset: tuple[int, ...],
+) -> torch.Tensor:
+    """Return the part of a tensor that runs along this rank's shard `local` of `weight`."""
+    if isinstance(tensor, DTensor):
+        if _is_sharded_alike(tensor, dims, weight):
+            return tensor.to_local()
+        tensor = tensor.full_tensor()
+    for axis, dim in enumerate(dims):
+        if dim is not None:
+            tensor = tensor.narrow(axis, offset[dim], local.shape[dim])
+    return tensor
+
+
+def _is_sharded_alike(tensor: DTensor, dims: tuple[int | None, ...], weight: torch.Tensor) -> bool:
+    if not isinstance(weight, DTensor) or tensor.device_mesh != weight.device_mesh:
+        return False
+    for placement, reference in zip(tensor.placements, weight.placements, strict=True):
+        if placement.is_replicate():
+            if any(dim is not None and reference.is_shard(dim) for dim in dims):
+                return False
+        elif placement != reference or dims[placement.dim] != placement.dim:
+            return False
+    return True
 
 
 KEY = "training.unfrozen"
@@ -301,5 +357,5 @@ class Unfrozen(Adapter):
     def convert(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
         return plan
 
-    def trained_of_base(self, names: Sequence[str]) -> frozenset[str]:
-        return frozenset(matching(names, self.patterns, KEY))
+    def base_parameters_to_train(self, names: Sequence[str]) -> frozenset[str]:
+        return frozenset(matching_names(names, self.patterns, KEY))

@@ -28,7 +28,7 @@ from torchtitan.core.initialization import Constant, Uniform, clean_name, draw, 
 
 
 class LoRA(LowRank):
-    linear, experts = LowRankLinear, LowRankExperts
+    linear_class, experts_class = LowRankLinear, LowRankExperts
 
     def __init__(self, options: Options, seed: int = 0):
         super().__init__(options, seed)
@@ -51,7 +51,7 @@ class LoRA(LowRank):
 
 logger = logging.getLogger(__name__)
 
-LEARNED = re.compile(r"\blora_[AB]")
+MATRIX_NAMES = re.compile(r"\blora_[AB]")
 """Matches the names of A and B, and not those of learned scales."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -65,24 +65,26 @@ class Restarts:
 
     @torch.no_grad()
     def after_step(self, step: int, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        if due(step, self.options.every):
+        if is_due(step, self.options.every):
             self.merges += 1
-            for name, module in adapted(parts):
-                merge(module)
-                begin_anew(module, f"{self.seed}/restart {self.merges}/{name}")
-        if self.options.reset != "none" and due(step, self.options.reset_every or self.options.every):
+            for name, module in low_rank_modules(parts):
+                merge_product(module)
+                restart_matrices(module, f"{self.seed}/restart {self.merges}/{name}")
+        if self.options.reset != "none" and is_due(step, self.options.reset_every or self.options.every):
             self.resets += 1
-            self.forget(parts, optimizers)
+            self.reset_moments(parts, optimizers)
 
-    def forget(self, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    def reset_moments(self, parts: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Zero all moments of A and B, or a fraction `prune_ratio` of them, and of no other parameter."""
-        names = {p: clean_name(name) for part in parts for name, p in part.named_parameters() if LEARNED.search(name)}
+        names = {
+            p: clean_name(name) for part in parts for name, p in part.named_parameters() if MATRIX_NAMES.search(name)
+        }
         zeros = elements = tensors = 0
         for optimizer in optimizers:
             for parameter in (p for p in optimizer.state if p in names):
                 state = optimizer.state[parameter]
                 key = f"{self.seed}/reset {self.resets}/{names[parameter]}"
-                for moment, mask in self.kept(state, key).items():
+                for moment, mask in self.retained_masks(state, key).items():
                     local = local_part(state[moment])[0]
                     local.mul_(mask)
                     zeros, elements = zeros + int((local == 0).sum()), elements + local.numel()
@@ -95,17 +97,17 @@ class Restarts:
             "restart %d: %.1f %% of the moments of %d matrices are 0 on this rank", self.resets, share, len(names)
         )
 
-    def kept(self, state: dict[str, Any], key: str) -> dict[str, torch.Tensor]:
+    def retained_masks(self, state: dict[str, Any], key: str) -> dict[str, torch.Tensor]:
         """Return a mask for each moment: 1 where this rank's shard of it is retained, 0 elsewhere.
 
         By default both share one mask, chosen by the second moment: a first moment without its second would be divided
         by nearly zero.
         """
         if self.options.mask == "joint":
-            return dict.fromkeys(MOMENTS, self._kept(state["exp_avg_sq"], key))
-        return {moment: self._kept(state[moment], f"{key}/{moment}") for moment in MOMENTS}
+            return dict.fromkeys(MOMENTS, self._retained_mask(state["exp_avg_sq"], key))
+        return {moment: self._retained_mask(state[moment], f"{key}/{moment}") for moment in MOMENTS}
 
-    def _kept(self, moment: torch.Tensor, key: str) -> torch.Tensor:
+    def _retained_mask(self, moment: torch.Tensor, key: str) -> torch.Tensor:
         local, _, offset = local_part(moment)
         if self.options.reset == "zero":
             return torch.zeros_like(local)
@@ -115,15 +117,15 @@ class Restarts:
             return (local_part(drawn)[0] > 2 * self.options.prune_ratio - 1).to(local.dtype)
         full_tensor = moment.full_tensor() if isinstance(moment, DTensor) else moment
         spans = tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
-        return largest(full_tensor, self.options.prune_ratio)[spans].to(local)
+        return largest_mask(full_tensor, self.options.prune_ratio)[spans].to(local)
 
 
-def due(step: int, period: int | None) -> bool:
+def is_due(step: int, period: int | None) -> bool:
     """Return True if a restart follows this step, a 1-based number in the schedule."""
     return period is not None and step > 1 and step % period == 1
 
 
-def largest(values: torch.Tensor, prune_ratio: float) -> torch.Tensor:
+def largest_mask(values: torch.Tensor, prune_ratio: float) -> torch.Tensor:
     """Return a mask of the same shape: 0 at the floor(prune_ratio n) smallest magnitudes, 1 elsewhere.
 
     It goes by count, and of equal values it retains the first. (A threshold would retain none of equal values, and
@@ -134,24 +136,24 @@ def largest(values: torch.Tensor, prune_ratio: float) -> torch.Tensor:
     return torch.zeros(values.numel(), device=values.device).index_fill_(0, order[:count], 1.0).view(values.shape)
 
 
-def adapted(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def low_rank_modules(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     for part in parts:
         for name, module in part.named_modules():
             if isinstance(module, LowRankLinear | LowRankExperts):
                 yield clean_name(name), module
 
 
-def merge(module: LowRankLinear | LowRankExperts) -> None:
+def merge_product(module: LowRankLinear | LowRankExperts) -> None:
     """Merge A and B into the frozen matrices, in place, as optimizers and compiled graphs hold these tensors."""
-    for name in module.folds:
+    for name in module.mergeable:
         matrix = getattr(module, name)
-        local_part(matrix)[0].copy_(local_part(module.folded(name, matrix))[0])
+        local_part(matrix)[0].copy_(local_part(module.merged_weight(name, matrix))[0])
 
 
-def begin_anew(module: LowRankLinear | LowRankExperts, key: str) -> None:
+def restart_matrices(module: LowRankLinear | LowRankExperts, key: str) -> None:
     """Reinitialize A and set B to zero."""
     for name, parameter in module.named_parameters(recurse=False):
         if name.startswith("lora_"):
-            init = module.own_init(name)
+            init = module.parameter_init(name)
             assert isinstance(init, Uniform | Constant)
             draw(parameter, init, f"{key}.{name}")

@@ -11,8 +11,8 @@ row, packs the same bits as the full matrix has there. (The paper groups 256 sca
 import torch
 
 from torchtitan.adapters.low_rank import LowRank
-from torchtitan.adapters.quantized import PackedLinear
-from torchtitan.adapters.targets import block_of
+from torchtitan.adapters.quantized import QuantizedLinear
+from torchtitan.adapters.targets import quantization_block
 
 # The 16 levels of the paper's appendix E: quantiles of the normal distribution, equally likely, 0 among them.
 LEVELS = (
@@ -36,21 +36,21 @@ LEVELS = (
 
 
 class NF4:
-    names = ("weight_codes", "weight_scales", "weight_rows")
+    parameter_names = ("weight_codes", "weight_scales", "weight_rows")
 
-    def like(self, outputs: int, inputs: int) -> tuple[torch.Tensor, ...]:
+    def empty_parameters(self, outputs: int, inputs: int) -> tuple[torch.Tensor, ...]:
         """Return codes uint8 [out, in / 2], the first of two in the high bits; scales uint8 [out, blocks]; the bits of
         the float32 row scales, int32 [out]. (Mixed precision would round floats.)
         """
         codes = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device="meta")
-        scales = torch.empty(outputs, inputs // block_of(inputs), dtype=torch.uint8, device="meta")
+        scales = torch.empty(outputs, inputs // quantization_block(inputs), dtype=torch.uint8, device="meta")
         return codes, scales, torch.empty(outputs, dtype=torch.int32, device="meta")
 
-    def block_in(self, *parts: torch.Tensor) -> int:
+    def block_size(self, *parts: torch.Tensor) -> int:
         codes, scales, _ = parts
         return 2 * codes.shape[1] // scales.shape[1]
 
-    def pack(self, blocks: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def quantize(self, blocks: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
         largest = blocks.abs().amax(-1)
         scales = (largest / row.clamp(min=torch.finfo(torch.float32).tiny)[:, None] * 255).round().clamp(max=255)
         scales = scales.to(torch.uint8)
@@ -60,7 +60,7 @@ class NF4:
         codes = torch.bucketize(normal, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).flatten(1)
         return codes[:, ::2] << 4 | codes[:, 1::2], scales, row.float().view(torch.int32)
 
-    def unpack(self, *parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(self, *parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         codes, scales, rows = parts
         levels = torch.tensor(LEVELS, device=codes.device)
         indices = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(1).int()  # [out, in]
@@ -69,9 +69,9 @@ class NF4:
         return values.flatten(1).to(dtype)
 
 
-class NF4Linear(PackedLinear):
-    form = NF4()
+class NF4Linear(QuantizedLinear):
+    quantizer = NF4()
 
 
 class QLoRA(LowRank):
-    linear = NF4Linear
+    linear_class = NF4Linear

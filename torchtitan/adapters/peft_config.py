@@ -13,19 +13,19 @@ from torchtitan.models.hf.config import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-_UNSAID = {"use_rslora": False, "use_dora": False, "bias": "none"}
+_DEFAULTS = {"use_rslora": False, "use_dora": False, "bias": "none"}
 """Defaults of keys that are missing in a config, as peft before 0.9 writes it."""
-BY_MODULE = ("rank_pattern", "alpha_pattern")
+PER_MODULE_KEYS = ("rank_pattern", "alpha_pattern")
 """Keys that override rank and alpha for single modules."""
-_KEEPS_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
+_INITS_KEEPING_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base model unchanged. With the others (pissa, olora, corda, loftq,
 lora_ga) peft subtracts the initial product of A and B from the model's matrices, which then differ from the published
 ones."""
-_OTHERWISE = ("layer_replication", "use_qalora", "alora_invocation_tokens", "arrow_config")
+_UNSUPPORTED_KEYS = ("layer_replication", "use_qalora", "alora_invocation_tokens", "arrow_config")
 """Keys that change the model, or how A and B are used."""
 
 
-def of_options(options: Options) -> dict[str, Any]:
+def config_entries(options: Options) -> dict[str, Any]:
     """Return the config entries that define the computation of an adapter with these options."""
     return {
         "peft_type": "LORA",
@@ -37,7 +37,7 @@ def of_options(options: Options) -> dict[str, Any]:
     }
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     """Read the adapter's config. Raises JobError if there is none."""
     try:
         return read_json(folder / CONFIG)
@@ -45,14 +45,14 @@ def read(folder: Path) -> dict[str, Any]:
         raise JobError(f"{folder}: no adapter in peft's layout ({CONFIG}, {WEIGHTS}): {error}") from error
 
 
-def differences(
+def mismatches(
     config: Mapping[str, Any], options: Options, by_module: Mapping[str, Any] | None = None
 ) -> Iterator[str]:
     """Yield each reason why an adapter with this config does not fit the job, with a remedy.
 
     `by_module`: values that the keys of BY_MODULE may have for the job's model, if that is known.
     """
-    values, expected = _UNSAID | config, of_options(options)
+    values, expected = _DEFAULTS | config, config_entries(options)
     if other := [
         f"{k} = {values.get(k)!r}, the job's is {expected[k]!r}" for k in expected if values.get(k) != expected[k]
     ]:
@@ -64,10 +64,10 @@ def differences(
             "out, or give an adapter that has one of each"
         )
     init = config.get("init_lora_weights")
-    if init not in _KEEPS_THE_BASE:
+    if init not in _INITS_KEEPING_THE_BASE:
         yield (
             f"init_lora_weights = {init!r}, which changes the matrices that the adapter stands beside: convert it "
             "with peft (save_pretrained with path_initial_model_for_weight_conversion)"
         )
-    if other := [f"{key} = {config[key]!r}" for key in _OTHERWISE if config.get(key)]:
+    if other := [f"{key} = {config[key]!r}" for key in _UNSUPPORTED_KEYS if config.get(key)]:
         yield f"{'; '.join(other)}, which is not computed here: train it without"

@@ -15,26 +15,26 @@ from typing import Any
 
 import torch
 
-from torchtitan.adapters.peft_config import BY_MODULE, CONFIG, WEIGHTS, differences, of_options, read
+from torchtitan.adapters.peft_config import CONFIG, PER_MODULE_KEYS, WEIGHTS, config_entries, mismatches, read_config
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import require_file
 from torchtitan.models.hf.names import Form
 
 
-def having(weights: Sequence[str], names: Collection[str]) -> list[str]:
+def adapted_modules(weights: Sequence[str], names: Collection[str]) -> list[str]:
     """Return those modules of these weights that have a low-rank pair among the names."""
     modules = [weight.removesuffix(".weight") for weight in weights]
     return [module for module in modules if f"{module}.lora_A" in names]
 
 
-def joined(state: Mapping[str, torch.Tensor], kind: str, weights: Sequence[str]) -> torch.Tensor:
+def join_tensors(state: Mapping[str, torch.Tensor], kind: str, weights: Sequence[str]) -> torch.Tensor:
     """Join one kind of tensor over the modules of these n weights, k of which have an adapter.
 
     lora_A: [k rank, in], lora_B: [n out, k rank], lora_magnitude: [n out]. Raises JobError if only some of the modules
     have magnitudes, as the missing ones would have to be computed.
     """
-    modules = having(weights, state)
+    modules = adapted_modules(weights, state)
     parts = [state[f"{module}.{kind}"] for module in modules]
     if kind == "lora_A":
         return torch.cat(parts)
@@ -50,12 +50,12 @@ def joined(state: Mapping[str, torch.Tensor], kind: str, weights: Sequence[str])
     return joint
 
 
-def part_of(
+def extract_tensor(
     whole: torch.Tensor, name: str, shape: tuple[int, ...], weights: Sequence[str], names: Collection[str]
 ) -> torch.Tensor:
     """Extract our tensor `name` of this shape from a joined one: a view of `whole`, or `whole` if it does not fit."""
     module, _, kind = name.rpartition(".")
-    modules, index = having(weights, names), weights.index(f"{module}.weight")
+    modules, index = adapted_modules(weights, names), weights.index(f"{module}.weight")
     if kind == "lora_A":
         return whole if whole.shape[0] == shape[0] else _cut(whole, 0, len(modules), modules.index(module))
     rows = _cut(whole, 0, len(weights), index)
@@ -89,7 +89,7 @@ def to_peft(state: Mapping[str, torch.Tensor], form: Form) -> Tensors:
                 peft_name: part.t().contiguous() for peft_name, part in zip(peft_names, value, strict=True)
             }
         elif len(together := form.together(weight)) > 1:
-            peft_tensors[peft_names[0]] = joined(state, kind, together)
+            peft_tensors[peft_names[0]] = join_tensors(state, kind, together)
         else:
             reordered = kind != "lora_A" and form.is_turned(weight)
             peft_tensors[peft_names[0]] = (form.rows_to_hf(value) if reordered else value).contiguous()
@@ -115,7 +115,7 @@ def from_peft(theirs: Mapping[str, torch.Tensor], form: Form, shapes: Mapping[st
         if matrix:
             value = torch.stack([part.t() for part in parts]) if len({part.shape for part in parts}) == 1 else parts[0]
         elif len(together := form.together(f"{module}.weight")) > 1:
-            value = part_of(parts[0], name, shape, together, shapes)
+            value = extract_tensor(parts[0], name, shape, together, shapes)
         else:
             reordered = kind != "lora_A" and form.is_turned(f"{module}.weight")
             (value,) = parts
@@ -131,7 +131,7 @@ def from_peft(theirs: Mapping[str, torch.Tensor], form: Form, shapes: Mapping[st
     return ours
 
 
-def config_of(options: Options, names: list[str], form: Form, base: str) -> dict[str, Any]:
+def peft_config(options: Options, names: list[str], form: Form, base: str) -> dict[str, Any]:
     """Return peft's config for an adapter with these names (ours); `base`: path of its model."""
     modules: dict[str, int] = {}  # module in Hugging Face -> number of our pairs joined in it
     transposed = False
@@ -140,10 +140,10 @@ def config_of(options: Options, names: list[str], form: Form, base: str) -> dict
         transposed |= form.is_transposed(weight)
         together = form.together(weight)
         for hf_name in form.hf_names(weight):
-            modules[hf_name.removesuffix(".weight")] = len(having(together, names)) if len(together) > 1 else 1
+            modules[hf_name.removesuffix(".weight")] = len(adapted_modules(together, names)) if len(together) > 1 else 1
     ranks = {module: options.rank * number for module, number in modules.items() if number > 1}
     alphas = {m: options.alpha * (n**0.5 if options.rslora else n) for m, n in modules.items() if n > 1}
-    return of_options(options) | {
+    return config_entries(options) | {
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "lora_dropout": options.dropout,
@@ -161,7 +161,7 @@ def save(folder: Path, state: Mapping[str, torch.Tensor], options: Options, form
 
     folder.mkdir(parents=True, exist_ok=True)
     save_file(to_peft(state, form), folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(config_of(options, list(state), form, base), indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(peft_config(options, list(state), form, base), indent=2) + "\n")
 
 
 def load(folder: Path, options: Options, form: Form, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
@@ -169,9 +169,9 @@ def load(folder: Path, options: Options, form: Form, shapes: Mapping[str, tuple[
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    job_config = config_of(options, list(shapes), form, "")
-    if mismatches := list(differences(read(folder), options, {key: job_config[key] for key in BY_MODULE})):
-        raise JobError(f"{folder / CONFIG}: {'; '.join(mismatches)}")
+    job_config = peft_config(options, list(shapes), form, "")
+    if reasons := list(mismatches(read_config(folder), options, {key: job_config[key] for key in PER_MODULE_KEYS})):
+        raise JobError(f"{folder / CONFIG}: {'; '.join(reasons)}")
     try:
         require_file(folder / WEIGHTS, missing_ok=True)
         peft_tensors = load_file(folder / WEIGHTS)

@@ -12,107 +12,115 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from torchtitan.adapters.low_rank import LowRankLinear, Strength, plus_learned
+from torchtitan.adapters.low_rank import LoRASettings, LowRankLinear, add_low_rank_output
 from torchtitan.core.tensor_storage import Store
 from torchtitan.models.layers import autocast_dtype
 
 
-class Form(Protocol):
+class Quantizer(Protocol):
     """A quantized form of a matrix [out, in], which packs each row independently, with at least one number per row.
 
     A rank that packs some rows, or some blocks of every row, has to get the same bits as the full matrix has there.
     """
 
-    names: tuple[str, ...]
+    parameter_names: tuple[str, ...]
     """Names of the parameters. The first holds codes [out, in / n], the last one number per row [out]."""
 
-    def like(self, outputs: int, inputs: int) -> tuple[torch.Tensor, ...]:
+    def empty_parameters(self, outputs: int, inputs: int) -> tuple[torch.Tensor, ...]:
         """Return the parameters of a matrix [outputs, inputs], on the meta device."""
 
-    def block_in(self, *parts: torch.Tensor) -> int:
+    def block_size(self, *parts: torch.Tensor) -> int:
         """Return how many weights of a row are packed together, given a rank's parameters.
 
         These are shards of tensors of `like`'s shapes.
         """
 
-    def pack(self, blocks: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def quantize(self, blocks: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Pack float32 [out, blocks, block]; `row` [out]: the largest magnitude of each full row."""
 
-    def unpack(self, *parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(self, *parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the matrix [out, in], rounded once."""
 
 
-class PackedLinear(LowRankLinear):
+class QuantizedLinear(LowRankLinear):
     """A LowRankLinear with its `weight` packed into parameters with the form's names."""
 
-    form: Form
+    quantizer: Quantizer
 
-    def add_parameters(self, strength: Strength) -> None:
-        super().add_parameters(strength)
+    def add_low_rank_parameters(self, settings: LoRASettings) -> None:
+        super().add_low_rank_parameters(settings)
         self.dtype, device = self.weight.dtype, self.weight.device
         del self.weight
-        for name, like in zip(self.form.names, self.form.like(self.out_features, self.in_features), strict=True):
+        for name, like in zip(
+            self.quantizer.parameter_names,
+            self.quantizer.empty_parameters(self.out_features, self.in_features),
+            strict=True,
+        ):
             parameter = nn.Parameter(torch.empty_like(like, device=device), requires_grad=False)
             self.register_parameter(name, parameter)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = (getattr(self, name) for name in self.form.names)
-        y = _Packed.apply(x.flatten(0, -2), self.form, *parts)
-        return plus_learned(self, x, y if self.bias is None else y + self.bias.to(y.dtype))
+        parts = (getattr(self, name) for name in self.quantizer.parameter_names)
+        y = _QuantizedMatmul.apply(x.flatten(0, -2), self.quantizer, *parts)
+        return add_low_rank_output(self, x, y if self.bias is None else y + self.bias.to(y.dtype))
 
-    def tensor_placements(self, role: str, whole: Placement) -> dict[str, tuple[Placement, Placement]]:
-        placements = super().tensor_placements(role, whole)
+    def tensor_placements(self, role: str, default: Placement) -> dict[str, tuple[Placement, Placement]]:
+        placements = super().tensor_placements(role, default)
         usual = {"column": Shard(0), "head": Shard(0), "row": Shard(1)}.get(role, Replicate())
-        row_name = self.form.names[-1]
-        for name in self.form.names:
+        row_name = self.quantizer.parameter_names[-1]
+        for name in self.quantizer.parameter_names:
             placements[name] = (Replicate(), Replicate()) if name == row_name and role == "row" else (usual, usual)
         return placements
 
     def stores(self) -> dict[str, Store]:
-        return {"weight": PackedWeight(self)}
+        return {"weight": QuantizedWeight(self)}
 
 
-class _Packed(torch.autograd.Function):
+class _QuantizedMatmul(torch.autograd.Function):
     """Compute x W^T for a packed W. Backward unpacks it again instead of saving it."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
         # A single *inputs: with more parameters than that, the compiler miscounts and takes the context for an input.
-        x, form, *packed = inputs
+        x, quantizer, *packed = inputs
         ctx.save_for_backward(*packed)
-        ctx.form, ctx.types = form, (x.dtype, autocast_dtype(x.device.type) or x.dtype)
-        return F.linear(x.to(ctx.types[1]), form.unpack(*packed, dtype=ctx.types[1]))
+        ctx.quantizer, ctx.types = quantizer, (x.dtype, autocast_dtype(x.device.type) or x.dtype)
+        return F.linear(x.to(ctx.types[1]), quantizer.dequantize(*packed, dtype=ctx.types[1]))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        no_grads = (None,) * (1 + len(ctx.form.names))
+        no_grads = (None,) * (1 + len(ctx.quantizer.parameter_names))
         if not ctx.needs_input_grad[0]:
             return None, *no_grads
         input_dtype, dtype = ctx.types
-        return (grad.to(dtype) @ ctx.form.unpack(*ctx.saved_tensors, dtype=dtype)).to(input_dtype), *no_grads
+        return (grad.to(dtype) @ ctx.quantizer.dequantize(*ctx.saved_tensors, dtype=dtype)).to(input_dtype), *no_grads
 
 
-class PackedWeight:
+class QuantizedWeight:
     """Writes and reads the matrix of a PackedLinear; each rank handles its shard."""
 
-    def __init__(self, linear: PackedLinear):
-        self.linear, self.form, self.packed = linear, linear.form, linear.form.names
+    def __init__(self, linear: QuantizedLinear):
+        self.linear, self.quantizer, self.parameter_names = (
+            linear,
+            linear.quantizer,
+            linear.quantizer.parameter_names,
+        )
         self.shape = (linear.out_features, linear.in_features)
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
         """Return this rank's local tensors."""
-        parts = (getattr(self.linear, name).detach() for name in self.packed)
+        parts = (getattr(self.linear, name).detach() for name in self.parameter_names)
         return [part.to_local() if isinstance(part, DTensor) else part for part in parts]
 
     @property
     def _codes(self) -> torch.Tensor:
-        return getattr(self.linear, self.packed[0])
+        return getattr(self.linear, self.parameter_names[0])
 
     def empty(self) -> torch.Tensor:
         local = self._parameters[0]
         columns = local.shape[1] * self.linear.in_features // self._codes.shape[1]
-        return self._laid_out(local.new_empty((local.shape[0], columns), dtype=self.linear.dtype))
+        return self._like_codes(local.new_empty((local.shape[0], columns), dtype=self.linear.dtype))
 
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
@@ -130,21 +138,21 @@ class PackedWeight:
 
     def _pack(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         codes = self._codes
-        block = self.form.block_in(*self._parameters)
+        block = self.quantizer.block_size(*self._parameters)
         local = (values.to_local() if isinstance(values, DTensor) else values).float().unflatten(1, (-1, block))
         row = local.abs().amax((-1, -2))
         if isinstance(codes, DTensor):
             for axis, placement in enumerate(codes.placements):
                 if placement.is_shard(1):  # the ranks of this axis share these rows
                     dist.all_reduce(row, op=dist.ReduceOp.MAX, group=codes.device_mesh.get_group(axis))
-        return self.form.pack(local, row)
+        return self.quantizer.quantize(local, row)
 
     @torch.no_grad()
     def read(self) -> torch.Tensor:
         """Return the matrix [out, in] as used in computation, laid out over the ranks like `empty`."""
-        return self._laid_out(self.form.unpack(*self._parameters, dtype=self.linear.dtype))
+        return self._like_codes(self.quantizer.dequantize(*self._parameters, dtype=self.linear.dtype))
 
-    def _laid_out(self, local: torch.Tensor) -> torch.Tensor:
+    def _like_codes(self, local: torch.Tensor) -> torch.Tensor:
         codes = self._codes
         if not isinstance(codes, DTensor):
             return local

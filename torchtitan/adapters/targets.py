@@ -17,10 +17,10 @@ ALL_LINEAR = "all-linear"
 
 
 EXPERTS = "experts"
-PACKING = {"qlora": 16, "lora_int8": 1}
+QUANTIZED_MULTIPLES = {"qlora": 16, "lora_int8": 1}
 """Kinds that quantize the base matrices -> number that their inputs have to be a multiple of."""
-BLOCK, SMALLEST = 64, PACKING["qlora"]
-OF_LINEARS = ("dora", *PACKING)
+LARGEST_BLOCK, SMALLEST_BLOCK = 64, QUANTIZED_MULTIPLES["qlora"]
+LINEAR_ONLY_KINDS = ("dora", *QUANTIZED_MULTIPLES)
 """Kinds that do not support stacks of experts."""
 
 
@@ -35,44 +35,44 @@ class Misfit(NamedTuple):
         return f"{self.key}: allowed: {self.allowed}; {self.remedy}"
 
 
-def of_linears(options: Options) -> Options | None:
+def linear_adapter_options(options: Options) -> Options | None:
     """Return the options of the adapter on linears: for Neurocache those of its extra adapter, None if it has none."""
     if options.kind != "neurocache":
         return options
     return None if options.neurocache.beside == "none" else replace(options, kind=options.neurocache.beside)
 
 
-def targets(linears: Iterable[str], options: Options) -> list[str]:
+def target_linears(linears: Iterable[str], options: Options) -> list[str]:
     """Return the names that the options select, in their order."""
     return [
         name
         for name in linears
-        if any(_fits(name, pattern) for pattern in options.target)
+        if any(_matches(name, pattern) for pattern in options.target)
         and (not options.layers or layer_of(name) in options.layers)
     ]
 
 
 def misfits(linears: Mapping[str, tuple[int, int]], options: Options) -> Iterator[Misfit]:
     """Yield the options that do not fit a model; `linears`: name -> outputs, inputs."""
-    available = ", ".join(without_numbers(linears))
+    available = ", ".join(with_wildcards(linears))
     is_explicit = options.target != Options().target  # the default lists names of several model families
     unmatched = [
-        pattern for pattern in options.target if is_explicit and not any(_fits(name, pattern) for name in linears)
+        pattern for pattern in options.target if is_explicit and not any(_matches(name, pattern) for name in linears)
     ]
     for pattern in unmatched:
         yield Misfit("adapter.target", f"patterns that fit one of {available}", f'"{pattern}" fits none')
     last = max((layer_of(name) or 0 for name in linears), default=0)
     if beyond := [layer for layer in options.layers if layer > last]:
         yield Misfit("adapter.layers", f"layers from 0 to {last}", f"drop {', '.join(map(str, beyond))}")
-    chosen = targets(linears, options)
+    chosen = target_linears(linears, options)
     if not chosen and not unmatched and not beyond:
         yield Misfit("adapter.target", f"at least one of {available}", "nothing would have an adapter")
-    stacks = [name for name in chosen if is_stack(name)]
+    stacks = [name for name in chosen if is_expert_stack(name)]
     if options.train_scaling and stacks:
-        allowed = f"false with {', '.join(without_numbers(stacks))} in adapter.target"
+        allowed = f"false with {', '.join(with_wildcards(stacks))} in adapter.target"
         yield Misfit("adapter.train_scaling", allowed, "stacks of experts have no number of their own: leave these out")
-    if options.lora_only and (unsupported := [name for name in chosen if is_stack(name) or name == HEAD]):
-        allowed = f"false with {', '.join(without_numbers(unsupported))} in adapter.target"
+    if options.lora_only and (unsupported := [name for name in chosen if is_expert_stack(name) or name == HEAD]):
+        allowed = f"false with {', '.join(with_wildcards(unsupported))} in adapter.target"
         yield Misfit(
             "adapter.lora_only", allowed, "stacks of experts and the head keep their matrices: leave these out"
         )
@@ -81,44 +81,44 @@ def misfits(linears: Mapping[str, tuple[int, int]], options: Options) -> Iterato
         name = min(narrow, key=narrow.get)
         allowed = f"at most {narrow[name]}, the smaller side of {name}: a higher rank says no more than the matrix"
         yield Misfit(
-            "adapter.rank", allowed, f"lower it, or leave {', '.join(without_numbers(narrow))} out of the target"
+            "adapter.rank", allowed, f"lower it, or leave {', '.join(with_wildcards(narrow))} out of the target"
         )
-    if options.kind in OF_LINEARS and (stacks := [name for name in chosen if is_stack(name)]):
+    if options.kind in LINEAR_ONLY_KINDS and (stacks := [name for name in chosen if is_expert_stack(name)]):
         allowed = f"linears with adapter.kind = {options.kind!r}, which has no form for stacks of experts"
         yield Misfit(
-            "adapter.target", allowed, f'leave out {", ".join(without_numbers(stacks))}, or write kind = "lora"'
+            "adapter.target", allowed, f'leave out {", ".join(with_wildcards(stacks))}, or write kind = "lora"'
         )
-        chosen = [name for name in chosen if not is_stack(name)]
-    if options.dropout and (unsupported_names := [name for name in chosen if is_stack(name) or name == HEAD]):
-        allowed = "0 with " + ", ".join(without_numbers(unsupported_names)) + " in adapter.target"
+        chosen = [name for name in chosen if not is_expert_stack(name)]
+    if options.dropout and (unsupported_names := [name for name in chosen if is_expert_stack(name) or name == HEAD]):
+        allowed = "0 with " + ", ".join(with_wildcards(unsupported_names)) + " in adapter.target"
         yield Misfit(
             "adapter.dropout", allowed, "rows of experts and pieces of the loss are not by token: leave these out"
         )
-    if multiple := PACKING.get(options.kind):
+    if multiple := QUANTIZED_MULTIPLES.get(options.kind):
         unpackable = [name for name in chosen if linears[name][1] % multiple or layer_of(name) is None]
         if unpackable:
             blocks = f", of a multiple of {multiple} inputs, which are packed in blocks" if multiple > 1 else ""
             allowed = f"linears of the layers with adapter.kind = {options.kind!r}{blocks}"
             yield Misfit(
-                "adapter.target", allowed, f'leave out {", ".join(without_numbers(unpackable))}, or write kind = "lora"'
+                "adapter.target", allowed, f'leave out {", ".join(with_wildcards(unpackable))}, or write kind = "lora"'
             )
 
 
-def block_of(inputs: int) -> int:
+def quantization_block(inputs: int) -> int:
     """Return how many weights form a quantization block: the largest of 64, 32 and 16 that divides `inputs`, or 0.
 
     It is at most 16 for matrices so small that tensor parallel could not split between blocks of 64.
     """
-    block = math.gcd(inputs, BLOCK if inputs >= 4 * BLOCK else SMALLEST)
-    return block if block >= SMALLEST else 0
+    block = math.gcd(inputs, LARGEST_BLOCK if inputs >= 4 * LARGEST_BLOCK else SMALLEST_BLOCK)
+    return block if block >= SMALLEST_BLOCK else 0
 
 
-def without_numbers(names: Iterable[str]) -> list[str]:
+def with_wildcards(names: Iterable[str]) -> list[str]:
     """Return the distinct names with a star in place of each number."""
     return list(dict.fromkeys(".".join("*" if p.isdecimal() else p for p in name.split(".")) for name in names))
 
 
-def is_stack(name: str) -> bool:
+def is_expert_stack(name: str) -> bool:
     """Return True if the name is that of a stack of experts."""
     return name.rpartition(".")[2] == EXPERTS
 
@@ -127,7 +127,7 @@ def layer_of(name: str) -> int | None:
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     if pattern == ALL_LINEAR:
         return layer_of(name) is not None
     return fnmatchcase(name, pattern)

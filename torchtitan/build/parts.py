@@ -254,7 +254,7 @@ def optimizers(config: JobConfig, built: ParallelModel) -> Optimizers:
         **taken(options, build_optimizers),
         shared={key: getattr(options, key) for key in SHARED},
         in_backward=options.early_step_in_backward,
-        rate_of=built.adapter.rate_of if built.adapter else lambda name: 1.0,
+        rate_of=built.adapter.lr_multiplier if built.adapter else lambda name: 1.0,
     )
 
 
@@ -317,7 +317,7 @@ def checkpointer(
         built.parts,
         built_optimizers.optimizers,
         hooks,
-        added_parameters=built.adapter.fresh if built.adapter else (),
+        added_parameters=built.adapter.added_parameters if built.adapter else (),
         omitted_parameters=left_out_of_checkpoints(config, built),
     )
 
@@ -347,7 +347,7 @@ def with_adapter_save(config: JobConfig) -> JobConfig:
 
 def left_out_of_checkpoints(config: JobConfig, built: ParallelModel) -> Collection[str]:
     """Parameters that they only refer to."""
-    return built.adapter.frozen if built.adapter and saves_adapter_alone(config) else ()
+    return built.adapter.frozen_parameters if built.adapter and saves_adapter_alone(config) else ()
 
 
 def base_reference(config: JobConfig) -> dict[str, str]:

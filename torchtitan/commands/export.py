@@ -60,8 +60,8 @@ def main(argv: list[str]) -> int:
         raise JobError(f"{options.folder}: its job has no adapter; write --merge for the weights of the model")
     model, adapter = inference_model.filled_model(config, step_folder, torch.device("cpu"))
     assert adapter is not None
-    parts.save_peft(config, target, adapter, adapter.whole_tensors([model]))
-    print(f"{target}: the adapter of {step_folder.name}, in {adapter.layout}")
+    parts.save_peft(config, target, adapter, adapter.full_tensors([model]))
+    print(f"{target}: the adapter of {step_folder.name}, in {adapter.folder_format}")
     return 0
 
 

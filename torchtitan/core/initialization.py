@@ -60,9 +60,9 @@ def initialize(
 ) -> None:
     """Fill all parameters in place, plain tensors or DTensors, or only those with these clean `names`.
 
-    A module class may define `own_init(name)`, which may return an Init for a parameter; otherwise `rule` is called
-    with the clean name. A tensor with several names (tied weights) is drawn once, under its first name. `drawn_as`
-    maps the name of a copy that a pipeline made to the name under which it is drawn.
+    A module class may define `parameter_init(name)`, which may return an Init for a parameter; otherwise `rule` is
+    called with the clean name. A tensor with several names (tied weights) is drawn once, under its first name.
+    `drawn_as` maps the name of a copy that a pipeline made to the name under which it is drawn.
     """
     for wrapped_name, parameter in model.named_parameters():
         assert not parameter.is_meta, f"{wrapped_name} has no storage yet: call to_empty before initialize"
@@ -78,7 +78,7 @@ def initialize(
 def _own_init(model: nn.Module, name: str) -> Init | None:
     path, _, local_name = name.rpartition(".")
     owner = model.get_submodule(path)
-    return owner.own_init(local_name) if hasattr(type(owner), "own_init") else None
+    return owner.parameter_init(local_name) if hasattr(type(owner), "parameter_init") else None
 
 
 @torch.no_grad()

@@ -232,8 +232,8 @@ class ParallelModel:
         for part in self.parts:
             initialize(part, self.seed, part.init_rule, drawn_as=part.tied_names, names=names)
             draw_stores(part, self.seed, part.init_rule, names)
-        if self.adapter is not None and names is None:  # else there is no base yet: who loads it calls follow_base
-            self.adapter.follow_base(self.parts)
+        if self.adapter is not None and names is None:  # else there is no base yet: who loads it calls init_from_base
+            self.adapter.init_from_base(self.parts)
 
     @torch.no_grad()
     def _forget(self) -> None:

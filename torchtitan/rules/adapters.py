@@ -5,8 +5,16 @@ from dataclasses import fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from torchtitan.adapters import ADAPTERS, BY_RULES, NONE, OF_EVERY_KIND, peft_config
-from torchtitan.adapters.targets import PACKING, block_of, layer_of, misfits, of_linears, targets, without_numbers
+from torchtitan.adapters import ADAPTERS, COMMON_OPTIONS, NONE, RULE_CHECKED_OPTIONS, peft_config
+from torchtitan.adapters.targets import (
+    QUANTIZED_MULTIPLES,
+    layer_of,
+    linear_adapter_options,
+    misfits,
+    quantization_block,
+    target_linears,
+    with_wildcards,
+)
 from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.adapter import Adapter, Relora
 from torchtitan.core.errors import JobError
@@ -17,30 +25,33 @@ from torchtitan.rules.facts import Facts, Rule
 
 
 def adapter_fits_the_model(facts: Facts) -> Iterator[Fault]:
-    options = of_linears(facts.config.adapter)
+    options = linear_adapter_options(facts.config.adapter)
     if options is None or options.kind not in ADAPTERS or facts.args is None or not (found := linears(facts.args)):
         return
-    if "target" not in ADAPTERS[options.kind].reads:
+    if "target" not in ADAPTERS[options.kind].options:
         return
     for key, allowed, remedy in misfits(found, options):
         yield facts.fault(key, allowed, remedy)
-    if facts.config.checkpoint.last_save_model_only and facts.args.tied_embeddings and HEAD in targets(found, options):
+    adapts_tied_head = facts.args.tied_embeddings and HEAD in target_linears(found, options)
+    if facts.config.checkpoint.last_save_model_only and adapts_tied_head:
         why = "the head is the embedding's matrix, and folding in would make them two: set adapter.last_save_in_peft"
         yield facts.fault("checkpoint.last_save_model_only", "false with an adapter beside a tied head", why)
-    if options.relora.every is not None and facts.args.tied_embeddings and HEAD in targets(found, options):
+    if options.relora.every is not None and adapts_tied_head:
         why = "a restart would fold the head's adapter into the embedding too: leave output out of adapter.target"
         yield facts.fault("adapter.relora.every", "unset with an adapter beside a tied head", why)
 
 
 def packs_divide_over_tensor_parallel(facts: Facts) -> Iterator[Fault]:
     """Of inputs that are split each rank has whole blocks, as many as the others."""
-    options = of_linears(facts.config.adapter)
+    options = linear_adapter_options(facts.config.adapter)
     if facts.tp == 1 or options is None or options.kind != "qlora" or facts.args is None:
         return
     found = linears(facts.args)
-    split = {name: found[name][1] for name in targets(found, options) if split_side(name) == 1}
-    blocks = {name: inputs // block_of(inputs) for name, inputs in split.items() if block_of(inputs)}
-    of_all_layers = {f"blocks of {without_numbers([name])[0]}": number for name, number in blocks.items()}
+    split = {name: found[name][1] for name in target_linears(found, options) if split_side(name) == 1}
+    blocks = {
+        name: inputs // quantization_block(inputs) for name, inputs in split.items() if quantization_block(inputs)
+    }
+    of_all_layers = {f"blocks of {with_wildcards([name])[0]}": number for name, number in blocks.items()}
     yield from facts.judged(degrees.check_split, facts.tp, of_all_layers)
 
 
@@ -67,13 +78,13 @@ def patterns_fit_the_model(facts: Facts) -> Iterator[Fault]:
     if facts.args is None or (trained := trained_whole(facts)) is None or not (names := parameters(facts.args)):
         return
     key, patterns, _ = trained
-    options = of_linears(facts.config.adapter)
-    if options is not None and (options.kind in PACKING or options.lora_only):
-        gone = {f"{name}.weight" for name in targets(linears(facts.args), options)}
+    options = linear_adapter_options(facts.config.adapter)
+    if options is not None and (options.kind in QUANTIZED_MULTIPLES or options.lora_only):
+        gone = {f"{name}.weight" for name in target_linears(linears(facts.args), options)}
         names = [name for name in names if name not in gone]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            known = ", ".join(sorted(without_numbers(names)))
+            known = ", ".join(sorted(with_wildcards(names)))
             yield facts.fault(key, f"patterns that fit one of {known}", "correct or drop it", given=show(pattern))
 
 
@@ -93,10 +104,15 @@ def new_head_is_trained(facts: Facts) -> Iterator[Fault]:
 def new_rows_are_trained(facts: Facts) -> Iterator[Fault]:
     """Those of added tokens are all the same mean: a frozen one is never read as anything else, nor the likeliest."""
     options, trained = facts.config.adapter, trained_whole(facts)
-    if trained is None or of_linears(options) is not options or not facts.untrained_tokens or facts.args is None:
+    if (
+        trained is None
+        or linear_adapter_options(options) is not options
+        or not facts.untrained_tokens
+        or facts.args is None
+    ):
         return
     key, chosen, other = trained
-    beside = [] if options.kind == NONE else targets(linears(facts.args), options)
+    beside = [] if options.kind == NONE else target_linears(linears(facts.args), options)
     tied = facts.args.tied_embeddings
     ends = [] if tied else [HEAD] * (HEAD not in beside)
     ends = [f"{name}.weight" for name in ("tok_embeddings", *ends)]
@@ -142,11 +158,11 @@ def _adapter_is_of_this_kind(facts: Facts, folder: Path) -> Iterator[Fault]:
         yield facts.fault(key, f"a folder with {peft_config.CONFIG}, as peft writes it", "there is none")
         return
     try:
-        config = peft_config.read(folder)
+        config = peft_config.read_config(folder)
     except JobError as error:
         yield facts.fault(key, "a folder that peft wrote", str(error))
         return
-    for each in peft_config.differences(config, facts.config.adapter):
+    for each in peft_config.mismatches(config, facts.config.adapter):
         yield facts.fault(key, "an adapter of the job's kind", f"its {peft_config.CONFIG} has {each}")
 
 
@@ -154,7 +170,7 @@ def scaling_is_trained_by_lora(facts: Facts) -> Iterator[Fault]:
     options, key = facts.config.adapter, "adapter.train_scaling"
     if not options.train_scaling or options.kind == NONE:
         return
-    if options.kind not in ("lora", *PACKING):
+    if options.kind not in ("lora", *QUANTIZED_MULTIPLES):
         yield facts.fault(key, f'false with adapter.kind = "{options.kind}"', "it is the strength of A and B alone")
     for name in ("alpha", "rslora"):
         if getattr(options, name) != getattr(Adapter(), name):
@@ -194,7 +210,7 @@ def restarts_make_sense(facts: Facts) -> Iterator[Fault]:
                 yield facts.fault(key + each, "nothing without adapter.relora.every", "set every, or leave it out")
         return
     if options.kind != "lora":
-        packs = options.kind in PACKING
+        packs = options.kind in QUANTIZED_MULTIPLES
         why = "each restart would round the packed matrices again" if packs else "it is made for A and B"
         yield facts.fault(key + "every", 'unset, except with adapter.kind = "lora"', why)
     if options.save == "alone":
@@ -259,7 +275,7 @@ def options_of_adapters_are_read(facts: Facts) -> Iterator[Fault]:
         read: tuple[str, ...] = ("kind",)
         remedy = "set a kind, or leave it out"
     elif given.kind in ADAPTERS:
-        read = (*OF_EVERY_KIND, *BY_RULES, *ADAPTERS[given.kind].reads)
+        read = (*COMMON_OPTIONS, *RULE_CHECKED_OPTIONS, *ADAPTERS[given.kind].options)
         remedy = "leave it out"
     else:
         return

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.adapters import NONE
-from torchtitan.adapters.targets import without_numbers
+from torchtitan.adapters.targets import with_wildcards
 from torchtitan.checkpoint import base_weights
 from torchtitan.checkpoint.base_weights import Kind, counters_of, find_weights
 from torchtitan.checkpoint.layout import (
@@ -96,7 +96,7 @@ def moments_are_of_this_plan(facts: Facts) -> Iterator[Fault]:
         turned += [name] if now != then else []
     if turned:
         plan = f"dp_shard {shard}, cp {cp}, tp {tp}"
-        allowed = f"a plan that shards {', '.join(without_numbers(turned))} by the sides of {folder.name} ({plan})"
+        allowed = f"a plan that shards {', '.join(with_wildcards(turned))} by the sides of {folder.name} ({plan})"
         remedy = 'take that plan, or begin the moments anew by checkpoint.exclude_from_loading = ["optimizer"]'
         yield facts.fault("optimizer.options", allowed, remedy, given='on_conflict = "flip"')
 

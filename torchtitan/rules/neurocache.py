@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
-from torchtitan.adapters import OF_LOW_RANK
+from torchtitan.adapters import LOW_RANK_OPTIONS
 from torchtitan.adapters.neurocache import authors_format
 from torchtitan.adapters.neurocache.sizes import KEY, apart, layers_of, misfits_of
-from torchtitan.adapters.targets import Misfit, of_linears
+from torchtitan.adapters.targets import Misfit, linear_adapter_options
 from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.adapter import Adapter, Neurocache
 from torchtitan.core.errors import JobError
@@ -125,8 +125,8 @@ def cache_options_have_a_cache(facts: Facts) -> Iterator[Fault]:
     beside = given.neurocache.beside
     if beside not in BESIDE:
         yield facts.fault(KEY + "beside", f"one of {', '.join(BESIDE)}", "")
-    if of_linears(given) is None:
-        for name in OF_LOW_RANK:
+    if linear_adapter_options(given) is None:
+        for name in LOW_RANK_OPTIONS:
             if getattr(given, name) != getattr(default, name):
                 remedy = 'write adapter.neurocache.beside = "lora", or leave it out'
                 yield facts.fault(f"adapter.{name}", 'nothing with adapter.neurocache.beside = "none"', remedy)

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torchtitan.adapters import NONE
-from torchtitan.adapters.targets import targets, without_numbers
+from torchtitan.adapters.targets import target_linears, with_wildcards
 from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.optimization import Optimizer
 from torchtitan.lr_schedules import CYCLICAL, JAGGED, ScheduleError
@@ -164,7 +164,7 @@ def trained_matrices(facts: Facts) -> dict[str, tuple[int, int]]:
     if adapter.kind == NONE:
         patterns = facts.config.training.unfrozen or ["*"]
         return {name: shape for name, shape in weights.items() if matches_any(name, patterns)}
-    adapted = {name: layers[name] for name in targets(layers, adapter) if f"{name}.weight" in weights}
+    adapted = {name: layers[name] for name in target_linears(layers, adapter) if f"{name}.weight" in weights}
     low_rank = {f"{name}.lora_A": (adapter.rank, inputs) for name, (_, inputs) in adapted.items()}
     low_rank |= {f"{name}.lora_B": (outputs, adapter.rank) for name, (outputs, _) in adapted.items()}
     dense = [name for name in weights if matches_any(name, adapter.train_fully)]
@@ -191,7 +191,7 @@ def optimizer_has_matrices(facts: Facts) -> Iterator[Fault]:
     options = options_of_the_optimizer(facts)
     if not options or "targets" not in options or not trained_matrices(facts):
         return
-    known = ", ".join(without_numbers(trained_matrices(facts)))
+    known = ", ".join(with_wildcards(trained_matrices(facts)))
     written = options["targets"] != HIDDEN  # the default has names of several families
     patterns = [[pattern] for pattern in options["targets"]] if written else [options["targets"]]
     for some in patterns or [[]]:
@@ -216,7 +216,7 @@ def optimizer_projects_something(facts: Facts) -> Iterator[Fault]:
     shards, tp = facts.fsdp_shards or 1, facts.tp
     cut = [name for name, found in projected.items() if sharded_sides(name, shards, tp).intersection(found)]
     if cut:
-        given, names = 'on_conflict = "error"', ", ".join(without_numbers(cut))
+        given, names = 'on_conflict = "error"', ", ".join(with_wildcards(cut))
         remedy = 'as FSDP shards rows; write side = "right" too'
         if tp > 1:
             remedy = "as each rank has a part of the side that becomes short; or leave these out of targets"

@@ -118,7 +118,7 @@ class Exports:
 
     def _write_adapter(self, model: ParallelModel) -> None:
         adapter: Adapter = model.adapter
-        whole = distributed.gather_tensors(adapter.whole_tensors(model.parts))  # of a pipeline a rank has its layers'
+        whole = distributed.gather_tensors(adapter.full_tensors(model.parts))  # of a pipeline a rank has its layers'
         if self.ranks.is_main:
             try:
                 parts.save_peft(self.config, self.folder / "adapter", adapter, whole)
@@ -128,4 +128,4 @@ class Exports:
 
 def plain_tensors(model: ParallelModel) -> dict[str, Value]:
     """The plain model's, by name: what an adapter has learned is folded into them."""
-    return dict(model.named_tensors()) if model.adapter is None else model.adapter.merged(model.parts)
+    return dict(model.named_tensors()) if model.adapter is None else model.adapter.merged_tensors(model.parts)

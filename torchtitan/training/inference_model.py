@@ -49,10 +49,10 @@ def filled_model(config: JobConfig, step_folder: Path, device: torch.device) -> 
 def _fill(built: nn.Module, config: JobConfig, step_folder: Path, installed: Adapter | None) -> None:
     if find_weights(step_folder)[0] != "ours":
         beside = None if config.adapter.initial_path is None else installed
-        fresh = beside.fresh if beside else ()
+        fresh = beside.added_parameters if beside else ()
         load_foreign(step_folder, [built], config.model.name, model_args(config, step_folder), fresh)
         if beside is not None:
-            beside.begin_from([built], peft_tensors(config, beside))
+            beside.load_tensors([built], peft_tensors(config, beside))
         return
     alone = saves_adapter_alone(config)
     if config.adapter.kind != NONE and config.adapter.save is None:  # a job that says nothing, beside a checkpoint
@@ -60,7 +60,7 @@ def _fill(built: nn.Module, config: JobConfig, step_folder: Path, installed: Ada
     if alone:
         base_weights.refuse_another(read_state(step_folder)["trainer"], base_reference(config))
         fill_base(config, built, installed)
-    load_model_for_inference(step_folder, built, installed.frozen if alone else ())
+    load_model_for_inference(step_folder, built, installed.frozen_parameters if alone else ())
 
 
 def model_over_ranks(config: JobConfig, step_folder: Path, ranks: Ranks) -> nn.Module:
@@ -119,9 +119,9 @@ def plain_state(
     if installed is None:
         yield dict(filled.state_dict()), "weights"
     elif not packed:
-        yield installed.merged([filled]), "weights"
+        yield installed.merged_tensors([filled]), "weights"
     elif into_unpacked or path is None:
-        yield installed.merged([filled]), "unpacked"
+        yield installed.merged_tensors([filled]), "unpacked"
     else:
         with ExitStack() as stack:
             try:
@@ -132,7 +132,7 @@ def plain_state(
                 name: Deferred(store.shape, partial(_original, weights, name, store, path))
                 for name, store in packed.items()
             }
-            yield installed.merged([filled], original), "original"
+            yield installed.merged_tensors([filled], original), "original"
 
 
 UNPACKED = "or fold into what the run computed with: --merge-base unpacked"
@@ -153,7 +153,7 @@ def fill_base(config: JobConfig, built: nn.Module, installed: Adapter | None) ->
     path = config.checkpoint.initial_load_path
     assert path is not None  # the rules ask for it where an adapter is saved alone
     kind, place = find_weights(Path(path))
-    fresh = installed.fresh if installed else ()
+    fresh = installed.added_parameters if installed else ()
     if kind == "ours":
         load_model_for_inference(place, built, fresh)
     else:

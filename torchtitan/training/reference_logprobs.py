@@ -228,13 +228,13 @@ def _model_at_the_start(config: JobConfig, model: ParallelModel) -> ParallelMode
                 "reference of further pairs cannot be rebuilt from a checkpoint and an adapter; start with more steps "
                 "in another job.dump_folder"
             )
-        fresh = adapter.fresh if adapter else frozenset()
+        fresh = adapter.added_parameters if adapter else frozenset()
         built.initialize(head | fresh)
         load_foreign(place, built.parts, config.model.name, build.model_args(config, place), fresh, head)
         if adapter is not None:
-            adapter.follow_base(built.parts)
+            adapter.init_from_base(built.parts)
     if config.adapter.initial_path:
-        adapter.begin_from(built.parts, build.peft_tensors(config, adapter))
+        adapter.load_tensors(built.parts, build.peft_tensors(config, adapter))
     logger.info("reference  the run reads further pairs: the model is rebuilt as it was before the first step")
     return built
 

@@ -70,7 +70,7 @@ class Origin:
         elif not alone:
             self._start_from(path, checkpointer)
         if resumed is None and self.config.adapter.initial_path:
-            self.model.adapter.begin_from(self.model.parts, parts.peft_tensors(self.config, self.model.adapter))
+            self.model.adapter.load_tensors(self.model.parts, parts.peft_tensors(self.config, self.model.adapter))
             logger.info("adapter started from %s", self.config.adapter.initial_path)
         known = resumed is not None or checkpointer.loaded_adapter or self.config.adapter.initial_path
         self.adapter_is_fresh = self.model.adapter is not None and not known
@@ -87,14 +87,14 @@ class Origin:
         """Take the weights of another job or program; an adapter's own stay as they were drawn."""
         options, adapter = self.config.checkpoint, self.model.adapter
         head = parts.own_head(self.config)
-        self.model.initialize(head | adapter.fresh if adapter else head)
+        self.model.initialize(head | adapter.added_parameters if adapter else head)
         kind, place = find_weights(Path(path))
         if kind == "ours":
             base_weights.refuse_adapter_alone(place)
             checkpointer.initial_load(place, options.initial_load_model_only, options.initial_load_counters)
             logger.info("started from %s", path)
         else:
-            args, fresh = parts.model_args(self.config, place), adapter.fresh if adapter else ()
+            args, fresh = parts.model_args(self.config, place), adapter.added_parameters if adapter else ()
             lacking = load_foreign(place, self.model.parts, self.config.model.name, args, fresh, head)
             if lacking:
                 logger.info("%s has no %s: the head begins anew", place, ", ".join(sorted(lacking)))
@@ -104,4 +104,4 @@ class Origin:
             if options.initial_load_counters and (counted := counters_of(kind, place)):
                 checkpointer.hooks.load_state(counted._asdict() | {SCHEDULE_START: counted.step}, [])
         if adapter is not None and not checkpointer.loaded_adapter:
-            adapter.follow_base(self.model.parts)
+            adapter.init_from_base(self.model.parts)

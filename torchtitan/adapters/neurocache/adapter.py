@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan.adapters import ADAPTERS
-from torchtitan.adapters.interface import Adapter, weights_met
+from torchtitan.adapters.interface import Adapter, weights_per_token
 from torchtitan.adapters.neurocache.attention import CachedAttention
 from torchtitan.adapters.neurocache.authors_format import load, names, save
 from torchtitan.adapters.neurocache.cache import Hits
@@ -22,7 +22,7 @@ from torchtitan.adapters.neurocache.memory import Memory
 from torchtitan.adapters.neurocache.sizes import apart, cache_flops, layers_of, misfits_of
 from torchtitan.adapters.peft_folder import from_peft, to_peft
 from torchtitan.adapters.stateful import Batch, StatefulAdapter
-from torchtitan.adapters.targets import of_linears
+from torchtitan.adapters.targets import linear_adapter_options
 from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import local_part
@@ -37,12 +37,12 @@ PCA_SEGMENTS = 256
 
 
 class Neurocache(StatefulAdapter):
-    layout = "the layout of the authors' library"
-    other_form = "keep the run's checkpoints, which have all of it"
+    folder_format = "the layout of the authors' library"
+    alternative = "keep the run's checkpoints, which have all of it"
 
     def __init__(self, options: Options, seed: int = 0):
         super().__init__(options, seed)
-        extra_options = of_linears(options)
+        extra_options = linear_adapter_options(options)
         self.beside: Adapter | None = None
         if extra_options is not None:
             self.beside = resolve_name(ADAPTERS[extra_options.kind].make)(extra_options, seed)
@@ -50,7 +50,9 @@ class Neurocache(StatefulAdapter):
     def install(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
         plan = super().install(model, plan)
         cache_names = names(self.options.neurocache, self.n_layers)
-        self.met_added = weights_met(model, self.fresh - cache_names.keys())  # cache_flops counts the cache
+        self.added_weights_per_token = weights_per_token(
+            model, self.added_parameters - cache_names.keys()
+        )  # cache_flops counts the cache
         return plan
 
     def convert(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
@@ -63,7 +65,7 @@ class Neurocache(StatefulAdapter):
         norm = blocks[str(layers.first)].attention_norm
         if self.beside is not None:
             plan = self.beside.convert(model, plan)
-            self.replaced |= self.beside.replaced
+            self.replaced_parameters |= self.beside.replaced_parameters
         kwargs = dict(dtype=norm.weight.dtype, device=norm.weight.device)
         for layer in layers.attending:
             attention = blocks[str(layer)].attention
@@ -100,20 +102,22 @@ class Neurocache(StatefulAdapter):
         )
 
     def read_folder(self, folder: Path, form: Form) -> dict[str, torch.Tensor]:
-        cache_tensors, extra_tensors = load(folder, self.options.neurocache, self.n_layers, self.shapes)
-        low_rank = {name: shape for name, shape in self.shapes.items() if name not in cache_tensors}
+        cache_tensors, extra_tensors = load(folder, self.options.neurocache, self.n_layers, self.added_shapes)
+        low_rank = {name: shape for name, shape in self.added_shapes.items() if name not in cache_tensors}
         try:
             return cache_tensors | from_peft(extra_tensors, form, low_rank)
         except JobError as error:
             raise JobError(f"{folder}: {error}") from None
 
-    def write_folder(self, folder: Path, form: Form, whole: Mapping[str, torch.Tensor], base: str) -> None:
-        self.refuse_what_has_no_place()
+    def write_folder(self, folder: Path, form: Form, tensors: Mapping[str, torch.Tensor], base: str) -> None:
+        self.require_complete_format()
         options = self.options.neurocache
-        low_rank = {name: whole[name] for name in self.shapes if name not in names(options, self.n_layers)}
-        save(folder, whole, to_peft(low_rank, form), options, self.n_layers, base)
+        low_rank = {name: tensors[name] for name in self.added_shapes if name not in names(options, self.n_layers)}
+        save(folder, tensors, to_peft(low_rank, form), options, self.n_layers, base)
 
-    def merged(self, parts: Sequence[nn.Module], original: Mapping[str, Deferred] | None = None) -> dict[str, Value]:
+    def merged_tensors(
+        self, parts: Sequence[nn.Module], original: Mapping[str, Deferred] | None = None
+    ) -> dict[str, Value]:
         raise JobError(
             "adapter.kind = 'neurocache': a model without a cache cannot be what this one is; write the adapter alone "
             "(torchtitan export without --merge)"
@@ -126,8 +130,8 @@ class Neurocache(StatefulAdapter):
             if layers & needed and not needed <= layers:
                 raise JobError(apart(self.layers))
 
-    def rate_of(self, name: str) -> float:
-        return 1.0 if self.beside is None else self.beside.rate_of(name)
+    def lr_multiplier(self, name: str) -> float:
+        return 1.0 if self.beside is None else self.beside.lr_multiplier(name)
 
     def before_training(
         self,

@@ -116,10 +116,10 @@ class Reading(nn.Module):
             return scaled.softmax(-1)
         return scaled.masked_fill(~there, torch.finfo(scaled.dtype).min).softmax(-1).masked_fill(~there, 0.0)
 
-    def own_init(self, name: str) -> Init:
+    def parameter_init(self, name: str) -> Init:
         return Normal(self.wk.shape[1] ** -0.5)
 
-    def tensor_placements(self, role: str, whole: Placement) -> dict[str, tuple[Placement, Placement]]:
+    def tensor_placements(self, role: str, default: Placement) -> dict[str, tuple[Placement, Placement]]:
         """Shard both matrices by heads over the ranks of tensor parallel."""
         return dict.fromkeys(("wk", "wv"), (Shard(0), Shard(0)))
 
@@ -141,7 +141,7 @@ class CacheAttention(nn.Module):
 
 
 class Projection(nn.Linear):
-    def own_init(self, name: str) -> Init:
+    def parameter_init(self, name: str) -> Init:
         return Normal(self.in_features**-0.5)
 
 
@@ -185,7 +185,7 @@ class CachedAttention(GroupedQueryAttention):
         return taken
 
     @torch.no_grad()
-    def follow_base(self) -> None:
+    def init_from_base(self) -> None:
         if not self.copies:
             return
         for name, target in (("wq", self.cache.wq.weight), ("wo", self.cache.wo.weight)):

@@ -55,7 +55,7 @@ class Microbatch:
 class Compression(nn.Linear):
     """The compression W_c, initialized from a normal distribution with deviation 1 / sqrt(D)."""
 
-    def own_init(self, name: str) -> Init:
+    def parameter_init(self, name: str) -> Init:
         return Normal(self.in_features**-0.5)
 
 
@@ -64,7 +64,7 @@ class KeyNorm(nn.LayerNorm):
         """Normalize x [..., C] in its own dtype."""
         return F.layer_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
-    def own_init(self, name: str) -> Init:
+    def parameter_init(self, name: str) -> Init:
         return Constant(1.0 if name == "weight" else 0.0)
 
 
