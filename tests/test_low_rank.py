@@ -394,7 +394,7 @@ def test_folder_of_peft_says_what_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, message",
     [
         (dict(train_fully=["norm.weight"]), r"trained too \(norm.weight\); write the whole model"),
         (
@@ -409,10 +409,10 @@ def test_folder_of_peft_says_what_it_is(tmp_path):
     ],
     ids=str,
 )
-def test_a_folder_that_would_lack_what_was_trained_is_refused(options, said, tmp_path):
+def test_a_folder_that_would_lack_what_was_trained_is_refused(options, message, tmp_path):
     args = tiny_decoders.LLAMA["llama3"]
     model, adapter = learned("llama3", args, Options(kind="lora", rank=4, **options))
-    with pytest.raises(JobError, match=said):
+    with pytest.raises(JobError, match=message):
         adapter.write_folder(tmp_path / "adapter", MODELS["llama3"].hf.form(args), adapter.full_tensors([model]), "")
     assert not (tmp_path / "adapter").exists()
 

@@ -32,7 +32,7 @@ FRAGMENT_OPENINGS = {
 """A docstring that begins with one of these has, as a rule, neither a subject nor a verb."""
 
 LIMITS: dict[str, tuple[int, int]] = {
-    "adapters": (59, 0),
+    "adapters": (46, 0),
     "build": (31, 26),
     "checkpoint": (14, 0),
     "commands": (75, 16),

@@ -22,9 +22,10 @@ class AdapterSpec:
     make: str
     """The subclass of Adapter, as "module:attribute". It is created with the job's [adapter] and its seed."""
     options: tuple[str, ...] = ()
-    """Options of [adapter] that it reads in addition to OF_EVERY_KIND and BY_RULES. A job that sets any other option is
-    refused, as it would have no effect. If `target` is among them, its patterns and the rank are checked against the
-    model's linears. `initial_path` and `last_save_in_peft` need `read_folder` and `write_folder`."""
+    """Options of [adapter] that it reads in addition to COMMON_OPTIONS and RULE_CHECKED_OPTIONS. A job that sets any
+    other option is refused, as it would have no effect. If `target` is among them, its patterns and the rank are
+    checked against the model's linears. `initial_path` and `last_save_in_peft` need `read_folder` and
+    `write_folder`."""
 
 
 def _low_rank(make: str) -> AdapterSpec:

@@ -335,7 +335,7 @@ def _is_sharded_alike(tensor: DTensor, dims: tuple[int | None, ...], weight: tor
         return False
     for placement, reference in zip(tensor.placements, weight.placements, strict=True):
         if placement.is_replicate():
-            if any(dim is not None and reference.is_shard(dim) for dim in dims):
+            if not reference.is_replicate() and (not reference.is_shard() or reference.dim in dims):
                 return False
         elif placement != reference or dims[placement.dim] != placement.dim:
             return False

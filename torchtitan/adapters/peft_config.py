@@ -50,7 +50,7 @@ def mismatches(
 ) -> Iterator[str]:
     """Yield each reason why an adapter with this config does not fit the job, with a remedy.
 
-    `by_module`: values that the keys of BY_MODULE may have for the job's model, if that is known.
+    `by_module`: values that the keys of PER_MODULE_KEYS may have for the job's model, if that is known.
     """
     values, expected = _DEFAULTS | config, config_entries(options)
     if other := [

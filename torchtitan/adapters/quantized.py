@@ -97,7 +97,7 @@ class _QuantizedMatmul(torch.autograd.Function):
 
 
 class QuantizedWeight:
-    """Writes and reads the matrix of a PackedLinear; each rank handles its shard."""
+    """Writes and reads the matrix of a QuantizedLinear; each rank handles its shard."""
 
     def __init__(self, linear: QuantizedLinear):
         self.linear, self.quantizer, self.parameter_names = (
