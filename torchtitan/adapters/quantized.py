@@ -100,22 +100,19 @@ class QuantizedWeight:
     """Writes and reads the matrix of a QuantizedLinear; each rank handles its shard."""
 
     def __init__(self, linear: QuantizedLinear):
-        self.linear, self.quantizer, self.parameter_names = (
-            linear,
-            linear.quantizer,
-            linear.quantizer.parameter_names,
-        )
+        self.linear, self.quantizer = linear, linear.quantizer
+        self.packed = linear.quantizer.parameter_names
         self.shape = (linear.out_features, linear.in_features)
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
         """Return this rank's local tensors."""
-        parts = (getattr(self.linear, name).detach() for name in self.parameter_names)
+        parts = (getattr(self.linear, name).detach() for name in self.packed)
         return [part.to_local() if isinstance(part, DTensor) else part for part in parts]
 
     @property
     def _codes(self) -> torch.Tensor:
-        return getattr(self.linear, self.parameter_names[0])
+        return getattr(self.linear, self.packed[0])
 
     def empty(self) -> torch.Tensor:
         local = self._parameters[0]
