@@ -263,6 +263,8 @@ PLANS = [
     ("dora", dict(ranks=4, dp_shard=2, tp=2)),
     ("lora", dict(ranks=2, pp=2)),
     ("lora", dict(ranks=2, dp_shard=2, ep=2, model="qwen3_moe")),
+    ("documented", dict(ranks=2, tp=2)),
+    ("documented", dict(ranks=4, dp_shard=2, tp=2)),
 ]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from tests.support.documented_adapter import IA3
 from tests.support.scale_adapter import ScaleAdapter
 from torchtitan.adapters.dora import DoRA
 from torchtitan.adapters.int8 import Int8LoRA
@@ -27,6 +28,7 @@ def _unfrozen(*patterns: str) -> Callable[[Options], Adapter]:
 _CACHE = dict(topk=3, cache_dtype="float32")
 ROWS = {
     "scale": (ScaleAdapter, Options()),
+    "documented": (IA3, Options(target=["all-linear"])),
     "lora": (LoRA, _SMALL),
     "lora, tanh(s)": (LoRA, Options(kind="lora", rank=4, train_scaling=True)),
     "lora only": (LoRA, Options(kind="lora", rank=4, lora_only=True)),
@@ -97,3 +99,5 @@ def learn_something(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Non
     for name, parameter in named_parameters:
         if "lora_B" in name:
             draw(parameter, Normal(0.1), name)
+        elif "ia3_scale" in name:
+            draw(parameter, Normal(1.0), name)
