@@ -90,7 +90,7 @@ def folded_on_a_rank():
     with Traffic() as traffic, torch.no_grad():
         for _, module in low_rank_modules(model.parts):
             merge_product(module)
-    size = sum(4 * p.numel() for name, p in model.named_parameters() if "lora_A" in name)
+    size = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if "lora_A" in name)
     return [(exchange.kind, exchange.sent) for exchange in traffic.exchanges], size
 
 
