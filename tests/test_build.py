@@ -11,7 +11,7 @@ from torchtitan.config.sections.optimization import Optimizer
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.run import Metrics
 from torchtitan.config.sections.training import DataLoader
-from torchtitan.datasets.loader import build_loader
+from torchtitan.datasets.loader import WorkerOptions
 from torchtitan.metrics.logger import MetricsLogger
 from torchtitan.optimizers.build import build_optimizers
 from torchtitan.parallelisms.parallelize import ParallelOptions
@@ -19,7 +19,7 @@ from torchtitan.parallelisms.pipeline.pipeline_parallel import PipelineOptions
 
 TAKEN = {
     build_optimizers: (Optimizer(lr=0.5, options={"a": 1}), "", {"name", "lr", "options", "implementation"}),
-    build_loader: (DataLoader(num_workers=2), "", {"num_workers", "persistent_workers", "pin_memory"}),
+    WorkerOptions: (DataLoader(num_workers=2), "", {"num_workers", "persistent_workers", "pin_memory"}),
     ParallelOptions: (ActivationCheckpoint(early_stop=True), "", {"memory_budget", "preserve_rng_state", "early_stop"}),
     MetricsLogger: (Metrics(log_freq=3), "", {"log_freq", "log_lr"}),
     PipelineOptions: (

@@ -14,7 +14,7 @@ import torch
 from tests.test_datasets_tokens import make as make_shards
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
-from torchtitan.datasets.loader import Loader, Weighted, build_loader, merge_states
+from torchtitan.datasets.loader import Loader, LoaderOptions, Weighted, WorkerOptions, build_loader, merge_states
 from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.samples import IGNORE, next_token_arrays
@@ -36,23 +36,10 @@ def loader(dataset_path=None, dataset="text", sources=(), **options) -> Loader:
     """Of one dataset, or of `sources` as (dataset, dataset_path, weight)."""
     sources = sources or [(dataset, dataset_path, 1.0)]
     opened = [Weighted(name, open_source(name, str(path), RecordReader()), weight) for name, path, weight in sources]
-    defaults = dict(
-        tokenizer=TOKENIZER,
-        seq_len=SEQ_LEN,
-        local_batch_size=2,
-        global_batch_size=-1,
-        dp_rank=0,
-        dp_size=1,
-        seed=0,
-        shuffle=True,
-        document_mask=False,
-        on_bad_data="stop",
-        num_workers=0,
-        persistent_workers=False,
-        pin_memory=False,
-        prefetch_factor=None,
-    )
-    return build_loader(sources=opened, **(defaults | options))
+    state, tokenizer = options.pop("state", None), options.pop("tokenizer", TOKENIZER)
+    workers = WorkerOptions(**{name: options.pop(name) for name in WorkerOptions._fields if name in options})
+    samples = LoaderOptions(**(dict(seq_len=SEQ_LEN, local_batch_size=2) | options))
+    return build_loader(opened, tokenizer, samples, workers, state)
 
 
 @pytest.mark.parametrize(("ranks", "told"), [(64, ""), (512, "512 data-parallel ranks read 64 lanes of text, so each")])

@@ -19,7 +19,7 @@ from torchtitan.config.job import JobConfig, joins_sources, sources_of
 from torchtitan.core.cadence import with_end
 from torchtitan.datasets import open_source
 from torchtitan.datasets.encoding import TrainOn
-from torchtitan.datasets.loader import HeldOutBatches, Loader, Weighted, build_loader
+from torchtitan.datasets.loader import HeldOutBatches, Loader, LoaderOptions, Weighted, WorkerOptions, build_loader
 from torchtitan.datasets.preparing import PrepareOptions, prepared, told
 from torchtitan.datasets.record_format import LabelledFields, record_reader
 from torchtitan.datasets.sample_packing import Packing, PackReader, samples_in_epochs, steps_for, total_samples
@@ -302,10 +302,8 @@ def _loader(
     workers, epochs = config.training.dataloader, config.training.epochs
     if section == "validation":  # whole records are all met, whatever the weights
         epochs = 1 if task_of(config).whole_records else None
-    on_gpu = device_type() == "cuda"
-    return build_loader(
-        sources=data_sources(config, section),
-        tokenizer=vocabulary,
+    pin_memory = device_type() == "cuda" if workers.pin_memory is None else workers.pin_memory
+    options = LoaderOptions(
         seq_len=seq_len,
         local_batch_size=batch_rows(config, section),
         global_batch_size=batch,
@@ -315,12 +313,12 @@ def _loader(
         shuffle=config.training.shuffle,
         document_mask=documents_apart(config),
         on_bad_data=config.training.on_bad_data,
-        **taken(workers, build_loader) | ({"pin_memory": on_gpu} if workers.pin_memory is None else {}),
-        state=state,
         epochs=epochs,
-        joined=section == "training" and joins_sources(config),
         tokens=config.training.tokens if section == "training" else None,
-        together=task_of(config).rows_per_sample,
+        joined=section == "training" and joins_sources(config),
+        group_size=task_of(config).rows_per_sample,
         packing=packing(config, section, vocabulary.eos_id),
         labels=labels(config),
     )
+    worker_options = WorkerOptions(**taken(workers, WorkerOptions) | {"pin_memory": pin_memory})
+    return build_loader(data_sources(config, section), vocabulary, options, worker_options, state)

@@ -16,6 +16,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from torchtitan.datasets.verification import Verification
 from torchtitan.process.distributed import device_type
 from torchtitan.process.exit import die_with
 
-__all__ = ["Batch", "Loader", "Weighted", "build_loader", "merge_states"]
+__all__ = ["Batch", "Loader", "LoaderOptions", "Weighted", "WorkerOptions", "build_loader", "merge_states"]
 
 logger = logging.getLogger(__name__)
 STREAMS_ARE_SHARED = (
@@ -180,66 +181,101 @@ class Loader:
         self._running = self._loader._iterator = None
 
 
-def build_loader(
-    *,
-    sources: Sequence[Weighted],
-    tokenizer: Tokenizer,
-    seq_len: int,
-    local_batch_size: int,
-    global_batch_size: int,
-    dp_rank: int,
-    dp_size: int,
-    seed: int,
-    shuffle: bool,
-    document_mask: bool,
-    on_bad_data: str,
-    num_workers: int,
-    persistent_workers: bool,
-    pin_memory: bool,
-    prefetch_factor: int | None,
-    state: dict[str, Any] | None = None,
-    epochs: int | None = None,
-    joined: bool = False,
-    tokens: int | None = None,
-    together: int = 1,
-    packing: Packing | None = None,
-    labels: Labels = "next",
-) -> Loader:
-    """Build the loader of one data-parallel rank. `state`: a merged state_dict to resume from. `together`: number of
-    adjacent samples that stay in one batch of one rank. `labels`: see packing.py.
+class WorkerOptions(NamedTuple):
+    """Options of the processes that build batches; the fields of [training.dataloader]."""
+
+    num_workers: int = 0
+    persistent_workers: bool = False
+    pin_memory: bool = False
+    prefetch_factor: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """Which samples a data-parallel rank reads, in which order, and what they contain.
 
     By default sources are mixed by weight without an end (mixing.py). `joined`, `epochs` and `packing` need prepared
-    shards. `joined` reads all sources as one, each record or block once in a pass. `epochs` ends after so many passes,
-    `tokens` after the samples that hold so many tokens; all ranks end after the same step (epochs.py). With `packing`,
-    samples consist of whole documents. Raises DataError for unusable data, JobError for contradictory settings.
+    shards.
     """
-    check_global_batch(global_batch_size, local_batch_size, dp_size)
-    _check_workers(num_workers, prefetch_factor, persistent_workers, pin_memory)
-    stop = on_bad_data == "stop"
+
+    seq_len: int
+    local_batch_size: int
+    global_batch_size: int = -1
+    dp_rank: int = 0
+    dp_size: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    document_mask: bool = False
+    on_bad_data: str = "stop"
+    epochs: int | None = None
+    """End after this many passes; all ranks end after the same step (epochs.py)."""
+    tokens: int | None = None
+    """End after the samples that hold this many tokens."""
+    joined: bool = False
+    """Read all sources as one, each record or block once in a pass."""
+    group_size: int = 1
+    """Number of adjacent samples that stay in one batch of one rank."""
+    packing: Packing | None = None
+    """Build samples from whole documents."""
+    labels: Labels = "next"
+    """See packing.py."""
+
+    @property
+    def reads_in_passes(self) -> bool:
+        return self.joined or self.epochs is not None or (self.tokens is not None and self.packing is not None)
+
+    @property
+    def step_size(self) -> int:
+        """Samples of an optimizer step over all ranks."""
+        whole_pass = self.local_batch_size * self.dp_size
+        return whole_pass if self.global_batch_size == -1 else self.global_batch_size
+
+
+def build_loader(
+    sources: Sequence[Weighted],
+    tokenizer: Tokenizer,
+    options: LoaderOptions,
+    workers: WorkerOptions | None = None,
+    state: dict[str, Any] | None = None,
+) -> Loader:
+    """Build the loader of one data-parallel rank. `state`: a merged state_dict to resume from.
+
+    Raises DataError for unusable data, JobError for contradictory settings.
+    """
+    workers = workers or WorkerOptions()
+    seed, shuffle, seq_len, packing = options.seed, options.shuffle, options.seq_len, options.packing
+    check_global_batch(options.global_batch_size, options.local_batch_size, options.dp_size)
+    _check_workers(workers)
+    stop = options.on_bad_data == "stop"
     opened = [_open(source, seed, shuffle, stop, tokenizer, None if packing else seq_len) for _, source, _ in sources]
     counts = [1 if isinstance(source, TokenShards) else source.count for source in opened]
     mixture = Mixture([weight for _, _, weight in sources], counts, seed)
     texts = np.repeat([not isinstance(source, TokenShards) for source in opened], counts)
     settings = {"seed": seed, "shuffle": shuffle, "seq_len": seq_len}
-    in_passes = joined or epochs is not None or (tokens is not None and packing is not None)
-    settings |= _fingerprint(sources, in_passes, tokenizer, packing)
+    settings |= _fingerprint(sources, options.reads_in_passes, tokenizer, packing)
     start = resume(state, np.flatnonzero(texts).tolist(), mixture.taken, settings)
-    step = local_batch_size * dp_size if global_batch_size == -1 else global_batch_size
     shards = [source for source in opened if isinstance(source, TokenShards)]
-    is_one = joined and len(sources) > 1
-    assert not (is_one or epochs) or len(shards) == len(opened), "the trainer prepares what is to end, or is joined"
-    end = total_samples(shards, seq_len, epochs, tokens, seed, shuffle, packing)
-    steps = None if end is None else steps_for(max(0, end - start.samples), step)
-    batches = steps and steps * (step // (local_batch_size * dp_size))
-    share = Share(start.samples, dp_rank, dp_size, local_batch_size, together)
-    form = Form(tokenizer, seq_len, document_mask, batches, packing, labels)
-    if shards == opened and (len(opened) == 1 or in_passes):
+    is_one = options.joined and len(sources) > 1
+    assert not (is_one or options.epochs) or len(shards) == len(opened), "data with an end, or joined, is prepared"
+    end = total_samples(shards, seq_len, options.epochs, options.tokens, seed, shuffle, packing)
+    steps = None if end is None else steps_for(max(0, end - start.samples), options.step_size)
+    batches = steps and steps * (options.step_size // (options.local_batch_size * options.dp_size))
+    share = Share(start.samples, options.dp_rank, options.dp_size, options.local_batch_size, options.group_size)
+    form = Form(tokenizer, seq_len, options.document_mask, batches, packing, options.labels)
+    if shards == opened and (len(opened) == 1 or options.reads_in_passes):
         pieces: StreamPieces | ShardPieces = ShardPieces(shards, share, form, seed, shuffle, end)
     else:
         pieces = StreamPieces(opened, mixture, share, form, start.cursors, seed, shuffle, stop, end)
-        _warn_about_shared_streams(pieces, dp_rank, dp_size, sum(counts), MAX_STREAMS if shuffle else 1)
-    workers = {"persistent_workers": persistent_workers, "prefetch_factor": prefetch_factor}
-    return Loader(pieces, start, num_workers, pin_memory, **workers)
+        most = MAX_STREAMS if shuffle else 1
+        _warn_about_shared_streams(pieces, options.dp_rank, options.dp_size, sum(counts), most)
+    return Loader(
+        pieces,
+        start,
+        workers.num_workers,
+        workers.pin_memory,
+        persistent_workers=workers.persistent_workers,
+        prefetch_factor=workers.prefetch_factor,
+    )
 
 
 def trim_to_longest(batch: Batch, multiple: int) -> Batch:
@@ -257,10 +293,10 @@ def _warn_about_shared_streams(pieces: StreamPieces, dp_rank: int, dp_size: int,
         logger.warning(STREAMS_ARE_SHARED, dp_size, lanes, times)
 
 
-def _check_workers(num_workers: int, prefetch_factor: int | None, persistent: bool, pin_memory: bool) -> None:
-    check_prefetch(num_workers, prefetch_factor)
-    check_persistence(num_workers, persistent)
-    check_pinned(pin_memory, device_type())
+def _check_workers(options: WorkerOptions) -> None:
+    check_prefetch(options.num_workers, options.prefetch_factor)
+    check_persistence(options.num_workers, options.persistent_workers)
+    check_pinned(options.pin_memory, device_type())
 
 
 def _open(
