@@ -40,7 +40,7 @@ from torchtitan.launcher.signals import SignalQueue
 from torchtitan.process import distributed
 from torchtitan.process.exit import exit_with
 from torchtitan.process.ranks import read_ranks
-from torchtitan.training.batches import Ahead
+from torchtitan.training.batches import Prefetcher
 from torchtitan.training.trainer import Trainer
 
 GOAL = Goal("<=", 1.005)
@@ -91,27 +91,27 @@ class Within:
         return [sum(counted[part]) / (sum(whole[part]) - sum(counted[part])) / each for part in parts]
 
 
-class AtOnce(Ahead):
+class AtOnce(Prefetcher):
     """Ranks agree on a step when it begins, and the host waits for them."""
 
     stopping = False
 
     def agree(self, stop: bool) -> int:
-        self._now.begin(stop)
-        return self._now.settle()
+        self._current.begin(stop)
+        return self._current.wait()
 
 
 class Steps:
     """A trainer's loop, a step at a call."""
 
-    def __init__(self, folder: Path, options: dict, launched: bool, ahead: type[Ahead] = Ahead):
+    def __init__(self, folder: Path, options: dict, launched: bool, prefetcher: type[Prefetcher] = Prefetcher):
         ranks = read_ranks()
         ranks = ranks if launched else dataclasses.replace(ranks, launcher=None)
         self.trainer = Trainer(manager.load(words(folder, options)), ranks)
         self.trainer.metrics.start()
         self.batches = iter(self.trainer.loader)
         self.launcher = None if launched or read_ranks().rank else read_ranks().launcher.pid
-        self.trainer.ahead = ahead(self.trainer.feed, self.trainer.accumulation, 10**6)
+        self.trainer.prefetcher = prefetcher(self.trainer.preparer, self.trainer.prefetcher.count, 10**6)
         self.judging, self.comparing, self.waiting = Within(), Within(), Within(time.perf_counter)
         self.trainer.enter = self.judging.counted(self.trainer.enter)
         self.trainer.guards.leaves_out = self.judging.counted(self.trainer.guards.leaves_out)
@@ -138,7 +138,8 @@ def agreements(folder: Path, size: dict, pairs: int, repeats: int) -> None:
     """The row of how ranks agree on steps."""
     distributed.init(read_ranks(), timeout_seconds=300)
     small = {"model.overrides": "{dim=64, n_layers=2, n_heads=4}", "training.seq_len": 64}
-    by = [Steps(folder / ahead.__name__, size | small | OFF, launched=False, ahead=ahead) for ahead in (Ahead, AtOnce)]
+    kinds = (Prefetcher, AtOnce)
+    by = [Steps(folder / kind.__name__, size | small | OFF, launched=False, prefetcher=kind) for kind in kinds]
     turns = take_turns(*by, pairs, repeats)
     waits = " / ".join(f"{1000 * statistics.median(each.waiting.steps[WARM_UP:]):.2f}" for each in by)
     note = f"the host waits for {waits} ms of a small model's step of {1000 * turns.median(turns.wall, 'A'):.0f}"

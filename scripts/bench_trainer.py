@@ -317,7 +317,7 @@ def flops(folder: Path, options: argparse.Namespace) -> Iterator[str]:
         batch = next(iter(trainer.loader))
         # torch knows no formula for the CPU's fused attention; its plain one is counted as if nothing were masked
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            trainer.model.parts[0](**trainer.feed.to_device(batch)).backward()
+            trainer.model.parts[0](**trainer.preparer.to_device(batch)).backward()
         ratio = trainer.metrics.full * batch["tokens"].numel() / counter.get_total_flops()
         yield row(f"5 printed FLOPs / FlopCounterMode, {name}", [ratio], Goal("=", 1.0, 0.001), digits=6)
 

@@ -15,7 +15,7 @@ from torchtitan.datasets.sources import DataError
 from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.process.ranks import read_ranks
-from torchtitan.training.batches import Feed, PeerStopped
+from torchtitan.training.batches import BatchPreparer, BatchSpec, PeerStopped
 from torchtitan.training.trainer import Trainer
 
 OBJECTIVE = SummedCrossEntropy()
@@ -23,12 +23,12 @@ OBJECTIVE = SummedCrossEntropy()
 
 def agreed() -> tuple[int, bool, float]:
     rank = torch.distributed.get_rank()
-    feed = Feed(OBJECTIVE, ParallelDims(2, dp_shard=2), rank, torch.device("cpu"), False, None)
+    preparer = BatchPreparer(OBJECTIVE, ParallelDims(2, dp_shard=2), rank, torch.device("cpu"), BatchSpec())
     labels = torch.zeros(2, 4, dtype=torch.int64)
     labels[0, : 3 * rank] = IGNORE_INDEX
-    agreed = feed.agree([{"labels": labels}], None, rank == 1, "data")
-    assert feed.tokens_of(4, 4) == 16 == feed.read
-    return *agreed, feed.share
+    agreed = preparer.agree([{"labels": labels}], None, rank == 1, "data")
+    assert preparer.trained_tokens(4, 4) == 16 == preparer.tokens_read
+    return *agreed, preparer.valid_share
 
 
 class OneRankLacks:
@@ -39,11 +39,11 @@ class OneRankLacks:
 
 
 def ended() -> str:
-    feed = Feed(OBJECTIVE, ParallelDims(2, dp_shard=2), 0, torch.device("cpu"), False, None)
-    feed.references = OneRankLacks()
-    taken, failure = feed.take(iter([{"labels": torch.zeros(2, 4, dtype=torch.int64)}]), 1)
+    preparer = BatchPreparer(OBJECTIVE, ParallelDims(2, dp_shard=2), 0, torch.device("cpu"), BatchSpec())
+    preparer.references = OneRankLacks()
+    batches, failure = preparer.fetch(iter([{"labels": torch.zeros(2, 4, dtype=torch.int64)}]), 1)
     try:
-        feed.agree(taken, failure, False, "data")
+        preparer.agree(batches, failure, False, "data")
     except (DataError, PeerStopped) as error:
         return str(error)
     return "nothing"

@@ -212,7 +212,7 @@ class Scripted(Trainer):
     stop_at = 0
 
     def maybe_validate(self, done):
-        agree = self.feed.agree
+        agree = self.preparer.agree
 
         def agreed(*given):
             self.valid, stopping = agree(*given)
@@ -222,9 +222,9 @@ class Scripted(Trainer):
             return {"": torch.tensor((self.script[self.step] if self.ranks.is_main else -1.0) * self.valid)}
 
         whole = self.model.whole
-        self.feed.agree, self.model.evaluate, self.model.whole = agreed, evaluate, lambda total: total
+        self.preparer.agree, self.model.evaluate, self.model.whole = agreed, evaluate, lambda total: total
         super().maybe_validate(done)
-        self.feed.agree, self.model.whole = agree, whole
+        self.preparer.agree, self.model.whole = agree, whole
 
     def log(self, *args, **kwargs):
         super().log(*args, **kwargs)

@@ -29,7 +29,7 @@ from torchtitan.planner import rehearsal
 from torchtitan.planner.live_tensors import Live
 from torchtitan.planner.rehearsal import Rehearsal, rehearse
 from torchtitan.process.distributed import device_type
-from torchtitan.training.batches import batch_without_values
+from torchtitan.training.batches import zero_batch
 
 SMALL = {
     "model.name": "llama3",
@@ -82,7 +82,7 @@ def measured(jobs):
         dims, device = parts.dims(config, world), torch.device(device_type())
         model = parts.model(config, dims.build_mesh(device.type), dims, device)
         optimizers = parts.optimizers(config, model)
-        batch = batch_without_values(config, dims, model.draws)
+        batch = zero_batch(config, dims, model.draws)
 
         def step(config=config, dims=dims, model=model, optimizers=optimizers, batch=batch):
             passes = batches_of_a_step(config, dims)
@@ -144,7 +144,7 @@ def sends(jobs):
     for config in map(manager.load, jobs):
         dims, device = parts.dims(config, 2), torch.device(device_type())
         model = parts.model(config, dims.build_mesh(device.type), dims, device)
-        batch, passes = batch_without_values(config, dims, model.draws), batches_of_a_step(config, dims)
+        batch, passes = zero_batch(config, dims, model.draws), batches_of_a_step(config, dims)
         rehearsal = Rehearsal(config, model, parts.optimizers(config, model), batch, passes)
         found.append(dict(rehearsal.step(Live()).sent))
     return found

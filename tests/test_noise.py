@@ -17,7 +17,7 @@ from torchtitan.models.dropout import Dropout, EmbeddingNoise, add_noise, layer_
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.rules import check
-from torchtitan.training.batches import Feed
+from torchtitan.training.batches import BatchPreparer, BatchSpec
 
 SAMPLES, LENGTH, WIDTH, ALPHA = 64, 32, 128, 5.0
 
@@ -97,9 +97,10 @@ def test_it_is_told_the_lengths_of_records():
     documents = torch.tensor([[0, 0, 1, 1, 1]])
     batch = {"tokens": documents, "labels": documents, "positions": documents, "document_ids": documents}
     for masked, wanted in ((True, [2, 2, 3, 3, 3]), (False, [5] * 5)):
-        feed = Feed(SummedCrossEntropy(), ParallelDims(1, 1, 1), 0, torch.device("cpu"), masked, seed=3, noisy=True)
-        assert feed.to_train_on(batch, index=0, step=7)["lengths"].tolist() == [wanted]
-        assert "lengths" not in feed.to_device(batch)  # what is validated on
+        spec = BatchSpec(document_mask=masked, seed=3, has_noise=True)
+        preparer = BatchPreparer(SummedCrossEntropy(), ParallelDims(1, 1, 1), 0, torch.device("cpu"), spec)
+        assert preparer.to_device_for_training(batch, index=0, step=7)["lengths"].tolist() == [wanted]
+        assert "lengths" not in preparer.to_device(batch)  # what is validated on
 
 
 def test_where_it_cannot_be_it_is_refused():

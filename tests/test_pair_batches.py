@@ -125,4 +125,4 @@ def test_what_is_kept_says_what_it_counts(tmp_path):
     assert (kept["samples"], kept[ROWS_PER_SAMPLE]) == (6, 2)
     plain = dataclasses.replace(config, task=type(config.task)())
     assert parts.job_of_checkpoint(plain, parts.dims(plain, 1))[ROWS_PER_SAMPLE] == 1
-    assert torch.is_tensor(batches.batch_without_values(config, parts.dims(config, 1), False)["tokens"])
+    assert torch.is_tensor(batches.zero_batch(config, parts.dims(config, 1), False)["tokens"])

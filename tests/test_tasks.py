@@ -17,7 +17,7 @@ from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.losses.tasks import TASKS, TaskSpec
 from torchtitan.models.dropout import token_keys
 from torchtitan.parallelisms.parallel_dims import ParallelDims
-from torchtitan.training.batches import Feed
+from torchtitan.training.batches import BatchPreparer, BatchSpec
 
 anywhere = judged.anywhere
 
@@ -86,7 +86,8 @@ def test_two_ranks_get_the_pairs_of_one(suffix, tmp_path):
 
 
 def test_dropout_knows_pairs_by_their_number_of_all():
-    feed = Feed(SummedCrossEntropy(), ParallelDims(2, 1, 2), 1, torch.device("cpu"), False, seed=3, together=2)
+    spec = BatchSpec(seed=3, group_size=2)
+    preparer = BatchPreparer(SummedCrossEntropy(), ParallelDims(2, 1, 2), 1, torch.device("cpu"), spec)
     batch = {"tokens": torch.zeros(2, 5, dtype=torch.long), "labels": torch.zeros(2, 5, dtype=torch.long)}
-    keys = feed.to_train_on(batch, index=1, step=7)["keys"]
+    keys = preparer.to_device_for_training(batch, index=1, step=7)["keys"]
     assert torch.equal(keys, token_keys(3, 7, torch.tensor([6, 7]), 5))

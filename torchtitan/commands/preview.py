@@ -25,7 +25,7 @@ from torchtitan.datasets.loader import Batch
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.losses.tasks import task_of
-from torchtitan.training.batches import feed
+from torchtitan.training.batches import batch_preparer
 
 HEAD, SPECIAL, MASKED, FAINT = "\033[1;36m", "\033[33m", "\033[2;31m", "\033[2m"
 # Text of strangers must not reach the terminal as commands.
@@ -67,10 +67,11 @@ def first_batch(config: JobConfig, tokenizer: Tokenizer, samples: int) -> Batch:
     alone = parts.on_one_rank(dataclasses.replace(config, training=training))
     batches = iter(training_loader(alone, tokenizer, 0, parts.dims(alone, 1)))
     device = torch.device("cpu")
-    taken, error = feed(alone, tokenizer, parts.dims(alone, 1), 0, device, draws=False).take(batches, 1, step=0)
+    preparer = batch_preparer(alone, tokenizer, parts.dims(alone, 1), 0, device, draws=False)
+    fetched, error = preparer.fetch(batches, 1, step=0)
     if error is not None:
         raise error
-    return {name: tensor[: samples * rows_per_sample(config)] for name, tensor in taken[0].items()}
+    return {name: tensor[: samples * rows_per_sample(config)] for name, tensor in fetched[0].items()}
 
 
 def about(config: JobConfig) -> str:

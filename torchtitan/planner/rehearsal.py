@@ -38,7 +38,7 @@ from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
 from torchtitan.planner.live_tensors import ACTIVATIONS, BACKWARD, Answers, Bytes, Live
 from torchtitan.planner.traffic import Group, Traffic, axes_of
 from torchtitan.process.exit import die_with
-from torchtitan.training.batches import batch_without_values
+from torchtitan.training.batches import zero_batch
 
 PARAMETERS, FROZEN, BUFFERS = "parameters", "frozen parameters", "buffers and caches"
 GRADIENTS, OPTIMIZER, LOSS = "gradients", "optimizer state", "logits and loss"
@@ -102,7 +102,7 @@ def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehe
         if device == "cuda":
             _attend_as_on_a_gpu(model.parts)
         _count_state(live, model.parts)
-        batch = batch_without_values(config, dims, model.draws)
+        batch = zero_batch(config, dims, model.draws)
         rehearsal = Rehearsal(config, model, optimizers, batch, batches_of_a_step(config, dims))
         asked = _reference(config, model, device)
         with WITHOUT_VALUES, Answers(_rows_of_experts(config), dims.ep), live.watching():

@@ -38,7 +38,7 @@ from torchtitan.losses.preference import Preference
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import Ranks
-from torchtitan.training.batches import Batch, Feed
+from torchtitan.training.batches import Batch, BatchPreparer
 from torchtitan.training.reference_pairs import Readings, Report
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def references(
     config: JobConfig,
     ranks: Ranks,
     model: ParallelModel,
-    feed: Feed,
+    preparer: BatchPreparer,
     step: int,
     progress: Progress,
     state: dict[str, Any] | None = None,
@@ -116,13 +116,13 @@ def references(
     a reference. Every rank calls it. `state`: the data position of a resumed run. JobError if a resumed run has lost
     its values, or needs further ones that cannot be computed any more.
     """
-    if not isinstance(feed.objective, Preference) or "reference" not in feed.objective.targets:
+    if not isinstance(preparer.objective, Preference) or "reference" not in preparer.objective.targets:
         return None
     path = Path(config.job.dump_folder, FILE)
     saved, metadata = _load(path, _name_of(config.dpo.reference), step)
     if step and ROWS not in metadata:
         return saved  # by a version that computed the values of all pairs
-    readings = Readings(config, feed, step, state)
+    readings = Readings(config, preparer, step, state)
     if step and state is not None and readings.rows <= int(metadata[ROWS]):
         readings.steps = 0  # an earlier start has computed the pairs of all steps
     identity = _identity(config)
@@ -132,7 +132,7 @@ def references(
     covered = int(metadata.get(ROWS, 0))
     # a resumed run keeps the identity of the model that its values are of
     about = {MODEL: _name_of(config.dpo.reference), IDENTITY: metadata.get(IDENTITY, identity), ROWS: str(covered)}
-    work = _Pass(config, feed, saved, progress, path if ranks.is_main else None, about)
+    work = _Pass(config, preparer, saved, progress, path if ranks.is_main else None, about)
     if not step or metadata[IDENTITY] == identity:
         work.compute(readings, None if step or config.dpo.reference is not None else model, model)
     elif work.lacks_any(readings):
@@ -245,13 +245,13 @@ class _Pass:
     def __init__(
         self,
         config: JobConfig,
-        feed: Feed,
+        preparer: BatchPreparer,
         known: References,
         progress: Progress,
         path: Path | None,
         metadata: dict[str, str],
     ) -> None:
-        self.config, self.feed, self.known, self.progress = config, feed, known, progress
+        self.config, self.preparer, self.known, self.progress = config, preparer, known, progress
         self.path, self.metadata, self.multiple = path, metadata, multiple_of(config)
         self.saved_at, self.computed = time.monotonic(), False
 
@@ -293,7 +293,7 @@ class _Pass:
                 batch = trim_to_longest(batch, self.multiple) if self.multiple else batch
                 for objective in objectives:
                     objective.asked = []
-                model.loss_sum(self.feed.to_device(batch | {"reference": torch.zeros(rows)}))
+                model.loss_sum(self.preparer.to_device(batch | {"reference": torch.zeros(rows)}))
                 logs = [log.float().flatten().cpu().numpy() for each in objectives for log in each.asked]
                 values = np.concatenate(logs) if logs else np.full(rows, np.nan, dtype=np.float32)
                 self.known.update(*_over_ranks(digests_of(batch), values))

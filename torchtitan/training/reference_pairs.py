@@ -17,7 +17,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.datasets.loader import HeldOutBatches
 from torchtitan.metrics.console import duration
-from torchtitan.training.batches import Batch, Feed
+from torchtitan.training.batches import Batch, BatchPreparer
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +29,14 @@ SECONDS_OF_A_LINE = 30
 class Readings:
     """Of a rank, what the steps after `step` read, from the data position `state` on, and what validations read."""
 
-    def __init__(self, config: JobConfig, feed: Feed, step: int, state: dict[str, Any] | None) -> None:
+    def __init__(self, config: JobConfig, preparer: BatchPreparer, step: int, state: dict[str, Any] | None) -> None:
         data = dataclasses.replace(config.data, pad_to="seq_len")
-        self.config, self.feed, self.state = dataclasses.replace(config, data=data), feed, state
+        self.config, self.preparer, self.state = dataclasses.replace(config, data=data), preparer, state
         self.vocabulary = parts.tokenizer(config)
         self.steps = config.training.steps - step
-        self.held_out = held_out(self.config, self.vocabulary, feed.dp_rank, feed.dims, feed.objective)
+        self.held_out = held_out(self.config, self.vocabulary, preparer.dp_rank, preparer.dims, preparer.objective)
         before = 0 if state is None else state["samples"]
-        self.rows = before + self.steps * parts.global_rows(config, feed.dims)
+        self.rows = before + self.steps * parts.global_rows(config, preparer.dims)
         """Of the training data, up to the last step."""
         self.validation = self.held_out.samples if isinstance(self.held_out, HeldOutBatches) else 0
         """Rows that validations read."""
@@ -44,13 +44,13 @@ class Readings:
     @property
     def pairs(self) -> int:
         """How many are different, at most."""
-        read = self.steps * parts.global_batch_size(self.config, self.feed.dims)
+        read = self.steps * parts.global_batch_size(self.config, self.preparer.dims)
         return min(read, pairs_in_a_pass(self.config)) + self.validation // rows_per_sample(self.config)
 
     def chunks(self) -> Iterator[tuple[int, Batch]]:
         """Rows of a batch, and some batches together [n, S]; of all ranks as many."""
-        loader = training_loader(self.config, self.vocabulary, self.feed.dp_rank, self.feed.dims, self.state)
-        batches = islice(loader, self.steps * batches_of_a_step(self.config, self.feed.dims))
+        loader = training_loader(self.config, self.vocabulary, self.preparer.dp_rank, self.preparer.dims, self.state)
+        batches = islice(loader, self.steps * batches_of_a_step(self.config, self.preparer.dims))
         try:
             yield from _joined(batches, batch_rows(self.config))
         finally:

@@ -29,12 +29,12 @@ from torchtitan.metrics.json_lines import JsonLines
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed
 from torchtitan.process.heartbeat import Progress
-from torchtitan.training.batches import Feed
+from torchtitan.training.batches import BatchPreparer
 
 
 def measure(
     model: ParallelModel,
-    feed: Feed,
+    preparer: BatchPreparer,
     held_out: HeldOutBatches | HeldOutSegments | None,
     progress: Progress,
     step: int,
@@ -47,14 +47,14 @@ def measure(
     """
     assert held_out is not None, "the caller checks this"
     # all before the first forward, which communicates
-    batches, failure = feed.take(iter(held_out), held_out.batches)
-    valid_tokens, stopping = feed.agree(batches, failure, stop, "validation data")
+    batches, failure = preparer.fetch(iter(held_out), held_out.batches)
+    valid_tokens, stopping = preparer.agree(batches, failure, stop, "validation data")
     if stopping:
         return None
     watched = partial(progress.through, batches, phase, step)
-    totals = model.evaluate(lambda: map(feed.to_device, watched()))
+    totals = model.evaluate(lambda: map(preparer.to_device, watched()))
     losses = {f"loss{way}": (model.whole(total) / valid_tokens).item() for way, total in totals.items()}
-    measured = losses | feed.measured(model.parts)
+    measured = losses | preparer.task_metrics(model.parts)
     return dict(zip(measured, distributed.of_the_first(*measured.values()), strict=True))  # so that all judge alike
 
 
