@@ -50,7 +50,7 @@ def test_what_stands_before_the_first_answer(labels, documents, prompt, wanted):
 def test_a_run_without_them_does_not_take_an_earlier_runs_for_its_own(tmp_path):
     config = manager.load([f"--job.dump_folder={tmp_path}"])
     (tmp_path / "generated.jsonl").write_text('{"step": 1}\n')
-    validation.Generated(config, BYTES, True, None).close()
+    validation.Generations(config, BYTES, True, None).close()
     assert (tmp_path / "generated.previous.jsonl").read_text() == '{"step": 1}\n'
     assert (tmp_path / "generated.jsonl").read_text() == ""
 

@@ -185,7 +185,7 @@ def erring(argv, what, once=False, stops=False):
     except (BadStep, PeerStopped) as error:
         raised = type(error).__name__
     trainer.metrics.close()
-    return raised, trainer.step, states, trainer.guards.steps.counts(), trainer.position.samples
+    return raised, trainer.step, states, trainer.guards.steps.counts(), trainer.state.position.samples
 
 
 @pytest.fixture(scope="module")

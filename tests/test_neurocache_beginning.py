@@ -65,8 +65,8 @@ def begun(argv):
     kept = []
 
     class Watched(Trainer):
-        def begin(self):
-            super().begin()
+        def begin(self, restart):
+            super().begin(restart)
             weight = full(self.model.parts[0].memory.h_proj.weight.detach())
             kept.append((weight.t() @ weight).tolist())
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.remembering import read, remembering, segments
 from torchtitan.losses.objective import SummedCrossEntropy
-from torchtitan.training.restore import Origin
+from torchtitan.training.restore import Restorer
 
 ELSEWHERE = torch.device("meta")
 
@@ -26,7 +26,7 @@ def test_what_is_taken_back_lies_where_the_model_computes(compression):
         SimpleNamespace(all_degrees={"ep": 1}),
         SimpleNamespace(adapter=installed, parts=[model], device=ELSEWHERE),
     )
-    back = Origin(config, dims, whole)._state_to_restore(
+    back = Restorer(config, dims, whole)._state_to_restore(
         {"degrees": {"ep": 1}}, {n: list(t.shape) for n, t in kept.items()}
     )
     assert back.keys() == kept.keys()

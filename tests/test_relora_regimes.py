@@ -62,7 +62,7 @@ def trained(argv):
     trainer.metrics.close()
     rows = logged_steps(trainer.folder)
     weights = {name: full(p.detach()).numpy() for name, p in trainer.model.named_parameters()}
-    return trainer.accumulation, {row["step"]: (row["loss"], row["lr"]) for row in rows}, merges, weights
+    return trainer.prefetcher.count, {row["step"]: (row["loss"], row["lr"]) for row in rows}, merges, weights
 
 
 @pytest.mark.parametrize("steps", [12, 300])

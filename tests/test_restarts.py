@@ -446,7 +446,7 @@ def resumed(argv, saved: bool):
         launcher = Launcher(os.getpid(), "", shared.name, "", "", 0, restart=restart)
         trainer = Trainer(manager.load(argv), dataclasses.replace(read_ranks(), launcher=launcher))
         trainer.metrics.close()
-    return trainer.resumed_from, any(optimizer.state for optimizer in trainer.optimizers)
+    return trainer.restorer.resumed_step, any(optimizer.state for optimizer in trainer.optimizers)
 
 
 def test_a_restart_does_not_go_back_again(texts, tmp_path):

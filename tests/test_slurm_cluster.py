@@ -165,7 +165,7 @@ def test_a_time_limit_shorter_than_the_job_takes_several_starts(slurm, texts, tm
     slurm.run("scancel", job.id)
     slurm.ended(job.id)
     log = job.log.read_text()
-    assert len(job.losses()) > saved and "ahead of the end that is known" in log and "Traceback" not in log
+    assert len(job.losses()) > saved and "before the time limit" in log and "Traceback" not in log
 
 
 def test_a_refused_job_is_told_once_and_keeps_its_code(slurm, texts, tmp_path):

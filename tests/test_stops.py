@@ -45,7 +45,7 @@ class Stumbles(Trainer):
         if self.what == KILLED and self.done:
             raise KeyboardInterrupt
         if self.what == UNREADABLE and self.done and self.ranks.rank == 1:
-            self.held_out.loader = ()
+            self.validator.held_out.loader = ()
         if self.what == WITHOUT_MEMORY and self.done:
             raise MemoryError("no more")
         return super().validate(stop, phase)
@@ -54,7 +54,7 @@ class Stumbles(Trainer):
         if self.step == BAD_STEP - 1 and self.ranks.rank == 1:
             self.stop_requested = self.what == "a stop in validation"
             if self.what == "validation data":
-                self.held_out.loader = ()
+                self.validator.held_out.loader = ()
         return super().maybe_validate(done)
 
 

@@ -275,7 +275,7 @@ def test_a_run_ends_ahead_of_its_limit_saved_and_goes_on_later(tmp_path):
     argv = jobs.arguments(tmp_path / "run", texts, **options)
     code, out, err = jobs.run(argv, ranks=2)
     assert code == 143, err
-    assert "ahead of the end that is known" in out
+    assert "before the time limit" in out
     assert "nothing will be saved" not in err
     last = jobs.logged_steps(tmp_path / "run")[-1]["step"]
     assert layout.check_complete(tmp_path / "run" / "checkpoint" / layout.step_name(last)).step == last < 10**6

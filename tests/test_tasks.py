@@ -76,7 +76,7 @@ def test_ranks_are_dealt_neighbours_and_miss_none(ranks, together):
 @pytest.mark.parametrize("suffix", ["", ".gz"], ids=["indexed", "stream"])
 def test_two_ranks_get_the_pairs_of_one(suffix, tmp_path):
     path = write_documents(tmp_path / f"a.jsonl{suffix}")
-    options = dict(dataset_path=path, local_batch_size=4, together=2)
+    options = dict(dataset_path=path, local_batch_size=4, group_size=2)
     whole = iter(loader(**options, dp_size=1))
     one = torch.cat([next(whole)["tokens"] for _ in range(4)])
     two = [iter(loader(**options, dp_rank=rank, dp_size=2)) for rank in range(2)]

@@ -286,7 +286,7 @@ def test_bad_job_is_explained_before_anything_starts(tmp_path):
 def timeouts_of_groups(argv: list[str]) -> list[dict[str, float]]:
     """At the trainer's start, and when it sets another."""
     trainer = Trainer(manager.load(argv), read_ranks())
-    axes = [trainer.mesh.get_group(axis) for axis in ("dp_replicate", "dp_shard")]
+    axes = [trainer.model.mesh.get_group(axis) for axis in ("dp_replicate", "dp_shard")]
     groups = {"world": dist.group.WORLD, "axis": axes[0], "other axis": axes[1], "saves": Peers("saves").group}
     backends = {name: group._get_backend(torch.device("cpu")) for name, group in groups.items()}
     seen = []

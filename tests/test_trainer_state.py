@@ -9,6 +9,7 @@ from torchtitan.checkpoint import rng_state
 from torchtitan.config.job import JobConfig
 from torchtitan.metrics.goodput import Goodput
 from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.training.restore import TrainState
 from torchtitan.training.trainer import Trainer
 
 
@@ -17,13 +18,7 @@ def trainer(**degrees):
     made = Trainer.__new__(Trainer)
     made.config, made.dims = JobConfig(), ParallelDims(4, **degrees)
     made.ranks, made.dp_rank = SimpleNamespace(rank=1, world_size=4), 1
-    made.step, made.schedule_start, made.tokens, made.data_state, made.origin = (
-        3,
-        0,
-        96,
-        None,
-        SimpleNamespace(base=None),
-    )
+    made.state, made.restorer = TrainState(step=3, tokens=96), SimpleNamespace(base=None)
     hooks = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
     made.model = SimpleNamespace(hooks=hooks)
     steps = SimpleNamespace(name="guard", state_dict=dict, load_state_dict=lambda state: None)

@@ -23,7 +23,7 @@ BASE = dict(checkpoint__enable=True, checkpoint__keep_latest_k=0, optimizer__lr=
 def trained(argv):
     """Weights, logged rows, what the first step read, and the trainer's state at the end."""
     trainer = Trainer(manager.load(argv), read_ranks())
-    began = trainer.step, trainer.tokens, next(iter(trainer.loader))["tokens"].tolist()
+    began = trainer.step, trainer.state.tokens, next(iter(trainer.loader))["tokens"].tolist()
     trainer.train()
     trainer.metrics.close()
     weights = {name: full(p.detach()).numpy() for name, p in trainer.model.named_parameters()}

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.adapters import ADAPTERS, NONE
 from torchtitan.adapters.interface import Adapter, Unfrozen
 from torchtitan.checkpoint import Checkpointer, TrainerHooks, base_weights
-from torchtitan.checkpoint.base_weights import schedule_start
 from torchtitan.checkpoint.best_metric import Metric
 from torchtitan.config.batch_shape import batch_rows, microbatch_rows, rows_per_sample
 from torchtitan.config.changes import kept_job
@@ -271,8 +270,8 @@ def lr_schedule(config: JobConfig, start: int = 0) -> LRSchedule:
     return schedule_of(config.lr_scheduler, config.training, config.training.steps, config.adapter.relora, start)
 
 
-def lr_schedulers(config: JobConfig, built: Optimizers) -> LRSchedulers:
-    start = schedule_start(config.job.dump_folder, config.checkpoint)
+def lr_schedulers(config: JobConfig, built: Optimizers, start: int) -> LRSchedulers:
+    """Build the schedulers of a schedule that begins at step `start`."""
     return build_lr_schedulers(built.optimizers, lr_schedule(config, start), config.optimizer.lr)
 
 

@@ -69,9 +69,7 @@ def wanted(config: JobConfig, ranks: Ranks) -> bool:
     return several if config.job.preflight is None else config.job.preflight
 
 
-def check(
-    config: JobConfig, ranks: Ranks, mesh: DeviceMesh, device: torch.device, tokenizer: str, model: ParallelModel
-) -> None:
+def check(config: JobConfig, ranks: Ranks, tokenizer: str, model: ParallelModel) -> None:
     """All ranks call this together, before anything is loaded. `tokenizer` is its fingerprint. Raises `JobError` on
     rank 0 and `PeerStopped` on the others."""
     if not wanted(config, ranks):
@@ -82,8 +80,8 @@ def check(
     parameters = [parameter for _, parameter in model.named_parameters()]
     held = sum(local_part(parameter)[0].nbytes * (1 + 2 * parameter.requires_grad) for parameter in parameters)
     facts = Facts(socket.gethostname(), same, bytes=held)  # two moments of each that is trained
-    _talk(facts, mesh, device)
-    _compute(facts, device)
+    _talk(facts, model.mesh, model.device)
+    _compute(facts, model.device)
     folder = Path(config.job.dump_folder)
     saves = config.checkpoint.enable and not config.checkpoint.load_only
     if saves:

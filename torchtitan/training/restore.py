@@ -2,45 +2,81 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchtitan.adapters.stateful import StatefulAdapter
 from torchtitan.build import parts
-from torchtitan.checkpoint import Checkpointer, CheckpointError, base_weights
+from torchtitan.checkpoint import Checkpointer, CheckpointError, RandomState, base_weights
 from torchtitan.checkpoint.base_weights import SCHEDULE_START, counters_of, find_weights
 from torchtitan.checkpoint.loading import AdapterState
 from torchtitan.checkpoint.weight_sources import load_foreign
 from torchtitan.config.batch_shape import batch_rows
 from torchtitan.config.changes import changes, refused, remedy
 from torchtitan.config.job import JobConfig
+from torchtitan.datasets.position import Position
+from torchtitan.datasets.segments import LanePosition
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
 
 logger = logging.getLogger(__name__)
 
 
-class Origin:
-    """Of a run on every rank."""
+@dataclass
+class TrainState:
+    """What a step changes besides the model, the optimizers and the schedules."""
+
+    step: int = 0
+    tokens: int = 0
+    position: Position | LanePosition | None = None
+    """Data position after `step`. Data that a failed step has fetched are fetched again."""
+    random: RandomState | None = None
+    """Random state before the current step, so that a checkpoint saved within it repeats its draws."""
+    schedule_start: int = 0
+    """Step at which the schedule began; not 0 after a start from weights with counters."""
+    loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    """Loss and gradient norm of the last step that was applied."""
+    grad_norm: torch.Tensor | None = None
+    is_complete: bool = True
+    """The model and the optimizers are at the end of `step`, on all ranks."""
+    start_step: int = 0
+    """The step that this process began after."""
+    loader_state: dict[str, Any] | None = None
+    """Data position of the checkpoint loaded last."""
+
+
+class Restorer:
+    """Restore a run on every rank from its own checkpoint, from other weights or from initial weights."""
 
     def __init__(self, config: JobConfig, dims: ParallelDims, model: ParallelModel):
         self.config, self.dims, self.model = config, dims, model
         self.base: dict[str, str] | None = None
-        """A reference to the model of an adapter that is saved alone."""
+        """A reference to the base model of an adapter that is saved alone."""
         self.adapter_is_fresh = False
-        """Whether the run has an adapter that has learned nothing yet."""
+        """The run has an adapter that is not trained yet."""
+        self.resumed_step: int | None = None
+        """The step of the run's own checkpoint that was loaded."""
 
-    def compare_with_job_of(self, trainer: dict[str, Any], model_only: bool) -> None:
-        """Before a checkpoint is taken: say what has changed since, refuse what makes the curve another."""
+    def schedule_start(self) -> int:
+        """Return the step at which the schedule of the learning rate begins or began."""
+        return base_weights.schedule_start(self.config.job.dump_folder, self.config.checkpoint)
+
+    def check_job(self, trainer: dict[str, Any], model_only: bool) -> None:
+        """Compare the job with that of a checkpoint before it is loaded. Raises CheckpointError for changes that would
+        make the loss curve another, except for those that the job allows.
+        """
         if self.base is not None and not model_only:
             base_weights.refuse_another(trainer, self.base)
-        found = changes(trainer, parts.job_of_checkpoint(self.config, self.dims), model_only)
-        if bad := refused(found, self.config.checkpoint.allow_config_change):
-            told = "; ".join(f"{change}: {remedy(change)}" for change in bad)
-            raise CheckpointError(f"the checkpoint is of another job: {told}")
-        if found:
-            logger.info("changed since the checkpoint: %s", ", ".join(map(str, found)))
+        changed = changes(trainer, parts.job_of_checkpoint(self.config, self.dims), model_only)
+        if refused_changes := refused(changed, self.config.checkpoint.allow_config_change):
+            details = "; ".join(f"{change}: {remedy(change)}" for change in refused_changes)
+            raise CheckpointError(f"the checkpoint is of another job: {details}")
+        if changed:
+            logger.info("changed since the checkpoint: %s", ", ".join(map(str, changed)))
 
     def restore(self, checkpointer: Checkpointer | None) -> int | None:
         """Resume the job of this folder, else start from `initial_load_path`, else from initial weights, drawn only
@@ -60,7 +96,7 @@ class Origin:
             assert path is not None  # the rules ask for it
             self.base = checkpointer.main_peers.decide(partial(parts.base_reference, self.config))
             self._start_from(path, checkpointer)
-        resumed = checkpointer.load() if options.enable else None
+        self.resumed_step = resumed = checkpointer.load() if options.enable else None
         if resumed is not None:
             logger.info("resumed from step %d in %s", resumed, checkpointer.folder)
             if path and not alone:

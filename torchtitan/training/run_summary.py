@@ -5,9 +5,8 @@ end: how it went and where things are.
 import logging
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
-
-import torch
 
 from torchtitan.build import parts
 from torchtitan.config.batch_shape import notice, padding_multiple, sample_count
@@ -20,7 +19,6 @@ from torchtitan.metrics.console import duration
 from torchtitan.metrics.goodput import Goodput
 from torchtitan.metrics.logger import MetricsLogger
 from torchtitan.metrics.plot import draw_training_curve
-from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process.ranks import Ranks, Restart, heeded
 
@@ -29,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 def introduce(
     config: JobConfig,
-    dims: ParallelDims,
-    device: torch.device,
     model: ParallelModel,
     vocabulary: Tokenizer,
     schedulers: LRSchedulers,
@@ -41,7 +37,8 @@ def introduce(
     """Log them. `sizes`: the model's, in words; `limited`: how much memory there is for it, where that is; `end`: the
     text of `describe_end`.
     """
-    training, samples = config.training, parts.global_batch_size(config, dims)
+    dims, device, training = model.dims, model.device, config.training
+    samples = parts.global_batch_size(config, dims)
     passes = samples // (training.local_batch_size * dims.dp)
     tags = f" [{', '.join(config.job.tags)}]" if config.job.tags else ""
     logger.info("%s%s", config.job.description, tags)
@@ -96,31 +93,36 @@ def describe_precision(config: JobConfig) -> str:
     return f"{compute} with {config.training.dtype} parameters and {config.training.mixed_precision_reduce} reduction"
 
 
-def look_back(
+def record_start(
+    config: JobConfig,
     restart: Restart | None,
-    background: bool,
     metrics: MetricsLogger,
     goodput: Goodput,
     step: int,
-    came_from: Path | None,
+    loaded_from: Path | None,
 ) -> None:
-    """Account for the save by which this run goes on from `step`; and where the launcher has started it again, a row of
-    its own in metrics.jsonl. `background`: the run trained on while it saved, which was in vain if it then failed."""
-    since = None if came_from is None else came_from.stat().st_mtime
-    if since is not None and not (background and restart):
-        goodput.saved(since)
-    elif since is not None:
-        since = goodput.loaded_at or since
+    """Account for the time before this start, and write its rows in metrics.jsonl: the job's tags and a restart.
+
+    `step` and `loaded_from`: the step that the run continues from and its checkpoint, if there is one. The time between
+    an asynchronous save and a failure counts as lost.
+    """
+    if config.job.tags:
+        metrics.record_event(step, "tags", {"tags": ", ".join(config.job.tags)})
+    saved_at = None if loaded_from is None else loaded_from.stat().st_mtime
+    if saved_at is not None and (config.checkpoint.async_mode == "disabled" or not restart):
+        goodput.saved(saved_at)
+    elif saved_at is not None:
+        saved_at = goodput.loaded_at or saved_at
     if restart is None:
         return
     now = time.monotonic()
     lost = now - restart.since
-    if since is not None:
-        lost = min(lost, time.time() - since)
+    if saved_at is not None:
+        lost = min(lost, time.time() - saved_at)
     goodput.failed(max(0.0, lost - (now - restart.ended)))
-    told: dict[str, float | str] = {"cause": restart.cause, "rank": restart.rank, "restarts": restart.number}
-    told |= {"steps_lost": max(0, restart.step - step), "seconds_lost": round(lost, 1)}
-    metrics.record_event(step, "restart", told)
+    event: dict[str, float | str] = {"cause": restart.cause, "rank": restart.rank, "restarts": restart.number}
+    event |= {"steps_lost": max(0, restart.step - step), "seconds_lost": round(lost, 1)}
+    metrics.record_event(step, "restart", event)
 
 
 def conclude(
@@ -128,13 +130,17 @@ def conclude(
     ranks: Ranks,
     metrics: MetricsLogger,
     goodput: Goodput,
-    places: dict[str, Path],
+    folders: Mapping[str, Path | None],
     step: int,
-    enough: str = "",
+    early_stop: str = "",
 ) -> None:
-    """Log how it went until `step`, where its time went and where things are, and draw the picture. `enough`: why it
-    has ended ahead of its steps, as one that is done.
+    """Log the results up to `step`, the account of time and the paths, and draw the training curve.
+
+    `folders`: the checkpoints and exported weights that exist, by label. `early_stop`: why the run is done before its
+    last step.
     """
+    places = {"metrics": metrics.path, "job": Path(config.job.dump_folder, "config.toml")}
+    places |= {label: folder for label, folder in folders.items() if folder is not None}
     if config.metrics.plot and metrics.path.exists():
         picture = Path(config.job.dump_folder) / PICTURE
         data = " + ".join(source.dataset for source in sources_of(config, "training").values())
@@ -151,8 +157,8 @@ def conclude(
         steps = max(1, round(best * step / max(goodput.seconds["train"] + goodput.seconds["data"], 1e-9)))
         known = "its own failures" if goodput.failures else "as many failures as others report"
         logger.info("saves       best every %s, or %d steps, by %s (Young and Daly)", duration(best), steps, known)
-    if enough:
-        logger.info("ended after step %d of %d: %s", step, config.training.steps, enough)
+    if early_stop:
+        logger.info("ended after step %d of %d: %s", step, config.training.steps, early_stop)
     elif step < config.training.steps:
         how = "; start it again to go on" if "checkpoints" in places else " (checkpoint.enable is off: not saved)"
         logger.info("stopped as asked after step %d%s", step, how)

@@ -17,12 +17,10 @@ from typing import NamedTuple
 import torch
 
 from torchtitan.build import parts
-from torchtitan.build.data import seq_len_of, validation_loader
+from torchtitan.build.data import held_out, seq_len_of, validation_loader
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.training import DataLoader
 from torchtitan.datasets.encoding import end_of_turn_ids
-from torchtitan.datasets.loader import HeldOutBatches
-from torchtitan.datasets.segments import HeldOutSegments
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.losses.objective import IGNORE_INDEX, Batch
 from torchtitan.metrics.json_lines import JsonLines
@@ -30,33 +28,6 @@ from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed
 from torchtitan.process.heartbeat import Progress
 from torchtitan.training.batches import BatchPreparer
-
-
-def measure(
-    model: ParallelModel,
-    preparer: BatchPreparer,
-    held_out: HeldOutBatches | HeldOutSegments | None,
-    progress: Progress,
-    step: int,
-    stop: bool,
-    phase: str = "validate",
-) -> dict[str, float] | None:
-    """Return the loss and the other metrics of the task, the same numbers on all ranks; None if any rank called it with
-    `stop`. All ranks call it. Raises DataError, or PeerStopped on the ranks that have data while another has none.
-    `phase`: what `progress` is told.
-    """
-    assert held_out is not None, "the caller checks this"
-    # all before the first forward, which communicates
-    batches, failure = preparer.fetch(iter(held_out), held_out.batches)
-    valid_tokens, stopping = preparer.agree(batches, failure, stop, "validation data")
-    if stopping:
-        return None
-    watched = partial(progress.through, batches, phase, step)
-    totals = model.evaluate(lambda: map(preparer.to_device, watched()))
-    losses = {f"loss{way}": (model.whole(total) / valid_tokens).item() for way, total in totals.items()}
-    measured = losses | preparer.task_metrics(model.parts)
-    return dict(zip(measured, distributed.of_the_first(*measured.values()), strict=True))  # so that all judge alike
-
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +44,63 @@ class Prompt(NamedTuple):
     wanted: list[int]
 
 
-class Generated:
+class Validator:
+    """Evaluate the model on the held-out data during a run, and write continuations of a few of its prompts.
+
+    All ranks call all methods together. `writes`: this rank writes generated.jsonl. `resumed_step`: the step that the
+    run resumed from, if any.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        tokenizer: Tokenizer,
+        model: ParallelModel,
+        preparer: BatchPreparer,
+        progress: Progress,
+        writes: bool,
+        resumed_step: int | None,
+    ) -> None:
+        self.model, self.preparer, self.progress = model, preparer, progress
+        self.held_out = held_out(config, tokenizer, preparer.dp_rank, preparer.dims, preparer.objective)
+        self.generations = Generations(config, tokenizer, writes, resumed_step)
+        self.has_run = False
+        """The first evaluation may compile."""
+
+    def evaluate(self, step: int, stop: bool, phase: str = "validate") -> dict[str, float] | None:
+        """Return the loss and the task's metrics, equal on all ranks; None if any rank called it with `stop`.
+
+        Raises DataError, or PeerStopped on the ranks that have data while another has none. `phase`: as reported to
+        the launcher.
+        """
+        assert self.held_out is not None, "the caller checks this"
+        # fetch all before the first forward, which communicates
+        batches, failure = self.preparer.fetch(iter(self.held_out), self.held_out.batches)
+        valid_tokens, stopping = self.preparer.agree(batches, failure, stop, "validation data")
+        if stopping:
+            return None
+        watched = partial(self.progress.through, batches, phase, step)
+        totals = self.model.evaluate(lambda: map(self.preparer.to_device, watched()))
+        losses = {f"loss{name}": (self.model.whole(total) / valid_tokens).item() for name, total in totals.items()}
+        results = losses | self.preparer.task_metrics(self.model.parts)
+        self.has_run = True
+        # rank 0's numbers on all ranks, so that all make the same decisions
+        return dict(zip(results, distributed.of_the_first(*results.values()), strict=True))
+
+    def generate(self, step: int, phase: str = "validate") -> None:
+        """Write the continuations by the model after `step`."""
+        self.generations.write(self.model, step, self.progress, phase)
+
+    def go_back(self, step: int) -> None:
+        self.generations.go_back(step)
+
+    def close(self) -> None:
+        if self.held_out is not None:
+            self.held_out.close()
+        self.generations.close()
+
+
+class Generations:
     """Of a run, where it is asked for. `resumed`: the step that it goes on from. `writes`: whether this rank does."""
 
     def __init__(self, config: JobConfig, vocabulary: Tokenizer, writes: bool, resumed: int | None) -> None:
