@@ -19,7 +19,7 @@ from torchtitan.config.batch_shape import batch_rows
 from torchtitan.config.changes import changes, refused, remedy
 from torchtitan.config.job import JobConfig
 from torchtitan.datasets.position import Position
-from torchtitan.datasets.segments import LanePosition
+from torchtitan.datasets.segments import SegmentPosition
 from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
 
@@ -32,7 +32,7 @@ class TrainState:
 
     step: int = 0
     tokens: int = 0
-    position: Position | LanePosition | None = None
+    position: Position | SegmentPosition | None = None
     """Data position after `step`. Data that a failed step has fetched are fetched again."""
     random: RandomState | None = None
     """Random state before the current step, so that a checkpoint saved within it repeats its draws."""
