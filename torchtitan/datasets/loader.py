@@ -192,7 +192,7 @@ class WorkerOptions(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """Which samples a data-parallel rank reads, in which order, and what they contain.
+    """The samples that a data-parallel rank reads: their order, number and contents.
 
     By default sources are mixed by weight without an end (mixing.py). `joined`, `epochs` and `packing` need prepared
     shards.
