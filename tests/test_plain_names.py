@@ -38,7 +38,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "commands": (75, 16),
     "config": (57, 29),
     "core": (3, 0),
-    "datasets": (41, 10),
+    "datasets": (40, 10),
     "guards": (4, 0),
     "launcher": (11, 0),
     "losses": (15, 2),
