@@ -129,27 +129,47 @@ def test_a_default_for_what_the_system_says():
 
 MISSING = [
     (
-        dict(form="alpaca", fields={"instruction": "question"}),
+        dict(format_name="alpaca", fields={"instruction": "question"}),
         {"instruction": "a", "output": "b"},
         "a.jsonl:3: no field 'question', which format alpaca needs; the fields there are: 'instruction', 'output'; set",
     ),
-    (dict(form="alpaca", fields={"input": "context"}), {"instruction": "a", "output": "b"}, "no field 'context', whi"),
-    (dict(form="chat"), {}, "no field 'messages', which format chat needs; the fields there are: none; set training.f"),
-    (dict(form="chat"), {"messages": "a"}, "field 'messages' of format chat holds str, not a list of messages {role"),
-    (dict(form="input_output"), {"segments": "a"}, "of format input_output holds str, not a list of segments {text"),
     (
-        dict(form="chat", fields={"role": "who"}),
+        dict(format_name="alpaca", fields={"input": "context"}),
+        {"instruction": "a", "output": "b"},
+        "no field 'context', whi",
+    ),
+    (
+        dict(format_name="chat"),
+        {},
+        "no field 'messages', which format chat needs; the fields there are: none; set training.f",
+    ),
+    (
+        dict(format_name="chat"),
+        {"messages": "a"},
+        "field 'messages' of format chat holds str, not a list of messages {role",
+    ),
+    (
+        dict(format_name="input_output"),
+        {"segments": "a"},
+        "of format input_output holds str, not a list of segments {text",
+    ),
+    (
+        dict(format_name="chat", fields={"role": "who"}),
         {"messages": [{"role": "user", "content": "a"}]},
         "a.jsonl:3: message 0 of field 'messages' has no 'who'; there are: 'role', 'content'; set training.fields",
     ),
-    (dict(form="chat", fields={"role": "who"}), {"messages": [5]}, "message 0 of field 'messages' has no 'who'; there"),
     (
-        dict(form="alpaca", fields={"output": "reply"}),
+        dict(format_name="chat", fields={"role": "who"}),
+        {"messages": [5]},
+        "message 0 of field 'messages' has no 'who'; there",
+    ),
+    (
+        dict(format_name="alpaca", fields={"output": "reply"}),
         {"instruction": "a", "reply": 5},
         "a.jsonl:3: field 'reply' of format alpaca holds int, not text",
     ),
     (
-        dict(form="preference", fields={"chosen": "good"}),
+        dict(format_name="preference", fields={"chosen": "good"}),
         {"prompt": "a", "good": None, "rejected": "b"},
         "a.jsonl:3: field 'good' holds nothing (null), beside str as prompt",
     ),
@@ -164,11 +184,20 @@ def test_a_record_that_is_not_so_is_named_with_its_fields(how, record, message):
 
 
 WRONG = [
-    (dict(form="alpacca"), "training.format: given 'alpacca'; allowed: one of preference, chat"),
+    (dict(format_name="alpacca"), "training.format: given 'alpacca'; allowed: one of preference, chat"),
     (dict(fields={"input": "a"}), "training.fields: given 'input'; allowed: unset without training.format"),
-    (dict(form="chat", fields={"inpt": "a"}), "given 'inpt'; allowed: fields of format chat: messages, role, content"),
-    (dict(form="chat", template=MINE), "'format'; allowed: unset with format chat, which has no prompt of its own"),
-    (dict(form="prompt_completion", template=MINE), "'format'; allowed: separator alone with format prompt_completion"),
+    (
+        dict(format_name="chat", fields={"inpt": "a"}),
+        "given 'inpt'; allowed: fields of format chat: messages, role, content",
+    ),
+    (
+        dict(format_name="chat", template=MINE),
+        "'format'; allowed: unset with format chat, which has no prompt of its own",
+    ),
+    (
+        dict(format_name="prompt_completion", template=MINE),
+        "'format'; allowed: separator alone with format prompt_completion",
+    ),
     (
         dict(template={"formt": "a"}),
         "formt = 'a'; allowed: parts that are known: format, no_input_format, system_format",
@@ -242,10 +271,11 @@ def test_a_record_that_may_be_meant_in_two_ways_is_refused(tmp_path, suffix):
     with pytest.raises(
         DataError, match="'text' and, of format alpaca, 'instruction' and 'output'; set training.format"
     ):
-        read(whole=True)
-    assert read() == read(form="completion", whole=True) == "a: b" and read(form="alpaca", whole=True).endswith("\nb")
+        read(refuse_ambiguous=True)
+    assert read() == read(format_name="completion", refuse_ambiguous=True) == "a: b"
+    assert read(format_name="alpaca", refuse_ambiguous=True).endswith("\nb")
     with pytest.raises(DataError, match="'chosen', which format preference .* choose another task.kind"):
-        read(whole=True, pairs=True)
+        read(refuse_ambiguous=True, pairs=True)
 
 
 UNCLEAR = [  # records of which one at a time is learned, and what is said of them

@@ -53,7 +53,7 @@ class RecordReader:
     def __post_init__(self) -> None:
         """Raise LimitError for unknown options and options without effect."""
         if self.format_name is None and self.template and not self.pairs:
-            object.__setattr__(self, "form", "alpaca")
+            object.__setattr__(self, "format_name", "alpaca")
         if self.format_name is not None and self.format_name not in FORMATS:
             raise LimitError("training.format", repr(self.format_name), f"one of {', '.join(FORMATS)}", "correct it")
         if self.pairs and self.format_name not in (None, PAIRS):
