@@ -34,7 +34,7 @@ FRAGMENT_OPENINGS = {
 LIMITS: dict[str, tuple[int, int]] = {
     "adapters": (46, 0),
     "build": (31, 26),
-    "checkpoint": (14, 0),
+    "checkpoint": (13, 0),
     "commands": (74, 16),
     "config": (57, 29),
     "core": (3, 0),
@@ -47,7 +47,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "models": (38, 29),
     "optimizers": (18, 0),
     "parallelisms": (18, 0),
-    "planner": (37, 23),
+    "planner": (5, 0),
     "process": (1, 0),
     "rules": (132, 41),
     "training": (60, 21),

@@ -32,8 +32,8 @@ def _as_it_is(value: Any) -> Any:
 class Peers:
     """The ranks of the job, or this process alone.
 
-    Every rank constructs it at the same point, and only one thread uses it. `purpose` becomes part of the group's name,
-    by which distributed.set_timeout recognizes the group.
+    Every rank constructs it at the same point, and only one thread uses it. `purpose` becomes part of the group's name;
+    distributed.set_timeout recognizes the group by that name.
     """
 
     _made = itertools.count()

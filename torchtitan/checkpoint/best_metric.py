@@ -59,7 +59,7 @@ def _measured(folder: Path) -> dict[str, Any]:
 
 
 def metric_of(trainer: Mapping[str, Any]) -> Metric | None:
-    """Return the metric by which the job of a checkpoint selects the best, or None."""
+    """Return the metric that selects the best checkpoint in the job of this trainer state, or None."""
     job = trainer.get("job")
     options = job.get("checkpoint") if isinstance(job, dict) else None
     name = options.get("best_metric") if isinstance(options, dict) else None

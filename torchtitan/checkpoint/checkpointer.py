@@ -1,4 +1,4 @@
-"""Decide when the trainer saves and what it resumes from. Saving is implemented in saving.py, loading in loading.py.
+"""Decide when the trainer saves and from where it resumes. Saving is implemented in saving.py, loading in loading.py.
 
 In the background modes the training loop only waits while this rank's tensors are copied to host buffers. Everything
 else happens in one thread at a time. A failed save is raised on all ranks at the same step: during a background save

@@ -273,13 +273,13 @@ def read_bytes(path: Path, most: int = LARGEST_TEXT) -> bytes:
         raise CheckpointError(f"{path.name} {error.reason}") from None
 
 
-def sha256_of(path: Path, tell: Callable[[int], object] = int) -> str:
-    """Return the SHA-256 digest of a file. `tell` is called with the size of every block read."""
+def sha256_of(path: Path, report: Callable[[int], object] = int) -> str:
+    """Return the SHA-256 digest of a file. `report` is called with the size of every block read."""
     digest, buffer = hashlib.sha256(), bytearray(_HASH_BLOCK)
     with open_file(path) as file:
         while count := file.readinto(buffer):
             digest.update(memoryview(buffer)[:count])
-            tell(count)
+            report(count)
     return digest.hexdigest()
 
 

@@ -164,7 +164,7 @@ def _parsed(
         places = dict(_place(index, place) for index, place in _a(dict, tables["storage_data"]).items())
     except CheckpointError:
         raise
-    except Exception as error:  # untrusted bytes: any type, from anywhere in the unpickler
+    except Exception as error:  # untrusted bytes may cause any exception in the unpickler
         message = f"{type(error).__name__}: {error}"[:200]
         raise CheckpointError(f"{METADATA} is damaged ({message})") from None
     return tensors, places

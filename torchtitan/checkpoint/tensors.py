@@ -1,11 +1,11 @@
 """Tensors of model and optimizers by name, host copies for background saves, and comparison with a checkpoint.
 
-On a rank of a pipeline these are only its parts of the model. Names are those of the whole model, whatever the plan,
-and the names of all ranks are compared together.
+On a rank of a pipeline these are only its parts of the model. Under any parallel plan a tensor has its name in the full
+model, and the names of all ranks are compared together.
 
-The names equal those of torch.distributed.checkpoint.state_dict (a test compares them). It is not used itself: with an
-optimizer per parameter (`early_step_in_backward`) it walks all parameters for each of them, which takes 0.8 s per save
-for 300 parameters, against 2 ms here (measured: torch 2.13, CPU).
+The names are the same as in torch.distributed.checkpoint.state_dict (a test compares them). It is not used, because
+with an optimizer per parameter (`early_step_in_backward`) it walks all parameters for each of them, which takes 0.8 s
+per save for 300 parameters, against 2 ms here (measured: torch 2.13, CPU).
 """
 
 import threading

@@ -138,7 +138,7 @@ def _foreign(config: JobConfig, root: Path) -> Iterator[Path]:
 
 
 def _named_inside(value: Any, folder: Path, name: str = "") -> Iterator[str]:
-    """Yield the job's strings that name a file, folder or glob in `folder`, except what the run itself writes."""
+    """Yield the job's strings that name a file, folder or glob in `folder`, except the run's own output."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _named_inside(item, folder, f"{name}.{key}".strip("."))

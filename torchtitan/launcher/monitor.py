@@ -168,7 +168,7 @@ class Watch:
         self.processes.signal(signal.SIGKILL)
 
     def exit_code(self) -> int:
-        """Return the exit code of the first failure and print its message, but not those of its consequences."""
+        """Return the exit code of the first failure and print its message. Consequences of it are not printed."""
         failed = [ended for ended in self.processes.ended if ended.code]
         if self.hung is not None:
             return HUNG

@@ -1,8 +1,8 @@
 """Coordinate the launchers of several machines: the first decides, the others report to it and follow its orders.
 
 Each of the others has one connection to the first (connection.py), on which both ends first prove that they belong to
-the run (admission.py). A machine takes part as long as it is connected. A closed connection means that the machine is
-lost, and it may reconnect. On a single machine there are no connections."""
+the run (admission.py). A machine takes part while it is connected. A closed connection means that the machine is lost,
+and it may reconnect. On a single machine there are no connections."""
 
 import select
 import socket
@@ -182,7 +182,7 @@ class First:
         """Start the ranks on all machines. Their store gets a new socket each time, so that no start waits for
         leftovers of the one before."""
         self._orders, self._standing, self._collected = [], {}, False
-        self._ends, self._ended = [], set()  # of machines lost between two starts
+        self._ends, self._ended = [], set()  # drop those from between two starts
         self.attempt += 1
         if self.nodes.count == 1:
             return self.nodes, None
@@ -231,8 +231,8 @@ class First:
             self._end_of(index, read_end({name: message[name] for name in message if name not in ("kind", "attempt")}))
 
     def _all_stand(self) -> bool:
-        """Return True if no machine makes progress. While the ranks of one machine wait, those of another may be
-        exporting, or compiling for longer than the others."""
+        """Return True if no machine makes progress. While one machine's ranks wait, another's may be exporting, or
+        compiling for longer."""
         stuck = {index for index, at in self._standing.items() if time.monotonic() - at < FRESH_SECONDS}
         return stuck | self._ended == set(range(self.nodes.count))
 
@@ -382,7 +382,9 @@ class Other:
             for index, order in enumerate(orders):
                 if order["kind"] in ("start", "leave"):
                     assert self.line is not None
-                    stop = [{"kind": "stop", "number": stop_signal}] if stop_signal else []  # it crossed a start
+                    stop = (
+                        [{"kind": "stop", "number": stop_signal}] if stop_signal else []
+                    )  # the stop crossed a start order
                     self.line.put_back(stop + orders[index + 1 :])
                     self.attempt = order.get("attempt", self.attempt)
                     return order

@@ -1,1 +1,1 @@
-"""What a job's rank will need of memory, foretold: its step on tensors without values, all of them counted."""
+"""Memory and communication of a rank, estimated by one step on tensors without values."""

@@ -1,8 +1,9 @@
-"""The most that a rank of a job will have in memory, and what would make it fit.
+"""Estimate a rank's peak memory, and find changes that make a job fit.
 
-Small jobs are rehearsed whole. Of deep ones a few layers of each stage are, and one more: what lives in each part of a
-step grows by a line over the layers, and each part has its own, so that none is lost that is the highest only in the
-whole model. Of a pipeline's microbatches so many are run as it takes until no more are under way at once.
+Small jobs are rehearsed with all layers. Deep ones are rehearsed with a few layers of each stage and then with some
+more, because memory grows linearly with the layers in each part of a step. Each part is extrapolated by itself, since
+another part may have the peak in the full model. A pipeline is rehearsed with the fewest microbatches that reach the
+highest number in flight.
 """
 
 import dataclasses
@@ -62,25 +63,27 @@ class Prediction:
         return sum(self.kinds.values())
 
     def needed(self, device: Device) -> float:
-        """With what is taken beside tensors."""
+        """Return the peak and the memory that is used in addition to tensors."""
         return self.peak * (1 + BESIDE[device])
 
 
 def predict(config: JobConfig, world_size: int, device: Device, traffic: bool = False) -> list[Prediction]:
-    """Of rank 0; of a pipeline, of the first and the last rank of it, which have the ends of the model and the most and
-    the fewest microbatches under way. `traffic`: what they send too, which may take twice as long to find.
+    """Predict rank 0 and, with a pipeline, also its last pipeline rank.
+
+    These two have the ends of the model, and the most and the fewest microbatches in flight. `traffic`: also predict
+    their messages, which may take twice as long.
     """
     dims = parts.dims(config, world_size)
     stages = _stages(config, dims)
     few = _with_few_microbatches(config, dims, len(stages))
     jobs, rounds = [few], 0.0
-    if traffic and few is not config:  # each further round of microbatches sends what the one before it did
+    if traffic and few is not config:  # all further rounds of microbatches send the same
         have, one = few.training.local_batch_size, dims.pp * config.parallelism.pipeline_parallel_microbatch_size
         jobs.append(_with_samples(config, dims, have + one))
         rounds = (config.training.local_batch_size - have) / one
     places = sorted({0, dims.pp - 1})
     shares = [_Share.of(job, place, dims, stages) for place in places for job in jobs]
-    found = []
+    predictions = []
     wholes = _rehearsed(shares, stages, device)
     for place in places:
         of_rank, *more = islice(wholes, len(jobs))
@@ -90,12 +93,12 @@ def predict(config: JobConfig, world_size: int, device: Device, traffic: bool = 
         moment = max(moments, key=lambda name: sum(moments[name].values()))
         kinds = {kind: round(size) for kind, size in moments[moment].items() if round(size) > 0}
         rank = place * (world_size // dims.pp)
-        found.append(Prediction(rank, place, moment, kinds, of_rank.sent, of_rank.groups))
-    return found
+        predictions.append(Prediction(rank, place, moment, kinds, of_rank.sent, of_rank.groups))
+    return predictions
 
 
 def flops_of_a_rank(config: JobConfig, world_size: int) -> float:
-    """Of matrix products in a step, on average of all ranks. What is computed again does not count."""
+    """Return the FLOPs of a step's matrix products, averaged over all ranks. Recomputation does not count."""
     args, seq_len = parts.model_args(config), config.training.seq_len
     flops = parts.model_spec(config).flops_per_token(args, seq_len)
     if parts.adapter(config) is not None:
@@ -110,7 +113,7 @@ def worst(predictions: list[Prediction]) -> Prediction:
 
 @dataclass(frozen=True)
 class _Share:
-    """What is rehearsed of a job for one of its ranks."""
+    """The rehearsals that predict one rank of a job."""
 
     config: JobConfig
     rank: int
@@ -125,45 +128,47 @@ class _Share:
     @classmethod
     def of(cls, config: JobConfig, place: int, dims: ParallelDims, stages: list[list[str]]) -> "_Share":
         pipeline = parts.pipeline_options(config)
-        mine = [0] if dims.pp == 1 else pipeline.stages_of_rank(place, dims.pp, len(stages))
-        layers = {stage: sum(map(_is_layer, stages[stage])) for stage in mine}
-        least = {stage: _kept(config, stages[stage], dims) for stage in mine}
+        local_stages = [0] if dims.pp == 1 else pipeline.stages_of_rank(place, dims.pp, len(stages))
+        layers = {stage: sum(map(_is_layer, stages[stage])) for stage in local_stages}
+        least = {stage: _kept(config, stages[stage], dims) for stage in local_stages}
         passes = (1 if dims.pp == 1 else pipeline.microbatches) * min(2, batches_of_a_step(config, dims))
         if sum(layers.values()) * passes <= AT_ONCE or _layers_differ(config):
             least = layers
-        more = [least | {stage: least[stage] + _period(config)} for stage in mine if layers[stage] > least[stage]]
+        more = [
+            least | {stage: least[stage] + _period(config)} for stage in local_stages if layers[stage] > least[stage]
+        ]
         return cls(config, place * (dims.world_size // dims.pp), dims, layers, [least, *more], passes)
 
     @property
     def work(self) -> int:
         return self.passes * sum(sum(kept.values()) for kept in self.kept)
 
-    def joined(self, found: Rehearsed, *more: Rehearsed) -> Rehearsed:
-        """By what was rehearsed, the whole."""
-        whole, (least, *others) = found, self.kept
-        for kept, each in zip(others, more, strict=True):
+    def joined(self, base: Rehearsed, *more: Rehearsed) -> Rehearsed:
+        """Extrapolate to all layers from the rehearsals, which are in the order of `self.kept`."""
+        total, (least, *deeper) = base, self.kept
+        for kept, rehearsal in zip(deeper, more, strict=True):
             (stage,) = (stage for stage in kept if kept[stage] > least[stage])
             times = (self.layers[stage] - least[stage]) / (kept[stage] - least[stage])
-            whole = whole.extended_by(times, found, each)
+            total = total.extended_by(times, base, rehearsal)
         offloaded = self.config.training.enable_cpu_offload
-        return dataclasses.replace(whole, moments=_on_the_device(whole.moments) if offloaded else whole.moments)
+        return dataclasses.replace(total, moments=_on_the_device(total.moments) if offloaded else total.moments)
 
 
 def _rehearsed(shares: list[_Share], stages: list[list[str]], device: Device) -> Iterator[Rehearsed]:
-    """Of each share the whole."""
+    """Yield each share's rehearsal, extrapolated to all layers."""
     tasks = [
         (_thinned(share.config, stages, kept, share.dims), share.rank, share.dims.world_size, device)
         for share in shares
         for kept in share.kept
     ]
-    together = sum(share.work for share in shares) >= TOGETHER
-    found = iter(run_in_processes(rehearse, tasks) if together else [rehearse(*task) for task in tasks])
+    in_parallel = sum(share.work for share in shares) >= TOGETHER
+    rehearsals = iter(run_in_processes(rehearse, tasks) if in_parallel else [rehearse(*task) for task in tasks])
     for share in shares:
-        yield share.joined(*islice(found, len(share.kept)))
+        yield share.joined(*islice(rehearsals, len(share.kept)))
 
 
 def _on_the_device(moments: Moments) -> Moments:
-    """The optimizer's step is on the host, and clipping before it."""
+    """Leave out the memory on the host: the optimizer's step, the clipping before it, and ON_THE_HOST."""
     return {
         moment: Counter({kind: size for kind, size in kinds.items() if kind not in ON_THE_HOST})
         for moment, kinds in moments.items()
@@ -179,14 +184,14 @@ def _is_layer(name: str) -> bool:
 
 
 def _stages(config: JobConfig, dims: ParallelDims) -> list[list[str]]:
-    """Names of the modules of every stage; without a pipeline, of the layers of the one that there is."""
+    """Return the module names of every stage; without a pipeline, the layers of the only stage."""
     if dims.pp > 1:
         return parts.pipeline_options(config).stages(parts.meta_model(config), parts.model_spec(config).plan, dims.pp)
     return [[f"layers.{number}" for number in range(parts.model_args(config).n_layers)]]
 
 
 def _layers_differ(config: JobConfig) -> bool:
-    """Whether some layers, by their numbers, have what others have not, or learn it."""
+    """Return whether layers of the same kind may differ in their modules or in the parameters that they train."""
     if config.adapter.kind == "neurocache" or config.adapter.layers:
         return True
     patterns = (*config.adapter.train_fully, *config.training.unfrozen)
@@ -195,27 +200,29 @@ def _layers_differ(config: JobConfig) -> bool:
     layers: dict[str, set[str]] = defaultdict(set)  # by number
     for name, _ in parts.meta_model(config).named_parameters():
         if _is_layer(name):
-            _, number, own = name.split(".", 2)
-            layers[number].add(own)
+            _, number, local_name = name.split(".", 2)
+            layers[number].add(local_name)
     kinds = {frozenset(owns) for owns in layers.values()}  # dense ones, and those with experts
     return not all(_chooses_alike(pattern, layers, kind) for pattern in patterns for kind in kinds)
 
 
 def _chooses_alike(pattern: str, layers: Mapping[str, set[str]], kind: frozenset[str]) -> bool:
-    """Whether the pattern fits the same in all layers of this kind."""
+    """Return whether the pattern matches the same parameters in all layers of this kind."""
     of_kind = [number for number, owns in layers.items() if owns == kind]
-    return all(len({fnmatchcase(f"layers.{number}.{own}", pattern) for number in of_kind}) == 1 for own in kind)
+    return all(
+        len({fnmatchcase(f"layers.{number}.{local_name}", pattern) for number in of_kind}) == 1 for local_name in kind
+    )
 
 
 def _period(config: JobConfig) -> int:
-    """Layers after which recompute begins anew."""
+    """Return the number of layers after which the recompute pattern repeats."""
     recompute = config.activation_checkpoint
     by_number = recompute.mode == "selective" and recompute.selective_ac_option != "op"
     return int(recompute.selective_ac_option) if by_number else 1
 
 
 def _kept(config: JobConfig, stage: list[str], dims: ParallelDims) -> int:
-    """Layers of a stage that are rehearsed at least: those before the first one with experts, and some more."""
+    """Return the fewest layers of a stage to rehearse: all before the first one with experts, and some more."""
     period, least = _period(config), FIRST if dims.pp == 1 else 1
     dense = sum(_number(name) < _num_dense(config) for name in filter(_is_layer, stage))
     return min(sum(map(_is_layer, stage)), dense + -(-least // period) * period)
@@ -226,21 +233,21 @@ def _number(layer: str) -> int:
 
 
 def _num_dense(config: JobConfig) -> int:
-    """Layers without experts at the beginning of a model that has such; else none."""
+    """Return the number of layers before the first one with experts; 0 for a model without experts."""
     return getattr(parts.model_args(config), "n_dense_layers", 0)
 
 
-def _thinned(config: JobConfig, stages: list[list[str]], kept: dict[int, int], dims: ParallelDims) -> JobConfig:
-    """The job with the first layers of each stage alone, so many as are kept of it; of stages elsewhere with one."""
-    if all(kept.get(stage) == sum(map(_is_layer, names)) for stage, names in enumerate(stages)):
+def _thinned(config: JobConfig, stages: list[list[str]], layer_counts: dict[int, int], dims: ParallelDims) -> JobConfig:
+    """Return the job with only the first `layer_counts` layers of each stage, and one layer of other ranks' stages."""
+    if all(layer_counts.get(stage) == sum(map(_is_layer, names)) for stage, names in enumerate(stages)):
         return config
     cut: list[list[str]] = []
     chosen: list[str] = []
     for stage, names in enumerate(stages):
-        here = list(filter(_is_layer, names))[: kept.get(stage, 1)]
-        new = {name: f"layers.{len(chosen) + index}" for index, name in enumerate(here)}
+        stage_layers = list(filter(_is_layer, names))[: layer_counts.get(stage, 1)]
+        new = {name: f"layers.{len(chosen) + index}" for index, name in enumerate(stage_layers)}
         cut.append([new.get(name, name) for name in names if name in new or not _is_layer(name)])
-        chosen += here
+        chosen += stage_layers
     overrides: dict[str, Any] = dict(config.model.overrides) | {"n_layers": len(chosen)}
     if _num_dense(config):
         overrides["n_dense_layers"] = sum(_number(name) < _num_dense(config) for name in chosen)
@@ -253,27 +260,28 @@ def _thinned(config: JobConfig, stages: list[list[str]], kept: dict[int, int], d
 
 
 def _with_few_microbatches(config: JobConfig, dims: ParallelDims, num_stages: int) -> JobConfig:
-    """The job with the fewest microbatches, a multiple of its pipeline's ranks, of which all ranks have as many under
-    way at once.
+    """Return the job with the fewest microbatches that keep each rank's highest number in flight.
+
+    Their number is a multiple of the pipeline's ranks.
     """
     if dims.pp == 1 or config.parallelism.pipeline_parallel_schedule_csv is not None:
         return config
 
     def under_way(part: JobConfig) -> list[list[Any]]:
         table = parts.pipeline_options(part).table(dims.pp, num_stages)
-        return [simulate(each).peak_activations for each in (table, merged(table))]
+        return [simulate(variant).peak_activations for variant in (table, merged(table))]
 
     size = config.parallelism.pipeline_parallel_microbatch_size
-    wanted = under_way(config)
+    target = under_way(config)
     for rounds in range(2, config.training.local_batch_size // size // dims.pp):
         part = _with_samples(config, dims, rounds * dims.pp * size)
-        if under_way(part) == wanted:
+        if under_way(part) == target:
             return part
     return config
 
 
 def _with_samples(config: JobConfig, dims: ParallelDims, samples: int) -> JobConfig:
-    """The job with so many samples of a batch of a rank, in as many passes."""
+    """Return the job with this local batch size and an unchanged number of batches per step."""
     of_all = samples * dims.dp * batches_of_a_step(config, dims)
     training = dataclasses.replace(config.training, local_batch_size=samples, global_batch_size=of_all)
     return dataclasses.replace(config, training=training)
@@ -287,7 +295,7 @@ MOST_HALVES = 4
 
 
 def remedies(config: JobConfig, world_size: int, device: Device, memory: float) -> list[Remedy]:
-    """One change after another that makes the job fit; none of them does where the last one needs too much too."""
+    """Return the changes that make the job fit in `memory` bytes, or the one that needs the least if none does."""
     tried: list[Remedy] = []
 
     def needs(changes: dict[str, Any]) -> float | None:
@@ -300,7 +308,7 @@ def remedies(config: JobConfig, world_size: int, device: Device, memory: float) 
         return needed
 
     stronger = list(_stronger_recompute(config))
-    for changes in [*stronger, *(each for each in _smaller_batches(config))]:
+    for changes in [*stronger, *(smaller for smaller in _smaller_batches(config))]:
         needed = needs(changes)
         if needed is not None and needed <= memory and changes not in stronger:
             break
@@ -322,7 +330,10 @@ def _stronger_recompute(config: JobConfig) -> Iterator[dict[str, Any]]:
 
 
 def _smaller_batches(config: JobConfig) -> Iterator[dict[str, Any]]:
-    """Halves of a batch, in a pipeline of a microbatch; accumulation makes the step's as large as before."""
+    """Yield repeated halvings of the local batch, or of a pipeline's microbatch.
+
+    Gradient accumulation keeps the size of the global batch.
+    """
     in_pipeline = config.parallelism.pipeline_parallel_degree > 1
     name = "parallelism.pipeline_parallel_microbatch_size" if in_pipeline else "training.local_batch_size"
     section, option = name.split(".")

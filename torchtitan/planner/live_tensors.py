@@ -1,11 +1,12 @@
-"""What the modes that watch a rehearsal have in common. They see every operator, so what they cost is felt.
+"""Dispatch modes that watch a rehearsal. They see every operator, so they must be cheap.
 
-Tensors that live, counted by kind while a program runs; and answers in place of values, where tensors have none.
+`Live` counts live tensors by kind while a program runs. `Answers` supplies numbers that tensors without values lack.
 
-Why not torch's MemTracker and FSDPMemTracker (torch.distributed._tools, torch 2.13): their totals are these (201.3 and
-132.4 MiB of the debug model on one rank and on one of 8, within 0.3 %), but they keep one peak of a whole step, from
-which no line over the depth can be drawn where another part of it becomes the highest, they name neither loss nor
-caches of adapters, and the second takes a model that is one unit at its root, which the parts of a pipeline are not.
+Why not torch's MemTracker and FSDPMemTracker (torch.distributed._tools, torch 2.13): their totals agree with ours
+(201.3 and 132.4 MiB for the debug model on one rank and on one of 8, within 0.3 %). But they keep one peak per step,
+which cannot be extrapolated over the depth when another part of the step becomes the highest. They report neither the
+loss nor the caches of adapters. FSDPMemTracker also needs a model with an FSDP unit at its root, which the model parts
+of a pipeline do not have.
 """
 
 import weakref
@@ -24,10 +25,10 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class Watching(TorchDispatchMode):
-    """`saw` is called in the place of every operator, and gives what that gives."""
+    """A dispatch mode that calls `saw` in place of every operator and returns its result."""
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # torch's: for a program that compiles nothing, two calls more an operator
+    def _should_skip_dynamo(cls) -> bool:  # torch's own makes two more calls per operator
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,9 +46,10 @@ Bytes = Counter[str]
 
 
 class Live(Watching):
-    """`now`: bytes of all storages that operators have made and that still live, by kind; `peak`: the same at the
-    moment when they were the most. What is made is an activation, in backward the work of it, within `of` of the kind
-    that is said there; what FSDP copies its gathered shards to is that.
+    """Counts the bytes of live storages that operators have made, by kind: `now`, and `peak` at the highest total.
+
+    A new storage is an activation, or work of backward during backward. Inside `of` it has the kind given there.
+    Storages to which FSDP copies gathered shards are gathered parameters.
     """
 
     def __init__(self) -> None:
@@ -60,7 +62,7 @@ class Live(Watching):
 
     @contextmanager
     def of(self, kind: str) -> Iterator[None]:
-        """What is made inside is of this kind."""
+        """Count storages made inside the block as this kind."""
         self._said.append(kind)
         try:
             yield
@@ -74,28 +76,28 @@ class Live(Watching):
         self._said.pop()
 
     def forget_peak(self) -> None:
-        """The next one counts from here on."""
+        """Start a new peak from the current total."""
         self.most, self.peak = self.total, self.now.copy()
 
     def add(self, tensor: torch.Tensor, kind: str) -> None:
-        """Count the storage of a tensor of any shape as of this kind, whatever it was before."""
+        """Count the storage of a tensor of any shape as this kind, whatever it was before."""
         self._count(tensor, kind)
 
     def rename(self, kinds: set[str], kind: str) -> None:
-        """What lives now of these kinds is of another."""
+        """Count the live storages of these `kinds` as `kind` from now on."""
         self.kinds = {key: (kind if old in kinds else old, size) for key, (old, size) in self.kinds.items()}
         self.now[kind] += sum(self.now.pop(old, 0) for old in kinds)
 
     def saw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if func.namespace == "fsdp" and kwargs.get("out") is not None:
             kind = BACKWARD if "chunk_cat" in func.name() else GATHERED
             for tensor in tree_iter(kwargs["out"]):
                 self.add(tensor, kind)
-        for tensor in (made,) if isinstance(made, torch.Tensor) else tree_iter(made):
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor)
-        return made
+        return result
 
     def _kind(self) -> str:
         if self._said:
@@ -103,17 +105,17 @@ class Live(Watching):
         return ACTIVATIONS if torch._C._current_autograd_node() is None else BACKWARD
 
     def _count(self, tensor: torch.Tensor, kind: str | None = None) -> None:
-        tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, this rank's part
-        if tensor.device.type != "meta":  # of which shapes are asked
+        tensor = getattr(tensor, "_local_tensor", tensor)  # this rank's part of a DTensor
+        if tensor.device.type != "meta":  # only used to find shapes
             self._count_storage(tensor.untyped_storage(), kind)
 
     def _count_storage(self, storage: torch.UntypedStorage, kind: str | None = None) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self.kinds:
-            before, counted = self.kinds[key]
-            if size == counted and kind in (None, before):
+            before, counted_size = self.kinds[key]
+            if size == counted_size and kind in (None, before):
                 return
-            self._take(before, counted)
+            self._take(before, counted_size)
             kind = kind or before
         else:
             weakref.finalize(storage, self._drop, key)
@@ -136,16 +138,16 @@ class Live(Watching):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count; storages that FSDP frees and fills again by their size, of which no mode is told, as well."""
+        """Count inside the block, also when FSDP resizes storages to free and refill them, which no mode sees."""
         resize: Callable = torch.UntypedStorage.resize_
 
-        def counted(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        def counting_resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             resize(storage, size)
             if storage._cdata in self.kinds:
                 self._count_storage(storage)
             return storage
 
-        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign,assignment]
+        torch.UntypedStorage.resize_ = counting_resize  # type: ignore[method-assign,assignment]
         try:
             with self:
                 yield
@@ -154,8 +156,9 @@ class Live(Watching):
 
 
 class Answers(Watching):
-    """Says for tensors without values what only values tell: numbers are 1, masks are True everywhere, and of `rows`
-    that go to the `peers` of an expert-parallel group each gets as many as any other.
+    """Supplies values for tensors without values: numbers are 1 and masks are True everywhere.
+
+    The `rows` that go to the `peers` of an expert-parallel group are spread evenly.
     """
 
     def __init__(self, rows: int = 0, peers: int = 1) -> None:
@@ -172,15 +175,15 @@ class Answers(Watching):
     def _number(self, tensor: torch.Tensor) -> bool | int | float:
         if tensor.dtype.is_floating_point:
             return 1.0
-        alone = tensor.untyped_storage().nbytes() == tensor.itemsize  # a vote of ranks, and no list of numbers
-        if alone or tensor.dtype is torch.bool:
+        is_single = tensor.untyped_storage().nbytes() == tensor.itemsize  # e.g. a vote of ranks, not part of a list
+        if is_single or tensor.dtype is torch.bool:
             return True if tensor.dtype is torch.bool else 1
-        share, rest = divmod(self.rows, self.peers)
-        return share + (tensor.storage_offset() % self.peers < rest)
+        share, remainder = divmod(self.rows, self.peers)
+        return share + (tensor.storage_offset() % self.peers < remainder)
 
 
 def _places(index: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """An index of a tensor; a mask as the places of all that it lies over."""
+    """Return the indices to use for an index: int64 [N] for each dimension of a mask, else the index itself."""
     if index is None or index.dtype is not torch.bool:
         return [index]
     return [index.new_zeros(index.numel(), dtype=torch.int64)] * index.dim()

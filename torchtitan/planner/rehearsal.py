@@ -1,7 +1,7 @@
-"""One step of one rank, of any world, rehearsed in this process: its model, optimizer and batch are made of tensors
-that have shapes and no values, and its messages go nowhere. All storages that live are counted, and all messages.
+"""Rehearse one step of one rank of any world in this process, and count all live storages and all messages.
 
-Uncompiled, tokens spread evenly over the experts of a layer, attention on a GPU by a kernel that keeps no scores.
+Model, optimizer and batch consist of tensors with shapes but without values, and messages are not sent. A rehearsal
+does not compile, spreads tokens evenly over a layer's experts, and for a GPU uses attention that stores no scores.
 """
 
 import dataclasses
@@ -56,19 +56,19 @@ Nothing is trained in that process any more.
 
 
 class Flash(AttentionKernel):
-    """A GPU's: whatever the mask, neither it nor scores are written down. Stands for flash and flex attention."""
+    """A GPU's attention kernel, flash or flex: it stores neither scores nor a mask."""
 
     def prepare(self, queries: Tokens, keys: Tokens | None = None) -> None:
-        """No mask of any shape."""
+        """Do nothing: the kernel has no mask of any shape."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None) -> torch.Tensor:  # type: ignore[override]
-        width = v.shape[-1]  # a kernel for keys that are wider than values writes no wider result
+        width = v.shape[-1]  # the result is as wide as the values, even if keys are wider
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[..., :width], k[..., :width], v)[0]
 
 
 @dataclasses.dataclass
 class Rehearsed:
-    """Of one step of a rank: what lives at its moments; what it sends, and in how many calls."""
+    """The result for one step of a rank: memory in each part of the step, and messages."""
 
     moments: Moments
     sent: Sent
@@ -76,7 +76,7 @@ class Rehearsed:
     """Of the axes along which something is sent, this rank's."""
 
     def extended_by(self, times: float, few: "Rehearsed", more: "Rehearsed") -> "Rehearsed":
-        """With so many times what `more` takes above `few`."""
+        """Return this rehearsal plus `times` the difference between `more` and `few`."""
         moments = {
             name: _extended(kinds, times, few.moments[name], more.moments[name]) for name, kinds in self.moments.items()
         }
@@ -88,9 +88,10 @@ def _extended(kinds: Counter, times: float, few: Counter, more: Counter) -> Coun
 
 
 def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehearsed:
-    """What the rank has at most in forward and backward, in clipping and in the optimizer's step, of a step that is not
-    the first, and what it sends in all of it; and what it has where another model is asked of all pairs before the
-    first. `device`: "cpu" or "cuda", which need not be there.
+    """Rehearse a step that is not the first; return the peak memory of each part of the step, and its messages.
+
+    The parts are forward and backward, clipping, and the optimizer's step. If a reference model runs before the first
+    step, it is one more part. `device`: "cpu" or "cuda", which this machine need not have.
     """
     config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, enable=False))
     with warnings.catch_warnings(), _quiet(), _alone_as(rank, world_size):
@@ -104,16 +105,16 @@ def rehearse(config: JobConfig, rank: int, world_size: int, device: str) -> Rehe
         _count_state(live, model.parts)
         batch = zero_batch(config, dims, model.draws)
         rehearsal = Rehearsal(config, model, optimizers, batch, batches_of_a_step(config, dims))
-        asked = _reference(config, model, device)
+        ref_model = _reference(config, model, device)
         with WITHOUT_VALUES, Answers(_rows_of_experts(config), dims.ep), live.watching():
-            before = {} if asked is None else _ask(asked, batch, live)
-            del asked
-            gc.collect()  # what FSDP wraps knows itself
+            before = {} if ref_model is None else _ask(ref_model, batch, live)
+            del ref_model
+            gc.collect()  # FSDP's modules are in reference cycles
             if _keeps_more(config):
                 rehearsal.step(live)
                 _name_what_stays(live, optimizers)
-            found = rehearsal.step(live)
-            return dataclasses.replace(found, moments=found.moments | before)
+            result = rehearsal.step(live)
+            return dataclasses.replace(result, moments=result.moments | before)
 
 
 @dataclasses.dataclass
@@ -125,18 +126,22 @@ class Rehearsal:
     passes: int
 
     def __post_init__(self) -> None:
-        self.groups = self._groups()  # which a mesh tells by values, that a rehearsed step has not
+        self.groups = self._groups()  # now: a mesh needs values for them, which a rehearsed step lacks
 
     def step(self, live: Live) -> Rehearsed:
-        """As the trainer's. What a first one leaves behind, the optimizer's state, is there in all others."""
+        """Run a step as the trainer does.
+
+        Memory that the step leaves allocated, such as the optimizer state of a first step, counts in all its parts, as
+        later steps have it from their start.
+        """
         before, moments = live.now.copy(), {}
         sent: Sent = Counter()
         early = self.config.optimizer.early_step_in_backward
         live.forget_peak()
-        for left in reversed(range(min(2, self.passes))):  # a third one finds what the second did
+        for remaining in reversed(range(min(2, self.passes))):  # a third pass is like the second
             with Traffic() as traffic:
-                self.model.forward_backward(self.batch, ANY_COUNT, is_last=not left)
-            self._add(sent, traffic, times=self.passes - 1 if left else 1)
+                self.model.forward_backward(self.batch, ANY_COUNT, is_last=not remaining)
+            self._add(sent, traffic, times=self.passes - 1 if remaining else 1)
         moments["forward and backward"] = live.peak
         with Traffic() as traffic:
             live.forget_peak()
@@ -160,45 +165,45 @@ class Rehearsal:
         axes = self.groups
         for (kind, axis), (calls, size) in traffic.totals(axes).items():
             if "ep" in axes and kind == "all_to_all" and axes[axis] == axes["ep"]:
-                axis = "ep"  # which has the ranks of another axis, perhaps of all of them
-            if kind != "receive":  # what one rank receives another sends
+                axis = "ep"  # has the same ranks as another axis, perhaps all ranks
+            if kind != "receive":  # counted where it is sent
                 sent[axis, kind, "calls"] += times * calls
                 sent[axis, kind, "bytes"] += times * size  # type: ignore[assignment]
 
     def _groups(self) -> dict[str, Group]:
-        """Axes by which ranks talk, with this rank's group; of those with the same ranks the last one's name counts."""
+        """Return axis -> this rank's group. For axes with the same ranks, `Traffic` uses the last name."""
         model = self.model
         meshes = [model.expert_mesh] if model.expert_mesh is not None else []
-        found = {"world": tuple(range(model.dims.world_size))}
+        axes = {"world": tuple(range(model.dims.world_size))}
         for mesh in (*meshes, model.dims.dp_mesh(model.mesh), model.mesh):
-            found |= axes_of(mesh)
-        return found
+            axes |= axes_of(mesh)
+        return axes
 
 
 def _reference(config: JobConfig, model: ParallelModel, device: str) -> ParallelModel | None:
-    """The model beside the run's that is asked of its pairs, if another one is."""
+    """Return the separate reference model of a preference loss, or None if the job has none."""
     if config.dpo.reference is None or "reference" not in build.objective(config).targets:
         return None
     options = {"drawn": False, "storage": WITHOUT_VALUES}
-    asked = build.model(build.as_reference(config), model.mesh, model.dims, model.device, **options)
+    ref_model = build.model(build.as_reference(config), model.mesh, model.dims, model.device, **options)
     if device == "cuda":
-        _attend_as_on_a_gpu(asked.parts)
-    return asked
+        _attend_as_on_a_gpu(ref_model.parts)
+    return ref_model
 
 
-def _ask(asked: ParallelModel, batch: Batch, live: Live) -> Moments:
-    for part in asked.parts:
+def _ask(ref_model: ParallelModel, batch: Batch, live: Live) -> Moments:
+    for part in ref_model.parts:
         for parameter in part.parameters():
             live.add(parameter, REFERENCE)
     live.forget_peak()
-    asked.train(False)
+    ref_model.train(False)
     with torch.no_grad():
-        asked.loss_sum(batch)
+        ref_model.loss_sum(batch)
     return {"asking the reference": live.peak}
 
 
 def _keeps_more(config: JobConfig) -> bool:
-    """Whether forward and backward leave behind what the next step begins with."""
+    """Return whether forward and backward leave memory allocated until the next step."""
     return config.optimizer.early_step_in_backward or config.adapter.kind == "neurocache"
 
 
@@ -211,10 +216,10 @@ def _name_what_stays(live: Live, optimizers: Optimizers) -> None:
 
 
 def _count_state(live: Live, parts: list[nn.Module]) -> None:
-    """What lives between steps; and from now on gradients, and what is of the loss, by their own names."""
+    """Count parameters and buffers, and from now on gradients and the loss, each as a separate kind."""
 
     def gradient(parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:  # nobody has taken a step with it yet
+        if parameter.grad is not None:  # else an optimizer step in backward has freed it
             live.add(parameter.grad, GRADIENTS)
 
     for part in parts:
@@ -236,7 +241,7 @@ def _attend_as_on_a_gpu(parts: list[nn.Module]) -> None:
 
 
 def _rows_of_experts(config: JobConfig) -> int:
-    """Of one forward of a rank, before they travel."""
+    """Return the number of rows for experts in one forward pass of a rank, before they are exchanged."""
     degrees = config.parallelism
     at_once = microbatch_rows(config) if degrees.pipeline_parallel_degree > 1 else batch_rows(config)
     tokens = at_once * config.training.seq_len // (degrees.context_parallel_degree * degrees.tensor_parallel_degree)
@@ -245,18 +250,18 @@ def _rows_of_experts(config: JobConfig) -> int:
 
 @contextmanager
 def _alone_as(rank: int, world_size: int) -> Iterator[None]:
-    """A world in which this rank is the only one, and its messages are lost."""
+    """Set up a fake process group with only this rank, which sends no messages."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # in which DTensors keep this rank's groups for equal meshes of the next one
+        _clear_sharding_prop_cache()  # else the next rank's equal meshes get this rank's groups
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What parts of a run say of themselves was said of the job."""
+    """Disable logging inside the block: the parts of the run log nothing new about the job."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -265,7 +270,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-# Several rehearsals at once, each alone in its process
+# Several rehearsals at once, each in its own process
 
 MAX_PROCESSES = 8
 """Each process takes about a GB."""
@@ -274,35 +279,37 @@ T = TypeVar("T")
 
 
 def run_in_processes(function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> list[T]:
-    """What the function gives for each tuple of arguments, by as many processes as this one may use processors; by this
-    one, where that is one or on another system than Linux. What is raised in one of them is raised here.
+    """Return the function's result for each tuple of arguments, computed in up to MAX_PROCESSES processes.
+
+    With one processor, or on another system than Linux, this process computes them. Exceptions are raised here.
     """
     number = min(len(tasks), _processors(), MAX_PROCESSES)
     if number < 2 or sys.platform != "linux" or multiprocessing.current_process().daemon:
         return [function(*task) for task in tasks]
     context: Any = multiprocessing.get_context("fork")
     if torch.accelerator.is_available():
-        # autograd has threads then after its first backward, and refuses to work in a fork from there on; CUDA does
-        # from its first use. So processes are forked from one that has imported all and done nothing
+        # With an accelerator, autograd has threads after its first backward and then refuses to work in a fork; CUDA
+        # refuses after its first use. So processes are forked from a server that has only imported the modules.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, function.__module__])
     with ProcessPoolExecutor(number, context, _begin) as pool:
-        begun = [pool.submit(function, *task) for task in tasks]
+        futures = [pool.submit(function, *task) for task in tasks]
         try:
-            return [each.result() for each in begun]
+            return [future.result() for future in futures]
         except BrokenProcessPool:
             remedy = "with fewer processors (taskset --cpu-list 0 torchtitan ...) it has fewer processes"
             raise JobError(
                 f"a rehearsal was ended, as where memory runs out: each takes about a GB; {remedy}"
             ) from None
-        finally:  # after a failure, or Ctrl-C, none that waits is begun
+        finally:  # after a failure or Ctrl-C, start no waiting task
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _begin() -> None:
-    """Of each process. It ends with the one that it was forked from, and by Ctrl-C at once. Threads of that one are not
-    in it, and what would wait for them must not be begun. On GPUs, of which autograd would take some memory for itself,
-    it has nothing to do.
+    """Set up a worker process, which ends with its parent, and immediately on Ctrl-C.
+
+    It uses one thread, because a fork has none of its parent's threads and must not wait for them. GPUs are hidden,
+    because autograd would allocate memory on them.
     """
     die_with(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,7 +1,7 @@
-"""What a rank sends: every collective and message that is issued while `Traffic` is open, on this rank and thread.
+"""Count the collectives and messages that this rank and thread issue while `Traffic` is open.
 
-Bytes are the least that the operation can do with, per rank: a rank's part to each of the n - 1 others for all-gather
-and reduce-scatter, both of these for an all-reduce. What an algorithm of gloo or NCCL really sends is its own affair.
+Bytes are the minimum that a rank must send for the operation: its part to each of the n - 1 others for all-gather and
+reduce-scatter, twice that for an all-reduce. The algorithms of gloo and NCCL may send more.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.planner.live_tensors import Watching
 
-# operation -> its kind, and which argument has the bytes: the part of a rank, or all that is reduced
+# operation -> its kind, and the index of the argument with the bytes: a rank's part, or the tensor to reduce
 KINDS = {
     "_c10d_functional::all_gather_into_tensor": ("all_gather", 0),
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
@@ -46,7 +46,7 @@ class Exchange:
 
 
 class Traffic(Watching):
-    """Afterwards `exchanges` has them in order. An operation that it does not know is an AssertionError."""
+    """Records the exchanges in order in `exchanges`. An unknown operation raises AssertionError."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,40 +64,40 @@ class Traffic(Watching):
     def _record(self, kind: str, place: int, op: Any, args: Any) -> None:
         group = group_of(op, args)
         tensors = args[place] if isinstance(args[place], (list, tuple)) else [args[place]]
-        size, others = sum(tensor.nbytes for tensor in tensors), len(group) - 1
+        size, peers = sum(tensor.nbytes for tensor in tensors), len(group) - 1
         if kind == "all_gather":
-            sent = Fraction(size * others)
+            sent = Fraction(size * peers)
         elif kind == "reduce_scatter":
-            sent = Fraction(size * others, len(group))
+            sent = Fraction(size * peers, len(group))
         elif kind == "all_reduce":
-            sent = Fraction(2 * size * others, len(group))
+            sent = Fraction(2 * size * peers, len(group))
         elif kind == "all_to_all":
             sent = self._to_others(args, tensors[0], group)
         else:
             sent = Fraction(size if kind == "send" else 0)
-        if others:
+        if peers:
             self.exchanges.append(Exchange(kind, group, sent, tensors[0].dtype))
 
     @staticmethod
     def _to_others(args: Any, tensor: torch.Tensor, group: Group) -> Fraction:
-        """Bytes of an all-to-all without what a rank keeps; split sizes may be left out, and are even then."""
+        """Return the bytes of an all-to-all that leave this rank. Without split sizes the parts are equal."""
         splits = next((arg for arg in args[::-1] if isinstance(arg, (list, tuple)) and arg), [1] * len(group))
-        rest = sum(splits) - splits[group.index(dist.get_rank())]
-        return Fraction(tensor.nbytes * rest, max(1, sum(splits)))
+        outgoing = sum(splits) - splits[group.index(dist.get_rank())]
+        return Fraction(tensor.nbytes * outgoing, max(1, sum(splits)))
 
     def totals(self, axes: Mapping[str, Group] | None = None) -> dict[tuple[str, Any], tuple[int, Fraction]]:
-        """{(kind, axis): (calls, bytes)}; `axes`: name -> ranks of the group, else the ranks stand for themselves."""
+        """Return {(kind, axis): (calls, bytes)}. `axes`: name -> ranks; other groups are keyed by their ranks."""
         names = {tuple(ranks): axis for axis, ranks in (axes or {}).items()}
-        found: dict[tuple[str, Any], tuple[int, Fraction]] = defaultdict(lambda: (0, Fraction(0)))
+        sums: dict[tuple[str, Any], tuple[int, Fraction]] = defaultdict(lambda: (0, Fraction(0)))
         for exchange in self.exchanges:
             key = exchange.kind, names.get(exchange.group, exchange.group)
-            calls, sent = found[key]
-            found[key] = calls + 1, sent + exchange.sent
-        return dict(found)
+            calls, sent = sums[key]
+            sums[key] = calls + 1, sent + exchange.sent
+        return dict(sums)
 
 
 def group_of(op: Any, args: Any) -> Group:
-    """The ranks of the group, which functional collectives name and the others hand over."""
+    """Return the ranks of an operation's group. Functional collectives pass its name, the others the group itself."""
     if op.namespace == "_c10d_functional":
         group = dist.distributed_c10d._resolve_process_group(args[-1])
     else:
@@ -107,6 +107,6 @@ def group_of(op: Any, args: Any) -> Group:
 
 
 def axes_of(mesh: DeviceMesh) -> dict[str, Group]:
-    """Name -> ranks of the group that this rank is in, for every axis longer than 1."""
+    """Return axis -> ranks of this rank's group, for every mesh axis longer than 1."""
     names = [axis for axis in mesh.mesh_dim_names or () if mesh[axis].size() > 1]
     return {axis: tuple(dist.get_process_group_ranks(mesh[axis].get_group())) for axis in names}
