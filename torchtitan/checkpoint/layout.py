@@ -118,7 +118,7 @@ def step_folders(root: Path) -> list[tuple[int, Path]]:
 
 
 def complete_steps(root: Path) -> tuple[list[Path], list[Refused]]:
-    """Return the step folders that are complete by their manifest and file sizes, newest first, and the refused."""
+    """Return the step folders, newest first, that are complete by manifest and file sizes, and the refused ones."""
     complete, refused = [], []
     for step, folder in step_folders(root):
         try:

@@ -21,8 +21,8 @@ class CadenceError(JobError):
 def steps_of(value: Said, total: int, epochs: int | None) -> int:
     """Convert a cadence to a number of steps in a run of `total` steps, rounded up.
 
-    An int is in steps already, a float is a share of all steps, and "epoch" or "N/epoch" needs the run's `epochs`. A
-    float counts as the decimal number in the job: 0.07 of 100 steps are 7, not 8.
+    An int is in steps already, and a float is a share of all steps. "epoch" is the length of one of the run's `epochs`,
+    "N/epoch" an N-th of it. A float counts as the decimal number in the job: 0.07 of 100 steps are 7, not 8.
     """
     return value if isinstance(value, int) else max(1, ceil(_exactly(value, total, epochs)))
 
@@ -47,8 +47,8 @@ def _measured_saves(interval: Said, freq: Said, total: int, epochs: int | None) 
     save, validate = (_exactly(setting, total, epochs) for setting in (interval, freq))
     if (save / validate).denominator > 1:
         return steps_of(interval, total, epochs)  # refused by check_measured_saves, unless a multiple by chance
-    between = steps_of(freq, total, epochs)
-    return between * ceil(save / between)
+    validation_steps = steps_of(freq, total, epochs)
+    return validation_steps * ceil(save / validation_steps)
 
 
 class Cadence(NamedTuple):

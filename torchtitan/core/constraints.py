@@ -63,7 +63,7 @@ def check_snapshots(enabled: bool, device: str) -> None:
 
 
 def check_window(freq: int, active: int, warmup: int) -> None:
-    """Check that a trace of the profiler fits between two of them."""
+    """Check that the profiler's warmup and trace fit into the steps from one trace to the next."""
     window = warmup + active
     if freq < window:
         allowed = f"at least profiler_warmup {warmup} + profiler_active {active} = {window}"

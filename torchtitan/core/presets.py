@@ -19,7 +19,7 @@ def jobs() -> dict[str, Path]:
 
 
 def job_file(name: str, path: str | None = None) -> str:
-    """Return the path of the job that `name` means: a shipped job if no file exists at `path` (default: `name`)."""
+    """Return the file of the shipped job `name` if no file exists at `path` (default: `name`), else `path`."""
     file = name if path is None else path
     shipped = jobs().get(name)
     return str(shipped) if shipped and not Path(file).exists() else file

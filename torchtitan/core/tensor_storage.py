@@ -48,7 +48,7 @@ class Store(Protocol):
         """Return the plain parameter as used in forward, with the shape and sharding of `empty`."""
 
     def holds(self, values: torch.Tensor) -> bool:
-        """Return whether these values of `shape` have the current stored form, for a model on one device."""
+        """Return whether writing these values of `shape` would store the same again, for a model on one device."""
 
 
 def stores(part: nn.Module) -> Iterator[tuple[str, Store]]:

@@ -382,9 +382,7 @@ class Other:
             for index, order in enumerate(orders):
                 if order["kind"] in ("start", "leave"):
                     assert self.line is not None
-                    stop = (
-                        [{"kind": "stop", "number": stop_signal}] if stop_signal else []
-                    )  # the stop crossed a start order
+                    stop = [{"kind": "stop", "number": stop_signal}] if stop_signal else []  # it crossed this order
                     self.line.put_back(stop + orders[index + 1 :])
                     self.attempt = order.get("attempt", self.attempt)
                     return order

@@ -63,7 +63,7 @@ class Prediction:
         return sum(self.kinds.values())
 
     def needed(self, device: Device) -> float:
-        """Return the peak and the memory that is used in addition to tensors."""
+        """Return the bytes needed: the peak, and the share BESIDE for memory in addition to tensors."""
         return self.peak * (1 + BESIDE[device])
 
 
@@ -75,25 +75,28 @@ def predict(config: JobConfig, world_size: int, device: Device, traffic: bool = 
     """
     dims = parts.dims(config, world_size)
     stages = _stages(config, dims)
-    few = _with_few_microbatches(config, dims, len(stages))
-    jobs, rounds = [few], 0.0
-    if traffic and few is not config:  # all further rounds of microbatches send the same
-        have, one = few.training.local_batch_size, dims.pp * config.parallelism.pipeline_parallel_microbatch_size
-        jobs.append(_with_samples(config, dims, have + one))
-        rounds = (config.training.local_batch_size - have) / one
+    base_job = _with_few_microbatches(config, dims, len(stages))
+    jobs, rounds = [base_job], 0.0
+    if traffic and base_job is not config:  # all further rounds of microbatches send the same
+        base_samples, round_samples = (
+            base_job.training.local_batch_size,
+            dims.pp * config.parallelism.pipeline_parallel_microbatch_size,
+        )
+        jobs.append(_with_samples(config, dims, base_samples + round_samples))
+        rounds = (config.training.local_batch_size - base_samples) / round_samples
     places = sorted({0, dims.pp - 1})
     shares = [_Share.of(job, place, dims, stages) for place in places for job in jobs]
     predictions = []
-    wholes = _rehearsed(shares, stages, device)
+    rehearsals = _rehearsed(shares, stages, device)
     for place in places:
-        of_rank, *more = islice(wholes, len(jobs))
-        moments = of_rank.moments
-        if more:
-            of_rank = of_rank.extended_by(rounds, of_rank, more[0])
+        rehearsal, *extended = islice(rehearsals, len(jobs))
+        moments = rehearsal.moments
+        if extended:
+            rehearsal = rehearsal.extended_by(rounds, rehearsal, extended[0])
         moment = max(moments, key=lambda name: sum(moments[name].values()))
         kinds = {kind: round(size) for kind, size in moments[moment].items() if round(size) > 0}
         rank = place * (world_size // dims.pp)
-        predictions.append(Prediction(rank, place, moment, kinds, of_rank.sent, of_rank.groups))
+        predictions.append(Prediction(rank, place, moment, kinds, rehearsal.sent, rehearsal.groups))
     return predictions
 
 
@@ -130,14 +133,14 @@ class _Share:
         pipeline = parts.pipeline_options(config)
         local_stages = [0] if dims.pp == 1 else pipeline.stages_of_rank(place, dims.pp, len(stages))
         layers = {stage: sum(map(_is_layer, stages[stage])) for stage in local_stages}
-        least = {stage: _kept(config, stages[stage], dims) for stage in local_stages}
+        fewest = {stage: _kept(config, stages[stage], dims) for stage in local_stages}
         passes = (1 if dims.pp == 1 else pipeline.microbatches) * min(2, batches_of_a_step(config, dims))
         if sum(layers.values()) * passes <= AT_ONCE or _layers_differ(config):
-            least = layers
-        more = [
-            least | {stage: least[stage] + _period(config)} for stage in local_stages if layers[stage] > least[stage]
+            fewest = layers
+        extended = [
+            fewest | {stage: fewest[stage] + _period(config)} for stage in local_stages if layers[stage] > fewest[stage]
         ]
-        return cls(config, place * (dims.world_size // dims.pp), dims, layers, [least, *more], passes)
+        return cls(config, place * (dims.world_size // dims.pp), dims, layers, [fewest, *extended], passes)
 
     @property
     def work(self) -> int:
@@ -145,10 +148,10 @@ class _Share:
 
     def joined(self, base: Rehearsed, *more: Rehearsed) -> Rehearsed:
         """Extrapolate to all layers from the rehearsals, which are in the order of `self.kept`."""
-        total, (least, *deeper) = base, self.kept
+        total, (fewest, *deeper) = base, self.kept
         for kept, rehearsal in zip(deeper, more, strict=True):
-            (stage,) = (stage for stage in kept if kept[stage] > least[stage])
-            times = (self.layers[stage] - least[stage]) / (kept[stage] - least[stage])
+            (stage,) = (stage for stage in kept if kept[stage] > fewest[stage])
+            times = (self.layers[stage] - fewest[stage]) / (kept[stage] - fewest[stage])
             total = total.extended_by(times, base, rehearsal)
         offloaded = self.config.training.enable_cpu_offload
         return dataclasses.replace(total, moments=_on_the_device(total.moments) if offloaded else total.moments)
@@ -223,9 +226,9 @@ def _period(config: JobConfig) -> int:
 
 def _kept(config: JobConfig, stage: list[str], dims: ParallelDims) -> int:
     """Return the fewest layers of a stage to rehearse: all before the first one with experts, and some more."""
-    period, least = _period(config), FIRST if dims.pp == 1 else 1
+    period, fewest = _period(config), FIRST if dims.pp == 1 else 1
     dense = sum(_number(name) < _num_dense(config) for name in filter(_is_layer, stage))
-    return min(sum(map(_is_layer, stage)), dense + -(-least // period) * period)
+    return min(sum(map(_is_layer, stage)), dense + -(-fewest // period) * period)
 
 
 def _number(layer: str) -> int:
@@ -241,19 +244,21 @@ def _thinned(config: JobConfig, stages: list[list[str]], layer_counts: dict[int,
     """Return the job with only the first `layer_counts` layers of each stage, and one layer of other ranks' stages."""
     if all(layer_counts.get(stage) == sum(map(_is_layer, names)) for stage, names in enumerate(stages)):
         return config
-    cut: list[list[str]] = []
-    chosen: list[str] = []
+    thinned_stages: list[list[str]] = []
+    chosen_layers: list[str] = []
     for stage, names in enumerate(stages):
         stage_layers = list(filter(_is_layer, names))[: layer_counts.get(stage, 1)]
-        new = {name: f"layers.{len(chosen) + index}" for index, name in enumerate(stage_layers)}
-        cut.append([new.get(name, name) for name in names if name in new or not _is_layer(name)])
-        chosen += stage_layers
-    overrides: dict[str, Any] = dict(config.model.overrides) | {"n_layers": len(chosen)}
+        new_names = {name: f"layers.{len(chosen_layers) + index}" for index, name in enumerate(stage_layers)}
+        thinned_stages.append([new_names.get(name, name) for name in names if name in new_names or not _is_layer(name)])
+        chosen_layers += stage_layers
+    overrides: dict[str, Any] = dict(config.model.overrides) | {"n_layers": len(chosen_layers)}
     if _num_dense(config):
-        overrides["n_dense_layers"] = sum(_number(name) < _num_dense(config) for name in chosen)
+        overrides["n_dense_layers"] = sum(_number(name) < _num_dense(config) for name in chosen_layers)
     degrees = config.parallelism
     if dims.pp > 1:
-        degrees = dataclasses.replace(degrees, module_fqns_per_model_part=cut, pipeline_parallel_layers_per_stage=None)
+        degrees = dataclasses.replace(
+            degrees, module_fqns_per_model_part=thinned_stages, pipeline_parallel_layers_per_stage=None
+        )
     return dataclasses.replace(
         config, model=dataclasses.replace(config.model, overrides=overrides), parallelism=degrees
     )
@@ -282,8 +287,8 @@ def _with_few_microbatches(config: JobConfig, dims: ParallelDims, num_stages: in
 
 def _with_samples(config: JobConfig, dims: ParallelDims, samples: int) -> JobConfig:
     """Return the job with this local batch size and an unchanged number of batches per step."""
-    of_all = samples * dims.dp * batches_of_a_step(config, dims)
-    training = dataclasses.replace(config.training, local_batch_size=samples, global_batch_size=of_all)
+    global_samples = samples * dims.dp * batches_of_a_step(config, dims)
+    training = dataclasses.replace(config.training, local_batch_size=samples, global_batch_size=global_samples)
     return dataclasses.replace(config, training=training)
 
 
@@ -296,7 +301,7 @@ MOST_HALVES = 4
 
 def remedies(config: JobConfig, world_size: int, device: Device, memory: float) -> list[Remedy]:
     """Return the changes that make the job fit in `memory` bytes, or the one that needs the least if none does."""
-    tried: list[Remedy] = []
+    candidates: list[Remedy] = []
 
     def needs(changes: dict[str, Any]) -> float | None:
         changed = _changed(config, changes)
@@ -304,7 +309,7 @@ def remedies(config: JobConfig, world_size: int, device: Device, memory: float) 
         if any(fault.key not in before for fault in check(changed, world_size, device)):
             return None
         needed = worst(predict(changed, world_size, device)).needed(device)
-        tried.append((changes, needed))
+        candidates.append((changes, needed))
         return needed
 
     stronger = list(_stronger_recompute(config))
@@ -312,13 +317,13 @@ def remedies(config: JobConfig, world_size: int, device: Device, memory: float) 
         needed = needs(changes)
         if needed is not None and needed <= memory and changes not in stronger:
             break
-    if not any(needed <= memory for _, needed in tried):
+    if not any(needed <= memory for _, needed in candidates):
         for changes in _smaller_batches(config) if stronger else ():
             needed = needs(stronger[-1] | changes)
             if needed is not None and needed <= memory:
                 break
-    fitting = [remedy for remedy in tried if remedy[1] <= memory]
-    return fitting or sorted(tried, key=lambda remedy: remedy[1])[:1]
+    fitting = [remedy for remedy in candidates if remedy[1] <= memory]
+    return fitting or sorted(candidates, key=lambda remedy: remedy[1])[:1]
 
 
 def _stronger_recompute(config: JobConfig) -> Iterator[dict[str, Any]]:

@@ -136,7 +136,7 @@ class Rehearsal:
         """
         before, moments = live.now.copy(), {}
         sent: Sent = Counter()
-        early = self.config.optimizer.early_step_in_backward
+        steps_in_backward = self.config.optimizer.early_step_in_backward
         live.forget_peak()
         for remaining in reversed(range(min(2, self.passes))):  # a third pass is like the second
             with Traffic() as traffic:
@@ -145,7 +145,7 @@ class Rehearsal:
         moments["forward and backward"] = live.peak
         with Traffic() as traffic:
             live.forget_peak()
-            if not early:
+            if not steps_in_backward:
                 self.model.clip_gradients(1.0)
                 moments["clipping"] = live.peak
             live.forget_peak()
@@ -243,8 +243,8 @@ def _attend_as_on_a_gpu(parts: list[nn.Module]) -> None:
 def _rows_of_experts(config: JobConfig) -> int:
     """Return the number of rows for experts in one forward pass of a rank, before they are exchanged."""
     degrees = config.parallelism
-    at_once = microbatch_rows(config) if degrees.pipeline_parallel_degree > 1 else batch_rows(config)
-    tokens = at_once * config.training.seq_len // (degrees.context_parallel_degree * degrees.tensor_parallel_degree)
+    rows = microbatch_rows(config) if degrees.pipeline_parallel_degree > 1 else batch_rows(config)
+    tokens = rows * config.training.seq_len // (degrees.context_parallel_degree * degrees.tensor_parallel_degree)
     return tokens * getattr(build.model_args(config), "top_k", 0)
 
 
@@ -261,7 +261,7 @@ def _alone_as(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Disable logging inside the block: the parts of the run log nothing new about the job."""
+    """Disable logging inside the block."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

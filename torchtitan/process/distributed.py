@@ -111,8 +111,8 @@ def set_up_libraries(trace_buf_size: int, folder: Path | None = None) -> None:
     if sys.platform == "linux":
         import resource  # missing on Windows
 
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # the usual 1,024 are too few for a rank of hundreds
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)  # the usual 1,024 are too few for a rank of hundreds
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 def set_timeout(timeout_seconds: int) -> None:
