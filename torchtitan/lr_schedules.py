@@ -1,10 +1,9 @@
-"""Learning-rate schedules as pure functions from the step to a multiplier of the peak rate. No torch, so that a job is
-checked quickly.
+"""Learning-rate schedules as functions of the step that return a multiplier of the peak rate. No torch.
 
-Steps are 0-based. With T total steps, W of warmup, S stable and D of decay (W + S + D = T) the multiplier is
-g((s + 1) / W) in the warmup, where g rises from 0 to 1, and m + (1 - m) f(p) after it, where m is the floor,
-p = (s + 1 - W - S) / D clamped to [0, 1], and f falls from 1 to 0. So the floor is reached exactly at the last step,
-T - 1, and held after it.
+Steps are 0-based. With T total steps, W of warmup, S stable and D of decay (W + S + D = T) the multiplier is g((s + 1)
+/ W) in the warmup, where g rises from 0 to 1, and m + (1 - m) f(p) after it, where m is the floor, p = (s + 1 - W - S)
+/ D clamped to [0, 1], and f falls from 1 to 0. So the floor is reached exactly at the last step, T - 1, and held after
+it.
 """
 
 from collections.abc import Callable
@@ -155,8 +154,8 @@ class LRSchedule:
     def _check_restarts(self) -> None:
         total, cycle = self.total_steps, self.cycle_length
 
-        def refuse(key: str, given: object, allowed: str, remedy: str) -> NoReturn:
-            raise ScheduleError(f"lr_scheduler.{key}", str(given), allowed, remedy)
+        def refuse(key: str, value: object, allowed: str, remedy: str) -> NoReturn:
+            raise ScheduleError(f"lr_scheduler.{key}", str(value), allowed, remedy)
 
         if cycle is None and self.decay_type == JAGGED:
             refuse("cycle_length", "nothing", f"a number of steps with {JAGGED}", "set it, or adapter.relora.every")
@@ -168,8 +167,8 @@ class LRSchedule:
         if (self.restart_warmup_steps or 0) > (cycle or total):
             refuse("restart_warmup_steps", self.restart_warmup_steps, f"at most the cycle's {cycle}", "shorten it")
         if self.warmup + self.adjust_step > (cycle or total):
-            what = f"with adjust_step {self.adjust_step} at most the cycle's {cycle or total}"
-            refuse("warmup_steps", self.warmup, what, "shorten one of the two")
+            limit = f"with adjust_step {self.adjust_step} at most the cycle's {cycle or total}"
+            refuse("warmup_steps", self.warmup, limit, "shorten one of the two")
         if not self.min_lr_factor:
             refuse("min_lr_factor", 0, f"more than 0 with {self.decay_type}", "write 0.1")
 

@@ -14,8 +14,9 @@ from torchtitan.lr_schedules import LRSchedule
 
 
 class LRSchedulers:
-    """One schedule for several optimizers. The rate of a parameter group is its peak. `lr` is the rate of the job, for
-    ranks without optimizers, such as pipeline ranks whose layers are all frozen.
+    """One schedule for several optimizers. The rate of a parameter group is its peak.
+
+    `lr` is the job's rate, for ranks without optimizers, such as pipeline ranks with frozen layers only.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], schedule: LRSchedule, lr: float = 0.0) -> None:

@@ -1,5 +1,6 @@
-"""Classification: the cross-entropy of a record's class, which is the label of one token of the record. In evaluation
-the confusion matrix is counted too.
+"""Classification: cross-entropy of a record's class, which is the label of one token of the record.
+
+Evaluation also counts the confusion matrix.
 """
 
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ class ClassCrossEntropy(SummedCrossEntropy):
 def measures(confusion: torch.Tensor) -> Mapping[str, float]:
     """Return accuracy and F1 of a confusion matrix [C C], true class by predicted class.
 
-    F1 is that of class 1 if there are two classes, and the mean over the classes otherwise.
+    F1 is for class 1 if there are two classes, and the mean over the classes otherwise.
     """
     classes = round(confusion.numel() ** 0.5)
     table = confusion.double().view(classes, classes)

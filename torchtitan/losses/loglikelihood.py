@@ -103,7 +103,7 @@ def _batch(model: Any, requests: Sequence[Request], seq_len: int, context: int) 
 
 
 def windows(ids: list[int], first: int, context: int) -> Iterator[Request]:
-    """Split a text that starts with the token `first` into requests whose continuations cover each token once.
+    """Split a text that starts with the token `first` into requests; their continuations cover each token once.
 
     Each has `context` tokens; later ones overlap their predecessors only as far as needed to be full.
     """

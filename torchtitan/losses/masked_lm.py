@@ -1,7 +1,7 @@
-"""Words that a model has to find: some tokens of a batch are hidden, and these alone are labels (arXiv:1810.04805).
+"""Masked language modeling (arXiv:1810.04805): some tokens of a batch are masked, and only these have labels.
 
-Which ones, and what stands in their place, is a function of (seed, step, sample, token): neither a plan nor a resume
-changes it.
+The choice of tokens and their replacements is a function of (seed, step, sample, token), independent of the parallelism
+plan and of resuming.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,11 @@ HELD_OUT = "held out"
 
 @dataclass(frozen=True)
 class Masking:
-    """`share`: of the tokens that have a label. `mask_id`: what hides them. `apart`: ids that are never hidden.
-    `pad_id`: an id that is never drawn as a random word, so that its embedding gets no gradient as an input, which
-    transformers has by `padding_idx`.
+    """Options of masked language modeling.
+
+    `share`: fraction of the labeled tokens to mask. `mask_id`: id of the mask token. `apart`: ids that are never
+    masked. `pad_id`: id that is never drawn as a random word, so that its embedding gets no gradient as an input, as
+    with transformers' `padding_idx`.
     """
 
     seed: int
@@ -32,8 +34,10 @@ class Masking:
     pad_id: int | None = None
 
     def hide(self, batch: dict[str, torch.Tensor], samples: torch.Tensor, step: int | str) -> dict[str, torch.Tensor]:
-        """The batch with some tokens replaced, and labels of these alone. tokens and labels [B, S], of which a label
-        may be ignored from the start; samples [B], their numbers among all samples of the step.
+        """Return the batch with some tokens replaced, and labels of these tokens only.
+
+        tokens and labels are [B, S]; tokens with an ignored label are never masked. samples [B]: numbers of the rows
+        among all samples of the step.
         """
         tokens, labels = batch["tokens"], batch["labels"]
         keys = of_tokens(f"{self.seed}/mask/{step}", samples, tokens.shape[1])  # [B, S]
@@ -43,8 +47,8 @@ class Masking:
         any_word = self._any_word(keys)
         shown = torch.where(fate < HIDDEN * 2**32, self.mask_id, tokens)
         shown = torch.where((fate >= HIDDEN * 2**32) & (fate < (HIDDEN + RANDOM) * 2**32), any_word, shown)
-        found = {"tokens": torch.where(chosen, shown, tokens), "labels": labels.where(chosen, IGNORE_INDEX)}
-        return {**batch, **found}
+        masked_batch = {"tokens": torch.where(chosen, shown, tokens), "labels": labels.where(chosen, IGNORE_INDEX)}
+        return {**batch, **masked_batch}
 
     def _any_word(self, keys: torch.Tensor) -> torch.Tensor:
         """Draw an id for each of the keys [B, S], uniformly over all but the pad."""

@@ -37,7 +37,7 @@ class Objective(nn.Module):
     the tokens of this rank.
 
     `head` computes logits from hidden states. It is called as a module once per chunk, so it must not be an FSDP unit
-    of its own: its gradient would be reduced once per chunk.
+    itself: its gradient would be reduced once per chunk.
     """
 
     targets: tuple[str, ...] = ("labels",)
@@ -139,21 +139,21 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         probabilities = logits.softmax(1)
         valid = labels != IGNORE_INDEX
-        words = labels.where(valid, 0)[:, None]
-        ctx.save_for_backward(probabilities, words, valid)
+        targets = labels.where(valid, 0)[:, None]
+        ctx.save_for_backward(probabilities, targets, valid)
         # The largest probability, which is never near 0, is exp(largest logit - logsumexp). Subtracting logits first
         # keeps the loss from being rounded at their magnitude.
-        margin = logits.amax(1) - logits.gather(1, words)[:, 0]
+        margin = logits.amax(1) - logits.gather(1, targets)[:, 0]
         return (margin - probabilities.amax(1).log()).where(valid, 0)
 
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor, None]:
-        probabilities, words, valid = ctx.saved_tensors
+        probabilities, targets, valid = ctx.saved_tensors
         scale = (valid * scale)[:, None]
         # a pipeline that splits backward into input and weight gradients may run this twice
         retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         grad = probabilities * scale if retain_graph else probabilities.mul_(scale)
-        return grad.scatter_add_(1, words, -scale), None
+        return grad.scatter_add_(1, targets, -scale), None
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):
@@ -168,21 +168,21 @@ class _VocabularyParallelLoss(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = scores - funcol.all_reduce(scores.amax(1), "max", (mesh, 0))[:, None]
-        words = labels - mesh.get_local_rank() * logits.shape[1]
-        is_local = (words >= 0) & (words < logits.shape[1])
-        words = words.where(is_local, 0)[:, None]
-        chosen = scores.gather(1, words)[:, 0].where(is_local, 0)
+        targets = labels - mesh.get_local_rank() * logits.shape[1]
+        is_local = (targets >= 0) & (targets < logits.shape[1])
+        targets = targets.where(is_local, 0)[:, None]
+        chosen = scores.gather(1, targets)[:, 0].where(is_local, 0)
         powers = scores.exp_()
         total, chosen = funcol.all_reduce(torch.stack((powers.sum(1), chosen)), "sum", (mesh, 0)).unbind()
         valid = labels != IGNORE_INDEX
-        ctx.save_for_backward(powers.div_(total[:, None]), words, is_local, valid)
+        ctx.save_for_backward(powers.div_(total[:, None]), targets, is_local, valid)
         ctx.dtype = logits.dtype
         return (total.log() - chosen).where(valid, 0)
 
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        probabilities, words, is_local, valid = ctx.saved_tensors
-        grad = probabilities.scatter_add(1, words, -is_local[:, None].to(probabilities.dtype))
+        probabilities, targets, is_local, valid = ctx.saved_tensors
+        grad = probabilities.scatter_add(1, targets, -is_local[:, None].to(probabilities.dtype))
         return (grad * (valid * scale)[:, None]).to(ctx.dtype), None, None
 
 

@@ -1,5 +1,6 @@
-"""The loss of a model by the position of its tokens in their documents, which are read in order. It shows how much a
-model gains from distant context.
+"""Loss by position of the tokens in their documents, which are read in order.
+
+It shows how much a model gains from distant context.
 """
 
 import math
@@ -87,5 +88,6 @@ def measure(
 
 
 def total(measured: Iterable[Measured]) -> Measured:
+    """Sum measurements over classes."""
     parts = list(measured)
     return Measured(sum(part.tokens for part in parts), math.fsum(part.nats for part in parts))

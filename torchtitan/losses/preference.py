@@ -1,10 +1,10 @@
-"""What is learned of pairs of answers, of which one is preferred: rows 2i and 2i + 1 of a batch.
+"""Losses for pairs of answers, one preferred to the other: rows 2i and 2i + 1 of a batch.
 
-DPO (arXiv:2305.18290): with h = (log p_w - ref_w) - (log p_l - ref_l), w the preferred answer, l the other and ref the
-log-probabilities of the model that the run began from, the loss of a pair is -log sigmoid(beta h); with label smoothing
-e, (1 - e) times that and e times -log sigmoid(-beta h). IPO (arXiv:2310.12036): (h - 1 / (2 beta))^2 of means over
-tokens. ORPO (arXiv:2403.07691) has no reference: the mean loss of the preferred answer's tokens, and beta times
--log sigmoid of the difference of the answers' log-odds.
+Let w be the preferred answer, l the other, and ref log-probabilities of the initial model; h = (log p_w - ref_w) - (log
+p_l - ref_l). DPO (arXiv:2305.18290): the loss of a pair is -log sigmoid(beta h); with label smoothing e, (1 - e) times
+this plus e times -log sigmoid(-beta h). IPO (arXiv:2310.12036): (h - 1 / (2 beta))^2, with means over tokens. ORPO
+(arXiv:2403.07691) needs no reference: the mean loss of the preferred answer's tokens, plus beta times -log sigmoid of
+the difference of the answers' log-odds.
 """
 
 from typing import Literal
@@ -17,9 +17,11 @@ from torchtitan.losses.objective import IGNORE_INDEX, Batch, Objective, cross_en
 
 
 class Preference(Objective):
-    """Counted in pairs. Its batches also hold `reference` [B]: log-probabilities, as `log_probabilities` gives them of
-    the reference. `sums`: of rewards (beta times what an answer has gained over the reference), of how often and how
-    far the preferred one has the larger, and the pairs; in training, since they were taken.
+    """DPO, and the base of IPO and ORPO. The loss is counted in pairs.
+
+    Batches also hold `reference` [B], the log-probabilities of the answers under the initial model. `sums` accumulates
+    in training, until take_sums: the rewards (beta times an answer's gain over the reference) of preferred and other
+    answers, how often and by how much the preferred one has the larger reward, and the number of pairs.
     """
 
     targets: tuple[str, ...] = ("labels", "reference")
@@ -42,32 +44,34 @@ class Preference(Objective):
         return {**batch, "labels": labels}
 
     def rows(self, hidden: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """[P, 2, S, D], [P, 2, S] and [P, 2]"""
+        """Return hidden states [P, 2, S, D], labels [P, 2, S] and reference log-probabilities [P, 2]."""
         hidden, labels = (x.unflatten(0, (-1, 2)) for x in (hidden, batch["labels"]))
         reference = batch["reference"] if "reference" in batch else labels.new_zeros(2 * len(labels))
         return hidden, labels, reference.unflatten(0, (-1, 2))
 
-    def loss_of(self, head: nn.Module, hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        labels, reference = others
+    def loss_of(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+        labels, reference = targets
         losses = cross_entropies(head(hidden.flatten(0, 2)), labels.flatten()).view(labels.shape)
-        own = -losses.sum(-1)  # [P, 2]
+        log_probs = -losses.sum(-1)  # [P, 2]
         if self.asked is not None:
-            self.asked.append(own.detach())
-            return own.sum()
+            self.asked.append(log_probs.detach())
+            return log_probs.sum()
         lengths = (labels != IGNORE_INDEX).sum(-1).clamp(min=1)  # [P, 2]
-        each, gained = self.losses(own, reference.to(own.dtype), lengths)
+        pair_losses, gained = self.losses(log_probs, reference.to(log_probs.dtype), lengths)
         counts = _counts(labels)
         if self.training:
             self._note(gained.detach(), counts)
-        return each.where(counts, 0).sum()
+        return pair_losses.where(counts, 0).sum()
 
     def losses(
-        self, own: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
+        self, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of the model and of its reference, and lengths of the answers in tokens, all [P, 2] -> the
-        loss of each pair [P] and what each answer has gained [P, 2].
+        """Return the loss of each pair [P] and the gain of each answer over the reference [P, 2].
+
+        All arguments are [P, 2]: log-probabilities of the model and of the reference, and lengths of the answers in
+        tokens.
         """
-        gained = own - reference
+        gained = log_probs - reference
         h = gained[:, 0] - gained[:, 1]
         smoothed = (1 - self.label_smoothing) * F.logsigmoid(self.beta * h)
         if self.label_smoothing:
@@ -80,37 +84,39 @@ class Preference(Objective):
 
     @torch.no_grad()
     def _note(self, gained: torch.Tensor, counts: torch.Tensor) -> None:
-        rewards = (self.beta * gained.float())[counts]  # [those that count, 2]
+        rewards = (self.beta * gained.float())[counts]  # [pairs with labels, 2]
         margins = rewards[:, 0] - rewards[:, 1]
-        told = (rewards[:, 0], rewards[:, 1], margins > 0, margins, torch.ones_like(margins))
-        sums = torch.stack([column.float().sum() for column in told])
+        columns = (rewards[:, 0], rewards[:, 1], margins > 0, margins, torch.ones_like(margins))
+        sums = torch.stack([column.float().sum() for column in columns])
         self.sums = sums if self.sums is None else self.sums + sums
 
 
 class IPO(Preference):
+    """IPO: a squared loss of the difference of mean log-probabilities."""
+
     form = "ipo"
 
     def losses(
-        self, own: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
+        self, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        gained = (own - reference) / lengths
+        gained = (log_probs - reference) / lengths
         return (gained[:, 0] - gained[:, 1] - 1 / (2 * self.beta)) ** 2, gained
 
 
 class ORPO(Preference):
-    """What an answer has gained is its mean log-probability."""
+    """ORPO: no reference; the gain of an answer is its mean log-probability."""
 
     targets = ("labels",)
     form = "orpo"
 
     def losses(
-        self, own: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
+        self, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        means = own / lengths
+        means = log_probs / lengths
         odds = means - torch.log1p(-means.exp().clamp(max=1 - 1e-6))
         return -means[:, 0] - self.beta * F.logsigmoid(odds[:, 0] - odds[:, 1]), means
 
 
 def _counts(labels: torch.Tensor) -> torch.Tensor:
-    """[P, 2, S] -> [P] whether both answers have labels."""
+    """Return for each pair, labels [P, 2, S] -> bool [P], whether both answers have labels."""
     return (labels != IGNORE_INDEX).any(-1).all(-1)

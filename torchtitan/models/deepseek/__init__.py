@@ -1,7 +1,4 @@
-"""What multi-token prediction asks of a job: data and expert parallel run it and no other axis does. No torch.
-
-DeepSeek V2 and V3: the arguments and the published sizes. No torch here, so `torchtitan check` stays quick.
-"""
+"""DeepSeek V2 and V3: the arguments, their limits on a job, and the published sizes. No torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,15 +11,18 @@ from torchtitan.models.sizes import NORMS, Names, Sizes, check_not_negative, che
 
 
 def multi_token_limits(depths: int, overrides: Mapping[str, Any], *, tp: int, cp: int, pp: int) -> Iterator[LimitError]:
-    """Of a model with `depths` of them; `overrides` are the sizes that the job itself gives."""
+    """Yield the limits that multi-token prediction with `depths` depths sets: only data and expert parallel support it.
+
+    `overrides` are the sizes that the job sets.
+    """
     axes = {
         "tensor": (tp, "whose last norm and head are not split"),
         "context": (cp, "which needs tokens of other ranks"),
         "pipeline": (pp, "which needs the embedding in the last stage"),
     }
-    for axis, (degree, why) in axes.items():
+    for axis, (degree, reason) in axes.items():
         if depths and degree > 1:
-            allowed = f"1 with multi-token prediction (n_mtp_layers = {depths} in model.overrides), {why}"
+            allowed = f"1 with multi-token prediction (n_mtp_layers = {depths} in model.overrides), {reason}"
             remedy = "write 1, or leave n_mtp_layers out"
             yield LimitError(f"parallelism.{axis}_parallel_degree", degree, allowed, remedy)
     weight = overrides.get("mtp_loss_weight")
@@ -34,12 +34,12 @@ def multi_token_limits(depths: int, overrides: Mapping[str, Any], *, tp: int, cp
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN's stretching of rotary wavelengths (arXiv:2309.00071), with DeepSeek's two factors.
+    """YaRN's scaling of rotary wavelengths (arXiv:2309.00071), with DeepSeek's two factors.
 
     Features that turn less than beta_slow times within original_max_seq_len tokens become `factor` times slower, those
     that turn more than beta_fast times stay, and those between are blended. Longer contexts flatten attention, so
-    scores are multiplied by (0.1 mscale_all_dim ln factor + 1) squared, and turned features by the quotient of that
-    without the square, with mscale, and the same with mscale_all_dim.
+    scores are multiplied by (0.1 mscale_all_dim ln factor + 1)^2, and rotated features by (0.1 mscale ln factor + 1) /
+    (0.1 mscale_all_dim ln factor + 1).
     """
 
     factor: float = 40.0
@@ -52,9 +52,11 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekArgs(MoEDecoderArgs):
-    """Experts from layer `n_dense_layers` on. Keys and values of a token come from kv_lora_rank numbers, and what of a
-    key is turned by position, qk_rope_head_dim features, is one for all heads. Behind the layers, n_mtp_layers depths
-    of multi-token prediction learn to predict further tokens (model.py), in training only.
+    """Arguments of DeepSeek models, with experts from layer `n_dense_layers` on.
+
+    Keys and values of a token are computed from kv_lora_rank numbers. The rotated part of a key, qk_rope_head_dim
+    features, is shared by all heads. After the layers, n_mtp_layers depths of multi-token prediction learn to predict
+    further tokens (model.py), in training only.
     """
 
     ffn_dim: int  # of the dense layers
@@ -68,7 +70,7 @@ class DeepseekArgs(MoEDecoderArgs):
     rope_scaling: YarnScaling | None = YarnScaling()
     max_seq_len: int = 163840
     n_mtp_layers: int = 0
-    mtp_loss_weight: float = 0.3  # of the mean of the depths' losses, beside the main loss
+    mtp_loss_weight: float = 0.3  # of the mean of the depths' losses, added to the main loss
     may_be_zero: ClassVar = (*MoEArgs.may_be_zero, "n_dense_layers", "q_lora_rank", "n_mtp_layers", "mtp_loss_weight")
 
     def __post_init__(self) -> None:
@@ -89,7 +91,7 @@ class DeepseekArgs(MoEDecoderArgs):
             )
 
     def limits(self, overrides: Mapping[str, Any], *, tp: int, cp: int, pp: int) -> Iterator[LimitError]:
-        """What it asks of a job's degrees, and of the sizes that the job gives."""
+        """Yield the limits on a job's parallel degrees and on the sizes that the job sets."""
         return multi_token_limits(self.n_mtp_layers, overrides, tp=tp, cp=cp, pp=pp)
 
     @property
@@ -114,16 +116,16 @@ class DeepseekArgs(MoEDecoderArgs):
 
     def block_linears(self, layer: int) -> Sizes:
         queries, unfolded = self.n_heads * self.qk_head_dim, self.n_heads * (self.qk_nope_head_dim + self.v_head_dim)
-        found = {"attention.wq": (queries, self.q_lora_rank or self.dim)}
+        sizes = {"attention.wq": (queries, self.q_lora_rank or self.dim)}
         if self.q_lora_rank:
-            found["attention.wq_a"] = (self.q_lora_rank, self.dim)
-        found["attention.wkv_a"] = (self.kv_lora_rank + self.qk_rope_head_dim, self.dim)
-        found["attention.wkv_b"] = (unfolded, self.kv_lora_rank)
-        found["attention.wo"] = (self.dim, self.n_heads * self.v_head_dim)
+            sizes["attention.wq_a"] = (self.q_lora_rank, self.dim)
+        sizes["attention.wkv_a"] = (self.kv_lora_rank + self.qk_rope_head_dim, self.dim)
+        sizes["attention.wkv_b"] = (unfolded, self.kv_lora_rank)
+        sizes["attention.wo"] = (self.dim, self.n_heads * self.v_head_dim)
         if layer >= self.n_layers:  # a depth of multi-token prediction
-            found["eh_proj"] = (self.dim, 2 * self.dim)
+            sizes["eh_proj"] = (self.dim, 2 * self.dim)
         dense = layer < self.n_dense_layers
-        return found | (gated("feed_forward", self.dim, self.ffn_dim) if dense else self.moe_linears)
+        return sizes | (gated("feed_forward", self.dim, self.ffn_dim) if dense else self.moe_linears)
 
     def block_others(self, layer: int) -> Names:
         compressed = ("attention.q_norm.weight",) if self.q_lora_rank else ()
@@ -139,7 +141,9 @@ class DeepseekArgs(MoEDecoderArgs):
 
     @property
     def num_matmul_parameters(self) -> int:
-        """The head counts once for the main model and for each depth: all of them use it."""
+        """Number of weights that a token is multiplied with. The head counts once for the main model and once for each
+        depth.
+        """
         return super().num_matmul_parameters + self.n_mtp_layers * self.dim * self.vocab_size
 
     @property

@@ -1,8 +1,6 @@
-"""Sizes and constants of DeepSeek V2 and V3 as a config.json has them. No torch.
+"""Conversion of DeepSeek arguments from and to config.json, and the family. No torch.
 
-Which of the two follows from the routing: softmax is V2, sigmoid with an expert bias V3.
-
-DeepSeek as a family of models. No torch here.
+The version follows from the routing: softmax is V2, sigmoid with an expert bias V3.
 """
 
 import dataclasses
@@ -27,15 +25,18 @@ V3 = {"score": "sigmoid", "expert_bias": True, "group_score": "top2"}
 
 
 def _to_hf(args: DeepseekArgs, dtype: Any = "float32") -> dict[str, Any]:
-    """The fields of transformers' DeepseekV2Config or DeepseekV3Config. JobError for a routing that neither has."""
+    """Return the fields of transformers' DeepseekV2Config or DeepseekV3Config.
+
+    Raises JobError for routing that neither supports.
+    """
     version = 3 if args.score == "sigmoid" else 2
-    wanted = (V3 if version == 3 else V2) | {"score_before_experts": False}
+    supported = (V3 if version == 3 else V2) | {"score_before_experts": False}
     if args.n_groups == 1:
-        del wanted["group_score"]
-    for name, value in wanted.items():
+        del supported["group_score"]
+    for name, value in supported.items():
         if getattr(args, name) != value:
-            given = f"{name} = {getattr(args, name)!r} with score = {args.score!r}"
-            raise JobError(f"{given}: transformers' DeepSeek V{version} only has {value!r}")
+            setting = f"{name} = {getattr(args, name)!r} with score = {args.score!r}"
+            raise JobError(f"{setting}: transformers' DeepSeek V{version} only has {value!r}")
     if args.n_shared_experts == 0:
         raise JobError("n_shared_experts = 0: transformers' DeepSeek models have at least 1")
     routing = {
@@ -152,11 +153,11 @@ def _scaling_from_hf(config: Mapping[str, Any]) -> YarnScaling | None:
 
 
 def _as_held(args: DeepseekArgs, names: Mapping[str, str]) -> DeepseekArgs:
-    """Without depths of multi-token prediction that are not there: transformers writes their number, not the depths."""
-    held = [
+    """Drop depths of multi-token prediction with missing tensors: transformers writes their number, not the depths."""
+    depths = [
         depth for depth in range(args.n_mtp_layers) if f"model.layers.{args.n_layers + depth}.enorm.weight" in names
     ]
-    return dataclasses.replace(args, n_mtp_layers=len(held))
+    return dataclasses.replace(args, n_mtp_layers=len(depths))
 
 
 CONFIG = ConfigForm(

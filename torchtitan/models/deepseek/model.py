@@ -1,34 +1,25 @@
-"""Multi-token prediction: small models behind the main one, of which the k-th, its depth, predicts k tokens further.
+"""DeepSeek V2 and V3: the model with multi-token prediction, its parallel plan, and its Hugging Face names.
 
-After DeepSeek V3's report (arXiv:2412.19437, section 2.2), as its weights are published. With h_0 the hidden state that
-the main head reads, so after the final norm, and t_i the token at position i, depth k = 1, 2, ... computes
+Features: latent attention, with keys and values computed from a few hundred numbers per token; only some features of
+queries and keys are rotated, and the rotated part of the key is shared by all heads; YaRN scaling; the first layers are
+dense, the others have experts.
+
+Multi-token prediction adds small models after the main one (DeepSeek V3, arXiv:2412.19437, section 2.2, in the variant
+of the published weights). The k-th, called depth k, predicts k tokens further than the main model. Let h_0 be the input
+of the main head, after the final norm, and t_i the token at position i. Depth k = 1, 2, ... computes
 
     h_k[i] = norm_k(block_k(eh_proj_k [enorm_k(embedding(t_[i + k])), hnorm_k(h_[k - 1][i])]))
 
-and the shared head makes of h_k[i] the logits of t_[i + k + 1]. The report writes the two halves in the other order;
-weights are published for this one, which is also what inference engines compute. All depths are handed on what their
-head reads, as the first is; the published model, with its one depth, leaves that open.
+and the shared head maps h_k[i] to logits of t_[i + k + 1]. The report concatenates the two halves in the other order;
+the published weights and inference engines use this one. Each depth receives the head's input of the previous one; the
+published model, with one depth, leaves this open.
 
-Letters of the shapes: B samples, S tokens, D width.
-
-DeepSeek V2 and V3 as a plain torch model: it knows nothing of meshes, process groups or the job.
-
-Notable: latent attention, whose keys and values are unfolded from a few hundred numbers a token; only some features of
-queries and keys are turned by position, and those of the key are the same for all heads; YaRN's stretched wavelengths;
-the first layers dense, the others with experts; multi-token prediction (model.py).
+Hugging Face folders: features of heads are in the same order as here; experts, stacked here, are stored one by one and
+transposed. The published V3 is in 8 bits, which are read (hf/load.py) but not written. Depths follow the last layer,
+each with copies of the embedding and the head, which are written but not read. A folder may hold more depths than the
+job.
 
 Letters of the shapes: B samples, S tokens, D = args.dim, H heads.
-
-Which modules of a DeepSeek each parallelism takes hold of.
-
-DeepSeek V2 and V3 in the form of Hugging Face: names, config.json, safetensors shards.
-
-Which of the two follows from the routing: softmax is V2, sigmoid with an expert bias V3. Features of heads come in the
-same order there; experts, stacked here, stand one by one and transposed. The published V3 is in 8 bits, which are read
-(hf_blocks.py) but not written. Depths of multi-token prediction stand behind the last layer, each with copies of the
-embedding and the head, which are written and not read. A folder may hold more depths than the job has.
-
-DeepSeek as the trainer builds it.
 """
 
 import torch
@@ -52,9 +43,9 @@ IGNORED = -100
 
 
 class MultiTokenBlock(MoEBlock):
-    """One depth, without the embedding and the head, which are the main model's."""
+    """One depth of multi-token prediction. It uses the main model's embedding and head."""
 
-    in_training_only = True  # so that no block which evaluation runs has FSDP gather this one ahead
+    in_training_only = True  # so that FSDP does not prefetch it in evaluation
 
     def __init__(self, args: MoEDecoderArgs, attention: nn.Module):
         super().__init__(args, attention)
@@ -63,17 +54,18 @@ class MultiTokenBlock(MoEBlock):
         self.eh_proj = nn.Linear(2 * args.dim, args.dim, bias=False)
         self.norm = RMSNorm(args.dim, args.norm_eps)
 
-    def forward(self, x: torch.Tensor, ahead: torch.Tensor, shared: Shared) -> torch.Tensor:
-        """x [B, S, D] of the depth before, and the embeddings of the tokens ahead [B, S, D] -> [B, S, D]."""
-        joined = torch.cat((self.enorm(ahead), self.hnorm(x)), dim=-1)
+    def forward(self, x: torch.Tensor, next_embeddings: torch.Tensor, shared: Shared) -> torch.Tensor:
+        """x [B, S, D] of the previous depth, and the embeddings [B, S, D] of the tokens to come -> [B, S, D]."""
+        joined = torch.cat((self.enorm(next_embeddings), self.hnorm(x)), dim=-1)
         with running(Notes(shared)):
             joined = self.eh_proj(joined)
         return self.norm(super().forward(joined, shared))
 
 
 def labels_of_depth(labels: torch.Tensor, document_ids: torch.Tensor | None, depth: int) -> torch.Tensor:
-    """labels [B, S] of the main model -> those of a depth: `depth` positions further, none behind a sample's or, with
-    document_ids [B, S], a document's end.
+    """Shift the main model's labels [B, S] by `depth` positions.
+
+    Labels beyond the end of the sample, or with document_ids [B, S] of the document, are IGNORED.
     """
     reaches = torch.arange(labels.shape[1], device=labels.device) < labels.shape[1] - depth  # [S]
     if document_ids is not None:
@@ -85,7 +77,7 @@ LATENT_NORM_EPS = 1e-6  # in all published models, whatever their other norms ha
 
 
 class YarnRotary(Rotary):
-    """`scaling` is a YarnScaling."""
+    """Rotary positions with a YarnScaling, or None."""
 
     @property
     def magnitude(self) -> float:
@@ -95,12 +87,16 @@ class YarnRotary(Rotary):
         return yarn_magnitude(scaling.factor, scaling.mscale) / yarn_magnitude(scaling.factor, scaling.mscale_all_dim)
 
     def frequencies(self, device: torch.device) -> torch.Tensor:
-        """As Rotary's: [head_dim / 2]"""
+        """Return the radians per position, [head_dim / 2]."""
         plain = frequencies(self.head_dim, self.theta, None, device)
         return plain if self.scaling is None else yarn(plain, self.theta, self.scaling)
 
 
 class LatentAttention(nn.Module):
+    """Multi-head latent attention (arXiv:2405.04434): keys and values are computed from a compressed
+    vector per token.
+    """
+
     def __init__(self, args: DeepseekArgs, kernel: AttentionKernel):
         super().__init__()
         self.rope_dim, self.v_dim, self.kv_rank = args.qk_rope_head_dim, args.v_head_dim, args.kv_lora_rank
@@ -138,8 +134,10 @@ class LatentAttention(nn.Module):
 
 
 class Deepseek(ZeroedBuffers, Decoder):
-    """Buffer, if there are depths: `mtp_loss` [], the mean of their losses, summed over the tokens since it was last
-    taken; float64, as a step has many tokens.
+    """DeepSeek V2 or V3.
+
+    Buffer, with multi-token prediction: `mtp_loss` [], the mean over the depths of their losses, summed over tokens
+    since the last call of take_extra_losses. It is float64 because a step has many tokens.
     """
 
     def __init__(self, args: DeepseekArgs, attention_backend: str = "auto"):
@@ -161,8 +159,11 @@ class Deepseek(ZeroedBuffers, Decoder):
         document_ids: torch.Tensor | None,
         shared: Shared,
     ) -> torch.Tensor | None:
-        """mtp_loss_weight times the mean over the depths of the sums of their losses. Divided by the number of valid
-        main labels, like the main loss: the report divides every depth's sum by the length of the sequence.
+        """Return mtp_loss_weight times the mean over the depths of their summed losses, a scalar; x [B, S, D] is the
+        head's input.
+
+        Like the main loss, it is later divided by the number of valid main labels. The report divides every depth's sum
+        by the length of the sequence.
         """
         depths = self.args.n_mtp_layers
         if not depths:
@@ -171,7 +172,7 @@ class Deepseek(ZeroedBuffers, Decoder):
         for depth in range(1, depths + 1):
             layer = self.args.n_layers + depth - 1
             block = self.layers[str(layer)]
-            # what comes around from the sample's head meets no label
+            # tokens that roll wraps around have no label
             x = block(x, self.embed(tokens.roll(-depth, 1)), of_layer(shared, layer))
             targets = {"labels": labels_of_depth(shared.targets["labels"], document_ids, depth)}
             losses.append(self.loss_of(x, targets, shared))
@@ -195,8 +196,8 @@ PLAN = ParallelPlan(
     gathered=("attention", "feed_forward"),
     column=("attention.wq", "attention.wkv_b", "feed_forward.w[13]"),
     row=("attention.wo", "feed_forward.w2"),
-    replicated=("attention.w*_a", "attention.*_norm"),  # what is compressed is for all heads
-    # whole on every rank: expert parallel splits experts, and what is shared is narrow
+    replicated=("attention.w*_a", "attention.*_norm"),  # the compressed vectors serve all heads
+    # replicated: expert parallel shards the experts, and shared experts are narrow
     sequence=("attention_norm", "ffn_norm", "moe.router.gate", "moe.experts", "moe.shared_experts.w*"),
     experts="moe.experts",
     # all layers dense, or none; no shared experts
@@ -207,7 +208,7 @@ PLAN = ParallelPlan(
 
 BIAS = "moe.router.expert_bias"
 NOT_LATENT = ("attention.wk.weight", "attention.wv.weight")
-PARTS = {name: theirs for name, theirs in ATTENTION.items() if name not in NOT_LATENT} | {
+PARTS = {name: hf_name for name, hf_name in ATTENTION.items() if name not in NOT_LATENT} | {
     "attention.wq_a.weight": "self_attn.q_a_proj.weight",
     "attention.q_norm.weight": "self_attn.q_a_layernorm.weight",
     "attention.wkv_a.weight": "self_attn.kv_a_proj_with_mqa.weight",
@@ -248,7 +249,7 @@ def _copies(args: DeepseekArgs) -> dict[str, tuple[str, ...]]:
 
 
 def _is_ignored(name: str, args: DeepseekArgs) -> bool:
-    """Of multi-token prediction, behind the last layer: depths that the job does not have, and copies."""
+    """Return True for tensors after the last layer: depths that the job does not have, and copies."""
     parts = name.split(".")
     return parts[:2] == ["model", "layers"] and parts[2].isdecimal() and int(parts[2]) >= args.n_layers
 

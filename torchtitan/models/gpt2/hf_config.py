@@ -1,7 +1,4 @@
-"""Sizes and constants of GPT-2 as a config.json has them, GPT2Config of transformers. No torch.
-
-GPT-2 as a family of models. No torch here.
-"""
+"""Conversion of GPT-2 arguments from and to config.json (transformers' GPT2Config), and the family. No torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +14,7 @@ GELU = ("gelu_new", "gelu_pytorch_tanh")
 
 
 def _to_hf(args: GPT2Args, dtype: Any = "float32") -> dict[str, Any]:
-    """The fields of transformers' GPT2Config."""
+    """Return the fields of transformers' GPT2Config."""
     return {
         "architectures": ["GPT2ForSequenceClassification" if args.n_classes else "GPT2LMHeadModel"],
         "model_type": "gpt2",

@@ -1,14 +1,10 @@
-"""GPT-2 as a plain torch model: it knows nothing of meshes, process groups or the job.
+"""GPT-2: the model, and its names and layouts in the Hugging Face format.
 
-Notable: learned positions; norms before attention and feed-forward, with means and biases; a feed-forward of tanh's
-GELU; the head is the embedding's matrix, or makes classes, without a bias.
+Features: learned positions; pre-norm with means and biases; a feed-forward with tanh GELU; the head is tied to the
+embedding, or classifies without a bias.
 
-GPT-2 in the form of Hugging Face: names, and how matrices lie. config.json: hf_config.py.
-
-Its linears are "Conv1D" there, which keep their matrices as [in, out], and queries, keys and values are one of them.
-Folders of the model without a head, as OpenAI's were published, leave out what all names begin with.
-
-GPT-2 as the trainer builds it.
+transformers uses "Conv1D" layers, which store matrices as [in, out] and join queries, keys and values. Folders of the
+model without a head, as OpenAI published it, omit the prefix of all names.
 """
 
 from functools import partial
@@ -67,7 +63,7 @@ def form(args: GPT2Args) -> Form:
 
 
 def _is_ignored(name: str, args: GPT2Args) -> bool:
-    """Masks of attention, which old folders hold; another head."""
+    """Return True for attention masks, which old folders hold, and for another head."""
     return name.endswith((".attn.bias", ".attn.masked_bias")) or is_other_head(name, args)
 
 

@@ -1,7 +1,7 @@
-"""What GPT-2, OPT and RoBERTa share, transformers as of 2018: the arguments. No torch here; model.py has the rest.
+"""Arguments that GPT-2, OPT and RoBERTa share. No torch; model.py has the modules.
 
-Learned positions, norms with means and biases, biases everywhere, a feed-forward without a gate, and a head that is the
-embedding's matrix, or tells classes apart.
+These models have learned positions, norms with means and biases, biases in all linear layers, a feed-forward without a
+gate, and a head that is tied to the embedding or classifies.
 """
 
 from abc import ABC, abstractmethod
@@ -26,18 +26,18 @@ from torchtitan.models.sizes import (
 
 @dataclass(frozen=True, kw_only=True)
 class ClassicArgs(ABC):
-    """A family's arguments inherit these, so that each can be overridden by its name."""
+    """Arguments that families with learned positions inherit, so that a job can override each by its name."""
 
     dim: int
     n_layers: int
     n_heads: int
     ffn_dim: int
     vocab_size: int
-    max_seq_len: int  # as many positions are learned, so no sequence is longer
+    max_seq_len: int  # number of learned positions, so no sequence is longer
     norm_eps: float = 1e-5
-    dropout: float = 0.0  # of embeddings, and of what attention and feed-forward add
+    dropout: float = 0.0  # of embeddings, and of the outputs of attention and feed-forward
     attention_dropout: float = 0.0  # of attention's probabilities
-    n_classes: int = 0  # what the head tells apart, instead of words
+    n_classes: int = 0  # 0: the head predicts words
     causal: ClassVar = True  # whether tokens see only those before them
     may_be_zero: ClassVar = ("dropout", "attention_dropout", "n_classes")
     """Sizes of which 0 means that a part of the model is not there."""
@@ -50,7 +50,7 @@ class ClassicArgs(ABC):
 
     @property
     def learned_positions(self) -> int:
-        """Positions of a sequence that there are, for a family whose are learned."""
+        """Number of positions with a learned embedding, which limits the length of sequences."""
         return self.max_seq_len
 
     @property
@@ -63,12 +63,12 @@ class ClassicArgs(ABC):
 
     @property
     def tied_embeddings(self) -> bool:
-        """The output head is the embedding matrix wherever it makes words."""
+        """True unless the model classifies: the head over the vocabulary is the embedding matrix."""
         return not self.n_classes
 
     @property
     def word_dim(self) -> int:
-        """Width of the embedding of words."""
+        """Width of the word embedding."""
         return self.dim
 
     @property
@@ -86,21 +86,21 @@ class ClassicArgs(ABC):
     @property
     @abstractmethod
     def end_others(self) -> Names:
-        """Outside of the layers, beside the matrices of linears."""
+        """Names of parameters outside of the layers, except weights of linear layers."""
 
     @property
     @abstractmethod
     def head_linears(self) -> Sizes:
-        """Behind the last layer, by their names."""
+        """Linear layers after the last block, by name."""
 
     @property
     @abstractmethod
     def _other_parameters(self) -> int:
-        """Of the ends, beside linears and the embedding of words."""
+        """Number of parameters outside of the layers, except linear layers and the word embedding."""
 
     @property
     def num_matmul_parameters(self) -> int:
-        """Weights that a token is multiplied with: the layers' matrices and the output head (tied or not)."""
+        """Number of weights that a token is multiplied with: the layers' matrices and the output head (tied or not)."""
         layer = 4 * self.dim**2 + 2 * self.dim * self.ffn_dim
         return self.n_layers * layer + sum(outputs * inputs for outputs, inputs in self.head_linears.values())
 
@@ -117,16 +117,16 @@ weights."""
 
 
 def one_dropout(config: Mapping[str, Any], defaults: Mapping[str, float]) -> float:
-    """JobError where these shares are not one."""
-    given = {name: number_of(config, name, default) for name, default in defaults.items()}
-    if len(set(given.values())) > 1:
-        told = " and ".join(f"{name} = {share!r}" for name, share in given.items())
-        raise JobError(f"{told}, but this model has one share for both")
-    return next(iter(given.values()))
+    """Return the one value of these dropout probabilities. Raises JobError if they differ."""
+    probabilities = {name: number_of(config, name, default) for name, default in defaults.items()}
+    if len(set(probabilities.values())) > 1:
+        description = " and ".join(f"{name} = {share!r}" for name, share in probabilities.items())
+        raise JobError(f"{description}, but this model has one share for both")
+    return next(iter(probabilities.values()))
 
 
 def classes_of(config: Mapping[str, Any]) -> int:
-    """0 for a model of words."""
+    """Return the number of classes of a config; 0 for a language model."""
     kinds = config.get("architectures")
     if not isinstance(kinds, list) or not any("SequenceClassification" in str(kind) for kind in kinds):
         return 0
@@ -135,7 +135,7 @@ def classes_of(config: Mapping[str, Any]) -> int:
 
 
 def labels_of(args: ClassicArgs) -> dict[str, Any]:
-    """As transformers names classes that have no names."""
+    """Return the fields that name the classes LABEL_0, LABEL_1, ..., as transformers does by default."""
     names = [f"LABEL_{number}" for number in range(args.n_classes)]
     if not names:
         return {}

@@ -1,9 +1,4 @@
-"""Which modules of a GPT-2, OPT or RoBERTa each parallelism takes hold of.
-
-What GPT-2, OPT and RoBERTa share as a plain torch model: the parts of a decoder, put together as in 2018.
-
-What GPT-2 and OPT share in the form of Hugging Face: a head of words, or one that tells classes apart.
-"""
+"""Modules that GPT-2, OPT and RoBERTa share: blocks, their parallel plan, and the head in the Hugging Face format."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -34,6 +29,7 @@ PLAN = ParallelPlan(
 
 
 def norm_of(args: ClassicArgs) -> LayerNorm:
+    """Return a LayerNorm of the model's width."""
     return LayerNorm(args.dim, args.norm_eps)
 
 
@@ -44,14 +40,15 @@ def block_of(
     layer: int,
     kernel: AttentionKernel,
 ) -> Block:
-    """With biases everywhere. `activation` keeps the shape."""
+    """Return a block with biases in all linear layers. `activation` preserves the shape."""
     attention = GroupedQueryAttention(args, kernel, bias=True)
     return Block(args, attention, MLP(args.dim, args.ffn_dim, activation), partial(norm_of, args), order, args.dropout)
 
 
 class Classic(Decoder):
-    """Initial weights are normal with a deviation of 0.02; `narrows`: what feeds the residual stream is narrower with
-    the number of layers, as in GPT-2.
+    """A decoder with learned positions. Initial weights are normal with a standard deviation of 0.02.
+
+    `narrows`: the deviation of matrices that feed the residual stream shrinks with the number of layers, as in GPT-2.
     """
 
     narrows = False
@@ -77,7 +74,9 @@ def headed_form(
     base: str,
     transposed: frozenset[str] = frozenset(),
 ) -> Form:
-    """See names.Form; `ends`: all but the head."""
+    """Return the Form (hf/names.py) of a model with its head: `ends` are the HF names outside of the layers, except the
+    head's.
+    """
     return Form(
         parts=parts,
         ends={**ends, "output.weight": CLASSES if args.n_classes else WORDS},
@@ -90,5 +89,5 @@ def headed_form(
 
 
 def is_other_head(name: str, args: ClassicArgs) -> bool:
-    """The words of a model that is to tell classes apart."""
+    """Return True for the name of a language model's head if the model classifies."""
     return name == WORDS and args.n_classes > 0

@@ -18,6 +18,8 @@ from torchtitan.models.sizes import (
 
 @dataclass(frozen=True)
 class LlamaArgs:
+    """Arguments of Llama models."""
+
     dim: int = 4096
     n_layers: int = 32
     n_heads: int = 32
@@ -29,7 +31,7 @@ class LlamaArgs:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False  # the output head is the embedding matrix
-    max_seq_len: int = 4096  # what the family was trained for; nothing in the model depends on it
+    max_seq_len: int = 4096  # context length of the family's training; the model does not depend on it
 
     def __post_init__(self) -> None:
         check_positive(self, "dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "max_seq_len")
@@ -50,7 +52,9 @@ class LlamaArgs:
 
     @property
     def ffn_dim(self) -> int:
-        """Two thirds of 4 dim (SwiGLU has three matrices where a plain MLP has two), scaled, rounded up."""
+        """Width of the feed-forward: 2/3 of 4 dim (SwiGLU has three matrices instead of an MLP's two), scaled and
+        rounded up.
+        """
         width = int(2 * 4 * self.dim / 3)
         if self.ffn_dim_multiplier is not None:
             width = int(self.ffn_dim_multiplier * width)
@@ -69,7 +73,7 @@ class LlamaArgs:
 
     @property
     def num_matmul_parameters(self) -> int:
-        """Weights that a token is multiplied with: the layers' matrices and the output head (tied or not)."""
+        """Number of weights that a token is multiplied with: the layers' matrices and the output head (tied or not)."""
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.num_kv_heads)
         return self.n_layers * (attention + 3 * self.dim * self.ffn_dim) + self.dim * self.vocab_size
 
@@ -83,7 +87,7 @@ class LlamaArgs:
 def relora_sizes(
     width: int, hidden: int, heads: int, layers: int, vocab_size: int = 32000, **sizes: object
 ) -> LlamaArgs:
-    """The presets of ReLoRA and GaLore: a feed-forward width that is said and not computed."""
+    """Return a preset of ReLoRA and GaLore, with an explicit feed-forward width."""
     dim, plain = width, int(2 * 4 * width / 3)
     wider = None if plain <= hidden else hidden / plain
     shape = dict(dim=dim, n_layers=layers, n_heads=heads, multiple_of=hidden, ffn_dim_multiplier=wider)

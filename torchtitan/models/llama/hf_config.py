@@ -1,6 +1,5 @@
-"""Sizes and constants of the Llamas as a config.json has them, LlamaConfig of transformers. No torch.
-
-The Llamas as families of models. No torch here.
+"""Conversion of Llama arguments from and to config.json (transformers' LlamaConfig), and the Llama
+families. No torch.
 """
 
 from collections.abc import Mapping
@@ -19,15 +18,15 @@ from torchtitan.models.llama import LLAMA2, LLAMA3, LLAMA31, LLAMA32, LlamaArgs
 
 
 def _to_hf(args: LlamaArgs, dtype: Any = "float32") -> dict[str, Any]:
-    """The fields of transformers' LlamaConfig."""
-    own = {
+    """Return the fields of transformers' LlamaConfig."""
+    llama_fields = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "intermediate_size": args.ffn_dim,
         "head_dim": args.head_dim,
         "mlp_bias": False,
     }
-    return decoder_config(args, dtype) | rotary_config(args) | own
+    return decoder_config(args, dtype) | rotary_config(args) | llama_fields
 
 
 def _from_hf(config: Mapping[str, Any]) -> LlamaArgs:
@@ -38,7 +37,7 @@ def _from_hf(config: Mapping[str, Any]) -> LlamaArgs:
     return LlamaArgs(
         **sizes,
         n_kv_heads=number_of(config, "num_key_value_heads", heads, null=heads),
-        multiple_of=ffn_dim,  # rounding up to it gives just it, once the plain width is not above
+        multiple_of=ffn_dim,  # rounding up yields exactly ffn_dim, because the width before it is not larger
         ffn_dim_multiplier=None if plain_width <= ffn_dim else ffn_dim / plain_width,
         rope_scaling=scaling_from_hf(config),
     )
@@ -49,7 +48,7 @@ COMPARED += ("rope_scaling", "tied_embeddings")
 CONFIG = ConfigForm(model_types=("llama",), to_hf=_to_hf, from_hf=_from_hf, compared=COMPARED)
 
 
-# the first is that of a Hugging Face folder without a job
+# the first reads a Hugging Face folder without a job
 LLAMAS = {
     name: Family(sizes=sizes, config=CONFIG, spec="torchtitan.models.llama.model:SPEC", home="meta-llama")
     for name, sizes in (("llama3", LLAMA3), ("llama2", LLAMA2), ("llama3.1", LLAMA31), ("llama3.2", LLAMA32))

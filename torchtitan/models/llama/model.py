@@ -1,16 +1,10 @@
-"""Llama 2, 3, 3.1 and 3.2 as a plain torch model: it knows nothing of meshes, process groups or the job.
+"""Llama 2, 3, 3.1 and 3.2: the model, its parallel plan, and its names in the Hugging Face format.
 
-Notable: grouped key/value heads; rotary positions in float32; a gated feed-forward; norms before, not after; no biases;
-weights of the head and the embedding may be one. All of it is of the parts that decoders share.
+Features: grouped key/value heads, rotary positions in float32, gated feed-forward, pre-norm, no biases; head and
+embedding may be tied. It uses only parts that all decoders share.
 
-Which modules of a Llama each parallelism takes hold of.
-
-Llama weights and sizes in the form of Hugging Face: names and order of rows. config.json: hf_config.py.
-
-The one numerical difference: we turn neighbouring pairs of a head's features (Meta's order), transformers turns feature
-i with i + head_dim / 2, so the rows of wq and wk come in another order. Everything else is a renaming.
-
-The Llamas as the trainer builds them.
+The one difference from transformers beyond names: heads rotate adjacent pairs of features (Meta's order), transformers
+rotates feature i with i + head_dim / 2, so the rows of wq and wk are in another order.
 """
 
 from torchtitan.models.attention import GroupedQueryAttention

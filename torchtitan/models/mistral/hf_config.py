@@ -1,7 +1,4 @@
-"""Sizes and constants of Mistral without experts as a config.json has them, MistralConfig of transformers. No torch.
-
-Mistral without experts as a family of models. No torch here.
-"""
+"""Conversion of Mistral arguments from and to config.json (transformers' MistralConfig), and the family. No torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,15 +16,15 @@ from torchtitan.models.mistral import MISTRAL, MistralArgs
 
 
 def _to_hf(args: MistralArgs, dtype: Any = "float32") -> dict[str, Any]:
-    """The fields of transformers' MistralConfig."""
-    own = {
+    """Return the fields of transformers' MistralConfig."""
+    mistral_fields = {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
         "head_dim": args.head_dim,
         "intermediate_size": args.ffn_dim,
         "sliding_window": args.sliding_window or None,
     }
-    return decoder_config(args, dtype) | rotary_config(args) | own
+    return decoder_config(args, dtype) | rotary_config(args) | mistral_fields
 
 
 def _from_hf(config: Mapping[str, Any]) -> MistralArgs:
@@ -37,7 +34,7 @@ def _from_hf(config: Mapping[str, Any]) -> MistralArgs:
     return MistralArgs(
         **sizes,
         rope_scaling=scaling_from_hf(config),
-        # where nothing is said, transformers' own defaults; null is as many as heads, and no window
+        # absent keys: transformers' defaults; null: as many key/value heads as query heads, and no window
         n_kv_heads=number_of(config, "num_key_value_heads", 8, null=heads),
         ffn_dim=config["intermediate_size"],
         head_dim=number_of(config, "head_dim", dim // heads, null=dim // heads),

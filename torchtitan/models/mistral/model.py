@@ -1,13 +1,7 @@
-"""Mistral without experts as a plain torch model: it knows nothing of meshes, process groups or the job.
+"""Mistral without experts: the model, its parallel plan, and its names in the Hugging Face format.
 
-Notable: a Llama whose tokens see only a window of those before them (arXiv:2310.06825), in the sizes that have one, and
-whose width of heads need not follow from the model's.
-
-Which modules of a Mistral each parallelism takes hold of.
-
-Mistral in the form of Hugging Face: names and order of rows, as a Llama's. config.json: hf_config.py.
-
-Mistral without experts as the trainer builds it.
+A Llama with sliding-window attention (arXiv:2310.06825) in some sizes, and a head width that is independent of the
+model's width. Names and order of rows are as in Llama.
 """
 
 from torchtitan.models.attention import GroupedQueryAttention

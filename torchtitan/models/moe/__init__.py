@@ -1,9 +1,12 @@
-"""Mixture of experts: the arguments of a layer and of a decoder. No torch here; the rest of the folder holds
+"""Mixture of experts: the arguments of a layer and of a decoder. No torch here; the other files are
 
-router.py    which experts a token goes to, with which weight; the balance of their load
-experts.py   the experts, one grouped matrix product over all of them
-layer.py     order by expert, experts, back to the tokens; the transformer block around it
-balance.py   what the trainer does once per step: load, bias, metrics
+router.py: the choice of experts for each token, their weights, and the balance of their load.
+
+experts.py: the experts, as one grouped matrix product over all of them.
+
+layer.py: sorting tokens by expert, the experts, the way back, and the transformer block.
+
+balance.py: once per step, load, bias and metrics.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +21,7 @@ ROUTER = "moe.router.gate.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class MoEArgs:
-    """A family's arguments inherit these, so that each can be overridden by its name."""
+    """Arguments of an MoE layer. A family's arguments inherit them, so that a job can override each by its name."""
 
     dim: int
     expert_dim: int  # width of one expert
@@ -29,7 +32,7 @@ class MoEArgs:
     normalize_top_k: bool = False  # a token's weights add up to route_scale
     route_scale: float = 1.0
     score_before_experts: bool = False  # weights multiply what goes into the experts, not what comes out
-    # A token's experts come from its best `top_groups` of `n_groups` groups, each of which lives on one node.
+    # A token's experts come from its best `top_groups` of `n_groups` groups; each group is on one node.
     n_groups: int = 1
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"  # of a group: its best expert's score, or the sum of its two best
@@ -77,25 +80,25 @@ class MoEArgs:
 
     @property
     def moe_parameters(self) -> int:
-        """Of one layer: router, experts, shared experts."""
+        """Number of parameters of one layer: router, experts, shared experts."""
         return self.dim * self.n_experts + (self.n_experts + self.n_shared_experts) * self.expert_parameters
 
     @property
     def active_moe_parameters(self) -> int:
-        """Those that one token is multiplied with."""
+        """Number of parameters of one layer that a token is multiplied with."""
         return self.moe_parameters - (self.n_experts - self.top_k) * self.expert_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEDecoderArgs(MoEArgs, ABC):
-    """Of a whole decoder. A family adds its own, and says how many weights its matrices and its norms have."""
+    """Arguments of a decoder with experts. A family adds its own, and counts the weights of its matrices and norms."""
 
     n_layers: int
     n_heads: int
     vocab_size: int
     norm_eps: float = 1e-6
     tied_embeddings: bool = False
-    max_seq_len: int  # what the family was trained for; nothing in the model depends on it
+    max_seq_len: int  # context length of the family's training; the model does not depend on it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,12 +110,14 @@ class MoEDecoderArgs(MoEArgs, ABC):
 
     @property
     def expert_layers(self) -> int:
-        """Layers with experts, whatever they are for."""
+        """Number of layers with experts, including those of multi-token prediction."""
         return self.n_layers
 
     @abstractmethod
     def _matrices(self, moe: int) -> int:
-        """Weights of all layers and the output head, with `moe` of them in a layer with experts."""
+        """Return the number of weights of all layers and the output head, given `moe` of them in each layer with
+        experts.
+        """
 
     @property
     @abstractmethod
@@ -120,12 +125,12 @@ class MoEDecoderArgs(MoEArgs, ABC):
 
     @property
     def num_matmul_parameters(self) -> int:
-        """Weights that a token is multiplied with: of the routed experts, only its own."""
+        """Number of weights that a token is multiplied with; of the routed experts, only the token's top k."""
         return self._matrices(self.active_moe_parameters)
 
     @property
     def num_summed(self) -> int:
-        """Numbers that a token's own weights multiply, as they add up what its experts made."""
+        """Number of expert outputs of a token that are multiplied by routing weights in the sum."""
         return 0 if self.score_before_experts else self.expert_layers * self.top_k * self.dim
 
     @property
@@ -134,7 +139,7 @@ class MoEDecoderArgs(MoEArgs, ABC):
 
     @property
     def num_active_parameters(self) -> int:
-        """Those that one token uses, the whole embedding and the head among them, as published."""
+        """Number of parameters that a token uses, with the full embedding and the head, as published."""
         return self._matrices(self.active_moe_parameters) + self._other_parameters
 
     @property

@@ -1,7 +1,7 @@
-"""The experts of a layer: gated feed-forwards whose matrices are stacked, [experts, in, out].
+"""The experts of a layer: gated feed-forwards with stacked matrices, [experts, in, out].
 
-Rows come sorted by expert, and each expert's matrix is multiplied with its own rows: nothing is dropped and nothing
-padded. torch's grouped matrix product does this in one kernel where it runs; elsewhere a loop over the experts does.
+Rows are sorted by expert, and each expert's matrix is multiplied with its rows, without dropping or padding. torch's
+grouped matrix product does this in one kernel if it supports the case; otherwise a loop over the experts does.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ NATIVE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Gated(nn.Module):
-    """What stands between an expert's matrices. Without weights: a module, so that it can be compiled by itself."""
+    """The activation between an expert's matrices. It is a module so that it can be compiled by itself."""
 
     def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """[R, F], [R, F] -> [R, F]"""
@@ -27,7 +27,7 @@ class Gated(nn.Module):
 
 
 class Experts(nn.Module):
-    """Of every expert e: w2[e] of (silu(w1[e] x) * w3[e] x)."""
+    """Feed-forwards w2[e] (silu(w1[e] x) * w3[e] x) of all experts e."""
 
     def __init__(self, dim: int, hidden_dim: int, n_experts: int):
         super().__init__()
@@ -37,23 +37,25 @@ class Experts(nn.Module):
         self.gated = Gated()
 
     def forward(self, xs: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """xs [R, D] sorted by expert, sizes [E] integers, the rows of each expert, adding up to R -> [R, D]."""
+        """xs [R, D] sorted by expert, and sizes [E], the integer number of rows of each expert with sum R -> [R, D]."""
         ends = sizes.cumsum(0).to(torch.int32)
         gate, up = (self.product(self, name, xs, ends) for name in ("w1", "w3"))
         return self.product(self, "w2", self.gated(gate, up), ends)
 
     @staticmethod  # `experts` may be a stand-in with a rank's weights, which the compiler lets bind no methods
     def product(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """x [R, I], whose rows end for each expert at `ends` [E], int32, with the matrices of that name -> [R, O]."""
+        """Multiply x [R, I] with the experts' matrices of that name -> [R, O]; each expert's rows end at `ends` [E],
+        int32.
+        """
         w = getattr(experts, name)
-        dtype = autocast_dtype(x.device.type)  # autocast knows matrix products, but not grouped ones
+        dtype = autocast_dtype(x.device.type)  # autocast covers matrix products, but not grouped ones
         return grouped_mm(x, w, ends) if dtype is None else grouped_mm(x.to(dtype), w.to(dtype), ends)
 
 
 def grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """x [R, I], w [E, I, O] and ends [E], int32, where each expert's rows end (the last is R) -> [R, O]."""
     if x.dtype != torch.bfloat16 and (torch.compiler.is_compiling() or x.is_meta or type(x) is not torch.Tensor):
-        return _opaque(x, w, ends)  # without values, torch only knows the native product of bfloat16
+        return _opaque(x, w, ends)  # without values, torch supports the native product in bfloat16 only
     if _runs_natively(x.dtype, w.shape[1:]):
         return _native(x, w, offs=ends)
     if torch.compiler.is_compiling() or x.is_meta:
@@ -62,17 +64,20 @@ def grouped_mm(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Te
 
 
 def _runs_natively(dtype: torch.dtype, sizes: Sequence[int]) -> bool:
-    """Rows of all matrices, those of the gradients among them, begin at multiples of 16 bytes."""
+    """Return True if torch's kernel runs: rows of all matrices, including gradients, start at multiples of 16 bytes."""
     return _native is not None and dtype in NATIVE_TYPES and all(size * dtype.itemsize % 16 == 0 for size in sizes)
 
 
 def _loop(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The same by a product for each expert. Waits for the device, to know the sizes."""
+    """Compute grouped_mm, [R, I] x [E, I, O] -> [R, O], by one product for each expert. Synchronizes to
+    read the sizes.
+    """
     # unbind, and not w[e]: its backward stacks the gradients, where each w[e] would make zeros of w's size and add
     return torch.cat([rows @ matrix for rows, matrix in zip(_split(x, ends), w.unbind(), strict=True)])
 
 
 def _split(x: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Split x [R, I] into the rows of each expert."""
     return x.tensor_split(ends.tolist()[:-1])
 
 
@@ -90,7 +95,7 @@ def _opaque(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tenso
 
 @torch.library.custom_op("torchtitan::grouped_mm_weight", mutates_args=())
 def _opaque_weight(x: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The gradient of w: x [R, I], grad [R, O] -> [E, I, O]."""
+    """Return the gradient [E, I, O] of w from x [R, I] and grad [R, O]."""
     if _runs_natively(x.dtype, (x.shape[1], grad.shape[1])):
         return _native(x.t(), grad, offs=ends)
     return torch.stack([rows.t() @ g for rows, g in zip(_split(x, ends), _split(grad, ends), strict=True)])

@@ -1,10 +1,10 @@
 """A mixture-of-experts layer and the transformer block around it.
 
-The layer is steps that know no communication: route and dispatch (order the tokens by expert), experts, combine (back
-to the tokens). What sends tokens to the ranks of their experts goes around the second; the block is the layer's steps
-between attention and the residual. All shapes are known before the values are, and nothing waits for the device.
+The layer is three steps without communication: route and dispatch (sort the tokens by expert), experts, combine (back
+to the tokens). Expert parallel wraps the second step with its all-to-alls. The block runs the layer's steps between
+attention and the residual sum. All shapes are known in advance, so nothing synchronizes with the device.
 
-Letters of the shapes: B samples, S tokens, N = B S, D width, E experts, k experts of a token.
+Letters of the shapes: B samples, S tokens, N = B S, D width, E experts, k experts per token.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,16 @@ from torchtitan.parallelisms.steps import Notes, RoutedExperts, Segment, Stepwis
 
 
 class Order(NamedTuple):
-    """How N k copies of tokens, copy j of token n being number n k + j, are sorted by expert. All int64."""
+    """The sorted order, by expert, of N k copies of tokens. Copy j of token n has number n k + j. All int64."""
 
-    copies: torch.Tensor  # [N k], which copy stands in each row
-    rows: torch.Tensor  # [N k], in which row each copy stands
+    copies: torch.Tensor  # [N k], the copy in each row
+    rows: torch.Tensor  # [N k], the row of each copy
     sizes: torch.Tensor  # [E], rows of each expert
 
 
 class MoE(Stepwise):
+    """A mixture-of-experts layer: router, experts and, optionally, shared experts."""
+
     def __init__(self, args: MoEArgs):
         super().__init__()
         self.args = args
@@ -40,7 +42,9 @@ class MoE(Stepwise):
             self.shared_experts = SwiGLU(args.dim, args.n_shared_experts * args.expert_dim)
 
     def steps(self) -> tuple[Segment | RoutedExperts, ...]:
-        """x [B, S, D] -> out [B, S, D]. Shared experts need nothing of the others, and can run while tokens travel."""
+        """Return the steps of x [B, S, D] -> out [B, S, D]. Shared experts are independent, so they can run during
+        communication.
+        """
         shared = () if self.shared_experts is None else ("s",)
         return (
             Segment("route", self._to_experts, ("x",), ("w", "xs"), light=True),
@@ -60,13 +64,16 @@ class MoE(Stepwise):
         return weights, xs
 
     def _to_tokens(self, notes: Notes, weights: torch.Tensor, ys: torch.Tensor, *shared: torch.Tensor) -> torch.Tensor:
-        """weights [N, k], rows of experts [N k, D], and perhaps what shared experts made [B, S, D] -> [B, S, D]"""
+        """weights [N, k], experts' outputs [N k, D], and optionally the shared experts' outputs
+        [B, S, D] -> [B, S, D]
+        """
         y = self.combine(ys, weights, notes["order"]).view(notes["shape"])
         return y + shared[0] if shared else y
 
     def route(self, x: torch.Tensor, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [B, S, D] -> ids and weights [N, k]. The weights carry the gradient, of an auxiliary loss too. `ids` that
-        were chosen before are kept, and not counted again.
+        """x [B, S, D] -> ids and weights [N, k]. The weights carry the gradient, including the auxiliary loss's.
+
+        If `ids` are given they are used, and not counted again.
         """
         return self.router(x, ids)
 
@@ -79,7 +86,7 @@ class MoE(Stepwise):
         return xs, order
 
     def combine(self, ys: torch.Tensor, weights: torch.Tensor, order: Order) -> torch.Tensor:
-        """ys [N k, D] sorted by expert -> the weighted sum of each token's, [N, D]."""
+        """ys [N k, D] sorted by expert -> the weighted sum for each token, [N, D]."""
         copies = _ToTokens.apply(ys, order.copies, order.rows).unflatten(0, weights.shape)  # [N, k, D]
         if self.args.score_before_experts:
             return copies.sum(1)
@@ -88,7 +95,7 @@ class MoE(Stepwise):
 
 
 class MoEBlock(Residual):
-    """A transformer block, with experts where others have a feed-forward."""
+    """A transformer block with experts instead of a dense feed-forward."""
 
     def __init__(
         self,
@@ -102,8 +109,8 @@ class MoEBlock(Residual):
         self.moe = MoE(args)
 
     def steps(self) -> tuple[Segment | RoutedExperts, ...]:
-        """What the layer reads, n, is of one segment with its first step, and the sum with what it makes is of one with
-        its last.
+        """Return the block's steps. The layer's first step also normalizes its input n, and its last step adds to the
+        residual.
         """
         first, *between, last = self.moe.steps()
 
@@ -111,34 +118,36 @@ class MoEBlock(Residual):
             n = self.to_feed(h)
             return n, *first.run(notes, n)
 
-        def rest(notes: Notes, h: torch.Tensor, *made: torch.Tensor) -> torch.Tensor:
-            return self.fed(h, last.run(notes, *made), notes)
+        def combine(notes: Notes, h: torch.Tensor, *step_inputs: torch.Tensor) -> torch.Tensor:
+            return self.fed(h, last.run(notes, *step_inputs), notes)
 
         return (
             Segment("attention", self.attend, ("x",), ("h",)),
             first._replace(run=route, inputs=("h",), outputs=("n", *first.outputs)),
             *(_reading(step, x="n") for step in between),
-            last._replace(run=rest, inputs=("h", *last.inputs)),
+            last._replace(run=combine, inputs=("h", *last.inputs)),
         )
 
 
 def _reading(step: Segment | RoutedExperts, x: str) -> Segment | RoutedExperts:
-    """The step, with `x` where it reads x."""
+    """Return the step with `x` in place of its input "x"."""
     if isinstance(step, RoutedExperts):
         return step
     return step._replace(inputs=tuple(x if name == "x" else name for name in step.inputs))
 
 
 def sort_by_expert(ids: torch.Tensor, n_experts: int) -> Order:
-    """ids [N, k] -> the order of their N k copies; those of one expert stay in the order of the tokens."""
+    """Return the order of the N k copies of ids [N, k], sorted by expert; copies of one expert stay in token order."""
     copies = ids.flatten().argsort(stable=True)
     rows = torch.empty_like(copies).scatter_(0, copies, torch.arange(copies.numel(), device=ids.device))
     return Order(copies, rows, count(ids.flatten(), n_experts))
 
 
 class _ToExperts(torch.autograd.Function):
-    """x [N, D] -> [N k, D]. torch's backward of an index adds rows one after the other, in an order that a GPU does not
-    keep to; knowing the way back, it is an index and a sum.
+    """Gather rows, x [N, D] -> [N k, D], with a deterministic backward.
+
+    torch's backward of an index adds rows in an order that varies on a GPU. With the inverse index it is an index and a
+    sum.
     """
 
     @staticmethod
@@ -154,7 +163,7 @@ class _ToExperts(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """ys [N k, D], sorted by expert -> the same rows as copies of tokens."""
+    """Reorder ys [N k, D], sorted by expert, to the order of the token copies, [N k, D]."""
 
     @staticmethod
     def forward(ctx, ys, copies, rows):

@@ -1,8 +1,8 @@
-"""Which experts a token goes to, with which weight, and what keeps their load even.
+"""The choice of experts for each token, their weights, and two ways to balance the load.
 
-Two ways of balance. A bias on the scores, used for choosing only and never for the weights, is moved a little once per
-optimizer step against the load that was counted since the last (balance.py). Or a loss, small where a sequence spreads
-its tokens evenly. The choice of experts has no gradient; the weights, which are scores, have.
+Either a bias on the scores, used only for the choice and not for the weights, is changed slightly once per optimizer
+step against the load counted since the last (balance.py). Or an auxiliary loss is small if a sequence distributes its
+tokens evenly. The choice of experts has no gradient; the weights, which are scores, do.
 """
 
 from collections.abc import Callable
@@ -16,21 +16,25 @@ from torchtitan.models.moe import MoEArgs
 
 
 class Gate(nn.Linear):
-    """Logits of the experts, computed in float32 or wider: where scores are close, rounding would choose."""
+    """Logits of the experts, computed at least in float32, because rounding could change the choice between close
+    scores.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., D] -> a number for each expert [..., E], at least float32"""
+        """x [..., D] -> logits [..., E], at least float32"""
         dtype = torch.promote_types(x.dtype, torch.float32)
         with autocast_off(x.device.type):
             return F.linear(x.to(dtype), self.weight.to(dtype))
 
 
 class Router(ZeroedBuffers):
-    """Buffers: `expert_bias` [E], float32 whatever the weights are, part of checkpoints, and, since they were last
-    taken: `load` [E], tokens by expert; `not_finite` [], the tokens whose scores are not; `aux_loss` [], its sum.
+    """The router of a layer.
+
+    Buffers: `expert_bias` [E], always float32 and saved in checkpoints. Reset each time they are read: `load` [E],
+    tokens per expert; `not_finite` [], tokens with non-finite scores; `aux_loss` [], the sum of the auxiliary loss.
     """
 
-    compiled_apart = False  # it may ask other ranks in between
+    compiled_apart = False  # it may communicate with other ranks
 
     def __init__(self, args: MoEArgs):
         super().__init__()
@@ -47,18 +51,18 @@ class Router(ZeroedBuffers):
     def forward(self, x: torch.Tensor, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """x [B, S, D] -> the experts of each token, ids [B S, k], and their weights [B S, k], at least float32.
 
-        With `ids` they are taken as chosen, and nothing is counted: for whoever runs a layer's forward again.
+        If `ids` are given, as in a repeated forward, they are used as the choice and nothing is counted.
         """
         scores = self.scores(x)
         flat = scores.flatten(0, 1)
-        again = ids is not None
+        has_ids = ids is not None
         if ids is None:
             ids = self.choose(flat)
             if self.training:
                 self._count(ids, flat)
         weights = self.weigh(flat, ids)
         if self.args.aux_loss_weight and self.training:
-            weights = self._with_aux_loss(weights, scores, ids, is_first=not again)
+            weights = self._with_aux_loss(weights, scores, ids, is_first=not has_ids)
         return ids, weights
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +72,7 @@ class Router(ZeroedBuffers):
 
     @torch.no_grad()
     def choose(self, scores: torch.Tensor) -> torch.Tensor:
-        """scores [N, E] -> ids [N, k], in no order."""
+        """scores [N, E] -> ids [N, k], unordered."""
         args = self.args
         ranked = scores if self.expert_bias is None else scores + self.expert_bias
         if args.n_groups > 1:
@@ -88,8 +92,9 @@ class Router(ZeroedBuffers):
 
     @torch.no_grad()
     def update_bias(self, load: torch.Tensor, rate: float) -> None:
-        """Experts with more than the mean of `load` [E] get `rate` less, those with fewer more. Their mean stays: it
-        changes no choice, and would drift.
+        """Lower the bias of experts with more than the mean of `load` [E] by `rate`, and raise the others' by `rate`.
+
+        The mean of the biases is kept constant: it does not affect the choice and would drift.
         """
         load = load.to(self.expert_bias)
         move = rate * (load.mean() - load).sign()
@@ -97,19 +102,20 @@ class Router(ZeroedBuffers):
 
     @torch.no_grad()
     def _count(self, ids: torch.Tensor, scores: torch.Tensor) -> None:
+        """Add the experts' tokens, ids [N, k], and non-finite scores [N, E] to the buffers."""
         add_once(self.load, count(ids.flatten(), self.args.n_experts))
         add_once(self.not_finite, (~scores.isfinite().all(-1)).sum())
 
     def _with_aux_loss(
         self, weights: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor, is_first: bool
     ) -> torch.Tensor:
-        """The weights as they are, whose backward also takes in the gradient of the auxiliary loss.
+        """Return the weights [N, k] unchanged; in backward they also pass on the gradient of the auxiliary loss.
 
-        Per sequence of T tokens the loss is aux_loss_weight * sum_e f_e P_e, f_e = E / (k T) * tokens of expert e, P_e
-        the mean of the expert's share of the scores; it is 1 * aux_loss_weight when all are even. The trainer divides
-        sums over tokens by the number of tokens in the world, so each sequence's loss is multiplied by T: divided
-        likewise, all of them add up to their mean over tokens. As that division happens to the main loss only, after
-        this layer and perhaps on another rank, its factor has to be told before: `aux_scale`.
+        For a sequence of T tokens the loss is aux_loss_weight * sum_e f_e P_e, with f_e = E / (k T) * tokens of expert
+        e, and P_e the mean share of the expert in the scores. It is aux_loss_weight if all are even. The trainer
+        divides sums over tokens by the global number of tokens, so each sequence's loss is multiplied by T; after the
+        division the losses average over tokens. That division applies to the main loss only, after this layer and
+        perhaps on another rank, so its factor must be set in advance: `aux_scale`.
         """
         assert self.aux_scale is not None, "call balance.set_aux_loss_scale with what the summed loss is multiplied by"
         args, (batch, length) = self.args, scores.shape[:2]
@@ -127,7 +133,7 @@ class Router(ZeroedBuffers):
 
 
 class _Attach(torch.autograd.Function):
-    """`carrier` unchanged; in backward the scalar `loss` gets the gradient `scale`."""
+    """Return `carrier` unchanged; in backward the scalar `loss` gets the gradient `scale`."""
 
     @staticmethod
     def forward(ctx, carrier, loss, scale):
@@ -142,6 +148,6 @@ class _Attach(torch.autograd.Function):
 
 
 def count(ids: torch.Tensor, n_experts: int) -> torch.Tensor:
-    """ids [..., n] -> how often each expert is among the last axis, int64 [..., E]. Waits for no device."""
+    """Count each expert's occurrences along the last axis of ids [..., n] -> int64 [..., E], without synchronizing."""
     zeros = torch.zeros(*ids.shape[:-1], n_experts, dtype=torch.int64, device=ids.device)
     return zeros.scatter_add_(-1, ids, torch.ones_like(ids))

@@ -11,7 +11,7 @@ from torchtitan.models.sizes import HEAD, Names, Sizes, check_not_negative
 class OPTArgs(ClassicArgs):
     vocab_size: int = 50272
     max_seq_len: int = 2048
-    order: Literal["pre", "post"] = "pre"  # whether norms stand before what adds to the stream, or behind it
+    order: Literal["pre", "post"] = "pre"  # norms before attention and feed-forward, or after the residual sums
     embed_dim: int = 0  # width of the embedding of words, projected to the model's and back; 0: the same
     may_be_zero: ClassVar = (*ClassicArgs.may_be_zero, "embed_dim")
 
@@ -34,7 +34,7 @@ class OPTArgs(ClassicArgs):
 
     @property
     def head_linears(self) -> Sizes:
-        """Behind the embedding too."""
+        """Linear layers of the head, and the projections after the embedding and before the head."""
         into, back = (self.dim, self.word_dim), (self.word_dim, self.dim)
         projects = {"entrance.project": into, "norm.project": back} if self.projects else {}
         return projects | {HEAD: (self.outputs, self.word_dim)}

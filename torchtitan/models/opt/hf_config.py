@@ -1,7 +1,4 @@
-"""Sizes and constants of OPT as a config.json has them, OPTConfig of transformers. No torch.
-
-OPT as a family of models. No torch here.
-"""
+"""Conversion of OPT arguments from and to config.json (transformers' OPTConfig), and the family. No torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +11,7 @@ from torchtitan.models.opt import OPT, OPTArgs
 
 
 def _to_hf(args: OPTArgs, dtype: Any = "float32") -> dict[str, Any]:
-    """The fields of transformers' OPTConfig. JobError for what it does not have."""
+    """Return the fields of transformers' OPTConfig. Raises JobError for what OPTConfig does not support."""
     if args.norm_eps != 1e-5:
         raise JobError(f"norm_eps = {args.norm_eps}: transformers' OPT only has 1e-05")
     return {
@@ -49,7 +46,7 @@ def _from_hf(config: Mapping[str, Any]) -> OPTArgs:
     check_only(config, {"activation_function": "relu", "enable_bias": True, "layer_norm_elementwise_affine": True})
     check_only(config, {"_remove_final_layer_norm": False, "layerdrop": 0.0, "tie_word_embeddings": True})
     width = config["hidden_size"]
-    words = number_of(config, "word_embed_proj_dim", width, null=width)
+    embed_width = number_of(config, "word_embed_proj_dim", width, null=width)
     return OPTArgs(
         dim=width,
         n_layers=config["num_hidden_layers"],
@@ -58,7 +55,7 @@ def _from_hf(config: Mapping[str, Any]) -> OPTArgs:
         vocab_size=config["vocab_size"],
         max_seq_len=config["max_position_embeddings"],
         order="pre" if config.get("do_layer_norm_before", True) else "post",
-        embed_dim=0 if words == width else words,
+        embed_dim=0 if embed_width == width else embed_width,
         dropout=one_dropout(config, {"dropout": 0.1}),
         attention_dropout=number_of(config, "attention_dropout", 0.0),
         n_classes=classes_of(config),

@@ -1,12 +1,7 @@
-"""OPT as a plain torch model: it knows nothing of meshes, process groups or the job.
+"""OPT: the model, and its names in the Hugging Face format.
 
-Notable: learned positions, the first of which is number 2; norms with means and biases, before what adds to the stream
-or, in the 350M, behind it; a feed-forward of ReLU; the head is the embedding's matrix, which in the 350M is narrower
-than the model.
-
-OPT in the form of Hugging Face: names. config.json: hf_config.py.
-
-OPT as the trainer builds it.
+Features: learned positions, numbered from 2; norms with means and biases, pre-norm except in the 350M, which is
+post-norm; a feed-forward with ReLU; the head is tied to the embedding, which in the 350M is narrower than the model.
 """
 
 from functools import partial
@@ -25,7 +20,7 @@ from torchtitan.models.spec import HuggingFace, ModelSpec
 
 
 class LastLayer(nn.Module):
-    """Where other models have their last norm: one before a norm's block, and the way back to the words' width."""
+    """The final norm of pre-norm models, and the projection to the width of the word embedding if it differs."""
 
     def __init__(self, args: OPTArgs):
         super().__init__()
@@ -33,7 +28,7 @@ class LastLayer(nn.Module):
         self.project = nn.Linear(args.dim, args.word_dim, bias=False) if args.projects else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., D] -> [..., width of words]"""
+        """[..., D] -> [..., width of the word embedding]"""
         x = x if self.norm is None else self.norm(x)
         return x if self.project is None else self.project(x)
 

@@ -1,7 +1,4 @@
-"""Sizes and constants of Qwen 3 without experts as a config.json has them, Qwen3Config of transformers. No torch.
-
-Qwen 3 without experts as a family of models. No torch here.
-"""
+"""Conversion of Qwen 3 arguments from and to config.json (transformers' Qwen3Config), and the family. No torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,15 +16,15 @@ from torchtitan.models.qwen3 import QWEN3, Qwen3Args
 
 
 def _to_hf(args: Qwen3Args, dtype: Any = "float32") -> dict[str, Any]:
-    """The fields of transformers' Qwen3Config."""
-    own = {
+    """Return the fields of transformers' Qwen3Config."""
+    qwen3_fields = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "head_dim": args.head_dim,
         "intermediate_size": args.ffn_dim,
         "use_sliding_window": False,
     }
-    return decoder_config(args, dtype) | rotary_config(args) | own
+    return decoder_config(args, dtype) | rotary_config(args) | qwen3_fields
 
 
 def _from_hf(config: Mapping[str, Any]) -> Qwen3Args:

@@ -1,16 +1,8 @@
-"""Qwen 3 without experts as a plain torch model: it knows nothing of meshes, process groups or the job.
+"""Qwen 3 without experts: the model, its parallel plan, and its names in the Hugging Face format.
 
-Notable: grouped key/value heads, whose queries and keys are normed; a width of heads that does not follow from the
-model's; weights of the head and the embedding may be one.
-
-Which modules of a Qwen 3 without experts each parallelism takes hold of.
-
-Qwen 3 without experts in the form of Hugging Face: names and order of rows. config.json: hf_config.py.
-
-The one numerical difference: the order of a head's features, so that the rows of wq and wk and the weights of their
-norms come in another order. Everything else is a renaming.
-
-Qwen 3 without experts as the trainer builds it.
+Features: grouped key/value heads, with norms of queries and keys; a head width that is independent of the model's
+width; head and embedding may be tied. The one difference from transformers beyond names is the order of a head's
+features: the rows of wq and wk and the weights of their norms are in another order.
 """
 
 from torchtitan.models.attention import GroupedQueryAttention

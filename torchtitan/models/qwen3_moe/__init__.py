@@ -18,7 +18,7 @@ from torchtitan.models.sizes import (
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoEArgs(MoEDecoderArgs):
-    """All layers have experts."""
+    """Arguments of Qwen 3 with experts in all layers."""
 
     n_kv_heads: int
     head_dim: int = 128  # of queries, keys and values; n_heads of them need not add up to dim

@@ -1,6 +1,5 @@
-"""Sizes and constants of Qwen 3 with experts as a config.json has them, Qwen3MoeConfig of transformers. No torch.
-
-Qwen 3 with experts as a family of models. No torch here.
+"""Conversion of Qwen 3 MoE arguments from and to config.json (transformers' Qwen3MoeConfig), and the
+family. No torch.
 """
 
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from torchtitan.models.qwen3_moe import QWEN3_MOE, Qwen3MoEArgs
 
 
 def _to_hf(args: Qwen3MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
-    """The fields of transformers' Qwen3MoeConfig. JobError for a routing that it does not have."""
+    """Return the fields of transformers' Qwen3MoeConfig. Raises JobError for unsupported routing."""
     plain = {
         "score": "softmax",
         "n_groups": 1,
@@ -29,14 +28,14 @@ def _to_hf(args: Qwen3MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
         "expert_bias": False,
         "score_before_experts": False,
     }
-    for name, wanted in plain.items():
-        if getattr(args, name) != wanted:
-            raise JobError(f"{name} = {getattr(args, name)!r}: transformers' Qwen 3 only has {wanted!r}")
-    own = {
+    for name, supported in plain.items():
+        if getattr(args, name) != supported:
+            raise JobError(f"{name} = {getattr(args, name)!r}: transformers' Qwen 3 only has {supported!r}")
+    qwen3_moe_fields = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "head_dim": args.head_dim,
-        "intermediate_size": args.expert_dim * args.top_k,  # of dense layers, of which there are none
+        "intermediate_size": args.expert_dim * args.top_k,  # of dense layers; there are none
         "moe_intermediate_size": args.expert_dim,
         "num_experts": args.n_experts,
         "num_experts_per_tok": args.top_k,
@@ -46,7 +45,7 @@ def _to_hf(args: Qwen3MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
         "use_sliding_window": False,
         "router_aux_loss_coef": args.aux_loss_weight,
     }
-    return decoder_config(args, dtype) | rotary_config(args) | own
+    return decoder_config(args, dtype) | rotary_config(args) | qwen3_moe_fields
 
 
 def _from_hf(config: Mapping[str, Any]) -> Qwen3MoEArgs:

@@ -1,16 +1,9 @@
-"""Qwen 3 with experts as a plain torch model: it knows nothing of meshes, process groups or the job.
+"""Qwen 3 with experts: the model, its parallel plan, and its names in the Hugging Face format.
 
-Notable: grouped key/value heads, whose queries and keys are normed; a width of heads that does not follow from the
-model's; experts in all layers, none of them shared.
-
-Which modules of a Qwen 3 with experts each parallelism takes hold of.
-
-Qwen 3 with experts in the form of Hugging Face: names and order of rows. config.json: hf_config.py.
-
-Two numerical differences: the order of a head's features, so that the rows of wq and wk and the weights of their norms
-come in another order; and experts, which stand stacked here and one by one, transposed, there.
-
-Qwen 3 with experts as the trainer builds it.
+Features: grouped key/value heads, with norms of queries and keys; a head width that is independent of the model's
+width; experts in all layers, none shared. Differences from transformers beyond names: the order of a head's features,
+so the rows of wq and wk and the weights of their norms are in another order; and experts, stacked here, stored one by
+one and transposed there.
 """
 
 from torchtitan.models.attention import GroupedQueryAttention
@@ -44,7 +37,7 @@ PLAN = ParallelPlan(
     column=("attention.w[qkv]",),
     row=("attention.wo",),
     replicated=("attention.[qk]_norm",),  # each rank norms its own heads
-    # whole on every rank: expert parallel splits experts, and what is shared is narrow
+    # replicated: expert parallel shards the experts, and shared experts are narrow
     sequence=("attention_norm", "ffn_norm", "moe.router.gate", "moe.experts", "moe.shared_experts.w*"),
     experts="moe.experts",
     may_lack=("moe.shared_experts.w*",),  # the published sizes have none

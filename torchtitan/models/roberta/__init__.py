@@ -9,10 +9,12 @@ from torchtitan.models.sizes import HEAD, Names, Sizes
 
 @dataclass(frozen=True, kw_only=True)
 class RobertaArgs(ClassicArgs):
+    """Arguments of RoBERTa."""
+
     vocab_size: int = 50265
     max_seq_len: int = 512
-    pad_id: int = 1  # the first position is the one behind it
-    n_types: int = 1  # kinds of tokens, all of which are the first here
+    pad_id: int = 1  # positions are numbered from pad_id + 1
+    n_types: int = 1  # rows of the token type embedding; every token has type 0
     causal: ClassVar = False
     may_be_zero: ClassVar = (*ClassicArgs.may_be_zero, "pad_id")
 

@@ -1,7 +1,4 @@
-"""Sizes and constants of RoBERTa as a config.json has them, RobertaConfig of transformers. No torch.
-
-RoBERTa as a family of models. No torch here.
-"""
+"""Conversion of RoBERTa arguments from and to config.json (transformers' RobertaConfig), and the family. No torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +10,7 @@ from torchtitan.models.roberta import ROBERTA, RobertaArgs
 
 
 def _to_hf(args: RobertaArgs, dtype: Any = "float32") -> dict[str, Any]:
-    """The fields of transformers' RobertaConfig."""
+    """Return the fields of transformers' RobertaConfig."""
     return {
         "architectures": ["RobertaForSequenceClassification" if args.n_classes else "RobertaForMaskedLM"],
         "model_type": "roberta",

@@ -1,11 +1,7 @@
-"""RoBERTa as a plain torch model: it knows nothing of meshes, process groups or the job.
+"""RoBERTa: the model, and its names in the Hugging Face format.
 
-Notable: tokens see their whole document; norms behind what adds to the stream, and one behind the embeddings; learned
-positions, of which the first is not number 0; before the matrix that makes words or classes stands one more layer.
-
-RoBERTa in the form of Hugging Face: names. config.json: hf_config.py.
-
-RoBERTa as the trainer builds it.
+Features: attention to the full document; post-norm, and a norm after the embeddings; learned positions, numbered from
+pad_id + 1; one more layer before the head over words or classes.
 """
 
 from collections.abc import Callable
@@ -25,8 +21,8 @@ from torchtitan.models.spec import HuggingFace, ModelSpec
 
 
 class LastLayer(nn.Module):
-    """What the head reads: of each token alone, so that it stands where other models have their last norm.
-    `activation` keeps the shape.
+    """The layer before the head. It acts on each token, so it takes the place of the final norm. `activation` preserves
+    the shape.
     """
 
     def __init__(self, dim: int, activation: Callable[[torch.Tensor], torch.Tensor], norm: nn.Module | None):
@@ -97,7 +93,7 @@ def form(args: RobertaArgs) -> Form:
 
 
 def _is_ignored(name: str, args: RobertaArgs) -> bool:
-    """What is not used, or a copy; the words of a model that is to tell classes apart."""
+    """Return True for unused tensors and copies, and for a language model's head if the model classifies."""
     other = args.n_classes > 0 and name.startswith("lm_head.")
     copy = name in ("lm_head.decoder.weight", "lm_head.decoder.bias")
     return copy or other or "pooler." in name or name.endswith("embeddings.position_ids")
