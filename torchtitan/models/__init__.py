@@ -1,5 +1,6 @@
-"""Model families by name. To add one, write a folder and one line here. No torch; `spec.py` holds what builds the
-models.
+"""Model families by name. No torch; `spec.py` holds what builds the models.
+
+To add a family, write a folder and one line here.
 """
 
 import dataclasses

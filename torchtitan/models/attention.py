@@ -54,11 +54,10 @@ class AttentionKernel(nn.Module):
         return AttentionKernel(backend, self.causal, self.window)
 
     def prepare(self, queries: Tokens, keys: Tokens | None = None) -> torch.Tensor | BlockMask | None:
-        """Make the mask for `forward`, once per forward of the model: bool [B or 1, 1, Q, S], True where a query may
-        attend, or a BlockMask.
+        """Make the mask for `forward`, once per forward of the model.
 
-        None means causal without further restrictions, or no restriction at all if causal=False. `keys` default to the
-        queries' tokens.
+        Returns a bool tensor [B or 1, 1, Q, S], True where a query may attend, or a BlockMask. None means causal
+        without further restrictions, or no restriction at all if causal=False. `keys` default to the queries' tokens.
         """
         same_tokens, keys = keys is None, keys or queries
         if queries.documents is None and not self.hides(len(keys.places)) and (same_tokens or not self.causal):
@@ -165,11 +164,10 @@ class GroupedSizes(Protocol):
 
 
 class GroupedQueryAttention(nn.Module):
-    """Grouped-query attention (arXiv:2305.13245): each key/value head serves several query heads. Rotary positions if
-    the model has them.
+    """Grouped-query attention (arXiv:2305.13245): each key/value head serves several query heads.
 
-    With `qk_norm` each head's query and key are normalized before rotation (arXiv:2302.05442, as in Qwen 3). `bias`
-    applies to all four matrices.
+    It has rotary positions if the model does. With `qk_norm` each head's query and key are normalized before rotation
+    (arXiv:2302.05442, as in Qwen 3). `bias` applies to all four matrices.
 
     Letters of the shapes: B samples, S tokens, D width, H query heads, K key/value heads, E = head_dim.
     """

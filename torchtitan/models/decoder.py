@@ -102,12 +102,11 @@ class Block(Residual):
 
 
 class Entrance(nn.Module):
-    """Input embedding after the lookup: learned positions, and optionally a projection, token types, a norm and
-    dropout.
+    """Learned positions added to the embeddings, and optionally a projection, token types, a norm and dropout.
 
     `num_positions` positions are learned; the `first` rows of their embedding before them are unused. `project` maps
     embeddings to the model's width if theirs differs. `num_types`: rows of the token type embedding; every token gets
-    type 0. A pipeline keeps it on the stage that has the embedding.
+    type 0. A pipeline keeps this module on the stage that has the embedding.
     """
 
     def __init__(
@@ -174,7 +173,7 @@ class Decoder(nn.Module):
         self.noise: nn.Module | None = None  # on embeddings, see dropout.py; on the same pipeline stage as they are
         self.entrance = entrance
         self.layers = nn.ModuleDict({str(i): block(i, self.kernel) for i in range(args.n_layers)})
-        self.memory: nn.Module | None = None  # set by an adapter; supplies blocks with retrieved keys and values
+        self.memory: nn.Module | None = None  # set by an adapter; retrieves further states for the blocks
         self.norm = norm or RMSNorm(args.dim, args.norm_eps)
         self.output = head or nn.Linear(args.dim, args.vocab_size, bias=False)
         self.tie_weights()
@@ -194,8 +193,7 @@ class Decoder(nn.Module):
         lengths: torch.Tensor | None = None,
         **targets: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return logits [B, S, V] of tokens [B, S], or with targets of the loss (labels [B, S]) the summed loss, a
-        scalar.
+        """Return logits [B, S, V] of tokens [B, S], or the summed loss, a scalar, with its targets (labels [B, S]).
 
         Without the embedding, tokens are hidden states [B, S, D]; without the head, hidden states are returned.
         positions [B or 1, S] default to 0..S-1. With document_ids [B, S], tokens attend only to their own document. A
@@ -246,9 +244,7 @@ class Decoder(nn.Module):
         lengths: torch.Tensor | None = None,
         **targets: torch.Tensor,
     ) -> Shared:
-        """Return the inputs that all blocks share: x is tokens [B, S] or hidden states [B, S, D], the others are as in
-        forward.
-        """
+        """Return the inputs that all blocks share, for tokens [B, S] or hidden states [B, S, D] x; see forward."""
         if positions is None:
             assert self.tok_embeddings is not None, "x may be a share of the tokens, so their positions are given"
             positions = counted(x)
@@ -274,9 +270,7 @@ class Decoder(nn.Module):
         return x if self.norm is None else self.norm(x)
 
     def finish(self, x: torch.Tensor, shared: Shared) -> torch.Tensor:
-        """x [B, S, D], the head's input -> logits [B, S, V], or x without the head. With targets: the summed loss, a
-        scalar.
-        """
+        """Apply the head to x [B, S, D], if present -> logits [B, S, V]; with targets, the summed loss, a scalar."""
         if shared.targets:
             return self.loss_of(x, shared.targets, shared)
         return x if self.output is None else self.output(x)
@@ -296,8 +290,7 @@ class Decoder(nn.Module):
         document_ids: torch.Tensor | None,
         shared: Shared,
     ) -> torch.Tensor | None:
-        """Return a scalar that adds to the gradient, but not to the value, of the summed loss in training; None by
-        default.
+        """Return a scalar that adds to the gradient, but not the value, of the training loss; None by default.
 
         x [B, S, D] is the head's input. Layers that only this loss uses follow the model's own in `layers`.
         """

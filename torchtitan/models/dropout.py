@@ -25,9 +25,7 @@ from torchtitan.parallelisms.plan import ParallelPlan
 
 
 def token_keys(seed: int, step: int, samples: torch.Tensor, length: int) -> torch.Tensor:
-    """Return a random key for each token, int64 [B, length]. samples [B]: their numbers among all
-    samples of the step.
-    """
+    """Return a random key for each token, int64 [B, length]; samples [B] are their numbers within the step."""
     return of_tokens(f"{seed}/dropout/{step}", samples, length)
 
 
@@ -128,18 +126,14 @@ def record_lengths(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 class EmbeddingNoise(nn.Module):
-    """Uniform noise in [-b, b] with b = alpha / sqrt(L D); its norm for a record of L tokens is about
-    alpha / sqrt(3).
-    """
+    """Uniform noise in [-b, b], b = alpha / sqrt(L D); for a record of L tokens its norm is near alpha / sqrt(3)."""
 
     def __init__(self, alpha: float):
         super().__init__()
         self.alpha = alpha
 
     def forward(self, x: torch.Tensor, keys: torch.Tensor | None, lengths: torch.Tensor | None) -> torch.Tensor:
-        """Add noise to x [B, S, D] in training, by the input embedding's keys [B, S] and the records'
-        lengths [B, S].
-        """
+        """Add noise to x [B, S, D] in training, given keys [B, S] (layer -1) and record lengths [B, S]."""
         if not self.training:
             return x
         assert keys is not None and lengths is not None, "noise is drawn with the keys of the tokens, by their records"

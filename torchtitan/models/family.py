@@ -64,18 +64,19 @@ class ConfigForm:
         return self.as_held(args, names) if (names := tensor_files(path)) else args
 
     def differences(self, folder: str | Path, args: Any) -> list[str]:
-        """Describe each argument that differs between a folder's config.json and `args`, including those that no tensor
-        shape shows.
+        """Describe each argument that differs between a folder's config.json and `args`.
+
+        It compares also constants that no tensor shape shows.
         """
         stored = self._read(Path(folder))
         differing = self.differing(stored, args)
         return [f"{name} is {getattr(stored, name)!r}, the job's is {getattr(args, name)!r}" for name in differing]
 
     def of_weights(self, path: str | Path, args: Any, overrides: Collection[str]) -> Any:
-        """Return `args` with the fields of READ_ANEW that the job overrides replaced by the values of the weights'
-        config.json.
+        """Return `args`, but with the weights' own values of READ_ANEW fields that the job overrides.
 
-        Without a config.json they stay. The job changes these fields on purpose, so they must not count as differences.
+        They come from the weights' config.json; without one nothing changes. The job changes these fields on purpose,
+        so they must not count as differences.
         """
         changed_names = [name for name in READ_ANEW if name in overrides]
         if not changed_names or config_beside(Path(path)) is None:

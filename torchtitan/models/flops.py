@@ -1,4 +1,4 @@
-"""Floating-point operations per token, forward and backward.
+"""Floating-point operations per token, forward and backward. No torch.
 
 A multiply-add counts 2. A weight is used once in forward and twice in backward, so each of the N weights that a token
 is multiplied with costs 6. N includes the output head (also if tied) but neither the input embedding nor the norms. Of
@@ -6,8 +6,8 @@ the routed experts it includes those that a token is sent to, and the router and
 sum of the experts' outputs is a product too, of 6 k D per layer.
 
 Attention adds 12 L A K: L layers, A = heads x head_dim, and K the mean number of keys that a query attends to, which a
-sliding window bounds. If values are narrower than keys, it adds 6 L heads (d_qk + d_v) K. Multi-token prediction counts
-with its layers, and with one more head for each depth. Recomputation and padding never count. No torch here.
+sliding window bounds. If values are not as wide as keys, it adds 6 L heads (d_qk + d_v) K instead. Multi-token
+prediction counts with its layers, and with one more head for each depth. Recomputation and padding never count.
 """
 
 from dataclasses import dataclass

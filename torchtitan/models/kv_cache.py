@@ -95,8 +95,6 @@ class Remembering:
             kernel.forget()
 
     def read(self, ids: torch.Tensor, num_cached: int) -> torch.Tensor:
-        """Read the tokens of ids [1, S] after the first `num_cached`, which are cached -> logits
-        [1, S - num_cached, V].
-        """
+        """Read ids [1, S] after the first `num_cached`, which are cached -> logits [1, S - num_cached, V]."""
         positions = torch.arange(num_cached, ids.shape[1], device=ids.device)[None]
         return self.model(ids[:, num_cached:], positions=positions)

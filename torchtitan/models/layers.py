@@ -39,10 +39,10 @@ class Rotary(nn.Module):
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """positions [B or 1, S] -> (cos, sin) of the angles, float32 [B or 1, S, 1, head_dim / 2, 2], to be broadcast
-        over heads.
+        """positions [B or 1, S] -> (cos, sin) of the angles, float32 [B or 1, S, 1, head_dim / 2, 2].
 
-        They are pairs of real numbers because the compiler does not generate code for complex ones.
+        They are pairs of real numbers because the compiler does not generate code for complex ones. The 1 broadcasts
+        over heads.
         """
         angles = positions[..., None, None].float() * self.frequencies(positions.device)
         rotation = torch.stack((angles.cos(), angles.sin()), dim=-1)
@@ -60,8 +60,7 @@ class Rotary(nn.Module):
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Rotate each pair of adjacent features (2i, 2i + 1) of x [B, S, H, head_dim] by its angle, as in Meta's
-    checkpoints.
+    """Rotate adjacent features (2i, 2i + 1) of x [B, S, H, head_dim] by their angles, as in Meta's checkpoints.
 
     transformers pairs i with i + head_dim / 2; the two differ by the order of the rows of wq and wk. One complex
     product is 2 to 6 times faster in eager than real arithmetic, but the compiler fuses only real arithmetic.
@@ -124,8 +123,7 @@ class ZeroedBuffers(nn.Module):
 
 @torch.library.custom_op("torchtitan::add_once", mutates_args=("total",))
 def add_once(total: torch.Tensor, amount: torch.Tensor) -> None:
-    """Add `amount` to `total`, of the same shape, except in a forward inside a backward (recomputation by activation
-    checkpointing).
+    """Add `amount` to `total`, of the same shape, unless this forward is a recomputation inside a backward.
 
     It is a custom operator, one node of a compiled graph, because the compiler cannot ask which of the two it is.
     """
@@ -139,9 +137,7 @@ def _(total: torch.Tensor, amount: torch.Tensor) -> None:
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> torch.Tensor:
-    """Return the radians per position, [head_dim / 2], from 1 down to about 1 / theta, scaled if `scaling` is a
-    RopeScaling.
-    """
+    """Return the radians per position, [head_dim / 2], from 1 down to about 1 / theta, with scaling applied."""
     exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim
     if scaling is None:
         return 1.0 / theta**exponents
@@ -228,8 +224,9 @@ class _RMSNormOnCPU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        """Return the gradients of x [..., D] and w [D]: r g w - x r^3 mean(g w x), and the sum over rows of g x r,
-        where g is the gradient of y.
+        """Return the gradients of x [..., D] and w [D].
+
+        With g the gradient of y they are r g w - x r^3 mean(g w x), and the sum over rows of g x r.
         """
         x, weight, r = ctx.saved_tensors
         wide, grad = x.to(r.dtype), grad.to(r.dtype)

@@ -42,9 +42,7 @@ class HuggingFace:
         return self.config.to_hf(args, dtype)
 
     def to_hf(self, state: Mapping[str, torch.Tensor], args: Any) -> dict[str, torch.Tensor]:
-        """Convert full tensors by name (weights, or their gradients) to Hugging Face's names and shapes, without a tied
-        head.
-        """
+        """Convert full tensors, weights or gradients, to Hugging Face's names and shapes, without a tied head."""
         return self.form(args).to_hf(state)
 
     def from_hf(self, state: Mapping[str, torch.Tensor], args: Any) -> dict[str, torch.Tensor]:
@@ -94,9 +92,7 @@ class HuggingFace:
         fresh: Collection[str] = (),
         may_lack: Collection[str] = (),
     ) -> frozenset[str]:
-        """Load weights into a model, see hf/load.py load_weights. Raises JobError that lists everything that does not
-        fit.
-        """
+        """Load weights into a model, see hf/load.py load_weights. Raises JobError that lists all mismatches."""
         return load_weights(self.stored(path, args, may_lack), model, fresh)
 
     def _may_stay_unread(self, name: str, args: Any) -> bool:

@@ -141,9 +141,7 @@ class DeepseekArgs(MoEDecoderArgs):
 
     @property
     def num_matmul_parameters(self) -> int:
-        """Number of weights that a token is multiplied with. The head counts once for the main model and once for each
-        depth.
-        """
+        """Number of weights that a token is multiplied with. The head counts once more for each depth."""
         return super().num_matmul_parameters + self.n_mtp_layers * self.dim * self.vocab_size
 
     @property

@@ -93,9 +93,7 @@ class YarnRotary(Rotary):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (arXiv:2405.04434): keys and values are computed from a compressed
-    vector per token.
-    """
+    """Multi-head latent attention (arXiv:2405.04434): keys and values come from a compressed vector per token."""
 
     def __init__(self, args: DeepseekArgs, kernel: AttentionKernel):
         super().__init__()
@@ -159,11 +157,10 @@ class Deepseek(ZeroedBuffers, Decoder):
         document_ids: torch.Tensor | None,
         shared: Shared,
     ) -> torch.Tensor | None:
-        """Return mtp_loss_weight times the mean over the depths of their summed losses, a scalar; x [B, S, D] is the
-        head's input.
+        """Return mtp_loss_weight times the mean over the depths of their summed losses, a scalar.
 
-        Like the main loss, it is later divided by the number of valid main labels. The report divides every depth's sum
-        by the length of the sequence.
+        x [B, S, D] is the head's input. Like the main loss, the result is later divided by the number of valid main
+        labels. The report divides every depth's sum by the length of the sequence.
         """
         depths = self.args.n_mtp_layers
         if not depths:

@@ -124,8 +124,7 @@ def header_of(file: Path, with_metadata: bool = False) -> dict[str, Any]:
 
 
 def block_of(config: Mapping[str, Any]) -> Block | None:
-    """Return rows and columns of the blocks that share one scale, from a config.json; None if weights are not
-    quantized.
+    """Return rows and columns of the blocks that share one scale; None if weights are not quantized.
 
     Raises JobError for any other quantization.
     """
@@ -181,7 +180,7 @@ def check_numbers(config: Mapping[str, Any], needed: Iterable[str]) -> None:
 
 
 def number_of(config: Mapping[str, Any], name: str, default: Number, null: Number | None = None) -> Number:
-    """Return a number of a config, of the type of `default`, which it is if the key is absent.
+    """Return a number of a config, with the type of `default`; `default` if the key is absent.
 
     `null`: the value if the config has null. Raises JobError for anything else.
     """

@@ -1,5 +1,4 @@
-"""Files of a Hugging Face folder other than the weights: config.json, generation_config.json, the tokenizer's. No
-torch.
+"""The files of a Hugging Face folder except the weights: config.json, generation_config.json, tokenizer. No torch.
 
 If the model came from such a folder, its config.json is extended rather than replaced. So it keeps fields that the
 model does not compute with: maximum lengths, constants of the router's balance, tokens that end a turn.

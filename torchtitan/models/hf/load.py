@@ -145,11 +145,10 @@ class StoredWeights:
 
 @torch.no_grad()
 def load_weights(weights: StoredWeights, model: nn.Module, fresh: Collection[str] = ()) -> frozenset[str]:
-    """Load parameters and persistent buffers of a model or pipeline stage, plain or sharded; each rank reads its own
-    rows.
+    """Load parameters and persistent buffers of a model or pipeline stage, plain or sharded.
 
-    Parameters that an adapter added (`fresh`) stay unchanged, and so do those that are returned: a head that the folder
-    lacks. Matrices may be in 8 bits.
+    Each rank reads its own rows. Parameters that an adapter added (`fresh`) stay unchanged, and so do those that are
+    returned: a head that the folder lacks. Matrices may be in 8 bits.
 
     Raises JobError if the weights do not fit. The model is then unchanged, unless a file turns out to be unreadable
     halfway.
@@ -208,7 +207,7 @@ class _Shards:
         self.held = {name: set(file.keys()) for name, file in self.opened.items()}
 
     def stored(self, name: str) -> Any:
-        """Return an object that reads a tensor by slices, dequantized if it is in 8 bits; of the tensor's shape."""
+        """Return an object that by slicing reads a tensor of the stored shape, dequantized if it is in 8 bits."""
         stored = self._slice(name)
         if stored.get_dtype() != FP8:
             return stored

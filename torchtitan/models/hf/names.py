@@ -104,9 +104,7 @@ class Form:
         return [f"layers.{layer}.{our_part}" for our_part in self._ours[self.parts[part]]]
 
     def our_names(self, name: str) -> tuple[list[str], int | None]:
-        """Return our names of an HF name, and the expert's number or None. Raises KeyError or JobError for an unknown
-        name.
-        """
+        """Return our names of an HF name, and the expert's number or None. KeyError or JobError if it is unknown."""
         if not name.startswith(self.layers):
             return [{hf_name: ours for ours, hf_name in self.ends.items()}[name]], None
         layer, part = name.removeprefix(self.layers).split(".", 1)

@@ -134,9 +134,7 @@ class _Gathered:
         return [*self.form.hf_names(unit[0]), *self.form.copies.get(unit[0], ())]
 
     def whole(self, name: str) -> torch.Tensor | None:
-        """Return the full tensor, of our shape, on the CPU of the writing rank in the file's dtype; None on other
-        ranks.
-        """
+        """Return the full tensor, of our shape, on the writing rank's CPU in the file's dtype; None elsewhere."""
         writes, holders, dtype = self.rank == self.writer, self.holders[name], self.dtype_of(name)
         sends = self.writer not in holders and self.rank == holders[0]
         value = self.state[name].detach() if name in self.state else None

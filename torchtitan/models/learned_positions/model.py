@@ -74,9 +74,7 @@ def headed_form(
     base: str,
     transposed: frozenset[str] = frozenset(),
 ) -> Form:
-    """Return the Form (hf/names.py) of a model with its head: `ends` are the HF names outside of the layers, except the
-    head's.
-    """
+    """Return the Form (hf/names.py) of a model with its head; `ends` are all others outside of the layers."""
     return Form(
         parts=parts,
         ends={**ends, "output.weight": CLASSES if args.n_classes else WORDS},

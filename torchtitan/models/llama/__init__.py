@@ -52,8 +52,9 @@ class LlamaArgs:
 
     @property
     def ffn_dim(self) -> int:
-        """Width of the feed-forward: 2/3 of 4 dim (SwiGLU has three matrices instead of an MLP's two), scaled and
-        rounded up.
+        """Width of the feed-forward: 8/3 of dim, scaled and rounded up.
+
+        SwiGLU has three matrices instead of an MLP's two, so it gets 2/3 of the usual 4 dim.
         """
         width = int(2 * 4 * self.dim / 3)
         if self.ffn_dim_multiplier is not None:

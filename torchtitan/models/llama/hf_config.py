@@ -1,6 +1,4 @@
-"""Conversion of Llama arguments from and to config.json (transformers' LlamaConfig), and the Llama
-families. No torch.
-"""
+"""Conversion of Llama arguments from and to config.json (transformers' LlamaConfig), and the families. No torch."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,12 +1,9 @@
-"""Mixture of experts: the arguments of a layer and of a decoder. No torch here; the other files are
+"""Mixture of experts: the arguments of a layer and of a decoder. No torch here. The other files:
 
-router.py: the choice of experts for each token, their weights, and the balance of their load.
-
-experts.py: the experts, as one grouped matrix product over all of them.
-
-layer.py: sorting tokens by expert, the experts, the way back, and the transformer block.
-
-balance.py: once per step, load, bias and metrics.
+router.py    the choice of experts for each token, their weights, the balance of their load
+experts.py   the experts, as one grouped matrix product
+layer.py     sorting tokens by expert, experts, the way back; the transformer block
+balance.py   load, bias and metrics, once per step
 """
 
 from abc import ABC, abstractmethod
@@ -110,14 +107,12 @@ class MoEDecoderArgs(MoEArgs, ABC):
 
     @property
     def expert_layers(self) -> int:
-        """Number of layers with experts, including those of multi-token prediction."""
+        """Number of layers with experts, including multi-token prediction's."""
         return self.n_layers
 
     @abstractmethod
     def _matrices(self, moe: int) -> int:
-        """Return the number of weights of all layers and the output head, given `moe` of them in each layer with
-        experts.
-        """
+        """Return the number of weights of all layers and the head, with `moe` in each layer with experts."""
 
     @property
     @abstractmethod
@@ -130,7 +125,7 @@ class MoEDecoderArgs(MoEArgs, ABC):
 
     @property
     def num_summed(self) -> int:
-        """Number of expert outputs of a token that are multiplied by routing weights in the sum."""
+        """Number of elements of experts' outputs that a token's routing weights multiply."""
         return 0 if self.score_before_experts else self.expert_layers * self.top_k * self.dim
 
     @property

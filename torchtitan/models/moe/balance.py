@@ -1,4 +1,4 @@
-"""Expert load, once per optimizer step, for the trainer. For models without experts the functions return nothing.
+"""Expert load, once per optimizer step, for the trainer. Models without experts give empty results.
 
     set_sequence_sum(model, total)                   once, if ranks have parts of the same sequences
     set_aux_loss_scale(model, 1 / valid_tokens)      before the step's first forward
@@ -42,9 +42,7 @@ def set_sequence_sum(model: nn.Module, sum_over_sequence: Callable[[torch.Tensor
 
 @torch.no_grad()
 def take_load(model: nn.Module) -> tuple[list[str], torch.Tensor]:
-    """Return and reset the layers with experts and the tokens sent to each expert since the last call, [layers, E]
-    int64.
-    """
+    """Return and reset the tokens per expert since the last call, int64 [layers, E], with the layers' names."""
     router_of_layer = routers(model)
     if not router_of_layer:
         return [], torch.zeros(0, 0, dtype=torch.int64)
@@ -56,9 +54,7 @@ def take_load(model: nn.Module) -> tuple[list[str], torch.Tensor]:
 
 @torch.no_grad()
 def take_aux_loss(model: nn.Module) -> torch.Tensor | None:
-    """Return and reset the sum, a scalar, of the auxiliary losses of all layers and tokens; None without
-    such losses.
-    """
+    """Return and reset the summed auxiliary loss of all layers and tokens, a scalar; None without one."""
     with_loss = [router for router in routers(model).values() if router.args.aux_loss_weight]
     if not with_loss:
         return None
@@ -99,8 +95,9 @@ def metrics(model: nn.Module, load: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def not_finite(model: nn.Module) -> list[str]:
-    """Return and reset the layers, in order, with non-finite router scores since the last call. Synchronizes with the
-    device.
+    """Return and reset the layers, in order, with non-finite router scores since the last call.
+
+    It synchronizes with the device.
     """
     router_of_layer = routers(model)
     layers = [name for name, router in router_of_layer.items() if router.not_finite.item()]

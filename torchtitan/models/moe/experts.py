@@ -44,9 +44,7 @@ class Experts(nn.Module):
 
     @staticmethod  # `experts` may be a stand-in with a rank's weights, which the compiler lets bind no methods
     def product(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Multiply x [R, I] with the experts' matrices of that name -> [R, O]; each expert's rows end at `ends` [E],
-        int32.
-        """
+        """Multiply x [R, I] by the matrices of that name -> [R, O], split into experts by `ends` [E], int32."""
         w = getattr(experts, name)
         dtype = autocast_dtype(x.device.type)  # autocast covers matrix products, but not grouped ones
         return grouped_mm(x, w, ends) if dtype is None else grouped_mm(x.to(dtype), w.to(dtype), ends)
@@ -69,9 +67,7 @@ def _runs_natively(dtype: torch.dtype, sizes: Sequence[int]) -> bool:
 
 
 def _loop(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Compute grouped_mm, [R, I] x [E, I, O] -> [R, O], by one product for each expert. Synchronizes to
-    read the sizes.
-    """
+    """Compute grouped_mm, [R, I] x [E, I, O] -> [R, O], by one product per expert; synchronizes for the sizes."""
     # unbind, and not w[e]: its backward stacks the gradients, where each w[e] would make zeros of w's size and add
     return torch.cat([rows @ matrix for rows, matrix in zip(_split(x, ends), w.unbind(), strict=True)])
 

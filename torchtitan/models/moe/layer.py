@@ -42,9 +42,7 @@ class MoE(Stepwise):
             self.shared_experts = SwiGLU(args.dim, args.n_shared_experts * args.expert_dim)
 
     def steps(self) -> tuple[Segment | RoutedExperts, ...]:
-        """Return the steps of x [B, S, D] -> out [B, S, D]. Shared experts are independent, so they can run during
-        communication.
-        """
+        """Return the steps of x [B, S, D] -> out [B, S, D]. Shared experts may run during communication."""
         shared = () if self.shared_experts is None else ("s",)
         return (
             Segment("route", self._to_experts, ("x",), ("w", "xs"), light=True),
@@ -54,7 +52,7 @@ class MoE(Stepwise):
         )
 
     def _to_experts(self, notes: Notes, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [B, S, D] -> weights [N, k], rows sorted by expert [N k, D]"""
+        """Route and sort x [B, S, D] -> weights [N, k], rows sorted by expert [N k, D]."""
         ids, weights = self.route(x, notes.get("ids"))
         notes.once("ids", lambda: ids)
         xs, order = self.dispatch(x, ids, weights)
@@ -64,9 +62,7 @@ class MoE(Stepwise):
         return weights, xs
 
     def _to_tokens(self, notes: Notes, weights: torch.Tensor, ys: torch.Tensor, *shared: torch.Tensor) -> torch.Tensor:
-        """weights [N, k], experts' outputs [N k, D], and optionally the shared experts' outputs
-        [B, S, D] -> [B, S, D]
-        """
+        """Combine weights [N, k], outputs [N k, D] and, if any, shared experts' outputs [B, S, D] -> [B, S, D]."""
         y = self.combine(ys, weights, notes["order"]).view(notes["shape"])
         return y + shared[0] if shared else y
 
@@ -109,8 +105,9 @@ class MoEBlock(Residual):
         self.moe = MoE(args)
 
     def steps(self) -> tuple[Segment | RoutedExperts, ...]:
-        """Return the block's steps. The layer's first step also normalizes its input n, and its last step adds to the
-        residual.
+        """Return the block's steps.
+
+        The layer's first step also normalizes its input n, and its last step adds to the residual.
         """
         first, *between, last = self.moe.steps()
 

@@ -1,6 +1,4 @@
-"""Conversion of Qwen 3 MoE arguments from and to config.json (transformers' Qwen3MoeConfig), and the
-family. No torch.
-"""
+"""Conversion of Qwen 3 MoE arguments from and to config.json (Qwen3MoeConfig), and the family. No torch."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -21,8 +21,9 @@ from torchtitan.models.spec import HuggingFace, ModelSpec
 
 
 class LastLayer(nn.Module):
-    """The layer before the head. It acts on each token, so it takes the place of the final norm. `activation` preserves
-    the shape.
+    """The layer before the head. `activation` preserves the shape.
+
+    It acts on each token, so it takes the place of the final norm.
     """
 
     def __init__(self, dim: int, activation: Callable[[torch.Tensor], torch.Tensor], norm: nn.Module | None):
