@@ -41,7 +41,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "datasets": (40, 10),
     "guards": (4, 0),
     "launcher": (11, 0),
-    "losses": (1, 0),
+    "losses": (2, 0),
     "lr_schedules": (1, 0),
     "metrics": (11, 0),
     "models": (15, 0),
