@@ -75,15 +75,12 @@ def predict(config: JobConfig, world_size: int, device: Device, traffic: bool = 
     """
     dims = parts.dims(config, world_size)
     stages = _stages(config, dims)
-    base_job = _with_few_microbatches(config, dims, len(stages))
-    jobs, rounds = [base_job], 0.0
-    if traffic and base_job is not config:  # all further rounds of microbatches send the same
-        base_samples, round_samples = (
-            base_job.training.local_batch_size,
-            dims.pp * config.parallelism.pipeline_parallel_microbatch_size,
-        )
-        jobs.append(_with_samples(config, dims, base_samples + round_samples))
-        rounds = (config.training.local_batch_size - base_samples) / round_samples
+    base = _with_few_microbatches(config, dims, len(stages))
+    jobs, rounds = [base], 0.0
+    if traffic and base is not config:  # all further rounds of microbatches send the same
+        samples, extra = base.training.local_batch_size, dims.pp * config.parallelism.pipeline_parallel_microbatch_size
+        jobs.append(_with_samples(config, dims, samples + extra))
+        rounds = (config.training.local_batch_size - samples) / extra
     places = sorted({0, dims.pp - 1})
     shares = [_Share.of(job, place, dims, stages) for place in places for job in jobs]
     predictions = []
